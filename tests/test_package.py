@@ -12,7 +12,7 @@ import gradlane
 from gradlane.formats.link_report import LinkReport, PortFigures, RoundTrip
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.settings import ClusterFacts, Settings
-from tests.planning.simulation.small import SMALL
+from tests.planning.simulation.small_profile import SMALL
 
 
 def test_importing_loads_neither_torch_nor_the_core() -> None:

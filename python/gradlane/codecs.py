@@ -1,8 +1,7 @@
-"""Codecs for torch tensors and NumPy arrays: a thin, typed surface over the compiled kernels.
+"""Codecs for torch tensors and NumPy arrays: a thin, typed interface to the compiled kernels.
 
-A codec encodes contiguous f32 values on the CPU. It keeps no state: residuals and the place of the
-values are the caller's, as in `gradlane.ddp`. What each codec does, and the layout of its bytes,
-is in `docs/codecs.md`.
+A codec encodes contiguous f32 values on the CPU. It has no state: residuals and the position of the
+values are the caller's, as in `gradlane.ddp`. `docs/codecs.md` describes each codec and its bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 BROADCAST = -1
-"""The leg of what an owner sends to all ranks; other legs are the ranks of workers."""
+"""The leg from an owner to all ranks; other legs are the ranks of workers."""
 
 Array: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
 """A torch tensor on the CPU or a NumPy array, contiguous."""
@@ -31,11 +30,11 @@ class Codec:
     Args:
         spec: name and options: `f32`, `bf16`, `f16`, `onebit`, `qsgd:bits=4`, `int8`,
             `topk:ratio=0.001`, `dgc:ratio=0.001,momentum=0.9`, ...
-        shape: sizes of the tensor in the order of its storage, where the codec depends on them
+        shape: sizes of the tensor in storage order, if the codec depends on them
             (`onebit` by columns).
 
     Raises:
-        ValueError: the text names no codec; the message says what would do.
+        ValueError: the text names no codec; the message lists valid ones.
     """
 
     def __init__(self, spec: str, shape: Sequence[int] = ()) -> None:
@@ -43,13 +42,13 @@ class Codec:
         self.spec: str = self._codec.spec
         """The canonical text."""
         self.granule: int = self._codec.granule
-        """Parts of a tensor begin at multiples of so many elements."""
+        """Number of elements whose multiples may begin a part of a tensor."""
         self.is_fixed_size: bool = self._codec.is_fixed_size
-        """Whether the length of an encoding depends on the number of elements alone."""
+        """True if the length of an encoding depends on the number of elements alone."""
         self.is_unbiased: bool = self._codec.is_unbiased
-        """Whether the expectation of what is decoded is the value."""
+        """True if the expectation of a decoded value is the value."""
         self.residual_width: int = self._codec.residual_width
-        """f32 numbers that a residual has for each value; 0 where none is kept."""
+        """f32 numbers of a residual for each value; 0: the codec keeps none."""
 
     def __repr__(self) -> str:
         return f"Codec({self.spec!r})"
@@ -60,7 +59,7 @@ class Codec:
         return self.spec.partition(":")[0]
 
     def wire_bytes_max(self, elements: int, *, step: int = 0, leg: int = 0) -> int:
-        """Return the most bytes that so many values take; exact where the size is fixed."""
+        """Return the largest encoded size of so many values; exact for a fixed-size codec."""
         return self._codec.max_wire_bytes((0, step, 0, leg, 0), elements)
 
     def encode(
@@ -78,23 +77,23 @@ class Codec:
 
         Args:
             values: f32, contiguous, of any shape.
-            residual: what earlier steps did not send, f32, `residual_width` numbers for each value,
-                zeros at first; it is added before encoding and replaced by what is not sent now.
-            seed: of the job: draws of stochastic codecs depend on it and on the place that follows.
+            residual: unsent parts of earlier steps, f32, `residual_width` numbers for each value,
+                zeros at first; it is added before encoding and replaced by the new unsent part.
+            seed: of the job; draws of stochastic codecs depend on it and on the arguments below.
             step: number of the step.
             tensor: number of the tensor.
             leg: rank of the worker, or `BROADCAST`.
             first_element: position in its tensor of the first value.
 
         Returns:
-            The bytes, uint8, of the kind that `values` are.
+            The bytes, uint8, an array of the kind of `values`.
 
         Raises:
             ValueError: memory of another kind, or lengths that do not match.
         """
-        place = (seed, step, tensor, leg, first_element)
-        wire = np.empty(self._codec.max_wire_bytes(place, _count(values)), dtype=np.uint8)
-        return _like(values, wire[: self._encode(place, values, residual, wire)])
+        draw_key = (seed, step, tensor, leg, first_element)
+        wire = np.empty(self._codec.max_wire_bytes(draw_key, _length(values)), dtype=np.uint8)
+        return _like(values, wire[: self._encode(draw_key, values, residual, wire)])
 
     def encode_into(
         self,
@@ -108,7 +107,7 @@ class Codec:
         leg: int = 0,
         first_element: int = 0,
     ) -> int:
-        """Encode values to the front of a buffer of bytes, and return how many bytes that took.
+        """Encode values to the front of a byte buffer, and return the number of bytes.
 
         Raises:
             ValueError: the buffer is shorter than `wire_bytes_max`, or as for `encode`.
@@ -117,16 +116,18 @@ class Codec:
 
     def _encode(
         self,
-        place: tuple[int, int, int, int, int],
+        draw_key: tuple[int, int, int, int, int],
         values: Array,
         residual: Array | None,
         wire: Array,
     ) -> int:
-        kept = (0, 0) if residual is None else _floats(residual, "the residual")
-        return self._codec.encode(place, _floats(values, "the values"), kept, _bytes(wire))
+        residual_memory = (0, 0) if residual is None else _floats(residual, "the residual")
+        return self._codec.encode(
+            draw_key, _floats(values, "the values"), residual_memory, _bytes(wire)
+        )
 
     def decode(self, wire: Array, elements: int) -> Array:
-        """Decode bytes into so many values, f32, of the kind that `wire` is.
+        """Decode bytes into so many f32 values, an array of the kind of `wire`.
 
         Raises:
             ValueError: the bytes are no encoding of so many values.
@@ -136,7 +137,7 @@ class Codec:
         return _like(wire, values)
 
     def decode_into(self, wire: Array, values: Array) -> None:
-        """Decode bytes into values that are there, f32.
+        """Decode bytes into existing f32 values.
 
         Raises:
             ValueError: as for `decode`.
@@ -144,7 +145,7 @@ class Codec:
         self._codec.decode(_bytes(wire), _floats(values, "the values"))
 
     def decode_add(self, wire: Array, values: Array) -> None:
-        """Decode bytes and add them to values, f32.
+        """Decode bytes and add them to existing f32 values.
 
         Raises:
             ValueError: as for `decode`.
@@ -152,7 +153,7 @@ class Codec:
         self._codec.decode_add(_bytes(wire), _floats(values, "the values"))
 
 
-def _count(values: Array) -> int:
+def _length(values: Array) -> int:
     return int(values.size) if isinstance(values, np.ndarray) else values.numel()
 
 
@@ -164,23 +165,23 @@ def _like(model: Array, array: npt.NDArray[Any]) -> Array:
     return torch.from_numpy(array)
 
 
-def _floats(values: Array, what: str) -> tuple[int, int]:
+def _floats(values: Array, label: str) -> tuple[int, int]:
     """Return address and number of f32 values."""
-    return _address(values, np.float32, "float32", what), _count(values)
+    return _address(values, np.float32, "float32", label), _length(values)
 
 
 def _bytes(wire: Array) -> tuple[int, int]:
     """Return address and number of bytes."""
-    return _address(wire, np.uint8, "uint8", "the encoded bytes"), _count(wire)
+    return _address(wire, np.uint8, "uint8", "the encoded bytes"), _length(wire)
 
 
-def _address(values: Array, dtype: type[Any], name: str, what: str) -> int:
+def _address(values: Array, dtype: type[Any], name: str, label: str) -> int:
     if isinstance(values, np.ndarray):
         if values.dtype != dtype or not values.flags.c_contiguous:
-            raise ValueError(f"{what} must be a contiguous array of {name}, not {values.dtype}")
+            raise ValueError(f"{label} must be a contiguous array of {name}, not {values.dtype}")
         return int(values.ctypes.data)
     if str(values.dtype) != f"torch.{name}" or not values.is_contiguous():
-        raise ValueError(f"{what} must be a contiguous tensor of {name}, not {values.dtype}")
+        raise ValueError(f"{label} must be a contiguous tensor of {name}, not {values.dtype}")
     if values.device.type != "cpu":
-        raise ValueError(f"{what} are on {values.device}; codecs run on the CPU")
+        raise ValueError(f"{label} are on {values.device}; codecs run on the CPU")
     return values.data_ptr()

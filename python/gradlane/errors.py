@@ -1,4 +1,4 @@
-"""What can go wrong, as types. Every message says what happened, where, and what to do.
+"""The errors of gradlane. Every message names the event, its place and a remedy.
 
 All derive from `GradlaneError`; timeouts are also `TimeoutError`, bad arguments also `ValueError`.
 """
@@ -13,11 +13,11 @@ class GradlaneError(EscapedError):
 
 
 class UsageError(GradlaneError, RuntimeError):
-    """Calls came in an order that has no meaning, such as two gradients in one step."""
+    """Calls were made in an invalid order, such as two gradients in one step."""
 
 
 class SessionClosedError(GradlaneError, RuntimeError):
-    """The session was closed or given up on this rank; nothing can be done with it any more."""
+    """The session was closed or aborted on this rank and cannot be used any more."""
 
 
 class UnevenDataError(GradlaneError, RuntimeError):
@@ -28,14 +28,15 @@ class UnevenDataError(GradlaneError, RuntimeError):
 
 
 class ArrayRefusedError(GradlaneError, ValueError):
-    """An array cannot be registered or pushed; nothing of it was sent.
+    """An array cannot be registered or pushed; none of it was sent.
 
     Attributes:
-        what: `"shape"`, `"dtype"`, `"layout"`, `"device"`, `"type"` or `"name"`: what is wrong.
+        what: the invalid property, `"shape"`, `"dtype"`, `"layout"`, `"device"`, `"type"` or
+            `"name"`.
     """
 
     def __init__(self, message: str, what: str) -> None:
-        """Keep the message and what is wrong."""
+        """Store the message and the invalid property."""
         super().__init__(message)
         self.what = what
 
@@ -53,31 +54,31 @@ class CheckpointError(GradlaneError, RuntimeError):
 
 
 class SessionFailedError(GradlaneError, RuntimeError):
-    """The session ended before its time and the parameters are not to be used.
+    """The session failed and the parameters must not be used.
 
     Attributes:
-        last_complete_step: the last training step that is whole on this rank, or None.
+        last_complete_step: the last training step that is complete on this rank, or None.
     """
 
     def __init__(self, message: str, last_complete_step: int | None = None) -> None:
-        """Keep the message and the last complete step."""
+        """Store the message and the last complete step."""
         super().__init__(message)
         self.last_complete_step = last_complete_step
 
 
 class PeerLostError(SessionFailedError, ConnectionError):
-    """Another rank died, fell silent, gave up or broke the protocol.
+    """Another rank died, fell silent, aborted or broke the protocol.
 
     Attributes:
-        rank: the rank at fault; this one, where the others have given it up and it goes on.
-        last_complete_step: the last training step that is whole on this rank, or None.
+        rank: the rank at fault; this one, if the others have given it up while it ran on.
+        last_complete_step: the last training step that is complete on this rank, or None.
     """
 
     def __init__(self, message: str, rank: int, last_complete_step: int | None = None) -> None:
-        """Keep the message, the rank at fault and the last complete step."""
+        """Store the message, the rank at fault and the last complete step."""
         super().__init__(message, last_complete_step)
         self.rank = rank
 
 
 class ProgressTimeoutError(SessionFailedError, TimeoutError):
-    """Ranks are alive but did not take part in a step for the progress timeout."""
+    """Ranks are alive but did not take part in a step within the progress timeout."""

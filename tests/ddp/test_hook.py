@@ -8,18 +8,18 @@ from torch import nn
 
 import gradlane.ddp
 from gradlane.codecs import Codec
-from gradlane.ddp.layout import Part, cut
-from gradlane.ddp.parameters import Parameters
+from gradlane.ddp.layout import BucketParameter, cut_into_shards
+from gradlane.ddp.parameters import BucketParameters
 from gradlane.ddp.residuals import Residuals
 from gradlane.lab.runs.strategy import parse_strategies, parse_strategy
 from gradlane.training.options.codec_choice import smallest_encoded
 from tests.built import needs_core
-from tests.ddp.scenarios import emulate, make_model
+from tests.ddp.rank_programs import emulate, make_model
 from tests.training.model.pool import FirstRanks, RankPool
 
 pytestmark = needs_core
 
-SCENARIOS = "tests.ddp.scenarios"
+PROGRAMS = "tests.ddp.rank_programs"
 SPECS = ("qsgd:bits=8", "qsgd:bits=4,residual=on", "topk:ratio=0.05", "dgc:ratio=0.05", "bf16")
 
 
@@ -35,7 +35,7 @@ def test_ranks_are_bit_identical_and_f32_is_the_sum_in_rank_order(
     hooks: list[dict[str, object] | None] = [None]
     hooks += [{"spec": "f32", "route": route} for route in ("gather", "shards")]
     hooks += [{"spec": spec, "route": route} for spec in SPECS for route in ("gather", "shards")]
-    results = pool.run(f"{SCENARIOS}:train", ranks=world_size, hooks=hooks)
+    results = pool.run(f"{PROGRAMS}:train", ranks=world_size, hooks=hooks)
     for number, options in enumerate(hooks):
         digests = {result[number]["digest"] for result in results}
         assert len(digests) == 1, f"ranks differ with {options}"
@@ -55,7 +55,7 @@ def test_routes_small_tensors_and_bytes_are_as_documented(pool: FirstRanks) -> N
         {"spec": "topk:ratio=0.01"},
         {"spec": "qsgd:bits=4", "small_elems": 0, "codecs": {"*.bias": "f16", "7.*": "f32"}},
     ]
-    (eight, gathered, topk, patterns), *_ = pool.run(f"{SCENARIOS}:train", ranks=3, hooks=hooks)
+    (eight, gathered, topk, patterns), *_ = pool.run(f"{PROGRAMS}:train", ranks=3, hooks=hooks)
     assert eight["route"] == "shards" and topk["route"] == "gather"
     elements = sum(one.numel() for one in make_model().parameters())
     # Two legs of a third of the bytes to two others, six steps; scales and f32 biases come on top.
@@ -76,7 +76,7 @@ def test_what_was_sent_and_what_is_kept_are_all_gradients(
     pool: FirstRanks, spec: str, route: str
 ) -> None:
     """Also across the new buckets that DDP makes after the first step."""
-    results = pool.run(f"{SCENARIOS}:conserve", spec=spec, route=route, steps=5)
+    results = pool.run(f"{PROGRAMS}:conserve", spec=spec, route=route, steps=5)
     kept = sum(result["kept"] for result in results)
     truth = sum(result["truth"] for result in results)
     assert results[0]["means"].abs().sum() > 0
@@ -85,38 +85,38 @@ def test_what_was_sent_and_what_is_kept_are_all_gradients(
 
 @pytest.mark.parametrize("spec", ["qsgd:bits=2,residual=on", "topk:ratio=0.05"])
 def test_a_saved_state_goes_on_with_the_same_bits(pool: FirstRanks, spec: str) -> None:
-    results = pool.run(f"{SCENARIOS}:resume", ranks=2, spec=spec)
+    results = pool.run(f"{PROGRAMS}:resume", ranks=2, spec=spec)
     for result in results:
         assert result["resumed"] == result["at_once"]
         assert result["step"] == 8
 
 
 def test_a_gradient_that_is_no_number_is_seen_everywhere_and_forgotten(pool: FirstRanks) -> None:
-    for result in pool.run(f"{SCENARIOS}:spoil"):
+    for result in pool.run(f"{PROGRAMS}:spoil"):
         assert result["finite"] == [True, False, True]
 
 
 def test_bf16_gradients_and_unused_parameters_are_averaged_too(pool: FirstRanks) -> None:
-    results = pool.run(f"{SCENARIOS}:halve")
+    results = pool.run(f"{PROGRAMS}:halve")
     for result in results[1:]:
         assert torch.equal(result["parameters"], results[0]["parameters"])
     assert results[0]["losses"][-1] < results[0]["losses"][0]
 
 
 def test_a_failure_ends_backward_with_its_text(pool: FirstRanks) -> None:
-    for text in pool.run(f"{SCENARIOS}:fail", ranks=2):
+    for text in pool.run(f"{PROGRAMS}:fail", ranks=2):
         assert "no room for the bytes" in text and "step 2" in text
 
 
-def _parts(*sizes: int, spec: str = "qsgd:bits=4") -> list[Part]:
-    return [Part(number, numel, Codec(spec)) for number, numel in enumerate(sizes)]
+def _parts(*sizes: int, spec: str = "qsgd:bits=4") -> list[BucketParameter]:
+    return [BucketParameter(number, numel, Codec(spec)) for number, numel in enumerate(sizes)]
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5, 100_000, 3), (512,) * 9, (1, 2, 3), (50_000, 50_001)])
 @pytest.mark.parametrize("shards", [1, 2, 3, 7])
 def test_shards_cover_a_bucket_and_begin_at_granules(sizes: tuple[int, ...], shards: int) -> None:
     parts = _parts(*sizes)
-    made = cut(parts, shards)
+    made = cut_into_shards(parts, shards)
     assert len(made) == shards
     pieces = [piece for shard in made for piece in shard.pieces]
     position = 0
@@ -133,14 +133,14 @@ def test_shards_cover_a_bucket_and_begin_at_granules(sizes: tuple[int, ...], sha
 def test_what_an_owner_kept_goes_back_when_the_piece_is_anothers() -> None:
     (part,) = _parts(2_048, spec="qsgd:bits=4,residual=on")
     residuals = Residuals(world_size=2)
-    own, other = cut([part], 2)
-    kept = residuals.of_owner(own.pieces[0])
+    own, other = cut_into_shards([part], 2)
+    kept = residuals.owner_residual(own.pieces[0])
     assert kept is not None
     kept += 0.25
-    residuals.reown([part], own.pieces)
+    residuals.release_unowned([part], own.pieces)
     assert len(residuals.owner) == 1, "a piece that stays keeps what it has"
-    residuals.reown([part], other.pieces)
-    whole = residuals.of_worker(cut([part], 1)[0].pieces[0])
+    residuals.release_unowned([part], other.pieces)
+    whole = residuals.worker_residual(cut_into_shards([part], 1)[0].pieces[0])
     assert not residuals.owner and whole is not None
     assert torch.equal(whole, torch.cat([torch.full((1_024,), 0.5), torch.zeros(1_024)]))
 
@@ -156,7 +156,7 @@ def test_the_99_percent_rule_leaves_out_less_than_a_hundredth() -> None:
 
 def test_parameters_are_encoded_in_the_order_of_their_storage() -> None:
     weight = nn.Parameter(torch.zeros(4, 3, 5, 5).to(memory_format=torch.channels_last))
-    parameters = Parameters("qsgd", names=[("w", weight)], overrides={}, small_elems=0)
+    parameters = BucketParameters("qsgd", names=[("w", weight)], overrides={}, small_elems=0)
     assert parameters.names == ["w"]
     from gradlane.ddp.parameters import _storage_sizes
 
@@ -177,7 +177,7 @@ def test_arguments_are_checked_before_anything_is_joined() -> None:
 
 
 def test_momentum_is_applied_once(pool: FirstRanks) -> None:
-    for said in pool.run(f"{SCENARIOS}:train_with_momentum", ranks=2):
+    for said in pool.run(f"{PROGRAMS}:train_with_momentum", ranks=2):
         first, sgd, adamw, other, cycled, closed = said
         assert not first and not other and not closed
         assert "group 0 of the optimizer (SGD) has momentum=0.9, and codec 'dgc:" in sgd
@@ -199,7 +199,7 @@ def test_the_lab_names_hooks_of_ddp() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_hooks_of_the_lab_train(pool: FirstRanks, world_size: int) -> None:
     results = pool.run(
-        f"{SCENARIOS}:train_in_lab",
+        f"{PROGRAMS}:train_in_lab",
         ranks=world_size,
         hooks=["fp16", "powersgd", "qsgd:bits=8", "f32"],
     )
@@ -213,5 +213,5 @@ def test_the_studys_data_flow_is_that_of_ranks(pool: FirstRanks) -> None:
     Without residuals: those of owners move when DDP makes its buckets anew.
     """
     for spec in ("qsgd:bits=2", "onebit:bucket=64,residual=off", "int8"):
-        results = pool.run(f"{SCENARIOS}:train", hooks=[{"spec": spec, "route": "shards"}], steps=4)
+        results = pool.run(f"{PROGRAMS}:train", hooks=[{"spec": spec, "route": "shards"}], steps=4)
         assert results[0][0]["digest"] == emulate(spec, workers=3, steps=4), spec

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradlane.training.rendezvous.wait_notifier import PAUSE
+from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
 
 _WAIT_S = 60.0
 _POLL_S = 0.002
@@ -99,7 +99,7 @@ class Trigger:
             return
         moment = self._scenario["moment"]
         if moment in ("waiting", "broadcast"):
-            PAUSE.observe(self)
+            WAIT_NOTIFIER.add_observer(self)
         if moment == "update":
             module: Any = importlib.import_module("torch.optim.sgd")
             module.sgd = self._before(module.sgd)
@@ -108,11 +108,11 @@ class Trigger:
             for name in ("fsync", "replace"):
                 setattr(os, name, self._around_file(getattr(os, name), count))
 
-    def pause_begins(self) -> None:
+    def wait_begins(self) -> None:
         """Note that a wait for other ranks begins."""
         self.reach("waiting")
 
-    def pause_ends(self) -> None:
+    def wait_ends(self) -> None:
         """Note that a tensor's result is here, while others are still on their way."""
         self.reach("broadcast")
 

@@ -29,7 +29,7 @@ def test_printable_text_stays_as_it_is() -> None:
         assert escaped(text.encode()) == text
 
 
-def test_terminals_and_logs_are_told_nothing() -> None:
+def test_control_characters_are_escaped() -> None:
     assert escaped(HOSTILE) == SHOWN
     assert escaped(b"\xff\x1b") == r"\xff\x1b"
     assert escaped_lines("one\n\x1b[2Jtwo\x0cthree") == "one\n\\x1b[2Jtwo\nthree"
@@ -54,7 +54,7 @@ def gradlane_errors() -> list[type[Exception]]:
 
 
 @pytest.mark.parametrize("kind", gradlane_errors())
-def test_errors_with_words_from_elsewhere_escape_them(kind: type[Exception]) -> None:
+def test_errors_escape_foreign_text(kind: type[Exception]) -> None:
     """The words of another rank, of the store or of a file reach a terminal through these."""
     assert issubclass(kind, EscapedError)
     further: list[object] = []
@@ -66,7 +66,7 @@ def test_errors_with_words_from_elsewhere_escape_them(kind: type[Exception]) -> 
         assert str(pickle.loads(pickle.dumps(error))) == SHOWN
 
 
-def test_files_whose_words_would_be_printed_hold_printable_ones(tmp_path: Path) -> None:
+def test_names_in_files_must_be_printable(tmp_path: Path) -> None:
     """Names and summaries of plans and profiles go to the terminal as they are."""
     plan = Plan("net", ClusterFacts(2, 1e9), "probed", Settings(), prediction={}, summary="good")
     for text in ("net", "good"):

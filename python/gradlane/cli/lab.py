@@ -24,7 +24,7 @@ from gradlane.cli.options import (
     write_json,
 )
 from gradlane.cli.presets import add_presets
-from gradlane.formats.signals import end_in_order
+from gradlane.formats.signals import unwind_on_sigterm
 from gradlane.training.options.groups import Network
 from gradlane.training.options.options import Strategy
 from gradlane.training.options.server_places import SERVERS_HELP, parse_servers
@@ -42,7 +42,7 @@ lab.command("accuracy")(lab_accuracy)
 
 @lab.callback()
 def _lab(context: typer.Context) -> None:
-    end_in_order(context)
+    unwind_on_sigterm(context)
 
 
 @lab.command("run")

@@ -27,7 +27,7 @@ from gradlane.cli.options import (
 from gradlane.cli.planning import add_planning
 from gradlane.cli.serve import serve
 from gradlane.formats.reported import ReportedError
-from gradlane.formats.signals import Terminated, end_in_order
+from gradlane.formats.signals import Terminated, unwind_on_sigterm
 from gradlane.formats.untrusted import escaped_lines
 
 app = typer.Typer(
@@ -84,7 +84,7 @@ def demo(
     from gradlane.report.console import wide_console
 
     require_writable(json_path, html_path)
-    end_in_order(context)
+    unwind_on_sigterm(context)
     ensure_namespaces(sys.argv[1:])
     run_demo(wide_console(), json_path=json_path, html_path=html_path)
 

@@ -7,8 +7,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from gradlane.planning.planner.coordinator import Coordinator
-from gradlane.planning.planner.reasons import shown
-from gradlane.planning.planner.search import number_of_candidates
+from gradlane.planning.planner.reasons import format_value
+from gradlane.planning.planner.search import candidate_count
 from gradlane.planning.schemes.costs import SCHEMES
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.profiles import Profile
@@ -55,7 +55,7 @@ def run_plan(
     )
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=number_of_candidates())
+        task = progress.add_task("", total=candidate_count())
         plan = coordinator.plan(budget_s=budget_s, on_simulated=lambda: progress.advance(task))
     print_plan(console, plan)
     if rule != "auto":
@@ -107,7 +107,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     for choice in plan.choices:
         table.add_row(
             choice["setting"],
-            shown(choice["value"]),
+            format_value(choice["value"]),
             f"{choice['step_s'] * 1e3:.1f}",
             choice["reason"],
         )

@@ -11,7 +11,7 @@ from rich.console import Console
 from gradlane.formats.profile import Profile
 from gradlane.planning.profiler.operations import count_operations, synthetic_step, with_operations
 from gradlane.planning.profiler.preserving import preserved
-from gradlane.planning.profiler.script import Found, replay, run_script
+from gradlane.planning.profiler.script import RecordedScript, replay, run_script
 
 
 def run_profile(
@@ -64,7 +64,7 @@ def run_profile(
         steps=steps,
         warmup=warmup,
         is_module=is_module,
-        to_the_end=to_the_end,
+        run_to_end=to_the_end,
         batch_size=batch_size,
         on_step=tell,
     )
@@ -91,7 +91,7 @@ def run_profile(
     return profile
 
 
-def _counted(found: Found, profile: Profile) -> Profile:
+def _counted(found: RecordedScript, profile: Profile) -> Profile:
     """Count operations after the script; a model that needs its script for that is left alone."""
     try:
         with preserved(found.model):
@@ -105,7 +105,7 @@ def _counted(found: Found, profile: Profile) -> Profile:
     return with_operations(profile, counts)
 
 
-def _print(console: Console, profile: Profile, found: Found) -> None:
+def _print(console: Console, profile: Profile, found: RecordedScript) -> None:
     """Print what matters of a profile."""
 
     def say(text: str) -> None:

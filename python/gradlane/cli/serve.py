@@ -20,7 +20,7 @@ from gradlane.training.options.groups import Network, Rendezvous
 from gradlane.training.options.option_fields import read_ports
 
 if TYPE_CHECKING:
-    from gradlane.training.rendezvous.serving import Served
+    from gradlane.training.rendezvous.serving import ServedStats
 
 
 def serve(
@@ -64,7 +64,7 @@ def serve(
     text = f"rank {session.rank} waits for the ranks that train"
     with session, console.status(text) if console.is_terminal else nullcontext() as status:
 
-        def show(served: list[Served]) -> None:
+        def show(served: list[ServedStats]) -> None:
             if status is not None and served:
                 status.update(f"rank {session.rank} serves: {progress_text(served)}")
 
@@ -79,7 +79,7 @@ def serve(
         typer.echo(f"wrote {json_path}")
 
 
-def progress_text(served: list[Served]) -> str:
+def progress_text(served: list[ServedStats]) -> str:
     """Say what was served so far."""
     return (
         f"{sum(one.owned_bytes for one in served) / 1e6:.1f} of "

@@ -14,8 +14,14 @@ from rich.table import Table
 
 from gradlane.formats.rates import format_rate
 from gradlane.formats.timeline.chrome import write_chrome
-from gradlane.planning.advice.advice import Answer, Need, answers_of, needs_of, text_of_needs
-from gradlane.planning.advice.pictures import Picture, picture_of, pictured
+from gradlane.planning.advice.advice import (
+    ClusterAdvice,
+    RequiredLink,
+    advise,
+    required_links,
+    text_of_required_links,
+)
+from gradlane.planning.advice.pictures import Picture, clusters_with_pictures, picture_of
 from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.scenarios import RING_FUSED, Cluster, run_scenario, scenario_of
@@ -83,7 +89,7 @@ def run_whatif(
         )
     if trace_path is not None:
         _write_trace(trace_path, profile, clusters)
-    traced = pictured(clusters) if html_path is not None else ()
+    traced = clusters_with_pictures(clusters) if html_path is not None else ()
     pictures: list[Picture] = []
     keep = partial(_keep_picture, pictures, profile, clusters)
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn())
@@ -94,7 +100,7 @@ def run_whatif(
         )
     # What is said about networks holds where nobody is late.
     punctual = [row for row in rows if row.left_out_share is None]
-    answers, needs = answers_of(punctual), needs_of(punctual)
+    answers, needs = advise(punctual), required_links(punctual)
     _print(console, profile, rows, answers, needs)
     content = {
         "profile": {
@@ -173,8 +179,8 @@ def _print(
     console: Console,
     profile: Profile,
     rows: list[Row],
-    answers: list[Answer],
-    needs: Sequence[Need],
+    answers: list[ClusterAdvice],
+    needs: Sequence[RequiredLink],
 ) -> None:
     console.print(
         f"{profile.model}: {profile.size_bytes / 1e6:.1f} MB of gradients in "
@@ -227,7 +233,7 @@ def _print(
             console.print(_text_of_late(row), highlight=False)
     for answer in answers:
         console.print(answer.text, highlight=False)
-    for sentence in text_of_needs(needs):
+    for sentence in text_of_required_links(needs):
         console.print(sentence, highlight=False)
 
 

@@ -1,7 +1,7 @@
 """`ddp_hook`: a communication hook for DDP that sends gradients encoded, and its state.
 
-The hook hands a bucket to two threads and returns at once; DDP waits for the futures at the end of
-backward, as always. All ranks get the same bits.
+The hook submits a bucket to two threads and returns at once; DDP waits for the futures at the end
+of backward, as always. All ranks get the same bits.
 """
 
 # Annotations are evaluated here: DDP compares those of a communication hook with its own types.
@@ -16,16 +16,16 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradlane.codecs import Codec
-from gradlane.ddp.layout import Part
-from gradlane.ddp.parameters import UNNAMED, Parameters
+from gradlane.ddp.layout import BucketParameter
+from gradlane.ddp.parameters import UNNAMED, BucketParameters
 from gradlane.ddp.pipeline import Pipeline
 from gradlane.ddp.residuals import OwnerKey, Residuals
-from gradlane.ddp.routes import Coding, Gather, Job, Peers, Route, Shards
+from gradlane.ddp.routes import BucketExchange, GatherRoute, Peers, Route, ShardCodec, ShardRoute
 from gradlane.training.model.optimizers import gradlane_hook
 from gradlane.training.options.momentum import check_momentum, keeps_momentum
 
 FORMAT = 1
-"""Of a state dict."""
+"""Format version of a state dict."""
 ROUTES = ("auto", "gather", "shards")
 SPARSE = ("topk", "dgc")
 
@@ -36,7 +36,7 @@ Hook = Callable[
 
 
 class HookState:
-    """What `ddp_hook` keeps between buckets and steps; the first argument of `register_comm_hook`.
+    """State of `ddp_hook` between buckets and steps; the first argument of `register_comm_hook`.
 
     Attributes:
         spec: canonical text of the codec.
@@ -68,16 +68,16 @@ class HookState:
         self.spec = codec.spec
         self.seed = seed
         self.step = 0
-        self._parameters = Parameters(
+        self._parameters = BucketParameters(
             self.spec,
-            names=() if model is None else _plain(model).named_parameters(),
+            names=() if model is None else _unwrap(model).named_parameters(),
             overrides={name: _with_feedback(text, error_feedback) for name, text in codecs.items()},
             small_elems=small_elems,
         )
         peers = _peers(group)
         self.route = _choose_route(route, codec, peers.world_size)
         self._residuals = Residuals(peers.world_size)
-        self._coding = Coding(peers, self._residuals, seed)
+        self._shard_codec = ShardCodec(peers, self._residuals, seed)
         self._routes: dict[tuple[int, ...], Route] = {}
         self._pipeline = Pipeline()
         texts = [self.spec, *codecs.values()]
@@ -86,7 +86,7 @@ class HookState:
 
     @property
     def codecs(self) -> dict[str, str]:
-        """Canonical text of the codec of each parameter that is known or was seen."""
+        """Canonical text of each known parameter's codec."""
         return self._parameters.codecs()
 
     @property
@@ -96,7 +96,7 @@ class HookState:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why a bucket got no mean, with its traceback; DDP's error has its text alone."""
+        """The error of a failed bucket, with its traceback; DDP's error has its text only."""
         return self._pipeline.failure
 
     def exchange(
@@ -111,21 +111,21 @@ class HookState:
             if target.is_complex():
                 raise TypeError("codecs encode real gradients; leave complex parameters to DDP")
             values = target.to("cpu", torch.float32)
-        job = Job(values, target, self.step)
+        exchange = BucketExchange(values, target, self.step)
         if bucket.is_last():
             self.step += 1
-        return self._pipeline.submit(route, job)
+        return self._pipeline.submit(route, exchange)
 
-    def _route_of(self, parts: tuple[Part, ...]) -> Route:
-        """Return the route of a bucket; buckets that it replaces are forgotten."""
+    def _route_of(self, parts: tuple[BucketParameter, ...]) -> Route:
+        """Return the route of a bucket; buckets that it replaces are dropped."""
         numbers = tuple(part.number for part in parts)
         known = self._routes.get(numbers)
         if known is not None:
             return known
         for old in [old for old in self._routes if not set(old).isdisjoint(numbers)]:
             del self._routes[old]
-        route = (Gather if self.route == "gather" else Shards)(parts, self._coding)
-        self._residuals.reown(parts, route.owned())
+        route = (GatherRoute if self.route == "gather" else ShardRoute)(parts, self._shard_codec)
+        self._residuals.release_unowned(parts, route.owned())
         self._routes[numbers] = route
         return route
 
@@ -147,10 +147,10 @@ class HookState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that `state_dict` returned on this rank.
+        """Restore a state that `state_dict` returned on this rank.
 
-        With another number of ranks, ranks that are new begin without residuals; what ranks that
-        are gone have not sent is lost. What was kept of means goes back to gradients.
+        With another number of ranks, new ranks begin without residuals, and the residuals of
+        removed ranks are lost. Residuals of means return to gradients.
 
         Raises:
             ValueError: the state is of another codec or another model.
@@ -180,9 +180,9 @@ class HookState:
                 )
         self.step = int(state["step"])
         self.seed = int(state["seed"])
-        self._coding.seed = self.seed
+        self._shard_codec.seed = self.seed
         self._residuals.worker = {number: kept.clone() for number, kept in worker.items()}
-        # A part of a mean of fewer or more ranks is as large a part of their sum.
+        # Residuals of a mean scale with the number of ranks.
         scale = int(state["world_size"]) / self._residuals.world_size
         self._residuals.owner = {key: kept * scale for key, kept in owner.items()}
         self._routes.clear()
@@ -226,19 +226,19 @@ def ddp_hook(
     Args:
         spec: the codec, such as `qsgd:bits=4`, `onebit`, `topk:ratio=0.001`, `bf16`.
         seed: of the draws of stochastic codecs.
-        error_feedback: whether what is not sent is added to the next step's gradient; None: as the
-            codec says, which is where it is biased.
+        error_feedback: whether the unsent part is added to the next step's gradient; None: the
+            codec's default, on for biased codecs.
         route: `"gather"`: every rank sends its encoded gradient to all; `"shards"`: each rank sums
             up a part and sends the mean encoded again, which is fewer bytes from three ranks on;
             `"auto"`: `gather` for two ranks and for sparse codecs, else `shards`.
-        small_elems: parameters with fewer elements stay f32. None: where the model is given, as
-            many as leave more than 99 % of all elements encoded; else none.
+        small_elems: parameters with fewer elements stay f32. None: if the model is given, as many
+            as leave more than 99 % of all elements encoded; else none.
         codecs: codecs by patterns of parameter names, such as `{"*.bias": "f32"}`; needs `model`.
-        model: the model, before or after it was wrapped: it gives parameters their names.
+        model: the model, wrapped or not, for the names of parameters.
         group: the process group that DDP averages over; None: the default one.
 
     Raises:
-        ValueError: an argument makes no sense; the message says what would do.
+        ValueError: an argument is invalid; the message lists valid values.
         RuntimeError: there is no process group.
     """
     state = HookState(
@@ -254,8 +254,8 @@ def ddp_hook(
     return state, _exchange
 
 
-def _watch_momentum(parameters: Parameters) -> Any:
-    """Check each optimizer in the process before it steps: DDP shows a hook none.
+def _watch_momentum(parameters: BucketParameters) -> Any:
+    """Check each optimizer in the process before it steps: DDP does not tell a hook its optimizer.
 
     Returns:
         A handle whose `remove` ends it.
@@ -271,7 +271,7 @@ def _watch_momentum(parameters: Parameters) -> Any:
 
 
 def _with_feedback(spec: str, error_feedback: bool | None) -> str:
-    """Return the codec's text with error feedback as asked for."""
+    """Return the codec's text with the requested error feedback."""
     if error_feedback is None or Codec(spec).name == "f32":
         return spec
     wanted = f"residual={'on' if error_feedback else 'off'}"
@@ -282,7 +282,7 @@ def _with_feedback(spec: str, error_feedback: bool | None) -> str:
     return f"{spec}{',' if ':' in spec else ':'}{wanted}"
 
 
-def _plain(model: nn.Module) -> nn.Module:
+def _unwrap(model: nn.Module) -> nn.Module:
     """Return the model that DDP wraps."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         inner: nn.Module = model.module

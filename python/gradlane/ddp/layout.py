@@ -1,9 +1,9 @@
-"""How a bucket of DDP is cut: shards for ranks, pieces of parameters in them, places on the wire.
+"""The layout of a DDP bucket: shards for ranks, pieces of parameters in them, ranges on the wire.
 
-A layout follows from the bucket's parameters, their codecs, the number of shards and the step's
-bounds of encoded sizes alone, so that every rank makes the same one. Pieces of a shard lie one
-after another in the bucket and on the wire; a piece never crosses the border of a parameter or of a
-shard, and begins where its codec allows a tensor to be cut.
+A layout follows only from the bucket's parameters, their codecs, the number of shards and the
+step's bounds of encoded sizes, so every rank computes the same one. Pieces of a shard are adjacent
+in the bucket and on the wire. A piece never crosses the border of a parameter or of a shard, and
+begins at a multiple of its codec's granule.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from gradlane.codecs import Codec
 
 LENGTH_BYTES = 4
-"""Before the bytes of a piece whose length is known only after encoding: how many they are."""
+"""Size of the length field before a piece whose encoded length varies."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """One parameter in a bucket.
+class BucketParameter:
+    """A parameter in a bucket.
 
     Attributes:
         number: of the parameter, the same on every rank.
-        numel: elements of it.
-        codec: encoding of it.
+        numel: number of elements.
+        codec: of its gradient.
     """
 
     number: int
@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one parameter that is encoded as one.
+    """A range of one parameter that is encoded as one.
 
     Attributes:
         part: the parameter.
@@ -44,20 +44,20 @@ class Piece:
         end: the element of the bucket after its last.
     """
 
-    part: Part
+    part: BucketParameter
     first: int
     begin: int
     end: int
 
     @property
     def numel(self) -> int:
-        """Elements of the piece."""
+        """Number of elements of the piece."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Pieces that lie one after another: what one rank sums up.
+    """Adjacent pieces that one rank adds up.
 
     Attributes:
         begin: its first element within the bucket.
@@ -71,36 +71,36 @@ class Shard:
 
     @property
     def numel(self) -> int:
-        """Elements of the shard."""
+        """Number of elements of the shard."""
         return self.end - self.begin
 
-    def places(self, step: int, leg: int) -> list[tuple[Piece, int, int]]:
-        """Return each piece with its first byte on the wire and the most bytes that it takes.
+    def wire_ranges(self, step: int, leg: int) -> list[tuple[Piece, int, int]]:
+        """Return each piece with its first byte on the wire and its largest encoded size.
 
-        Where a codec's sizes vary, the length of the encoding lies in the bytes before.
+        For codecs with varying sizes the bytes before hold the encoded length.
         """
-        places = []
+        wire_ranges = []
         begin = 0
         for piece in self.pieces:
             codec = piece.part.codec
             begin += 0 if codec.is_fixed_size else LENGTH_BYTES
             size = codec.wire_bytes_max(piece.numel, step=step, leg=leg)
-            places.append((piece, begin, size))
+            wire_ranges.append((piece, begin, size))
             begin += size
-        return places
+        return wire_ranges
 
     def wire_bytes(self, step: int, leg: int) -> int:
-        """Return the most bytes of all pieces, with their lengths."""
-        places = self.places(step, leg)
-        return places[-1][1] + places[-1][2] if places else 0
+        """Return the largest encoded size of all pieces, with their length fields."""
+        wire_ranges = self.wire_ranges(step, leg)
+        return wire_ranges[-1][1] + wire_ranges[-1][2] if wire_ranges else 0
 
 
-def cut(parts: Sequence[Part], shards: int) -> tuple[Shard, ...]:
-    """Cut a bucket that holds these parameters one after another into shards of about one size.
+def cut_into_shards(parts: Sequence[BucketParameter], shards: int) -> tuple[Shard, ...]:
+    """Cut a bucket of adjacent parameters into shards of about the same size.
 
     Args:
         parts: the bucket's parameters in its order.
-        shards: how many; some are empty where the bucket has few places to cut.
+        shards: their number; some are empty if the bucket has few allowed borders.
     """
     total = sum(part.numel for part in parts)
     borders = [_border(parts, total * number // shards) for number in range(1, shards)]
@@ -110,8 +110,8 @@ def cut(parts: Sequence[Part], shards: int) -> tuple[Shard, ...]:
     )
 
 
-def _border(parts: Sequence[Part], wanted: int) -> int:
-    """Return the place to cut that is next to the wanted element of the bucket."""
+def _border(parts: Sequence[BucketParameter], wanted: int) -> int:
+    """Return the allowed border that is nearest to an element of the bucket."""
     start = 0
     for part in parts:
         if wanted < start + part.numel:
@@ -122,7 +122,7 @@ def _border(parts: Sequence[Part], wanted: int) -> int:
     return start
 
 
-def _pieces(parts: Sequence[Part], begin: int, end: int) -> tuple[Piece, ...]:
+def _pieces(parts: Sequence[BucketParameter], begin: int, end: int) -> tuple[Piece, ...]:
     pieces: list[Piece] = []
     start = 0
     for part in parts:

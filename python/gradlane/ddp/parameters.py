@@ -1,7 +1,7 @@
-"""Which parameter is which, and how each is encoded: numbers, names and codecs.
+"""Numbers, names and codecs of the parameters in DDP's buckets.
 
-Numbers are the order in which parameters are first seen in DDP's buckets, or that of the model
-where the hook knows it; both are the same on every rank. Small parameters stay as they are.
+Numbers follow the order in which parameters first appear in DDP's buckets, or the model's order if
+the hook has the model; both are the same on every rank. Small parameters are not encoded.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from fnmatch import fnmatchcase
 import torch
 
 from gradlane.codecs import Codec
-from gradlane.ddp.layout import Part
+from gradlane.ddp.layout import BucketParameter
 from gradlane.training.options.codec_choice import smallest_encoded
 from gradlane.training.options.momentum import keeps_momentum
 
 UNNAMED = "parameter "
-"""Before the number of a parameter whose name is not known."""
+"""Prefix of the number of a parameter without a known name."""
 
 
-class Parameters:
+class BucketParameters:
     """The parameters that a hook has seen."""
 
     def __init__(
@@ -36,16 +36,16 @@ class Parameters:
         Args:
             spec: codec of the others.
             names: parameters and their names, in the model's order; may be empty.
-            overrides: codecs by patterns of names, the first that fits.
-            small_elems: parameters with fewer elements stay f32; None: the 99 % rule where the
-                parameters are known in advance, and 0 where they are not.
+            overrides: codecs by patterns of names; the first match counts.
+            small_elems: parameters with fewer elements stay f32; None: the 99 % rule if the
+                parameters are known in advance, else 0.
 
         Raises:
             ValueError: a text names no codec, or patterns are given without names.
         """
         self._spec = spec
         self._overrides = dict(overrides)
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, BucketParameter] = {}
         self._seen: dict[int, torch.Tensor] = {}
         self.names: list[str] = []
         self.momentum_codecs: dict[int, str] = {}
@@ -63,8 +63,8 @@ class Parameters:
         for name, parameter in known:
             self._add(name, parameter)
 
-    def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[Part, ...]:
-        """Return the parts that a bucket of these parameters has, in its order."""
+    def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[BucketParameter, ...]:
+        """Return the parameters of a bucket, in its order."""
         for parameter in parameters:
             if id(parameter) not in self._parts:
                 self._add(f"{UNNAMED}{len(self.names)}", parameter)
@@ -80,8 +80,8 @@ class Parameters:
         elif parameter.numel() < self.small_elems:
             spec = "f32"
         codec = Codec(spec, _storage_sizes(parameter))
-        self._parts[id(parameter)] = Part(len(self.names), parameter.numel(), codec)
-        # An id is that of one object only while the object lives.
+        self._parts[id(parameter)] = BucketParameter(len(self.names), parameter.numel(), codec)
+        # An id is unique only while its object lives.
         self._seen[id(parameter)] = parameter
         if keeps_momentum(codec.spec):
             self.momentum_codecs[id(parameter)] = codec.spec
@@ -92,13 +92,13 @@ class Parameters:
         parts = sorted(self._parts.values(), key=lambda part: part.number)
         return {self.names[part.number]: part.codec.spec for part in parts}
 
-    def by_number(self) -> list[Part]:
-        """Return all parts by their numbers."""
+    def by_number(self) -> list[BucketParameter]:
+        """Return all parameters by their numbers."""
         return sorted(self._parts.values(), key=lambda part: part.number)
 
 
 def _storage_sizes(parameter: torch.Tensor) -> list[int]:
-    """Return the sizes in the order in which elements lie in memory, slowest first."""
+    """Return the sizes in memory order, slowest first."""
     strides = parameter.stride()
     order = sorted(range(parameter.dim()), key=lambda axis: -strides[axis])
     return [parameter.shape[axis] for axis in order]

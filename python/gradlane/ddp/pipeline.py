@@ -1,7 +1,7 @@
-"""The two threads that carry buckets along their routes, so that backward does not wait for them.
+"""The two threads that exchange buckets, so that backward does not wait for them.
 
-One thread encodes and begins a bucket's exchange, the other one ends it: encoding, sending and
-adding up of neighbouring buckets overlap. All ranks hand over their buckets in the same order.
+One thread encodes a bucket and begins its exchange, the other one finishes it, so encoding, sending
+and adding up of consecutive buckets overlap. All ranks submit their buckets in the same order.
 """
 
 from __future__ import annotations
@@ -12,54 +12,56 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from gradlane.ddp.routes import Job, Route
+from gradlane.ddp.routes import BucketExchange, Route
 
 
 class Pipeline:
-    """Two threads, which appear with the first bucket."""
+    """Two threads, which start with the first bucket."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
         self.sent_bytes = 0
         """Bytes of encoded gradients that this rank has sent."""
         self.failure: BaseException | None = None
-        """Why a bucket got no mean."""
+        """The error of a failed bucket."""
         self._encoder = ThreadPoolExecutor(1, "gradlane-encode")
         self._adder = ThreadPoolExecutor(1, "gradlane-add")
         weakref.finalize(self, _stop, self._encoder, self._adder)
 
-    def submit(self, route: Route, job: Job) -> torch.futures.Future[torch.Tensor]:
+    def submit(self, route: Route, exchange: BucketExchange) -> torch.futures.Future[torch.Tensor]:
         """Begin to exchange a bucket and return the future of its mean."""
-        self._encoder.submit(self._guarded, self._begin, route, job)
-        return job.done
+        self._encoder.submit(self._run_guarded, self._begin, route, exchange)
+        return exchange.done
 
     def close(self) -> None:
-        """Wait for what is on its way and end the threads."""
+        """Finish the buckets in flight and end the threads."""
         _stop(self._encoder, self._adder)
 
-    def _begin(self, route: Route, job: Job) -> None:
-        self.sent_bytes += route.begin(job)
-        self._adder.submit(self._guarded, self._end, route, job)
+    def _begin(self, route: Route, exchange: BucketExchange) -> None:
+        self.sent_bytes += route.begin(exchange)
+        self._adder.submit(self._run_guarded, self._end, route, exchange)
 
-    def _end(self, route: Route, job: Job) -> None:
-        route.end(job)
-        if job.target is not job.values:
-            job.target.copy_(job.values)
-        job.done.set_result(job.target)
+    def _end(self, route: Route, exchange: BucketExchange) -> None:
+        route.end(exchange)
+        if exchange.target is not exchange.values:
+            exchange.target.copy_(exchange.values)
+        exchange.done.set_result(exchange.target)
 
-    def _guarded(self, does: Callable[[Route, Job], None], route: Route, job: Job) -> None:
-        """Do a part of a job; a failure ends backward, which waits for it, not this thread."""
+    def _run_guarded(
+        self, stage: Callable[[Route, BucketExchange], None], route: Route, exchange: BucketExchange
+    ) -> None:
+        """Run a stage of an exchange; its failure ends backward, which waits for it, not this
+        thread."""
         try:
-            does(route, job)
+            stage(route, exchange)
         except Exception as error:
             self.failure = error
-            # DDP can say no more of it than its text.
+            # DDP passes on the text only.
             text = (
-                f"gradlane's hook failed in step {job.step} with a bucket of "
-                f"{job.values.numel()} gradients: {error}; restart from the last checkpoint"
+                f"gradlane's hook failed in step {exchange.step} with a bucket of "
+                f"{exchange.values.numel()} gradients: {error}; restart from the last checkpoint"
             )
             # Its declared type is that of the future's value.
-            job.done.set_exception(RuntimeError(text))  # type: ignore[arg-type]
+            exchange.done.set_exception(RuntimeError(text))  # type: ignore[arg-type]
 
 
 def _stop(encoder: ThreadPoolExecutor, adder: ThreadPoolExecutor) -> None:

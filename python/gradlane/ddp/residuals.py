@@ -1,8 +1,8 @@
-"""What a hook keeps between steps: residuals of parameters, as a worker and as an owner of shards.
+"""Residuals that a hook keeps between steps, as a worker and as an owner of shards.
 
-They belong to parameters and not to buckets, since DDP makes its buckets anew after the first step.
-What a rank kept as the owner of a piece that is not its own any more goes back to where it came
-from: this rank's next gradient, times the number of ranks, since it is a part of a mean.
+They belong to parameters and not to buckets, since DDP rebuilds its buckets after the first step.
+When a rank no longer owns a piece, its residual of the mean returns to this rank's next gradient,
+times the number of ranks.
 """
 
 from __future__ import annotations
@@ -11,42 +11,41 @@ from collections.abc import Sequence
 
 import torch
 
-from gradlane.ddp.layout import Part, Piece
+from gradlane.ddp.layout import BucketParameter, Piece
 
 OwnerKey = tuple[int, int, int]
 """Number of the parameter, first element of the piece, elements of the piece."""
 
 
 def key_of(piece: Piece) -> OwnerKey:
-    """Return what a piece of a mean is kept by."""
+    """Return the key of a piece of a mean."""
     return (piece.part.number, piece.first, piece.numel)
 
 
 class Residuals:
-    """Residuals of one rank: f32 on the CPU, as many for an element as its codec keeps.
+    """Residuals of one rank: f32 on the CPU, with the codec's width for each element.
 
     Attributes:
-        world_size: ranks whose gradients a mean is of.
-        worker: what was not sent of each parameter's gradient, by its number.
-        owner: what was not sent of the mean.
+        world_size: number of ranks of a mean.
+        worker: the unsent part of each parameter's gradient, by its number.
+        owner: the unsent part of the mean, by piece.
     """
 
     def __init__(self, world_size: int) -> None:
-        """Begin with nothing kept."""
         self.world_size = world_size
         self.worker: dict[int, torch.Tensor] = {}
         self.owner: dict[OwnerKey, torch.Tensor] = {}
 
-    def of_worker(self, piece: Piece) -> torch.Tensor | None:
-        """Return the residual of a piece of this rank's gradient, None where none is kept."""
+    def worker_residual(self, piece: Piece) -> torch.Tensor | None:
+        """Return the residual of a piece of this rank's gradient; None if the codec keeps none."""
         width = piece.part.codec.residual_width
         if width == 0:
             return None
         whole = self._whole(piece.part)
         return whole[piece.first * width : (piece.first + piece.numel) * width]
 
-    def of_owner(self, piece: Piece) -> torch.Tensor | None:
-        """Return the residual of a piece of the mean, None where none is kept."""
+    def owner_residual(self, piece: Piece) -> torch.Tensor | None:
+        """Return the residual of a piece of the mean; None if the codec keeps none."""
         numbers = piece.numel * piece.part.codec.residual_width
         if numbers == 0:
             return None
@@ -57,8 +56,9 @@ class Residuals:
             )
         return kept
 
-    def reown(self, parts: Sequence[Part], owned: Sequence[Piece]) -> None:
-        """Give back what was kept of the mean of these parameters, except for these pieces."""
+    def release_unowned(self, parts: Sequence[BucketParameter], owned: Sequence[Piece]) -> None:
+        """Return residuals of the mean of these parameters to gradients, except for the owned
+        pieces."""
         by_number = {part.number: part for part in parts}
         stays = {key_of(piece) for piece in owned}
         for key in [key for key in self.owner if key[0] in by_number and key not in stays]:
@@ -70,7 +70,7 @@ class Residuals:
                 unsent = whole[first * width : (first + numel) * width : width]
                 unsent += kept[::width] * self.world_size
 
-    def _whole(self, part: Part) -> torch.Tensor:
+    def _whole(self, part: BucketParameter) -> torch.Tensor:
         numbers = part.numel * part.codec.residual_width
         kept = self.worker.get(part.number)
         if kept is None or kept.numel() != numbers:

@@ -1,9 +1,9 @@
-"""The two routes of a bucket: what is encoded, sent, added up in rank order and decoded.
+"""The two routes of a bucket: gradients are encoded, sent, decoded and added up in rank order.
 
-`Gather` sends every rank's encoded gradient to every rank: one leg, and (N-1) times the encoded
-bytes through every port. `Shards` sends each rank the shard that it sums up and gathers the encoded
-means: two legs and two errors of encoding, but 2 (N-1) / N times the bytes. Either way all ranks
-decode the same bytes in the same order, so that they stay bit-identical.
+`GatherRoute` sends every rank's encoded gradient to every rank: one leg, with (N-1) times the
+encoded bytes through every port. `ShardRoute` sends each rank the shard that it adds up, and
+gathers the encoded means: two legs and two encoding errors, but 2 (N-1) / N times the bytes. Either
+way all ranks decode the same bytes in the same order and stay bit-identical.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from gradlane.codecs import BROADCAST
-from gradlane.ddp.layout import LENGTH_BYTES, Part, Piece, Shard, cut
+from gradlane.ddp.layout import LENGTH_BYTES, BucketParameter, Piece, Shard, cut_into_shards
 from gradlane.ddp.residuals import Residuals
 
 
 @dataclass(frozen=True)
 class Peers:
-    """Where this rank stands, and the two process groups that the legs use.
+    """This rank's number, and the process groups of the two legs.
 
     Attributes:
         rank: within the groups.
@@ -39,16 +39,16 @@ class Peers:
 
 
 @dataclass
-class Job:
-    """One bucket on its way.
+class BucketExchange:
+    """A bucket in flight.
 
     Attributes:
         values: its gradient, f32 on the CPU; the mean in the end.
         target: DDP's own buffer, which may be `values`.
         step: number of the step, from 0.
-        done: gets the target.
-        received: what the first leg brings.
-        work: the first leg, once it has begun.
+        done: resolves to the target.
+        received: data of the first leg.
+        work: of the first leg, once begun.
     """
 
     values: torch.Tensor
@@ -60,25 +60,26 @@ class Job:
 
 
 class Route(Protocol):
-    """How buckets of one layout are exchanged."""
+    """The exchange of buckets with one layout."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[BucketParameter, ...]
 
-    def begin(self, job: Job) -> int:
-        """Encode and begin the first leg; returns the bytes that this rank will send in all."""
+    def begin(self, exchange: BucketExchange) -> int:
+        """Encode and begin the first leg; return the bytes that this rank will send in all."""
 
-    def end(self, job: Job) -> None:
-        """Wait for the first leg, add up, do the second leg, write the mean to `job.values`."""
+    def end(self, exchange: BucketExchange) -> None:
+        """Wait for the first leg, add up, run the second leg, and write the mean to
+        `exchange.values`."""
 
     def owned(self) -> Sequence[Piece]:
-        """Return the pieces of which this rank encodes the mean."""
+        """Return the pieces whose mean this rank encodes."""
 
 
-class Coding:
-    """Encodes and decodes shards: what both routes have in common."""
+class ShardCodec:
+    """Encoding and decoding of shards, for both routes."""
 
     def __init__(self, peers: Peers, residuals: Residuals, seed: int) -> None:
-        """Know who encodes, and where residuals are kept."""
+        """Encode for this rank, with its residuals."""
         self.peers = peers
         self._residuals = residuals
         self.seed = seed
@@ -87,14 +88,14 @@ class Coding:
         """Return the bytes of a shard.
 
         Args:
-            shard: what to encode.
+            shard: to encode.
             values: the shard alone, f32.
             step: number of the step.
-            leg: this rank for its gradient, `BROADCAST` for a mean.
+            leg: this rank's number for its gradient, `BROADCAST` for a mean.
         """
         wire = torch.empty(shard.wire_bytes(step, leg), dtype=torch.uint8, device="cpu")
-        of = self._residuals.of_owner if leg == BROADCAST else self._residuals.of_worker
-        for piece, begin, size in shard.places(step, leg):
+        of = self._residuals.owner_residual if leg == BROADCAST else self._residuals.worker_residual
+        for piece, begin, size in shard.wire_ranges(step, leg):
             codec = piece.part.codec
             used = codec.encode_into(
                 values[piece.begin - shard.begin : piece.end - shard.begin],
@@ -111,7 +112,7 @@ class Coding:
                     bytearray(used.to_bytes(LENGTH_BYTES, "little")), dtype=torch.uint8
                 )
                 wire[begin - LENGTH_BYTES : begin] = length
-                # Nothing of this process' memory shall travel in bytes that nobody reads.
+                # Unused bytes must not leak memory of this process.
                 wire[begin + used : begin + size] = 0
         return wire
 
@@ -125,8 +126,8 @@ class Coding:
         leg: int,
         adds: bool = False,
     ) -> None:
-        """Decode a shard; `values` holds the shard alone, and is added to where asked."""
-        for piece, begin, size in shard.places(step, leg):
+        """Decode a shard into `values`, the shard alone, or add it to them."""
+        for piece, begin, size in shard.wire_ranges(step, leg):
             codec = piece.part.codec
             if not codec.is_fixed_size:
                 length = wire[begin - LENGTH_BYTES : begin].numpy().tobytes()
@@ -138,93 +139,99 @@ class Coding:
             )
 
 
-class Gather:
-    """Every rank gets every rank's encoded gradient, and adds all of them up."""
+class GatherRoute:
+    """A route on which every rank gets all encoded gradients and adds them up."""
 
-    def __init__(self, parts: Sequence[Part], coding: Coding) -> None:
-        """Cut nothing: every rank sums up the whole bucket."""
+    def __init__(self, parts: Sequence[BucketParameter], shard_codec: ShardCodec) -> None:
+        """Use the whole bucket as one shard."""
         self.parts = tuple(parts)
-        self._coding = coding
-        self._peers = coding.peers
-        (self._whole,) = cut(parts, 1)
+        self._shard_codec = shard_codec
+        self._peers = shard_codec.peers
+        (self._whole,) = cut_into_shards(parts, 1)
 
-    def begin(self, job: Job) -> int:
+    def begin(self, exchange: BucketExchange) -> int:
         """Encode the bucket and begin to gather."""
-        wire = self._coding.encode(self._whole, job.values, job.step, self._peers.rank)
-        job.received = torch.empty(
+        wire = self._shard_codec.encode(
+            self._whole, exchange.values, exchange.step, self._peers.rank
+        )
+        exchange.received = torch.empty(
             self._peers.world_size * len(wire), dtype=torch.uint8, device="cpu"
         )
-        job.work = dist.all_gather_into_tensor(
-            job.received, wire, group=self._peers.first_leg, async_op=True
+        exchange.work = dist.all_gather_into_tensor(
+            exchange.received, wire, group=self._peers.first_leg, async_op=True
         )
         return (self._peers.world_size - 1) * len(wire)
 
-    def end(self, job: Job) -> None:
+    def end(self, exchange: BucketExchange) -> None:
         """Decode all ranks' gradients in rank order."""
-        job.work.wait()
-        wires = job.received.chunk(self._peers.world_size)
+        exchange.work.wait()
+        wires = exchange.received.chunk(self._peers.world_size)
         for rank, wire in enumerate(wires):
-            self._coding.decode(
-                self._whole, wire, job.values, step=job.step, leg=rank, adds=rank > 0
+            self._shard_codec.decode(
+                self._whole, wire, exchange.values, step=exchange.step, leg=rank, adds=rank > 0
             )
-        job.values /= self._peers.world_size
+        exchange.values /= self._peers.world_size
 
     def owned(self) -> Sequence[Piece]:
-        """Return nothing: no mean is encoded."""
+        """Return no pieces: no mean is encoded."""
         return ()
 
 
-class Shards:
-    """Every rank adds up its shard and sends the encoded mean to all."""
+class ShardRoute:
+    """A route on which every rank adds up its shard and sends the encoded mean to all."""
 
-    def __init__(self, parts: Sequence[Part], coding: Coding) -> None:
+    def __init__(self, parts: Sequence[BucketParameter], shard_codec: ShardCodec) -> None:
         """Cut the bucket into as many shards as there are ranks."""
         self.parts = tuple(parts)
-        self._coding = coding
-        self._peers = coding.peers
-        self._shards = cut(parts, self._peers.world_size)
+        self._shard_codec = shard_codec
+        self._peers = shard_codec.peers
+        self._shards = cut_into_shards(parts, self._peers.world_size)
         self._own = self._shards[self._peers.rank]
 
-    def begin(self, job: Job) -> int:
+    def begin(self, exchange: BucketExchange) -> int:
         """Encode the bucket and begin to send each rank its shard."""
         rank, world_size = self._peers.rank, self._peers.world_size
         wires = [
-            self._coding.encode(shard, job.values[shard.begin : shard.end], job.step, rank)
+            self._shard_codec.encode(
+                shard, exchange.values[shard.begin : shard.end], exchange.step, rank
+            )
             for shard in self._shards
         ]
         own_bytes = len(wires[rank])
-        job.received = torch.empty(world_size * own_bytes, dtype=torch.uint8, device="cpu")
+        exchange.received = torch.empty(world_size * own_bytes, dtype=torch.uint8, device="cpu")
         sent = torch.cat(wires)
-        job.work = dist.all_to_all_single(
-            job.received,
+        exchange.work = dist.all_to_all_single(
+            exchange.received,
             sent,
             [own_bytes] * world_size,
             [len(wire) for wire in wires],
             group=self._peers.first_leg,
             async_op=True,
         )
-        return len(sent) - own_bytes + (world_size - 1) * self._reply_bytes(job.step)
+        return len(sent) - own_bytes + (world_size - 1) * self._reply_bytes(exchange.step)
 
     def _reply_bytes(self, step: int) -> int:
-        """Return the bytes of the longest encoded mean: all ranks' take as many on the wire."""
+        """Return the bytes of the longest encoded mean, which all ranks use on the wire."""
         return max(shard.wire_bytes(step, BROADCAST) for shard in self._shards)
 
-    def end(self, job: Job) -> None:
+    def end(self, exchange: BucketExchange) -> None:
         """Add up the own shard, gather the encoded means and decode them."""
-        job.work.wait()
-        world_size, step = self._peers.world_size, job.step
+        exchange.work.wait()
+        world_size, step = self._peers.world_size, exchange.step
         mean = torch.zeros(self._own.numel, dtype=torch.float32, device="cpu")
-        for rank, wire in enumerate(job.received.chunk(world_size) if len(job.received) else ()):
-            self._coding.decode(self._own, wire, mean, step=step, leg=rank, adds=rank > 0)
+        for rank, wire in enumerate(
+            exchange.received.chunk(world_size) if len(exchange.received) else ()
+        ):
+            self._shard_codec.decode(self._own, wire, mean, step=step, leg=rank, adds=rank > 0)
         mean /= world_size
-        own = self._coding.encode(self._own, mean, step, BROADCAST)
+        own = self._shard_codec.encode(self._own, mean, step, BROADCAST)
         reply = torch.zeros(self._reply_bytes(step), dtype=torch.uint8, device="cpu")
         reply[: len(own)] = own
         replies = torch.empty(world_size * len(reply), dtype=torch.uint8, device="cpu")
         dist.all_gather_into_tensor(replies, reply, group=self._peers.second_leg)
         for shard, wire in zip(self._shards, replies.chunk(world_size), strict=True):
-            values = job.values[shard.begin : shard.end]
-            self._coding.decode(shard, wire, values, step=step, leg=BROADCAST)
+            values = exchange.values[shard.begin : shard.end]
+            self._shard_codec.decode(shard, wire, values, step=step, leg=BROADCAST)
 
     def owned(self) -> Sequence[Piece]:
         """Return the pieces of this rank's shard."""

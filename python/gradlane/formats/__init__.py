@@ -1,1 +1,1 @@
-"""What the wings hand to each other: profiles, timelines, state, rates, whole files."""
+"""Data that the wings exchange: profiles, timelines, state, rates, whole files."""

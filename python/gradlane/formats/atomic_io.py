@@ -1,4 +1,4 @@
-"""Files that are always whole: the old one or the new one, whatever happens while it is written."""
+"""Atomic writes: a file is always the whole old one or the whole new one."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 
 def atomic_write(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file beside another, and put it in its place in one move.
+    """Write a file beside its destination, and move it there in one operation.
 
     Args:
-        path: the file.
-        write: writes all of it to the path that it is given.
+        path: of the file.
+        write: writes the whole file to a given path.
 
     Raises:
-        OSError: it cannot be written; nothing of it is left.
+        OSError: it cannot be written; no partial file is left.
     """
-    # Two processes may write the same file at once, and in containers have the same number.
+    # Two processes may write the same file at once, and in containers share a process number.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         write(partial)

@@ -14,14 +14,14 @@ PAYLOAD_SHARE = 1448 / 1514
 
 @dataclass(frozen=True)
 class PortFigures:
-    """What one rank's port was measured to carry.
+    """The measured rates of one rank's port.
 
     Attributes:
-        rank: whose.
-        send_bps: payload bits a second out while nothing comes in; None if it was not measured.
-        receive_bps: in while nothing goes out; None if it was not measured.
-        both_send_bps: out while as much comes in.
-        both_receive_bps: in while as much goes out.
+        rank: of the port.
+        send_bps: sent payload bits a second without receiving; None if not measured.
+        receive_bps: received payload bits a second without sending; None if not measured.
+        both_send_bps: sent while receiving as much.
+        both_receive_bps: received while sending as much.
     """
 
     rank: int
@@ -33,7 +33,7 @@ class PortFigures:
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """Time to a rank and back, without other traffic: the median of some."""
+    """Round-trip time between two ranks without other traffic: a median."""
 
     rank: int
     peer: int
@@ -42,11 +42,11 @@ class RoundTrip:
 
 @dataclass(frozen=True)
 class LinkReport:
-    """What was measured between all ranks.
+    """The measured links between all ranks.
 
     Attributes:
         workers: number of ranks.
-        window_s: seconds that each stream was measured for.
+        window_s: seconds of each measurement.
         ports: one a rank, in their order; empty with one rank.
         round_trips: some pairs; empty with one rank.
     """
@@ -65,7 +65,7 @@ class LinkReport:
 
     @property
     def rate_bps(self) -> float:
-        """Rate of the slowest port in both directions at once, headers of packets included."""
+        """Rate of the slowest port in both directions at once, packet headers included."""
         goodput_bps = min(min(port.both_send_bps, port.both_receive_bps) for port in self.ports)
         return goodput_bps / PAYLOAD_SHARE
 
@@ -75,7 +75,7 @@ class LinkReport:
         return statistics.median(pair.round_trip_s for pair in self.round_trips) / 2.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything with the units in the keys."""
+        """Return all fields with the units in the keys."""
         figures: dict[str, Any] = {"workers": self.workers, "window_s": self.window_s}
         if self.ports:
             figures |= {"rate_bps": self.rate_bps, "latency_s": self.latency_s}

@@ -1,4 +1,4 @@
-"""Profiles: what one training step computes, and when gradients are ready and parameters needed.
+"""Profiles of a training step: when gradients are ready, and parameters needed.
 
 A profile file is one JSON object::
 
@@ -8,10 +8,9 @@ A profile file is one JSON object::
                   "need_s": 0.0, "ready_s": 0.3}]}
 
 Tensors are in `named_parameters()` order. All times are seconds from the start of the step's
-forward: a parameter is needed within forward, its gradient is ready within backward. What a
-recording knows beyond that is optional: `device`, `batch`, `flops`, `modules`, and `layer`,
-`gradients` and `rows` of a tensor. This file does not
-import torch.
+forward: a parameter is needed within forward, its gradient is ready within backward. Further fields
+of a recording are optional: `device`, `batch`, `flops`, `modules`, and `layer`, `gradients` and
+`rows` of a tensor. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "f64": 8}
 
 
 class ProfileError(EscapedError, ValueError):
-    """A profile that makes no sense; the text names file, field and place."""
+    """An invalid profile; the text names file, field and position."""
 
 
 @dataclass(frozen=True)
 class ProfileTensor:
-    """One parameter and its gradient."""
+    """A parameter and its gradient."""
 
     name: str
     """Name as in `named_parameters()`."""
@@ -47,16 +46,16 @@ class ProfileTensor:
     dtype: str
     """One of `DTYPE_BYTES`."""
     need_s: float
-    """When forward first reads it, since the start of forward."""
+    """First read in forward, since the start of forward."""
     ready_s: float
-    """When backward has its gradient, since the start of forward."""
+    """End of its gradient in backward, since the start of forward."""
     layer: str | None = None
-    """Class of the module that owns it, such as `Conv2d`."""
+    """Class of the owning module, such as `Conv2d`."""
     gradients: int | None = None
-    """How often backward adds to its gradient in a step; 0 where it never has one."""
+    """Number of parts that backward adds to its gradient in a step; 0: it never has one."""
     rows: int | None = None
     """Vectors that its layer is applied to in a step of one worker: samples times positions, such
-    as words or patches. Factors of the gradient have so many rows."""
+    as words or patches. Factors of the gradient have that many rows."""
 
     @property
     def numel(self) -> int:
@@ -82,15 +81,15 @@ class ProfileTensor:
 
 @dataclass(frozen=True)
 class ProfileModule:
-    """One module and its calls in a step's forward."""
+    """A module and its calls in a step's forward."""
 
     name: str
     """Name as in `named_modules()`; the model itself is the empty text."""
     layer: str
     """Its class, such as `Conv2d`."""
     forwards_s: tuple[tuple[float, float], ...]
-    """Start and end of each call, in order, since the start of forward. Calls in backward, as
-    activation checkpointing makes them, are none."""
+    """Start and end of each call, in order, since the start of forward, without calls in backward
+    (activation checkpointing)."""
     flops: int | None = None
     """Floating-point operations of all its calls, those of modules in it included."""
 
@@ -104,7 +103,7 @@ class ProfileModule:
 
 @dataclass(frozen=True)
 class BatchTime:
-    """How long whole steps took."""
+    """Durations of whole steps."""
 
     steps: int
     """Number of recorded steps."""
@@ -124,21 +123,21 @@ class BatchTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """What one training step computes."""
+    """The profile of one training step."""
 
     model: str
-    """Name of the model, for people."""
+    """Name of the model, for readers."""
     batch_size: int
     """Samples in a batch of one worker."""
     forward_s: float
     """Duration of forward."""
     compute_s: float
-    """Duration of a whole step without communication: forward, backward, and what the loop does
-    until the next forward (optimizer, next batch)."""
+    """Duration of a whole step without communication: forward, backward, and the loop until the
+    next forward (optimizer, next batch)."""
     tensors: tuple[ProfileTensor, ...]
     """In `named_parameters()` order."""
     device: str | None = None
-    """What it was recorded on, such as `cpu` or the name of a CUDA device."""
+    """Device of the recording, such as `cpu` or the name of a CUDA device."""
     batch: BatchTime | None = None
     """Spread of the recorded steps."""
     flops: int | None = None
@@ -187,7 +186,7 @@ class Profile:
         )
 
     def to_scenario(self) -> dict[str, Any]:
-        """Return what the compiled core calls a profile."""
+        """Return the profile in the compiled core's format."""
         return {
             "forward_s": self.forward_s,
             "compute_s": self.compute_s,
@@ -231,9 +230,9 @@ class Profile:
         """Read a profile file that `save` wrote.
 
         Raises:
-            ProfileError: the file cannot be read or is no profile; the text names field and place.
+            ProfileError: the file cannot be read or is no profile; the text names the field.
         """
-        return read_own(Path(path))
+        return read_profile_file(Path(path))
 
 
 def _known(**fields: Any) -> dict[str, Any]:
@@ -241,14 +240,14 @@ def _known(**fields: Any) -> dict[str, Any]:
 
 
 ENTRIES_MAX = 1_000_000
-"""Most tensors, modules or calls of a module; as in the compiled core."""
+"""Most tensors, modules or calls of a module, as in the compiled core."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object.
+    """Read a file with one JSON object.
 
     Raises:
-        ProfileError: the file cannot be read, or holds something else.
+        ProfileError: the file cannot be read, or holds no object.
     """
     try:
         source = json.loads(path.read_text(encoding="utf-8"))
@@ -257,11 +256,11 @@ def read_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ProfileError(f"profile {path} is not JSON: {error}") from error
     if not isinstance(source, dict):
-        raise ProfileError(f"profile {path}: expected an object, got {shown(source)}")
+        raise ProfileError(f"profile {path}: expected an object, got {shorten(source)}")
     return source
 
 
-def read_own(path: Path) -> Profile:
+def read_profile_file(path: Path) -> Profile:
     """Read a profile file of gradlane's own format.
 
     Raises:
@@ -270,27 +269,27 @@ def read_own(path: Path) -> Profile:
     return profile_from(read_object(path), FieldReader(str(path)))
 
 
-def shown(value: Any) -> str:
+def shorten(value: Any) -> str:
     """Return a value for a message, shortened."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class FieldReader:
-    """Reads fields of one object, and names file, field and place where one is wrong."""
+    """Reads fields of one object; errors name file, field and position."""
 
-    def __init__(self, file: str, place: str = "") -> None:
-        """Read the object at `place` (empty, or a path that ends with a dot) of a file."""
+    def __init__(self, file: str, position: str = "") -> None:
+        """Read the object at `position` (empty, or a path that ends with a dot) of a file."""
         self._file = file
-        self._place = place
+        self._position = position
 
-    def inside(self, place: str) -> FieldReader:
+    def inside(self, position: str) -> FieldReader:
         """Return a reader of an object within this one."""
-        return FieldReader(self._file, f"{self._place}{place}.")
+        return FieldReader(self._file, f"{self._position}{position}.")
 
     def error(self, field: str, what: str) -> ProfileError:
         """Return an error that names file and field; an empty field is the object itself."""
-        where = f"{self._place}{field}".rstrip(".")
+        where = f"{self._position}{field}".rstrip(".")
         return ProfileError(f"profile {self._file}: {where + ': ' if where else ''}{what}")
 
     def _get(self, source: Mapping[str, Any], field: str) -> Any:
@@ -299,12 +298,12 @@ class FieldReader:
         return source[field]
 
     def seconds(self, source: Mapping[str, Any], field: str) -> float:
-        """A time that is finite and not negative."""
+        """Return a time that is finite and not negative."""
         return self._check_seconds(self._get(source, field), field)
 
     def _check_seconds(self, value: Any, field: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(field, f"expected seconds, got {shown(value)}")
+            raise self.error(field, f"expected seconds, got {shorten(value)}")
         seconds = float(value) if abs(value) < 1e9 else math.inf
         if not math.isfinite(seconds):
             raise self.error(field, f"must be a finite number of seconds, got {value!r}")
@@ -313,27 +312,27 @@ class FieldReader:
         return seconds
 
     def integer(self, source: Mapping[str, Any], field: str, least: int = 1) -> int:
-        """A number of things, at least `least`."""
+        """Return an integer of at least `least`."""
         value = self._get(source, field)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
             kind = "a positive integer" if least == 1 else f"an integer from {least}"
-            raise self.error(field, f"expected {kind}, got {shown(value)}")
+            raise self.error(field, f"expected {kind}, got {shorten(value)}")
         return value
 
     def text(self, source: Mapping[str, Any], field: str) -> str:
-        """A text that is not empty."""
+        """Return a text that is not empty."""
         value = self._get(source, field)
         if not isinstance(value, str) or not value:
-            raise self.error(field, f"expected a text, got {shown(value)}")
+            raise self.error(field, f"expected a text, got {shorten(value)}")
         if not value.isprintable():
-            raise self.error(field, f"has characters that cannot be printed: {shown(value)}")
+            raise self.error(field, f"has characters that cannot be printed: {shorten(value)}")
         return value
 
     def entries(self, source: Mapping[str, Any], field: str) -> list[Any]:
-        """A list that is neither empty nor absurdly long."""
+        """Return a list that is neither empty nor too long."""
         value = self._get(source, field)
         if not isinstance(value, list) or not value:
-            raise self.error(field, f"expected a list with entries, got {shown(value)}")
+            raise self.error(field, f"expected a list with entries, got {shorten(value)}")
         if len(value) > ENTRIES_MAX:
             raise self.error(
                 field, f"has {len(value)} entries; at most {ENTRIES_MAX} are supported"
@@ -343,7 +342,7 @@ class FieldReader:
     def named_entries(
         self, source: Mapping[str, Any], field: str, *, may_be_empty: bool = False
     ) -> Iterator[tuple[FieldReader, str, Mapping[str, Any]]]:
-        """Go through a list of objects with a `name` each, no name twice.
+        """Yield the objects of a list with a unique `name` each.
 
         Args:
             source: the object that has the list.
@@ -351,40 +350,40 @@ class FieldReader:
             may_be_empty: whether a name may be the empty text.
 
         Yields:
-            A reader for the entry's place, its name, and the entry.
+            A reader for the entry's position, its name, and the entry.
         """
         seen: set[str] = set()
         for index, entry in enumerate(self.entries(source, field)):
-            place = self.inside(f"{field}[{index}]")
+            position = self.inside(f"{field}[{index}]")
             if not isinstance(entry, dict):
-                raise place.error("", f"expected an object, got {shown(entry)}")
-            name = "" if may_be_empty and entry.get("name") == "" else place.text(entry, "name")
+                raise position.error("", f"expected an object, got {shorten(entry)}")
+            name = "" if may_be_empty and entry.get("name") == "" else position.text(entry, "name")
             if name in seen:
-                raise place.error("name", f"{name!r} occurs twice")
+                raise position.error("name", f"{name!r} occurs twice")
             seen.add(name)
-            yield place, name, entry
+            yield position, name, entry
 
     def shape(self, source: Mapping[str, Any], field: str) -> tuple[int, ...]:
-        """Dimensions."""
+        """Return dimensions."""
         value = self._get(source, field)
         sizes_are_sane = isinstance(value, list) and all(
             isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**48
             for size in value
         )
         if not sizes_are_sane or prod(value) >= 2**48:
-            raise self.error(field, f"expected a list of sizes, got {shown(value)}")
+            raise self.error(field, f"expected a list of sizes, got {shorten(value)}")
         return tuple(value)
 
     def calls(self, source: Mapping[str, Any], field: str) -> tuple[tuple[float, float], ...]:
-        """Pairs of a start and an end."""
+        """Return pairs of a start and an end."""
         calls = []
         for index, pair in enumerate(self.entries(source, field)):
-            place = f"{field}[{index}]"
+            position = f"{field}[{index}]"
             if not isinstance(pair, list) or len(pair) != 2:
-                raise self.error(place, f"expected start and end, got {shown(pair)}")
-            start_s, end_s = (self._check_seconds(value, place) for value in pair)
+                raise self.error(position, f"expected start and end, got {shorten(pair)}")
+            start_s, end_s = (self._check_seconds(value, position) for value in pair)
             if start_s > end_s:
-                raise self.error(place, f"ends at {end_s}, before its start at {start_s}")
+                raise self.error(position, f"ends at {end_s}, before its start at {start_s}")
             calls.append((start_s, end_s))
         return tuple(calls)
 
@@ -398,7 +397,7 @@ def profile_from(source: Mapping[str, Any], reader: FieldReader) -> Profile:
     if "format" not in source:
         raise reader.error("format", f'missing: a profile has "format": "{FORMAT}"')
     if source["format"] != FORMAT:
-        raise reader.error("format", f'expected "{FORMAT}", got {shown(source["format"])}')
+        raise reader.error("format", f'expected "{FORMAT}", got {shorten(source["format"])}')
     version = reader.integer(source, "version")
     if version != VERSION:
         raise reader.error("version", f"is {version}; this gradlane reads version {VERSION}")
@@ -412,8 +411,8 @@ def profile_from(source: Mapping[str, Any], reader: FieldReader) -> Profile:
         forward_s=forward_s,
         compute_s=compute_s,
         tensors=tuple(
-            _tensor(place, name, entry, forward_s, compute_s)
-            for place, name, entry in reader.named_entries(source, "tensors")
+            _tensor(position, name, entry, forward_s, compute_s)
+            for position, name, entry in reader.named_entries(source, "tensors")
         ),
         device=reader.text(source, "device") if "device" in source else None,
         batch=_batch(source["batch"], reader.inside("batch")) if "batch" in source else None,
@@ -423,18 +422,18 @@ def profile_from(source: Mapping[str, Any], reader: FieldReader) -> Profile:
 
 
 def _tensor(
-    place: FieldReader, name: str, entry: Mapping[str, Any], forward_s: float, compute_s: float
+    position: FieldReader, name: str, entry: Mapping[str, Any], forward_s: float, compute_s: float
 ) -> ProfileTensor:
-    dtype = place.text(entry, "dtype")
+    dtype = position.text(entry, "dtype")
     if dtype not in DTYPE_BYTES:
-        raise place.error("dtype", f"unknown {dtype!r}; known are {', '.join(DTYPE_BYTES)}")
-    shape = place.shape(entry, "shape")
-    need_s = place.seconds(entry, "need_s")
+        raise position.error("dtype", f"unknown {dtype!r}; known are {', '.join(DTYPE_BYTES)}")
+    shape = position.shape(entry, "shape")
+    need_s = position.seconds(entry, "need_s")
     if need_s > forward_s:
-        raise place.error("need_s", f"{need_s} is after the end of forward, {forward_s}")
-    ready_s = place.seconds(entry, "ready_s")
+        raise position.error("need_s", f"{need_s} is after the end of forward, {forward_s}")
+    ready_s = position.seconds(entry, "ready_s")
     if not forward_s <= ready_s <= compute_s:
-        raise place.error(
+        raise position.error(
             "ready_s", f"{ready_s} is not within backward, {forward_s} to {compute_s}"
         )
     return ProfileTensor(
@@ -443,25 +442,25 @@ def _tensor(
         dtype,
         need_s,
         ready_s,
-        place.text(entry, "layer") if "layer" in entry else None,
-        place.integer(entry, "gradients", 0) if "gradients" in entry else None,
-        place.integer(entry, "rows", 0) if "rows" in entry else None,
+        position.text(entry, "layer") if "layer" in entry else None,
+        position.integer(entry, "gradients", 0) if "gradients" in entry else None,
+        position.integer(entry, "rows", 0) if "rows" in entry else None,
     )
 
 
 def _modules(source: Mapping[str, Any], reader: FieldReader) -> Iterator[ProfileModule]:
-    for place, name, entry in reader.named_entries(source, "modules", may_be_empty=True):
+    for position, name, entry in reader.named_entries(source, "modules", may_be_empty=True):
         yield ProfileModule(
             name,
-            place.text(entry, "layer"),
-            place.calls(entry, "forwards_s"),
-            place.integer(entry, "flops", 0) if "flops" in entry else None,
+            position.text(entry, "layer"),
+            position.calls(entry, "forwards_s"),
+            position.integer(entry, "flops", 0) if "flops" in entry else None,
         )
 
 
 def _batch(source: Any, reader: FieldReader) -> BatchTime:
     if not isinstance(source, dict):
-        raise reader.error("", f"expected an object, got {shown(source)}")
+        raise reader.error("", f"expected an object, got {shorten(source)}")
     lower_s = reader.seconds(source, "lower_quartile_s")
     median_s = reader.seconds(source, "median_s")
     upper_s = reader.seconds(source, "upper_quartile_s")

@@ -1,4 +1,4 @@
-"""What rows say of where they were measured: the machine, the packages, the command."""
+"""Origin of measured rows: the machine, the packages, the command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of gradlane and of what it runs on, by name."""
+    """Return the versions of gradlane and its dependencies, by name."""
     versions = {"python": platform.python_version(), "kernel": platform.release()}
     for package in ("gradlane", "torch", "numpy"):
         try:
@@ -23,7 +23,7 @@ def package_versions() -> dict[str, str]:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the processors, their load now, the time and the command, as rows keep them."""
+    """Return the processors, their current load, the time and the command."""
     model = ""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""Link rates as people write them, to and from bits a second.
+"""Link rates as text, to and from bits a second.
 
 Prefixes are decimal, as network equipment uses them: 1 gbit is 1,000,000,000 bits a second.
 """

@@ -1,7 +1,7 @@
-"""Endings that come from outside: SIGTERM unwinds like Ctrl-C, so that nothing is left behind.
+"""SIGTERM as an exception that unwinds like Ctrl-C, so that nothing is left behind.
 
-The default is to die at once. The kernel would remove the namespaces and the ranks would notice,
-but files under way and temporary folders would stay.
+By default the process would die at once. The kernel would remove the namespaces and the ranks would
+notice, but partial files and temporary folders would stay.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
 
 
 class Terminated(BaseException):
-    """SIGTERM came; not an error of the program, so no handler of those catches it."""
+    """SIGTERM was received; not an `Exception`, so no handler of the program's errors catches
+    it."""
 
 
 def _raise(number: int, frame: FrameType | None) -> NoReturn:
-    # Whoever asks again must not interrupt the cleaning up.
+    # A second signal must not interrupt the cleanup.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Terminated
 
 
-def end_in_order(context: typer.Context) -> None:
-    """Raise `Terminated` on SIGTERM until the command is over, unless someone else listens."""
+def unwind_on_sigterm(context: typer.Context) -> None:
+    """Raise `Terminated` on SIGTERM until the command ends, unless another handler is installed."""
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -40,9 +41,9 @@ def end_in_order(context: typer.Context) -> None:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait until the block is over: for what takes well under a second.
+    """Delay Ctrl-C and SIGTERM until the end of the block, which must take well under a second.
 
-    Libraries with an event loop of their own do not bear an exception in its midst.
+    Libraries with an event loop of their own do not tolerate an exception inside it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,17 +1,17 @@
-"""Text that other ranks, callers, files and stores wrote, made safe to print and to log.
+"""Escaping of text from other ranks, callers, files and stores, for printing and logging.
 
-A terminal obeys some characters, and a line break forges a line of a log. Only printable text of
-bounded length comes out of here.
+A terminal obeys some characters, and a line break forges a line of a log. The functions here return
+only printable text of bounded length.
 """
 
 from __future__ import annotations
 
 LIMIT_CHARS = 4096
-"""Longest text of an error: a rank's failure with what was outstanding, not a flood."""
+"""Longest text of an error: enough for a rank's failure with its outstanding work."""
 
 
 def escaped(text: str | bytes, limit: int = LIMIT_CHARS) -> str:
-    r"""Return text in which nothing is left that a terminal or a log would obey.
+    r"""Return text without characters that a terminal or a log would obey.
 
     Printable text comes out as it is, so escaping twice changes nothing. Control and format
     characters, line breaks, lone surrogates and bytes that are no UTF-8 become escapes such as
@@ -31,13 +31,12 @@ def escaped(text: str | bytes, limit: int = LIMIT_CHARS) -> str:
 
 
 class EscapedError(Exception):
-    """Base of errors with messages that other ranks, callers, files or stores have a part in."""
+    """Base of errors whose messages include text of other ranks, callers, files or stores."""
 
     def __init__(self, *arguments: object) -> None:
-        """Keep the arguments, texts escaped and bounded."""
         super().__init__(*(escaped(one) if isinstance(one, str) else one for one in arguments))
 
 
 def escaped_lines(text: str, limit: int = LIMIT_CHARS) -> str:
-    """Return text of several lines, such as a traceback, with each line escaped by itself."""
+    """Return text of several lines, such as a traceback, with each line escaped."""
     return "\n".join(escaped(line, limit) for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""How a channel is opened between all ranks: plan, secret, addresses, connections; and closed."""
+"""Opening and closing of a channel between all ranks: plan, secret, addresses, connections."""
 
 from __future__ import annotations
 
@@ -29,40 +29,39 @@ from gradlane.training.rendezvous.serving import JobAnnouncement, JobAnnouncemen
 
 
 class ModelFollower(Protocol):
-    """Follows the models of a session as they are prepared, such as to take checkpoints."""
+    """Follows the models of a session as they are prepared, for instance to take checkpoints."""
 
-    def follow(self, prepared: Any, meeting: RendezvousScope) -> None:
-        """Begin with a model; a collective call.
+    def follow(self, prepared: Any, scope: RendezvousScope) -> None:
+        """Start with a model; a collective call.
 
         Args:
             prepared: the prepared model.
-            meeting: where the ranks agree.
+            scope: for the agreement of the ranks.
         """
 
 
 @dataclass(frozen=True)
 class SessionContext:
-    """What a session gives each of its models.
+    """The session's state that each of its models uses.
 
     Attributes:
         core: the compiled core or its double.
         options: the session's.
-        place: this rank's.
+        rank_info: this rank.
         store_host: host of the rendezvous store.
         store_port: its port.
         secret: the user's own secret, or None.
-        deadlocks: looks out for ranks that wait for each other.
-        observer: knows what all models count.
-        checkpoints: takes them, or None.
-        recorder: what a timeline is recorded with, or None.
-        schemes: how tensors are aggregated, by name, where a plan says it; others go by the
-            strategy.
-        invitations: rank 0's word to ranks that only serve, or None.
+        deadlocks: detects ranks that wait for each other.
+        observer: has the metrics of all models.
+        checkpoints: takes checkpoints, or None.
+        recorder: of a timeline, or None.
+        schemes: aggregation schemes of a plan, by tensor name; other tensors use the strategy's.
+        announcements: of channels to dedicated servers, on rank 0, or None.
     """
 
     core: CoreModule
     options: Options
-    place: RankInfo
+    rank_info: RankInfo
     store_host: str
     store_port: int
     secret: str | None
@@ -71,12 +70,12 @@ class SessionContext:
     checkpoints: ModelFollower | None = None
     recorder: Recorder | None = None
     schemes: Mapping[str, str] = field(default_factory=dict)
-    invitations: JobAnnouncements | None = None
+    announcements: JobAnnouncements | None = None
 
 
 def open_channel(
     ctx: SessionContext,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     rows: Sequence[Mapping[str, Any]],
     *,
     update: str,
@@ -86,102 +85,102 @@ def open_channel(
     """Connect to all ranks.
 
     Args:
-        ctx: what the session gives.
-        meeting: where the ranks agree; for this channel alone.
+        ctx: of the session.
+        scope: of this channel.
         rows: the plan's tensors.
         update: where the optimizer runs.
-        first: the rank that is rank 0 of the channel, whose values step 0 spreads; the ranks after
-            it follow in their order.
+        first: the rank that is rank 0 of the channel, whose values step 0 broadcasts; the ranks
+            after it follow in their order.
         gradients: tensors like the gradients of the first rows, where those are torch's.
 
     Raises:
         RendezvousError: the ranks cannot reach each other.
     """
-    channel = _open(ctx, meeting, rows, update, first, gradients)
-    if ctx.place.ranks > 1:
-        wait_until_all_are_connected(ctx.core, channel, meeting)
+    channel = _open(ctx, scope, rows, update, first, gradients)
+    if ctx.rank_info.ranks > 1:
+        wait_until_all_are_connected(ctx.core, channel, scope)
 
-    def look() -> None:
+    def on_poll() -> None:
         try:
             channel.is_ready(0, 0)
         except ctx.core.ChannelError as error:
             raise translate_error(ctx.core, error, "waiting for other ranks") from error
 
-    meeting.connected(ctx.options.network.progress_timeout_s, look)
+    scope.mark_connected(ctx.options.network.progress_timeout_s, on_poll)
     return channel
 
 
 def ranks_in_errors(ctx: SessionContext, channel: Channel, first: int) -> list[int]:
-    """Return the ranks of the world by their numbers in a channel's errors.
+    """Return the world ranks by their number in a channel's errors.
 
     Args:
-        ctx: what the session gives.
+        ctx: of the session.
         channel: as `open_channel` has returned it.
         first: as `open_channel` was given it.
     """
     turn = 0 if isinstance(channel, NodeChannel) else first
-    world_size = ctx.place.world_size
+    world_size = ctx.rank_info.world_size
     own = [(turn + index) % world_size for index in range(world_size)]
-    return [*own, *range(world_size, ctx.place.ranks)]
+    return [*own, *range(world_size, ctx.rank_info.ranks)]
 
 
 def _open(
     ctx: SessionContext,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     rows: Sequence[Mapping[str, Any]],
     update: str,
     first: int,
     gradients: Sequence[Tensor],
 ) -> Channel:
-    options, place = ctx.options, ctx.place
-    # Who sends factors knows which tensors have any, and says so in their rows.
+    options, rank_info = ctx.options, ctx.rank_info
+    # The rows of tensors with factors name their scheme already.
     schemes = {name: one for name, one in ctx.schemes.items() if one not in FACTOR_SCHEMES}
     table = [
         {**row, "scheme": schemes[row["name"]]} if row["name"] in schemes else row for row in rows
     ]
-    secret = meeting.secret(ctx.secret)
-    if options.local.mode != OFF and place.world_size > 1:
-        layout = agree_on_layout(options, meeting, os.environ)
+    secret = scope.secret(ctx.secret)
+    if options.local.mode != OFF and rank_info.world_size > 1:
+        layout = agree_on_layout(options, scope, os.environ)
         if layout is not None:
-            between = functools.partial(_connect, ctx, meeting, secret, update)
+            inter_node = functools.partial(_connect, ctx, scope, secret, update)
             return open_node_channel(
                 ctx.core,
                 options,
-                meeting,
+                scope,
                 table,
                 layout,
-                first=first,
-                open_between=between,
+                source_rank=first,
+                open_inter_node=inter_node,
                 gradients=gradients,
             )
-    ranks = [(first + index) % place.world_size for index in range(place.world_size)]
-    return _connect(ctx, meeting, secret, update, table, ranks)
+    ranks = [(first + index) % rank_info.world_size for index in range(rank_info.world_size)]
+    return _connect(ctx, scope, secret, update, table, ranks)
 
 
 def _connect(
     ctx: SessionContext,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     secret: bytes,
     update: str,
     rows: Sequence[Mapping[str, Any]],
     ranks: Sequence[int],
 ) -> Channel:
     """Open the core's channel between some ranks, in their order."""
-    options, place = ctx.options, ctx.place
-    # Ranks that only serve are the last ones of each channel.
-    everyone = [*ranks, *range(place.world_size, place.ranks)]
-    # Ranks that carry for their nodes have a channel for each local rank.
-    job = meeting.name if len(ranks) == place.world_size else f"{meeting.name}/{ranks[0]}"
+    options, rank_info = ctx.options, ctx.rank_info
+    # Dedicated servers are the last ranks of each channel.
+    everyone = [*ranks, *range(rank_info.world_size, rank_info.ranks)]
+    # Node leaders have one channel for each local rank.
+    job = scope.name if len(ranks) == rank_info.world_size else f"{scope.name}/{ranks[0]}"
     settings = _channel_options(
-        ctx, job, meeting.generation, ranks.index(place.rank), len(everyone)
+        ctx, job, scope.generation, ranks.index(rank_info.rank), len(everyone)
     )
-    # A core that knows nothing of them is asked for nothing of them.
-    further: dict[str, Any] = {} if options.servers is None else {"servers": options.servers}
-    if place.serving:
-        further["workers"] = len(ranks)
+    # A core without these options still works where they are not used.
+    optional: dict[str, Any] = {} if options.servers is None else {"servers": options.servers}
+    if rank_info.serving:
+        optional["workers"] = len(ranks)
     rule = options.stragglers.parsed
-    if rule is not None and place.world_size > 1:
-        further["stragglers_json"] = rule.core_rule(options.stragglers.ahead_steps)
+    if rule is not None and rank_info.world_size > 1:
+        optional["stragglers_json"] = rule.core_rule(options.stragglers.ahead_steps)
     plan = ctx.core.plan_json(
         json.dumps(rows),
         options.strategy.name,
@@ -189,12 +188,12 @@ def _connect(
         options.strategy.seed,
         update,
         len(everyone),
-        **further,
+        **optional,
     )
-    if ctx.invitations is not None:
-        ctx.invitations.send(
+    if ctx.announcements is not None:
+        ctx.announcements.announce(
             JobAnnouncement(
-                channel=meeting.channel,
+                channel=scope.channel,
                 ranks=everyone,
                 rows=rows,
                 strategy=options.strategy.name,
@@ -205,7 +204,7 @@ def _connect(
             )
         )
     listener, host = listen(ctx)
-    return connect_channel(ctx.core, meeting, listener, host, settings, plan, secret, everyone)
+    return connect_channel(ctx.core, scope, listener, host, settings, plan, secret, everyone)
 
 
 def _channel_options(
@@ -238,16 +237,16 @@ def shutdown_channel(
     ctx: SessionContext,
     channel: Channel,
     watch: ModelWatch,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     timeout_s: float,
 ) -> bool:
-    """Close a channel in good order, and pass on what its ranks have waited for.
+    """Close a channel in good order, and share the wait statistics of its ranks.
 
     Args:
-        ctx: what the session gives.
-        channel: it sends what is owed, and waits until every rank has said goodbye.
-        watch: knows what this rank has waited for, and on rank 0 hears of the others.
-        meeting: where word is left.
+        ctx: of the session.
+        channel: sends what is due, and waits for the goodbye of every rank.
+        watch: has this rank's wait statistics; on rank 0 collects the others'.
+        scope: of this channel.
         timeout_s: for all goodbyes.
 
     Returns:
@@ -256,20 +255,20 @@ def shutdown_channel(
     Raises:
         GradlaneError: the session has failed.
     """
-    watch.tell(meeting)
+    watch.publish_lateness(scope)
     try:
         channel.finish(timeout_s)
     except ctx.core.ChannelTimeout:
         return False
     except ctx.core.ChannelError as error:
         raise translate_error(ctx.core, error, "closing the session") from error
-    meeting.parted()
-    watch.hear(meeting)
+    scope.mark_closed()
+    watch.collect_lateness(scope)
     return True
 
 
 def listening_hosts(ctx: SessionContext) -> tuple[list[str], str | None]:
-    """Return the addresses to try to listen on, and the one that others use if it is another.
+    """Return the addresses to listen on, and the advertised one if it differs.
 
     Raises:
         RendezvousError: none is found.
@@ -282,20 +281,20 @@ def listening_hosts(ctx: SessionContext) -> tuple[list[str], str | None]:
             return [addresses.interface_address(interface)], advertised
         if advertised:
             literal = addresses.resolve(advertised)
-            # Behind address translation the advertised address is none of this machine's.
+            # Behind address translation this machine does not have the advertised address.
             return [literal, "::" if ":" in literal else "0.0.0.0"], advertised
-        if ctx.place.ranks == 1:
+        if ctx.rank_info.ranks == 1:
             return ["127.0.0.1"], None
         return [addresses.address_towards(ctx.store_host, ctx.store_port)], None
     except OSError as error:
         raise RendezvousError(
-            f"rank {ctx.place.rank} finds no address to listen on ({error}): give "
-            "Network(interface=...) or advertise="
+            f"rank {ctx.rank_info.rank} finds no address to listen on ({error}): give "
+            "interface= or advertise="
         ) from error
 
 
 def listen(ctx: SessionContext) -> tuple[Listener, str]:
-    """Bind a socket; returns it and the address that others reach it at."""
+    """Bind a socket; return it and its address for other ranks."""
     low, high = ctx.options.network.ports or (0, 0)
     hosts, advertised = listening_hosts(ctx)
     for host in hosts:
@@ -304,5 +303,6 @@ def listen(ctx: SessionContext) -> tuple[Listener, str]:
         except OSError as error:
             last = error
     raise RendezvousError(
-        f"rank {ctx.place.rank} cannot listen on {hosts[0]} (ports {low}-{high}, 0 is any): {last}"
+        f"rank {ctx.rank_info.rank} cannot listen on {hosts[0]} (ports {low}-{high}, 0 is any): "
+        f"{last}"
     ) from last

@@ -1,7 +1,7 @@
-"""The compiled core as the rest of the package sees it: protocols, and the one place that loads it.
+"""Protocols of the compiled core, and the only place that loads it.
 
-Tests put an in-process double in its place; whatever satisfies `CoreModule` will do. Pointers are
-plain addresses, tensors are numbers in the order of the tensor table.
+Tests replace it by an in-process double that satisfies `CoreModule`. Pointers are plain addresses;
+tensors are numbers in the order of the tensor table.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gradlane.errors import GradlaneError, PeerLostError, ProgressTimeoutError, 
 
 CoreRow = tuple[tuple[int, int], str, str, int, int, tuple[int, int, int], int, int]
 """((begin, end) in ns, "tx", "rx" or "work", kind, peer, step, (tensor, slice, offset), bytes,
-priority), as the core records frames and works."""
+priority): a frame or job that the core has recorded."""
 
 
 class Listener(Protocol):
@@ -21,7 +21,7 @@ class Listener(Protocol):
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port number."""
 
     def close(self) -> None:
         """Stop listening."""
@@ -31,10 +31,10 @@ class Blocks(Protocol):
     """All ranks' blocks of one tensor in one step."""
 
     def regions(self) -> list[tuple[int, int] | None]:
-        """Return (address, nbytes) by rank, None where there is none; the own address is 0."""
+        """Return (address, nbytes) by rank; None: no block. The own address is 0."""
 
     def release(self) -> None:
-        """Give the blocks back; their memory may not be read afterwards."""
+        """Release the blocks; their memory may not be read afterwards."""
 
 
 class Channel(Protocol):
@@ -44,35 +44,36 @@ class Channel(Protocol):
         """Begin a step; the one before must be complete."""
 
     def step_pass(self, step: int) -> None:
-        """Begin a step without a part in it (stragglers); everything is to be said absent."""
+        """Begin a step without contributing to it (stragglers); report all tensors as absent."""
 
     def step_gather(self, step: int) -> None:
         """Begin a step that no rank is left out of (stragglers); all ranks have to begin it so."""
 
     def wait_decided(self, step: int) -> None:
-        """Wait until it is known who is in a step (stragglers)."""
+        """Wait until the contributors of a step are known (stragglers)."""
 
     def standing(self, step: int) -> tuple[bool | None, bool, int]:
-        """Return whether this rank was in a step, if known; whether the others were in the next one
-        when its gradients were there; and the last step whose contributors are known."""
+        """Return whether this rank contributed to a step, or None if unknown; whether the others
+        were in the next step when its gradients were there; and the last step whose contributors
+        are known."""
 
     def gradient_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
-        """Hand over a gradient; the memory is the core's until the tensor is ready."""
+        """Submit a gradient; the core borrows the memory until the tensor is ready."""
 
     def tensor_absent(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
-        """Say that there is no gradient here; a result of other ranks lands in the memory."""
+        """Report that this rank has no gradient; the other ranks' result lands in the memory."""
 
     def block_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
-        """Hand over this rank's block of a tensor that has blocks, until that is ready."""
+        """Submit this rank's block of a tensor that has blocks; borrowed until that is ready."""
 
     def block_absent(self, tensor: int, step: int) -> None:
-        """Say that this rank has no block of a tensor in this step."""
+        """Report that this rank has no block of a tensor in this step."""
 
     def answer_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
-        """Hand over the answer to the blocks of a tensor of scheme `answer`, for all ranks."""
+        """Submit, for all ranks, the result of the blocks of a tensor of scheme `answer`."""
 
     def next_questions(self, *, wait: bool = True) -> list[tuple[int, int]]:
-        """Return (tensor, step) whose blocks are all here and wait for this rank's answer."""
+        """Return (tensor, step) whose blocks are all here and wait for this rank's result."""
 
     def take_blocks(self, tensor: int, step: int) -> Blocks | None:
         """Return all ranks' blocks of a tensor that is ready in a step, once."""
@@ -81,76 +82,79 @@ class Channel(Protocol):
         """Register a parameter's own memory (`update="server"`)."""
 
     def set_optimizer(self, step: int, rows_json: str) -> None:
-        """Give every tensor's hyper-parameters for a step (`update="server"`)."""
+        """Set every tensor's hyper-parameters for a step (`update="server"`)."""
 
     def read_state(self, name: str, part: int) -> None:
         """Make the step that has just begun broadcast optimizer state (`update="server"`)."""
 
     def send_raw(self, step: int) -> None:
-        """Let this rank's contributions to a step that has just begun travel without codecs."""
+        """Send this rank's contributions to a step that has just begun without codecs."""
 
     def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
-        """Copy what this rank's own encoding has lost of a tensor to `count` f32 values."""
+        """Copy the residual of this rank's encoding of a tensor to `count` f32 values."""
 
     def clear_state(self) -> None:
-        """Forget all optimizer state on this rank (`update="server"`)."""
+        """Delete all optimizer state on this rank (`update="server"`)."""
 
     def load_state(self, tensor: int, name: str, pointer: int, count: int) -> None:
-        """Keep what this rank owns of a tensor's f32 optimizer state (`update="server"`)."""
+        """Load the f32 optimizer state of a tensor, as far as this rank owns it
+        (`update="server"`)."""
 
     def step_end(self, step: int) -> None:
-        """Say that `optimizer.step()` was called."""
+        """Record that `optimizer.step()` was called."""
 
     def wait(self, tensors: list[int], step: int) -> None:
-        """Wait until all of these are ready."""
+        """Wait until all given tensors are ready."""
 
     def needed(self, tensor: int, step: int) -> None:
-        """Say that a consumer is about to wait for a tensor."""
+        """Announce that a consumer is about to wait for a tensor."""
 
     def is_ready(self, tensor: int, step: int) -> bool:
-        """Whether a tensor is ready; does not wait."""
+        """Return whether a tensor is ready, without waiting."""
 
     def wait_step(self, step: int) -> None:
         """Wait until the whole step is complete."""
 
     def take_ready(self, step: int) -> list[tuple[int, bool]]:
-        """Return (tensor, absent) for what became ready since the last call."""
+        """Return (tensor, absent) of each tensor that became ready since the last call."""
 
     def next_ready(self, step: int) -> list[tuple[int, bool]]:
-        """Wait for something that `take_ready` has not returned, and return it likewise."""
+        """Wait until `take_ready` has something to return, and return it."""
 
     def all_connected(self) -> None:
-        """Say that all ranks have connected to all: one that says nothing is silent from now on."""
+        """Start the keepalive check: all ranks are connected now."""
 
     def switch_priorities(self, priorities: list[int]) -> None:
-        """Announce another order of urgency, one number a tensor (rank 0)."""
+        """Announce new priorities, one number a tensor (rank 0)."""
 
     def metrics_json(self) -> str:
         """Return counters as a JSON object."""
 
     def waited_ns(self) -> int:
-        """Return how long threads of the program have waited so far, in nanoseconds."""
+        """Return the time that threads of the program have waited so far, in nanoseconds."""
 
     def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
-        """Return and forget the trace."""
+        """Return and clear the trace."""
 
     def take_timeline(self) -> tuple[list[CoreRow], int]:
-        """Return and forget the trace, with begins and works, and how much of it was not kept."""
+        """Return and clear the trace with begin times and jobs, and the number of rows that were
+        dropped."""
 
     def finish(self, timeout_s: float) -> None:
         """Close in order, with a goodbye to every rank."""
 
     def abort(self, reason: str) -> None:
-        """Give up and tell every rank why."""
+        """Abort and tell every rank the reason."""
 
     def forget_in_child(self) -> None:
         """Close descriptors in a forked child."""
 
 
-RankInfo = tuple[int, int, int, int, int]
-"""Seed, step, tensor, leg (a rank, or -1 for the broadcast), first element."""
+DrawKey = tuple[int, int, int, int, int]
+"""Seed, step, tensor, leg (a rank, or -1 for the broadcast), first element: the key of a codec's
+draws."""
 Memory = tuple[int, int]
-"""An address and the number of elements there, which nobody else uses during the call."""
+"""An address and the number of elements there; the call has it to itself."""
 
 
 class Codec(Protocol):
@@ -162,25 +166,25 @@ class Codec(Protocol):
 
     @property
     def granule(self) -> int:
-        """Parts of a tensor begin at multiples of so many elements."""
+        """Number of elements whose multiples may begin a part of a tensor."""
 
     @property
     def is_fixed_size(self) -> bool:
-        """Whether the length of an encoding depends on the number of elements alone."""
+        """True if the length of an encoding depends on the number of elements alone."""
 
     @property
     def is_unbiased(self) -> bool:
-        """Whether the expectation of what is decoded is the value."""
+        """True if the expectation of a decoded value is the value."""
 
     @property
     def residual_width(self) -> int:
-        """How many f32 numbers a residual has for each value; 0 where none is kept."""
+        """f32 numbers of a residual for each value; 0: the codec keeps none."""
 
-    def max_wire_bytes(self, at: RankInfo, elements: int) -> int:
-        """Return the most bytes that so many values take in a place."""
+    def max_wire_bytes(self, at: DrawKey, elements: int) -> int:
+        """Return the largest encoded size of so many values."""
 
-    def encode(self, at: RankInfo, source: Memory, residual: Memory, wire: Memory) -> int:
-        """Encode f32 values to the front of a buffer; returns the number of bytes."""
+    def encode(self, at: DrawKey, source: Memory, residual: Memory, wire: Memory) -> int:
+        """Encode f32 values to the front of a buffer; return the number of bytes."""
 
     def decode(self, wire: Memory, out: Memory) -> None:
         """Decode bytes into f32 values."""
@@ -190,21 +194,22 @@ class Codec(Protocol):
 
 
 class CodecType(Protocol):
-    """How a codec is made."""
+    """The constructor of codecs."""
 
     def __call__(self, spec: str, sizes: list[int]) -> Codec:
-        """Build the codec of a spec for a tensor of these sizes; `ValueError` if there is none."""
+        """Build the codec of a spec for a tensor of these sizes; `ValueError` if the spec is
+        invalid."""
 
 
 class ListenerType(Protocol):
-    """How a listener is made."""
+    """The constructor of listeners."""
 
     def __call__(self, host: str, port_low: int, port_high: int) -> Listener:
         """Bind to the first free port of the range; 0, 0 is any."""
 
 
 class ChannelType(Protocol):
-    """How a channel is made."""
+    """The constructor of channels."""
 
     def __call__(
         self,
@@ -214,25 +219,25 @@ class ChannelType(Protocol):
         peers: list[str],
         secret: bytes,
     ) -> Channel:
-        """Connect to all ranks; blocks until they are there."""
+        """Connect to all ranks; blocks until all are connected."""
 
 
 class Pulse(Protocol):
-    """A count in memory that goes on while this process runs."""
+    """A counter in memory that rises while this process runs."""
 
     def stop(self) -> None:
-        """Count no more from now on."""
+        """Stop counting."""
 
 
 class PulseType(Protocol):
-    """How a pulse is made."""
+    """The constructor of pulses."""
 
     def __call__(self, pointer: int, interval_s: float) -> Pulse:
-        """Begin to count in 8 bytes, once an interval."""
+        """Start to count in 8 bytes, once an interval."""
 
 
 class PlanBuilder(Protocol):
-    """How a plan is made."""
+    """The builder of the engine's plan."""
 
     def __call__(
         self,
@@ -247,11 +252,11 @@ class PlanBuilder(Protocol):
         servers: int | None = None,
         workers: int | None = None,
     ) -> str:
-        """Return the plan as JSON; `ValueError` when the arguments make none."""
+        """Return the plan as JSON; `ValueError` if the arguments are invalid."""
 
 
 class CoreModule(Protocol):
-    """What `gradlane._core` offers."""
+    """The interface of `gradlane._core`."""
 
     @property
     def Listener(self) -> ListenerType:  # noqa: N802
@@ -263,7 +268,7 @@ class CoreModule(Protocol):
 
     @property
     def Pulse(self) -> PulseType:  # noqa: N802
-        """The class of signs of life."""
+        """The class of heartbeat counters."""
 
     @property
     def ChannelError(self) -> type[Exception]:  # noqa: N802
@@ -271,7 +276,7 @@ class CoreModule(Protocol):
 
     @property
     def ChannelTimeout(self) -> type[Exception]:  # noqa: N802
-        """Raised when there was no progress in time."""
+        """Raised when there was no progress in time; arguments as for `ChannelError`."""
 
     @property
     def plan_json(self) -> PlanBuilder:
@@ -279,7 +284,7 @@ class CoreModule(Protocol):
 
 
 class CodecModule(Protocol):
-    """What `gradlane._core` offers beside sessions: it needs no rank and no channel."""
+    """The part of `gradlane._core` that needs no rank and no channel."""
 
     @property
     def Codec(self) -> CodecType:  # noqa: N802
@@ -288,7 +293,7 @@ class CodecModule(Protocol):
     def codec_json(
         self, text: str, dtype: str, sizes: list[int], ring_ranks: int | None = None
     ) -> str:
-        """Say what a codec does to a tensor, as JSON; `ValueError` when it is no codec."""
+        """Describe a codec for a tensor as JSON; `ValueError` if the text names no codec."""
 
 
 def load_codecs() -> CodecModule:
@@ -316,12 +321,12 @@ def load_core() -> CoreModule:
 
 
 def translate_error(core: CoreModule, error: Exception, where: str) -> SessionFailedError:
-    """Turn a channel's error into one of the package's.
+    """Convert a channel's error into an error of this package.
 
     Args:
-        core: the module that the error came from.
+        core: defines the error.
         error: a `ChannelError` of that module.
-        where: what this rank was doing, for the message.
+        where: the activity of this rank, for the message.
     """
     arguments = error.args
     message = str(arguments[0]) if arguments else str(error)

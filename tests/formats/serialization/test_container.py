@@ -17,9 +17,9 @@ from gradlane.formats.serialization import container
 from gradlane.formats.serialization.container import (
     Piece,
     VersionError,
-    check_image,
-    image,
-    read_image,
+    check_container,
+    encode_container,
+    read_container,
 )
 from gradlane.formats.serialization.pieces import assemble, pack, unpack
 from gradlane.formats.serialization.strict_json import FormatError
@@ -31,11 +31,11 @@ CPU = torch.device("cpu")
 
 
 def written(pieces: list[Piece], **facts: Any) -> bytes:
-    return b"".join(image(pieces, facts))
+    return b"".join(encode_container(pieces, facts))
 
 
 def read(content: bytes) -> tuple[dict[str, Any], list[Piece]]:
-    return read_image(io.BytesIO(content), len(content))
+    return read_container(io.BytesIO(content), len(content))
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -48,7 +48,7 @@ def test_pieces_of_every_dtype_come_back(name: str) -> None:
     assert facts["step"] == 4 and (first.name, first.start) == ("a", 5)
     assert first.values.dtype is dtype and torch.equal(first.values.view(torch.uint8), data)
     assert second.values.numel() == 0 and second.values.dtype is dtype
-    check_image(io.BytesIO(content), len(content))
+    check_container(io.BytesIO(content), len(content))
 
 
 def test_the_header_is_one_of_safetensors() -> None:
@@ -85,7 +85,7 @@ def test_no_changed_missing_or_added_byte_goes_unnoticed(check: bool) -> None:
         for content in (bytes(flipped), CONTENT[:place], CONTENT[:place] + b"0" + CONTENT[place:]):
             try:
                 if check:
-                    check_image(io.BytesIO(content), len(content))
+                    check_container(io.BytesIO(content), len(content))
                 else:
                     found = read(content)
             except FormatError:
@@ -184,7 +184,7 @@ def test_headers_that_lie_are_refused(name: str) -> None:
     with pytest.raises(FormatError, match=text):
         read(content)
     with pytest.raises(FormatError, match=text):
-        check_image(io.BytesIO(content), len(content))
+        check_container(io.BytesIO(content), len(content))
 
 
 def test_both_sets_of_rows_may_not_ask_for_more_than_there_is() -> None:

@@ -1,4 +1,4 @@
-"""What one rank's optimizer keeps, handed over to the others: as it was, or refused everywhere."""
+"""Broadcast of one rank's optimizer state: unchanged, or refused on all ranks."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ values = st.recursive(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal in type, order and bits."""
+    """Return whether two values are equal in type, order and bits."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What Perfetto makes of timelines: it finds nothing wrong, and every span where it belongs."""
+"""Timelines in Perfetto: no import errors, and every span in its lane."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SORTED = "select process.name from process where upid > 0 and name like 'rank %'
 
 
 def expected_spans(timeline: Timeline) -> tuple[Counter[tuple[str, str]], int]:
-    """How many spans each lane of each rank has, and how long all are together, in ns."""
+    """Return the number of spans and their total ns, by rank and lane."""
     events = to_chrome(timeline)["traceEvents"]
     names = {
         (one["pid"], one["tid"]): one["args"]["name"]

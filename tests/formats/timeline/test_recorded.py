@@ -278,7 +278,7 @@ class Record:
         self.names: Sequence[str] = ["a", "b"]
         self._taken = marks, rows, dropped
 
-    def taken(self) -> Any:
+    def take_spans(self) -> Any:
         return self._taken
 
 

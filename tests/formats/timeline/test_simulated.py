@@ -11,11 +11,11 @@ from gradlane.formats.timeline.checks import check_events
 from gradlane.formats.timeline.chrome import read_chrome, to_chrome
 from gradlane.formats.timeline.spans import SENT, Timeline
 from gradlane.formats.timeline.step import view_of_step
-from gradlane.planning.advice.pictures import PICTURES_MAX, pictured
+from gradlane.planning.advice.pictures import PICTURES_MAX, clusters_with_pictures
 from gradlane.planning.simulation.scenarios import Cluster, run_scenario, scenario_of
 from gradlane.planning.simulation.timeline import simulated_timeline
 from tests.command_line import run
-from tests.planning.simulation.small import SMALL
+from tests.planning.simulation.small_profile import SMALL
 
 NUMBERS = {tensor.name: number for number, tensor in enumerate(SMALL.tensors)}
 
@@ -89,7 +89,7 @@ def test_a_picture_needs_a_whole_step() -> None:
 
 def test_pictures_are_limited_and_spread_over_the_grid() -> None:
     few = [Cluster(4, 1e9, strategy) for strategy in ("wfbp", "ring-fused", "p3")]
-    assert pictured(few) == [0, 2]
+    assert clusters_with_pictures(few) == [0, 2]
     many = [
         Cluster(workers, rate * 1e9, strategy, compression)
         for workers in (2, 4, 8, 16)
@@ -97,7 +97,7 @@ def test_pictures_are_limited_and_spread_over_the_grid() -> None:
         for compression in (1.0, 2.0)
         for strategy in ("wfbp", "p3", "ring-fused")
     ]
-    numbers = pictured(many)
+    numbers = clusters_with_pictures(many)
     assert PICTURES_MAX - 2 <= len(numbers) <= PICTURES_MAX
     chosen = [many[number] for number in numbers]
     assert {it.compression for it in chosen} == {1.0}

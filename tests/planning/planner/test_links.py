@@ -14,12 +14,12 @@ import pytest
 from gradlane.formats.link_report import LinkReport, PortFigures, RoundTrip
 from gradlane.planning.probe import streams
 from gradlane.planning.probe.links import _one_way_pairs
-from gradlane.planning.probe.streams import Node, StreamError
+from gradlane.planning.probe.streams import StreamEndpoint, StreamError
 from tests.ports import reserve_port
 from tests.training.model.pool import FirstRanks
 from tests.training.rendezvous.test_launchers import run_all
 
-MODULE = "tests.planning.planner.scenarios"
+MODULE = "tests.planning.planner.session_programs"
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -67,25 +67,25 @@ def test_every_rank_sends_and_receives_alone_once() -> None:
         assert {rank for _, rank in pairs} == set(range(world_size))
 
 
-def test_a_stranger_counts_for_nothing() -> None:
+def test_a_connection_without_a_token_is_closed() -> None:
     with (
-        Node(0, ["127.0.0.1"], None, b"secret", 0.05) as one,
-        Node(1, ["127.0.0.1"], None, b"secret", 0.05) as other,
+        StreamEndpoint(0, ["127.0.0.1"], None, b"secret", 0.05) as one,
+        StreamEndpoint(1, ["127.0.0.1"], None, b"secret", 0.05) as other,
         socket.create_connection((one.host, one.port)) as stranger,
     ):
         stranger.sendall(b"x" * 32)
         other.connect([f"{one.host}:{one.port}", ""], [0], [])
         one.connect([], [], [1])
-        assert list(one._receiving) == [1]
+        assert one.connected_ranks == [1]
         assert stranger.recv(1) == b""
 
 
-def test_silent_strangers_keep_no_rank_out() -> None:
+def test_silent_connections_block_no_rank() -> None:
     """Each was waited for alone, for two seconds, and a byte now and then renewed them."""
     with (
         contextlib.ExitStack() as stack,
-        Node(0, ["127.0.0.1"], None, b"secret", 0.05) as one,
-        Node(1, ["127.0.0.1"], None, b"secret", 0.05) as other,
+        StreamEndpoint(0, ["127.0.0.1"], None, b"secret", 0.05) as one,
+        StreamEndpoint(1, ["127.0.0.1"], None, b"secret", 0.05) as other,
     ):
         calls = [socket.create_connection((one.host, one.port)) for _ in range(100)]
         for stranger in calls:
@@ -94,12 +94,14 @@ def test_silent_strangers_keep_no_rank_out() -> None:
             stranger.sendall(b"x")
         other.connect([f"{one.host}:{one.port}", ""], [0], [])
         one.connect([], [], [1])
-        assert list(one._receiving) == [1]
+        assert one.connected_ranks == [1]
 
 
-def test_a_rank_that_does_not_come_is_missed_whoever_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_rank_is_named_despite_other_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(streams, "CONNECT_TIMEOUT_S", 0.3)
-    with Node(0, ["127.0.0.1"], None, b"secret", 0.05) as one:
+    with StreamEndpoint(0, ["127.0.0.1"], None, b"secret", 0.05) as one:
         over = threading.Event()
 
         def crowd() -> None:

@@ -12,7 +12,7 @@ import pytest
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.training.plans.plan import Plan, PlanError, parse_plan, read_plan
 from gradlane.training.plans.settings import ClusterFacts, Settings
-from tests.planning.simulation.small import SMALL
+from tests.planning.simulation.small_profile import SMALL
 
 FACTS = ClusterFacts(workers=4, rate_bps=2e8, latency_s=0.001)
 
@@ -93,7 +93,7 @@ def test_missing_fields_are_named(plan: Plan, field: str) -> None:
     assert f"{field}: missing" in refusal_of(content)
 
 
-def test_a_file_that_was_changed_by_hand_is_told_so(plan: Plan) -> None:
+def test_a_file_that_was_changed_by_hand_is_refused(plan: Plan) -> None:
     content = plan.to_json()
     content["settings"]["frame_bytes"] = 4096
     assert "digest: is" in refusal_of(content)

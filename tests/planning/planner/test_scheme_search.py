@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gradlane.planning.planner.candidates import TIE, Candidate, Simulated
+from gradlane.planning.planner.candidates import TIE, Candidate, CandidateSimulator
 from gradlane.planning.planner.coordinator import Coordinator
-from gradlane.planning.planner.scheme_search import Allowed, choose_schemes
+from gradlane.planning.planner.scheme_search import SchemeRestrictions, choose_schemes
 from gradlane.planning.planner.search import search
 from gradlane.planning.planner.simulations import predict_step_s
 from gradlane.planning.simulation.costs import MachineCosts
@@ -87,8 +87,8 @@ def test_without_leave_no_bit_changes_and_the_reason_says_what_that_costs() -> N
     assert all(one["step_s"] < choice["step_s"] * (1 - TIE) for one in declined.values())
     for words in ("declined: ", "in another order", "--any-rounding", "exact_order=False"):
         assert words in choice["reason"]
-    allowed = plan_of(NETWORK, SLOW, any_rounding=True)
-    assert allowed.prediction["step_s"] < plan.prediction["step_s"]
+    restrictions = plan_of(NETWORK, SLOW, any_rounding=True)
+    assert restrictions.prediction["step_s"] < plan.prediction["step_s"]
 
 
 def test_a_ring_is_chosen_where_flows_would_meet_and_only_with_leave() -> None:
@@ -107,11 +107,14 @@ def test_a_ring_is_chosen_where_flows_would_meet_and_only_with_leave() -> None:
 
 def test_of_two_ranks_there_is_one_order() -> None:
     """Round a ring of two the bits are those of servers, so no leave is needed."""
-    assert Allowed.of(ClusterFacts(2, 1e9), False, None).why_no_ring == ""
-    assert Allowed.of(ClusterFacts(3, 1e9), False, None).why_no_ring
-    assert Allowed.of(ClusterFacts(2, 1e9), False, None).why_no_factors
+    assert SchemeRestrictions.of(ClusterFacts(2, 1e9), False, None).ring_obstacle == ""
+    assert SchemeRestrictions.of(ClusterFacts(3, 1e9), False, None).ring_obstacle
+    assert SchemeRestrictions.of(ClusterFacts(2, 1e9), False, None).factor_obstacle
     # A codec is another one on a ring.
-    assert "rounds otherwise" in Allowed.of(ClusterFacts(2, 1e9), True, "qsgd:bits=8").why_no_ring
+    assert (
+        "rounds otherwise"
+        in SchemeRestrictions.of(ClusterFacts(2, 1e9), True, "qsgd:bits=8").ring_obstacle
+    )
     assert search(NETWORK, SLOW, Settings(codec="qsgd:bits=8"), any_rounding=True) is not None
 
 
@@ -134,10 +137,10 @@ def test_rebuilding_that_costs_more_than_it_saves_is_declined() -> None:
 
 
 def test_layers_whose_factors_do_not_help_go_back() -> None:
-    simulated = Simulated(NETWORK, SLOW, 60.0, None, lambda: None)
+    simulator = CandidateSimulator(NETWORK, SLOW, 60.0, None, lambda: None)
     kept = Candidate(Settings())
-    simulated.run([kept])
-    found = choose_schemes(simulated, NETWORK, SLOW, kept, Allowed())
+    simulator.run([kept])
+    found = choose_schemes(simulator, NETWORK, SLOW, kept, SchemeRestrictions())
     chosen = {name for name, scheme in found.best.schemes if scheme == "sfb"}
     assert "fc1" in chosen
     assert found.step_s == predict_step_s(
@@ -154,18 +157,18 @@ def test_what_needs_servers_stays_on_servers(update: str) -> None:
     facts = replace(SLOW, update=update)
     base = Settings("kvstore") if update == "worker" else Settings()
     kept = Candidate(base)
-    simulated = Simulated(NETWORK, facts, 60.0, None, lambda: None)
-    simulated.run([kept])
-    found = choose_schemes(simulated, NETWORK, facts, kept, Allowed())
+    simulator = CandidateSimulator(NETWORK, facts, 60.0, None, lambda: None)
+    simulator.run([kept])
+    found = choose_schemes(simulator, NETWORK, facts, kept, SchemeRestrictions())
     assert (found.best, found.label, found.declined) == (kept, "ps", ())
 
 
 def test_without_time_nothing_is_chosen() -> None:
     kept = Candidate(Settings())
-    simulated = Simulated(NETWORK, SLOW, 60.0, None, lambda: None)
-    simulated.run([kept])
-    simulated._deadline_s = 0.0
-    found = choose_schemes(simulated, NETWORK, SLOW, kept, Allowed())
+    simulator = CandidateSimulator(NETWORK, SLOW, 60.0, None, lambda: None)
+    simulator.run([kept])
+    simulator._deadline_s = 0.0
+    found = choose_schemes(simulator, NETWORK, SLOW, kept, SchemeRestrictions())
     assert found.best == kept and found.skipped
 
 

@@ -1,4 +1,4 @@
-"""What is chosen, and when nothing is: small profiles through the compiled core's simulator."""
+"""Choices for small profiles through the compiled core's simulator."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gradlane.planning.planner import candidates
 from gradlane.planning.planner.candidates import TIE
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.planner.reasons import reason_of
-from gradlane.planning.planner.search import SLICES, Choice, Tried, search
-from gradlane.planning.planner.simulations import predict_step_s, simulated_frames
+from gradlane.planning.planner.search import SLICES, Choice, SimulatedValue, search
+from gradlane.planning.planner.simulations import frames_to_simulate, predict_step_s
 from gradlane.planning.simulation.profiles import write_profile
 from gradlane.training.options.frames import frame_count
 from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.plans.settings import ClusterFacts, Settings
-from tests.planning.simulation.small import SMALL
+from tests.planning.simulation.small_profile import SMALL
 
 SLOW = ClusterFacts(workers=4, rate_bps=2e8)
 
@@ -124,7 +124,7 @@ def test_what_there_was_no_time_for_is_named(monkeypatch: pytest.MonkeyPatch) ->
     cheap = Settings(strategy="kvstore", frame_bytes=1 << 20)
     monkeypatch.setattr(
         candidates,
-        "simulated_frames",
+        "frames_to_simulate",
         lambda profile, facts, settings, schemes: 0 if settings == cheap else 10**12,
     )
     found = search(SMALL, SLOW, cheap)
@@ -148,14 +148,14 @@ def test_updates_on_servers_are_simulated_as_such() -> None:
 def test_frames_of_a_simulation_are_counted() -> None:
     # 250,000 elements in slices of 50,000: 5 of 200 kB, 3 frames each; 3 steps, there and back.
     expected = 5 * 5 * 3 * 3 * 2 * 3
-    assert simulated_frames(SMALL, SLOW, Settings()) == expected
-    whole = simulated_frames(SMALL, SLOW, Settings(strategy="kvstore"))
+    assert frames_to_simulate(SMALL, SLOW, Settings()) == expected
+    whole = frames_to_simulate(SMALL, SLOW, Settings(strategy="kvstore"))
     assert whole == 5 * 4 * 4 * 3 * 2 * 3
 
 
 def test_reasons_say_what_decided() -> None:
     def choice(value: int, base: int, times: dict[int, float]) -> Choice:
-        tried = tuple(Tried(size, step_s) for size, step_s in times.items())
+        tried = tuple(SimulatedValue(size, step_s) for size, step_s in times.items())
         return Choice("frame_bytes", value, base, times[value], times[base], tried)
 
     gained = reason_of(choice(2, 1, {1: 0.12, 2: 0.10, 3: 0.11}))

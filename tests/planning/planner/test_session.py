@@ -10,13 +10,13 @@ import pytest
 from gradlane.training.plans.plan import Plan, PlannedTensor
 from gradlane.training.plans.settings import LEARNING_STEPS, ClusterFacts, Settings
 from tests.built import needs_core
-from tests.planning.planner.scenarios import OTHER
+from tests.planning.planner.session_programs import OTHER
 from tests.training.model.pool import FirstRanks
 
 pytestmark = needs_core
 
 FACTS = ClusterFacts(3, 1e9)
-MODULE = "tests.planning.planner.scenarios"
+MODULE = "tests.planning.planner.session_programs"
 
 
 def train(pool: FirstRanks, runs: list[dict[str, Any]], **arguments: Any) -> list[list[Any]]:
@@ -81,7 +81,7 @@ def test_with_leave_schemes_switch_in_the_middle_of_a_training(pool: FirstRanks)
 
 
 def test_a_session_of_factors_keeps_them_without_leave(pool: FirstRanks) -> None:
-    """What the plan would change is not only settings: factors add up in another order."""
+    """The plan would also add factors, which add up in another order."""
     arguments = {"model_name": "cnn", "steps": LEARNING_STEPS + 2}
     plain, auto = train(pool, [{"scheme": "sfb"}, {"scheme": "sfb", "plan": "auto"}], **arguments)
     assert "sfb" in auto[0]["schemes"].values()
@@ -120,7 +120,7 @@ def test_inside_join_nothing_is_switched_and_after_it_all_are(pool: FirstRanks) 
         assert [first_after, second_after] == [OTHER.to_json()] * 2
 
 
-def test_what_cannot_be_recorded_keeps_its_settings_and_says_why(pool: FirstRanks) -> None:
+def test_a_model_that_cannot_be_recorded_keeps_its_settings_with_a_reason(pool: FirstRanks) -> None:
     (results,) = train(
         pool,
         [{"plan": "auto", "unrecorded": True}],

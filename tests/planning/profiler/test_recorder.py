@@ -1,4 +1,4 @@
-"""What a recorder sees of any model: on a clock that tests wind, so that times are exact."""
+"""Recordings of models on a clock that the tests advance, so that times are exact."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gradlane.formats.profile import FieldReader, Profile, ProfileError, profile_from
 from gradlane.planning.profiler.recorder import Recorder
-from gradlane.planning.profiler.tape import EVALUATION, PAUSE_BEGIN, PAUSE_END, STEP_BEGIN, STEP_END
-from gradlane.planning.profiler.timeline import Steps, read_step
-from tests.planning.profiler.clocks import CountingClock
+from gradlane.planning.profiler.tape import EVALUATION, STEP_BEGIN, STEP_END, WAIT_BEGIN, WAIT_END
+from gradlane.planning.profiler.timeline import StepMedians, read_step
+from tests.planning.profiler.counting_clock import CountingClock
 from tests.training.model.fake_core import FakeChannel
 from tests.training.model.models import Attention, Awkward, CharTransformer, SmallCnn, seeded
 from tests.training.model.ranks import run_ranks
@@ -344,12 +344,12 @@ def test_pauses_move_what_comes_after_them() -> None:
     marks = [
         (STEP_BEGIN, 0.0),
         (0, 1.0),
-        (PAUSE_BEGIN, 2.0),
-        (PAUSE_END, 12.0),
+        (WAIT_BEGIN, 2.0),
+        (WAIT_END, 12.0),
         (1, 13.0),
         (2, 14.0),
-        (PAUSE_BEGIN, 15.0),
-        (PAUSE_END, 16.0),
+        (WAIT_BEGIN, 15.0),
+        (WAIT_END, 16.0),
         (STEP_END, 17.0),
     ]
     step = read_step(marks, modules=1)
@@ -362,10 +362,10 @@ def test_what_another_thread_marks_within_a_pause_is_at_its_beginning() -> None:
     marks = [
         (STEP_BEGIN, 0.0),
         (0, 1.0),
-        (PAUSE_BEGIN, 2.0),
+        (WAIT_BEGIN, 2.0),
         (1, 9.0),
         (2, 10.0),
-        (PAUSE_END, 12.0),
+        (WAIT_END, 12.0),
         (STEP_END, 13.0),
     ]
     step = read_step(marks, modules=1)
@@ -375,7 +375,7 @@ def test_what_another_thread_marks_within_a_pause_is_at_its_beginning() -> None:
 
 
 _codes = st.lists(
-    st.sampled_from([0, 1, 2, 3, 4, 5, 6, PAUSE_BEGIN, PAUSE_END, EVALUATION]), max_size=30
+    st.sampled_from([0, 1, 2, 3, 4, 5, 6, WAIT_BEGIN, WAIT_END, EVALUATION]), max_size=30
 )
 
 
@@ -392,13 +392,13 @@ def test_any_order_of_marks_gives_times_within_the_step(
         assert calls == sorted(calls)
         for start_s, end_s in calls:
             assert -slack_s <= start_s <= end_s + slack_s <= step.compute_s + 2 * slack_s
-    steps = Steps([step])
+    steps = StepMedians([step])
     assert len(steps) == (1 if {4, 5, 6} & set(codes) else 0)
 
 
 @given(st.lists(st.floats(0.001, 10.0), min_size=1, max_size=20))
 def test_the_spread_is_that_of_the_steps(times_s: list[float]) -> None:
-    steps = Steps(
+    steps = StepMedians(
         read_step([(STEP_BEGIN, 0.0), (0, 0.0), (STEP_END, time_s)], 0) for time_s in times_s
     )
     batch = steps.batch()

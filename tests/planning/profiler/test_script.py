@@ -14,7 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 import gradlane
 from gradlane.cli import main as cli
 from gradlane.formats.profile import Profile, ProfileError
-from gradlane.planning.profiler.script import Found, run_script
+from gradlane.planning.profiler.script import RecordedScript, run_script
 
 PLAIN = """
 import sys, torch
@@ -38,7 +38,7 @@ if __name__ == "__main__":
 """
 
 
-def record(tmp_path: Path, text: str, *arguments: str, **options: Any) -> Found:
+def record(tmp_path: Path, text: str, *arguments: str, **options: Any) -> RecordedScript:
     script = tmp_path / "train.py"
     script.write_text(text, encoding="utf-8")
     settings: dict[str, Any] = {"steps": 4, "warmup": 2, **options}
@@ -88,7 +88,7 @@ def _foreign_hooks() -> list[Any]:
 
 
 def test_a_script_may_go_on_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = record(tmp_path, PLAIN, "20", to_the_end=True)
+    found = record(tmp_path, PLAIN, "20", run_to_end=True)
     assert found.recorder.recorded_steps == 4
     assert "trained to the end" in capsys.readouterr().out
     found = record(tmp_path, PLAIN, "5")
@@ -177,7 +177,7 @@ while True:
         ),
     ],
 )
-def test_what_cannot_be_seen_is_said(tmp_path: Path, text: str, named: str) -> None:
+def test_unseen_parts_of_a_script_are_noted(tmp_path: Path, text: str, named: str) -> None:
     with pytest.raises(ProfileError, match=named):
         record(tmp_path, text, "9")
     assert _foreign_hooks() == []

@@ -8,7 +8,7 @@ import pytest
 
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.schemes.costs import Layer
-from gradlane.planning.schemes.hybrid import WHOLE, HybridStep, Node, hybrid_step
+from gradlane.planning.schemes.hybrid import WHOLE, HybridStep, NodeCluster, hybrid_step
 from gradlane.planning.simulation.grid import GOODPUT_SHARE
 from gradlane.planning.simulation.profiles import synthetic_profile
 from gradlane.planning.simulation.scenarios import Cluster, run_scenario, scenario_of
@@ -32,7 +32,7 @@ def step(schemes: dict[str, str], nodes: int = 4, **arguments: Any) -> HybridSte
     return hybrid_step(
         [FIRST, LAST],
         schemes,
-        Node(nodes, BYTE, arguments.pop("operations_per_s", float("inf"))),
+        NodeCluster(nodes, BYTE, arguments.pop("operations_per_s", float("inf"))),
         batch_rows=2,
         compute_s=30.0,
         **arguments,
@@ -82,7 +82,7 @@ def test_what_has_no_factors_is_refused() -> None:
             hybrid_step(
                 layers,
                 {"conv": scheme, "first": scheme},
-                Node(2, BYTE),
+                NodeCluster(2, BYTE),
                 batch_rows=1,
                 compute_s=1.0,
             )
@@ -115,7 +115,7 @@ def test_with_servers_alone_it_agrees_with_the_engine(
     made = hybrid_step(
         layers,
         {one.name: "ps" for one in layers},
-        Node(workers, rate_bps * GOODPUT_SHARE),
+        NodeCluster(workers, rate_bps * GOODPUT_SHARE),
         batch_rows=profile.batch_size,
         compute_s=profile.compute_s,
     )

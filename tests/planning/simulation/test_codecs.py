@@ -9,7 +9,7 @@ import pytest
 
 from gradlane.lab.workloads.codec_error import largest_error, mean_error
 from gradlane.planning.planner.coordinator import Coordinator
-from gradlane.planning.simulation.codec_costs import USUAL, CodecCost, cost_of, measured_cost
+from gradlane.planning.simulation.codec_costs import USUAL_COSTS, CodecCost, cost_of, measure_cost
 from gradlane.planning.simulation.costs import CostsError, MachineCosts, read_costs
 from gradlane.planning.simulation.grid import clusters_of, evaluate
 from gradlane.planning.simulation.profiles import Profile, ProfileTensor
@@ -90,7 +90,7 @@ def test_a_ring_declines_to_encode_where_the_network_is_not_the_limit() -> None:
 def test_costs_of_codecs_are_charged() -> None:
     cluster = Cluster(workers=4, rate_bps=1e8, codec="qsgd:bits=8")
     costs = scenario_of(SMALL, cluster)["costs"]
-    assert costs["encode_byte_s"] == pytest.approx(USUAL["qsgd"].encode_byte_s)
+    assert costs["encode_byte_s"] == pytest.approx(USUAL_COSTS["qsgd"].encode_byte_s)
     text = "qsgd:bits=8,bucket=512,norm=max,levels=sign"
     measured = MachineCosts(codecs={text: (3e-9, 4e-9)})
     costs = scenario_of(SMALL, Cluster(4, 1e8, codec="qsgd:bits=8", costs=measured))["costs"]
@@ -107,7 +107,7 @@ def test_costs_of_codecs_are_charged() -> None:
 
 def test_a_codec_can_be_measured() -> None:
     for codec in ("f16", "qsgd:bits=4", "topk:ratio=0.01"):
-        cost = measured_cost(codec)
+        cost = measure_cost(codec)
         assert 0.0 < cost.encode_byte_s < 1e-6
         assert 0.0 < cost.decode_byte_s < 1e-6
 

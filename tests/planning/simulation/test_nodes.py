@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradlane.planning.advice.advice import answers_of, needs_of, text_of_needs
+from gradlane.planning.advice.advice import advise, required_links, text_of_required_links
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.simulation.bound import port_bytes
 from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
@@ -50,16 +50,19 @@ def test_ports_carry_what_the_formula_says(profile: Profile, rows: dict[str, Row
 
 
 def test_the_answer_is_to_add_up_in_the_node_first(rows: dict[str, Row]) -> None:
-    (answer,) = answers_of(list(rows.values()))
+    (answer,) = advise(list(rows.values()))
     assert answer.ranks_per_node == 4 and answer.bottleneck == "network"
     assert answer.cheapest is not None and answer.cheapest.strategy.startswith("hierarchical")
     assert "8 workers on 2 nodes of 4 at 4 Gbit/s" in answer.text
     assert "aggregate in the node first" in answer.text
-    assert "8 workers on 2 nodes of 4:" in text_of_needs(needs_of(list(rows.values())))[0]
+    assert (
+        "8 workers on 2 nodes of 4:"
+        in text_of_required_links(required_links(list(rows.values())))[0]
+    )
 
 
 def test_a_slow_way_within_the_node_is_not_worth_it(profile: Profile) -> None:
-    """Where memory, or what stands for NCCL, is slower than the port, adding up takes longer."""
+    """Adding up takes longer if memory, or the model of NCCL, is slower than the port."""
     led = replace(BASE, strategy="hierarchical", ranks_per_node=2, workers=4, rate_bps=25e9)
     slow, fast = evaluate(
         profile, [replace(led, local_rate_bps=1e9), replace(led, local_rate_bps=1e12)]
@@ -69,7 +72,7 @@ def test_a_slow_way_within_the_node_is_not_worth_it(profile: Profile) -> None:
     assert slow.bound_step_s == fast.bound_step_s
 
 
-def test_what_fills_no_nodes_is_left_out_and_said() -> None:
+def test_clusters_that_fill_no_nodes_are_skipped_with_a_reason() -> None:
     said: list[str] = []
 
     def clusters(workers: list[int], each: list[int]) -> list[Cluster]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradlane.planning.schemes.costs import Counts, Layer, costs_of
-from gradlane.planning.schemes.hybrid import Node, hybrid_step
+from gradlane.planning.schemes.hybrid import NodeCluster, hybrid_step
 from gradlane.planning.simulation.grid import Row, evaluate
 from gradlane.planning.simulation.profiles import synthetic_profile
 from gradlane.planning.simulation.scenarios import Cluster
@@ -116,7 +116,7 @@ def test_poseidons_rule_counts_nodes_that_are_either() -> None:
     assert floats["sfb"] == 2 * 32 * 7 * (4096 + 4096)
     more = costs_of(layer, Counts(32, 8, 16, True), ("ps",))[0]
     assert more.node_floats == 2 * 4096**2
-    nodes = Node(8, 1e9, serving=4)
+    nodes = NodeCluster(8, 1e9, serving=4)
     step = hybrid_step([layer], {"fc": "ps"}, nodes, batch_rows=32, compute_s=0.0)
     assert step.node_bytes == (2.0 * 4 * elements,) * 8 + (4.0 * 4 * elements,) * 4
 

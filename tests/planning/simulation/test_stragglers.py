@@ -51,7 +51,7 @@ def row(
     return evaluate(profile(), [cluster])[0]
 
 
-def test_rules_keep_the_others_going_and_rows_say_who_was_left_out() -> None:
+def test_rules_keep_the_others_going_and_rows_name_the_ranks_left_out() -> None:
     undisturbed = row("wait", None)
     assert undisturbed.left_out_share is None and undisturbed.straggler is None
     waiting = row("wait")

@@ -13,7 +13,12 @@ from typing import Any
 
 import pytest
 
-from gradlane.planning.advice.advice import Answer, answers_of, needs_of, text_of_needs
+from gradlane.planning.advice.advice import (
+    ClusterAdvice,
+    advise,
+    required_links,
+    text_of_required_links,
+)
 from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
 from gradlane.planning.simulation.lists import (
     parse_compressions,
@@ -26,7 +31,7 @@ from gradlane.planning.simulation.profiles import Profile, read_profile, synthet
 from gradlane.planning.simulation.scenarios import Cluster, run_scenario, scenario_of
 from tests.command_line import run
 from tests.paths import SHARED
-from tests.planning.simulation.small import SMALL
+from tests.planning.simulation.small_profile import SMALL
 
 DATA = SHARED / "data"
 
@@ -104,7 +109,7 @@ def test_the_answer_names_the_cheapest_change() -> None:
         strategies=["wfbp", "p3"],
         compressions=[1.0, 16.0],
     )
-    slow, middle, fast = answers_of(rows)
+    slow, middle, fast = advise(rows)
     assert slow.bottleneck == middle.bottleneck == "network"
     assert slow.cheapest is not None and slow.cheapest.kind == "link"
     assert slow.cheapest.rate_bps == 5e9
@@ -122,7 +127,7 @@ def test_the_answer_names_the_cheapest_change() -> None:
 
 def test_the_answer_says_when_nothing_helps() -> None:
     (row,) = grid(SMALL, strategies=["wfbp"], rates_bps=[1e7])
-    (answer,) = answers_of([row])
+    (answer,) = advise([row])
     assert answer.cheapest is None
     assert "Nothing simulated here reaches 95 %, or more than wfbp." in answer.text
 
@@ -130,12 +135,12 @@ def test_the_answer_says_when_nothing_helps() -> None:
 def test_a_faster_link_and_fewer_bytes_together_are_told_where_neither_is_enough() -> None:
     (row,) = grid(SMALL, strategies=["wfbp"], rates_bps=[1e8])
 
-    def answer_of(shares: dict[tuple[float, float], float]) -> Answer:
+    def answer_of(shares: dict[tuple[float, float], float]) -> ClusterAdvice:
         rows = [
             replace(row, rate_bps=rate, compression=times, scaling_factor=share)
             for (rate, times), share in shares.items()
         ]
-        return answers_of(rows)[0]
+        return advise(rows)[0]
 
     neither = {(1e8, 1.0): 0.1, (1e8, 4.0): 0.5, (1e9, 1.0): 0.8}
     answer = answer_of({**neither, (1e9, 4.0): 0.99})
@@ -149,17 +154,17 @@ def test_a_faster_link_and_fewer_bytes_together_are_told_where_neither_is_enough
 
 def test_a_busy_host_is_not_taken_for_the_network() -> None:
     (row,) = grid(SMALL, strategies=["wfbp"], rates_bps=[1e8])
-    (answer,) = answers_of([replace(row, io_utilization=0.97)])
+    (answer,) = advise([replace(row, io_utilization=0.97)])
     assert answer.bottleneck == "host"
     for port, bottleneck in ((0.3, "host"), (0.9, "network")):
-        (answer,) = answers_of([replace(row, io_utilization=0.8, tx_utilization=port)])
+        (answer,) = advise([replace(row, io_utilization=0.8, tx_utilization=port)])
         assert answer.bottleneck == bottleneck
 
 
 def test_a_formula_is_not_advised_before_a_simulation() -> None:
     rows = grid(SMALL, strategies=["wfbp", "p3", "ring-fused"], rates_bps=[1e8])
     scaled = {"wfbp": 0.5, "p3": 0.96, "ring-fused": 1.0}
-    (answer,) = answers_of([replace(row, scaling_factor=scaled[row.strategy]) for row in rows])
+    (answer,) = advise([replace(row, scaling_factor=scaled[row.strategy]) for row in rows])
     assert answer.cheapest is not None and answer.cheapest.strategy == "p3"
 
 
@@ -167,14 +172,14 @@ def test_needs_are_the_rates_from_which_on_the_goal_is_reached() -> None:
     (row,) = grid(SMALL)
     shares = {1e9: 0.96, 2e9: 0.90, 3e9: 0.95, 4e9: 0.99}
     rows = [replace(row, rate_bps=rate, scaling_factor=it) for rate, it in shares.items()]
-    (need,) = needs_of(rows)
+    (need,) = required_links(rows)
     assert (need.rate_bps, need.from_slowest) == (3e9, False)
-    assert text_of_needs([need]) == ["4 workers: 95 % takes 3 Gbit/s with p3."]
-    assert needs_of(rows[2:])[0].from_slowest
-    (need,) = needs_of(rows[:2])
+    assert text_of_required_links([need]) == ["4 workers: 95 % takes 3 Gbit/s with p3."]
+    assert required_links(rows[2:])[0].from_slowest
+    (need,) = required_links(rows[:2])
     assert need.rate_bps is None
     other = replace(need, strategy="wfbp")
-    assert text_of_needs([need, other, replace(need, strategy="ring", rate_bps=1e9)]) == [
+    assert text_of_required_links([need, other, replace(need, strategy="ring", rate_bps=1e9)]) == [
         "4 workers: 95 % takes a faster link than was simulated with p3, wfbp; 1 Gbit/s with ring."
     ]
 

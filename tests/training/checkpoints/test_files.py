@@ -53,7 +53,7 @@ def test_missing_cut_and_other_versions_are_named(
     with pytest.raises(CheckpointError, match=r"one\.safetensors cannot be read"):
         read_shard(path)
     monkeypatch.setattr(container, "VERSION", 1)
-    monkeypatch.setattr(shard, "check_image", lambda *_: None)
+    monkeypatch.setattr(shard, "check_container", lambda *_: None)
     write_shard(path, [], {"step": 1})
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match=r"one.*version 1.*reads version 2.*resume with"):

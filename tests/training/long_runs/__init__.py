@@ -1,1 +1,1 @@
-"""What runs of weeks meet: very many steps, ranks that stand still, full disks."""
+"""Conditions of runs of weeks: very many steps, stopped ranks, full disks."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 
 import gradlane.ddp
-from tests.training.node.scenarios import opened
+from tests.training.node.node_programs import opened
 
 STEPS = 3
 

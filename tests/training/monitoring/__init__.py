@@ -1,1 +1,1 @@
-"""What a session says about a running training."""
+"""Tests of the monitoring of a training."""

@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gradlane.training.monitoring import endpoint as module
-from gradlane.training.monitoring.endpoint import CALLERS_MAX, REQUEST_BYTES_MAX, Endpoint
+from gradlane.training.monitoring.endpoint import CLIENTS_MAX, REQUEST_BYTES_MAX, Endpoint
 from tests.waiting import eventually
 
 GET = b"GET /metrics HTTP/1.1\r\nHost: here\r\nUser-Agent: Prometheus/3\r\n\r\n"
 PATIENCE_S = 60.0
 
-Incarnation = Callable[..., Endpoint]
+StartEndpoint = Callable[..., Endpoint]
 
 
 @pytest.fixture
-def start() -> Iterator[Incarnation]:
+def start() -> Iterator[StartEndpoint]:
     """Endpoints that end with the test."""
     with contextlib.ExitStack() as stack:
 
@@ -42,21 +42,21 @@ def call(one: Endpoint) -> socket.socket:
     return socket.create_connection(one.address, timeout=PATIENCE_S)
 
 
-def read_all(caller: socket.socket) -> bytes:
+def read_all(client: socket.socket) -> bytes:
     """Everything until the other side closes; what a reset leaves counts as closed."""
     read = b""
     with contextlib.suppress(ConnectionResetError):
-        while chunk := caller.recv(65_536):
+        while chunk := client.recv(65_536):
             read += chunk
     return read
 
 
 def ask(one: Endpoint, request: bytes = GET) -> tuple[str, bytes]:
     """Status line and body of an answer."""
-    with call(one) as caller:
+    with call(one) as client:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            caller.sendall(request)
-        head, _, body = read_all(caller).partition(b"\r\n\r\n")
+            client.sendall(request)
+        head, _, body = read_all(client).partition(b"\r\n\r\n")
         return head.split(b"\r\n")[0].decode(), body
 
 
@@ -64,7 +64,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_page_is_answered_also_over_ipv6_and_on_all_addresses(start: Incarnation) -> None:
+def test_a_page_is_answered_also_over_ipv6_and_on_all_addresses(start: StartEndpoint) -> None:
     hosts = ["127.0.0.1", "localhost", "0.0.0.0"]
     with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
         hosts += ["::1", "::"]
@@ -72,39 +72,39 @@ def test_a_page_is_answered_also_over_ipv6_and_on_all_addresses(start: Incarnati
         one = start(host=host)
         assert ask(one) == ("HTTP/1.1 200 OK", b"a 1\n")
         if host == "::":
-            caller = socket.create_connection(("127.0.0.1", one.port), timeout=PATIENCE_S)
-            with caller:
-                caller.sendall(GET)
-                assert read_all(caller).endswith(b"a 1\n")
+            client = socket.create_connection(("127.0.0.1", one.port), timeout=PATIENCE_S)
+            with client:
+                client.sendall(GET)
+                assert read_all(client).endswith(b"a 1\n")
 
 
-def test_250_slow_callers_take_a_few_descriptors_and_keep_nobody_out(start: Incarnation) -> None:
+def test_250_slow_clients_take_a_few_descriptors_and_block_no_other(start: StartEndpoint) -> None:
     one = start()
     before, threads = descriptors(), threading.active_count()
     with contextlib.ExitStack() as stack:
         slow = [stack.enter_context(call(one)) for _ in range(250)]
-        for caller in slow:
+        for client in slow:
             with contextlib.suppress(OSError):
-                caller.sendall(b"GET /metr")
+                client.sendall(b"GET /metr")
         assert ask(one) == ("HTTP/1.1 200 OK", b"a 1\n")
-        assert descriptors() - before <= 250 + CALLERS_MAX
+        assert descriptors() - before <= 250 + CLIENTS_MAX
         assert threading.active_count() == threads
         # All but the last ones are hung up on, by the deadline or for the sake of later ones.
-        assert all(read_all(caller) == b"" for caller in slow[: 250 - CALLERS_MAX])
+        assert all(read_all(client) == b"" for client in slow[: 250 - CLIENTS_MAX])
 
 
 @pytest.mark.parametrize("drip", [b"x", b"\r", b" "])
 def test_a_caller_that_drips_has_one_deadline_for_all(
-    start: Incarnation, monkeypatch: pytest.MonkeyPatch, drip: bytes
+    start: StartEndpoint, monkeypatch: pytest.MonkeyPatch, drip: bytes
 ) -> None:
     """A deadline for each read would be renewed by each byte."""
     monkeypatch.setattr(module, "REQUEST_TIMEOUT_S", 0.3)
     one = start()
-    with call(one) as caller:
+    with call(one) as client:
 
         def is_hung_up_on() -> bool:
             try:
-                caller.sendall(drip)
+                client.sendall(drip)
             except OSError:
                 return True
             return False
@@ -112,32 +112,32 @@ def test_a_caller_that_drips_has_one_deadline_for_all(
         assert eventually(is_hung_up_on, within_s=PATIENCE_S)
 
 
-def test_a_caller_that_does_not_read_its_answer_is_hung_up_on(start: Incarnation) -> None:
+def test_a_caller_that_does_not_read_its_answer_is_hung_up_on(start: StartEndpoint) -> None:
     endpoints: list[Endpoint] = []
 
     def page() -> bytes:
         # The time is up once the answer has begun, however slow the machine is.
-        endpoints[0]._callers[0].deadline_s = time.monotonic() + 0.2
+        endpoints[0]._clients[0].deadline_s = time.monotonic() + 0.2
         return bytes(64 << 20)
 
     endpoints.append(start(page))
     before = descriptors()
-    with call(endpoints[0]) as caller:
-        caller.sendall(GET)
-        assert eventually(lambda: endpoints[0]._made[1] != b"", within_s=PATIENCE_S)
+    with call(endpoints[0]) as client:
+        client.sendall(GET)
+        assert eventually(lambda: endpoints[0]._cached_page[1] != b"", within_s=PATIENCE_S)
         assert eventually(lambda: descriptors() == before + 1, within_s=PATIENCE_S)
-        assert len(read_all(caller)) < 64 << 20
+        assert len(read_all(client)) < 64 << 20
 
 
 def test_a_caller_that_stays_after_its_answer_is_hung_up_on(
-    start: Incarnation, monkeypatch: pytest.MonkeyPatch
+    start: StartEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "REQUEST_TIMEOUT_S", 0.3)
     one = start()
     before = descriptors()
-    with call(one) as caller:
-        caller.sendall(GET)
-        read_all(caller)
+    with call(one) as client:
+        client.sendall(GET)
+        read_all(client)
         assert eventually(lambda: descriptors() == before + 1, within_s=PATIENCE_S)
 
 
@@ -160,7 +160,7 @@ def test_a_caller_that_stays_after_its_answer_is_hung_up_on(
     ],
 )
 def test_requests_are_answered_by_their_first_line(
-    start: Incarnation, request_: bytes, status: str
+    start: StartEndpoint, request_: bytes, status: str
 ) -> None:
     line, body = ask(start(), request_)
     assert line.split(" ")[1] == status
@@ -169,24 +169,24 @@ def test_requests_are_answered_by_their_first_line(
 
 
 def test_noise_ends_nothing_and_is_not_repeated(
-    start: Incarnation, capfd: pytest.CaptureFixture[str]
+    start: StartEndpoint, capfd: pytest.CaptureFixture[str]
 ) -> None:
     one = start()
     draw = random.Random(16)
     for _ in range(40):
         noise = draw.randbytes(draw.randrange(1, 12_000))
-        with call(one) as caller:
+        with call(one) as client:
             with contextlib.suppress(OSError):
-                caller.sendall(noise)
-                caller.shutdown(socket.SHUT_WR)
-            answer = read_all(caller)
+                client.sendall(noise)
+                client.shutdown(socket.SHUT_WR)
+            answer = read_all(client)
         assert answer == b"" or answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
     assert ask(one) == ("HTTP/1.1 200 OK", b"a 1\n")
     assert capfd.readouterr() == ("", "")
 
 
-def test_callers_do_not_make_the_page_anew(
-    start: Incarnation, monkeypatch: pytest.MonkeyPatch
+def test_clients_do_not_make_the_page_anew(
+    start: StartEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
     age_s = 3600.0
@@ -198,7 +198,7 @@ def test_callers_do_not_make_the_page_anew(
 
 
 def test_numbers_that_cannot_be_had_are_no_traceback(
-    start: Incarnation, capfd: pytest.CaptureFixture[str]
+    start: StartEndpoint, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def page() -> bytes:
         raise RuntimeError("the session is closed")
@@ -208,23 +208,23 @@ def test_numbers_that_cannot_be_had_are_no_traceback(
     assert capfd.readouterr() == ("", "")
 
 
-def test_closing_hangs_up_at_once_and_frees_the_port(start: Incarnation) -> None:
+def test_closing_disconnects_at_once_and_frees_the_port(start: StartEndpoint) -> None:
     before = descriptors()
     one = start()
-    with call(one) as caller:
-        caller.sendall(b"GET /metr")
+    with call(one) as client:
+        client.sendall(b"GET /metr")
         one.close()
-        assert read_all(caller) == b""
+        assert read_all(client) == b""
     one.close()
     assert descriptors() == before
     Endpoint("127.0.0.1", one.port, lambda: b"", "text/plain").close()
 
 
-def test_a_forked_child_keeps_no_connection_open(start: Incarnation) -> None:
+def test_a_forked_child_keeps_no_connection_open(start: StartEndpoint) -> None:
     """A child that held a caller's socket would keep it open for as long as the child lives."""
     one = start()
     before = descriptors()
-    with call(one) as caller:
+    with call(one) as client:
         assert eventually(lambda: descriptors() == before + 2, within_s=PATIENCE_S)
         reader, writer = os.pipe()
         with warnings.catch_warnings():
@@ -237,8 +237,8 @@ def test_a_forked_child_keeps_no_connection_open(start: Incarnation) -> None:
             os._exit(0)
         os.close(reader)
         try:
-            caller.sendall(GET)
-            assert read_all(caller).endswith(b"a 1\n")
+            client.sendall(GET)
+            assert read_all(client).endswith(b"a 1\n")
             one.close()
             with pytest.raises(ConnectionRefusedError):
                 call(one)

@@ -1,4 +1,4 @@
-"""How counters of the core become the numbers of a session."""
+"""Conversion of the core's counters into the metrics of a session."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from gradlane.training.monitoring.metrics import (
     Reading,
-    by_layer,
-    gone_on,
-    in_training_steps,
+    join_readings,
     layer_of,
     metrics_of,
-    tensor_wait,
+    renumber_steps,
+    sum_by_layer,
+    tensor_wait_row,
 )
-from gradlane.training.monitoring.pace import RECENT_STEPS, Pace
+from gradlane.training.monitoring.step_timer import RECENT_STEPS, StepTimer
 
-NO_STEPS = Pace().times()
+NO_STEPS = StepTimer().times()
 
 
 def wait(name: str, count: int, wait_s: float, longest_s: float, step: int) -> Reading:
@@ -96,7 +96,7 @@ def test_a_session_without_models_has_zeros() -> None:
 def test_counters_go_on_over_another_channel_and_states_do_not() -> None:
     now = reading(tx_bytes=1, queued_bytes=2, step=1)
     now["waits"] = [wait("b.weight", 1, 0.5, 0.5, 1), wait("a.bias", 1, 5.0, 5.0, 1)]
-    joined = gone_on(reading(), now)
+    joined = join_readings(reading(), now)
     assert (joined["tx_bytes"], joined["queued_bytes"], joined["step"]) == (101, 2, 6)
     assert joined["peers"][1] == {"tx_bytes": 200, "queued_bytes": 7}
     rows = {row["name"]: row for row in joined["waits"]}
@@ -118,10 +118,10 @@ def test_counters_go_on_over_another_channel_and_states_do_not() -> None:
 )
 def test_layers_have_all_waits_of_their_tensors(rows: list[tuple[str, int, float, int]]) -> None:
     waits = [
-        tensor_wait(1, wait(f"{layer}.p{number}".lstrip("."), count, seconds, seconds, step))
+        tensor_wait_row(1, wait(f"{layer}.p{number}".lstrip("."), count, seconds, seconds, step))
         for number, (layer, count, seconds, step) in enumerate(rows)
     ]
-    layers = by_layer(waits)
+    layers = sum_by_layer(waits)
     assert math.isclose(sum(one["wait_s"] for one in layers), sum(row[2] for row in rows))
     assert sum(one["count"] for one in layers) == sum(row[1] for row in rows)
     for one in layers:
@@ -131,7 +131,7 @@ def test_layers_have_all_waits_of_their_tensors(rows: list[tuple[str, int, float
 
 
 def test_steps_are_numbered_as_the_program_does() -> None:
-    numbered = in_training_steps(reading(), lambda step: step - 1)
+    numbered = renumber_steps(reading(), lambda step: step - 1)
     assert [row["wait_step_max"] for row in numbered["waits"]] == [3, 2]
     assert [row["late_step_max"] for row in numbered["stragglers"]] == [1, 2]
     assert numbered["stragglers"][1]["late_s"] == 1.2
@@ -149,12 +149,12 @@ class Clock:
 
 def test_steps_take_from_beginning_to_beginning() -> None:
     clock = Clock()
-    pace = Pace(lambda: clock.now_ns)
-    pace.follow(lambda: clock.waited_ns)
+    step_timer = StepTimer(lambda: clock.now_ns)
+    step_timer.use_channel(lambda: clock.waited_ns)
     for took_ns, waited_ns in ((0, 500), (1000, 100), (3000, 1300), (2000, 100)):
         clock.pass_step(took_ns, waited_ns)
-        pace.step_begins()
-    assert pace.times() == {
+        step_timer.step_begins()
+    assert step_timer.times() == {
         "count": 3,
         "last_s": pytest.approx(2e-6),
         "mean_s": pytest.approx(2e-6),
@@ -168,23 +168,23 @@ def test_steps_take_from_beginning_to_beginning() -> None:
 
 def test_a_step_in_which_the_channel_changed_does_not_count() -> None:
     clock = Clock()
-    pace = Pace(lambda: clock.now_ns)
-    pace.follow(lambda: clock.waited_ns)
-    pace.step_begins()
+    step_timer = StepTimer(lambda: clock.now_ns)
+    step_timer.use_channel(lambda: clock.waited_ns)
+    step_timer.step_begins()
     clock.pass_step(1000, 10)
-    pace.follow(lambda: 0)
-    pace.step_begins()
+    step_timer.use_channel(lambda: 0)
+    step_timer.step_begins()
     clock.pass_step(7, 0)
-    pace.step_begins()
-    assert pace.times()["count"] == 1 and pace.times()["max_s"] == pytest.approx(7e-9)
+    step_timer.step_begins()
+    assert step_timer.times()["count"] == 1 and step_timer.times()["max_s"] == pytest.approx(7e-9)
 
 
 def test_only_recent_steps_are_kept() -> None:
     clock = Clock()
-    pace = Pace(lambda: clock.now_ns)
+    step_timer = StepTimer(lambda: clock.now_ns)
     for took_ns in [10] * (RECENT_STEPS + 1) + [20] * RECENT_STEPS:
-        pace.step_begins()
+        step_timer.step_begins()
         clock.pass_step(took_ns, 0)
-    pace.step_begins()
-    assert pace.times()["median_s"] == pytest.approx(20e-9)
-    assert pace.times()["count"] == 2 * RECENT_STEPS + 1
+    step_timer.step_begins()
+    assert step_timer.times()["median_s"] == pytest.approx(20e-9)
+    assert step_timer.times()["count"] == 2 * RECENT_STEPS + 1

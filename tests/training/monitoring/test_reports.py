@@ -35,13 +35,13 @@ def metrics(**changes: Any) -> Metrics:
     return metrics_of(0, 2, STEPS, [reading(**changes)])
 
 
-def words(*last: int) -> list[dict[str, Any]]:
+def reports(*last: int) -> list[dict[str, Any]]:
     rows = [late(count, 0.004 * count, 0.01, 1) for count in last]
     return [{"stragglers": rows, "gathered_slices": 100}]
 
 
 def test_the_line_names_layer_and_rank() -> None:
-    line = summary_line(metrics(), late_ranks(words(10, 80)))
+    line = summary_line(metrics(), late_ranks(reports(10, 80)))
     assert line == (
         "5 steps, 200 ms each (median); 25% of the time waiting for other ranks "
         "(50 ms a step), most of it for 'a' (100%, longest in step 3); rank 1 came last for 80% of "
@@ -50,28 +50,28 @@ def test_the_line_names_layer_and_rank() -> None:
 
 
 def test_a_rank_that_is_last_as_often_as_chance_has_it_is_not_named() -> None:
-    assert "no rank stands out" in summary_line(metrics(), late_ranks(words(45, 55)))
+    assert "no rank stands out" in summary_line(metrics(), late_ranks(reports(45, 55)))
 
 
 @pytest.mark.parametrize(
-    "word",
+    "report",
     [
         *(b"", b"\xff\x1b[2J", b"[" * 100_000, b"null", b"[1]", b'{"stragglers": 3}'),
         *(b'{"stragglers": [{}]}', b'{"stragglers": [{"last_count": "\\u001b", "late_s": 1}]}'),
     ],
 )
-def test_a_report_that_is_none_is_left_out(word: bytes) -> None:
+def test_a_report_that_is_none_is_left_out(report: bytes) -> None:
     """A store holds whatever anybody writes into it, and no word there ends a training."""
     store = BoundedStore.wrapping(HashStore(), 0, "this process", 5.0)
-    meeting = RendezvousScope(store, RankInfo(rank=0, world_size=3, job="a", restart=0), 1, 5.0)
-    meeting.put("metrics/1", word)
-    meeting.put("metrics/2", json.dumps(words(10, 80)[0]))
+    scope = RendezvousScope(store, RankInfo(rank=0, world_size=3, job="a", restart=0), 1, 5.0)
+    scope.put("metrics/1", report)
+    scope.put("metrics/2", json.dumps(reports(10, 80)[0]))
     watch = ModelWatch(1, lambda watch, step: None)
-    watch.hear(meeting)
-    assert watch.told == words(10, 80)
+    watch.collect_lateness(scope)
+    assert watch.peer_reports == reports(10, 80)
 
 
-def test_alone_nobody_is_waited_for() -> None:
+def test_a_single_rank_has_no_late_rank() -> None:
     alone = metrics_of(0, 1, STEPS, [reading(waits=[], stragglers=[late(0, 0.0, 0.0, 0)])])
     assert summary_line(alone, []).endswith("(50 ms a step)")
 
@@ -84,7 +84,7 @@ def test_waits_that_do_not_matter_are_not_explained() -> None:
 
 
 def test_owners_are_added_up() -> None:
-    rows = late_ranks([*words(10, 0), *words(90, 10)])
+    rows = late_ranks([*reports(10, 0), *reports(90, 10)])
     assert [(row.rank, row.last_share) for row in rows] == [(0, 0.5), (1, 0.05)]
     assert rows[0].late_s_mean == pytest.approx(0.004)
     assert late_ranks([{"stragglers": None, "gathered_slices": None}]) == []
@@ -100,7 +100,7 @@ def test_owners_are_added_up() -> None:
         (False, {}, False),
     ],
 )
-def test_the_line_can_be_silenced(
+def test_the_summary_line_can_be_disabled(
     option: bool | None, environment: dict[str, str], expected: bool
 ) -> None:
     given = Monitoring() if option is None else Monitoring(summary=option)
@@ -116,7 +116,7 @@ class Writer:
 
 
 def test_scalars_are_of_the_steps_in_between() -> None:
-    readings = [
+    samples = [
         metrics(),
         metrics(
             tx_bytes=500,
@@ -125,9 +125,9 @@ def test_scalars_are_of_the_steps_in_between() -> None:
             stragglers=[late(1, 0.1, 0.1, 2), late(14, 2.8, 0.5, 3)],
         ),
     ]
-    readings[1]["steps"] = {**STEPS, "count": 8, "mean_s": 0.3, "wait_share": 0.5}
+    samples[1]["steps"] = {**STEPS, "count": 8, "mean_s": 0.3, "wait_share": 0.5}
     writer = Writer()
-    log = ScalarLog(writer, 4, iter(readings).__next__)
+    log = ScalarLog(writer, 4, iter(samples).__next__)
     for step in range(5, 9):
         log.after_step(step)
     found = {tag: value for tag, value, _ in writer.rows}

@@ -133,11 +133,11 @@ def test_waits_of_forward_are_those_of_its_layers() -> None:
         )
         return session.metrics()
 
-    whole, by_layer = run(2, body)
+    whole, sum_by_layer = run(2, body)
     assert sum(wait["whole_step_s"] for wait in whole["layer_waits"]) > 0.05
-    waits = {wait["name"]: wait for wait in by_layer["layer_waits"]}
+    waits = {wait["name"]: wait for wait in sum_by_layer["layer_waits"]}
     assert all(wait["last_step"] <= STEPS for wait in waits.values())
-    assert sum(map(waited_s, waits.values())) == pytest.approx(by_layer["wait_s"])
+    assert sum(map(waited_s, waits.values())) == pytest.approx(sum_by_layer["wait_s"])
 
 
 def test_other_threads_may_look_on() -> None:
@@ -145,11 +145,11 @@ def test_other_threads_may_look_on() -> None:
         over = threading.Event()
         seen = []
 
-        def look() -> None:
+        def on_poll() -> None:
             while not over.is_set():
                 seen.append(session.metrics()["tx_bytes"])
 
-        thread = threading.Thread(target=look)
+        thread = threading.Thread(target=on_poll)
         thread.start()
         train(session, seeded(Model), steps=20)
         session.close()

@@ -8,10 +8,10 @@ import pytest
 
 from tests.built import needs_core
 from tests.training.model.pool import RankPool
-from tests.training.node.killing import check_that_all_hear
+from tests.training.node.rank_loss import check_that_all_name_the_lost_rank
 
 pytestmark = needs_core
-HERE = "tests.training.node.scenarios"
+HERE = "tests.training.node.node_programs"
 
 
 def digests(ranks: list[dict[str, Any]]) -> set[str]:
@@ -120,12 +120,14 @@ def test_a_rank_that_gives_up_is_named_everywhere(pool: RankPool) -> None:
     ("victim", "how", "local"), [(3, "kill", "leader"), (0, "kill in step", "shared")]
 )
 def test_a_rank_that_is_killed_is_noticed_at_once(victim: int, how: str, local: str) -> None:
-    check_that_all_hear(victim, how, local=local, local_sums="collective")
+    check_that_all_name_the_lost_rank(victim, how, local=local, local_sums="collective")
 
 
 @pytest.mark.parametrize(("victim", "local"), [(3, "leader"), (0, "shared")])
 def test_a_rank_that_stands_still_is_named_by_its_node(victim: int, local: str) -> None:
-    check_that_all_hear(victim, "stop", local=local, local_sums="collective", silence_timeout_s=2.0)
+    check_that_all_name_the_lost_rank(
+        victim, "stop", local=local, local_sums="collective", silence_timeout_s=2.0
+    )
 
 
 def test_nothing_of_a_group_outlives_its_session(pool: RankPool) -> None:

@@ -10,29 +10,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradlane.training.node.collective_queue import CollectiveQueue
-from gradlane.training.node.shares import Part
+from gradlane.training.node.parts import Part
 from tests.training.model.pool import RankPool
-from tests.training.node.one_process import Node, Side, rows_of
-from tests.training.node.scenarios import LOCAL_SIZE
+from tests.training.node.node_programs import LOCAL_SIZE
+from tests.training.node.threaded_node import EchoChannel, Node, rows_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-HERE = "tests.training.node.scenarios"
+HERE = "tests.training.node.node_programs"
 ELEMENTS = 5_000
 
 
-class Doubles(Side):
+class DoublingChannel(EchoChannel):
     """A channel whose other nodes have what this one has."""
 
-    def __init__(self, lane: CollectiveQueue, part: Part) -> None:
-        super().__init__(lane, [part])
-        self.landed_there: Tensor | None = None
+    def __init__(self, queue: CollectiveQueue, part: Part) -> None:
+        super().__init__(queue, [part])
+        self.node_mean: Tensor | None = None
 
-    def add_up(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
-        landing = self.lane._landings[part.number]
-        assert landing.data_ptr() == pointer and landing.is_pinned()
-        self.landed_there = landing.clone()
-        landing.mul_(2)
-        super().add_up(part, step, pointer, absent=absent)
+    def on_node_mean(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
+        buffer = self.queue._host_buffers[part.number]
+        assert buffer.data_ptr() == pointer and buffer.is_pinned()
+        self.node_mean = buffer.clone()
+        buffer.mul_(2)
+        super().on_node_mean(part, step, pointer, absent=absent)
 
 
 def slow(seed: int) -> Tensor:
@@ -51,18 +51,18 @@ def test_a_gradient_is_read_when_it_is_computed_and_ready_when_it_is_written(
     example = torch.zeros(ELEMENTS, dtype=dtype, device="cuda")
     names = {torch.float32: "f32", torch.bfloat16: "bf16"}
     node = Node(1, rows_of([example], names), [example])
-    (lane,), (part,) = node.lanes, node.parts
-    side = Doubles(lane, part)
+    (queue,), (part,) = node.queues, node.parts
+    channel = DoublingChannel(queue, part)
     beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     for step in range(1, 4):
-        side.begin()
+        channel.begin()
         with torch.cuda.stream(beside):
             gradient = slow(step).to(dtype)
-            lane.give(0, step, gradient, absent=False)
-        side.wait()
+            queue.submit(0, step, gradient, absent=False)
+        channel.wait()
         expected = slow(step).to(dtype).cpu()
-        assert side.landed_there is not None
-        assert torch.equal(side.landed_there, expected)
+        assert channel.node_mean is not None
+        assert torch.equal(channel.node_mean, expected)
         # Nothing is waited for: who hears that a tensor is ready may read it on any stream.
         assert torch.equal(gradient.cpu(), 2 * expected)
     node.stop()
@@ -91,7 +91,7 @@ def test_two_ranks_have_the_bits_of_sums_in_shared_memory(options: dict[str, Any
     torch.cuda.device_count() < LOCAL_SIZE or not dist.is_nccl_available(),
     reason="there are no two CUDA devices, or torch has no NCCL",
 )
-def test_a_killed_rank_leaves_nobody_in_a_collective() -> None:
+def test_a_killed_rank_leaves_no_rank_in_a_collective() -> None:
     ranks = RankPool(LOCAL_SIZE, start_method="spawn")
     try:
         arguments = {

@@ -1,4 +1,4 @@
-"""What each rank of a node carries, layouts, sums, and failures in other ranks' numbers."""
+"""Parts, layouts and sums of a node, and failures in ranks of the world."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
 from gradlane.errors import RanksDifferError
-from gradlane.training.node.failure import Failure, from_between_nodes, marked
+from gradlane.training.node.failure import Failure, failure_in_world_ranks, mark_world_ranks
 from gradlane.training.node.layout import Layout, agree_on_layout
-from gradlane.training.node.shares import ELEMENT_BYTES, cut, memory_bytes, rows_of
+from gradlane.training.node.parts import (
+    ELEMENT_BYTES,
+    cut_into_parts,
+    rows_of_leader,
+    shared_memory_bytes,
+)
 from gradlane.training.node.sums import local_mean
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.environment import RankInfo, find_local_size
@@ -30,13 +35,13 @@ ROWS = st.lists(
 
 @given(ROWS, st.integers(1, 5))
 def test_parts_cover_every_tensor_once_and_are_balanced(
-    tensors: list[tuple[int, str]], carriers: int
+    tensors: list[tuple[int, str]], leaders: int
 ) -> None:
     rows: list[dict[str, Any]] = [
         {"name": f"t{number}", "numel": numel, "dtype": dtype, "role": "parameter"}
         for number, (numel, dtype) in enumerate(tensors)
     ]
-    parts = cut(rows, carriers)
+    parts = cut_into_parts(rows, leaders)
     for tensor, row in enumerate(rows):
         mine = [part for part in parts if part.tensor == tensor]
         ends = [part.first_byte + part.nbytes for part in mine]
@@ -45,10 +50,10 @@ def test_parts_cover_every_tensor_once_and_are_balanced(
         assert all(part.first_byte % ELEMENT_BYTES[part.dtype] == 0 for part in mine)
     spans = sorted((part.offset, part.offset + part.nbytes) for part in parts)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-    assert memory_bytes(parts) == spans[-1][1]
-    loads = [sum(part.nbytes for part in parts if part.carrier == one) for one in range(carriers)]
+    assert shared_memory_bytes(parts) == spans[-1][1]
+    loads = [sum(part.nbytes for part in parts if part.leader == one) for one in range(leaders)]
     assert max(loads) - min(loads) <= len(parts) * 8 + 4096 * 8
-    names = [row["name"] for one in range(carriers) for row in rows_of(rows, parts, one)]
+    names = [row["name"] for one in range(leaders) for row in rows_of_leader(rows, parts, one)]
     assert len(names) == len(set(names)) == len(parts)
 
 
@@ -71,20 +76,20 @@ def test_local_means_are_rounded_once_for_halves(dtype: str, ranks: int) -> None
     assert torch.equal(out, expected)
 
 
-def agreed(words: list[tuple[int, int]], local: str, machines: list[str]) -> list[Any]:
+def agreed(launched: list[tuple[int, int]], local: str, machines: list[str]) -> list[Any]:
     """Let every rank find its layout, one after the other."""
     store = HashStore()
-    meetings = [
-        RendezvousScope(bounded(store), RankInfo(rank, len(words), "job", 0), 0, 1.0)
-        for rank in range(len(words))
+    scopes = [
+        RendezvousScope(bounded(store), RankInfo(rank, len(launched), "job", 0), 0, 1.0)
+        for rank in range(len(launched))
     ]
-    for rank, (local_rank, size) in enumerate(words):
-        meetings[rank].put(f"local/{rank}", json.dumps([local_rank, size, machines[rank]]))
+    for rank, (local_rank, size) in enumerate(launched):
+        scopes[rank].put(f"local/{rank}", json.dumps([local_rank, size, machines[rank]]))
     found: list[Any] = []
-    for rank, (local_rank, size) in enumerate(words):
+    for rank, (local_rank, size) in enumerate(launched):
         environment = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(size)}
         try:
-            found.append(agree_on_layout(Options.of(local=local), meetings[rank], environment))
+            found.append(agree_on_layout(Options.of(local=local), scopes[rank], environment))
         except RanksDifferError as error:
             found.append(str(error))
     return found
@@ -104,7 +109,7 @@ def test_layouts() -> None:
     assert agreed([(0, 2), (1, 2), (0, 1), (0, 1)], "auto", here) == [None] * 4
 
 
-def test_a_launcher_that_says_how_many_ranks_a_node_has() -> None:
+def test_local_size_from_the_launcher() -> None:
     assert find_local_size({"LOCAL_WORLD_SIZE": "4"}) == 4
     assert find_local_size({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}) == 2
     assert find_local_size({}) == 1
@@ -113,19 +118,23 @@ def test_a_launcher_that_says_how_many_ranks_a_node_has() -> None:
 def test_failures_name_ranks_of_the_whole_world() -> None:
     core = FakeCore()
     lost = core.ChannelError("rank 1 was lost; waiting for rank 1", 3, 1)
-    heard = from_between_nodes(core, lost, lambda node: node * 4)
+    heard = failure_in_world_ranks(core, lost, lambda node: node * 4)
     assert heard == Failure("rank 4 was lost; waiting for rank 4", 3, 4)
     late = core.ChannelTimeout("no progress for 5 s: waiting for rank 1", 3, 1)
-    heard = from_between_nodes(core, late, lambda node: node * 4)
+    heard = failure_in_world_ranks(core, late, lambda node: node * 4)
     assert heard == Failure("no progress for 5 s: waiting for node 1", 3, 4, timed_out=True)
-    told = core.ChannelError(f"rank 1 gave up: {marked('rank 6 was lost')}", 3, 1)
-    heard = from_between_nodes(core, told, lambda node: node * 4)
+    told = core.ChannelError(f"rank 1 gave up: {mark_world_ranks('rank 6 was lost')}", 3, 1)
+    heard = failure_in_world_ranks(core, told, lambda node: node * 4)
     assert heard == Failure("node 1 gave up: rank 6 was lost", 3, 6)
     assert Failure.from_bytes(heard.to_bytes()) == heard
     # A rank that hears of it by way of another node hears who it was, not who told it.
-    first = from_between_nodes(core, core.ChannelError("rank 0 was lost", 3, 0), lambda node: node)
+    first = failure_in_world_ranks(
+        core, core.ChannelError("rank 0 was lost", 3, 0), lambda node: node
+    )
     assert first == Failure("rank 0 was lost", 3, 0)
-    told = core.ChannelError(f"rank 1 gave up: {marked(first.words())}", 3, 1)
-    heard = from_between_nodes(core, told, lambda node: node * 2 + 1)
+    told = core.ChannelError(
+        f"rank 1 gave up: {mark_world_ranks(first.text_for_other_nodes())}", 3, 1
+    )
+    heard = failure_in_world_ranks(core, told, lambda node: node * 2 + 1)
     assert heard == Failure("node 1 gave up: rank 0 was lost", 3, 0)
-    assert heard.words() == heard.message
+    assert heard.text_for_other_nodes() == heard.message

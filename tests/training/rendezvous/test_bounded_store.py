@@ -84,20 +84,20 @@ def listening(answer: bytes | None) -> Iterator[int]:
         def serve() -> None:
             while True:
                 try:
-                    caller, _ = listener.accept()
+                    client, _ = listener.accept()
                 except OSError:
                     return
                 if answer is None:
-                    kept.append(caller)
+                    kept.append(client)
                     continue
-                caller.sendall(answer)
-                caller.close()
+                client.sendall(answer)
+                client.close()
 
         threading.Thread(target=serve, daemon=True).start()
         yield listener.getsockname()[1]
         listener.shutdown(socket.SHUT_RDWR)
-        for caller in kept:
-            caller.close()
+        for client in kept:
+            client.close()
 
 
 @pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
@@ -120,7 +120,7 @@ def test_a_listener_that_is_no_store_is_named_in_time(
         assert time.monotonic() - begun_s < PATIENCE_S
 
 
-def test_a_port_that_nobody_listens_at_is_told_apart() -> None:
+def test_a_port_without_a_listener_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
@@ -134,41 +134,41 @@ def test_a_port_that_nobody_listens_at_is_told_apart() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda meeting: meeting.put("word", "1"),
-        lambda meeting: meeting.get("word", 0),
-        lambda meeting: meeting.peek("word"),
-        lambda meeting: meeting.secret(None),
-        lambda meeting: meeting.agree({"options": {}, "tensors": []}),
-        lambda meeting: meeting.exchange_addresses("127.0.0.1", 1),
-        lambda meeting: meeting.wait_until_opened(lambda: None),
+        lambda scope: scope.put("word", "1"),
+        lambda scope: scope.get("word", 0),
+        lambda scope: scope.peek("word"),
+        lambda scope: scope.secret(None),
+        lambda scope: scope.agree({"options": {}, "tensors": []}),
+        lambda scope: scope.exchange_addresses("127.0.0.1", 1),
+        lambda scope: scope.wait_until_opened(lambda: None),
     ],
 )
-def test_each_call_at_a_meeting_ends_when_the_store_does_not_answer(
+def test_each_call_of_a_scope_ends_when_the_store_does_not_respond(
     call: Callable[[RendezvousScope], Any],
 ) -> None:
-    meeting = RendezvousScope(frozen(), RankInfo(1, 2, "job", 0), 0, PATIENCE_S)
+    scope = RendezvousScope(frozen(), RankInfo(1, 2, "job", 0), 0, PATIENCE_S)
     with pytest.raises(StoreLostError, match=r"host:5, which rank 0 keeps, does not answer"):
-        call(meeting)
+        call(scope)
     # A store that is lost is not asked again.
     begun_s = time.monotonic()
     for _ in range(20):
         with pytest.raises(StoreLostError):
-            meeting.get("word", 0)
-        meeting.drop("word")
-    meeting.leave()
+            scope.get("word", 0)
+        scope.delete("word")
+    scope.delete_keys()
     assert time.monotonic() - begun_s < PATIENCE_S
 
 
-def test_waits_for_the_store_hear_of_the_end_of_the_session() -> None:
+def test_waits_for_the_store_end_with_the_session() -> None:
     def lost() -> None:
         raise PeerLostError("rank 0 was lost: silent", 0)
 
-    meeting = RendezvousScope(frozen(PATIENCE_S), RankInfo(1, 2, "job", 0), 0, PATIENCE_S)
-    meeting.connected(PATIENCE_S, lost)
+    scope = RendezvousScope(frozen(PATIENCE_S), RankInfo(1, 2, "job", 0), 0, PATIENCE_S)
+    scope.mark_connected(PATIENCE_S, lost)
     with pytest.raises(PeerLostError, match="silent"):
-        meeting.put("word", "1")
+        scope.put("word", "1")
     with pytest.raises(PeerLostError, match="silent"):
-        meeting.peek("word")
+        scope.peek("word")
 
 
 def test_a_store_that_is_gone_is_the_loss_of_the_rank_that_the_channel_names() -> None:
@@ -188,32 +188,35 @@ def test_a_store_that_is_gone_is_the_loss_of_the_rank_that_the_channel_names() -
     assert str(told.value).endswith("(Connection reset by peer)")
     assert "rank 1 lost the rendezvous store at host:5, which rank 0 keeps:" in str(told.value)
     with pytest.raises(PeerLostError, match="it closed"):
-        store.read("word", look=lost)
+        store.read("word", on_poll=lost)
 
 
 def test_a_store_that_does_not_answer_may_be_a_cut_link_that_the_channel_names() -> None:
     store = frozen()
     begun_s = time.monotonic()
 
-    def look() -> None:
+    def on_poll() -> None:
         if time.monotonic() - begun_s > 1.3:
             raise PeerLostError("the link between rank 0 and rank 1 is cut", 0)
 
-    for call in (lambda: store.count("word", look=look), lambda: store.read("word", look=look)):
+    for call in (
+        lambda: store.increment("word", on_poll=on_poll),
+        lambda: store.read("word", on_poll=on_poll),
+    ):
         with pytest.raises(PeerLostError, match="link"):
             call()
 
 
-def test_a_watch_over_a_frozen_store_ends() -> None:
+def test_a_deadlock_detector_over_a_frozen_store_ends() -> None:
     class Model:
         step = 1
 
-        def held_back(self) -> list[int]:
+        def unsubmitted_tensors(self) -> list[int]:
             return [0]
 
     watch = DeadlockDetector(frozen(PATIENCE_S), RankInfo(0, 2, "job", 0))
     for name in ("a", "b"):
-        watch.add(name, Model(), lambda reason: None)
+        watch.watch(name, Model(), lambda reason: None)
     with watch.waiting("a", 1, None):
         time.sleep(1.2)
         closing = threading.Thread(target=watch.close, daemon=True)
@@ -229,9 +232,9 @@ def test_the_thread_ends_with_its_store() -> None:
     before = len(names())
     store = bounded()
     store.set("word", "1")
-    store.under("part").set("word", "2")
-    assert store.first_of("part/word", "word") == ("part/word", b"2")
-    assert store.claim("word", "3") == "1" and store.claim("new", "3") == "3"
+    store.with_prefix("part").set("word", "2")
+    assert store.read_first("part/word", "word") == ("part/word", b"2")
+    assert store.set_if_absent("word", "3") == "1" and store.set_if_absent("new", "3") == "3"
     store.close()
     assert len(names()) == before
     with pytest.raises(StoreLostError):
@@ -249,7 +252,7 @@ def test_an_earlier_key_written_meanwhile_comes_first(monkeypatch: pytest.Monkey
 
     store = bounded()
     monkeypatch.setattr(HashStore, "check", then_write)
-    assert store.first_of("verdict", "reason") == ("verdict", b"why")
+    assert store.read_first("verdict", "reason") == ("verdict", b"why")
     store.close()
 
 
@@ -269,7 +272,7 @@ meeting.put("word", "1")
 print("here", flush=True)
 sys.stdin.readline()
 try:
-    meeting.get("other", 0)
+    scope.get("other", 0)
 except Exception as error:
     print(type(error).__name__, error, flush=True)
 """
@@ -314,7 +317,7 @@ def test_a_host_that_stands_still_holds_up_no_process(
     assert "does not answer" in printed
 
 
-def test_nobody_else_calls_a_store() -> None:
+def test_no_other_module_calls_a_store() -> None:
     found = set()
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -22,7 +22,7 @@ from gradlane.training.rendezvous.environment import (
     find_rank_info,
     find_store_address,
     first_slurm_node,
-    warn_of_unknown,
+    warn_of_unknown_variables,
 )
 from gradlane.training.rendezvous.incarnation import agree_on_incarnation
 from gradlane.training.rendezvous.rendezvous import RendezvousScope, first_difference
@@ -72,14 +72,14 @@ def test_misspelt_variables_are_named_with_the_one_that_was_meant() -> None:
     known = {"GRADLANE_SUMMARY": "0", "GRADLANE_SIMD": "scalar", "HOME": "/"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_unknown(known)
+        warn_of_unknown_variables(known)
     with pytest.warns(
         UserWarning, match="GRADLANE_SUMARY changes nothing.*GRADLANE_SUMMARY"
     ) as told:
-        warn_of_unknown({**known, "GRADLANE_SUMARY": "0"})
+        warn_of_unknown_variables({**known, "GRADLANE_SUMARY": "0"})
     assert len(told) == 1
     with pytest.warns(UserWarning, match="GRADLANE_WEATHER changes nothing.*known are"):
-        warn_of_unknown({"GRADLANE_WEATHER": "fine"})
+        warn_of_unknown_variables({"GRADLANE_WEATHER": "fine"})
 
 
 @pytest.mark.parametrize("text", ["flase", "2", "none"])
@@ -88,49 +88,49 @@ def test_neither_yes_nor_no_is_refused(text: str) -> None:
         with_environment(gradlane.Network(), {"GRADLANE_PACING": text})
 
 
-def test_a_meeting_leaves_nothing_in_the_store() -> None:
+def test_a_scope_leaves_no_keys_in_the_store() -> None:
     """A store lives as long as a job; sessions come and go in it."""
     store = HashStore()
-    meetings = [
+    scopes = [
         RendezvousScope(bounded(store), RankInfo(rank, 3, "job", 0), 0, 5.0) for rank in range(3)
     ]
-    for rank, meeting in enumerate(meetings):
-        meeting.put(f"address/{rank}", "here")
-        meeting.put(f"ending/{rank}", "well")
-        meeting.put(f"metrics/{rank}", "{}")
-    meetings[1].leave()
-    meetings[2].leave()
-    assert [meetings[0].peek(f"ending/{rank}") for rank in range(3)] == [b"well"] * 3
-    meetings[0].leave()
-    assert store.num_keys() == 0 and all(meeting.has_left for meeting in meetings)
+    for rank, scope in enumerate(scopes):
+        scope.put(f"address/{rank}", "here")
+        scope.put(f"ending/{rank}", "well")
+        scope.put(f"metrics/{rank}", "{}")
+    scopes[1].delete_keys()
+    scopes[2].delete_keys()
+    assert [scopes[0].peek(f"ending/{rank}") for rank in range(3)] == [b"well"] * 3
+    scopes[0].delete_keys()
+    assert store.num_keys() == 0 and all(scope.has_deleted_keys for scope in scopes)
 
 
-def test_who_is_waited_for_in_training_may_take_as_long_as_a_step() -> None:
-    meeting = RendezvousScope(bounded(), RankInfo(0, 2, "job", 0), 0, 0.05)
+def test_a_connected_rank_has_the_progress_timeout() -> None:
+    scope = RendezvousScope(bounded(), RankInfo(0, 2, "job", 0), 0, 0.05)
     with pytest.raises(RendezvousError, match=r"rank 1.*is it running"):
-        meeting.get("word", 1)
-    meeting.connected(0.2, lambda: None)
+        scope.get("word", 1)
+    scope.mark_connected(0.2, lambda: None)
     with pytest.raises(ProgressTimeoutError, match=r"rank 1.*connected.*progress_timeout_s"):
-        meeting.get("word", 1)
+        scope.get("word", 1)
 
     def lost() -> None:
         raise PeerLostError("rank 1 was lost", 1)
 
-    meeting.connected(60.0, lost)
+    scope.mark_connected(60.0, lost)
     with pytest.raises(PeerLostError, match="rank 1 was lost"):
-        meeting.get("word", 1)
+        scope.get("word", 1)
 
 
 @pytest.mark.parametrize(
-    ("environment", "words"),
+    ("environment", "expected"),
     [
         ({"WORLD_SIZE": "4"}, "set both"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a whole number"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 is not in a world of 2"),
     ],
 )
-def test_bad_environments(environment: dict[str, str], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_bad_environments(environment: dict[str, str], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         find_rank_info(environment)
 
 
@@ -166,17 +166,17 @@ def test_addresses() -> None:
         addresses.interface_address("none0")
 
 
-def starts_of(store: Any, places: list[RankInfo], timeout_s: float = 10.0) -> list[Any]:
-    """What all ranks agree on, each in a thread, or the error that each raised."""
+def starts_of(store: Any, rank_infos: list[RankInfo], timeout_s: float = 10.0) -> list[Any]:
+    """Return the incarnation or the error of each rank, run in threads."""
 
-    def one(place: RankInfo) -> Any:
+    def one(rank_info: RankInfo) -> Any:
         try:
-            return agree_on_incarnation(bounded(store), place, timeout_s)
+            return agree_on_incarnation(bounded(store), rank_info, timeout_s)
         except RendezvousError as error:
             return error
 
-    with ThreadPoolExecutor(len(places)) as threads:
-        return list(threads.map(one, places))
+    with ThreadPoolExecutor(len(rank_infos)) as threads:
+        return list(threads.map(one, rank_infos))
 
 
 def test_ranks_whose_launchers_count_differently_find_each_other() -> None:
@@ -193,16 +193,16 @@ def test_ranks_whose_launchers_count_differently_find_each_other() -> None:
     assert len(seen) == 4, "what an earlier start has left is not read"
 
 
-def test_who_does_not_come_to_the_start_is_named() -> None:
-    places = [RankInfo(rank, 3, "job", 0) for rank in range(3)]
-    first, second = starts_of(HashStore(), places[:2], timeout_s=0.3)
+def test_a_rank_missing_at_the_start_is_named() -> None:
+    rank_infos = [RankInfo(rank, 3, "job", 0) for rank in range(3)]
+    first, second = starts_of(HashStore(), rank_infos[:2], timeout_s=0.3)
     assert "rank 0 waited 0.3 s for rank 2 of job 'job'" in str(first)
     assert str(second) == str(first)
-    (alone,) = starts_of(HashStore(), places[2:], timeout_s=0.1)
+    (alone,) = starts_of(HashStore(), rank_infos[2:], timeout_s=0.1)
     assert "rank 2 waited 0.1 s for rank 0" in str(alone)
 
 
-def meetings(count: int, timeout_s: float = 5.0) -> list[RendezvousScope]:
+def scopes(count: int, timeout_s: float = 5.0) -> list[RendezvousScope]:
     store = HashStore()
     return [
         RendezvousScope(bounded(store), RankInfo(rank, count, "job", 0), 0, timeout_s)
@@ -211,24 +211,24 @@ def meetings(count: int, timeout_s: float = 5.0) -> list[RendezvousScope]:
 
 
 def test_a_missing_rank_is_named() -> None:
-    first, _ = meetings(2, timeout_s=0.2)
+    first, _ = scopes(2, timeout_s=0.2)
     with pytest.raises(gradlane.RendezvousError, match=r"waited 0\.2 s for rank 1"):
         first.exchange_addresses("127.0.0.1", 1)
 
 
 def test_an_unreachable_loopback_address_is_named() -> None:
-    first, second = meetings(2)
+    first, second = scopes(2)
     second.put("address/1", '{"host": "127.0.0.1", "port": 5, "node": "elsewhere"}')
     with pytest.raises(gradlane.RendezvousError, match="rank 1 on elsewhere advertises 127"):
         first.exchange_addresses("10.0.0.1", 5)
 
 
 def test_secrets() -> None:
-    first, second = meetings(2)
+    first, second = scopes(2)
     drawn = first.secret(None)
     assert second.secret(None) == drawn
     assert len(drawn) == 64
-    first, second = meetings(2)
+    first, second = scopes(2)
     assert first.secret("own") == b"own"
     assert second.secret("own") == b"own"
     with pytest.raises(gradlane.RanksDifferError, match="GRADLANE_SECRET"):

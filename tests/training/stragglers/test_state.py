@@ -21,7 +21,7 @@ from gradlane.errors import GradlaneError
 from gradlane.planning.planner import learning
 from gradlane.training.core import load_core
 from tests.built import needs_core
-from tests.planning.planner.scenarios import OTHER, Decided
+from tests.planning.planner.session_programs import OTHER, Decided
 from tests.training.checkpoints.kills import check_kills
 from tests.training.checkpoints.training import train
 from tests.training.model.ranks import run_ranks

@@ -1,5 +1,5 @@
-"""State as JSON and raw bytes: nothing that is read can run code.
+"""State as JSON and raw bytes; reading it cannot run code.
 
-`strict_json` parses text, `structure` turns values into JSON and back, `container` is the file
-format, `pieces` puts tensors together and packs a whole value into bytes.
+`strict_json` parses text, `structure` converts values to JSON and back, `container` is the file
+format, and `pieces` assembles tensors and packs a whole value into bytes.
 """

@@ -1,9 +1,9 @@
-"""Pieces of tensors as one run of bytes, each with a checksum: a file in the safetensors format.
+"""Pieces of tensors in one run of bytes, each with a checksum: a file in the safetensors format.
 
-A length of eight bytes, a JSON header, and the pieces' bytes without a gap. Other tools read the
-header's own rows. Beside them, `__metadata__` has under `gradlane` what this module reads, a JSON
-text: the version, the facts of who wrote it, and for every piece the tensor, the first element and
-a CRC-32; and under `crc32` the checksum of that text. Both sets of rows have to say the same.
+The file is a length of eight bytes, a JSON header, and the pieces' bytes without a gap. Other tools
+read the header's own rows. gradlane reads `__metadata__`: under `gradlane` a JSON text with the
+version, the writer's facts, and for every piece the tensor, the first element and a CRC-32; under
+`crc32` the checksum of that text. Both sets of rows must agree.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gradlane.formats.serialization.strict_json import FormatError
 from gradlane.formats.serialization.structure import DTYPES
 
 VERSION = 2
-"""1 had pickles; no release wrote it."""
+"""Version 1 had pickles; no release wrote it."""
 HEADER_BYTES_MAX = 100_000_000
-"""What readers of safetensors take."""
+"""Limit of safetensors readers."""
 _CHUNK_BYTES = 1 << 20
 _NAMES = {
     torch.float64: "F64",
@@ -38,7 +38,7 @@ _NAMES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-"""Names of dtypes in the format. Other dtypes are shown as bytes."""
+"""Names of dtypes in the format. Other dtypes appear as bytes."""
 _ROW_TYPES = {"name": str, "start": int, "dtype": str, "bytes": int, "crc32": int}
 
 
@@ -46,13 +46,13 @@ class VersionError(FormatError):
     """The bytes are of another version of this format."""
 
     def __init__(self, found: object) -> None:
-        """Say which version was found."""
+        """Name the version that was found."""
         super().__init__(f"it has version {found!r:.40}, and this gradlane reads version {VERSION}")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some elements of a tensor.
+    """A range of a tensor's elements.
 
     Attributes:
         name: the tensor's.
@@ -76,11 +76,11 @@ class _Row:
     crc32: int
 
 
-def image(pieces: Sequence[Piece], facts: dict[str, Any]) -> list[Any]:
+def encode_container(pieces: Sequence[Piece], facts: dict[str, Any]) -> list[Any]:
     """Return the bytes of a file, as buffers in order.
 
     Args:
-        pieces: what goes in; no two have the same name and start.
+        pieces: no two with the same name and start.
         facts: JSON-able, such as step and rank.
 
     Raises:
@@ -91,13 +91,16 @@ def image(pieces: Sequence[Piece], facts: dict[str, Any]) -> list[Any]:
         _Row(piece.name, piece.start, str(piece.values.dtype), len(data), zlib.crc32(data))
         for piece, data in zip(pieces, payloads, strict=True)
     ]
-    own = strict_json.dumps(
+    metadata_json = strict_json.dumps(
         {**facts, "version": VERSION, "pieces": [vars(row) for row in rows]}
     ).decode()
     header = {
-        **_rows_for_others(rows),
-        # A changed step or start would not show in the checksums of the pieces.
-        "__metadata__": {"gradlane": own, "crc32": str(zlib.crc32(own.encode()))},
+        **_safetensors_rows(rows),
+        # The checksums of the pieces do not cover their step and start.
+        "__metadata__": {
+            "gradlane": metadata_json,
+            "crc32": str(zlib.crc32(metadata_json.encode())),
+        },
     }
     head = strict_json.dumps(header)
     # Eight bytes of alignment, which the format allows to be spaces.
@@ -109,7 +112,7 @@ def image(pieces: Sequence[Piece], facts: dict[str, Any]) -> list[Any]:
     return [len(head).to_bytes(8, "little"), head, *payloads]
 
 
-def read_image(file: IO[bytes], size: int) -> tuple[dict[str, Any], list[Piece]]:
+def read_container(file: IO[bytes], size: int) -> tuple[dict[str, Any], list[Piece]]:
     """Read a file, and check every byte of it.
 
     Args:
@@ -127,23 +130,23 @@ def read_image(file: IO[bytes], size: int) -> tuple[dict[str, Any], list[Piece]]
     return facts, [_read_piece(file, row) for row in rows]
 
 
-def check_image(file: IO[bytes], size: int) -> None:
+def check_container(file: IO[bytes], size: int) -> None:
     """Check every byte of a file without keeping any.
 
-    Args and errors: as `read_image`.
+    Args and errors: as `read_container`.
     """
-    room = memoryview(bytearray(_CHUNK_BYTES))
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
     for row in _read_header(file, size)[1]:
         checksum, left = 0, row.bytes
         while left:
-            part = room[: min(left, _CHUNK_BYTES)]
+            part = buffer[: min(left, _CHUNK_BYTES)]
             _read_into(file, part, row.name)
             checksum = zlib.crc32(part, checksum)
             left -= len(part)
-        _compare(row, checksum)
+        _check_crc(row, checksum)
 
 
-def _rows_for_others(rows: Sequence[_Row]) -> dict[str, Any]:
+def _safetensors_rows(rows: Sequence[_Row]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     end = 0
     for row in rows:
@@ -167,16 +170,16 @@ def _read_header(file: IO[bytes], size: int) -> tuple[dict[str, Any], list[_Row]
         raise FormatError(f"its header has {head_bytes} bytes, over {HEADER_BYTES_MAX}")
     header = strict_json.loads(file.read(head_bytes))
     metadata = header.pop("__metadata__", None) if isinstance(header, dict) else None
-    own = metadata.get("gradlane") if isinstance(metadata, dict) else None
-    if not isinstance(own, str) or not isinstance(metadata, dict):
+    metadata_json = metadata.get("gradlane") if isinstance(metadata, dict) else None
+    if not isinstance(metadata_json, str) or not isinstance(metadata, dict):
         raise FormatError("its header is no header of gradlane's")
-    if metadata.get("crc32") != str(zlib.crc32(own.encode("utf-8", "surrogatepass"))):
+    if metadata.get("crc32") != str(zlib.crc32(metadata_json.encode("utf-8", "surrogatepass"))):
         raise FormatError("the checksum of its header is wrong")
-    facts = strict_json.loads(own.encode("utf-8", "surrogatepass"))
+    facts = strict_json.loads(metadata_json.encode("utf-8", "surrogatepass"))
     if not isinstance(facts, dict) or facts.get("version") != VERSION:
         raise VersionError(facts.get("version") if isinstance(facts, dict) else None)
     rows = _rows_of(facts.pop("pieces", None))
-    if header != _rows_for_others(rows) or set(metadata) != {"gradlane", "crc32"}:
+    if header != _safetensors_rows(rows) or set(metadata) != {"gradlane", "crc32"}:
         raise FormatError("its header says different things about its pieces")
     described = 8 + head_bytes + sum(row.bytes for row in rows)
     if described != size:
@@ -201,29 +204,29 @@ def _rows_of(listed: Any) -> list[_Row]:
 
 
 def _read_piece(file: IO[bytes], row: _Row) -> Piece:
-    # The file is as large as its rows say: so much memory is asked for, and no more.
+    # The rows match the size of the file, which bounds the memory.
     with torch.inference_mode(False):
         data = torch.empty(row.bytes, dtype=torch.uint8, device="cpu")
-    room = data.numpy().data
+    buffer = data.numpy().data
     if row.bytes:
-        _read_into(file, room, row.name)
-    _compare(row, zlib.crc32(room))
+        _read_into(file, buffer, row.name)
+    _check_crc(row, zlib.crc32(buffer))
     dtype = DTYPES[row.dtype]
     if dtype is torch.bool and row.bytes and int(data.max()) > 1:
         raise FormatError(f"{row.name[:80]!r} has booleans that are neither 0 nor 1")
     return Piece(row.name, row.start, data.view(dtype))
 
 
-def _read_into(file: IO[bytes], room: memoryview, name: str) -> None:
+def _read_into(file: IO[bytes], buffer: memoryview, name: str) -> None:
     done = 0
-    while done < len(room):
-        count = file.readinto(room[done:])  # type: ignore[attr-defined]
+    while done < len(buffer):
+        count = file.readinto(buffer[done:])  # type: ignore[attr-defined]
         if not count:
             raise FormatError(f"it is cut off in {name[:80]!r}")
         done += count
 
 
-def _compare(row: _Row, checksum: int) -> None:
+def _check_crc(row: _Row, checksum: int) -> None:
     if checksum != row.crc32:
         raise FormatError(f"the checksum of {row.name[:80]!r} is wrong")
 

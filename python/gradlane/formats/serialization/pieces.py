@@ -1,4 +1,4 @@
-"""Tensors put together from pieces, and whole values packed into bytes."""
+"""Assembly of tensors from pieces, and packing of whole values into bytes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from gradlane.formats.serialization import strict_json
-from gradlane.formats.serialization.container import Piece, image, read_image
+from gradlane.formats.serialization.container import Piece, encode_container, read_container
 from gradlane.formats.serialization.strict_json import FormatError
 from gradlane.formats.serialization.structure import Leaf, flatten, leaves, to_json, unflatten
 
 STRUCTURE = "structure"
-"""Name of the piece that is JSON; names of tensors begin with a slash."""
+"""Name of the JSON piece; names of tensors begin with a slash."""
 
 
 def structure_piece(tree: Any) -> Piece:
@@ -25,7 +25,7 @@ def structure_piece(tree: Any) -> Piece:
 
 
 def find_structure(pieces: Iterable[Piece]) -> Any:
-    """Return the structure that is among pieces.
+    """Return the structure among pieces.
 
     Raises:
         FormatError: there is none, or it is damaged.
@@ -37,11 +37,11 @@ def find_structure(pieces: Iterable[Piece]) -> Any:
 
 
 def assemble(expected: Sequence[Leaf], pieces: Iterable[Piece]) -> dict[str, Tensor]:
-    """Put whole tensors together from the pieces of all ranks.
+    """Assemble whole tensors from the pieces of all ranks.
 
     Args:
         expected: the tensors.
-        pieces: in any order; those of other tensors are passed over.
+        pieces: in any order; those of other tensors are ignored.
 
     Raises:
         FormatError: elements are missing or there twice, or do not fit.
@@ -67,7 +67,7 @@ def _whole(leaf: Leaf, parts: list[Piece]) -> Tensor:
         end += piece.values.numel()
     if end != leaf.numel:
         raise FormatError(f"it has {end} elements of {leaf.name!r}, which has {leaf.numel}")
-    # So much is in the file, whatever the structure says: memory for it is there.
+    # The file holds these elements, whatever the structure claims, which bounds the memory.
     with torch.inference_mode(False):
         whole = torch.empty(leaf.numel, dtype=leaf.dtype, device="cpu")
         for piece in parts:
@@ -88,20 +88,20 @@ def pack(values: dict[str, Any]) -> bytes:
     parts = [
         Piece(name, 0, tensor.detach().reshape(-1).to("cpu")) for name, tensor in tensors.items()
     ]
-    return b"".join(image([structure_piece(tree), *parts], {}))
+    return b"".join(encode_container([structure_piece(tree), *parts], {}))
 
 
 def unpack(content: bytes, device: torch.device) -> Any:
-    """Return the values that `pack` has made bytes of.
+    """Return the values that `pack` has packed.
 
     Args:
-        content: maybe a stranger's.
+        content: may be untrusted.
         device: for tensors that were not in the host's memory.
 
     Raises:
         FormatError: it is not what `pack` makes.
     """
-    _facts, pieces = read_image(io.BytesIO(content), len(content))
+    _facts, pieces = read_container(io.BytesIO(content), len(content))
     tree = find_structure(pieces)
     tensors = assemble(leaves(tree), pieces)
     return unflatten(tree, lambda leaf: tensors[leaf.name].to("cpu" if leaf.on_host else device))

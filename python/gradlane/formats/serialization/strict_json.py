@@ -1,7 +1,7 @@
 """JSON without the extensions and traps of Python's parser.
 
-Text from a file or a peer is refused if it has NaN or Infinity, numbers out of range, a key twice
-in an object, or nesting that Python cannot follow.
+Text from a file or a peer is refused if it has NaN or Infinity, numbers out of range, a duplicate
+key in an object, or nesting that Python cannot parse.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import math
 from typing import Any, NoReturn
 
 _INT_DIGITS = 20
-"""Digits and sign of an integer of 64 bits. Longer ones take quadratic time to parse."""
+"""Digits and sign of a 64-bit integer. Longer ones take quadratic time to parse."""
 
 
 class FormatError(ValueError):
-    """Bytes are not what the format says; the text says what is wrong with them."""
+    """The bytes violate the format; the text names the violation."""
 
 
 def dumps(value: Any) -> bytes:

@@ -1,12 +1,12 @@
-"""State dictionaries as JSON, with the tensors taken out and known by name.
+"""State dictionaries as JSON, with tensors taken out and referenced by name.
 
-Values come back equal and of the same type: keys that are integers, tuples, infinities and the bits
-of a NaN included. NumPy's scalars become Python's. A value that could not come back is refused when
-it is written, with its path.
+Values come back equal and of the same type, integer keys, tuples, infinities and the bits of a NaN
+included. NumPy's scalars become Python's. Writing refuses a value that could not come back, and
+names its path.
 
-In the JSON, `null`, booleans, strings, integers of 64 bits, finite numbers and lists stand for
-themselves. Everything else is an object with one key, its type: `{"tuple": [...]}`,
-`{"dict": [[key, value], ...]}`, `{"tensor": [name, shape, dtype, on_host]}` and so on.
+In the JSON, `null`, booleans, strings, 64-bit integers, finite numbers and lists stand for
+themselves. Every other value is an object with one key, its type: `{"tuple": [...]}`, `{"dict":
+[[key, value], ...]}`, `{"tensor": [name, shape, dtype, on_host]}` and so on.
 """
 
 from __future__ import annotations
@@ -41,20 +41,22 @@ DTYPES: dict[str, torch.dtype] = {
     for name in _DTYPE_NAMES.split()
     if hasattr(torch, name)
 }
-"""Dtypes whose tensors are their bytes, by name, as far as this torch has them."""
+"""Dtypes whose tensors can be stored as bytes, by name, as far as this torch has them."""
 _DTYPE_NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 _INT_MAX = 1 << 63
-_LOOKS_LIKE_AN_INT = re.compile(r"-?[0-9]+")
-_HOLDS = "a tensor, a number, a string, bytes, None, or a list, tuple, set or dictionary of them"
+_INTEGER = re.compile(r"-?[0-9]+")
+_STORABLE_TYPES = (
+    "a tensor, a number, a string, bytes, None, or a list, tuple, set or dictionary of them"
+)
 
 
 class UnstorableError(TypeError):
-    """A value in a state cannot be written such that it comes back; the text names its path."""
+    """A value of a state cannot be stored; the text names its path."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """Stands in a structure for a tensor.
+    """A tensor's place in a structure.
 
     Attributes:
         name: unique in the structure.
@@ -84,24 +86,24 @@ def flatten(values: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
         UnstorableError: a value cannot be stored; the message has its path.
     """
     tensors: dict[str, Tensor] = {}
-    return _flat(values, (), tensors), tensors
+    return _to_tree(values, (), tensors), tensors
 
 
 def unflatten(tree: Any, tensor_of: Callable[[Leaf], Any]) -> Any:
     """Return the values of a structure.
 
     Args:
-        tree: what `flatten` returned, maybe read from a file of a stranger.
+        tree: from `flatten`; may be untrusted.
         tensor_of: returns the tensor of a leaf.
 
     Raises:
         FormatError: it is no such structure.
     """
-    return _value(tree, tensor_of, 0)
+    return _from_tree(tree, tensor_of, 0)
 
 
 def leaves(tree: Any) -> list[Leaf]:
-    """Return the tensors that a structure expects, in order.
+    """Return the tensors of a structure, in order.
 
     Raises:
         FormatError: it is no structure, or has a name twice.
@@ -114,58 +116,60 @@ def leaves(tree: Any) -> list[Leaf]:
 
 
 def to_json(tree: Any) -> bytes:
-    """Return a structure as text, after reading it back.
+    """Return a structure as text, after checking that it reads back.
 
     Raises:
         FormatError: the text does not give the same structure: a defect of this module.
     """
     content = strict_json.dumps(tree)
-    again = strict_json.loads(content)
-    leaves(again)
-    if again != tree:
+    read_back = strict_json.loads(content)
+    leaves(read_back)
+    if read_back != tree:
         raise FormatError("its structure reads back as another one")
     return content
 
 
 @functools.lru_cache(maxsize=4096)
-def _text_step(key: str) -> str:
+def _escape_key(key: str) -> str:
     text = key.replace("~", "~0").replace("/", "~1")
-    return f"~2{text}" if _LOOKS_LIKE_AN_INT.fullmatch(text) else text
+    return f"~2{text}" if _INTEGER.fullmatch(text) else text
 
 
 def tensor_name(path: tuple[Any, ...]) -> str:
-    """Return the name of the tensor at a path of keys; no two paths have the same."""
-    return "".join(f"/{_step_name(key)}" for key in path)
+    """Return the unique name of the tensor at a path of keys."""
+    return "".join(f"/{_key_name(key)}" for key in path)
 
 
-def _step_name(key: Any) -> str:
+def _key_name(key: Any) -> str:
     if type(key) is int and -_INT_MAX <= key < _INT_MAX:
         return str(key)
     if type(key) is str:
-        return _text_step(key)
-    return "~3" + _text_step(strict_json.dumps(_flat(key, (), None)).decode())
+        return _escape_key(key)
+    return "~3" + _escape_key(strict_json.dumps(_to_tree(key, (), None)).decode())
 
 
-def _spelled(path: tuple[Any, ...]) -> str:
+def _format_path(path: tuple[Any, ...]) -> str:
     return str(path[0] if path else "the state") + "".join(f"[{key!r:.60}]" for key in path[1:])
 
 
-def _refused(path: tuple[Any, ...], what: str) -> UnstorableError:
-    return UnstorableError(f"{_spelled(path)} is {what}, which cannot be stored: keep {_HOLDS}")
+def _unstorable(path: tuple[Any, ...], what: str) -> UnstorableError:
+    return UnstorableError(
+        f"{_format_path(path)} is {what}, which cannot be stored: keep {_STORABLE_TYPES}"
+    )
 
 
-def _flat(value: Any, path: tuple[Any, ...], tensors: dict[str, Tensor] | None) -> Any:
+def _to_tree(value: Any, path: tuple[Any, ...], tensors: dict[str, Tensor] | None) -> Any:
     """Return the JSON of a value.
 
     Args:
         value: any.
         path: keys that lead to it.
-        tensors: gets the tensors; None: there may be none, in what is hashed.
+        tensors: receives the tensors; None: tensors are not allowed, as in hashed values.
     """
     if len(path) > DEPTH_MAX:
-        raise _refused(path[:4], f"nested deeper than {DEPTH_MAX} levels")
+        raise _unstorable(path[:4], f"nested deeper than {DEPTH_MAX} levels")
     if isinstance(value, Tensor) and tensors is not None:
-        return _flat_tensor(value, path, tensors)
+        return _tensor_to_tree(value, path, tensors)
     if isinstance(value, np.generic):
         value = _from_numpy(value, path)
     kind = type(value)
@@ -176,58 +180,60 @@ def _flat(value: Any, path: tuple[Any, ...], tensors: dict[str, Tensor] | None) 
     if kind is float:
         return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
     if kind is complex:
-        return {"complex": [_flat(part, path, None) for part in (value.real, value.imag)]}
+        return {"complex": [_to_tree(part, path, None) for part in (value.real, value.imag)]}
     if kind in (bytes, bytearray):
         return {kind.__name__: base64.b64encode(value).decode()}
     if kind is torch.device or (kind is torch.dtype and str(value) in DTYPES):
         return {kind.__name__: str(value)}
     if kind in (list, tuple, torch.Size):
-        parts = [_flat(one, (*path, index), tensors) for index, one in enumerate(value)]
+        parts = [_to_tree(one, (*path, index), tensors) for index, one in enumerate(value)]
         return parts if kind is list else {kind.__name__: parts}
     if kind in (set, frozenset):
-        parts = [_flat(one, (*path, "a member"), None) for one in value]
+        parts = [_to_tree(one, (*path, "a member"), None) for one in value]
         return {kind.__name__: sorted(parts, key=strict_json.dumps)}
     if kind in (dict, OrderedDict):
         rows = [
-            [_flat(key, (*path, "a key"), None), _flat(one, (*path, key), tensors)]
+            [_to_tree(key, (*path, "a key"), None), _to_tree(one, (*path, key), tensors)]
             for key, one in value.items()
         ]
         return {kind.__name__: rows}
-    raise _refused(path, f"a {kind.__module__}.{kind.__qualname__}".replace("builtins.", ""))
+    raise _unstorable(path, f"a {kind.__module__}.{kind.__qualname__}".replace("builtins.", ""))
 
 
-def _flat_tensor(value: Tensor, path: tuple[Any, ...], tensors: dict[str, Tensor]) -> Any:
+def _tensor_to_tree(value: Tensor, path: tuple[Any, ...], tensors: dict[str, Tensor]) -> Any:
     if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        raise _refused(path, f"a {type(value).__name__}, a tensor that is more than its elements")
+        raise _unstorable(
+            path, f"a {type(value).__name__}, a tensor that is more than its elements"
+        )
     if value.layout is not torch.strided or value.is_quantized or value.is_nested:
-        raise _refused(path, f"a tensor of the layout {value.layout}, or quantized, or nested")
+        raise _unstorable(path, f"a tensor of the layout {value.layout}, or quantized, or nested")
     dtype = _DTYPE_NAME_OF.get(value.dtype)
     if dtype is None or value.is_meta:
-        raise _refused(path, f"a tensor of {value.dtype} on {value.device}")
+        raise _unstorable(path, f"a tensor of {value.dtype} on {value.device}")
     name = tensor_name(path)
     tensors[name] = value
     return {"tensor": [name, list(value.shape), dtype, value.is_cpu]}
 
 
 def _from_numpy(value: Any, path: tuple[Any, ...]) -> Any:
-    """Return the Python scalar that is equal to one of NumPy's."""
+    """Return the equal Python scalar of a NumPy scalar."""
     exact = isinstance(value, (np.bool_, np.number, np.str_, np.bytes_))
     plain = value.item() if exact and not isinstance(value, np.timedelta64) else value
     if isinstance(plain, np.generic):
-        raise _refused(path, f"a numpy.{type(value).__name__}")
+        raise _unstorable(path, f"a numpy.{type(value).__name__}")
     return plain
 
 
 # ---- back
 
 
-def _value(tree: Any, tensor_of: Callable[[Leaf], Any], depth: int) -> Any:
+def _from_tree(tree: Any, tensor_of: Callable[[Leaf], Any], depth: int) -> Any:
     if depth > DEPTH_MAX + 1:
         raise FormatError(f"its structure is nested deeper than {DEPTH_MAX} levels")
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return tree
     if isinstance(tree, list):
-        return [_value(part, tensor_of, depth + 1) for part in tree]
+        return [_from_tree(part, tensor_of, depth + 1) for part in tree]
     if not isinstance(tree, dict) or len(tree) != 1:
         raise FormatError("its structure has an object that is no value")
     ((kind, content),) = tree.items()
@@ -261,7 +267,7 @@ def _mapping(kind: str, rows: Any, tensor_of: Callable[[Leaf], Any], depth: int)
         raise FormatError("its structure has a dictionary that is no list of pairs")
     found: dict[Any, Any] = OrderedDict() if kind == "OrderedDict" else {}
     for key, part in rows:
-        found[_value(key, _no_tensor, depth + 1)] = _value(part, tensor_of, depth + 1)
+        found[_from_tree(key, _no_tensor, depth + 1)] = _from_tree(part, tensor_of, depth + 1)
     if len(found) != len(rows):
         raise FormatError("its structure has a key twice in a dictionary")
     return found
@@ -271,7 +277,7 @@ def _sequence(kind: str, content: Any, tensor_of: Callable[[Leaf], Any], depth: 
     if not isinstance(content, list):
         raise FormatError(f"its structure has a {kind} that is no list")
     hashed = kind in ("set", "frozenset")
-    parts = [_value(part, _no_tensor if hashed else tensor_of, depth + 1) for part in content]
+    parts = [_from_tree(part, _no_tensor if hashed else tensor_of, depth + 1) for part in content]
     made = {"tuple": tuple, "Size": torch.Size, "set": set, "frozenset": frozenset}[kind](parts)
     if len(made) != len(parts):
         raise FormatError(f"its structure has a member twice in a {kind}")
@@ -288,7 +294,7 @@ def _float_of(text: str) -> float:
 
 
 def _complex_of(parts: list[Any]) -> complex:
-    real, imaginary = (_value(part, _no_tensor, 0) for part in parts)
+    real, imaginary = (_from_tree(part, _no_tensor, 0) for part in parts)
     return complex(real, imaginary)
 
 

@@ -1,6 +1,6 @@
-"""Timelines: what every rank did when, of simulated and of real runs in one format.
+"""Timelines: the spans of every rank over time, of simulated and of real runs in one format.
 
-`spans` says what a timeline is, `chrome` writes and reads the one format, `checks` says whether a
-file is in it; `simulated` and `recorded` make timelines of the two kinds of runs, `recorder`
-listens to a real run, `merge` joins the files of its ranks. Only `recorder` imports torch.
+`spans` defines timelines, `chrome` writes and reads the file format, and `checks` checks a file.
+`merge` joins the files of ranks, `step` extracts one step for a page, and `throughput` computes
+rates. No module here imports torch.
 """

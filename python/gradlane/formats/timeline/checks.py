@@ -1,4 +1,4 @@
-"""Whether a file is what viewers open: the structure of trace events, and of ours among them."""
+"""Checks of a timeline file: the structure of trace events, and gradlane's own fields."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gradlane.formats.timeline.spans import FRAME_ARGUMENTS, LANES, RECEIVED, SE
 def check_events(content: Any) -> None:
     """Check a file's content, from one simulated or one recorded run.
 
-    Spans are complete events in a lane that has a name, sorted by time, and nest within a thread;
-    frames say what they are.
+    Spans are complete events in a named lane, sorted by time, and nest within a thread; frames
+    have all arguments.
 
     Raises:
-        ValueError: something is not as it must be; the text names the event.
+        ValueError: an event is invalid; the text names it.
     """
     events = content.get("traceEvents") if isinstance(content, dict) else None
     if not isinstance(events, list):

@@ -1,9 +1,9 @@
-"""The file format: trace events as Perfetto and chrome://tracing open them.
+"""The file format: trace events that Perfetto and chrome://tracing open.
 
-A rank is a process (number rank + 1: viewers take process 0 for the idle one), a lane a thread, or
-several where spans of a lane overlap, since viewers want spans of a thread to nest. Times are
-microseconds since `origin_ns`. Counters have what passes each rank's port. What belongs to the
-whole file stands under `otherData`.
+A rank is a process (number rank + 1: viewers take process 0 for the idle one). A lane is a thread,
+or several if its spans overlap, since viewers want spans of a thread to nest. Times are
+microseconds since `origin_ns`. Counters hold the traffic of each rank's port. Facts about the whole
+file are under `otherData`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def to_chrome(timeline: Timeline) -> dict[str, Any]:
 
 
 def write_chrome(timeline: Timeline, path: Path) -> None:
-    """Write a file; one that ends in `.gz` is compressed, which viewers open, too."""
+    """Write a file, compressed if its name ends in `.gz`, which viewers open, too."""
     text = json.dumps(to_chrome(timeline), separators=(",", ":"))
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(text.encode()))
@@ -87,10 +87,10 @@ def write_chrome(timeline: Timeline, path: Path) -> None:
 
 
 def read_chrome(path: Path) -> Timeline:
-    """Read what `write_chrome` wrote.
+    """Read a file of `write_chrome`.
 
     Raises:
-        ValueError: the file cannot be read, or is none of ours; the text says what and where.
+        ValueError: the file cannot be read, or is no timeline; the text names the cause.
     """
     try:
         raw = path.read_bytes()
@@ -136,7 +136,7 @@ def _span(event: Event, origin_ns: int) -> Span:
 
 
 def _rows(spans: Sequence[Span]) -> list[int]:
-    """Return a thread for each span, in order of begin, so that none overlap in any thread."""
+    """Return a thread for each span, in order of begin, so that no spans of a thread overlap."""
     free_rows: dict[str, list[int]] = {}
     busy_rows: dict[str, list[tuple[int, int]]] = {}
     used: dict[str, int] = {}
@@ -148,7 +148,7 @@ def _rows(spans: Sequence[Span]) -> list[int]:
         if free:
             row = heapq.heappop(free)
         else:
-            # What overlaps with more than fit is drawn over the last.
+            # Spans beyond the last row are drawn over it.
             row = min(used.get(span.lane, 0), ROWS_PER_LANE - 1)
             used[span.lane] = used.get(span.lane, 0) + 1
         heapq.heappush(busy, (span.end_ns, row))
@@ -172,7 +172,7 @@ def _names(rank: int, rows: Sequence[int]) -> Iterator[Event]:
 def _counters(
     rank: int, spans: Sequence[Span], origin_ns: int, end_ns: int, rate_bps: float | None
 ) -> Iterator[Event]:
-    """Yield what passes the port, and, where its rate is known, which share of it that is."""
+    """Yield the traffic of the port and, if its rate is known, its share."""
     interval_ns = interval_ns_for(end_ns - origin_ns)
     ways = {
         way: bits_per_second(

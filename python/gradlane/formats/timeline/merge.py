@@ -1,12 +1,11 @@
-"""The ranks' timelines joined into one, their clocks aligned.
+"""Joining of the ranks' timelines into one, with aligned clocks.
 
-Ranks on one machine share its monotonic clock. Between machines clocks are compared by frames: the
-least time that one takes from a machine to another and the least time back are taken to be the
-same, as network time protocols do. Of frames that follow one another without a pause only the first
-one counts: it began when it was chosen, certainly before a byte of it left, while the end of a
-frame and what begins there are read after the kernel took it, late where the thread lost its
-processor. So no delay is less than none, and how far the result may be off, which the timeline
-says, is a bound.
+Ranks on one machine share its monotonic clock. Clocks of two machines are compared by frames: the
+least delays in both directions are assumed to be equal, as in network time protocols. Of frames
+that follow one another without a pause only the first one counts. Its begin is when it was chosen,
+certainly before a byte of it left, while the end of a frame and the begin of the next are read
+after the kernel took it, late if the thread lost its processor. So no delay is negative, and the
+timeline's error figure is a bound.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def merge(timelines: Sequence[Timeline]) -> Timeline:
             f"{text} ms, right within {within_ns / 1e6:.3f} ms, by the least delays of frames"
         ] = None
     if others:
-        spans = [_moved(span, offsets_ns[machines[span.rank]]) for span in spans]
+        spans = [_shift(span, offsets_ns[machines[span.rank]]) for span in spans]
     else:
         notes["one clock: all ranks were on one machine"] = None
     first = timelines[0]
@@ -67,14 +66,14 @@ def merge(timelines: Sequence[Timeline]) -> Timeline:
     )
 
 
-def _moved(span: Span, offset_ns: int) -> Span:
+def _shift(span: Span, offset_ns: int) -> Span:
     return replace(span, begin_ns=span.begin_ns - offset_ns, end_ns=span.end_ns - offset_ns)
 
 
 def _offset(
     delays_ns: dict[tuple[str, str], int], machines: dict[int, str], reference: str, other: str
 ) -> tuple[int, int]:
-    """Return how far the other machine's clock is ahead, and within how much that is right."""
+    """Return the lead of the other machine's clock, and the bound of its error."""
     there = delays_ns.get((reference, other))
     back = delays_ns.get((other, reference))
     if there is None or back is None:
@@ -92,7 +91,7 @@ def _offset(
 def _least_delays_ns(
     timelines: Sequence[Timeline], machines: dict[int, str]
 ) -> dict[tuple[str, str], int]:
-    """Return the least differences of clocks from before a frame was sent to when it was there.
+    """Return the least clock differences from before a frame's sending to its arrival.
 
     The keys are the machines of the sender and of the receiver.
     """
@@ -103,11 +102,11 @@ def _least_delays_ns(
         sent = (span for span in timeline.spans if span.lane in SENT)
         for span in sorted(sent, key=lambda it: (it.begin_ns, it.end_ns)):
             path = (span.rank, span.arguments["peer"])
-            # What came before the first one is not known where the beginning was not kept.
+            # The predecessor of the first frame is unknown if spans were dropped.
             follows = timeline.dropped > 0 if path not in ends else span.begin_ns <= ends[path]
             key = _key(span, *path)
             if key in seen:
-                # Which of two alike arrived when cannot be told.
+                # Arrivals of two equal frames cannot be distinguished.
                 began.pop(key, None)
             elif not follows:
                 began[key] = span.begin_ns
@@ -126,5 +125,5 @@ def _least_delays_ns(
 
 def _key(span: Span, sender: int, receiver: int) -> _Key:
     arguments = span.arguments
-    place = (arguments["step"], arguments["slice"], arguments.get("offset"))
-    return (sender, receiver, arguments["kind"], *place)
+    slice_key = (arguments["step"], arguments["slice"], arguments.get("offset"))
+    return (sender, receiver, arguments["kind"], *slice_key)

@@ -1,4 +1,4 @@
-"""What a timeline is: spans of time in lanes, a process a rank."""
+"""The data of a timeline: spans of time in the lanes of each rank."""
 
 from __future__ import annotations
 
@@ -19,54 +19,55 @@ LANES = (
 )
 """Lanes of a rank, top to bottom.
 
-`forward` and `backward` compute, in `wait` forward waits for a tensor, `push` has gradients on
-their way to their servers, `broadcast` results on their way back, `reduce` sums on this server,
-`update` the optimizer, `control` notices and pulls, `receive` all that arrives."""
+`forward` and `backward` compute; in `wait` forward waits for a tensor; `push` has gradients on
+their way to their servers, `broadcast` results on their way back; `reduce` has sums on this server,
+`update` the optimizer, `control` notices and pulls, `receive` all arrivals.
+"""
 SENT = ("push", "broadcast", "control")
-"""Lanes of what leaves a port."""
+"""Lanes of sent frames."""
 RECEIVED = ("receive",)
-"""Lanes of what comes to it."""
+"""Lanes of received frames."""
 FRAME_ARGUMENTS = frozenset({"tensor", "slice", "bytes", "priority", "peer", "step", "kind"})
-"""Arguments of everything in the lanes of what leaves and comes."""
+"""Arguments of every frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time on a rank."""
+    """An interval on a rank."""
 
     rank: int
     lane: str
-    """One of `LANES`."""
+    """A lane of `LANES`."""
     name: str
-    """For people: the tensor, or the step."""
+    """For readers: the tensor, or the step."""
     begin_ns: int
     end_ns: int
     arguments: dict[str, Any]
-    """`step`, and for tensors `tensor`, for frames all of `FRAME_ARGUMENTS`; `bytes` with headers,
-    as they travel."""
+    """`step`; for tensors `tensor`; for frames all of `FRAME_ARGUMENTS`, with `bytes` on the wire,
+    headers included."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What ranks did when."""
+    """The spans of all ranks."""
 
     spans: Sequence[Span]
     """In any order."""
     source: str
     """`simulated` or `recorded`."""
     dropped: int = 0
-    """Spans that were not kept, because there were too many."""
+    """Number of spans that were dropped for lack of room."""
     rate_bps: float | None = None
-    """Rate of every port in each direction; None where it is not known."""
+    """Rate of every port in each direction; None if unknown."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What else belongs to it: model, strategy and the like."""
+    """Model, strategy and further facts."""
     notes: Sequence[str] = ()
-    """What a reader should know, such as how clocks were aligned."""
+    """Notes for the reader, such as the alignment of clocks."""
     machines: dict[int, str] = field(default_factory=dict)
-    """For each rank a name of the machine whose clock stamped its spans; recorded ones only."""
+    """Name of the machine whose clock stamped a rank's spans, by rank; recorded ones only."""
 
     def stretched(self, factor: float) -> Timeline:
-        """Return it with all times multiplied; the rate follows."""
+        """Return the timeline with all times multiplied; the rate follows."""
         spans = [
             replace(
                 span, begin_ns=round(span.begin_ns * factor), end_ns=round(span.end_ns * factor)

@@ -1,4 +1,4 @@
-"""One step of one rank, small enough for a page: spans that nobody could tell apart become one."""
+"""A step of one rank, reduced for a page: indistinguishable spans become one bar."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from gradlane.formats.timeline.spans import LANES, Span, Timeline
 
 WIDTHS = 600
-"""A page draws a step about so many points wide: what is narrower cannot be seen."""
+"""Approximate width of a step on a page, in points; narrower spans cannot be seen."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What is drawn as one."""
+    """Spans that are drawn as one."""
 
     begin_s: float
     """Since the begin of the step."""
     length_s: float
     tensor: int | None
-    """Number of the tensor that most of it is about."""
+    """Number of the tensor with the largest part."""
     size_bytes: int
     """Of all its frames."""
     spans: int
-    """How many spans it stands for."""
+    """Number of its spans."""
     covered: float
-    """Share of its length in which something happens, above 0 to 1."""
+    """Share of its length with activity, above 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class StepView:
     step: int
     length_s: float
     resolution_s: float
-    """Spans nearer to each other than this are drawn as one."""
+    """Spans closer than this are drawn as one."""
     lanes: Mapping[str, Sequence[Bar]]
-    """Bars in the order of their time, for the lanes that have any."""
+    """Bars in the order of time, for lanes that have any."""
     shares: Mapping[str, float]
-    """Share of the step in which something happens in a lane; the port's own is `port`."""
+    """Share of the step with activity in a lane; the port's own is `port`."""
 
 
 def view_of_step(timeline: Timeline, rank: int, tensors: Mapping[str, int]) -> StepView | None:
@@ -47,11 +47,11 @@ def view_of_step(timeline: Timeline, rank: int, tensors: Mapping[str, int]) -> S
 
     Args:
         timeline: a run of two steps or more, step 1 the first.
-        rank: whose.
+        rank: of the step.
         tensors: their numbers by name.
 
     Returns:
-        The step, or None where the timeline has none that is whole.
+        The step, or None if the timeline has no whole step.
     """
     own = [span for span in timeline.spans if span.rank == rank]
     ends: dict[int, int] = {}
@@ -102,17 +102,17 @@ def _bars(
     bars: list[Bar] = []
     group: list[tuple[int, int, Span]] = []
     for piece in inside:
-        if group and not _joins(group, piece, resolution_ns):
+        if group and not _is_joined(group, piece, resolution_ns):
             bars.append(_bar(group, origin_ns, tensors))
             group = []
         group.append(piece)
     return [*bars, _bar(group, origin_ns, tensors)]
 
 
-def _joins(
+def _is_joined(
     group: Sequence[tuple[int, int, Span]], piece: tuple[int, int, Span], resolution_ns: int
 ) -> bool:
-    """Whether a span is drawn as one with those before it."""
+    """Return whether a span is drawn as one with the previous ones."""
     begin_ns, end_ns, span = piece
     last_end_ns, last = group[-1][1], group[-1][2]
     if begin_ns - last_end_ns > resolution_ns:

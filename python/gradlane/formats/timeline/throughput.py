@@ -1,4 +1,4 @@
-"""How much passed a port over time, from the spans in which it passed."""
+"""Rates through a port over time, from the spans of its frames."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ INTERVALS_MAX = 2000
 
 
 def interval_ns_for(length_ns: int) -> int:
-    """Return the width of the intervals over which a timeline of this length is averaged."""
+    """Return the width of the averaging intervals for a timeline of this length."""
     return max(INTERVAL_MIN_NS, -(-length_ns // INTERVALS_MAX))
 
 
 def bits_per_second(
     spans: Iterable[Span], begin_ns: int, end_ns: int, interval_ns: int
 ) -> list[float]:
-    """Return the mean rate in each interval, the bytes of a span spread evenly over it.
+    """Return the mean rate in each interval, with a span's bytes spread evenly over it.
 
     Args:
-        spans: what passed, each with `bytes`.
-        begin_ns: where the first interval begins.
-        end_ns: where the last one ends, or before.
+        spans: of frames, each with `bytes`.
+        begin_ns: begin of the first interval.
+        end_ns: within the last interval.
         interval_ns: their width.
     """
     count = max(1, -(-(end_ns - begin_ns) // interval_ns))
@@ -40,7 +40,7 @@ def bits_per_second(
 
 
 def _pieces(spans: Iterable[Span]) -> Iterator[tuple[int, int, float]]:
-    """Yield (from, to, bits a nanosecond) between which the same spans pass."""
+    """Yield (from, to, bits a nanosecond) between changes of the passing spans."""
     changes: list[tuple[int, float]] = []
     for span in spans:
         end_ns = max(span.end_ns, span.begin_ns + 1)

@@ -25,7 +25,7 @@ from gradlane.lab.calibration import node_costs as calibrate_local
 from gradlane.lab.cluster.awake import kept_awake
 from gradlane.lab.cluster.namespaces import Cluster
 from gradlane.lab.cluster.ranks import RankPool
-from gradlane.planning.simulation.codec_costs import CALIBRATED_CODECS, measured_cost
+from gradlane.planning.simulation.codec_costs import CALIBRATED_CODECS, measure_cost
 from gradlane.training.options.groups import Network
 from gradlane.training.options.option_fields import check_options, on_command_line, option
 
@@ -177,7 +177,7 @@ def run_calibration(
     """
     start_s = time.monotonic()
     on_phase("encoding and decoding")
-    codecs = {codec: asdict(measured_cost(codec)) for codec in CALIBRATED_CODECS}
+    codecs = {codec: asdict(measure_cost(codec)) for codec in CALIBRATED_CODECS}
     on_phase("copies and sums on a node")
     local = local_costs(options.repeat, options.trials)
     on_phase("building the cluster")

@@ -10,7 +10,7 @@ from functools import cache
 
 from gradlane.lab.papers.comparison import Curve, given, published_of
 from gradlane.planning.planner.coordinator import Coordinator
-from gradlane.planning.schemes.hybrid import WHOLE, HybridStep, Node, hybrid_step
+from gradlane.planning.schemes.hybrid import WHOLE, HybridStep, NodeCluster, hybrid_step
 from gradlane.planning.schemes.layers import operations_per_s
 from gradlane.planning.simulation.grid import GOODPUT_SHARE
 from gradlane.planning.simulation.profiles import Profile, synthetic_profile
@@ -77,7 +77,7 @@ def step(
     return hybrid_step(
         layers,
         schemes,
-        Node(nodes, rate_gbps * 1e9 * GOODPUT_SHARE * share, operations_per_s(profile)),
+        NodeCluster(nodes, rate_gbps * 1e9 * GOODPUT_SHARE * share, operations_per_s(profile)),
         batch_rows=profile.batch_size,
         compute_s=profile.compute_s,
         order=order,

@@ -1,7 +1,7 @@
-"""The answer in words: is the network the bottleneck, and what is the cheapest change?
+"""Advice in words: whether the network is the bottleneck, and the cheapest change.
 
-Changes are ordered by what they cost a person: another order of sending is free and exact, a
-faster link costs money, compression changes the numbers that are learned from.
+Changes are ordered by their cost to the user: another order of sending is free and exact, a faster
+link costs money, and compression changes the numbers that are learned from.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from gradlane.training.options.options import ASGD, RING
 GOAL = 0.95
 """The scaling factor that is good enough."""
 WORTHWHILE = 0.01
-"""A gain in scaling factor below this is none."""
+"""The least gain in scaling factor that counts."""
 BUSY = 0.9
-"""A rank's I/O thread that works this share of the time is what limits."""
+"""Share of the time from which on a busy I/O thread is the bottleneck."""
 BUSIER = 0.5
-"""So is one that works this share of the time, and more of it than the port sends."""
+"""The same for an I/O thread that is busier than the port."""
 OTHER_ROUNDINGS = (RING, *SCHEME_STRATEGIES, *NODE_STRATEGIES)
-"""Strategies whose sums are those of servers but for the last bits."""
+"""Strategies whose sums differ from those of servers in the last bits only."""
 BASELINES = (
     *("wfbp", "slicing", "kvstore", "deferred-pull", "p3"),
     *OTHER_ROUNDINGS,
     *(RING_FUSED, ASGD),
 )
-"""What a training without gradlane's scheduling is taken to be: the first that was simulated."""
+"""Strategies that stand for a training without gradlane's scheduling: the first simulated one."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something that a person could change."""
+    """A change that the user could make."""
 
     kind: str
     """`nothing`, `strategy`, `link`, `compression`, or, where none of them reaches the goal alone,
@@ -45,12 +45,12 @@ class Change:
     rate_bps: float
     compression: float
     scaling_factor: float
-    """What it reaches."""
+    """The scaling factor with the change."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What follows for one cluster."""
+class ClusterAdvice:
+    """The advice for one cluster."""
 
     workers: int
     ranks_per_node: int
@@ -58,16 +58,16 @@ class Answer:
     bottleneck: str
     """`none`, `network` or `host`."""
     baseline: str
-    """The strategy that the question is asked for."""
+    """The strategy that the change is compared with."""
     baseline_scaling_factor: float
     cheapest: Change | None
-    """The cheapest change that reaches the goal; None where nothing simulated does."""
+    """The cheapest change that reaches the goal; None if no simulated one does."""
     alternatives: list[Change]
-    """Other kinds of change that reach the goal, each at its least."""
+    """Other kinds of change that reach the goal, the cheapest of each kind."""
     not_worth: list[str]
-    """What brings nothing here."""
+    """Changes without a gain."""
     text: str
-    """All of this in words."""
+    """The advice in words."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer with the units in its keys."""
@@ -75,7 +75,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Need:
+class RequiredLink:
     """The slowest simulated link on which a strategy reaches the goal."""
 
     workers: int
@@ -84,17 +84,18 @@ class Need:
     topology: str
     compression: float
     rate_bps: float | None
-    """From this rate on the goal is reached; None where no simulated rate is fast enough."""
+    """Least rate that reaches the goal; None if no simulated rate does."""
     from_slowest: bool
-    """Whether that is the slowest rate that was simulated, so that a slower one may do."""
+    """True if that is the slowest simulated rate, so that a slower one may do."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it with the units in its keys."""
+        """Return the fields with the units in their keys."""
         return asdict(self)
 
 
-def needs_of(rows: Sequence[Row]) -> list[Need]:
-    """Return what each strategy needs for the goal, for each number of workers and compression."""
+def required_links(rows: Sequence[Row]) -> list[RequiredLink]:
+    """Return the link that each strategy needs for the goal, by number of workers and
+    compression."""
     groups: dict[tuple[int, int, str, str, float], list[Row]] = {}
     for row in rows:
         key = (row.workers, row.ranks_per_node, row.strategy, row.topology, row.compression)
@@ -108,66 +109,68 @@ def needs_of(rows: Sequence[Row]) -> list[Need]:
             reached = row
         slowest = min(row.rate_bps for row in group)
         rate_bps = None if reached is None else reached.rate_bps
-        needs.append(Need(*key, rate_bps=rate_bps, from_slowest=rate_bps == slowest))
+        needs.append(RequiredLink(*key, rate_bps=rate_bps, from_slowest=rate_bps == slowest))
     return needs
 
 
-def text_of_needs(needs: Sequence[Need]) -> list[str]:
-    """Say what each strategy needs, in a sentence for each number of workers."""
+def text_of_required_links(needs: Sequence[RequiredLink]) -> list[str]:
+    """Return a sentence for each number of workers."""
     sentences = []
-    for place in dict.fromkeys((need.workers, need.ranks_per_node) for need in needs):
-        here = [need for need in needs if (need.workers, need.ranks_per_node) == place]
-        least = min(need.compression for need in here)
+    for nodes in dict.fromkeys((need.workers, need.ranks_per_node) for need in needs):
+        rows_here = [need for need in needs if (need.workers, need.ranks_per_node) == nodes]
+        least = min(need.compression for need in rows_here)
         strategies: dict[str, list[str]] = {}
-        for need in here:
+        for need in rows_here:
             if need.compression == least:
-                strategies.setdefault(_rate_text(need), []).append(_need_name(need))
+                strategies.setdefault(_rate_text(need), []).append(_link_name(need))
         parts = "; ".join(f"{rate} with {', '.join(names)}" for rate, names in strategies.items())
-        where = workers_on_nodes(*place)
+        where = workers_on_nodes(*nodes)
         sentences.append(f"{where}: {_percent(GOAL)} takes {parts}.")
     return sentences
 
 
 def workers_on_nodes(workers: int, ranks_per_node: int) -> str:
-    """Say how many workers there are, and on which nodes where these have several."""
+    """Return the number of workers as text, with their nodes if these have several."""
     if ranks_per_node == 1:
         return f"{workers} workers"
     return f"{workers} workers on {workers // ranks_per_node} nodes of {ranks_per_node}"
 
 
-def _need_name(need: Need) -> str:
+def _link_name(need: RequiredLink) -> str:
     return need.strategy if need.topology == "flat" else f"{need.strategy} ({need.topology})"
 
 
-def _rate_text(need: Need) -> str:
+def _rate_text(need: RequiredLink) -> str:
     if need.rate_bps is None:
         return "a faster link than was simulated"
     rate = format_rate(need.rate_bps)
     return f"{rate} or less" if need.from_slowest else rate
 
 
-def answers_of(rows: Sequence[Row]) -> list[Answer]:
-    """Return an answer for each number of workers and rate, in the order of the rows."""
+def advise(rows: Sequence[Row]) -> list[ClusterAdvice]:
+    """Return the advice for each number of workers and rate, in the order of the rows."""
     cells = dict.fromkeys((row.workers, row.ranks_per_node, row.rate_bps) for row in rows)
     return [
-        _answer([row for row in rows if (row.workers, row.ranks_per_node) == (workers, each)], rate)
+        _advise_cluster(
+            [row for row in rows if (row.workers, row.ranks_per_node) == (workers, each)], rate
+        )
         for workers, each, rate in cells
     ]
 
 
-def _answer(rows: list[Row], rate_bps: float) -> Answer:
-    """Answer for one rate; `rows` are all that have the same workers on the same nodes."""
-    # What changes the results is no advice; where nothing else was simulated, it is described.
+def _advise_cluster(rows: list[Row], rate_bps: float) -> ClusterAdvice:
+    """Return the advice for one rate; `rows` are all with the same workers on the same nodes."""
+    # A strategy with other results is no advice, unless only that was simulated.
     rows = [row for row in rows if row.strategy != ASGD] or rows
-    here = [row for row in rows if row.rate_bps == rate_bps]
-    least = min(row.compression for row in here)
-    plain = [row for row in here if row.compression == least]
+    rows_here = [row for row in rows if row.rate_bps == rate_bps]
+    least = min(row.compression for row in rows_here)
+    plain = [row for row in rows_here if row.compression == least]
     baseline = min(plain, key=lambda row: BASELINES.index(row.strategy))
-    changes = _changes(rows, here, baseline)
+    changes = _possible_changes(rows, rows_here, baseline)
     enough = [change for change in changes if change.scaling_factor >= GOAL]
-    bottleneck = "none" if baseline.scaling_factor >= GOAL else _what_limits(baseline)
+    bottleneck = "none" if baseline.scaling_factor >= GOAL else _bottleneck(baseline)
     not_worth = _not_worth(rows, plain, baseline)
-    return Answer(
+    return ClusterAdvice(
         workers=baseline.workers,
         ranks_per_node=baseline.ranks_per_node,
         rate_bps=rate_bps,
@@ -181,40 +184,43 @@ def _answer(rows: list[Row], rate_bps: float) -> Answer:
     )
 
 
-def _what_limits(row: Row) -> str:
+def _bottleneck(row: Row) -> str:
     io, port = row.io_utilization, row.tx_utilization
     return "host" if io > BUSY or (io > BUSIER and io > port) else "network"
 
 
-def _changes(rows: list[Row], here: list[Row], baseline: Row) -> list[Change]:
-    """The least change of each kind that reaches the goal, else the one that reaches most.
+def _possible_changes(rows: list[Row], rows_here: list[Row], baseline: Row) -> list[Change]:
+    """Return the cheapest change of each kind that reaches the goal, else the one that gets
+    closest.
 
-    Where another strategy is enough by itself, a faster link and fewer bytes stand alone, too. A
-    faster link and fewer bytes together come where neither is enough.
+    If another strategy is enough, a faster link and fewer bytes are listed alone, too. A faster
+    link together with fewer bytes is listed if neither is enough.
     """
-    strategies = [row for row in here if row.compression == baseline.compression]
+    strategies = [row for row in rows_here if row.compression == baseline.compression]
     is_enough = any(row.scaling_factor >= GOAL for row in strategies)
     if is_enough:
-        rows = [row for row in rows if _named(row) == _named(baseline)]
+        rows = [row for row in rows if _strategy_name(row) == _strategy_name(baseline)]
     kinds = {
         "nothing": [baseline],
         "strategy": [row for row in strategies if row.strategy != baseline.strategy],
-        "link": _faster(rows, baseline),
-        "compression": _smaller(rows, baseline),
+        "link": _rows_with_faster_link(rows, baseline),
+        "compression": _rows_with_compression(rows, baseline),
     }
-    changes = [_best(kind, candidates) for kind, candidates in kinds.items() if candidates]
+    changes = [
+        _cheapest_change(kind, candidates) for kind, candidates in kinds.items() if candidates
+    ]
     both = [
         row
         for row in rows
         if row.rate_bps > baseline.rate_bps and row.compression > baseline.compression
     ]
     if both and all(change.scaling_factor < GOAL for change in changes):
-        changes.append(_best("link and compression", both))
+        changes.append(_cheapest_change("link and compression", both))
     return changes
 
 
-def _faster(rows: list[Row], baseline: Row) -> list[Row]:
-    """Those with a faster link and nothing else."""
+def _rows_with_faster_link(rows: list[Row], baseline: Row) -> list[Row]:
+    """Return the rows that differ by a faster link only."""
     return [
         row
         for row in rows
@@ -222,8 +228,8 @@ def _faster(rows: list[Row], baseline: Row) -> list[Row]:
     ]
 
 
-def _smaller(rows: list[Row], baseline: Row) -> list[Row]:
-    """Those with fewer bytes and nothing else."""
+def _rows_with_compression(rows: list[Row], baseline: Row) -> list[Row]:
+    """Return the rows that differ by fewer bytes only."""
     return [
         row
         for row in rows
@@ -231,15 +237,15 @@ def _smaller(rows: list[Row], baseline: Row) -> list[Row]:
     ]
 
 
-def _best(kind: str, candidates: list[Row]) -> Change:
-    """The cheapest of some rows that reaches the goal, else the one that reaches most."""
+def _cheapest_change(kind: str, candidates: list[Row]) -> Change:
+    """Return the cheapest row that reaches the goal, else the one that gets closest."""
     enough = [row for row in candidates if row.scaling_factor >= GOAL]
     best = min(enough, key=_cost) if enough else max(candidates, key=lambda row: row.scaling_factor)
     return Change(kind, best.strategy, best.rate_bps, best.compression, best.scaling_factor)
 
 
 def _cost(row: Row) -> tuple[float, float, bool, float]:
-    # A formula that charges hosts nothing promises more than it keeps.
+    # A formula without host costs is too optimistic.
     return row.rate_bps, row.compression, row.strategy == RING_FUSED, -row.scaling_factor
 
 
@@ -249,10 +255,12 @@ def _not_worth(rows: list[Row], plain: list[Row], baseline: Row) -> list[str]:
     for row in plain:
         gain = row.scaling_factor - baseline.scaling_factor
         if row is not baseline and abs(gain) < WORTHWHILE:
-            found.append(f"{_named(row)} instead of {_named(baseline)} ({_points(gain)})")
+            found.append(
+                f"{_strategy_name(row)} instead of {_strategy_name(baseline)} ({_points(gain)})"
+            )
     others = {
-        "a faster link": _faster(rows, baseline),
-        "compression": _smaller(rows, baseline),
+        "a faster link": _rows_with_faster_link(rows, baseline),
+        "compression": _rows_with_compression(rows, baseline),
     }
     for what, candidates in others.items():
         if candidates:
@@ -274,13 +282,14 @@ def _text(
     reached = _percent(baseline.scaling_factor)
     if bottleneck == "none":
         sentences = [
-            f"{where}: the network is not the bottleneck; {_named(baseline)} reaches {reached}."
+            f"{where}: the network is not the bottleneck; {_strategy_name(baseline)} reaches "
+            f"{reached}."
         ]
     else:
         waiting_s = baseline.step_s - baseline.compute_s
         what = "the network" if bottleneck == "network" else "the host's I/O thread"
         sentences = [
-            f"{where}: {what} is the bottleneck; {_named(baseline)} reaches {reached}, "
+            f"{where}: {what} is the bottleneck; {_strategy_name(baseline)} reaches {reached}, "
             f"{waiting_s * 1e3:.0f} ms of a step of {baseline.step_s * 1e3:.0f} ms are waiting."
         ]
         if bottleneck == "host":
@@ -290,23 +299,23 @@ def _text(
             )
         if enough:
             sentences.append(
-                f"The cheapest change that reaches {_percent(GOAL)}: {_described(enough[0])}."
+                f"The cheapest change that reaches {_percent(GOAL)}: {_change_text(enough[0])}."
             )
             if len(enough) > 1:
-                others = "; ".join(_described(change) for change in enough[1:])
+                others = "; ".join(_change_text(change) for change in enough[1:])
                 sentences.append(f"So would: {others}.")
         else:
             best = max(changes, key=lambda change: change.scaling_factor)
-            most = f"; the most is {_described(best)}"
+            most = f"; the most is {_change_text(best)}"
             if best.kind == "nothing":
-                most = f", or more than {_named(baseline)}"
+                most = f", or more than {_strategy_name(baseline)}"
             sentences.append(f"Nothing simulated here reaches {_percent(GOAL)}{most}.")
     if not_worth:
         sentences.append(f"Not worth it: {'; '.join(not_worth)}.")
     return " ".join(sentences)
 
 
-def _described(change: Change) -> str:
+def _change_text(change: Change) -> str:
     reaches = f"({_percent(change.scaling_factor)})"
     if change.kind == "strategy" and change.strategy == RING_FUSED:
         return f"{RING_FUSED}, a formula that charges hosts nothing {reaches}"
@@ -324,7 +333,7 @@ def _described(change: Change) -> str:
     return f"{what} with {change.strategy} {reaches}"
 
 
-def _named(row: Row) -> str:
+def _strategy_name(row: Row) -> str:
     return row.strategy if row.topology == "flat" else f"{row.strategy} ({row.topology})"
 
 

@@ -1,8 +1,7 @@
-"""An interactive page from the rows of a what-if: sliders over the grid that was computed.
+"""An interactive page from the rows of a what-if, with sliders over the computed grid.
 
-The page shows what was simulated and nothing in between: each slider has a stop for each value of
-the grid. It begins where another order of sending brings most, since that is what a person with a
-slow network can have for nothing.
+The page shows the simulated values only: each slider has a stop for each value of the grid. It
+starts at the rate at which another order of sending gains most, since that change is free.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ REQUIRED = (
     "compute_s",
     "samples_per_s",
 )
-"""What a row must have."""
+"""Fields that a row must have."""
 ANSWER_FIELDS = (
     "workers",
     "ranks_per_node",
@@ -68,13 +67,13 @@ def report_from_whatif(
         content: `profile`, `rows`, `answers` and `needs` as `gradlane whatif --json` writes them;
             `tensors` and `pictures` (one step of some of the clusters) where there are any.
         path: the HTML file to write.
-        command: what was run; this process' own command line where it is None.
+        command: the command line; None: that of this process.
 
     Raises:
         ValueError: there are no rows, or a row lacks a field or has it twice.
         OSError: the file cannot be written.
     """
-    rows = _checked(_with_nodes(content.get("rows")))
+    rows = _check_rows(_with_nodes(content.get("rows")))
     content = {**content, "answers": _with_nodes(content.get("answers") or [])}
     profile = content.get("profile") or {}
     model = str(profile.get("model") or rows[0].get("model") or "a model")
@@ -91,13 +90,13 @@ def report_from_whatif(
 
 
 def _with_nodes(rows: Any) -> Any:
-    """Files of before knew no nodes of several ranks."""
+    """Add the field `ranks_per_node`, which older files lack."""
     if not isinstance(rows, Sequence):
         return rows
     return [{"ranks_per_node": 1, **row} if isinstance(row, Mapping) else row for row in rows]
 
 
-def _checked(rows: Any) -> Sequence[Row]:
+def _check_rows(rows: Any) -> Sequence[Row]:
     if not isinstance(rows, Sequence) or not rows:
         raise ValueError("there are no rows of a what-if to report")
     seen: set[tuple[Any, ...]] = set()
@@ -105,15 +104,17 @@ def _checked(rows: Any) -> Sequence[Row]:
         for key in REQUIRED:
             if not isinstance(row, Mapping) or row.get(key) is None:
                 raise ValueError(f"what-if row {number} has no '{key}'")
-        place = (_series(row), *(row[key] for key, _ in DIMENSIONS))
-        if place in seen:
-            raise ValueError(f"what-if row {number} is there twice: {', '.join(map(str, place))}")
-        seen.add(place)
+        position = (_series(row), *(row[key] for key, _ in DIMENSIONS))
+        if position in seen:
+            raise ValueError(
+                f"what-if row {number} is there twice: {', '.join(map(str, position))}"
+            )
+        seen.add(position)
     return rows
 
 
 def _series(row: Row) -> str:
-    """What distinguishes rows at the same place: strategy, topology, codec."""
+    """Return the name of a row among those at the same position: strategy, topology, codec."""
     name = str(row["strategy"])
     if row.get("topology") not in (None, "flat"):
         name += f" {row['topology']}"
@@ -158,15 +159,16 @@ def _explorer(content: Mapping[str, Any], rows: Sequence[Row]) -> Widget:
         "answers": [[answer[key] for key in ANSWER_FIELDS] for answer in answers],
         "tensors": content.get("tensors") or [],
         "pictures": content.get("pictures") or [],
-        "start": _start(rows, values, names, baseline),
+        "start": _start_position(rows, values, names, baseline),
     }
     return Widget(_markup(values, texts), data, "explorer")
 
 
-def _start(
+def _start_position(
     rows: Sequence[Row], values: Mapping[str, Sequence[Any]], names: Sequence[str], baseline: str
 ) -> dict[str, int]:
-    """Where the page begins: the rate at which other strategies gain most without compression."""
+    """Return the first position: the rate at which other strategies gain most without
+    compression."""
     workers = values["workers"][len(values["workers"]) // 2]
     each = values["ranks_per_node"][0]
     least = values["compression"][0]
@@ -239,13 +241,13 @@ def _needs(needs: Sequence[Mapping[str, Any]]) -> list[Block]:
     columns = list(dict.fromkeys((_series(need), need["compression"]) for need in needs))
     body: list[list[Cell]] = []
     needs = _with_nodes(needs)
-    for place in dict.fromkeys((need["workers"], need["ranks_per_node"]) for need in needs):
+    for position in dict.fromkeys((need["workers"], need["ranks_per_node"]) for need in needs):
         cells = {
             (_series(need), need["compression"]): _need(need)
             for need in needs
-            if (need["workers"], need["ranks_per_node"]) == place
+            if (need["workers"], need["ranks_per_node"]) == position
         }
-        workers, each = place
+        workers, each = position
         named: Cell = workers if each == 1 else f"{workers}, {each} on a node"
         body.append([named, *(cells.get(column) for column in columns)])
     several = len({compression for _, compression in columns}) > 1

@@ -1,4 +1,4 @@
-"""Which simulated clusters of a grid get a picture of one step on a page, and what it shows."""
+"""The choice of simulated clusters whose step is pictured on a page, and the pictures."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ PICTURES_MAX = 96
 
 @dataclass(frozen=True)
 class Picture:
-    """One step of rank 0 of one cluster."""
+    """A step of rank 0 of one cluster."""
 
     row: int
     """Number of the cluster's row."""
     view: StepView
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for a page; times in microseconds, bars as lists to keep pages small."""
+        """Return the picture for a page; times in microseconds, bars as lists to keep pages
+        small."""
         lanes = {lane: [_bar(bar) for bar in bars] for lane, bars in self.view.lanes.items()}
         return {
             "row": self.row,
@@ -36,29 +37,30 @@ class Picture:
 
 
 def _bar(bar: Bar) -> list[float | int]:
-    """Begin, length, tensor (-1: none), bytes, spans, percent of its length that is covered."""
+    """Return begin, length, tensor (-1: none), bytes, spans, and percent of the length that is
+    covered."""
     tensor = -1 if bar.tensor is None else bar.tensor
     begin_us, length_us = round(bar.begin_s * 1e6), round(bar.length_s * 1e6, 1)
     covered = max(1, round(100 * bar.covered))
     return [begin_us, length_us, tensor, bar.size_bytes, bar.spans, covered]
 
 
-def pictured(clusters: Sequence[Cluster]) -> list[int]:
+def clusters_with_pictures(clusters: Sequence[Cluster]) -> list[int]:
     """Return the numbers of the clusters that get a picture.
 
-    All where they are few; else those with the least compression, and of these, evenly chosen
-    numbers of workers and rates, with all strategies side by side.
+    These are all if they are few; else those with the least compression, at evenly chosen numbers
+    of workers and rates, each with all strategies.
     """
-    able = [number for number, it in enumerate(clusters) if it.strategy != RING_FUSED]
-    if len(able) <= PICTURES_MAX:
-        return able
-    least = min(clusters[number].compression for number in able)
-    able = [number for number in able if clusters[number].compression == least]
-    places: dict[tuple[int, float], list[int]] = {}
-    for number in able:
-        place = (clusters[number].workers, clusters[number].rate_bps)
-        places.setdefault(place, []).append(number)
-    groups = list(places.values())
+    candidates = [number for number, it in enumerate(clusters) if it.strategy != RING_FUSED]
+    if len(candidates) <= PICTURES_MAX:
+        return candidates
+    least = min(clusters[number].compression for number in candidates)
+    candidates = [number for number in candidates if clusters[number].compression == least]
+    groups_by_cluster: dict[tuple[int, float], list[int]] = {}
+    for number in candidates:
+        cluster_key = (clusters[number].workers, clusters[number].rate_bps)
+        groups_by_cluster.setdefault(cluster_key, []).append(number)
+    groups = list(groups_by_cluster.values())
     count = max(1, min(len(groups), PICTURES_MAX // max(len(group) for group in groups)))
     chosen = {round(index * (len(groups) - 1) / max(1, count - 1)) for index in range(count)}
     return [number for index in sorted(chosen) for number in groups[index]][:PICTURES_MAX]
@@ -67,7 +69,7 @@ def pictured(clusters: Sequence[Cluster]) -> list[int]:
 def picture_of(
     profile: Profile, cluster: Cluster, number: int, trace: dict[str, Any]
 ) -> Picture | None:
-    """Return the picture of a cluster from its trace; None where it has no whole step."""
+    """Return the picture of a cluster from its trace; None if the trace has no whole step."""
     numbers = {tensor.name: index for index, tensor in enumerate(profile.tensors)}
     timeline = simulated_timeline(trace, rate_bps=cluster.rate_bps, compression=cluster.compression)
     view = view_of_step(timeline, 0, numbers)

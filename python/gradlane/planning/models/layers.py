@@ -15,7 +15,7 @@ NORM_OPERATIONS_PER_ELEMENT = 4
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """One parameter tensor of a layer."""
+    """A parameter tensor of a layer."""
 
     name: str
     """Full name, as in `named_parameters()`."""
@@ -30,7 +30,7 @@ class ParameterShape:
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that owns parameters, with the work that one sample causes in its forward."""
+    """A module with parameters, and the work of its forward for one sample."""
 
     name: str
     """Module name: the parameters' names without their last part."""
@@ -86,7 +86,7 @@ class FeatureMap:
         return self.channels * self.height * self.width
 
     def pooled(self, kernel: int, stride: int, padding: int = 0) -> FeatureMap:
-        """Shape after pooling with a square kernel."""
+        """Return the shape after pooling with a square kernel."""
         return FeatureMap(
             self.channels,
             output_size(self.height, kernel, stride, padding),
@@ -95,7 +95,7 @@ class FeatureMap:
 
 
 def output_size(size: int, kernel: int, stride: int, padding: int) -> int:
-    """Length of one spatial dimension after a convolution or pooling (rounded down)."""
+    """Return the length of a spatial dimension after a convolution or pooling (rounded down)."""
     return (size + 2 * padding - kernel) // stride + 1
 
 
@@ -103,7 +103,6 @@ class LayerList:
     """Collects layers in forward order while it follows the shape of the activations."""
 
     def __init__(self) -> None:
-        """Start without layers."""
         self.layers: list[Layer] = []
 
     def add(

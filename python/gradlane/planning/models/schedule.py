@@ -1,7 +1,7 @@
-"""How long each layer of a replayed model takes: from operation counts or from a profile.
+"""Durations of the layers of a replayed model, from operation counts or from a profile.
 
-Whatever the source, the durations of all layers add up to the stated batch time, and layers too
-short for the machine's sleep to be exact lend their time to a neighbour.
+The durations of all layers add up to the given batch time. Layers too short for the machine's sleep
+to be exact lend their time to a neighbour.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from gradlane.formats.profile import FORMAT, Profile, ProfileTensor, read_own
+from gradlane.formats.profile import FORMAT, Profile, ProfileTensor, read_profile_file
 from gradlane.planning.models import Architecture, ParameterShape
 from gradlane.planning.models.timings import Stage
 
@@ -36,12 +36,12 @@ class ReplayLayer:
     forward_s: float
     backward_s: float
     kind: str | None = None
-    """Class of the module, such as `Linear`; None where it is not known."""
+    """Class of the module, such as `Linear`; None if unknown."""
     positions: int | None = None
-    """Vectors of one sample that it is applied to; None where it is not known."""
+    """Vectors of one sample that it is applied to; None if unknown."""
 
     def stage(self) -> Stage:
-        """Return the stage that this layer is on the accelerator's time line."""
+        """Return the layer as a stage of the accelerator's time line."""
         parameters = tuple(
             (parameter.name, parameter.numel, FLOAT32_BYTES) for parameter in self.parameters
         )
@@ -105,7 +105,7 @@ def layers_from_profile(path: Path, batch_time_s: float | None = None) -> list[R
     """
     profile = _read_profile(path)
     if profile.get("format") == FORMAT:
-        return layers_from_recording(read_own(path), batch_time_s)
+        return layers_from_recording(read_profile_file(path), batch_time_s)
     recorded_batch_s = _number(profile, "batch_time_s", path)
     backward_s = _number(profile, "backward_time_s", path)
     if not 0.0 < backward_s < recorded_batch_s:

@@ -1,6 +1,6 @@
-"""When each gradient of a step is due and each parameter read, from layers and their durations.
+"""Times at which gradients are ready and parameters are read, from layers and their durations.
 
-Times are nominal seconds, those of the accelerator that is stood for.
+Times are nominal seconds of the emulated accelerator.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TensorTiming:
-    """When the gradient of one parameter appears, and when its parameter is next read."""
+    """Times at which a parameter's gradient is ready and the parameter is next read."""
 
     name: str
     """Name as in `named_parameters()`."""
@@ -32,7 +32,7 @@ class TensorTiming:
 
 @dataclass(frozen=True)
 class Stage:
-    """One operation of the accelerator: a layer's forward and backward, with its parameters."""
+    """An operation of the accelerator: a layer's forward and backward, with its parameters."""
 
     name: str
     """Module name."""
@@ -45,7 +45,7 @@ class Stage:
 
 
 def timings_of(stages: Sequence[Stage]) -> list[TensorTiming]:
-    """Timings of every parameter of stages that run one after another.
+    """Return the timings of every parameter of stages that run one after another.
 
     Forward runs `stages` in order and backward runs them in reverse, without gaps. A parameter
     is needed when its first stage starts, and its gradient is ready when the backward of that
@@ -79,5 +79,5 @@ def timings_of(stages: Sequence[Stage]) -> list[TensorTiming]:
 
 
 def compute_s_of(stages: Sequence[Stage]) -> float:
-    """Nominal seconds of one step's forward and backward together."""
+    """Return the nominal seconds of one step's forward and backward together."""
     return sum(stage.forward_s + stage.backward_s for stage in stages)

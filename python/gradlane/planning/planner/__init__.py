@@ -1,5 +1,6 @@
-"""Which settings make a training fastest on a cluster, decided by simulating them.
+"""The search for the settings that make a training fastest on a cluster, by simulation.
 
-`coordinator` holds what is known about model and cluster and answers questions, `search` simulates
-candidates and chooses. `learning` records a session's own steps and switches it to the best plan.
+`coordinator` holds the facts of model and cluster and answers queries. `search` simulates
+candidates and chooses. `learning` records a session's own steps and switches the session to the
+best plan.
 """

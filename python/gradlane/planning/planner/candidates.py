@@ -1,4 +1,4 @@
-"""Simulations of candidates: settings, and layers with schemes of their own, on one cluster."""
+"""Simulation of candidates: settings, and layers with schemes of their own, on one cluster."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from gradlane.planning.planner.simulations import predict_step_s, simulated_frames
+from gradlane.planning.planner.simulations import frames_to_simulate, predict_step_s
 from gradlane.planning.schemes.layers import Schemes
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.training.plans.settings import ClusterFacts, Settings
 
 TIE = 0.01
-"""Share of a step by which something must be faster to be chosen over what is there."""
+"""Share of a step by which a candidate must be faster than the current one to be chosen."""
 _FRAMES_PER_S = 400_000
-"""Frames that one thread simulates in a second on a slow machine."""
+"""Frames that one thread of a slow machine simulates in a second."""
 
 
 class Candidate(NamedTuple):
-    """What is simulated: settings, and layers whose scheme is not the strategy's."""
+    """Settings to simulate, and layers whose scheme is not the strategy's."""
 
     settings: Settings
     schemes: Schemes = ()
 
 
-class Simulated:
-    """Simulations of one profile on one cluster, each done once, several at a time."""
+class CandidateSimulator:
+    """Simulates candidates of one profile on one cluster, each once, several at a time."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class Simulated:
         costs: MachineCosts | None,
         on_simulated: Callable[[], None],
     ) -> None:
-        """Begin with none.
+        """Start without results.
 
         Args:
             profile: what a step computes.
-            facts: the cluster.
-            budget_s: candidates that would take longer than what is left of it are left out.
-            costs: constants of the cluster's machines in place of the simulator's own.
+            facts: of the cluster.
+            budget_s: seconds in all; candidates that would exceed it are skipped.
+            costs: constants of the cluster's machines; None: the simulator's own.
             on_simulated: called after each simulation.
         """
         self._profile = profile
@@ -57,15 +57,15 @@ class Simulated:
 
     @property
     def speed(self) -> float | None:
-        """Operations a second of the accelerators, where the machine's constants say it."""
+        """Operations a second of the accelerators, if the machine's constants have it."""
         return None if self._costs is None else self._costs.operations_per_s
 
     def step_s(self, candidate: Candidate) -> float | None:
-        """Predicted step time; None if it was left out."""
+        """Return the predicted step time; None if the candidate was skipped."""
         return self._step_s.get(candidate)
 
     def run(self, candidates: Sequence[Candidate]) -> None:
-        """Simulate what was not simulated yet and fits into the time that is left."""
+        """Simulate the new candidates that fit into the remaining time."""
         new = [one for one in dict.fromkeys(candidates) if one not in self._step_s]
         with ThreadPoolExecutor(self._threads) as pool:
             for candidate, step_s in zip(new, pool.map(self._simulate, new), strict=True):
@@ -74,7 +74,7 @@ class Simulated:
 
     def _simulate(self, candidate: Candidate) -> float | None:
         settings, schemes = candidate
-        frames = simulated_frames(self._profile, self._facts, settings, schemes)
+        frames = frames_to_simulate(self._profile, self._facts, settings, schemes)
         if time.monotonic() + frames / _FRAMES_PER_S > self._deadline_s:
             return None
         step_s = predict_step_s(self._profile, self._facts, settings, self._costs, schemes)

@@ -1,8 +1,8 @@
-"""The coordinator and its information book: what is known of model and cluster, and what follows.
+"""The coordinator and its information book: the facts of model and cluster, and plans from them.
 
-After Poseidon (Zhang et al., USENIX ATC 2017, section 4.1): `query` reads the book, `best_scheme`
-says how a layer is to be aggregated. `plan` simulates what the book leaves open. The same book
-gives the same answers on every rank.
+After Poseidon (Zhang et al., USENIX ATC 2017, section 4.1): `query` reads the book, and
+`best_scheme` chooses the aggregation scheme of a layer. `plan` simulates everything else. The same
+book gives the same answers on every rank.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradlane.planning.planner.candidates import Candidate, Simulated
+from gradlane.planning.planner.candidates import Candidate, CandidateSimulator
 from gradlane.planning.planner.reasons import poseidon_summary, reason_of, scheme_reason, summary_of
-from gradlane.planning.planner.search import Choice, Found, search
+from gradlane.planning.planner.search import Choice, SearchResult, search
 from gradlane.planning.schemes.costs import SCHEMES, Cost, Counts, Layer, costs_of
-from gradlane.planning.schemes.hybrid import HybridStep, Node, hybrid_step
+from gradlane.planning.schemes.hybrid import HybridStep, NodeCluster, hybrid_step
 from gradlane.planning.schemes.layers import (
     Schemes,
     factors_of,
@@ -37,13 +37,13 @@ from gradlane.training.plans.settings import ClusterFacts, Settings
 
 @dataclass(frozen=True)
 class SchemeChoice:
-    """How one layer is to be aggregated.
+    """The chosen scheme of one layer.
 
     Attributes:
-        scheme: the cheapest of those that the rule chooses among.
+        scheme: the cheapest one that the rule allows.
         costs: of each scheme that fits the layer, the cheapest first; under the rule `poseidon`
-            also of `adam`, which it does not choose.
-        reason: why, in words.
+            also of `adam`, which it never chooses.
+        reason: in words.
     """
 
     scheme: str
@@ -52,7 +52,7 @@ class SchemeChoice:
 
 
 class Coordinator:
-    """Knows a model and a cluster."""
+    """Plans for one model on one cluster."""
 
     def __init__(
         self,
@@ -65,18 +65,17 @@ class Coordinator:
         costs: MachineCosts | None = None,
         any_rounding: bool = False,
     ) -> None:
-        """Write the information book.
+        """Fill the information book.
 
         Args:
-            profile: what a training step computes.
+            profile: of a training step.
             facts: the cluster.
             base: the settings without a plan; None: gradlane's own.
-            source: where the cluster's figures come from, `"given"` or `"probed"`.
-            rule: how schemes are chosen: `"auto"`, among those that the engine runs, or
-                `"poseidon"`, by the paper's algorithm 1.
+            source: of the cluster's figures, `"given"` or `"probed"`.
+            rule: for choosing schemes: `"auto"`, among those that the engine runs, or `"poseidon"`,
+                the paper's algorithm 1.
             costs: constants of the cluster's machines; None: the simulator's own.
-            any_rounding: whether rule `auto` may choose schemes that add up in another order than
-                that of the ranks.
+            any_rounding: whether rule `auto` may choose schemes that do not add up in rank order.
 
         Raises:
             ValueError: there is no such rule.
@@ -109,7 +108,7 @@ class Coordinator:
         return f"<Coordinator of {self._profile!r} on {self._facts.where}, rule {self._rule!r}>"
 
     def query(self, *names: str) -> Any:
-        """Read the information book.
+        """Read entries of the information book.
 
         Args:
             names: of entries: `model`, `batch_size`, `forward_s`, `compute_s`, `gradient_bytes`,
@@ -123,20 +122,20 @@ class Coordinator:
             ValueError: no name is given, or one is unknown.
         """
         if not names:
-            raise ValueError(f"query() of nothing; known are {', '.join(self._book)}, and layers")
+            raise ValueError(f"query() needs a name; known are {', '.join(self._book)}, and layers")
         values = tuple(
             self._book[name] if name in self._book else self._layer(name) for name in names
         )
         return values[0] if len(values) == 1 else values
 
     def best_scheme(self, layer: str | int) -> SchemeChoice:
-        """Say how a layer is to be aggregated: by the scheme that moves the fewest numbers.
+        """Choose the scheme that moves the fewest numbers for a layer.
 
         Under the rule `poseidon` this is the paper's BestScheme (algorithm 1): factors for a fully
         connected layer where 2 K (P1 - 1) (M + N) <= 2 M N (P1 + P2 - 2) / P2, else servers.
 
         Args:
-            layer: its name, or its place in `query("layers")`.
+            layer: its name, or its index in `query("layers")`.
 
         Raises:
             ValueError: there is no such layer.
@@ -146,7 +145,7 @@ class Coordinator:
     def bound(
         self, codec: str | None = None, schemes: Schemes = (), *, adds_up_on_nodes: bool = False
     ) -> Bound:
-        """Return the step time that no strategy can beat, with the bytes of a codec.
+        """Return the step time that no strategy can beat with the bytes of a codec.
 
         Args:
             codec: as in `Settings`.
@@ -178,7 +177,7 @@ class Coordinator:
         """Simulate candidates and choose; under the rule `poseidon` only schemes are chosen.
 
         Args:
-            budget_s: seconds that the simulations may take, about.
+            budget_s: approximate time for the simulations, in seconds.
             on_simulated: called after each simulation.
 
         Raises:
@@ -187,7 +186,7 @@ class Coordinator:
         if self._rule == "poseidon":
             return self._poseidon_plan(budget_s, on_simulated)
         if self._facts.workers == 1:
-            found: Found | None = Found(
+            found: SearchResult | None = SearchResult(
                 self._base, self._profile.compute_s, self._profile.compute_s, ()
             )
         else:
@@ -208,7 +207,7 @@ class Coordinator:
             facts=self._facts,
             source=self._source,
             settings=settings,
-            tensors=self._planned_tensors(settings, self._chosen(settings, found)),
+            tensors=self._planned_tensors(settings, self._chosen_schemes(settings, found)),
             prediction=_prediction(found, bound, self._profile, self._facts),
             choices=tuple(_choice_row(choice) for choice in found.choices) if found else (),
             summary=summary_of(found, self._facts, bound)
@@ -217,20 +216,22 @@ class Coordinator:
         )
 
     def _poseidon_plan(self, budget_s: float, on_simulated: Callable[[], None]) -> Plan:
-        """Schemes by the paper's rule, and what they give; the settings stay as they are."""
+        """Make a plan with the paper's schemes and the unchanged settings."""
         layers = {layer.name: self._scheme_of(layer) for layer in self._layers}
-        simulated = Simulated(self._profile, self._facts, budget_s, self._costs, on_simulated)
+        simulator = CandidateSimulator(
+            self._profile, self._facts, budget_s, self._costs, on_simulated
+        )
         without = Candidate(self._base)
         factored = tuple((name, one.scheme) for name, one in layers.items() if one.scheme != "ps")
         with_factors = Candidate(self._base, factored)
-        simulated.run([without, with_factors])
+        simulator.run([without, with_factors])
         steps_s = {
-            "step_s": simulated.step_s(with_factors),
-            "base_step_s": simulated.step_s(without),
+            "step_s": simulator.step_s(with_factors),
+            "base_step_s": simulator.step_s(without),
         }
         schemes = {name: choice.scheme for name, choice in layers.items()}
         servers = dict.fromkeys(schemes, "ps")
-        hybrid, plain = self._step_with(schemes), self._step_with(servers)
+        hybrid, plain = self._hybrid_step(schemes), self._hybrid_step(servers)
         return Plan(
             model=self._profile.model,
             facts=self._facts,
@@ -250,12 +251,12 @@ class Coordinator:
             summary=poseidon_summary(schemes, hybrid, plain, self._facts, steps_s),
         )
 
-    def _step_with(self, schemes: Mapping[str, str]) -> HybridStep:
+    def _hybrid_step(self, schemes: Mapping[str, str]) -> HybridStep:
         profile, facts = self._profile, self._facts
         return hybrid_step(
             self._layers,
             schemes,
-            Node(
+            NodeCluster(
                 facts.workers,
                 facts.rate_bps * GOODPUT_SHARE,
                 operations_per_s(profile),
@@ -280,11 +281,11 @@ class Coordinator:
 
     def _scheme_of(self, layer: Layer) -> SchemeChoice:
         workers, servers, batch_size = self.query("workers", "servers", "batch_size")
-        apart = self._facts.serving > 0
-        counts = Counts(layer.rows or batch_size, workers, servers, apart)
-        among = PLAN_RULES[self._rule]
-        costs = costs_of(layer, counts, among if self._rule == "auto" else tuple(SCHEMES))
-        best = next(cost for cost in costs if cost.scheme in among)
+        has_dedicated_servers = self._facts.serving > 0
+        counts = Counts(layer.rows or batch_size, workers, servers, has_dedicated_servers)
+        candidates = PLAN_RULES[self._rule]
+        costs = costs_of(layer, counts, candidates if self._rule == "auto" else tuple(SCHEMES))
+        best = next(cost for cost in costs if cost.scheme in candidates)
         return SchemeChoice(best.scheme, tuple(costs), scheme_reason(layer, counts, best, costs))
 
     def _codecs_in(self, codec: str | None) -> list[CodecChoice]:
@@ -292,16 +293,18 @@ class Coordinator:
         ranks = ring_ranks(self._base.strategy, self._facts.workers)
         return codecs_in(self._profile, codec_rules(codec), ranks)
 
-    def _chosen(self, settings: Settings, found: Found | None) -> dict[str, SchemeChoice]:
-        """What the search chose for each layer, and why."""
-        others = dict(found.schemes) if found else {}
-        said = found.scheme_reasons if found else {}
+    def _chosen_schemes(
+        self, settings: Settings, found: SearchResult | None
+    ) -> dict[str, SchemeChoice]:
+        """Return the search's scheme of each layer, with its reason."""
+        layer_schemes = dict(found.schemes) if found else {}
+        reasons = found.scheme_reasons if found else {}
         chosen = {}
         for layer in self._layers:
             choice = self._scheme_of(layer)
-            scheme = others.get(layer.name, RING if settings.strategy == RING else "ps")
-            reason = said.get(layer.name, choice.reason)
-            if scheme == RING and layer.name not in said:
+            scheme = layer_schemes.get(layer.name, RING if settings.strategy == RING else "ps")
+            reason = reasons.get(layer.name, choice.reason)
+            if scheme == RING and layer.name not in reasons:
                 reason = "ring: as the strategy says"
             chosen[layer.name] = SchemeChoice(scheme, choice.costs, reason)
         return chosen
@@ -309,7 +312,7 @@ class Coordinator:
     def _planned_tensors(
         self, settings: Settings, layers: Mapping[str, SchemeChoice]
     ) -> tuple[PlannedTensor, ...]:
-        """Every tensor with the scheme of its layer and the slices that the engine cuts."""
+        """Return every tensor with its layer's scheme and the engine's number of slices."""
         codecs = self._codecs_in(settings.codec)
         slices = _slices_of(self._profile, self._facts, settings, codecs)
         schemes = {}
@@ -328,7 +331,7 @@ class Coordinator:
                 numel=tensor.numel,
                 scheme=schemes[tensor.name].scheme,
                 codec=codec.codec,
-                # How long factors are, the batch says: only whole gradients are known to be cut.
+                # The batch decides the size of factors, so only whole gradients have known slices.
                 slices=count if schemes[tensor.name].scheme in ("ps", RING) else min(count, 1),
                 reason=schemes[tensor.name].reason
                 if settings.codec is None
@@ -341,7 +344,7 @@ class Coordinator:
 def _slices_of(
     profile: Profile, facts: ClusterFacts, settings: Settings, codecs: Sequence[CodecChoice]
 ) -> list[int]:
-    """Into how many slices the engine cuts each tensor; none where it has no elements."""
+    """Return the engine's number of slices of each tensor; 0 for a tensor without elements."""
     from gradlane import _core
 
     filled = [tensor for tensor in profile.tensors if tensor.numel > 0]
@@ -359,7 +362,7 @@ def _slices_of(
         }
         for one in filled
     ]
-    made = json.loads(
+    engine_plan = json.loads(
         _core.plan_json(
             json.dumps(rows),
             settings.strategy,
@@ -372,12 +375,14 @@ def _slices_of(
             workers=facts.workers if facts.serving else None,
         )
     )
-    counts = {row["name"]: row["slices"]["end"] - row["slices"]["start"] for row in made["tensors"]}
+    counts = {
+        row["name"]: row["slices"]["end"] - row["slices"]["start"] for row in engine_plan["tensors"]
+    }
     return [counts.get(tensor.name, 0) for tensor in profile.tensors]
 
 
 def _prediction(
-    found: Found | None, bound: Bound, profile: Profile, facts: ClusterFacts
+    found: SearchResult | None, bound: Bound, profile: Profile, facts: ClusterFacts
 ) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "compute_s": profile.compute_s,

@@ -1,7 +1,7 @@
-"""A session's own plan: some steps are recorded, rank 0 simulates, all ranks switch together.
+"""A session's own plan: some steps are recorded, rank 0 simulates, and all ranks switch together.
 
-Recording takes the waits for other ranks out, so the training goes on as it would. All ranks count
-the same steps, and the one after which the plan is decided is the same on all of them.
+The recording subtracts waits for other ranks, so training goes on as usual. All ranks count the
+same steps and decide after the same one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradlane.formats.profile import Profile, ProfileError
 from gradlane.formats.rates import format_rate
 from gradlane.formats.untrusted import escaped
 from gradlane.planning.planner.coordinator import Coordinator
-from gradlane.planning.planner.reasons import shown
+from gradlane.planning.planner.reasons import format_value
 from gradlane.planning.profiler.recorder import Recorder
 from gradlane.training.factors.choice import layers_by_weight
 from gradlane.training.model.step_machine import StepMachine
@@ -33,17 +33,17 @@ from gradlane.training.plans.settings import LEARNING_STEPS, ClusterFacts, Setti
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 BUDGET_S = 8.0
-"""Seconds that training stands still at most for simulations, about."""
+"""Approximate longest pause of training for the simulations, in seconds."""
 
 _log = logging.getLogger("gradlane")
 
 
 class LearningModel(Protocol):
-    """A connected model as this file sees it."""
+    """A connected model."""
 
     @property
     def steps(self) -> StepMachine:
-        """Its steps."""
+        """The model's steps."""
 
     @property
     def model(self) -> nn.Module:
@@ -51,18 +51,18 @@ class LearningModel(Protocol):
 
     @property
     def schemes(self) -> dict[str, str]:
-        """How each trained tensor is aggregated, by name."""
+        """Aggregation scheme of each trained tensor, by name."""
 
 
 class PlanLearning:
-    """Learns what one model computes during its first steps, and decides its plan."""
+    """Records one model's first steps and decides its plan."""
 
     def __init__(
         self,
         learner: LearningModel,
         links: LinkReport,
         options: Options,
-        meet: Callable[[], RendezvousScope],
+        open_scope: Callable[[], RendezvousScope],
         on_plan: Callable[[Plan], None],
         rule: str = "auto",
     ) -> None:
@@ -70,66 +70,68 @@ class PlanLearning:
 
         Args:
             learner: the connected model.
-            links: what was measured between the ranks.
-            options: that it is connected with.
-            meet: opens a place where the ranks agree.
+            links: measured between the ranks.
+            options: of its connection.
+            open_scope: opens a rendezvous scope.
             on_plan: called with the plan, between two steps, on all ranks after the same one.
-            rule: how schemes are chosen, a key of `PLAN_RULES`.
+            rule: for choosing schemes, a key of `PLAN_RULES`.
         """
         self._learner = learner
         self._links = links
         self._options = options
-        self._meet = meet
+        self._open_scope = open_scope
         self._on_plan = on_plan
         self._rule = rule
         self._recorder: Recorder | None = None
-        self._why_not = ""
-        self._records = False
-        self._over = False
+        self._obstacle = ""
+        self._is_recording = False
+        self._has_ended = False
         try:
             self._recorder = Recorder(learner.model)
             self._recorder.attach()
         except ValueError as error:
-            self._why_not = str(error)
+            self._obstacle = str(error)
 
     def after_step(self) -> None:
-        """Note the end of a training step, and decide after the last one that is recorded.
+        """Record the end of a training step, and decide after the last recorded one.
 
         Raises:
             GradlaneError: a rank was lost, or could not switch.
         """
         steps = self._learner.steps
-        if self._over or steps.failure is not None:
+        if self._has_ended or steps.failure is not None:
             return
         if self._recorder is not None:
-            if self._records:
+            if self._is_recording:
                 self._recorder.end_step()
             self._recorder.begin_step()
-            self._records = True
-        # Inside join() ranks may have run out of data, and inside no_sync() nothing was sent.
+            self._is_recording = True
+        # Inside join() ranks may be out of data, and inside no_sync() no gradients were sent.
         if steps.step >= LEARNING_STEPS and not steps.in_join and not steps.accumulates:
             self.stop()
             self._on_plan(self._decide())
 
     def stop(self) -> None:
-        """Record no more."""
-        self._over = True
+        """Stop recording."""
+        self._has_ended = True
         if self._recorder is not None:
             self._recorder.detach()
 
     def _decide(self) -> Plan:
-        meeting = self._meet()
-        place = meeting.place
+        scope = self._open_scope()
+        rank_info = scope.rank_info
         profile = self._profile()
-        each = _ranks_per_node(self._options, meeting)
-        meeting.put(f"compute/{place.rank}", json.dumps(profile.compute_s if profile else None))
-        if place.rank != 0:
-            return parse_plan(meeting.get("decided", 0).decode(), "rank 0's plan")
+        ranks_per_node = _ranks_per_node(self._options, scope)
+        scope.put(f"compute/{rank_info.rank}", json.dumps(profile.compute_s if profile else None))
+        if rank_info.rank != 0:
+            return parse_plan(scope.get("decided", 0).decode(), "rank 0's plan")
         times_s = [
-            json.loads(meeting.get(f"compute/{rank}", rank)) for rank in range(place.world_size)
+            json.loads(scope.get(f"compute/{rank}", rank)) for rank in range(rank_info.world_size)
         ]
-        plan = self._plan(profile, max((one for one in times_s if one), default=0.0), each)
-        meeting.put("decided", json.dumps(plan.to_json()))
+        plan = self._plan(
+            profile, max((one for one in times_s if one), default=0.0), ranks_per_node
+        )
+        scope.put("decided", json.dumps(plan.to_json()))
         log_plan(plan)
         return plan
 
@@ -139,11 +141,11 @@ class PlanLearning:
         try:
             return self._recorder.profile(type(self._learner.model).__name__)
         except (ProfileError, RuntimeError) as error:
-            self._why_not = str(error)
+            self._obstacle = str(error)
             return None
 
-    def _plan(self, profile: Profile | None, slowest_s: float, each: int) -> Plan:
-        """Make the plan, on rank 0; the settings stay as they are where that cannot be done."""
+    def _plan(self, profile: Profile | None, slowest_s: float, ranks_per_node: int) -> Plan:
+        """Make the plan, on rank 0; without a usable profile the settings stay as they are."""
         base = Settings.of(self._options)
         try:
             facts = ClusterFacts(
@@ -152,28 +154,28 @@ class PlanLearning:
                 latency_s=self._links.latency_s,
                 update=self._options.update,
                 servers=self._options.servers,
-                ranks_per_node=each,
+                ranks_per_node=ranks_per_node,
                 stragglers=self._options.stragglers.rule,
             )
             if profile is not None and profile.compute_s > 0.0:
                 # Every step waits for the slowest rank.
                 profile = profile.scaled(max(1.0, slowest_s / profile.compute_s))
-                book = Coordinator(
-                    self._tapped(profile),
+                coordinator = Coordinator(
+                    self._with_available_factors(profile),
                     facts,
                     base=base,
                     source="probed",
                     rule=self._rule,
                     any_rounding=not self._options.strategy.exact_order,
                 )
-                return self._as_given(book.plan(budget_s=BUDGET_S))
+                return self._keep_given_factors(coordinator.plan(budget_s=BUDGET_S))
         except (ValueError, RuntimeError) as error:
             if isinstance(error, GradlaneError):
                 raise
-            self._why_not = str(error)
-        # The words of an error may be several lines; a plan's are printable, as they are printed.
-        why_not = escaped(self._why_not or "no step was recorded")
-        reason = f"The settings stay as they are: {why_not}."
+            self._obstacle = str(error)
+        # An error may have several lines; the texts of a plan are printable.
+        obstacle = escaped(self._obstacle or "no step was recorded")
+        reason = f"The settings stay as they are: {obstacle}."
         unknown: dict[str, Any] = {}
         facts = ClusterFacts(
             self._links.workers,
@@ -185,8 +187,8 @@ class PlanLearning:
         name = type(self._learner.model).__name__
         return Plan(name, facts, "probed", base, prediction=unknown, summary=reason)
 
-    def _tapped(self, profile: Profile) -> Profile:
-        """Take the layers from tensors whose gradient cannot be had as factors in this model."""
+    def _with_available_factors(self, profile: Profile) -> Profile:
+        """Remove the layers of tensors whose gradient this model cannot provide as factors."""
         layers = layers_by_weight(self._learner.model)
         weights = dict(self._learner.model.named_parameters())
         tensors = tuple(
@@ -195,8 +197,8 @@ class PlanLearning:
         )
         return replace(profile, tensors=tensors)
 
-    def _as_given(self, plan: Plan) -> Plan:
-        """Leave factors that the session asked for, where what is found may change no bit."""
+    def _keep_given_factors(self, plan: Plan) -> Plan:
+        """Keep the session's own factors if the plan may not change any bit."""
         if not (self._options.strategy.factors and self._options.strategy.exact_order):
             return plan
         given = self._learner.schemes
@@ -208,19 +210,19 @@ class PlanLearning:
         return replace(plan, tensors=kept)
 
 
-def _ranks_per_node(options: Options, meeting: RendezvousScope) -> int:
-    """Return how many ranks share each of several nodes; a collective call.
+def _ranks_per_node(options: Options, scope: RendezvousScope) -> int:
+    """Return the number of ranks on each of several nodes; a collective call.
 
-    One where nodes differ, there is one alone, or the options do not go with sums on nodes: each
-    rank is planned for as if it had a port of its own there.
+    It is 1 if nodes differ, there is a single node, or the options exclude sums on nodes: each rank
+    is then planned for as if it had a port of its own.
     """
     wanted = with_local(replace(options, local=LocalSums(AUTO)))
-    layout = agree_on_layout(wanted, meeting, os.environ) if wanted.local.mode == AUTO else None
+    layout = agree_on_layout(wanted, scope, os.environ) if wanted.local.mode == AUTO else None
     return 1 if layout is None else layout.local_size
 
 
 def log_plan(plan: Plan) -> None:
-    """Tell the logger `gradlane` what was measured, and each choice with its reason."""
+    """Log the measurements and each choice with its reason to the logger `gradlane`."""
     _log.info(
         "plan: %d ranks, %s in both directions at once, %.3g ms one way",
         plan.facts.workers,
@@ -228,5 +230,7 @@ def log_plan(plan: Plan) -> None:
         plan.facts.latency_s * 1e3,
     )
     for choice in plan.choices:
-        _log.info("plan: %s %s: %s", choice["setting"], shown(choice["value"]), choice["reason"])
+        _log.info(
+            "plan: %s %s: %s", choice["setting"], format_value(choice["value"]), choice["reason"]
+        )
     _log.info("plan: %s", plan.summary)

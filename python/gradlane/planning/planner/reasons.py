@@ -1,11 +1,11 @@
-"""Choices in words and figures."""
+"""Texts for choices, with figures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from gradlane.planning.planner.candidates import TIE
-from gradlane.planning.planner.search import Choice, Found, Value
+from gradlane.planning.planner.search import Choice, SearchResult, Value
 from gradlane.planning.schemes.costs import Cost, Counts, Layer
 from gradlane.planning.schemes.hybrid import HybridStep
 from gradlane.planning.simulation.bound import Bound
@@ -13,7 +13,7 @@ from gradlane.training.options.codec_choice import RAW
 from gradlane.training.plans.settings import ClusterFacts
 
 _NO_DIFFERENCE = 0.002
-_WHAT = {
+_VALUE_TEXTS = {
     "strategy": {
         "p3": "slices, the most urgent first",
         "slicing": "slices, first come first served",
@@ -38,58 +38,58 @@ _WHAT = {
 
 
 def reason_of(choice: Choice) -> str:
-    """Say in one sentence why a value was chosen."""
+    """Return the reason for a value in one sentence."""
     if choice.setting == "codec":
         return _codec_reason(choice)
     runner_up = choice.runner_up
     skipped = ""
     if choice.skipped:
-        skipped = f"; no time to simulate {', '.join(map(shown, choice.skipped))}"
+        skipped = f"; no time to simulate {', '.join(map(format_value, choice.skipped))}"
     if runner_up is None:
         return f"kept: nothing else was simulated{skipped}{_declined_reason(choice)}"
     times = [one.step_s for one in choice.tried]
     if choice.value != choice.base:
         gain = _percent(choice.base_step_s / choice.step_s - 1.0)
         text = (
-            f"{_described(choice)}{gain} faster than {shown(choice.base)} "
-            f"({_ms(choice.base_step_s)}); next best {shown(runner_up.value)}, "
+            f"{_value_text(choice)}{gain} faster than {format_value(choice.base)} "
+            f"({_ms(choice.base_step_s)}); next best {format_value(runner_up.value)}, "
             f"{_ms(runner_up.step_s)}"
         )
     elif max(abs(time_s / choice.step_s - 1.0) for time_s in times) <= _NO_DIFFERENCE:
         text = "kept: makes no difference here"
     elif abs(runner_up.step_s / choice.step_s - 1.0) <= _NO_DIFFERENCE:
-        text = f"{_described(choice)}kept: {shown(runner_up.value)} is as fast"
+        text = f"{_value_text(choice)}kept: {format_value(runner_up.value)} is as fast"
     elif runner_up.step_s < choice.step_s:
         gain = _percent(1.0 - runner_up.step_s / choice.step_s)
         text = (
-            f"kept: {shown(runner_up.value)} would give {_ms(runner_up.step_s)}, {gain} less, "
-            f"and below {TIE * 100:g} % the simulator cannot tell"
+            f"kept: {format_value(runner_up.value)} would give {_ms(runner_up.step_s)}, {gain} "
+            f"less, and below {TIE * 100:g} % the simulator cannot tell"
         )
     else:
         loss = _percent(runner_up.step_s / choice.step_s - 1.0)
         text = (
-            f"{_described(choice)}kept: next best is {shown(runner_up.value)}, "
+            f"{_value_text(choice)}kept: next best is {format_value(runner_up.value)}, "
             f"{_ms(runner_up.step_s)}, {loss} slower"
         )
     return text + skipped + _declined_reason(choice)
 
 
 def _declined_reason(choice: Choice) -> str:
-    """Say what would be faster and may not be chosen."""
+    """Describe the faster values that may not be chosen."""
     text = ""
-    for why in dict.fromkeys(one.why for one in choice.declined):
+    for reason_text in dict.fromkeys(one.why for one in choice.declined):
         values = [
             f"{one.value} would give {_ms(one.step_s)}, "
             f"{_percent(1.0 - one.step_s / choice.step_s)} less"
             for one in choice.declined
-            if one.why == why
+            if one.why == reason_text
         ]
-        text += f"; declined: {', and '.join(values)}, but {why}"
+        text += f"; declined: {', and '.join(values)}, but {reason_text}"
     return text
 
 
 def _codec_reason(choice: Choice) -> str:
-    """Say why gradients are encoded, or why not though a codec was given."""
+    """Return why gradients are encoded, or why not although a codec was given."""
     if choice.value != RAW:
         gain = _percent(choice.base_step_s / choice.step_s - 1.0)
         return (
@@ -107,8 +107,8 @@ def _codec_reason(choice: Choice) -> str:
     )
 
 
-def summary_of(found: Found, facts: ClusterFacts, bound: Bound) -> str:
-    """Say what the plan brings, and what the limit is."""
+def summary_of(found: SearchResult, facts: ClusterFacts, bound: Bound) -> str:
+    """Return the plan's effect, and what limits it."""
     step_s = found.step_s
     where = facts.where
     reached = f"{_ms(step_s)} a step, {bound.compute_s / step_s * 100:.0f} % of linear scaling"
@@ -128,12 +128,15 @@ def summary_of(found: Found, facts: ClusterFacts, bound: Bound) -> str:
     limit = f"nothing exact can be faster than {_ms(bound.step_s)}"
     if compute_binds:
         return f"{head}; the compute is the bound: {limit}."
-    what = "the port" if bound.binding == "port" else f"the {bound.binding}"
-    return f"{head}; {what} is the bound: {limit}, unless fewer bytes travel or the link is faster."
+    limiting = "the port" if bound.binding == "port" else f"the {bound.binding}"
+    return (
+        f"{head}; {limiting} is the bound: {limit}, unless fewer bytes travel or the "
+        "link is faster."
+    )
 
 
 def scheme_reason(layer: Layer, counts: Counts, best: Cost, costs: Sequence[Cost]) -> str:
-    """Say in one sentence why a layer is aggregated by a scheme."""
+    """Return the reason for a layer's scheme in one sentence."""
     reason = f"{best.scheme}: {best.node_floats / 1e6:.2f} million numbers a node and step"
     others = [cost for cost in costs if cost is not best]
     if not others:
@@ -152,13 +155,13 @@ def poseidon_summary(
     facts: ClusterFacts,
     steps_s: Mapping[str, float | None],
 ) -> str:
-    """Say what factors save.
+    """Return the savings of factors.
 
     Args:
         schemes: by layer.
-        hybrid: what bytes alone say of them.
-        plain: of servers alone.
-        facts: the cluster.
+        hybrid: predicted from bytes alone.
+        plain: the same for servers alone.
+        facts: of the cluster.
         steps_s: simulated, `step_s` with the schemes and `base_step_s` with servers alone; None
             where there was no time for it.
     """
@@ -180,19 +183,19 @@ def poseidon_summary(
     )
 
 
-def shown(value: Value) -> str:
-    """Return a value as people read it."""
+def format_value(value: Value) -> str:
+    """Return a value as text."""
     if isinstance(value, int):
         return f"{value:,}" if value else "fitted"
     return str(value)
 
 
-def _described(choice: Choice) -> str:
-    what = _WHAT.get(choice.setting, {}).get(str(choice.value))
-    return f"{what}; " if what else ""
+def _value_text(choice: Choice) -> str:
+    text = _VALUE_TEXTS.get(choice.setting, {}).get(str(choice.value))
+    return f"{text}; " if text else ""
 
 
-def _is_base(found: Found) -> bool:
+def _is_base(found: SearchResult) -> bool:
     return all(choice.value == choice.base for choice in found.choices)
 
 

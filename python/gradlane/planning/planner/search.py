@@ -1,9 +1,9 @@
-"""Chooses settings by simulating candidates: one setting after another.
+"""The search for settings by simulating candidates, one setting after another.
 
-Each setting is tried with what was chosen for those before it.
-The base settings are kept unless something is predicted to be faster by more than `TIE`: below
-that the simulator cannot tell them apart. Nothing here is random; with the same budget of frames
-the same candidates are tried.
+Each setting is tried with the values chosen for the settings before it. The base settings are kept
+unless a candidate is predicted to be faster by more than `TIE`: the simulator cannot distinguish
+smaller differences. The search is deterministic: the same budget of frames tries the same
+candidates.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gradlane.planning.planner.candidates import TIE, Candidate, Simulated
+from gradlane.planning.planner.candidates import TIE, Candidate, CandidateSimulator
 from gradlane.planning.planner.scheme_search import (
     OTHER_ORDER,
-    Allowed,
-    SchemeSearch,
+    SchemeRestrictions,
+    SchemeSearchResult,
     choose_schemes,
 )
 from gradlane.planning.schemes.layers import Schemes
@@ -35,16 +35,16 @@ from gradlane.training.options.stragglers import LEAVES_OUT
 from gradlane.training.plans.settings import ClusterFacts, Settings
 
 SLICES = (16_667, 33_334, 100_000, 200_000, 500_000)
-"""What is tried beside the base settings: below 50,000 elements, what fills whole frames of the
-usual size with four bytes an element. Sizes between them were measured or simulated slower
-(docs/experiments.md)."""
+"""Slice sizes that are tried besides the base settings': below 50,000 elements those that fill
+whole frames of the usual size with four bytes an element. Sizes between them were measured or
+simulated slower (docs/experiments.md)."""
 FRAMES = (32_768, 131_072, 262_144)
-"""Frames that are tried beside the base settings'. Of send buffers only the transport's own is: the
-simulator knows no queue that overflows, and finds longer ones better than they are
+"""Frame sizes that are tried besides the base settings'. Of send buffers only the transport's own
+is tried: the simulator does not model overflowing queues and overrates longer buffers
 (docs/simulator.md)."""
 
 _RING_SLICES = (4_096, 8_192, 16_384, 32_768)
-"""Slices of a ring are smaller."""
+"""Slice sizes of a ring, which are smaller."""
 
 NODE_RULES = ("p3", "slicing", "wfbp", RING)
 """Strategies under which the ranks of a node can add up."""
@@ -53,16 +53,16 @@ Value = str | int | None
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A value of a setting and the step time that it was predicted to give."""
+class SimulatedValue:
+    """A value of a setting, and its predicted step time."""
 
     value: Value
     step_s: float
 
 
 @dataclass(frozen=True)
-class Declined:
-    """A value that is predicted to be faster and may not be chosen."""
+class DeclinedValue:
+    """A value that is predicted to be faster but is not allowed."""
 
     value: Value
     step_s: float
@@ -71,17 +71,17 @@ class Declined:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for one setting.
+    """The choice of one setting.
 
     Attributes:
         setting: its name, a field of `Settings`, or `schemes`.
-        value: what was chosen.
-        base: what it would be without a plan.
+        value: the chosen one.
+        base: the value without a plan.
         step_s: predicted step time with `value`.
-        base_step_s: with `base`.
-        tried: everything that was simulated, in the order of values.
-        skipped: values that were not, since there was no time.
-        declined: what is faster and may not be chosen, the fastest first.
+        base_step_s: predicted step time with `base`.
+        tried: all simulated values, in their order.
+        skipped: values without time to simulate them.
+        declined: faster values that are not allowed, the fastest first.
     """
 
     setting: str
@@ -89,28 +89,28 @@ class Choice:
     base: Value
     step_s: float
     base_step_s: float
-    tried: tuple[Tried, ...]
+    tried: tuple[SimulatedValue, ...]
     skipped: tuple[Value, ...] = ()
-    declined: tuple[Declined, ...] = ()
+    declined: tuple[DeclinedValue, ...] = ()
 
     @property
-    def runner_up(self) -> Tried | None:
-        """The fastest of what was not chosen; None if nothing else was tried."""
+    def runner_up(self) -> SimulatedValue | None:
+        """The fastest value that was not chosen; None if there was no other."""
         others = [one for one in self.tried if one.value != self.value]
         return min(others, key=lambda one: one.step_s, default=None)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search came to.
+class SearchResult:
+    """The result of a search.
 
     Attributes:
-        settings: the best.
+        settings: the fastest ones.
         step_s: predicted step time with them.
         base_step_s: predicted step time with the base settings.
         choices: one a setting.
         schemes: layers whose scheme is not the strategy's.
-        scheme_reasons: why, by layer; of layers without a choice there is none.
+        scheme_reasons: by layer; none for layers without a choice.
     """
 
     settings: Settings
@@ -121,8 +121,8 @@ class Found:
     scheme_reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-def number_of_candidates() -> int:
-    """How many simulations a whole search takes at most, but for those of single layers."""
+def candidate_count() -> int:
+    """Return the largest number of simulations of a search, without those of single layers."""
     # Full precision and a codec have sizes of their own.
     return len(EXACT_STRATEGIES) + 2 * (len(SLICES) + len(FRAMES)) + 11
 
@@ -136,17 +136,17 @@ def search(
     costs: MachineCosts | None = None,
     any_rounding: bool = False,
     on_simulated: Callable[[], None] = lambda: None,
-) -> Found | None:
-    """Choose the settings that are predicted to be fastest.
+) -> SearchResult | None:
+    """Choose the settings with the shortest predicted step.
 
     Args:
-        profile: what a step computes.
+        profile: of a step.
         facts: the cluster.
         base: the settings without a plan; its codec is one candidate, full precision the other.
-        budget_s: candidates that would take longer than what is left of it are left out.
-        costs: constants of the cluster's machines in place of the simulator's own.
+        budget_s: seconds in all; candidates that would exceed it are skipped.
+        costs: constants of the cluster's machines; None: the simulator's own.
         any_rounding: whether gradients may be added up in another order than that of the ranks,
-            round a ring or from factors: results then differ in their last bits.
+            on a ring or from factors, so that results differ in their last bits.
         on_simulated: called after each simulation.
 
     Returns:
@@ -155,69 +155,71 @@ def search(
     Raises:
         ValueError: the simulator refuses the profile or the cluster.
     """
-    simulated = Simulated(profile, facts, budget_s, costs, on_simulated)
-    asked = base.codec
-    if asked is not None:
-        # Nothing is encoded that is not faster for it.
+    simulator = CandidateSimulator(profile, facts, budget_s, costs, on_simulated)
+    given_codec = base.codec
+    if given_codec is not None:
+        # Encoding is chosen only if it is faster.
         base = replace(base, codec=RAW)
     if facts.ranks_per_node > 1 and base.local is None:
         base = replace(base, local=OFF)
-    simulated.run([Candidate(base)])
-    base_step_s = simulated.step_s(Candidate(base))
+    simulator.run([Candidate(base)])
+    base_step_s = simulator.step_s(Candidate(base))
     if base_step_s is None:
         return None
-    allowed = Allowed.of(facts, any_rounding, asked)
+    restrictions = SchemeRestrictions.of(facts, any_rounding, given_codec)
     best = Candidate(base)
-    strategy = _choose(simulated, best, "strategy", _strategies(base, facts, allowed))
-    best = _with(best, "strategy", strategy.value)
+    strategy = _choose_setting(simulator, best, "strategy", _strategies(base, facts, restrictions))
+    best = _with_setting(best, "strategy", strategy.value)
     choices = [strategy]
     reasons: Mapping[str, str] = {}
-    # Where late ranks are left out, only sums on servers go on without them.
+    # Only sums on servers can go on without late ranks.
     if not best.settings.adds_up_on_nodes and not facts.leaves_out:
-        schemes = choose_schemes(simulated, profile, facts, best, allowed)
+        schemes = choose_schemes(simulator, profile, facts, best, restrictions)
         choices += _scheme_choice(schemes)
         best, reasons = schemes.best, schemes.reasons
-        for local in choose_local(simulated, facts, best, any_rounding, asked):
+        for local in choose_local(simulator, facts, best, any_rounding, given_codec):
             choices.append(local)
-            best = _with(best, "local", local.value)
-    encoded = _with(best, "codec", asked)
-    best, tuning = _tuned(simulated, best, base)
-    if asked not in (None, RAW):
-        best, tuning = _encoded_or_not(simulated, encoded, base, best, tuning)
+            best = _with_setting(best, "local", local.value)
+    encoded = _with_setting(best, "codec", given_codec)
+    best, tuning = _tune_sizes(simulator, best, base)
+    if given_codec not in (None, RAW):
+        best, tuning = _choose_codec(simulator, encoded, base, best, tuning)
     choices += tuning
-    step_s = simulated.step_s(best)
+    step_s = simulator.step_s(best)
     assert step_s is not None
     if best.settings.adds_up_on_nodes:
-        # What was said of factors was said of ranks that talk for themselves.
+        # The reasons for factors apply to ranks without sums on nodes.
         reasons = {}
-    return Found(best.settings, step_s, base_step_s, tuple(choices), best.schemes, reasons)
+    return SearchResult(best.settings, step_s, base_step_s, tuple(choices), best.schemes, reasons)
 
 
-def _strategies(base: Settings, facts: ClusterFacts, allowed: Allowed) -> Sequence[Value]:
+def _strategies(
+    base: Settings, facts: ClusterFacts, restrictions: SchemeRestrictions
+) -> Sequence[Value]:
     if facts.leaves_out:
         return LEAVES_OUT
     if base.adds_up_on_nodes:
-        # Whoever pulls from servers does so rank by rank.
+        # Pulls from servers are made rank by rank.
         return tuple(one for one in EXACT_STRATEGIES if one in NODE_RULES)
-    if base.strategy == RING and allowed.why_no_ring:
+    if base.strategy == RING and restrictions.ring_obstacle:
         # Between a ring and servers results differ in the last bits.
         return (RING,)
-    if allowed.why_no_ring or ring_refusal(Settings.strategy, facts.update):
+    if restrictions.ring_obstacle or ring_refusal(Settings.strategy, facts.update):
         return EXACT_STRATEGIES
     return (*EXACT_STRATEGIES, RING)
 
 
 def choose_local(
-    simulated: Simulated,
+    simulator: CandidateSimulator,
     facts: ClusterFacts,
     best: Candidate,
     any_rounding: bool,
     codec: str | None,
 ) -> list[Choice]:
-    """Choose what the ranks of a node do before anything goes to the network.
+    """Choose the sums on nodes (`local`).
 
     Args:
-        simulated: where candidates are simulated; `best` has been.
+        simulator: where candidates are simulated; `best` has been.
         facts: the cluster.
         best: what was chosen so far, each rank talking for itself; factors are given up where
             nodes add up.
@@ -225,14 +227,14 @@ def choose_local(
         codec: one that is asked for, or None.
 
     Returns:
-        The choice; none where there is nothing to choose.
+        The choice; empty if there is nothing to choose.
     """
     unable = facts.update == "server" or codec not in (None, RAW)
     if facts.ranks_per_node == 1 or facts.nodes == 1 or unable:
         return []
     if best.settings.strategy not in NODE_RULES:
         return []
-    choice = _choose(simulated, best, "local", (OFF, LEADER, SHARED))
+    choice = _choose_setting(simulator, best, "local", (OFF, LEADER, SHARED))
     if any_rounding or choice.value == OFF:
         return [choice]
     kept = next(one for one in choice.tried if one.value == OFF)
@@ -240,17 +242,17 @@ def choose_local(
         (one for one in choice.tried if one.step_s < kept.step_s * (1.0 - TIE)),
         key=lambda one: one.step_s,
     )
-    declined = tuple(Declined(one.value, one.step_s, OTHER_ORDER) for one in faster)
+    declined = tuple(DeclinedValue(one.value, one.step_s, OTHER_ORDER) for one in faster)
     return [
         replace(choice, value=OFF, step_s=kept.step_s, tried=(kept,), declined=declined),
     ]
 
 
-def _scheme_choice(found: SchemeSearch) -> list[Choice]:
-    """The choice of schemes as a row beside those of settings; none where there was none."""
+def _scheme_choice(found: SchemeSearchResult) -> list[Choice]:
+    """Return the choice of schemes as a row like those of settings; empty if there was none."""
     if len(found.tried) < 2 and not found.declined:
         return []
-    tried = tuple(Tried(label, step_s) for label, step_s in found.tried)
+    tried = tuple(SimulatedValue(label, step_s) for label, step_s in found.tried)
     return [
         Choice(
             "schemes",
@@ -260,46 +262,48 @@ def _scheme_choice(found: SchemeSearch) -> list[Choice]:
             found.base_step_s,
             tried,
             found.skipped,
-            tuple(Declined(*one) for one in found.declined),
+            tuple(DeclinedValue(*one) for one in found.declined),
         )
     ]
 
 
-def _tuned(simulated: Simulated, best: Candidate, base: Settings) -> tuple[Candidate, list[Choice]]:
+def _tune_sizes(
+    simulator: CandidateSimulator, best: Candidate, base: Settings
+) -> tuple[Candidate, list[Choice]]:
     """Choose the sizes of slices, frames and buffers for a strategy and a codec."""
     choices = []
     for setting, values in _sizes(best.settings, base):
         if setting == "slice_elems" and best.settings.strategy not in SLICE_ELEMS:
             continue
-        choice = _choose(simulated, best, setting, values)
+        choice = _choose_setting(simulator, best, setting, values)
         choices.append(choice)
-        best = _with(best, setting, choice.value)
+        best = _with_setting(best, setting, choice.value)
     return best, choices
 
 
-def _encoded_or_not(
-    simulated: Simulated,
+def _choose_codec(
+    simulator: CandidateSimulator,
     encoded: Candidate,
     base: Settings,
     raw: Candidate,
     raw_tuning: list[Choice],
 ) -> tuple[Candidate, list[Choice]]:
-    """Choose between a codec and full precision, each with the sizes that are best for it.
+    """Choose between a codec and full precision, each with its own best sizes.
 
-    Where a port carries less, what a slice or a frame costs a host weighs more.
+    With fewer bytes on the port, the host's cost of a slice or frame weighs more.
     """
-    raw_step_s = simulated.step_s(raw)
+    raw_step_s = simulator.step_s(raw)
     assert raw_step_s is not None
-    simulated.run([encoded])
+    simulator.run([encoded])
     codec = encoded.settings.codec
-    plain = Tried(RAW, raw_step_s)
-    if simulated.step_s(encoded) is None:
+    plain = SimulatedValue(RAW, raw_step_s)
+    if simulator.step_s(encoded) is None:
         choice = Choice("codec", RAW, RAW, raw_step_s, raw_step_s, (plain,), (codec,))
         return raw, [*raw_tuning, choice]
-    best, tuning = _tuned(simulated, encoded, base)
-    step_s = simulated.step_s(best)
+    best, tuning = _tune_sizes(simulator, encoded, base)
+    step_s = simulator.step_s(best)
     assert step_s is not None
-    tried = (plain, Tried(codec, step_s))
+    tried = (plain, SimulatedValue(codec, step_s))
     if step_s < raw_step_s * (1.0 - TIE):
         return best, [*tuning, Choice("codec", codec, RAW, step_s, raw_step_s, tried)]
     return raw, [*raw_tuning, Choice("codec", RAW, RAW, raw_step_s, raw_step_s, tried)]
@@ -318,7 +322,7 @@ def _sizes(settings: Settings, base: Settings) -> list[tuple[str, Sequence[Value
     ]
 
 
-def _with(candidate: Candidate, setting: str, value: Value) -> Candidate:
+def _with_setting(candidate: Candidate, setting: str, value: Value) -> Candidate:
     changes: dict[str, Any] = {setting: value}
     if setting == "strategy" and value != candidate.settings.strategy:
         # Each strategy has a slice size of its own.
@@ -328,27 +332,29 @@ def _with(candidate: Candidate, setting: str, value: Value) -> Candidate:
     return candidate._replace(settings=replace(candidate.settings, **changes))
 
 
-def _choose(simulated: Simulated, best: Candidate, setting: str, values: Sequence[Value]) -> Choice:
-    """Choose the value of one setting, all others being as in `best`."""
+def _choose_setting(
+    simulator: CandidateSimulator, best: Candidate, setting: str, values: Sequence[Value]
+) -> Choice:
+    """Choose the value of one setting, with all others as in `best`."""
     kept = getattr(best.settings, setting)
     if setting == "slice_elems":
         kept = best.settings.slice_elems_in_force
         values = sorted({*values, kept})  # type: ignore[type-var]
-    candidates = {value: _with(best, setting, value) for value in values}
-    simulated.run(list(candidates.values()))
+    candidates = {value: _with_setting(best, setting, value) for value in values}
+    simulator.run(list(candidates.values()))
     tried, skipped = [], []
     for value, candidate in candidates.items():
-        step_s = simulated.step_s(candidate)
+        step_s = simulator.step_s(candidate)
         if step_s is None:
             skipped.append(value)
         else:
-            tried.append(Tried(value, step_s))
-    kept_step_s = simulated.step_s(best)
+            tried.append(SimulatedValue(value, step_s))
+    kept_step_s = simulator.step_s(best)
     assert kept_step_s is not None
-    fastest = min(tried, key=lambda one: one.step_s, default=Tried(kept, kept_step_s))
-    chosen = Tried(kept, kept_step_s)
+    fastest = min(tried, key=lambda one: one.step_s, default=SimulatedValue(kept, kept_step_s))
+    chosen = SimulatedValue(kept, kept_step_s)
     if fastest.step_s < kept_step_s * (1.0 - TIE):
-        # Of what is as fast, the one nearest to what was there.
+        # Among equally fast values, the one nearest to the previous one.
         as_fast = [one for one in tried if one.step_s <= fastest.step_s * (1.0 + TIE / 4)]
         chosen = min(as_fast, key=lambda one: _distance(one.value, kept))
     return Choice(
@@ -359,6 +365,6 @@ def _choose(simulated: Simulated, best: Candidate, setting: str, values: Sequenc
 def _distance(value: Value, kept: Value) -> float:
     if isinstance(value, int) and isinstance(kept, int):
         return max((value + 1) / (kept + 1), (kept + 1) / (value + 1))
-    # What adds up in another order comes last.
+    # Strategies with another order of addition come last.
     order = (*EXACT_STRATEGIES, RING, OFF, LEADER, SHARED)
     return float(order.index(str(value))) if value in order else 0.0

@@ -1,4 +1,4 @@
-"""One simulation of a profile on a cluster with some settings, and what it costs."""
+"""Prediction of a step time by one simulation, and the cost of that simulation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from gradlane.training.options.frames import frame_count
 from gradlane.training.plans.settings import ClusterFacts, Settings
 
 _WINDOW_PER_BUFFER_BYTE = 126_000 / 65_536
-"""What a connection holds over the send buffer asked for: the kernel doubles it, less its books."""
+"""Bytes in flight for each byte of the requested send buffer: the kernel doubles it and subtracts
+its overhead."""
 _LATE_STEPS = 16
-"""Deadlines begin after five steps."""
+"""Simulated steps with a straggler rule, whose deadlines begin after five steps."""
 
 
 def predict_step_s(
@@ -26,7 +27,7 @@ def predict_step_s(
     costs: MachineCosts | None = None,
     schemes: Schemes = (),
 ) -> float:
-    """Simulate a cluster with some settings and return the time of a step, in seconds.
+    """Simulate a cluster with some settings and return the step time, in seconds.
 
     Args:
         profile: what a step computes.
@@ -66,14 +67,14 @@ def predict_step_s(
 
 
 def _steps(facts: ClusterFacts) -> int:
-    """How many steps are simulated: more where who is late is decided by those before."""
+    """Return the number of simulated steps; with a straggler rule earlier steps decide lateness."""
     return _LATE_STEPS if facts.leaves_out else Cluster.steps
 
 
-def simulated_frames(
+def frames_to_simulate(
     profile: Profile, facts: ClusterFacts, settings: Settings, schemes: Schemes = ()
 ) -> int:
-    """Return about how many frames a simulation of these has to move: what it costs."""
+    """Return the approximate number of frames of a simulation, which decides its cost."""
     split = settings.slice_elems_in_force
     frames = 0
     factored = {

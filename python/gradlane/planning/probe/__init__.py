@@ -1,1 +1,1 @@
-"""What links carry, measured: streams between ranks, and what follows for each link."""
+"""Measurement of the links between ranks with TCP streams."""

@@ -1,9 +1,9 @@
-"""Measures the links between the ranks of a real cluster: plain TCP streams and round trips.
+"""Measurement of the links between the ranks of a real cluster: plain TCP streams and round trips.
 
 All ranks take part, in phases that begin and end together: round trips between pairs; a stream
-around all ranks, so that every port sends and receives at once; streams in one direction at a
-time. Rank 0 hears of every phase's end from every rank and lets the next one begin; who fails
-tells it, and all ranks raise the same error. Every wait has an end.
+around all ranks, so that every port sends and receives at once; streams in one direction at a time.
+Every rank reports the end of a phase to rank 0, which starts the next one. A failure is reported
+the same way, and all ranks raise the same error. Every wait has a limit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from gradlane.errors import RendezvousError
 from gradlane.formats.link_report import LinkReport, PortFigures, RoundTrip
-from gradlane.planning.probe.streams import Node, StreamError
+from gradlane.planning.probe.streams import StreamEndpoint, StreamError
 from gradlane.training.connection import SessionContext, listening_hosts
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
@@ -25,7 +25,7 @@ _DISTANCES_MOST = 4
 
 def probe(
     ctx: SessionContext,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     *,
     window_s: float = 1.0,
     directions: bool = True,
@@ -34,12 +34,12 @@ def probe(
     """Measure bandwidth and latency between all ranks; a collective call.
 
     Args:
-        ctx: what the session gives: this rank's place, and which addresses to listen on.
-        meeting: where the ranks agree; for this alone.
-        window_s: seconds that each stream is measured for; before it, it has a quarter of that
-            to find its rate.
+        ctx: of the session, with the addresses to listen on.
+        scope: for this measurement alone.
+        window_s: seconds of each measurement, after a quarter as long for the stream to find its
+            rate.
         directions: whether ports are also measured in one direction at a time.
-        on_phase: told what is measured next.
+        on_phase: called with the name of each phase.
 
     Returns:
         The same report on every rank.
@@ -50,32 +50,32 @@ def probe(
     """
     if not 0.05 <= window_s <= 60.0:
         raise ValueError(f"window_s is {window_s}; use 0.05 to 60 seconds")
-    place = meeting.place
-    if place.world_size == 1:
+    rank_info = scope.rank_info
+    if rank_info.world_size == 1:
         return LinkReport(1, window_s)
     hosts, advertised = listening_hosts(ctx)
-    secret = meeting.secret(ctx.secret)
+    secret = scope.secret(ctx.secret)
     try:
-        node = Node(place.rank, hosts, ctx.options.network.ports, secret, window_s)
+        node = StreamEndpoint(rank_info.rank, hosts, ctx.options.network.ports, secret, window_s)
     except OSError as error:
         raise RendezvousError(
-            f"rank {place.rank} {error}: give Network(interface=...) or ports="
+            f"rank {rank_info.rank} {error}: give interface= or ports="
         ) from error
     with node:
-        peers = meeting.exchange_addresses(advertised or node.host, node.port)
-        phases = _Phases(meeting, node, peers, on_phase)
+        peers = scope.exchange_addresses(advertised or node.host, node.port)
+        phases = _Phases(scope, node, peers, on_phase)
         round_trips = _measure_round_trips(phases)
-        both = phases.run("both directions at once", _ring(place.world_size, 1))
+        both = phases.run("both directions at once", _ring(rank_info.world_size, 1))
         one_way: list[dict[int, float]] = []
         if directions:
-            for number, pairs in enumerate(_one_way_pairs(place.world_size)):
+            for number, pairs in enumerate(_one_way_pairs(rank_info.world_size)):
                 one_way.append(phases.run(f"one direction, part {number + 1}", pairs))
-        own = {
+        own_results = {
             "round_trips": round_trips,
             "both": both,
             "one_way": one_way,
         }
-        return _report(phases.gather(own), place.world_size, window_s)
+        return _report(phases.exchange(own_results), rank_info.world_size, window_s)
 
 
 class _Phases:
@@ -83,12 +83,12 @@ class _Phases:
 
     def __init__(
         self,
-        meeting: RendezvousScope,
-        node: Node,
+        scope: RendezvousScope,
+        node: StreamEndpoint,
         peers: Sequence[str],
         on_phase: Callable[[str], None],
     ) -> None:
-        self._meeting = meeting
+        self._scope = scope
         self._node = node
         self._peers = peers
         self._on_phase = on_phase
@@ -96,39 +96,39 @@ class _Phases:
 
     @property
     def rank(self) -> int:
-        return self._meeting.place.rank
+        return self._scope.rank_info.rank
 
     @property
     def world_size(self) -> int:
-        return self._meeting.place.world_size
+        return self._scope.rank_info.world_size
 
-    def run(self, what: str, pairs: Sequence[tuple[int, int]]) -> dict[int, float]:
-        """Stream from the first to the second rank of each pair; returns what came in here.
+    def run(self, phase: str, pairs: Sequence[tuple[int, int]]) -> dict[int, float]:
+        """Stream from the first to the second rank of each pair.
 
         Returns:
-            Payload bits a second by sending rank.
+            Payload bits a second that this rank received, by sending rank.
         """
-        self._on_phase(what)
+        self._on_phase(phase)
         sends = [other for rank, other in pairs if rank == self.rank]
         receives = [rank for rank, other in pairs if other == self.rank]
-        # Connections are made in one phase and used in the next: nobody waits in its stream.
-        self.together(what, lambda: self._node.connect(self._peers, sends, receives))
-        rates: dict[int, float] = self.together(what, self._node.stream)
+        # All connections are made before any is used, so no rank waits inside its stream.
+        self.synchronized(phase, lambda: self._node.connect(self._peers, sends, receives))
+        rates: dict[int, float] = self.synchronized(phase, self._node.stream)
         return rates
 
     def round_trips(self, distance: int) -> float:
-        """Measure the time to the rank at a distance and back, in seconds."""
+        """Measure the round-trip time to the rank at a distance, in seconds."""
         pairs = _ring(self.world_size, distance)
         sends = [other for rank, other in pairs if rank == self.rank]
         receives = [rank for rank, other in pairs if other == self.rank]
-        what = f"round trips over {distance}"
-        self._on_phase(what)
-        self.together(what, lambda: self._node.connect(self._peers, sends, receives))
-        times: list[float] = self.together(what, lambda: self._node.echo(_ROUND_TRIPS))
+        phase = f"round trips over {distance}"
+        self._on_phase(phase)
+        self.synchronized(phase, lambda: self._node.connect(self._peers, sends, receives))
+        times: list[float] = self.synchronized(phase, lambda: self._node.echo(_ROUND_TRIPS))
         return statistics.median(times)
 
-    def together(self, what: str, work: Callable[[], Any]) -> Any:
-        """Do this rank's part, and wait until all have done theirs.
+    def synchronized(self, phase: str, work: Callable[[], Any]) -> Any:
+        """Run this rank's part, and wait until all ranks have finished theirs.
 
         Raises:
             RendezvousError: some rank failed; the same text on every rank.
@@ -137,17 +137,17 @@ class _Phases:
         try:
             result = work()
         except (OSError, StreamError) as error:
-            failure = f"rank {self.rank}, measuring {what}: {error}"
+            failure = f"rank {self.rank}, measuring {phase}: {error}"
         self._number += 1
-        meeting, number = self._meeting, self._number
+        scope, number = self._scope, self._number
         if self.rank == 0:
             failures = [failure]
             for other in range(1, self.world_size):
-                failures.append(meeting.get(f"done/{number}/{other}", other).decode())
-            meeting.put(f"go/{number}", next((text for text in failures if text), "ok"))
+                failures.append(scope.get(f"done/{number}/{other}", other).decode())
+            scope.put(f"go/{number}", next((text for text in failures if text), "ok"))
         else:
-            meeting.put(f"done/{number}/{self.rank}", failure)
-        verdict = meeting.get(f"go/{number}", 0).decode()
+            scope.put(f"done/{number}/{self.rank}", failure)
+        verdict = scope.get(f"go/{number}", 0).decode()
         if verdict != "ok":
             raise RendezvousError(
                 f"{verdict}; check the firewall between the ranks, or give "
@@ -155,23 +155,22 @@ class _Phases:
             )
         return result
 
-    def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Exchange what each rank has measured."""
-        self._meeting.put(f"measured/{self.rank}", json.dumps(own))
-        told = [
-            json.loads(self._meeting.get(f"measured/{rank}", rank))
-            for rank in range(self.world_size)
+    def exchange(self, own_results: dict[str, Any]) -> list[dict[str, Any]]:
+        """Exchange the results of all ranks."""
+        self._scope.put(f"measured/{self.rank}", json.dumps(own_results))
+        results = [
+            json.loads(self._scope.get(f"measured/{rank}", rank)) for rank in range(self.world_size)
         ]
         # Rank 0 may host the store: it stays until everyone has read.
-        self._meeting.put(f"left/{self.rank}", "")
+        self._scope.put(f"left/{self.rank}", "")
         if self.rank == 0:
             for rank in range(self.world_size):
-                self._meeting.get(f"left/{rank}", rank)
-        return told
+                self._scope.get(f"left/{rank}", rank)
+        return results
 
 
 def _measure_round_trips(phases: _Phases) -> dict[int, float]:
-    """Round trips to a few ranks, by their number."""
+    """Return round-trip times to a few ranks, by rank."""
     world_size = phases.world_size
     distances = range(1, world_size // 2 + 1)
     if len(distances) > _DISTANCES_MOST:
@@ -188,7 +187,8 @@ def _ring(world_size: int, distance: int) -> list[tuple[int, int]]:
 
 
 def _one_way_pairs(world_size: int) -> list[list[tuple[int, int]]]:
-    """Phases in which no rank is in two pairs, and which have each rank send and receive once."""
+    """Return phases in which no rank is in two pairs, so that each rank sends once and receives
+    once."""
     even = [(rank, rank + 1) for rank in range(0, world_size - 1, 2)]
     phases = [even, [(other, rank) for rank, other in even]]
     if world_size % 2:
@@ -197,12 +197,12 @@ def _one_way_pairs(world_size: int) -> list[list[tuple[int, int]]]:
     return phases
 
 
-def _report(told: Sequence[dict[str, Any]], workers: int, window_s: float) -> LinkReport:
-    """Put together what the ranks have measured, each at its receiving end."""
-    both_in = [next(iter(one["both"].values())) for one in told]
+def _report(results: Sequence[dict[str, Any]], workers: int, window_s: float) -> LinkReport:
+    """Combine the ranks' results, each measured at its receiving end."""
+    both_in = [next(iter(one["both"].values())) for one in results]
     sent: dict[int, list[float]] = {}
     received: dict[int, list[float]] = {}
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(results):
         for phase in one["one_way"]:
             for sender, rate_bps in phase.items():
                 received.setdefault(rank, []).append(rate_bps)
@@ -219,7 +219,7 @@ def _report(told: Sequence[dict[str, Any]], workers: int, window_s: float) -> Li
     )
     round_trips = tuple(
         RoundTrip(rank, int(peer), round_trip_s)
-        for rank, one in enumerate(told)
+        for rank, one in enumerate(results)
         for peer, round_trip_s in one["round_trips"].items()
     )
     return LinkReport(workers, window_s, ports, round_trips)

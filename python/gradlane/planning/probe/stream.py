@@ -1,9 +1,9 @@
 """The goodput reference: plain TCP streams that saturate a port in both directions at once.
 
-Each node sends to the next one and receives from the one before, as a ring, so every port carries
-one stream each way. What counts is payload bytes that arrive in the middle of the streams' time.
-The window is cut into tenths of a second and their median taken: a pause of the whole machine,
-which virtual ones have, says nothing about the ports.
+Each node sends to the next one and receives from the previous one, as a ring, so every port carries
+one stream each way. Payload bytes that arrive in the middle of the streams' time count. The result
+is the median over tenths of a second: a pause of the whole virtual machine says nothing about the
+ports.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PART_S = 0.1
 
 @dataclass(frozen=True)
 class StreamResult:
-    """What one node received.
+    """The receiving rate of one node.
 
     Attributes:
         goodput_bps: payload bits a second, median over the parts of the window.
@@ -48,7 +48,7 @@ def _connect(address: str, port: int) -> socket.socket:
 
 
 def send_until(connection: socket.socket, end_s: float) -> None:
-    """Send as fast as it goes until a time, or until the receiver closes."""
+    """Send at full rate until a time, or until the receiver closes."""
     chunk = memoryview(bytes(_CHUNK_BYTES))
     connection.settimeout(2.0)
     # A receiver that is done closes first: that ends the stream as well as the clock does.
@@ -66,11 +66,11 @@ def run_stream(
     ramp_s: float,
     window_s: float,
 ) -> StreamResult:
-    """Send to the next node and receive from the one before; every node calls this together.
+    """Send to the next node and receive from the previous one; all nodes call this together.
 
     Args:
         addresses: every node's address.
-        node: which one this is.
+        node: index of this node.
         port: TCP port to listen on, free on every node.
         start_s: `time.monotonic()` at which all nodes begin to send.
         ramp_s: seconds before the window, in which the streams find their rate.
@@ -106,7 +106,7 @@ def run_stream(
 
 
 def receive_until(connection: socket.socket, end_s: float) -> list[tuple[float, int]]:
-    """Read until a time or the end of the stream; returns (time, bytes so far) of each read."""
+    """Read until a time or the end of the stream; return (time, bytes so far) of each read."""
     scratch = bytearray(_CHUNK_BYTES)
     arrivals: list[tuple[float, int]] = []
     received_bytes, now_s = 0, 0.0

@@ -1,6 +1,8 @@
-"""One rank's end of the streams that `links` measures with: sockets, all of them with an end.
+"""One rank's end of the streams that `links` measures with; every socket operation has a time
+limit.
 
-A connection says who it is with a keyed hash, so that a stranger's counts for nothing.
+A connection identifies itself with a keyed hash, so that connections of other programs do not
+count.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ _PART_SHARE = 0.1
 
 
 class StreamError(EscapedError):
-    """A connection could not be made or used; the text names the peer and its address."""
+    """A connection failed; the text names the peer and its address."""
 
 
-class Node:
-    """A rank's listening socket, and the connections of the phase that is under way."""
+class StreamEndpoint:
+    """A rank's listening socket, and the connections of the current phase."""
 
     def __init__(
         self,
@@ -44,14 +46,14 @@ class Node:
         secret: bytes,
         window_s: float,
     ) -> None:
-        """Listen.
+        """Start to listen.
 
         Args:
             rank: this rank.
             hosts: addresses to try to listen on.
             ports: lowest and highest port, or None for any.
-            secret: what all ranks know.
-            window_s: seconds that a stream is measured for.
+            secret: of all ranks.
+            window_s: seconds of a measurement.
 
         Raises:
             OSError: none of the addresses and ports is free.
@@ -66,7 +68,7 @@ class Node:
         self._sending: list[socket.socket] = []
         self._receiving: dict[int, socket.socket] = {}
 
-    def __enter__(self) -> Node:
+    def __enter__(self) -> StreamEndpoint:
         """Return the node itself."""
         return self
 
@@ -76,12 +78,17 @@ class Node:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close everything."""
+        """Close all sockets."""
         self._close_all()
         self._listener.close()
 
+    @property
+    def connected_ranks(self) -> list[int]:
+        """Ranks that have connected to this one."""
+        return list(self._receiving)
+
     def connect(self, peers: Sequence[str], sends: Sequence[int], receives: Sequence[int]) -> None:
-        """Connect to the ranks that this one sends to, and be connected to by the others.
+        """Connect to the ranks that this one sends to, and accept the others.
 
         Args:
             peers: every rank's `host:port`.
@@ -94,18 +101,18 @@ class Node:
         self._close_all()
         deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
         for rank in sends:
-            self._sending.append(self._call(rank, peers[rank], deadline_s))
+            self._sending.append(self._connect_to(rank, peers[rank], deadline_s))
         expected = {_token(self._secret, rank, self._rank): rank for rank in receives}
         callers: dict[socket.socket, bytes] = {}
         try:
             while expected:
-                self._hear(callers, expected, deadline_s)
+                self._read_callers(callers, expected, deadline_s)
         finally:
             for caller in callers:
                 caller.close()
 
     def stream(self) -> dict[int, float]:
-        """Send and receive at full rate; returns payload bits a second by sending rank.
+        """Send and receive at full rate; return payload bits a second by sending rank.
 
         Raises:
             StreamError: nothing arrived.
@@ -113,7 +120,7 @@ class Node:
         ramp_s = _RAMP_SHARE * self._window_s
         start_s = time.monotonic() + _LEAD_S
         close_s = start_s + ramp_s + self._window_s
-        # Senders go on a little, so that no receiver's window sees their end.
+        # Senders continue a little, so that no receiver's window includes their end.
         senders = [
             threading.Thread(target=send_until, args=(one, close_s + 0.1)) for one in self._sending
         ]
@@ -133,7 +140,7 @@ class Node:
         return rates
 
     def echo(self, count: int) -> list[float]:
-        """Send a byte to and fro with the rank that this one has called; returns the times.
+        """Measure round trips of one byte with the connected rank; return the times.
 
         Raises:
             StreamError: the other rank does not answer.
@@ -141,8 +148,10 @@ class Node:
         for connection in (*self._sending, *self._receiving.values()):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(_ECHO_TIMEOUT_S)
-        answering = threading.Thread(target=_answer, args=(list(self._receiving.values()), count))
-        answering.start()
+        echo_thread = threading.Thread(
+            target=_echo_bytes, args=(list(self._receiving.values()), count)
+        )
+        echo_thread.start()
         times = []
         try:
             for connection in self._sending:
@@ -155,7 +164,7 @@ class Node:
         except TimeoutError as error:
             raise StreamError(f"no answer to a byte in {_ECHO_TIMEOUT_S:g} s") from error
         finally:
-            answering.join()
+            echo_thread.join()
             self._close_all()
         return times
 
@@ -172,26 +181,26 @@ class Node:
             raise StreamError(f"the stream from rank {rank} broke off")
         return statistics.median(rates_bps)
 
-    def _call(self, rank: int, address: str, deadline_s: float) -> socket.socket:
+    def _connect_to(self, rank: int, address: str, deadline_s: float) -> socket.socket:
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         try:
-            left_s = max(0.1, deadline_s - time.monotonic())
-            connection = socket.create_connection((host, int(port)), timeout=left_s)
+            remaining_s = max(0.1, deadline_s - time.monotonic())
+            connection = socket.create_connection((host, int(port)), timeout=remaining_s)
             connection.sendall(_token(self._secret, self._rank, rank))
         except OSError as error:
             raise StreamError(f"rank {rank} at {address} cannot be reached ({error})") from error
         return connection
 
-    def _hear(
+    def _read_callers(
         self, callers: dict[socket.socket, bytes], expected: dict[bytes, int], deadline_s: float
     ) -> None:
-        """Hear all callers at once, as long as there is something to hear and one is missing.
+        """Read from all callers once.
 
         Args:
-            callers: what each has said so far, the first caller first.
-            expected: ranks that are missing, by what they will say.
-            deadline_s: one for all of them, on the clock of `time.monotonic`.
+            callers: bytes of each so far, the first caller first.
+            expected: missing ranks, by their token.
+            deadline_s: for all of them, on the clock of `time.monotonic`.
 
         Raises:
             StreamError: a rank did not come in time.
@@ -199,26 +208,26 @@ class Node:
         with selectors.DefaultSelector() as selector:
             for connection in (self._listener, *callers):
                 selector.register(connection, selectors.EVENT_READ)
-            left_s = deadline_s - time.monotonic()
-            ready = selector.select(max(0.0, left_s))
-        if not ready or left_s <= 0:
+            remaining_s = deadline_s - time.monotonic()
+            ready = selector.select(max(0.0, remaining_s))
+        if not ready or remaining_s <= 0:
             raise StreamError(
                 f"rank {min(expected.values())} did not connect to {self.host}:{self.port} in "
                 f"{CONNECT_TIMEOUT_S:g} s"
             )
         for key, _ in ready:
-            speaker = key.fileobj
-            assert isinstance(speaker, socket.socket)
-            if speaker is self._listener:
-                # The caller may be gone by now.
+            ready_socket = key.fileobj
+            assert isinstance(ready_socket, socket.socket)
+            if ready_socket is self._listener:
+                # The caller may have disconnected.
                 with contextlib.suppress(BlockingIOError):
                     caller, _ = self._listener.accept()
                     caller.setblocking(False)
                     callers[caller] = b""
-            elif speaker in callers:
-                self._read(speaker, callers, expected)
+            elif ready_socket in callers:
+                self._read(ready_socket, callers, expected)
         if len(callers) > _CALLERS_MAX:
-            # A rank speaks at once: the first caller that has not is none.
+            # A rank sends its token at once, so the oldest caller without one is no rank.
             first = next(iter(callers))
             del callers[first]
             first.close()
@@ -229,18 +238,18 @@ class Node:
         callers: dict[socket.socket, bytes],
         expected: dict[bytes, int],
     ) -> None:
-        """Read on; keep a rank that has said who it is, and hang up on whoever is none."""
-        said = callers.pop(connection)
+        """Read a caller's token; keep a rank's connection, and close any other."""
+        received = callers.pop(connection)
         try:
-            part = connection.recv(_TOKEN_BYTES - len(said))
+            part = connection.recv(_TOKEN_BYTES - len(received))
         except OSError:
             part = b""
-        said += part
-        if part and len(said) < _TOKEN_BYTES:
-            callers[connection] = said
+        received += part
+        if part and len(received) < _TOKEN_BYTES:
+            callers[connection] = received
             return
         for token, rank in expected.items():
-            if hmac.compare_digest(token, said):
+            if hmac.compare_digest(token, received):
                 del expected[token]
                 connection.setblocking(True)
                 self._receiving[rank] = connection
@@ -258,8 +267,8 @@ def _token(secret: bytes, caller: int, called: int) -> bytes:
     return hmac.new(secret, f"gradlane probe {caller} {called}".encode(), hashlib.sha256).digest()
 
 
-def _answer(connections: Sequence[socket.socket], count: int) -> None:
-    """Send a byte back for each that comes."""
+def _echo_bytes(connections: Sequence[socket.socket], count: int) -> None:
+    """Reply with a byte to each received one."""
     for connection in connections:
         with contextlib.suppress(OSError):
             for _ in range(count):

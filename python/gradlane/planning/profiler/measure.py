@@ -29,7 +29,8 @@ def profile(
     operations: bool = True,
     on_step: Callable[[int], None] | None = None,
 ) -> Profile:
-    """Run training steps and return what they compute, and when gradients are there and needed.
+    """Run training steps and return their profile: compute times, and times of gradients and
+    parameters.
 
     Moments are taken by hooks; on CUDA they are events, which are read after the steps, so
     nothing waits for the device within one.
@@ -38,13 +39,13 @@ def profile(
         model: any module, on the CPU or on one CUDA device, in the mode that it trains in.
         function: called as `function(model, batch)`. Either it runs a step (backward, as often as
             it likes, and the optimizer), or it returns the loss and leaves backward to this.
-            Which of the two is found out by running it: whether a gradient appeared.
-        batch: what it gets, the same in each step.
+            The first run decides: whether a gradient appeared.
+        batch: passed to the function, the same in each step.
         steps: recorded steps; medians over them are returned.
         warmup: steps before them, at least one.
         batch_size: samples in a step; None: the first dimension of the first tensor that the
             model is called with, summed over its calls in a step; 1 if there is none.
-        name: of the model, for people; None: its class.
+        name: of the model, for readers; None: its class.
         operations: whether one more step is run, untimed, to count operations.
         on_step: called with the number of steps that are done, after each.
 
@@ -85,7 +86,7 @@ def profile(
 
 
 def _step_of(model: nn.Module, function: Function, batch: Any) -> Callable[[], None]:
-    """Run the first step, find out what the function leaves to do, and return a whole step."""
+    """Run the first step, find out whether the function runs backward, and return a whole step."""
     gradients = 0
 
     def count(parameter: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Tensors in what people pass to models and get from them: tuples, dictionaries, data classes."""
+"""Tensors in the inputs and outputs of models: tuples, dictionaries, data classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def tensors_in(nested: Any) -> Iterator[Tensor]:
-    """Go through all tensors of nested containers, in their order; other objects hold none."""
+    """Yield all tensors of nested containers, in order; other objects hold none."""
     if isinstance(nested, Tensor):
         yield nested
     elif isinstance(nested, Mapping):
@@ -25,7 +25,7 @@ def tensors_in(nested: Any) -> Iterator[Tensor]:
 
 
 def with_tensors(nested: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return tuples, lists and dictionaries with their tensors changed; other objects as is."""
+    """Return tuples, lists and dictionaries with their tensors changed; other objects unchanged."""
     if isinstance(nested, Tensor):
         return change(nested)
     if type(nested) is dict:

@@ -1,8 +1,8 @@
 """Profiles from operation counts: a clock that counts floating-point operations instead of time.
 
-The recorder runs with that clock through one step, so that every construct is seen as it is in
-time: reused and tied layers, recomputed activations, gradients in the order of backward. Counted
-is what `torch.utils.flop_counter` knows: products of matrices, convolutions, attention.
+The recorder runs one step with that clock, so every construct is seen as in real time: reused and
+tied layers, recomputed activations, the gradients' order in backward. The counts are those of
+`torch.utils.flop_counter`: products of matrices, convolutions, attention.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from gradlane.planning.profiler.tape import Clock, Mark
 FORWARD_SHARE = 1 / 3
 """Forward's part of a step; backward computes two gradients for each product of forward."""
 UNCOUNTED_SHARE = 0.05
-"""Part of a step that is spread evenly over all its moments: normalizations, activations and the
-starting of kernels take time, too, and have no operations that are counted."""
+"""Part of a step that is spread evenly over all its marks: normalizations, activations and kernel
+starts take time without counted operations."""
 
 
 class OperationClock(Clock):
-    """Moments are numbers of operations since the counter was entered."""
+    """A clock whose moments are numbers of operations since the counter was entered."""
 
     def __init__(self, counter: FlopCounterMode, uncounted_share: float = 0.0) -> None:
-        """Read a counter, and spread a share of the whole over the marks."""
+        """Read a counter, and spread a share of the total over the marks."""
         self.now = counter.get_total_flops
         self._uncounted_share = uncounted_share
 
@@ -81,14 +81,14 @@ def with_operations(profile: Profile, counts: Mapping[str, int]) -> Profile:
     whole = sum(
         count
         for name, count in counts.items()
-        if not any(outer in counts for outer in _around(name))
+        if not any(outer in counts for outer in _enclosing_modules(name))
     )
     modules = tuple(replace(one, flops=counts.get(one.name)) for one in profile.modules)
     return replace(profile, flops=whole, modules=modules)
 
 
-def _around(name: str) -> list[str]:
-    """Names of the modules around a module, the model included."""
+def _enclosing_modules(name: str) -> list[str]:
+    """Return the names of the modules around a module, the model included."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts))] if name else []
 
@@ -101,7 +101,7 @@ def synthetic_profile(
     batch_size: int | None = None,
     name: str | None = None,
 ) -> Profile:
-    """Make the profile of a model from its operations and the time of a batch.
+    """Make the profile of a model from its operations and a batch time.
 
     A third of the time is forward; within forward and backward, time passes as operations do. One
     forward and backward is run, here, to count them. Models and examples on the device `meta` are
@@ -136,7 +136,8 @@ def synthetic_step(
     batch_size: int | None = None,
     name: str | None = None,
 ) -> Profile:
-    """As `synthetic`, for a step that runs forward and backward by itself."""
+    """Make the profile, as `synthetic_profile`, of a step function that runs forward and
+    backward."""
     if not 0.0 < batch_s < math.inf:
         raise ProfileError(f"batch time must be positive, got {batch_s} s")
     with preserved(model):
@@ -173,7 +174,7 @@ def call(model: nn.Module, example: Any) -> Any:
 
 
 def backward_of(output: Any) -> None:
-    """Run backward from everything in an output that leads back to parameters.
+    """Run backward from every tensor of an output that depends on parameters.
 
     Raises:
         ProfileError: nothing does.

@@ -1,4 +1,4 @@
-"""Steps that are run only to look at them leave no traces."""
+"""Steps that leave the model and torch's random state unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Put a model's gradients and buffers back at the end, and torch's random numbers.
+    """Restore a model's gradients and buffers, and torch's random state, at the end.
 
     Inside, gradients start as None. Parameters are not copied: they may be all that fits.
     """

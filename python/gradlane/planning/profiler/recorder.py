@@ -1,12 +1,12 @@
-"""Records training steps of a model: what they compute, and when gradients are there and needed.
+"""Recording of a model's training steps: compute times, and times of gradients and parameters.
 
-Hooks note moments on a tape and do nothing else. A forward inside backward (activation
-checkpointing) is not forward and leaves no mark. Inside compiled code no marks are made: a
-compiled module is seen from outside, and the hooks of its gradients are.
+Hooks record moments on a tape and do nothing else. A forward inside backward (activation
+checkpointing) is no forward and leaves no mark. Compiled code makes no marks inside: a compiled
+module is seen from outside, and its gradient hooks run.
 
-On a model that a gradlane session has prepared, the waits for other ranks are on the tape, too,
-and are taken out: the profile says what the compute takes alone. What the session computes by
-itself (updates as gradients arrive) stays in.
+On a model that a gradlane session has prepared, waits for other ranks are recorded and subtracted,
+so the profile holds the compute time alone. The session's own computation (updates as gradients
+arrive) stays in.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from gradlane.formats.profile import Profile, ProfileError, ProfileModule, ProfileTensor
 from gradlane.planning.profiler.nested import samples_in
-from gradlane.planning.profiler.rows import RowCounts, RowMark, has_rows
+from gradlane.planning.profiler.rows import RowCountHook, RowCounts, has_rows
 from gradlane.planning.profiler.tape import EVALUATION, Clock, CudaClock, HostClock, Mark, Tape
-from gradlane.planning.profiler.timeline import Steps, read_step
+from gradlane.planning.profiler.timeline import StepMedians, read_step
 from gradlane.training.modules.compiled import is_tracing
-from gradlane.training.rendezvous.wait_notifier import PAUSE
+from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
 
 STEPS_MAX = 200
-"""Steps that are kept; older ones are forgotten."""
+"""Most steps that are kept; older ones are dropped."""
 _DTYPES = {
     torch.float32: "f32",
     torch.float16: "f16",
@@ -36,14 +36,14 @@ _DTYPES = {
     torch.complex64: "f32",
     torch.complex128: "f64",
 }
-"""Element types of gradients, as profiles name them; complex numbers are pairs."""
+"""Dtypes of gradients, as profiles name them; complex numbers are pairs."""
 
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""-1 outside of backward. Asked for each mark, so without another function around it."""
+"""-1 outside of backward. Called for each mark, so without a wrapper."""
 
 
 class Recorder:
-    """Records what one model computes in the steps between `begin_step` and `end_step`.
+    """Records the computation of one model in the steps between `begin_step` and `end_step`.
 
     ::
 
@@ -62,7 +62,7 @@ class Recorder:
     def __init__(
         self, model: nn.Module, *, batch_size: int | None = None, clock: Clock | None = None
     ) -> None:
-        """Record `model`, once attached.
+        """Prepare to record a model; see `attach`.
 
         Args:
             model: any module; all of its trained parameters on the CPU, or on one CUDA device.
@@ -80,7 +80,7 @@ class Recorder:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad and parameter.numel() > 0
         }
-        _check(parameters)
+        _check_parameters(parameters)
         self._parameters = parameters
         self._modules = dict(model.named_modules())
         device = next(iter(parameters.values())).device
@@ -96,16 +96,16 @@ class Recorder:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in a step; None where nobody said and the model's inputs do not tell."""
+        """Samples in a step; None if it was not given and the model's inputs do not show it."""
         return self._batch_size or self._samples.in_step
 
     @property
     def recorded_steps(self) -> int:
-        """Number of steps that were recorded and are kept."""
+        """Number of recorded steps that are kept."""
         return len(self._steps)
 
     def attach(self) -> None:
-        """Hang the hooks onto the model.
+        """Register the hooks on the model.
 
         Raises:
             RuntimeError: they are on it already.
@@ -113,45 +113,45 @@ class Recorder:
         if self._handles:
             raise RuntimeError("this recorder is attached already: call detach() first")
         number = {id(module): index for index, module in enumerate(self._modules.values())}
-        for module in _seen_from_outside(self.model):
+        for module in _uncompiled_modules(self.model):
             code = 2 * number[id(module)]
             # Scripted modules run hooks, but refuse to have any registered by their own method.
             self._handles += [
                 nn.Module.register_forward_pre_hook(
-                    module, _ForwardMark(self._tape, code), prepend=True
+                    module, _ForwardHook(self._tape, code), prepend=True
                 ),
-                nn.Module.register_forward_hook(module, _ForwardMark(self._tape, code + 1)),
+                nn.Module.register_forward_hook(module, _ForwardHook(self._tape, code + 1)),
             ]
             if has_rows(module):
-                rows = RowMark(self._rows)
+                rows = RowCountHook(self._rows)
                 self._handles.append(nn.Module.register_forward_pre_hook(module, rows))
         self._handles.append(
             nn.Module.register_forward_pre_hook(self.model, self._samples, with_kwargs=True)
         )
         for index, parameter in enumerate(self._parameters.values()):
             code = 2 * len(self._modules) + index
-            mark = _GradientMark(self._tape, code)
+            mark = _GradientHook(self._tape, code)
             self._handles.append(parameter.register_post_accumulate_grad_hook(mark))  # type: ignore[no-untyped-call]
-        PAUSE.observe(self._tape)
+        WAIT_NOTIFIER.add_observer(self._tape)
 
     def detach(self) -> None:
-        """Take the hooks off; a step under way is forgotten. What was recorded stays."""
-        if self._tape.runs:
+        """Remove the hooks and drop a step in progress; recorded steps stay."""
+        if self._tape.is_recording:
             self._tape.end()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        PAUSE.forget(self._tape)
+        WAIT_NOTIFIER.remove_observer(self._tape)
 
     def begin_step(self) -> None:
-        """Begin to record a step: before the batch is fetched, if that shall count.
+        """Begin to record a step; call it before fetching the batch to include that time.
 
         Raises:
             RuntimeError: not attached, or a step is being recorded.
         """
         if not self._handles:
             raise RuntimeError("begin_step() on a recorder without hooks: call attach() first")
-        if self._tape.runs:
+        if self._tape.is_recording:
             raise RuntimeError("begin_step() inside a step: call end_step() first")
         self._samples.begin()
         self._rows.begin()
@@ -163,7 +163,7 @@ class Recorder:
         Raises:
             RuntimeError: no step is being recorded.
         """
-        if not self._tape.runs:
+        if not self._tape.is_recording:
             raise RuntimeError("end_step() without a step: call begin_step() first")
         self._steps.append(self._tape.end())
         self._samples.end()
@@ -173,14 +173,14 @@ class Recorder:
         """Return the medians over the recorded steps. On CUDA, waits until the device is done.
 
         Args:
-            model_name: for people.
+            model_name: for readers.
 
         Raises:
             ProfileError: no step with a gradient was recorded.
         """
         count = len(self._modules)
         clock = self._tape.clock
-        steps = Steps(read_step(clock.seconds(marks), count) for marks in self._steps)
+        steps = StepMedians(read_step(clock.seconds(marks), count) for marks in self._steps)
         if not len(steps):
             raise ProfileError(
                 f"nothing was recorded of {model_name!r}: no step between begin_step() and "
@@ -204,11 +204,13 @@ class Recorder:
             ),
         )
 
-    def _tensors(self, steps: Steps, forward_s: float, compute_s: float) -> list[ProfileTensor]:
+    def _tensors(
+        self, steps: StepMedians, forward_s: float, compute_s: float
+    ) -> list[ProfileTensor]:
         needs_s, around_s, layers = self._needs(steps)
         tensors = []
         for index, (name, parameter) in enumerate(self._parameters.items()):
-            # That there is no gradient is known when the step is over, and nobody waits for it.
+            # A missing gradient is known at the end of the step, and delays nothing.
             ready_s = steps.ready_s(index)
             need_s = needs_s.get(id(parameter))
             if need_s is None:
@@ -233,14 +235,14 @@ class Recorder:
         return tensors
 
     def _needs(
-        self, steps: Steps
+        self, steps: StepMedians
     ) -> tuple[dict[int, float], dict[int, float], dict[int, nn.Module]]:
-        """When forward first needs each parameter, and its layer, by `id`.
+        """Return when forward first needs each parameter, and its layer, by `id`.
 
         Returns:
-            When a module that owns the parameter is first called, if ever; when the nearest module
-            around one is, for parameters that are used without calling their module (attention
-            does so with its output projection; it may need them a little later); and layers.
+            The first call of a module that owns the parameter, if any; the first call of the
+            nearest enclosing module, for parameters that are used without calling their module
+            (attention's output projection, which may need them a little later); and layers.
         """
         starts_s = {name: steps.start_s(index) for index, name in enumerate(self._modules)}
         needs_s: dict[int, float] = {}
@@ -268,7 +270,7 @@ def _start_around(name: str, starts_s: Mapping[str, float | None]) -> float:
         name = name.rpartition(".")[0]
 
 
-def _check(parameters: Mapping[str, Tensor]) -> None:
+def _check_parameters(parameters: Mapping[str, Tensor]) -> None:
     if not parameters:
         raise ValueError("the model has no trained parameter (requires_grad=True) to profile")
     devices = sorted({str(parameter.device) for parameter in parameters.values()})
@@ -285,8 +287,9 @@ def _check(parameters: Mapping[str, Tensor]) -> None:
             )
 
 
-def _seen_from_outside(module: nn.Module) -> list[nn.Module]:
-    """List a module and all in it, but none inside compiled code: hooks would cut that up."""
+def _uncompiled_modules(module: nn.Module) -> list[nn.Module]:
+    """List a module and its submodules, except those inside compiled code, which hooks would break
+    up."""
     found: dict[int, nn.Module] = {}
 
     def add(one: nn.Module) -> None:
@@ -300,8 +303,8 @@ def _seen_from_outside(module: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-class _ForwardMark:
-    """Hook: a module's forward begins or ends."""
+class _ForwardHook:
+    """Hook for the begin or end of a module's forward."""
 
     __slots__ = ("_code", "_tape")
 
@@ -320,8 +323,8 @@ class _ForwardMark:
         return _no_hook, ()
 
 
-class _GradientMark:
-    """Hook: a part of a parameter's gradient is there."""
+class _GradientHook:
+    """Hook for a part of a parameter's gradient."""
 
     __slots__ = ("_code", "_tape")
 
@@ -339,7 +342,7 @@ class _GradientMark:
 
 
 class _SampleCount:
-    """Hook of the whole model: counts samples, and notes evaluations."""
+    """Hook of the whole model that counts samples and records evaluations."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -355,7 +358,7 @@ class _SampleCount:
             self.in_step = self._samples
 
     def __call__(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
-        if not self._tape.runs or is_tracing() or _graph_task() != -1:
+        if not self._tape.is_recording or is_tracing() or _graph_task() != -1:
             return
         if not module.training:
             self._tape.append((EVALUATION, self._tape.now()))
@@ -367,9 +370,9 @@ class _SampleCount:
         return _no_hook, ()
 
 
-def _hook_of_nobody(*_: Any) -> None:
+def _no_op(*_: Any) -> None:
     return None
 
 
 def _no_hook() -> Callable[..., None]:
-    return _hook_of_nobody
+    return _no_op

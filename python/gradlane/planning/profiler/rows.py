@@ -1,7 +1,7 @@
-"""Counts the vectors that linear layers are applied to in a step.
+"""Counts of the vectors that linear layers are applied to in a step.
 
-Factors of their gradients have so many rows: samples, times words or patches where a layer is
-applied to each. Only calls that backward will come to count.
+Factors of their gradients have that many rows: samples, times words or patches if a layer is
+applied to each. Only calls with a backward count.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class RowCounts:
-    """The rows of each weight in the step under way, and in the last one that had any."""
+    """The rows of each weight in the current step, and in the last one that had any."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._in_step: dict[int, int] = {}
         self._last: dict[int, int] = {}
 
@@ -36,49 +35,49 @@ class RowCounts:
             self._last = self._in_step
 
     def rows_of(self, module: nn.Module, parameter: Tensor) -> int | None:
-        """Return the rows of a module's weight; None where the layer was not seen."""
+        """Return the rows of a module's weight; None if the layer was not called."""
         # A layer that replays another one says so.
         replayed: int | None = getattr(module, "factor_rows", None)
         return self._last.get(id(parameter)) if replayed is None else replayed
 
-    def note(self, weight: Tensor, rows: int) -> None:
-        """A layer with this weight is applied to so many vectors."""
+    def add(self, weight: Tensor, rows: int) -> None:
+        """Add the rows of one call of the layer with this weight."""
         self._in_step[id(weight)] = self._in_step.get(id(weight), 0) + rows
 
 
-class RowMark:
-    """Hook of a linear layer: its forward begins."""
+class RowCountHook:
+    """Forward hook of a linear layer that counts rows."""
 
     __slots__ = ("_counts",)
 
     def __init__(self, counts: RowCounts) -> None:
-        """Add to `counts`."""
+        """Add to the given counts."""
         self._counts = counts
 
     def __call__(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Count the rows of what the layer is called with."""
+        """Count the rows of the layer's input."""
         if is_tracing() or _graph_task() != -1 or not torch.is_grad_enabled():
             return
         # A prepared model's own mapping would wait for the weight.
         weight = dict.get(module._parameters, "weight")
         if weight is None or not arguments or not isinstance(arguments[0], Tensor):
             return
-        given = arguments[0]
-        self._counts.note(weight, given.numel() // max(1, given.shape[-1]))
+        inputs = arguments[0]
+        self._counts.add(weight, inputs.numel() // max(1, inputs.shape[-1]))
 
     def __reduce__(self) -> Any:
-        """Copies of the model are not recorded."""
+        """Return a hook that does nothing: copies of the model are not recorded."""
         return _no_hook, ()
 
 
 def _no_hook() -> Callable[..., None]:
-    return _do_nothing
+    return _no_op
 
 
-def _do_nothing(*_: Any) -> None:
+def _no_op(*_: Any) -> None:
     pass
 
 
 def has_rows(module: nn.Module) -> bool:
-    """Whether a module's weight gradient is made of rows that can be counted."""
+    """Return whether a module's weight gradient has rows that can be counted."""
     return isinstance(module, nn.Linear)

@@ -1,15 +1,15 @@
-"""Records a training script that knows nothing of it.
+"""Recording of an unmodified training script.
 
-Optimizers tell where steps end: torch calls global hooks after every `optimizer.step()`. During the
-first step, torch's global forward hooks show which modules are called from outside; those that
-own parameters of an optimizer are the model. From then on only the model's own hooks are left, so
-that what is recorded is not slowed down by hooks on everything. (Walking the heap for modules would
-find models that are never called, and cannot tell a model from what it is a part of.)
+Optimizers mark the ends of steps: torch calls global hooks after every `optimizer.step()`. During
+the first step, torch's global forward hooks find the modules that are called from outside; those
+that own parameters of an optimizer are the model. From then on only the model's own hooks remain,
+so global hooks do not slow the recording down. (Searching the heap for modules would find models
+that are never called, and cannot distinguish a model from an enclosing one.)
 
-A step goes from the end of one `optimizer.step()` to the end of the next of the same optimizer: the
-next batch, forward, backward, however often, and the steps of other optimizers. Not seen are
-optimizers that are none of torch's, models that are called inside compiled functions only, and
-parameters that no called module owns; `Found` says so.
+A step goes from the end of one `optimizer.step()` to the end of the next of the same optimizer. It
+includes the next batch, all forwards and backwards, and the steps of other optimizers. Optimizers
+outside of torch, models that are called only inside compiled functions, and parameters that no
+called module owns are not seen; `RecordedScript` notes them.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from gradlane.planning.profiler.recorder import STEPS_MAX, Recorder
 from gradlane.training.modules.forward_order import inside_backward
 
 CALLS_STEP = 2
-"""The step whose calls of the model are kept, after the one that finds it."""
+"""The step, after the one that finds the model, whose calls of the model are kept."""
 WARMUP_MIN = 2
-"""Least number of steps before the recorded ones: the model is found in them."""
+"""Least number of steps before the recorded ones; they find the model."""
 
 
 @dataclass
-class Found:
-    """What was found in a script, and what could not be seen."""
+class RecordedScript:
+    """The recording of a script, with notes on what it misses."""
 
     model: nn.Module
-    """What is recorded; a dictionary of modules where the script calls several by themselves."""
+    """The recorded model; a dictionary of modules if the script calls several by themselves."""
     name: str
     """Its class."""
     recorder: Recorder
     calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    """The calls of one step, from outside: module, arguments, keyword arguments."""
+    """The outermost calls of one step: module, arguments, keyword arguments."""
     notes: list[str] = field(default_factory=list)
-    """What the reader of the profile should know."""
+    """Notes for the reader of the profile."""
 
 
-class _Enough(BaseException):
-    """Ends a script; no `except Exception` of the script's own stops it."""
+class _StopScript(BaseException):
+    """Ends a script; a script's `except Exception` does not catch it."""
 
 
 def run_script(
@@ -70,24 +70,24 @@ def run_script(
     steps: int,
     warmup: int,
     is_module: bool = False,
-    to_the_end: bool = False,
+    run_to_end: bool = False,
     batch_size: int | None = None,
     on_step: Callable[[int], None] | None = None,
-) -> Found:
+) -> RecordedScript:
     """Run a training script in this process, as `python target arguments` would, and record it.
 
     Args:
         target: path of the script, or the name of a module.
-        arguments: what the script finds in `sys.argv[1:]`.
+        arguments: `sys.argv[1:]` of the script.
         steps: recorded steps.
         warmup: steps before them, at least `WARMUP_MIN`.
         is_module: whether `target` is a module, as after `python -m`.
-        to_the_end: let the script go on after the last step; else it is ended there.
-        batch_size: samples in a step, where the model's inputs do not tell.
+        run_to_end: let the script go on after the last step; else it is ended there.
+        batch_size: samples in a step, if the model's inputs do not show it.
         on_step: called with the number of recorded steps, after each.
 
     Returns:
-        What was found, with the recorder.
+        The recording.
 
     Raises:
         ProfileError: the script failed (its traceback is printed), or took no steps that could
@@ -100,7 +100,7 @@ def run_script(
         raise ValueError(f"warmup is {warmup}, but must be {WARMUP_MIN} at least")
     if not is_module and not Path(target).is_file():
         raise ProfileError(f"there is no script {target!r}")
-    watcher = _Watcher(steps, warmup, to_the_end, batch_size, on_step)
+    watcher = _ScriptRecorder(steps, warmup, run_to_end, batch_size, on_step)
     before = sys.argv, sys.path
     sys.argv = [target, *arguments]
     first = str(Path.cwd()) if is_module else str(Path(target).resolve().parent)
@@ -111,7 +111,7 @@ def run_script(
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(target, run_name="__main__")
-    except _Enough:
+    except _StopScript:
         pass
     except SystemExit as ended:
         if ended.code not in (None, 0):
@@ -127,33 +127,33 @@ def run_script(
     return watcher.result(target)
 
 
-class _Watcher:
-    """Looks at the steps of a script: finds the model, then records it."""
+class _ScriptRecorder:
+    """Finds the model of a script in its first steps, then records it."""
 
     def __init__(
         self,
         steps: int,
         warmup: int,
-        to_the_end: bool,
+        run_to_end: bool,
         batch_size: int | None,
         on_step: Callable[[int], None] | None,
     ) -> None:
         self._steps = steps
         self._warmup = warmup
-        self._to_the_end = to_the_end
+        self._run_to_end = run_to_end
         self._batch_size = batch_size
         self._on_step = on_step
         self._handles: list[Any] = []
         self._depth = 0
         self._called: dict[int, nn.Module] = {}
         self._stepped: list[Optimizer] = []
-        self._turn: Optimizer | None = None
+        self._step_optimizer: Optimizer | None = None
         self._taken_steps = 0
-        self._found: Found | None = None
+        self._found: RecordedScript | None = None
         self._capture: list[Any] = []
 
     def begin(self) -> None:
-        """Hang up the global hooks."""
+        """Register the global hooks."""
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             # `always_call`, since exceptions are no reason to lose count of the depth.
@@ -162,19 +162,19 @@ class _Watcher:
         self._optimizer_handle = register_optimizer_step_post_hook(self._after_step)
 
     def end(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         self._optimizer_handle.remove()
-        self._drop_handles()
+        self._remove_hooks()
         if self._found is not None:
             self._found.recorder.detach()
 
-    def _drop_handles(self) -> None:
+    def _remove_hooks(self) -> None:
         for handle in (*self._handles, *self._capture):
             handle.remove()
         self._handles, self._capture = [], []
 
-    def result(self, target: str) -> Found:
-        """Return what was found.
+    def result(self, target: str) -> RecordedScript:
+        """Return the recording.
 
         Raises:
             ProfileError: too little was seen.
@@ -218,16 +218,16 @@ class _Watcher:
                 self._stepped.append(optimizer)
                 return
             # The first that steps again has begun the second round: all optimizers are known.
-            self._turn = optimizer
+            self._step_optimizer = optimizer
             self._found = self._find()
             self._taken_steps = 1
-            self._drop_handles()
+            self._remove_hooks()
             self._capture = [
                 module.register_forward_pre_hook(self._keep_call, with_kwargs=True)
                 for module in _roots_of(self._found.model)
             ]
             self._found.recorder.attach()
-        if optimizer is not self._turn:
+        if optimizer is not self._step_optimizer:
             return
         self._taken_steps += 1
         recorder = self._found.recorder
@@ -236,13 +236,13 @@ class _Watcher:
             if self._on_step is not None:
                 self._on_step(recorder.recorded_steps)
             if recorder.recorded_steps >= self._steps:
-                self._turn = None
+                self._step_optimizer = None
                 recorder.detach()
-                if not self._to_the_end:
-                    raise _Enough
+                if not self._run_to_end:
+                    raise _StopScript
                 return
         if self._taken_steps > CALLS_STEP:
-            self._drop_handles()
+            self._remove_hooks()
         if self._taken_steps >= self._warmup:
             recorder.begin_step()
 
@@ -252,8 +252,8 @@ class _Watcher:
 
     # ---- finding the model
 
-    def _find(self) -> Found:
-        """Find the model among the modules that were called.
+    def _find(self) -> RecordedScript:
+        """Find the model among the called modules.
 
         Raises:
             ProfileError: none of them owns a parameter of an optimizer.
@@ -261,7 +261,7 @@ class _Watcher:
         trained = _parameters_of(self._stepped)
         roots = [
             module
-            for module in map(_unwrapped, self._called.values())
+            for module in map(_unwrap, self._called.values())
             if any(id(parameter) in trained for parameter in module.parameters())
         ]
         if not roots:
@@ -288,12 +288,14 @@ class _Watcher:
             notes.append(
                 f"the script has {len(self._stepped)} optimizers; a step is one round of all"
             )
-        model = roots[0] if len(roots) == 1 else _several(roots)
+        model = roots[0] if len(roots) == 1 else _combine(roots)
         name = type(getattr(model, "_orig_mod", model)).__name__
         if len(roots) > 1:
             name = "+".join(type(root).__name__ for root in roots)
             notes.append(f"the script calls {len(roots)} models by themselves: {name}")
-        return Found(model, name, Recorder(model, batch_size=self._batch_size), notes=notes)
+        return RecordedScript(
+            model, name, Recorder(model, batch_size=self._batch_size), notes=notes
+        )
 
 
 def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[int, Tensor]:
@@ -305,15 +307,15 @@ def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[int, Tensor]:
     }
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """The model inside of a wrapper for data parallelism."""
+def _unwrap(module: nn.Module) -> nn.Module:
+    """Return the model inside a wrapper for data parallelism."""
     if isinstance(module, DistributedDataParallel | DataParallel):
         inner: nn.Module = module.module
         return inner
     return module
 
 
-def _several(roots: Sequence[nn.Module]) -> nn.ModuleDict:
+def _combine(roots: Sequence[nn.Module]) -> nn.ModuleDict:
     return nn.ModuleDict(
         {f"{type(root).__name__}{number}": root for number, root in enumerate(roots)}
     )
@@ -332,7 +334,7 @@ def _refuse_prepared(roots: Sequence[nn.Module]) -> None:
             )
 
 
-def replay(found: Found) -> Callable[[], None]:
+def replay(found: RecordedScript) -> Callable[[], None]:
     """Return a step that repeats the calls of a script's model, and runs backward through them."""
     calls = [
         (module, *(with_tensors(one, _detached) for one in inputs))

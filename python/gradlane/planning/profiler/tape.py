@@ -1,8 +1,8 @@
 """Marks of moments, and the clocks that they are read from.
 
-A mark costs one reading of a clock and one entry in a list; what it means is worked out when a
-profile is asked for. On CUDA a moment is an event on the current stream, which the device passes
-when it has done what was queued before: nothing waits for it inside the step.
+A mark costs one reading of a clock and one entry in a list; its meaning is computed when a profile
+is requested. On CUDA a moment is an event on the current stream, which the device passes after its
+queued work: nothing waits for it inside the step.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 
 STEP_BEGIN = -1
 STEP_END = -2
-PAUSE_BEGIN = -3
-PAUSE_END = -4
+WAIT_BEGIN = -3
+WAIT_END = -4
 EVALUATION = -5
 
 Mark = tuple[int, Any]
-"""What happened (a code of this file, or one of the tape's owner) and its moment."""
+"""A code (of this file, or of the tape's owner) and its moment."""
 
 
 class Clock(ABC):
-    """Reads moments now, and says later what they were."""
+    """Reads moments now, and converts them to seconds later."""
 
     now: Callable[[], Any]
     """Returns a moment; called in every hook."""
@@ -39,11 +39,11 @@ class HostClock(Clock):
     """The time of this machine, for models that compute on the CPU."""
 
     def __init__(self) -> None:
-        """Read the monotonic clock of highest resolution."""
+        """Use the monotonic clock with the highest resolution."""
         self.now = time.perf_counter
 
     def seconds(self, marks: Sequence[Mark]) -> list[tuple[int, float]]:
-        """Return the marks as they are."""
+        """Return the marks unchanged."""
         return list(marks)
 
 
@@ -51,7 +51,7 @@ class CudaClock(Clock):
     """The time of one CUDA device, by events."""
 
     def __init__(self, device: torch.device) -> None:
-        """Mark on whatever stream of `device` is current."""
+        """Record events on the current stream of a device."""
         self._device = device
         self.now = self._record
 
@@ -61,7 +61,7 @@ class CudaClock(Clock):
         return event
 
     def seconds(self, marks: Sequence[Mark]) -> list[tuple[int, float]]:
-        """Wait until the device has passed the marks, and return when it did."""
+        """Wait until the device has passed the marks, and return their times."""
         for _, event in marks:
             event.synchronize()
         first = marks[0][1]
@@ -69,18 +69,17 @@ class CudaClock(Clock):
 
 
 class Tape:
-    """Takes marks while a step is recorded, and none otherwise."""
+    """Records marks during a step, and ignores them otherwise."""
 
     def __init__(self, clock: Clock) -> None:
-        """Start outside of a step."""
         self.clock = clock
         self.now = clock.now
         self.append: Callable[[Mark], None] = _ignore
         self._marks: list[Mark] = []
 
     @property
-    def runs(self) -> bool:
-        """Whether a step is being recorded."""
+    def is_recording(self) -> bool:
+        """True while a step is being recorded."""
         return self.append is not _ignore
 
     def begin(self) -> None:
@@ -94,15 +93,15 @@ class Tape:
         self.append = _ignore
         return self._marks
 
-    def pause_begins(self) -> None:
-        """The step waits for other ranks from now on."""
-        if self.runs:
-            self.append((PAUSE_BEGIN, self.now()))
+    def wait_begins(self) -> None:
+        """Record the begin of a wait for other ranks."""
+        if self.is_recording:
+            self.append((WAIT_BEGIN, self.now()))
 
-    def pause_ends(self) -> None:
-        """The step goes on."""
-        if self.runs:
-            self.append((PAUSE_END, self.now()))
+    def wait_ends(self) -> None:
+        """Record the end of a wait."""
+        if self.is_recording:
+            self.append((WAIT_END, self.now()))
 
 
 def _ignore(mark: Mark) -> None:

@@ -1,8 +1,8 @@
-"""What the marks of a step say: when modules ran forward and when gradients were ready.
+"""Times of a step from its marks: forwards of modules, and gradients.
 
-Time begins with the step's first forward. What the loop does before it (the next batch, say) is as
-well done after the step before, since steps repeat; so it counts to the end. Waits for other ranks
-are taken out: everything after one moves forward by its length.
+Time begins with the step's first forward. Work before it in the loop (fetching the next batch)
+might as well follow the previous step, since steps repeat, so it counts at the end. Waits for other
+ranks are removed: all later times move forward by their length.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from gradlane.formats.profile import BatchTime
 from gradlane.planning.profiler.tape import (
     EVALUATION,
-    PAUSE_BEGIN,
-    PAUSE_END,
     STEP_BEGIN,
     STEP_END,
+    WAIT_BEGIN,
+    WAIT_END,
 )
 
 Call = tuple[float, float]
@@ -27,24 +27,24 @@ Call = tuple[float, float]
 
 
 @dataclass
-class StepTimes:
-    """One step, in seconds since the start of its first forward, waits taken out."""
+class RecordedStep:
+    """A step, in seconds since the start of its first forward, without waits."""
 
     compute_s: float
     forward_s: float
-    """End of the last forward before the first gradient that nothing is added to any more."""
+    """End of the last forward before the first gradient that is complete."""
     calls: dict[int, list[Call]]
-    """By number of the module."""
+    """Calls by module number."""
     ready_s: dict[int, float]
-    """When the last part of a gradient came, by number of the parameter."""
+    """Time of the last part of a gradient, by parameter number."""
     gradients: dict[int, int]
-    """How many parts came, by number of the parameter."""
+    """Number of parts of a gradient, by parameter number."""
     evaluates: bool
-    """Whether the model also ran in evaluation mode."""
+    """True if the model also ran in evaluation mode."""
 
 
-def read_step(marks: Sequence[tuple[int, float]], modules: int) -> StepTimes:
-    """Work out one step.
+def read_step(marks: Sequence[tuple[int, float]], modules: int) -> RecordedStep:
+    """Compute the times of one step.
 
     Args:
         marks: (code, seconds). Codes from 0: module m begins 2m and ends 2m + 1; the gradient of
@@ -54,7 +54,7 @@ def read_step(marks: Sequence[tuple[int, float]], modules: int) -> StepTimes:
     Returns:
         The step; `ready_s` is empty if it had no gradient.
     """
-    compute = _without_pauses(marks)
+    compute = _without_waits(marks)
     begin_s = end_s = origin_s = 0.0
     started = evaluates = False
     open_calls: list[tuple[int, float]] = []
@@ -90,7 +90,7 @@ def read_step(marks: Sequence[tuple[int, float]], modules: int) -> StepTimes:
         origin_s = begin_s
     first_ready_s = min(ready_s.values(), default=end_s)
     before_s = [one_s for one_s in outermost_ends_s if one_s <= first_ready_s]
-    return StepTimes(
+    return RecordedStep(
         compute_s=end_s - begin_s,
         forward_s=max(before_s, default=origin_s) - origin_s,
         calls={
@@ -103,19 +103,20 @@ def read_step(marks: Sequence[tuple[int, float]], modules: int) -> StepTimes:
     )
 
 
-def _without_pauses(marks: Sequence[tuple[int, float]]) -> Callable[[float], float]:
-    """Return what turns moments into moments of compute; those within a pause are its beginning."""
+def _without_waits(marks: Sequence[tuple[int, float]]) -> Callable[[float], float]:
+    """Return a function from moments to compute time; moments within a wait map to its
+    beginning."""
     begins_s: list[float] = []
     ends_s: list[float] = []
-    paused_s: list[float] = [0.0]
+    waited_s: list[float] = [0.0]
     begin_s: float | None = None
     for code, moment_s in marks:
-        if code == PAUSE_BEGIN:
+        if code == WAIT_BEGIN:
             begin_s = moment_s
-        elif code == PAUSE_END and begin_s is not None:
+        elif code == WAIT_END and begin_s is not None:
             begins_s.append(begin_s)
             ends_s.append(moment_s)
-            paused_s.append(paused_s[-1] + max(moment_s - begin_s, 0.0))
+            waited_s.append(waited_s[-1] + max(moment_s - begin_s, 0.0))
             begin_s = None
     if not ends_s:
         return lambda moment_s: moment_s
@@ -125,16 +126,16 @@ def _without_pauses(marks: Sequence[tuple[int, float]]) -> Callable[[float], flo
         if ended < len(ends_s):
             # Another thread may go on while the program waits.
             moment_s = min(moment_s, begins_s[ended])
-        return moment_s - paused_s[ended]
+        return moment_s - waited_s[ended]
 
     return compute
 
 
-class Steps:
-    """Many steps, and their medians."""
+class StepMedians:
+    """Medians over many steps."""
 
-    def __init__(self, steps: Iterable[StepTimes]) -> None:
-        """Take the steps that trained; those that also evaluated only if there are no others."""
+    def __init__(self, steps: Iterable[RecordedStep]) -> None:
+        """Use the training steps; those that also evaluated only if there are no others."""
         trained = [step for step in steps if step.ready_s]
         self._steps = [step for step in trained if not step.evaluates] or trained
 
@@ -142,7 +143,7 @@ class Steps:
         return len(self._steps)
 
     def batch(self) -> BatchTime:
-        """Return how long steps took."""
+        """Return the duration of steps, with quartiles."""
         times_s = [step.compute_s for step in self._steps]
         if len(times_s) == 1:
             return BatchTime(1, times_s[0], times_s[0], times_s[0])
@@ -154,22 +155,23 @@ class Steps:
         return statistics.median(step.forward_s for step in self._steps)
 
     def ready_s(self, parameter: int) -> float | None:
-        """Return when a parameter's gradient is ready; None: it never has one."""
+        """Return when a parameter's gradient is ready; None if it never has one."""
         found = [step.ready_s[parameter] for step in self._steps if parameter in step.ready_s]
         return statistics.median(found) if found else None
 
     def gradients(self, parameter: int) -> int:
-        """Return how many parts a parameter's gradient has in most steps that have one."""
+        """Return the number of parts of a parameter's gradient in most steps that have one."""
         found = [step.gradients[parameter] for step in self._steps if parameter in step.gradients]
         return statistics.mode(found) if found else 0
 
     def start_s(self, module: int) -> float | None:
-        """Return when forward first calls a module; None: it never does."""
+        """Return when forward first calls a module; None if it never does."""
         found = [step.calls[module][0][0] for step in self._steps if module in step.calls]
         return statistics.median(found) if found else None
 
     def calls(self, module: int) -> tuple[Call, ...]:
-        """Return a module's calls in a step; where their number differs, of the most common."""
+        """Return a module's calls in a step; if their number differs, those of the most common
+        number."""
         found = [step.calls[module] for step in self._steps if module in step.calls]
         if not found:
             return ()

@@ -1,1 +1,1 @@
-"""How tensors may be aggregated and what that costs, layer by layer; Poseidon's rule."""
+"""Aggregation schemes and their costs by layer, and Poseidon's rule."""

@@ -1,9 +1,9 @@
-"""The schemes by which a layer's gradient can be aggregated, and what each costs a node.
+"""Aggregation schemes of a layer's gradient, and their cost for a node.
 
-After Poseidon (Zhang et al., USENIX ATC 2017, section 3.2): a fully connected layer of M x N
-weights, K rows in its factors (the batch of a worker; times positions, where the layer is applied
-to each word or patch), P1 workers and P2 servers. The costs are those of the paper's table 1, in
-numbers that a node sends and receives together.
+After Poseidon (Zhang et al., USENIX ATC 2017, section 3.2): a fully connected layer has M x N
+weights and K rows in its factors (the batch of a worker, times positions if the layer is applied to
+each word or patch); there are P1 workers and P2 servers. The costs are those of the paper's table
+1, in numbers that a node sends and receives together.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Layer:
     Attributes:
         name: name of the module; of the parameter, where it has no module of its own.
         index: its place in the order of the profile's tensors.
-        kind: class of the module, such as `Linear`; None where the profile does not say.
+        kind: class of the module, such as `Linear`; None if unknown.
         parameters: names of its parameters.
         shapes: their dimensions.
         elements: their elements, together.
         size_bytes: bytes of their gradients.
-        need_s: when forward first reads one of them, since the start of forward.
-        ready_s: when backward has the last of their gradients.
-        rows: vectors that a worker applies it to in a step; None where the profile does not say.
+        need_s: first read of one of them, since the start of forward.
+        ready_s: time of the last of their gradients in backward.
+        rows: vectors that a worker applies it to in a step; None if unknown.
     """
 
     name: str
@@ -54,24 +54,24 @@ class Layer:
 
 @dataclass(frozen=True)
 class Counts:
-    """What the cost of a scheme depends on, beside the layer.
+    """The numbers that a scheme's cost depends on, besides the layer.
 
     Attributes:
         rows: K, rows of the factors of one worker.
         workers: P1.
         servers: P2.
-        apart: whether no node is both worker and server.
+        has_dedicated_servers: True if no node is both worker and server.
     """
 
     rows: int
     workers: int
     servers: int
-    apart: bool = False
+    has_dedicated_servers: bool = False
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a scheme costs for one layer and step.
+    """The cost of a scheme for one layer and step.
 
     Attributes:
         scheme: its name.
@@ -84,14 +84,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way to aggregate a gradient: its row of table 1, for a matrix of M x N.
+    """An aggregation scheme: its row of table 1, for a matrix of M x N.
 
     Attributes:
         name: as in a plan.
-        server_floats: numbers that a node sends and receives that is a server only; None where
-            the scheme has none (the paper's "N/A").
-        worker_floats: one that is a worker only.
-        both_floats: one that is both; None where there is no such node.
+        server_floats: numbers that a dedicated server sends and receives; None if the scheme has no
+            servers (the paper's "N/A").
+        worker_floats: the same for a node that is a worker only.
+        both_floats: the same for a node that is both; None if there is no such node.
     """
 
     name: str
@@ -100,9 +100,9 @@ class Scheme:
     both_floats: Callable[[int, int, Counts], float] | None
 
     def node_floats(self, rows: int, columns: int, counts: Counts) -> float:
-        """Numbers that the busiest node sends and receives: one that is both, where there are such,
-        else the busier of a worker and a server."""
-        if not counts.apart:
+        """Return the numbers that the busiest node sends and receives: a node that is worker and
+        server if there are such, else the busier of a worker and a server."""
+        if not counts.has_dedicated_servers:
             return (self.both_floats or self.worker_floats)(rows, columns, counts)
         worker_floats = self.worker_floats(rows, columns, counts)
         if self.server_floats is None:
@@ -133,8 +133,8 @@ SCHEMES: dict[str, Scheme] = {
         lambda m, n, c: float((c.workers - 1) * (m * n + c.rows * m + c.rows * n)),
     ),
 }
-"""The schemes of table 1. Of two that cost the same the first one is chosen, so that
-factors win ties, as in the paper's algorithm 1."""
+"""The schemes of table 1. The first of two with equal costs is chosen, so that factors win ties, as
+in the paper's algorithm 1."""
 
 
 def costs_of(layer: Layer, counts: Counts, schemes: Sequence[str] = tuple(SCHEMES)) -> list[Cost]:
@@ -146,7 +146,7 @@ def costs_of(layer: Layer, counts: Counts, schemes: Sequence[str] = tuple(SCHEME
     Args:
         layer: what is aggregated.
         counts: K, P1 and P2.
-        schemes: names of those to look at.
+        schemes: names of the schemes to compare.
     """
     matrix = layer.matrix
     rows, columns = matrix or (layer.elements, 1)

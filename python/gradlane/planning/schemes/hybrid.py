@@ -1,15 +1,15 @@
-"""The time of a step whose layers are aggregated by different schemes, from bytes alone.
+"""Step time of layers with different aggregation schemes, from bytes alone.
 
-A small model beside the engine's simulator, for whole layers on one server, which the engine does
-not run, and for what nodes carry by count (Poseidon, Zhang et al. 2017). Every node is worker and
-server, with one full-duplex port. What a layer sends and receives is table 1's count of numbers; a
-port carries it in the order in which gradients are ready, as wait-free backpropagation does, and
-the next step begins when everything is there.
+This small model complements the engine's simulator for whole layers on one server, which the engine
+does not run, and for node traffic by count (Poseidon, Zhang et al. 2017). Every node is worker and
+server, with one full-duplex port. A layer sends and receives table 1's count of numbers. A port
+carries them in the order in which gradients are ready, as in wait-free backpropagation, and the
+next step begins when all are there.
 
-Left out, so that it is a lower limit of the time: latency, hosts, sums, frames, and that one
-node's sending waits for another's receiving (except for whole layers on one server, whose answers
-wait for what the server receives). `tests/planning/schemes/test_hybrid.py` holds it against the
-engine where both know the scheme.
+The result is a lower limit: it ignores latency, hosts, sums, frames, and that one node's sending
+waits for another's receiving (except for whole layers on one server, whose replies wait for what
+the server receives). `tests/planning/schemes/test_hybrid.py` compares it with the engine for the
+schemes of both.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from gradlane.planning.schemes.costs import Layer
 
 WHOLE = "whole"
-"""A layer as a whole on one server, its gradient pushed and pulled: what a framework does that
-knows no parts. Not a scheme of plans."""
+"""A whole layer on one server, its gradient pushed and pulled, as in frameworks without slices. Not
+a scheme of plans."""
 ORDERS = ("ready", "after")
-"""When sending begins: as soon as a gradient is ready, or after backward."""
+"""Start of sending: as soon as a gradient is ready, or after backward."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Traffic:
     """Bytes of one layer through the port of one node."""
 
     sends: float
-    """Of these and `receives`, when the gradient is ready."""
+    """Sent, as `receives` is received, once the gradient is ready."""
     receives: float
-    answers: float = 0.0
-    """What is sent once everything of `receives` is there."""
-    gets: float = 0.0
-    """What is received once the owner answers."""
+    replies: float = 0.0
+    """Sent once all of `receives` is there."""
+    reply_receives: float = 0.0
+    """Received once the owner replies."""
 
 
 @dataclass(frozen=True)
 class HybridStep:
-    """What the model says of a step.
+    """The predicted step.
 
     Attributes:
         step_s: its time.
@@ -63,14 +63,14 @@ class HybridStep:
 
 
 @dataclass(frozen=True)
-class Node:
-    """A cluster of equal nodes, each worker and server, unless others only serve.
+class NodeCluster:
+    """A cluster of equal nodes, each worker and server, unless there are dedicated servers.
 
     Attributes:
         count: of them.
         goodput_bps: bits a second of payload that a port carries each way.
         operations_per_s: of the accelerator, for rebuilding gradients; infinite: that is free.
-        serving: so many nodes beside these are the servers, and nothing else.
+        serving: number of dedicated servers besides these nodes.
     """
 
     count: int
@@ -82,23 +82,23 @@ class Node:
 def hybrid_step(
     layers: Sequence[Layer],
     schemes: Mapping[str, str],
-    nodes: Node,
+    nodes: NodeCluster,
     *,
     batch_rows: int,
     compute_s: float,
     order: str = "ready",
     bytes_share: float = 1.0,
 ) -> HybridStep:
-    """Return the time of a step and what each node's port carries.
+    """Return the step time and the traffic of each node's port.
 
     Args:
         layers: of the model, with the moments at which their gradients are ready.
         schemes: by the name of the layer: `ps`, `sfb`, `adam` or `whole`.
         nodes: the cluster.
-        batch_rows: rows of the factors of layers that do not say theirs.
+        batch_rows: rows of the factors of layers without a count of their own.
         compute_s: forward and backward.
         order: one of `ORDERS`.
-        bytes_share: bytes of a full gradient that travel over its own, where it is compressed.
+        bytes_share: bytes on the wire over bytes of the gradient.
 
     Raises:
         ValueError: unknown order or scheme, or factors of a layer that has none.
@@ -107,9 +107,9 @@ def hybrid_step(
         raise ValueError(f"unknown order {order!r}; choose {' or '.join(ORDERS)}")
     count = nodes.count
     bytes_per_s = nodes.goodput_bps / 8.0
-    everyone = range(count + nodes.serving)
-    out = [_Pipe(bytes_per_s) for _ in everyone]
-    into = [_Pipe(bytes_per_s) for _ in everyone]
+    all_nodes = range(count + nodes.serving)
+    out = [_PortDirection(bytes_per_s) for _ in all_nodes]
+    into = [_PortDirection(bytes_per_s) for _ in all_nodes]
     rebuilt_s, end_s, owner = 0.0, 0.0, -1
     for layer in sorted(layers, key=lambda one: one.ready_s):
         scheme = schemes[layer.name]
@@ -120,16 +120,18 @@ def hybrid_step(
         traffic = [
             _traffic(layer, scheme, node == owner, nodes, batch_rows, bytes_share)
             if node < count
-            else _served(layer, scheme, nodes, bytes_share)
-            for node in everyone
+            else _server_traffic(layer, scheme, nodes, bytes_share)
+            for node in all_nodes
         ]
-        moments = [out[node].carry(ready_s, traffic[node].sends) for node in everyone]
-        moments += [into[node].carry(ready_s, traffic[node].receives) for node in everyone]
-        if any(one.answers for one in traffic):
+        moments = [out[node].transfer(ready_s, traffic[node].sends) for node in all_nodes]
+        moments += [into[node].transfer(ready_s, traffic[node].receives) for node in all_nodes]
+        if any(one.replies for one in traffic):
             # Project Adam's server makes the gradient of the factors before it answers.
             answer_s = max(moments) + rebuild_s
-            moments += [out[node].carry(answer_s, traffic[node].answers) for node in everyone]
-            moments += [into[node].carry(answer_s, traffic[node].gets) for node in everyone]
+            moments += [out[node].transfer(answer_s, traffic[node].replies) for node in all_nodes]
+            moments += [
+                into[node].transfer(answer_s, traffic[node].reply_receives) for node in all_nodes
+            ]
         elif rebuild_s > 0.0:
             rebuilt_s += rebuild_s
             moments.append(max(moments) + rebuild_s)
@@ -138,12 +140,16 @@ def hybrid_step(
         step_s=max(compute_s + rebuilt_s, end_s),
         compute_s=compute_s + rebuilt_s,
         rebuild_s=rebuilt_s,
-        node_bytes=tuple(one.carried + other.carried for one, other in zip(out, into, strict=True)),
+        node_bytes=tuple(
+            one.transferred_bytes + other.transferred_bytes
+            for one, other in zip(out, into, strict=True)
+        ),
     )
 
 
-def _rebuild_s(layer: Layer, scheme: str, nodes: Node, batch_rows: int) -> float:
-    """Time for multiplying the factors of the other workers; the own ones backward multiplies."""
+def _rebuild_s(layer: Layer, scheme: str, nodes: NodeCluster, batch_rows: int) -> float:
+    """Return the time for multiplying the other workers' factors; backward multiplies the own
+    ones."""
     if nodes.count == 1 or scheme not in ("sfb", "adam") or layer.matrix is None:
         return 0.0
     rows, columns = layer.matrix
@@ -151,32 +157,32 @@ def _rebuild_s(layer: Layer, scheme: str, nodes: Node, batch_rows: int) -> float
     return 2.0 * vectors * rows * columns / nodes.operations_per_s
 
 
-class _Pipe:
-    """One direction of a port: one thing after another."""
+class _PortDirection:
+    """One direction of a port, which transfers one layer after another."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self.carried = 0.0
+        self.transferred_bytes = 0.0
         self._bytes_per_s = bytes_per_s
         self._free_s = 0.0
 
-    def carry(self, ready_s: float, size_bytes: float) -> float:
-        """Carry something that is there at a moment; return when it is through."""
+    def transfer(self, ready_s: float, size_bytes: float) -> float:
+        """Transfer bytes that are ready at a moment; return when the transfer ends."""
         if size_bytes <= 0.0:
             return ready_s
-        self.carried += size_bytes
+        self.transferred_bytes += size_bytes
         self._free_s = max(self._free_s, ready_s) + size_bytes / self._bytes_per_s
         return self._free_s
 
 
 def _traffic(
-    layer: Layer, scheme: str, owns: bool, nodes: Node, batch_rows: int, bytes_share: float
+    layer: Layer, scheme: str, owns: bool, nodes: NodeCluster, batch_rows: int, bytes_share: float
 ) -> Traffic:
-    """What a layer is for the port of one node: table 1, sent and received apart."""
+    """Return a layer's traffic for the port of one node: table 1, split into sent and received."""
     whole, count = layer.size_bytes * bytes_share, nodes.count
     if scheme == "ps":
         # To and from the others' shards, and as many for the own shard, where there is one.
-        each = whole if nodes.serving else 2.0 * (count - 1) / count * whole
-        return Traffic(each, each)
+        direction_bytes = whole if nodes.serving else 2.0 * (count - 1) / count * whole
+        return Traffic(direction_bytes, direction_bytes)
     if scheme == WHOLE:
         factor_bytes = whole
     elif layer.matrix is None:
@@ -185,18 +191,18 @@ def _traffic(
         element_bytes = layer.size_bytes / layer.elements
         factor_bytes = (layer.rows or batch_rows) * sum(layer.matrix) * element_bytes
     if scheme == "sfb":
-        each = (count - 1) * factor_bytes
-        return Traffic(each, each)
+        direction_bytes = (count - 1) * factor_bytes
+        return Traffic(direction_bytes, direction_bytes)
     if scheme not in ("adam", WHOLE):
         raise ValueError(f"unknown scheme {scheme!r}")
     if owns:
-        return Traffic(0.0, (count - 1) * factor_bytes, answers=(count - 1) * whole)
-    return Traffic(factor_bytes, 0.0, gets=whole)
+        return Traffic(0.0, (count - 1) * factor_bytes, replies=(count - 1) * whole)
+    return Traffic(factor_bytes, 0.0, reply_receives=whole)
 
 
-def _served(layer: Layer, scheme: str, nodes: Node, bytes_share: float) -> Traffic:
-    """What a layer is for the port of a node that only serves."""
+def _server_traffic(layer: Layer, scheme: str, nodes: NodeCluster, bytes_share: float) -> Traffic:
+    """Return a layer's traffic for the port of a dedicated server."""
     if scheme != "ps":
         return Traffic(0.0, 0.0)
-    each = nodes.count / nodes.serving * layer.size_bytes * bytes_share
-    return Traffic(each, each)
+    direction_bytes = nodes.count / nodes.serving * layer.size_bytes * bytes_share
+    return Traffic(direction_bytes, direction_bytes)

@@ -1,4 +1,4 @@
-"""The layers of a profile, and what those that have factors send and rebuild."""
+"""The layers of a profile, and the traffic and rebuilding of those with factors."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from gradlane.training.options.options import ADAM, FACTOR_SCHEMES, PLAN_RULES, 
 Schemes = tuple[tuple[str, str], ...]
 """Layers, each with its scheme, where that is not the strategy's."""
 SCHEME_RULES = ("poseidon", *FACTOR_SCHEMES)
-"""Rules that say which layers travel as factors: those where Poseidon's formula says so, or all
-that have any, to every rank or to one."""
+"""Rules for the layers that travel as factors: Poseidon's formula, or all that have any, to every
+rank or to one."""
 _HEADER_BYTES = 16
-"""Of a part of a block (`gradlane.training.factors.block`)."""
+"""Header of a part of a block (`gradlane.training.factors.block`)."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """What a layer is as factors.
+    """A layer's gradient as factors.
 
     Attributes:
-        tensor: name of the parameter that has them; the layer's others have none.
-        block_bytes: what a rank sends to each other one in a step.
-        operations: for making the sum of the blocks of the other ranks, of each of them.
+        tensor: name of the parameter with factors; the layer's others have none.
+        block_bytes: sent by a rank to each other one in a step.
+        operations: for adding one other rank's block to the sum.
     """
 
     tensor: str
@@ -61,7 +61,7 @@ def layers_of(profile: Profile) -> list[Layer]:
 def _rows_of(
     name: str, tensors: Sequence[ProfileTensor], operations: Mapping[str, int | None]
 ) -> int | None:
-    """Vectors that a module is applied to: as the profile says, or by its operations."""
+    """Return the vectors that a module is applied to, from the profile or its operations."""
     for tensor in tensors:
         if tensor.rows is not None:
             return tensor.rows
@@ -73,7 +73,7 @@ def _rows_of(
 
 
 def factors_of(layer: Layer, profile: Profile) -> Factors | None:
-    """Return what a layer is as factors; None where it has none.
+    """Return a layer's factors, or None if it has none.
 
     A rank whose factors would be larger than the gradient sends the gradient. Embeddings have rows
     that were looked up, but a profile does not say whether their weight is an output layer's, too,
@@ -112,7 +112,7 @@ def schemes_by_rule(rule: str, profile: Profile, workers: int, serving: int = 0)
     def is_factored(layer: Layer) -> bool:
         if rule == "poseidon":
             rows = layer.rows or profile.batch_size
-            counts = Counts(rows, workers, serving or workers, apart=serving > 0)
+            counts = Counts(rows, workers, serving or workers, has_dedicated_servers=serving > 0)
             return costs_of(layer, counts, PLAN_RULES["poseidon"])[0].scheme == "sfb"
         return factors_of(layer, profile) is not None
 
@@ -123,7 +123,7 @@ def schemes_by_rule(rule: str, profile: Profile, workers: int, serving: int = 0)
 
 
 def operations_per_s(profile: Profile) -> float:
-    """Return how fast the accelerator is in the profile's own arithmetic; infinite if unknown.
+    """Return the accelerator's speed in the profile's own arithmetic; infinite if unknown.
 
     Backward has about twice the operations of forward.
     """
@@ -132,8 +132,9 @@ def operations_per_s(profile: Profile) -> float:
     return 3.0 * profile.flops / profile.compute_s
 
 
-def _speed_in(layer: Layer, profile: Profile) -> float:
-    """How fast the accelerator is in a layer's forward, where no operations were counted."""
+def _operations_per_s_in(layer: Layer, profile: Profile) -> float:
+    """Return the accelerator's speed in a layer's forward, for profiles without operation
+    counts."""
     if profile.flops or layer.matrix is None or not layer.rows:
         return operations_per_s(profile)
     calls = next((one.forwards_s for one in profile.modules if one.name == layer.name), ())
@@ -145,7 +146,7 @@ def _speed_in(layer: Layer, profile: Profile) -> float:
 def simulated_schemes(
     profile: Profile, schemes: Iterable[tuple[str, str]], workers: int, speed: float | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return layers' schemes as the simulator takes them, by tensor.
+    """Return layers' schemes in the simulator's format, by tensor.
 
     Args:
         profile: what a step computes.
@@ -175,6 +176,8 @@ def simulated_schemes(
         found[factors.tensor] = {
             "scheme": scheme,
             "block_bytes": factors.block_bytes,
-            "rebuild_s": (workers - 1) * factors.operations / (speed or _speed_in(layer, profile)),
+            "rebuild_s": (workers - 1)
+            * factors.operations
+            / (speed or _operations_per_s_in(layer, profile)),
         }
     return found

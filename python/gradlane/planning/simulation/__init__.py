@@ -1,6 +1,5 @@
-"""What a cluster would do: profiles, simulations of them, and what follows for a person.
+"""Simulation of clusters from profiles.
 
-`profiles` reads and checks profile files, `simulation` asks the compiled core, `grid` evaluates a
-profile over workers, rates and strategies, `advice` says in words what would help. Nothing here
-imports torch.
+`profiles` reads and checks profile files, `scenarios` runs the compiled core's simulator, and
+`grid` evaluates a profile over workers, rates and strategies. No module here imports torch.
 """

@@ -1,7 +1,7 @@
 """The step time that perfect overlap of computation and communication could reach.
 
-It is a lower bound for one scheme and codec whatever the order of transmission, as long as every
-step waits for its own gradients: no strategy that is exact and synchronous can be faster.
+It is a lower bound for one scheme and codec, whatever the order of transmission, as long as every
+step waits for its own gradients: no exact, synchronous strategy can be faster.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from gradlane.planning.models.timings import TensorTiming
 Float64Array = npt.NDArray[np.float64]
 
 SCHEMES = ("ps", "ring", "sfb", "adam", "hierarchical")
-"""Schemes whose traffic is known here: sharded parameter server, ring all-reduce, factors from
-every rank to every other or to one that sends the whole back, sums of nodes on sharded servers."""
+"""Schemes with known traffic: sharded parameter server, ring all-reduce, factors from every rank to
+every other one or to one that sends the whole back, sums of nodes on sharded servers."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The bound and the three limits that it is the largest of, in nominal seconds."""
+    """The bound and the three limits whose largest it is, in nominal seconds."""
 
     step_s: float
     """The largest of the three."""
@@ -33,9 +33,10 @@ class Bound:
     port_s: float
     """Time that the busiest port needs for the bytes of one step, in one direction."""
     pair_s: float
-    """Limit from gradients that come late and are needed early; see `bound_step_s`."""
+    """Limit by gradients that are ready late and needed early; see `bound_step_s`."""
     binding: str
-    """What limits: 'compute', 'port', or 'pair READY -> NEED' with the names of two tensors."""
+    """The binding limit: 'compute', 'port', or 'pair READY -> NEED' with the names of two
+    tensors."""
 
 
 def port_bytes(
@@ -48,7 +49,7 @@ def port_bytes(
     serving: int = 0,
     answer_bytes: float = 0.0,
 ) -> float:
-    """Bytes that one tensor sends through the busiest port, in each direction.
+    """Return the bytes of one tensor through the busiest port, in each direction.
 
     With a server on every worker and slices spread evenly, a worker sends (N-1)/N of its
     gradients and, as a server, its 1/N of the averages to N-1 others; a ring all-reduce
@@ -98,9 +99,9 @@ def port_bytes(
 
 
 def answer_owners(size_bytes: Sequence[float], servers: int) -> list[int]:
-    """Return which rank answers for each of the tensors of scheme `adam`, as the engine deals them.
+    """Return the rank that answers for each tensor of scheme `adam`, as the engine assigns them.
 
-    Each goes to whoever has fewest bytes of them so far, of equals to the first, and counts with a
+    Each goes to the rank with the fewest bytes so far, the first of equals, and counts with a
     block's header and padding to 16 bytes (`gradlane.training.factors.block`).
 
     Args:
@@ -126,7 +127,7 @@ def port_loads(
     servers: int | None = None,
     serving: int = 0,
 ) -> Float64Array:
-    """Return the bytes of each tensor through ports that may be the busiest, one way each.
+    """Return the bytes of each tensor through the ports that may be the busiest, one way each.
 
     Where all ports are alike that is one; with tensors of scheme `adam` it is what each node sends
     and what each node receives. Where ranks only serve, the last one is theirs.
@@ -185,7 +186,7 @@ def bound_step_s(
     servers: int | None = None,
     serving: int = 0,
 ) -> Bound:
-    """Compute the perfect-overlap bound on the time of a step.
+    """Compute the perfect-overlap bound on the step time.
 
     It is the largest of three limits. The step computes for `compute_s`. Each port carries the
     bytes of all tensors. And for every pair of tensors (i, k): all tensors that become ready no
@@ -247,7 +248,8 @@ def bound_step_s(
 
 
 def _pair_limit(timings: Sequence[TensorTiming], travel_s: Float64Array) -> tuple[float, str]:
-    """Largest pair term and its pair, in O(n^2): sums over a quadrant of (ready, need)."""
+    """Return the largest pair term and its pair, in O(n^2): sums over a quadrant of (ready,
+    need)."""
     ready_s, ready_at = np.unique([timing.ready_s for timing in timings], return_inverse=True)
     need_s, need_at = np.unique([timing.need_s for timing in timings], return_inverse=True)
     seconds = np.zeros((len(ready_s), len(need_s)))
@@ -258,7 +260,7 @@ def _pair_limit(timings: Sequence[TensorTiming], travel_s: Float64Array) -> tupl
     seconds = seconds[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
     tensors = tensors[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
     limits = ready_s[:, np.newaxis] + seconds - need_s[np.newaxis, :]
-    # A pair that no tensor has to cross between limits nothing.
+    # A pair without tensors between is no limit.
     limits[tensors == 0] = -np.inf
     first, last = np.unravel_index(int(limits.argmax()), limits.shape)
     ready_name = timings[int(np.flatnonzero(ready_at == first)[0])].name

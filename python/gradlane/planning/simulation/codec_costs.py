@@ -1,10 +1,9 @@
-"""What codecs cost a host, and the codecs of a profile's tensors, for simulations.
+"""Host costs of codecs, and the codecs of a profile's tensors, for simulations.
 
-Costs are seconds a byte of *values* (four an f32 element), on one core: of encoding a contribution,
-residual included where the codec keeps one, and of decoding one and adding it up. `USUAL` are
-medians of processor time by `measured_cost` on the project's machine on 2026-11-21 (two virtual
-cores with AVX-512, 4 MiB of normally distributed values, other work beside it: three turns lay
-within 30 %); `gradlane lab calibrate` measures the same on another one.
+Costs are seconds a byte of *values* (four an f32 element) on one core: of encoding a contribution,
+with its residual if the codec keeps one, and of decoding a contribution and adding it up.
+`USUAL_COSTS` are medians of processor time by `measure_cost` on a virtual core with AVX-512;
+`gradlane lab calibrate` measures them on another machine.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ CALIBRATED_CODECS = (
     "qsgd:bits=16,bucket=8192,norm=max,levels=sign",
     "topk:ratio=0.001",
 )
-"""What `gradlane lab calibrate` measures."""
+"""Codecs that `gradlane lab calibrate` measures."""
 _ELEMENTS = 1 << 20
 _REPEATS = 5
 
@@ -54,7 +53,7 @@ class CodecCost:
     decode_byte_s: float
 
 
-USUAL: Mapping[str, CodecCost] = {
+USUAL_COSTS: Mapping[str, CodecCost] = {
     "bf16": CodecCost(0.08e-9, 0.08e-9),
     "f16": CodecCost(0.09e-9, 0.08e-9),
     "int8": CodecCost(0.08e-9, 0.06e-9),
@@ -63,10 +62,10 @@ USUAL: Mapping[str, CodecCost] = {
     "topk": CodecCost(0.25e-9, 0.03e-9),
     "dgc": CodecCost(0.55e-9, 0.04e-9),
 }
-"""By the name of the codec, whatever its options."""
+"""Costs by the name of the codec, whatever its options."""
 
 
-def measured_cost(codec: str) -> CodecCost:
+def measure_cost(codec: str) -> CodecCost:
     """Measure a codec on this machine by processor time, in about a tenth of a second.
 
     Raises:
@@ -88,7 +87,7 @@ def measured_cost(codec: str) -> CodecCost:
         end_s = time.thread_time()
         encode_s.append(middle_s - begin_s)
         decode_s.append(end_s - middle_s)
-    # The first time touches the memory.
+    # The first run touches the memory.
     return CodecCost(
         statistics.median(encode_s[1:]) / values.nbytes,
         statistics.median(decode_s[1:]) / values.nbytes,
@@ -96,17 +95,22 @@ def measured_cost(codec: str) -> CodecCost:
 
 
 def cost_of(codec: str, measured: Mapping[str, CodecCost]) -> CodecCost:
-    """Return what a codec costs: as measured, by its text or its name, else the usual.
+    """Return the cost of a codec: as measured, by its text or its name, else the usual one.
 
     Args:
         codec: its canonical text.
         measured: by text, of the machine at hand.
     """
-    # Adding up codes is charged where it is done.
+    # The simulator charges for adding up codes separately.
     codec = codec.replace(",ring=integer", "")
     name = codec.partition(":")[0]
     by_name = {text.partition(":")[0]: cost for text, cost in measured.items()}
-    return measured.get(codec) or by_name.get(name) or USUAL.get(name) or CodecCost(0.3e-9, 0.15e-9)
+    return (
+        measured.get(codec)
+        or by_name.get(name)
+        or USUAL_COSTS.get(name)
+        or CodecCost(0.3e-9, 0.15e-9)
+    )
 
 
 def codecs_in(
@@ -116,8 +120,8 @@ def codecs_in(
 
     Args:
         profile: its tensors.
-        rules: what `codec_rules` returned.
-        ring_ranks: ranks of the ring that they go round; None: they go to servers.
+        rules: from `codec_rules`.
+        ring_ranks: ranks of the ring; None: servers.
 
     Raises:
         ValueError: a codec is unknown, or cannot go round.
@@ -134,7 +138,7 @@ def coded_tensors(profile: Profile) -> list[CodedTensor]:
 
 
 def wire_bytes(profile: Profile, choices: Sequence[CodecChoice]) -> list[float]:
-    """Return the bytes that each tensor's gradient travels in, without headers."""
+    """Return the encoded bytes of each tensor's gradient, without headers."""
     return [
         float(tensor.size_bytes if choice.facts is None else choice.facts.wire_bytes_max)
         for tensor, choice in zip(profile.tensors, choices, strict=True)
@@ -144,10 +148,10 @@ def wire_bytes(profile: Profile, choices: Sequence[CodecChoice]) -> list[float]:
 def mean_cost(
     profile: Profile, choices: Sequence[CodecChoice], measured: Mapping[str, CodecCost]
 ) -> CodecCost | None:
-    """Return what encoding a profile's tensors costs a byte, over those that are encoded.
+    """Return the mean cost a byte of the encoded tensors of a profile.
 
     Returns:
-        None where none is.
+        None if no tensor is encoded.
     """
     coded = [
         (tensor.size_bytes, cost_of(choice.codec, measured))

@@ -1,7 +1,7 @@
 """Constants of a machine and its ports, as `gradlane lab calibrate` measured them, in one file.
 
-The simulator's own constants (`crates/gradlane-sim/src/costs.rs`) are those of the project's
-machine; a file replaces those that it names::
+The simulator's own constants are in `crates/gradlane-sim/src/costs.rs`. A file replaces those that
+it names::
 
     {"format": "gradlane-costs", "version": 1, "measured": {"date": "2026-11-21", ...},
      "constants": {"wake_s": {"value": 6e-05, "how": "..."}},
@@ -36,15 +36,15 @@ HOST_CONSTANTS = (
 )
 """Seconds of a host; see `costs.rs`."""
 NETWORK_CONSTANTS = ("goodput_share", "send_buffer_floor_bytes", "share_spread")
-"""What ports and connections carry; see `scenario.rs`."""
+"""Constants of ports and connections; see `scenario.rs`."""
 ACCELERATOR_CONSTANTS = ("operations_per_s",)
-"""Floating-point operations a second at which gradients are made of factors. `calibrate` does not
-measure it, for the lab's accelerators sleep: who knows better than the profile writes it."""
+"""Floating-point operations a second for rebuilding gradients from factors. `calibrate` does not
+measure it, since the lab's accelerators sleep; add it by hand to override the profile's."""
 INTEGER_CONSTANTS = ("send_buffer_floor_bytes",)
 
 
 class CostsError(EscapedError, ValueError):
-    """A costs file that makes no sense; the text names file, constant and place."""
+    """An invalid costs file; the text names file, constant and position."""
 
 
 @dataclass(frozen=True)

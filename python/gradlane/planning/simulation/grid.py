@@ -1,4 +1,4 @@
-"""A profile evaluated over workers, rates, strategies and compression: one row for each."""
+"""Evaluation of a profile over workers, rates, strategies and compression: one row for each."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from gradlane.training.options.stragglers import LEAVES_OUT, WAIT
 TensorSchemes = Mapping[str, Mapping[str, Any]]
 """Schemes of tensors, as scenarios have them."""
 GOODPUT_SHARE = 1448 / 1514
-"""Payload of a full TCP segment over its bytes on an Ethernet: what a bound may assume."""
+"""Payload of a full TCP segment over its bytes on an Ethernet, for bounds."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One simulated cluster."""
+    """The result of one simulated cluster."""
 
     model: str
     strategy: str
@@ -39,9 +39,9 @@ class Row:
     topology: str
     workers: int
     servers: int | None
-    """So many workers are servers; None: all, or there are none."""
+    """Number of workers that are servers; None: all, or there are none."""
     serving: int
-    """So many ranks beside the workers only serve."""
+    """Number of dedicated servers."""
     rate_bps: float
     compression: float
     """Bytes of gradients over bytes that travel for them, those of the codec included."""
@@ -50,30 +50,30 @@ class Row:
     step_s: float
     compute_s: float
     bound_step_s: float
-    """What no exact strategy of the same scheme can beat."""
+    """Lower bound for exact strategies of the same scheme."""
     bound_scaling_factor: float
     samples_per_s: float
     """Of the whole cluster, as far as their gradients counted."""
     tx_utilization: float
-    """Share of the time that a port sends."""
+    """Share of the time in which a port sends."""
     io_utilization: float
-    """Share of the time that a rank's I/O thread works."""
+    """Share of the time in which a rank's I/O thread works."""
     staleness_mean: float | None = None
     """Updates between what a gradient was computed from and what it was applied to, where each is
     applied alone; None: all ranks' are applied together."""
     staleness_max: int | None = None
-    """The most of them."""
+    """The largest staleness."""
     ranks_per_node: int = 1
     """Workers on each node, which share its port."""
     tx_bytes_per_step: float | None = None
     """Through the port of a node, mean over nodes, headers of frames included; None: a formula."""
     stragglers: str = WAIT
-    """What happens to ranks that are late."""
+    """Rule for late ranks."""
     straggler: dict[str, Any] | None = None
     """`rank`, `share` and `burst_s` of the rank that is stopped now and then; then, and with a rule
     for stragglers, `step_s` is the mean step of the others, without the first steps."""
     left_out_share: list[float] | None = None
-    """By rank, the share of steps that went on without it."""
+    """By rank, the share of steps without it."""
     passed_share: list[float] | None = None
     """By rank, the share of steps that it passed."""
 
@@ -93,16 +93,16 @@ def clusters_of(
     codecs: Sequence[str] = (RAW,),
     ranks_per_node: Sequence[int] = (1,),
     rules: Sequence[str] = (WAIT,),
-    on_left_out: Callable[[str], None] = lambda why: None,
+    on_left_out: Callable[[str], None] = lambda reason: None,
 ) -> list[Cluster]:
-    """Return every combination.
+    """Return every valid combination.
 
-    Only `ring-fused` has a topology other than flat, and only strategies of `LEAVES_OUT` have rules
-    for stragglers other than to wait. Numbers of workers that do not fill two nodes, and sums on
-    nodes of one rank, are left out, and `on_left_out` is told why, once for each reason.
+    Only `ring-fused` has a topology other than flat, and only strategies of `LEAVES_OUT` have
+    straggler rules other than to wait. Numbers of workers that do not fill two nodes, and sums on
+    nodes of one rank, are skipped; `on_left_out` is called once with each reason.
 
     Raises:
-        ValueError: no combination is left; the text says why of the first.
+        ValueError: no combination is left; the text has the first reason.
     """
     found = [
         replace(
@@ -113,11 +113,11 @@ def clusters_of(
             compression=compression,
             topology=topology,
             codec=codec,
-            ranks_per_node=each,
+            ranks_per_node=node_size,
             stragglers=rule,
         )
         for count in workers
-        for each in ranks_per_node
+        for node_size in ranks_per_node
         for rate_bps in rates_bps
         for compression in compressions
         for codec in codecs
@@ -125,16 +125,16 @@ def clusters_of(
         for topology in (topologies if strategy == RING_FUSED else ("flat",))
         for rule in (rules if strategy in LEAVES_OUT else (WAIT,))
     ]
-    able = [one for one in found if not nodes_refusal(one)]
+    valid = [one for one in found if not nodes_refusal(one)]
     reasons = dict.fromkeys(filter(None, map(nodes_refusal, found)))
-    if not able:
+    if not valid:
         raise ValueError(
             f"{next(iter(reasons))}: give --ranks-per-node 2, for example, and workers for two "
             "nodes or more"
         )
-    for why in reasons:
-        on_left_out(why)
-    return able
+    for reason in reasons:
+        on_left_out(reason)
+    return valid
 
 
 def evaluate(
@@ -148,9 +148,9 @@ def evaluate(
     """Simulate all clusters, one after another.
 
     Args:
-        profile: what a step computes.
-        clusters: what to simulate.
-        on_row: called with each row as soon as it is there.
+        profile: of a step.
+        clusters: to simulate.
+        on_row: called with each row.
         traced: numbers of clusters whose first rank is traced.
         on_trace: called with the number and the trace of each of these.
 
@@ -159,10 +159,10 @@ def evaluate(
     """
     rows = []
     for number, cluster in enumerate(clusters):
-        answer = run_scenario(scenario_of(profile, cluster, trace=number in traced, trace_ranks=1))
-        if "trace" in answer:
-            on_trace(number, answer["trace"])
-        row = _row(profile, cluster, answer["report"])
+        result = run_scenario(scenario_of(profile, cluster, trace=number in traced, trace_ranks=1))
+        if "trace" in result:
+            on_trace(number, result["trace"])
+        row = _row(profile, cluster, result["report"])
         rows.append(row)
         on_row(row)
     return rows
@@ -186,7 +186,7 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
         serving=cluster.serving,
         ranks_per_node=cluster.ranks_per_node,
         rate_bps=cluster.rate_bps,
-        compression=_ratio(profile, cluster),
+        compression=_compression(profile, cluster),
         scaling_factor=profile.compute_s / step_s,
         step_s=step_s,
         compute_s=profile.compute_s,
@@ -212,7 +212,7 @@ def _shares(late: Mapping[str, Any] | None, name: str, steps: int) -> list[float
     return None if late is None else [count / steps for count in late[name]]
 
 
-def _ratio(profile: Profile, cluster: Cluster) -> float:
+def _compression(profile: Profile, cluster: Cluster) -> float:
     if codec_rules(cluster.codec) == RAW or not profile.size_bytes:
         return cluster.compression
     choices = _choices(profile, cluster)
@@ -226,13 +226,13 @@ def _choices(profile: Profile, cluster: Cluster) -> list[CodecChoice]:
 
 
 def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
-    """Also of slices round a ring."""
+    """Return the bound for servers, or for slices on a ring."""
     choices = _choices(profile, cluster)
     schemes = tensor_schemes(profile, cluster)
-    everywhere = RING if cluster.strategy == RING else "ps"
+    default_scheme = RING if cluster.strategy == RING else "ps"
     if local_sums(cluster) != "off":
-        everywhere = "hierarchical"
-    travelling, kinds = traffic(profile, wire_bytes(profile, choices), schemes, everywhere)
+        default_scheme = "hierarchical"
+    travelling, kinds = traffic(profile, wire_bytes(profile, choices), schemes, default_scheme)
     return bound_step_s(
         timings_in(profile),
         workers=cluster.workers,
@@ -247,7 +247,7 @@ def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
 
 
 def rebuild_s(schemes: TensorSchemes) -> float:
-    """Return the time a step in which gradients are made of factors."""
+    """Return the time a step for rebuilding gradients from factors."""
     return sum(float(scheme.get("rebuild_s", 0.0)) for scheme in schemes.values())
 
 
@@ -255,26 +255,26 @@ def traffic(
     profile: Profile,
     wire_bytes: Sequence[float],
     schemes: TensorSchemes,
-    everywhere: str = "ps",
+    default_scheme: str = "ps",
 ) -> tuple[list[float], list[str]]:
-    """Return the bytes and the scheme of each tensor, as bounds take them.
+    """Return the bytes and the scheme of each tensor, in the format of bounds.
 
     Args:
-        profile: what a step computes.
-        wire_bytes: bytes of each tensor as it travels, unless as factors.
+        profile: of a step.
+        wire_bytes: bytes of each tensor on the wire, unless as factors.
         schemes: as in a scenario.
-        everywhere: the scheme of all others.
+        default_scheme: the scheme of all others.
     """
     own = [schemes.get(tensor.name, {}) for tensor in profile.tensors]
     travelling = [
         float(scheme.get("block_bytes", bytes_))
         for scheme, bytes_ in zip(own, wire_bytes, strict=True)
     ]
-    return travelling, [str(scheme.get("scheme", everywhere)) for scheme in own]
+    return travelling, [str(scheme.get("scheme", default_scheme)) for scheme in own]
 
 
 def _ring_bound_s(profile: Profile, cluster: Cluster) -> float:
-    """The model's network is fully used, and workers of a node share a port."""
+    """Return the bound of the ring model: a fully used network, and a port for each node."""
     nodes = cluster.workers
     if cluster.topology == "hierarchical":
         nodes //= ring_node_size(cluster)

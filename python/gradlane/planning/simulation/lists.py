@@ -1,4 +1,4 @@
-"""Lists as people write them on a command line: `2,4,8`, `1..100gbit`, `2..16`."""
+"""Parsers of lists on a command line: `2,4,8`, `1..100gbit`, `2..16`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gradlane.formats.rates import parse_rate
 from gradlane.training.options.stragglers import parse_stragglers
 
 USUAL_GBIT = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 25, 40, 50, 100, 200, 400, 800)
-"""Rates that a range stands for."""
+"""Rates that a range expands to."""
 
 
 def parse_workers(text: str) -> list[int]:
@@ -73,7 +73,7 @@ def parse_rates(text: str) -> list[int]:
 
 
 def parse_rules(text: str) -> list[str]:
-    """Return rules for ranks that are late, as for `gradlane.init(stragglers=...)`.
+    """Return straggler rules, as for `gradlane.init(stragglers=...)`.
 
     Raises:
         ValueError: a part is no rule.
@@ -107,7 +107,7 @@ def parse_compressions(text: str) -> list[float]:
 
 
 def parse_names(text: str, known: tuple[str, ...], what: str) -> list[str]:
-    """Return names that are known.
+    """Return names, all of which are known.
 
     Raises:
         ValueError: one is not.

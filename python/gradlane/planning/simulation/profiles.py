@@ -1,4 +1,4 @@
-"""Where the profiles of a what-if question come from: files, logs, and models known by name.
+"""Sources of the profiles of a what-if question: files, logs, and models known by name.
 
 `gradlane.formats.profile` defines profiles and their file. Files of another kind are imported here:
 one object with `batch_time_s`, `backward_time_s` and `params`, in backward order, with
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def timings_in(profile: Profile) -> list[TensorTiming]:
-    """Return a profile's tensors as the bound wants them."""
+    """Return a profile's tensors in the format of the bound."""
     return [
         TensorTiming(
             tensor.name, tensor.numel, DTYPE_BYTES[tensor.dtype], tensor.ready_s, tensor.need_s
@@ -109,7 +109,7 @@ def _rows_of(layer: ReplayLayer, batch_size: int) -> int | None:
 
 
 def find_profile(text: str, batch_time_s: float | None = None) -> Profile:
-    """Return the profile that a person means: a file, or a model known by name.
+    """Return the profile of a file, or of a model known by name.
 
     Args:
         text: path of a profile file, or one of `ARCHITECTURES`.
@@ -135,7 +135,7 @@ def read_profile(path: Path) -> Profile:
     """Read a profile file, of gradlane's own format or of the one that is imported.
 
     Raises:
-        ProfileError: the file cannot be read or is no profile; the text names field and place.
+        ProfileError: the file cannot be read or is no profile; the text names field and position.
     """
     source = read_object(path)
     reader = FieldReader(str(path))
@@ -150,7 +150,8 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def _import_log(source: Mapping[str, Any], path: Path, reader: FieldReader) -> Profile:
-    """Import a log of gradient times; needs in forward are distributed like backward's times."""
+    """Import a log of gradient times; forward needs parameters in proportion to backward's
+    times."""
     compute_s = reader.seconds(source, "batch_time_s")
     backward_s = reader.seconds(source, "backward_time_s")
     if not 0.0 < backward_s < compute_s:
@@ -159,14 +160,16 @@ def _import_log(source: Mapping[str, Any], path: Path, reader: FieldReader) -> P
         )
     forward_s = compute_s - backward_s
     entries: list[tuple[str, tuple[int, ...], float]] = []
-    for place, name, entry in reader.named_entries(source, "params"):
-        shape = place.shape(entry, "shape")
-        if "numel" in entry and place.integer(entry, "numel") != prod(shape):
-            raise place.error("numel", f"is {entry['numel']}, but shape {list(shape)} has another")
-        ready_s = place.seconds(entry, "grad_ready_s")
+    for position, name, entry in reader.named_entries(source, "params"):
+        shape = position.shape(entry, "shape")
+        if "numel" in entry and position.integer(entry, "numel") != prod(shape):
+            raise position.error(
+                "numel", f"is {entry['numel']}, but shape {list(shape)} has another"
+            )
+        ready_s = position.seconds(entry, "grad_ready_s")
         # The logs round: the last gradient may come a microsecond after backward's end.
         if ready_s > backward_s + 1e-6:
-            raise place.error("grad_ready_s", f"{ready_s} is after backward's end, {backward_s}")
+            raise position.error("grad_ready_s", f"{ready_s} is after backward's end, {backward_s}")
         entries.append((name, shape, min(forward_s + ready_s, compute_s)))
     needs = _needs_like_backward(path)
     tensors = tuple(
@@ -189,7 +192,7 @@ def _layer_of(name: str) -> str:
 
 
 def _needs_like_backward(path: Path) -> dict[str, float]:
-    """When forward begins with each layer."""
+    """Return when forward begins with each layer."""
     needs: dict[str, float] = {}
     now_s = 0.0
     for layer in layers_from_profile(path):

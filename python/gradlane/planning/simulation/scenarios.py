@@ -1,6 +1,6 @@
 """Scenarios for the compiled core's simulator, and its reports.
 
-A scenario says everything; the same scenario gives the same report.
+A scenario is complete: the same scenario gives the same report.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gradlane.planning.simulation.codec_costs import CodecCost, codecs_in, mean_
 from gradlane.planning.simulation.costs import HOST_CONSTANTS, MachineCosts
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.straggler import StragglerSpec
+from gradlane.training.node.parts import cut_into_parts
 from gradlane.training.node.rules import NODE_STRATEGIES
-from gradlane.training.node.shares import cut
 from gradlane.training.options import options
 from gradlane.training.options.codec_choice import RAW, codec_rules
 from gradlane.training.options.stragglers import (
@@ -40,20 +40,20 @@ SCHEME_STRATEGIES = SCHEME_RULES
 STRATEGIES = (*ENGINE_STRATEGIES, *SCHEME_STRATEGIES, *NODE_STRATEGIES, RING_FUSED)
 """All strategies that can be simulated."""
 LOCAL_RATE_BPS = 1e12
-"""Between the workers of a node of the hierarchical ring, where nothing is said."""
+"""Default rate between the workers of a node of the hierarchical ring."""
 FREE_HOST = dict.fromkeys(HOST_CONSTANTS, 0.0)
-"""Costs of a host that takes no time for anything."""
+"""Costs of an infinitely fast host."""
 LATE_STEPS = 60
-"""Steps that are simulated where ranks are late: bursts hit few."""
+"""Simulated steps with stragglers: bursts hit only a few of them."""
 LATE_JITTER = 0.01
-"""`compute_jitter` there: ranks that are exactly alike come in the same order for ever."""
+"""`compute_jitter` with stragglers: exactly equal ranks would always arrive in the same order."""
 REPRESENTATIVES = 8
-"""Ranks that stand for all that own no slice, where there are many."""
+"""Simulated ranks in place of many ranks that own no slice."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster and how it synchronizes."""
+    """A cluster and its synchronization."""
 
     workers: int
     rate_bps: float
@@ -65,39 +65,38 @@ class Cluster:
     schemes: Schemes = ()
     """Layers whose scheme is not the strategy's; those of `SCHEME_STRATEGIES` follow from it."""
     servers: int | None = None
-    """The first so many workers are servers; None: all."""
+    """Number of workers that are servers, the first ones; None: all."""
     serving: int = 0
-    """So many ranks beside the workers are the servers instead, and only serve."""
+    """Number of dedicated servers."""
     ranks_per_node: int = 1
     """Workers on each node, which share its port."""
     local: str = "off"
-    """What they do before anything goes to the network, as in `gradlane.init`; that of
-    `NODE_STRATEGIES` follows from the strategy."""
+    """Sums on nodes, as in `gradlane.init`; `NODE_STRATEGIES` imply theirs."""
     latency_s: float = 0.0
     slice_elems: int | None = None
     steps: int = 3
     free_host: bool = False
-    """Whether the host takes no time for frames and reductions."""
+    """True if the host takes no time for frames and reductions."""
     costs: MachineCosts = field(default_factory=MachineCosts)
     """Constants that replace the simulator's own."""
     port_burst_bytes: int = 0
-    """What a port lets through at once where a token bucket shapes it, as in the lab; 0: a wire."""
+    """Burst of the token bucket that shapes a port, as in the lab; 0: a wire."""
     share_seed: int = 0
-    """Another number, another draw of how unequal connections are."""
+    """Seed of the inequality of connections."""
     background_share: float = 0.0
-    """Share of every port that other traffic takes."""
+    """Share of every port used by other traffic."""
     compute_spread: float = 0.0
-    """Ranks are slower than the profile by up to this share."""
+    """Largest share by which a rank is slower than the profile."""
     compute_jitter: float = 0.0
-    """Each step of each rank is longer by up to this share."""
+    """Largest share by which a step of a rank is longer."""
     stragglers: str = WAIT
-    """What happens to ranks that are late, as for `gradlane.init`."""
+    """Rule for late ranks, as for `gradlane.init`."""
     straggler: StragglerSpec | None = None
-    """A rank that is stopped for moments."""
+    """A rank that is stopped now and then."""
     topology: str = "flat"
     """Of `ring-fused`: `flat`, a ring over all workers, or `hierarchical`."""
     workers_per_node: int = 8
-    """Of the hierarchical ring, where `ranks_per_node` does not say."""
+    """Of the hierarchical ring, if `ranks_per_node` is 1."""
     local_rate_bps: float | None = None
     """Rate between the workers of a node, of a collective that adds up on its way. None: shared
     memory at the host's costs, and `LOCAL_RATE_BPS` for the hierarchical ring."""
@@ -107,44 +106,46 @@ class Cluster:
 
 
 def engine_strategy(strategy: str) -> str:
-    """Return the engine's strategy that one of `STRATEGIES` is, but for schemes."""
+    """Return the engine's strategy behind one of `STRATEGIES`."""
     named = strategy in SCHEME_STRATEGIES or strategy in NODE_STRATEGIES
     return options.Strategy.name if named else strategy
 
 
 def local_sums(cluster: Cluster) -> str:
-    """Return what the ranks of a node do before anything goes to the network."""
+    """Return the cluster's sums on nodes."""
     return NODE_STRATEGIES.get(cluster.strategy, cluster.local)
 
 
 def nodes_refusal(cluster: Cluster) -> str:
-    """Say why a cluster cannot have its nodes; empty if it can."""
-    each, workers = cluster.ranks_per_node, cluster.workers
-    if each < 1 or workers % each:
-        return f"{workers} workers do not fill nodes of {each}"
-    if each > 1 and workers == each:
-        return f"{workers} workers are one node of {each}, which needs no network"
-    if each == 1 and local_sums(cluster) != "off":
+    """Return why a cluster cannot have its nodes; empty if it can."""
+    node_size, workers = cluster.ranks_per_node, cluster.workers
+    if node_size < 1 or workers % node_size:
+        return f"{workers} workers do not fill nodes of {node_size}"
+    if node_size > 1 and workers == node_size:
+        return f"{workers} workers are one node of {node_size}, which needs no network"
+    if node_size == 1 and local_sums(cluster) != "off":
         return f"{cluster.strategy} adds up on nodes, and each has one rank"
     return ""
 
 
 def _nodes(profile: Profile, cluster: Cluster) -> dict[str, Any]:
-    """Return the nodes of a scenario: who shares one, and what each of its ranks carries.
+    """Return the nodes of a scenario: their size, and the parts of each leader.
 
     Raises:
-        ValueError: the cluster cannot have them, or something else does not go with them.
+        ValueError: the cluster cannot have them, or another setting excludes them.
     """
-    why = nodes_refusal(cluster)
-    if why:
-        raise ValueError(f"{why}: give --ranks-per-node 2, for example, and a multiple as workers")
+    refusal = nodes_refusal(cluster)
+    if refusal:
+        raise ValueError(
+            f"{refusal}: give --ranks-per-node 2, for example, and a multiple as workers"
+        )
     if cluster.servers is not None or cluster.serving:
         raise ValueError(
             f"servers are single ranks, and {cluster.ranks_per_node} share a node: leave out "
             "--servers or --ranks-per-node"
         )
-    carriers = {"off": 0, "leader": 1}.get(local_sums(cluster), cluster.ranks_per_node)
-    if carriers > 1 and codec_rules(cluster.codec) != RAW:
+    leaders = {"off": 0, "leader": 1}.get(local_sums(cluster), cluster.ranks_per_node)
+    if leaders > 1 and codec_rules(cluster.codec) != RAW:
         raise ValueError(
             f"codec {cluster.codec} with {cluster.strategy}: shares of tensors are not encoded; "
             "simulate hierarchical"
@@ -153,20 +154,20 @@ def _nodes(profile: Profile, cluster: Cluster) -> dict[str, Any]:
         {"numel": tensor.numel, "dtype": tensor.dtype, "role": "parameter"}
         for tensor in profile.tensors
     ]
-    carried: list[list[tuple[int, int]]] = [[] for _ in range(carriers)]
-    for part in cut(rows, carriers) if carriers else ():
+    parts_of_leader: list[list[tuple[int, int]]] = [[] for _ in range(leaders)]
+    for part in cut_into_parts(rows, leaders) if leaders else ():
         elems = part.nbytes * profile.tensors[part.tensor].numel
         whole = profile.tensors[part.tensor].size_bytes
-        carried[part.carrier].append((part.tensor, elems // whole if whole else 0))
+        parts_of_leader[part.leader].append((part.tensor, elems // whole if whole else 0))
     return {
         "ranks": cluster.ranks_per_node,
-        "carried": carried,
+        "carried": parts_of_leader,
         "rate_bps": cluster.local_rate_bps,
     }
 
 
 def tensor_schemes(profile: Profile, cluster: Cluster) -> dict[str, dict[str, Any]]:
-    """Return the scheme of each tensor that has another one than the strategy's, for a scenario.
+    """Return the tensors whose scheme is not the strategy's, for a scenario.
 
     Raises:
         ValueError: a layer is unknown or has no factors, or the engine does not run a scheme.
@@ -181,12 +182,12 @@ def tensor_schemes(profile: Profile, cluster: Cluster) -> dict[str, dict[str, An
 def scenario_of(
     profile: Profile, cluster: Cluster, *, trace: bool = False, trace_ranks: int = 0
 ) -> dict[str, Any]:
-    """Return the scenario that the compiled core takes.
+    """Return the scenario in the compiled core's format.
 
     Args:
-        profile: what a step computes.
-        cluster: who computes it.
-        trace: whether to keep what happened when; `ring-fused` is a formula and has none.
+        profile: of a step.
+        cluster: that computes it.
+        trace: whether to record a trace; `ring-fused` is a formula and has none.
         trace_ranks: on this many ranks, the first; 0: on all.
 
     Raises:
@@ -237,7 +238,7 @@ def scenario_of(
     if cluster.ranks_per_node > 1 or local_sums(cluster) != "off":
         scenario["nodes"] = _nodes(profile, cluster)
     schemes = tensor_schemes(profile, cluster)
-    _leave_out(scenario, cluster, factors=bool(schemes))
+    _add_stragglers(scenario, cluster, factors=bool(schemes))
     if schemes:
         scenario["schemes"] = schemes
     if rules != RAW:
@@ -265,12 +266,12 @@ def scenario_of(
 
 
 def ring_node_size(cluster: Cluster) -> int:
-    """Return how many workers share a node of the hierarchical ring."""
+    """Return the number of workers on a node of the hierarchical ring."""
     return cluster.ranks_per_node if cluster.ranks_per_node > 1 else cluster.workers_per_node
 
 
-def _leave_out(scenario: dict[str, Any], cluster: Cluster, *, factors: bool) -> None:
-    """Say which rank is stopped, and what becomes of ranks that are late."""
+def _add_stragglers(scenario: dict[str, Any], cluster: Cluster, *, factors: bool) -> None:
+    """Add the stopped rank and the straggler rule to a scenario."""
     own: dict[str, object] = {
         "strategy": scenario["strategy"],
         "update": scenario["update"],
@@ -288,17 +289,17 @@ def _leave_out(scenario: dict[str, Any], cluster: Cluster, *, factors: bool) -> 
 def _ring_scenario(profile: Profile, cluster: Cluster) -> dict[str, Any]:
     rings: dict[str, Any] = {"kind": "flat", "workers": cluster.workers}
     if cluster.topology == "hierarchical":
-        each = ring_node_size(cluster)
-        nodes, rest = divmod(cluster.workers, each)
+        node_size = ring_node_size(cluster)
+        nodes, rest = divmod(cluster.workers, node_size)
         if rest:
             raise ValueError(
-                f"{cluster.workers} workers do not fill nodes of {each}: "
+                f"{cluster.workers} workers do not fill nodes of {node_size}: "
                 "the hierarchical ring needs a multiple"
             )
         rings = {
             "kind": "hierarchical",
             "nodes": nodes,
-            "workers_per_node": each,
+            "workers_per_node": node_size,
             "local_rate_bps": cluster.local_rate_bps or LOCAL_RATE_BPS,
         }
     elif cluster.topology != "flat":
@@ -325,5 +326,5 @@ def run_scenario(scenario: dict[str, Any]) -> dict[str, Any]:
     """
     from gradlane import _core
 
-    answer: dict[str, Any] = json.loads(_core.simulate(json.dumps(scenario)))
-    return answer
+    result: dict[str, Any] = json.loads(_core.simulate(json.dumps(scenario)))
+    return result

@@ -1,4 +1,4 @@
-"""Which rank is slow, and how much: asked of the lab, which stops it, and of the simulator."""
+"""The specification of a slow rank, which the lab stops and the simulator models."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 BURST_S = 0.5
-"""Seconds of a stop where nothing else is said."""
+"""Default length of a stop, in seconds."""
 
 
 @dataclass(frozen=True)
 class StragglerSpec:
-    """Which rank is stopped, and how much.
+    """The rank that is stopped, and for how long.
 
     Attributes:
-        rank: which one.
-        share: of the time that it is stopped for.
+        rank: of the stops.
+        share: of the time in which it is stopped.
         burst_s: real seconds of each stop; it runs `burst_s / share - burst_s` between two.
     """
 
@@ -29,7 +29,7 @@ class StragglerSpec:
 
 
 def parse_straggler(text: str) -> StragglerSpec:
-    """Return what a text such as `rank=3,share=0.1,burst=0.5` stands for.
+    """Parse a text such as `rank=3,share=0.1,burst=0.5`.
 
     Raises:
         ValueError: a part is missing, unknown or out of range.

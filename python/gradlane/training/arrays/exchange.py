@@ -19,7 +19,7 @@ from gradlane.training.connection import SessionContext, open_channel, shutdown_
 from gradlane.training.core import translate_error
 from gradlane.training.options.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
-from gradlane.training.rendezvous.wait_notifier import PAUSE
+from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
 
 
 class ArrayExchange:
@@ -74,7 +74,7 @@ class ArrayExchange:
         self._watch = ctx.observer.watch(self, self.channel, self)
         self.has_parted = False
         """Whether every rank has said goodbye."""
-        ctx.deadlocks.add(meeting.name, self, self._stand_still)
+        ctx.deadlocks.watch(meeting.name, self, self._stand_still)
 
     def training_step_of(self, step: int) -> int:
         """Return the training step that a step of the channel was: the same."""
@@ -83,9 +83,9 @@ class ArrayExchange:
     @property
     def in_step(self) -> bool:
         """Whether some arrays of the current step were pushed and others not."""
-        return self._failure is None and bool(self.held_back()) and self.step > 0
+        return self._failure is None and bool(self.unsubmitted_tensors()) and self.step > 0
 
-    def held_back(self) -> list[int]:
+    def unsubmitted_tensors(self) -> list[int]:
         """Numbers of the arrays that were not pushed in the current step."""
         return [number for number, step in enumerate(self._pushed) if step < self.step]
 
@@ -109,7 +109,7 @@ class ArrayExchange:
             self._raise_failure()
             number = self._number_of(name)
             slot = self.slots[number]
-            missing = self.held_back()
+            missing = self.unsubmitted_tensors()
             due = self.step if missing and self.step > 0 else self.step + 1
             if step is not None and step != due:
                 raise UsageError(
@@ -128,7 +128,7 @@ class ArrayExchange:
                     self._begin(due)
                 give = self.channel.gradient_ready if array is not None else None
                 self._give(give or self.channel.tensor_absent, number, due, loan)
-                if not self.held_back():
+                if not self.unsubmitted_tensors():
                     self.channel.step_end(due)
             return due
 
@@ -161,7 +161,7 @@ class ArrayExchange:
         if self._arrived[number] < pushed:
             with (
                 self._translating(f"waiting for {name!r} in step {pushed}"),
-                PAUSE,
+                WAIT_NOTIFIER,
                 self._waiting(pushed, [number]),
             ):
                 self.channel.wait([number], pushed)
@@ -181,19 +181,19 @@ class ArrayExchange:
         try:
             with self._translating("closing the session"):
                 self._raise_failure()
-                for number in self.held_back():
+                for number in self.unsubmitted_tensors():
                     unseen = scratch(self.slots[number])
                     self._give(self.channel.tensor_absent, number, self.step, unseen)
-                    if not self.held_back():
+                    if not self.unsubmitted_tensors():
                         self.channel.step_end(self.step)
                 self._end()
         except GradlaneError as error:
             self.abort(f"closed after an error: {error}")
             raise
-        self._ctx.deadlocks.remove(self._meeting.name)
+        self._ctx.deadlocks.unwatch(self._meeting.name)
         self._fail(SessionClosedError("the session was closed"))
         if shutdown_channel(self._ctx, self.channel, self._watch, self._meeting, timeout_s):
-            self._meeting.leave()
+            self._meeting.delete_keys()
             self.has_parted = True
 
     def abort(self, reason: str) -> None:
@@ -219,7 +219,7 @@ class ArrayExchange:
             raise
         options = {
             **self._ctx.options.agreed(),
-            "world_size": self._ctx.place.world_size,
+            "world_size": self._ctx.rank_info.world_size,
             "spreads": initial is not None,
         }
         self._meeting.agree({"options": options, "tensors": [slot.row() for slot in self.slots]})
@@ -244,7 +244,7 @@ class ArrayExchange:
             else:
                 self._give(self.channel.tensor_absent, number, 0, scratch(slot))
         self.channel.step_end(0)
-        with PAUSE:
+        with WAIT_NOTIFIER:
             self.channel.wait_step(0)
         self._collect()
 
@@ -260,7 +260,7 @@ class ArrayExchange:
 
     def _end(self) -> None:
         """Wait for the end of the current step and take what nobody has waited for."""
-        with PAUSE, self._waiting(self.step, None):
+        with WAIT_NOTIFIER, self._waiting(self.step, None):
             self.channel.wait_step(self.step)
         self._collect()
 

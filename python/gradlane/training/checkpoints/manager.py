@@ -115,7 +115,7 @@ class Checkpoints:
         if is_first:
             _check_storable(prepared)
             key = "checkpoint/others"
-            if meeting.place.rank == 0:
+            if meeting.rank_info.rank == 0:
                 found = [path.name for path in folders.complete_folders(self._root)]
                 meeting.put(key, json.dumps(found))
                 self._lasting.append((meeting, key))
@@ -244,7 +244,7 @@ class Checkpoints:
         self._warn()
         # Who has said goodbye has read them.
         for meeting, key in self._lasting:
-            meeting.drop(key)
+            meeting.delete(key)
 
     def stop(self) -> None:
         """Wait for nobody any more."""
@@ -254,7 +254,7 @@ class Checkpoints:
         """Return the checkpoint that rank 0 has found; the same on all ranks."""
         self._restores += 1
         key = f"checkpoint/restore/{self._restores}"
-        if meeting.place.rank == 0:
+        if meeting.rank_info.rank == 0:
             self._lasting.append((meeting, key))
             try:
                 found = newest(self._root)
@@ -358,7 +358,7 @@ class Checkpoints:
             for rank, key in enumerate(keys)
         ]
         for key in (*keys, f"checkpoint/{step}/folder"):
-            meeting.drop(key)
+            meeting.delete(key)
         files = [(word["file"], word["bytes"]) for word in words]
         folders.commit(self._root, step, self._incarnation, self._run, files)
         folders.prune(self._root, self._keep, self._run, self._incarnation)
@@ -369,7 +369,7 @@ class Checkpoints:
         while len(self._told) > _WORDS_KEPT:
             # Of a checkpoint that failed rank 0 may have left it there.
             old, its_key = self._told.popleft()
-            old.drop(its_key)
+            old.delete(its_key)
 
     def _hear(self, meeting: RendezvousScope, key: str, rank: int, missing: str) -> dict[str, Any]:
         """Return what a rank says, waiting for it.

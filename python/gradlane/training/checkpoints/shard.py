@@ -17,9 +17,9 @@ from gradlane.formats.atomic_io import atomic_write
 from gradlane.formats.serialization.container import (
     Piece,
     VersionError,
-    check_image,
-    image,
-    read_image,
+    check_container,
+    encode_container,
+    read_container,
 )
 from gradlane.formats.serialization.strict_json import FormatError
 
@@ -41,13 +41,13 @@ def write_shard(path: Path, pieces: Sequence[Piece], facts: dict[str, Any]) -> i
         OSError: it cannot be written, or reads back as something else; nothing of it is left.
         FormatError: it has more pieces than a header can list.
     """
-    parts = image(pieces, facts)
+    parts = encode_container(pieces, facts)
     size = sum(map(len, parts))
 
     def check(partial: Path) -> None:
         try:
             with partial.open("rb") as file:
-                check_image(file, os.fstat(file.fileno()).st_size)
+                check_container(file, os.fstat(file.fileno()).st_size)
         except FormatError as error:
             raise OSError(errno.EIO, f"what was written reads back differently: {error}") from error
 
@@ -63,7 +63,7 @@ def read_shard(path: Path) -> tuple[dict[str, Any], list[Piece]]:
     """
     try:
         with open_regular(path) as file:
-            return read_image(file, os.fstat(file.fileno()).st_size)
+            return read_container(file, os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise CheckpointError(f"the checkpoint's file {path} cannot be read: {error}") from error
     except VersionError as error:

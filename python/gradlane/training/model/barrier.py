@@ -15,7 +15,7 @@ from gradlane.errors import ProgressTimeoutError, RanksDifferError
 from gradlane.training.core import Channel
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
-from gradlane.training.rendezvous.wait_notifier import PAUSE
+from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
 
 _LONGEST_PAUSE_S = 0.05
 _LOOK_S = 1.0
@@ -64,17 +64,17 @@ class Barrier:
             ProgressTimeoutError: a rank does not come, and does not train either.
             ChannelError: the session has failed.
         """
-        place = self._meeting.place
+        place = self._meeting.rank_info
         self._number += 1
         key = f"gather/{self._number}"
         self._meeting.put(f"{key}/{place.rank}", json.dumps([call, word]))
         missing = list(range(place.world_size))
         words = [""] * place.world_size
-        with PAUSE:
+        with WAIT_NOTIFIER:
             self._wait(key, call, missing, words)
         if self._number > 1:
             # Everybody has read the last point's words before coming to this one.
-            self._meeting.drop(f"gather/{self._number - 1}/{place.rank}")
+            self._meeting.delete(f"gather/{self._number - 1}/{place.rank}")
         return words
 
     def _wait(self, key: str, call: str, missing: list[int], words: list[str]) -> None:
@@ -100,7 +100,8 @@ class Barrier:
                     patience.renew()
                 if patience.is_over(_LOOK_S):
                     raise ProgressTimeoutError(
-                        f"rank {self._meeting.place.rank} waited {self._timeout_s:g} s in {call} "
+                        f"rank {self._meeting.rank_info.rank} waited {self._timeout_s:g} s in "
+                        f"{call} "
                         f"for ranks {', '.join(map(str, missing))}, which neither came there nor "
                         'trained: with strategy="asgd" all ranks have to call it (where they '
                         "evaluate, save or load for longer than that: progress_timeout_s)",
@@ -112,7 +113,8 @@ class Barrier:
     def _compare(self, call: str, rank: int, theirs: str) -> None:
         if theirs != call:
             raise RanksDifferError(
-                f"rank {self._meeting.place.rank} is in {call}, and rank {rank} in {theirs}: with "
+                f"rank {self._meeting.rank_info.rank} is in {call}, and rank {rank} in "
+                f"{theirs}: with "
                 'strategy="asgd" both wait for all ranks, so that all of them have to make the '
                 "same calls in the same order"
             )

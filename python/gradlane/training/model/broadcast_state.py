@@ -25,7 +25,7 @@ from gradlane.training.connection import SessionContext, open_channel, ranks_in_
 from gradlane.training.core import translate_error
 from gradlane.training.model.deferred_update import differing, own_values
 from gradlane.training.model.lazy_state import plain_state
-from gradlane.training.rendezvous.connecting import in_world_ranks
+from gradlane.training.rendezvous.connecting import to_world_ranks
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.tensor_table import TensorEntry, state_entry
 
@@ -54,7 +54,7 @@ def broadcast_state(
         UsageError: the optimizer keeps a value that cannot be sent; on every rank.
         GradlaneError: a rank was lost.
     """
-    is_source = ctx.place.rank == source
+    is_source = ctx.rank_info.rank == source
     # Also those without elements: nothing of them is sent, but they have state.
     groups = optimizer.param_groups
     parameters = [one for group in groups for one in list.__iter__(group["params"])]
@@ -72,7 +72,7 @@ def broadcast_state(
             _adopt(parameters, optimizer, state)
     except (FormatError, KeyError, TypeError, ValueError) as error:
         raise UsageError(
-            f"rank {ctx.place.rank} cannot take over the state of rank {source}: {error!r}; do "
+            f"rank {ctx.rank_info.rank} cannot take over the state of rank {source}: {error!r}; do "
             "all ranks have the same model, optimizer and version of gradlane?"
         ) from error
     everything = [*entries, *_state_entries(parameters, optimizer)]
@@ -81,13 +81,13 @@ def broadcast_state(
     try:
         broadcast_from_host(channel, everything, is_source)
     except ctx.core.ChannelError as error:
-        text, rank = in_world_ranks(error, ranks_in_errors(ctx, channel, source))
+        text, rank = to_world_ranks(error, ranks_in_errors(ctx, channel, source))
         named = type(error)(text, *error.args[1:2], rank)
         raise translate_error(ctx.core, named, f"receiving the state of rank {source}") from error
     finally:
         with contextlib.suppress(ctx.core.ChannelError):
             channel.finish(_GOODBYE_S)
-    meeting.leave()
+    meeting.delete_keys()
 
 
 def with_current_buffers(entries: Sequence[TensorEntry], model: nn.Module) -> list[TensorEntry]:

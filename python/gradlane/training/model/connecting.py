@@ -81,12 +81,12 @@ def connect(
     # statuses and buffers of ranks that are left out of a step would be missing.
     alone = serves or ctx.options.stragglers.leaves_out
     extras, layout = build_step_layout(
-        model, terms.entries, terms.factored, ctx.place, buffers, alone=alone
+        model, terms.entries, terms.factored, ctx.rank_info, buffers, alone=alone
     )
     trained = terms.trained
     coded = [entry.coded() for entry in trained]
     codecs = terms.codecs
-    check_codecs_served(codecs, ctx.place)
+    check_codecs_served(codecs, ctx.rank_info)
     plain = [entry.plan_row() for entry in (*terms.entries, *extras)]
     for index, one in layout.factored.items():
         plain[index] = one.plan_row()
@@ -138,7 +138,7 @@ def _carrier(
     """Choose who carries; `opened` is the channel as it was before anything recorded it."""
     trained = dict(enumerate(terms.trained))
     beside = dict(enumerate(extras, len(terms.entries)))
-    if isinstance(opened, NodeChannel) and opened.lane_tensors:
+    if isinstance(opened, NodeChannel) and opened.collective_tensors:
         others = carrier_for(channel, beside, staging_failed)
         return CollectiveCarrier(opened, trained, others)
     return carrier_for(channel, {**trained, **beside}, staging_failed)
@@ -149,7 +149,7 @@ def _spread(ctx: SessionContext, connected: Connected) -> None:
     try:
         connected.carrier.broadcast_initial(
             [*connected.terms.entries, *connected.extras],
-            first=ctx.place.rank == 0,
+            first=ctx.rank_info.rank == 0,
             without=connected.layout.factored.keys(),
         )
         if connected.layout.buffers is not None:

@@ -33,7 +33,7 @@ from gradlane.errors import RendezvousError, SessionFailedError
 from gradlane.training.model.buffers import UNCHANGED, UNKNOWN, BufferPack
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.lazy_parameters import Exemption
-from gradlane.training.rendezvous.parameter_check import SAMPLE_EVERY, AgreementCheck
+from gradlane.training.rendezvous.parameter_check import SAMPLE_EVERY, ParameterCheck
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 
@@ -144,7 +144,7 @@ class ConsistencyCheck:
 
     def __init__(
         self,
-        agreement: AgreementCheck,
+        agreement: ParameterCheck,
         hyperparameters: Hyperparameters,
         failure: FailureLatch,
         exempt: Exemption,
@@ -217,7 +217,7 @@ class ConsistencyCheck:
             self._failure.fail_and_raise(error)
         differing = differing_samples(statuses)
         if differing:
-            named = self._exempt.run(lambda: self._agreement.name_difference(step - 1))
+            named = self._exempt.run(lambda: self._agreement.describe_difference(step - 1))
             self._failure.fail_and_raise(
                 SessionFailedError(
                     f"the parameters of {differing} differ after step {step - 1}{named}: a rank "
@@ -344,7 +344,7 @@ def tell_ending(meeting: RendezvousScope, step: int, ending: int, digest: int) -
         digest: of the hyper-parameters, as in a status.
     """
     with contextlib.suppress(RendezvousError):
-        meeting.put(f"ending/{meeting.place.rank}", json.dumps([step, ending, digest]))
+        meeting.put(f"ending/{meeting.rank_info.rank}", json.dumps([step, ending, digest]))
 
 
 def compare_endings(meeting: RendezvousScope) -> None:
@@ -353,7 +353,7 @@ def compare_endings(meeting: RendezvousScope) -> None:
     Raises:
         SessionFailedError: they ended it differently.
     """
-    place = meeting.place
+    place = meeting.rank_info
     if place.rank != 0:
         return
     try:

@@ -28,7 +28,7 @@ from gradlane.training.model.step_layout import StepLayout
 from gradlane.training.modules.forward_order import ForwardOrder
 from gradlane.training.modules.gradient_intake import GradientIntake, raw_grad
 from gradlane.training.rendezvous.tensor_table import in_layout, is_dense
-from gradlane.training.rendezvous.wait_notifier import PAUSE
+from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
 
 
 @dataclass
@@ -130,7 +130,7 @@ class GradientExchange:
         """
         try:
             # Every tensor may be ready a moment before the channel counts the step as complete.
-            with PAUSE, self._waiting(self.step, None):
+            with WAIT_NOTIFIER, self._waiting(self.step, None):
                 self._channel.wait_step(self.step)
             self.statuses()
             self.settle_late()
@@ -192,7 +192,7 @@ class GradientExchange:
         """Whether some of a parameter's gradient has left `.grad` in this step."""
         return self.is_submitted[index] or self._factors.holds(index)
 
-    def held_back(self) -> list[int]:
+    def unsubmitted_tensors(self) -> list[int]:
         """Return the tensors that were not submitted in this step, also to another thread."""
         held = [index for index, submitted in enumerate(self.is_submitted) if not submitted]
         return held if self._submitted_buffers else [*held, self._layout.buffers_index]
@@ -264,7 +264,7 @@ class GradientExchange:
             run: called with the step's number; it begins the step and waits for its end.
         """
         try:
-            with PAUSE:
+            with WAIT_NOTIFIER:
                 self._channel.wait_step(self.step)
             self.statuses()
             self.settle_late()
@@ -298,7 +298,7 @@ class GradientExchange:
         """
         layout = self._layout
         try:
-            with PAUSE, self._waiting(self.step, needed):
+            with WAIT_NOTIFIER, self._waiting(self.step, needed):
                 if needed is None:
                     self._channel.wait_step(self.step)
                 else:
@@ -377,7 +377,7 @@ class GradientExchange:
     def wait_for_statuses(self) -> list[RankStatus]:
         """Wait for the statuses of the current step alone; everything must be submitted."""
         try:
-            with PAUSE, self._waiting(self.step, [self._layout.status_index]):
+            with WAIT_NOTIFIER, self._waiting(self.step, [self._layout.status_index]):
                 self._wait_for_status_tensor()
         except self._core.ChannelError as error:
             self._raise_failed(error, "waiting for the other ranks' statuses")
@@ -406,7 +406,7 @@ class GradientExchange:
         was_in, _, _ = self._channel.standing(self.step)
         if was_in is None:
             try:
-                with PAUSE:
+                with WAIT_NOTIFIER:
                     self._channel.wait_decided(self.step)
             except self._core.ChannelError as error:
                 self._raise_failed(error, "waiting for the contributors")

@@ -55,7 +55,7 @@ from gradlane.training.model.step_machine import Phase, StepMachine
 from gradlane.training.modules.forward_order import ForwardOrder
 from gradlane.training.options.momentum import check_momentum
 from gradlane.training.options.options import Options
-from gradlane.training.rendezvous.parameter_check import AgreementCheck
+from gradlane.training.rendezvous.parameter_check import ParameterCheck
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 CLOSE_TIMEOUT_S = 60.0
@@ -105,7 +105,7 @@ class PreparedModel:
         self._momentum_codecs = connected.terms.momentum_codecs
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
         self._failure = FailureLatch()
-        self._agreement = AgreementCheck(meeting, self._trained, ctx.options.check_every)
+        self._agreement = ParameterCheck(meeting, self._trained, ctx.options.check_every)
         pack = self._layout.buffers
         self.hook_manager = HookManager(
             model, optimizer, self._entries, pack.owners if pack is not None else set()
@@ -125,7 +125,7 @@ class PreparedModel:
             self._barrier = Barrier(self.channel, meeting, limit_s)
         else:
             # With asynchronous training no rank waits for another's gradients: no deadlock.
-            ctx.deadlocks.add(meeting.name, self.steps.exchange, self._on_deadlock)
+            ctx.deadlocks.watch(meeting.name, self.steps.exchange, self._on_deadlock)
         self._server = self._make_server_state(self._updates) if self._updates else None
         self.residuals = ResidualState(
             channel=self.channel,
@@ -145,7 +145,7 @@ class PreparedModel:
 
         self.has_parted = False
         """Whether every rank has said goodbye."""
-        meeting.connected(ctx.options.network.progress_timeout_s, self._look)
+        meeting.mark_connected(ctx.options.network.progress_timeout_s, self._look)
         if ctx.checkpoints is not None:
             try:
                 ctx.checkpoints.follow(self, meeting)
@@ -193,10 +193,10 @@ class PreparedModel:
         except GradlaneError as error:
             self.abort(f"closed after an error: {error}")
             raise
-        self._ctx.deadlocks.remove(self._meeting.name)
+        self._ctx.deadlocks.unwatch(self._meeting.name)
         self.hook_manager.remove()
         if self._connected.recording is not None:
-            self._connected.recording.unwatch()
+            self._connected.recording.remove_hooks()
         if self._server is not None:
             self._server.release()
         self._failure.fail(SessionClosedError("the session was closed"))
@@ -209,7 +209,7 @@ class PreparedModel:
         if shutdown_channel(self._ctx, self.channel, self._watch, self._meeting, timeout_s):
             if compares:
                 compare_endings(self._meeting)
-            self._meeting.leave()
+            self._meeting.delete_keys()
             self.has_parted = True
 
     def synchronize(self) -> None:
@@ -237,7 +237,7 @@ class PreparedModel:
 
     def _pull(self, call: str) -> None:
         """Give all ranks the servers' parameters, if they train asynchronously; collective then."""
-        if self._barrier is None or self._served is None or self._ctx.place.world_size == 1:
+        if self._barrier is None or self._served is None or self._ctx.rank_info.world_size == 1:
             return
         with self._translating(f"waiting for all ranks in {call}"):
             self._served.register()
@@ -399,7 +399,7 @@ class PreparedModel:
             self.abort(f"staging failed: {error}")
 
     def _make_steps(self) -> StepMachine:
-        ctx, optimizer, place = self._ctx, self._optimizer, self._ctx.place
+        ctx, optimizer, place = self._ctx, self._optimizer, self._ctx.rank_info
         step_whole = self.hook_manager.step_whole
         step_of_class = optimizers.step_of_class(optimizer)
         if self._connected.recording is not None:

@@ -78,14 +78,14 @@ class ResidualState:
         self._spend_step = spend_step
         self._translating = translating
         self._settle_late = settle_late
-        self._carries = settle_late() is not None and meeting.place.world_size > 1
+        self._carries = settle_late() is not None and meeting.rank_info.world_size > 1
         self._begin = channel.step_gather if leaves_out else channel.step_begin
         self._kept = [
             index
             for index, choice in enumerate(choices)
             if choice.facts is not None
             and choice.facts.residual_width > 0
-            and meeting.place.world_size > 1
+            and meeting.rank_info.world_size > 1
         ]
         self._widths = {
             index: choices[index].facts.residual_width  # type: ignore[union-attr]
@@ -105,7 +105,7 @@ class ResidualState:
         Raises:
             GradlaneError: the session has failed.
         """
-        place = self._meeting.place
+        place = self._meeting.rank_info
         state: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
         state.update({kind: {} for kind in _KINDS})
         if self.is_empty:
@@ -140,7 +140,7 @@ class ResidualState:
         if self.is_empty:
             return
         self._settle()
-        place = self._meeting.place
+        place = self._meeting.rank_info
         own = (int(state["rank"]), int(state["world_size"])) == (place.rank, place.world_size)
         self._loads += 1
         key = f"residuals/{self._loads}"
@@ -289,7 +289,7 @@ class ResidualState:
 
     def _of_owners(self) -> dict[int, Tensor]:
         """Have the owners broadcast their residuals, 16-bit tensors in two halves."""
-        place = self._meeting.place
+        place = self._meeting.rank_info
 
         def read(part: int, indices: Sequence[int]) -> dict[int, Tensor]:
             landings = {index: self._empty(index) for index in indices}

@@ -116,7 +116,7 @@ class ServerState:
         for rank, theirs in self._exchange("load_state_dict", mine):
             if theirs != mine:
                 raise RanksDifferError(
-                    f"rank {self._meeting.place.rank} and rank {rank} have loaded different "
+                    f"rank {self._meeting.rank_info.rank} and rank {rank} have loaded different "
                     "optimizer states: load the same checkpoint on every rank"
                 )
 
@@ -222,7 +222,7 @@ class ServerState:
 
     def _read(self, name: str, part: int, indices: list[int]) -> dict[int, Tensor]:
         """Have the owners broadcast one kind of state, or half of it, where parameters land."""
-        place, channel = self._meeting.place, self._channel
+        place, channel = self._meeting.rank_info, self._channel
         with torch.inference_mode(False):
             landings = {
                 index: torch.empty_strided(
@@ -330,7 +330,7 @@ class ServerState:
 
     def _exchange(self, call: str, mine: str) -> list[tuple[int, str]]:
         """Tell all ranks something and return what each of them says."""
-        place = self._meeting.place
+        place = self._meeting.rank_info
         self._meetings += 1
         key = f"state/{self._meetings}"
         self._meeting.put(f"{key}/{place.rank}", f"{call} {mine}")
@@ -355,5 +355,5 @@ class ServerState:
                     f'optimizer.{theirs.split()[0]}(): with update="server" both are collective'
                 )
             said.append((rank, theirs.removeprefix(f"{call} ")))
-        self._meeting.drop(f"state/{self._meetings - 1}/{place.rank}")
+        self._meeting.delete(f"state/{self._meetings - 1}/{place.rank}")
         return said

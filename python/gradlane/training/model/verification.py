@@ -85,7 +85,7 @@ def verify_model_across_ranks(
     """
     options = {
         **ctx.options.agreed(),
-        "world_size": ctx.place.world_size,
+        "world_size": ctx.rank_info.world_size,
         "buffers": buffers,
     }
     try:
@@ -97,7 +97,7 @@ def verify_model_across_ranks(
         check_optimizer(optimizer, entries)
         trained = [entry for entry in entries if entry.trained]
         factored = choose_factored(model, trained, ctx.schemes, ctx.options)
-        ranks = ring_ranks(ctx.options.strategy.name, ctx.place.world_size)
+        ranks = ring_ranks(ctx.options.strategy.name, ctx.rank_info.world_size)
         coded = [entry.coded() for entry in trained]
         codecs = without_codecs(choose_codecs(ctx.options.codec, coded, ranks), factored)
         check_momentum(optimizer, _momentum_codecs(trained, codecs))

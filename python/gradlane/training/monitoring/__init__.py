@@ -1,5 +1,5 @@
-"""What a session says about a running training: metrics, where they go, and a line at the end.
+"""Monitoring of a running training: metrics, their outputs, and a summary line at the end.
 
-`metrics` says what the numbers are; `observer` collects them; `prometheus`, `scalars` and `summary`
-show them.
+`metrics` defines the numbers and `observer` collects them. `prometheus`, `tensorboard` and
+`summary` show them. `recorder` records a timeline.
 """

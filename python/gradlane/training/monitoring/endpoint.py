@@ -1,7 +1,7 @@
-"""A page over HTTP for a few callers at a time, answered by one thread.
+"""A page over HTTP for a few clients at a time, served by one thread.
 
-Whatever callers do costs the program a bounded part of that thread, `CALLERS_MAX` descriptors, and
-a new page once in `PAGE_AGE_S` at most. Nothing that a caller says is repeated, printed or logged.
+Clients can use only a bounded part of that thread, `CLIENTS_MAX` descriptors, and a new page every
+`PAGE_AGE_S`. No text of a client is repeated, printed or logged.
 """
 
 from __future__ import annotations
@@ -14,38 +14,39 @@ import threading
 import time
 from collections.abc import Callable
 
-CALLERS_MAX = 8
-"""Connections at a time. The oldest is closed for one more, so that slow ones keep nobody out."""
+CLIENTS_MAX = 8
+"""Most connections at a time. A new one closes the oldest, so slow clients block no others."""
 REQUEST_TIMEOUT_S = 5.0
-"""Seconds from a call to the last byte of its answer."""
+"""Seconds from a connection to the last byte of its response."""
 REQUEST_BYTES_MAX = 8192
 PAGE_AGE_S = 1.0
-"""Seconds that a page is answered with before another one is made."""
-_TURN_S = 0.01
-"""Least seconds from one turn of the loop to the next; each accepts one caller and reads once."""
+"""Seconds for which a page is served before a new one is made."""
+_LOOP_MIN_S = 0.01
+"""Least seconds between iterations of the loop; each accepts one client and reads once from
+each."""
 _READ_BYTES = 4096
 _CLOSE_TIMEOUT_S = 5.0
 
 
-class _Caller:
-    """One connection: a request comes in, an answer goes out, the rest is read and dropped."""
+class _Client:
+    """A connection: reads a request, writes a response, and drops further input."""
 
     def __init__(self, connection: socket.socket, deadline_s: float) -> None:
         self.connection = connection
         self.deadline_s = deadline_s
         self.request = b""
-        self.answer: memoryview | None = None
+        self.response: memoryview | None = None
 
     @property
-    def waits_for(self) -> int:
-        return select.POLLOUT if self.answer else select.POLLIN
+    def poll_events(self) -> int:
+        return select.POLLOUT if self.response else select.POLLIN
 
 
 class Endpoint:
-    """Answers `GET /metrics` and `GET /` with a page."""
+    """Serves a page for `GET /metrics` and `GET /`."""
 
     def __init__(self, host: str, port: int, page: Callable[[], bytes], content_type: str) -> None:
-        """Listen from now on.
+        """Start to listen.
 
         Args:
             host: address or name to listen on; `0.0.0.0` and `::` are all.
@@ -59,8 +60,8 @@ class Endpoint:
         """
         self._page = page
         self._content_type = content_type
-        self._made: tuple[float, bytes] = (-math.inf, b"")
-        self._callers: list[_Caller] = []
+        self._cached_page: tuple[float, bytes] = (-math.inf, b"")
+        self._clients: list[_Client] = []
         self._closing = threading.Event()
         self._listener = _listen(host, port)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -69,47 +70,47 @@ class Endpoint:
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port number."""
         return self.address[1]
 
     def close(self) -> None:
-        """Stop answering, and hang up on all callers."""
+        """Stop, and disconnect all clients."""
         self._closing.set()
         with contextlib.suppress(OSError):
-            # Wakes the thread up, which sleeps until somebody calls.
+            # Wakes the thread, which sleeps until a client connects.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(_CLOSE_TIMEOUT_S)
-        self._let_go()
+        self._close_sockets()
 
     def forget_in_child(self) -> None:
-        """Let go of all sockets in a forked child, which has no thread to answer."""
-        self._let_go()
+        """Close all sockets in a forked child, which has no thread to serve them."""
+        self._close_sockets()
 
-    def _let_go(self) -> None:
+    def _close_sockets(self) -> None:
         self._listener.close()
-        for caller in self._callers:
-            caller.connection.close()
-        self._callers.clear()
+        for client in self._clients:
+            client.connection.close()
+        self._clients.clear()
 
     def _run(self) -> None:
         while not self._closing.is_set():
             ready = self._wait()
             now_s = time.monotonic()
-            for caller in tuple(self._callers):
-                is_ready = caller.connection.fileno() in ready
-                if now_s >= caller.deadline_s or (is_ready and not self._serve(caller)):
-                    self._hang_up(caller)
+            for client in tuple(self._clients):
+                is_ready = client.connection.fileno() in ready
+                if now_s >= client.deadline_s or (is_ready and not self._serve(client)):
+                    self._disconnect(client)
             if self._listener.fileno() in ready:
                 self._accept(now_s)
-            self._closing.wait(_TURN_S)
+            self._closing.wait(_LOOP_MIN_S)
 
     def _wait(self) -> set[int]:
-        """Wait for a caller or a deadline, and return the descriptors that are ready."""
+        """Wait for a client or a deadline, and return the descriptors that are ready."""
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
-        for caller in self._callers:
-            poll.register(caller.connection, caller.waits_for)
-        deadline_s = min((one.deadline_s for one in self._callers), default=None)
+        for client in self._clients:
+            poll.register(client.connection, client.poll_events)
+        deadline_s = min((one.deadline_s for one in self._clients), default=None)
         if deadline_s is None:
             return {descriptor for descriptor, _ in poll.poll()}
         wait_ms = max(0.0, 1000 * (deadline_s - time.monotonic()))
@@ -119,40 +120,40 @@ class Endpoint:
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            # The caller is gone, or descriptors have run out for a while.
+            # The client is gone, or descriptors have run out for a while.
             return
         connection.setblocking(False)
-        if len(self._callers) == CALLERS_MAX:
-            self._hang_up(self._callers[0])
-        self._callers.append(_Caller(connection, now_s + REQUEST_TIMEOUT_S))
+        if len(self._clients) == CLIENTS_MAX:
+            self._disconnect(self._clients[0])
+        self._clients.append(_Client(connection, now_s + REQUEST_TIMEOUT_S))
 
-    def _hang_up(self, caller: _Caller) -> None:
-        self._callers.remove(caller)
-        caller.connection.close()
+    def _disconnect(self, client: _Client) -> None:
+        self._clients.remove(client)
+        client.connection.close()
 
-    def _serve(self, caller: _Caller) -> bool:
-        """Read or write once; return whether the caller is still to be heard."""
+    def _serve(self, client: _Client) -> bool:
+        """Read or write once; return whether the connection stays open."""
         try:
-            if caller.answer:
-                sent = caller.connection.send(caller.answer)
-                caller.answer = caller.answer[sent:]
-                if not caller.answer:
+            if client.response:
+                sent = client.connection.send(client.response)
+                client.response = client.response[sent:]
+                if not client.response:
                     # Closing with unread bytes would take the answer back.
-                    caller.connection.shutdown(socket.SHUT_WR)
+                    client.connection.shutdown(socket.SHUT_WR)
                 return True
-            chunk = caller.connection.recv(_READ_BYTES)
+            chunk = client.connection.recv(_READ_BYTES)
         except (BlockingIOError, InterruptedError):
             return True
         except OSError:
             return False
-        if caller.answer is None:
-            caller.request += chunk
-            is_whole = b"\r\n\r\n" in caller.request or b"\n\n" in caller.request
-            if is_whole or len(caller.request) > REQUEST_BYTES_MAX:
-                caller.answer = memoryview(self._answer(caller.request))
+        if client.response is None:
+            client.request += chunk
+            is_whole = b"\r\n\r\n" in client.request or b"\n\n" in client.request
+            if is_whole or len(client.request) > REQUEST_BYTES_MAX:
+                client.response = memoryview(self._respond(client.request))
         return bool(chunk)
 
-    def _answer(self, request: bytes) -> bytes:
+    def _respond(self, request: bytes) -> bytes:
         if len(request) > REQUEST_BYTES_MAX:
             return _response("431 Request Header Fields Too Large")
         words = request.split(b"\n", 1)[0].split()
@@ -166,16 +167,16 @@ class Endpoint:
         try:
             page = self._fresh_page()
         except Exception:
-            # The session ends, say. A report ends no training, and strangers need no reason.
+            # The session may be ending. A report ends no training, and clients get no reason.
             return _response("503 Service Unavailable")
         headers = [f"Content-Type: {self._content_type}"]
         return _response("200 OK", headers, page, is_head=method == b"HEAD")
 
     def _fresh_page(self) -> bytes:
-        made_s, page = self._made
+        made_s, page = self._cached_page
         if time.monotonic() - made_s >= PAGE_AGE_S:
             page = self._page()
-            self._made = time.monotonic(), page
+            self._cached_page = time.monotonic(), page
         return page
 
 
@@ -193,13 +194,13 @@ def _response(
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Listen on the first address of a host that can be listened on, without blocking."""
+    """Listen on the first address of a host, without blocking."""
     if not 0 <= port <= 65535:
         raise ValueError("there are ports 0 to 65535")
     flags = socket.AI_PASSIVE
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
     family, _, _, _, (literal, _, *zone) = found[0]
-    # `::` takes callers over IPv4 as well, where the system can.
+    # `::` accepts clients over IPv4 as well, if the system can.
     both = host == "::" and socket.has_dualstack_ipv6()
     address = (literal, port, *zone)
     listener = socket.create_server(address, family=family, dualstack_ipv6=both)

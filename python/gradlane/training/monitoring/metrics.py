@@ -1,8 +1,8 @@
-"""The numbers of `Session.metrics()`: their names, and how they come from the core's counters.
+"""The numbers of `Session.metrics()`: their names, and their computation from the core's counters.
 
-All are plain dictionaries, lists and numbers, so that `json.dumps` takes them. Names carry units:
-`*_s` are seconds, `*_bytes` bytes, `*_share` numbers from 0 to 1. Counters only grow; what is
-called `queued_*` or `*_in_flight` is a state of this moment.
+All values are plain dictionaries, lists and numbers, so that `json.dumps` takes them. Names carry
+units: `*_s` are seconds, `*_bytes` bytes, `*_share` numbers from 0 to 1. Counters only grow;
+`queued_*` and `*_in_flight` are momentary states.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
 Reading = dict[str, Any]
-"""A channel's counters, as the core says them."""
+"""A channel's counters, as the core reports them."""
 
 
 class PeerMetrics(TypedDict):
-    """What went to and came from one rank, and what waits for it; zeros for this rank itself.
+    """Traffic with one rank, and its queues; zeros for this rank itself.
 
     `tx_bytes` and `rx_bytes` are payloads and gradlane's own headers, without those of TCP and IP;
-    a payload's bytes count when its frame is whole. A message is a slice, or word of one.
+    a payload's bytes count when its frame is whole. A message is a slice, or a notice of one.
     `owned_bytes`, also of this rank itself, are those of gradients that the rank adds up, or makes
     of factors for all.
     """
@@ -37,7 +37,7 @@ class PeerMetrics(TypedDict):
 
 
 class TensorWait(TypedDict):
-    """How long this rank's program waited for one tensor's result.
+    """Waits of this rank's program for one tensor's result.
 
     `count`, `wait_s`, `wait_s_mean` and `wait_s_max` are of waits for the tensor itself, as before
     a module's forward; `max_step` and `last_step` the training steps of the longest and the last of
@@ -59,7 +59,7 @@ class TensorWait(TypedDict):
 
 
 class Straggler(TypedDict):
-    """How late one rank's contributions to slices that this rank owns were.
+    """Lateness of one rank's contributions to slices that this rank owns.
 
     `last_count` says to how many it was the last rank to contribute, `last_share` to which share of
     all. `late_s` is how much later that was than the rank before it: what all would have gained,
@@ -77,7 +77,7 @@ class Straggler(TypedDict):
 
 
 class LeftOut(TypedDict):
-    """How often steps went on without one rank (`stragglers="drop"` or `"backup=b"`).
+    """Steps that went on without one rank (`stragglers="drop"` or `"backup=b"`).
 
     `left_out_share` is of all steps whose contributors were chosen. On rank 0, which chooses them,
     `late_s_mean` and `late_s_max` say how much later than the decision its gradients were there, in
@@ -94,7 +94,7 @@ class LeftOut(TypedDict):
 
 
 class StepTimes(TypedDict):
-    """How long steps take, from first gradient to first gradient.
+    """Step times, from first gradient to first gradient.
 
     Evaluation and saving between two steps are part of the first of them, so that the medians, of
     the last 128 steps, say more than the means. `wait_share` is the share of all steps' time that
@@ -112,14 +112,14 @@ class StepTimes(TypedDict):
 
 
 class Metrics(TypedDict):
-    """What `Session.metrics()` returns: sums over all models of the session, on this rank.
+    """The result of `Session.metrics()`: sums over all models of the session, on this rank.
 
     `step` is the number of the current training step, of the model with the most. `codec_ratio`
     is bytes of gradients and results before encoding through bytes sent for them; 1.0 without a
     codec. `served_tx_bytes` and `served_rx_bytes` are payloads of results that this rank sent as
     the owner of slices, and of what it got for them. `gathered_slices` is how many of this rank's
-    slices all ranks have contributed to, and `together_slices` those of them that nobody was late
-    for. `left_out` is empty where steps wait for all ranks. There are no reconnections: a lost
+    slices all ranks have contributed to, and `together_slices` those of them without a late rank.
+    `left_out` is empty if steps wait for all ranks. There are no reconnections: a lost
     connection ends the session. `channels` has the core's own counters, one of each model.
     """
 
@@ -194,21 +194,21 @@ _STATES = (
     "in_flight_bytes",
     "owned_bytes",
 )
-_OF_PEERS = ("in_flight_bytes", "owned_bytes")
+_PEERS_ONLY = ("in_flight_bytes", "owned_bytes")
 _MAXIMA = ("plan_version",)
-_PEAKS = {"wait_s_max": "wait_step_max", "late_s_max": "late_step_max"}
-"""Largest values, and the step that each was in."""
+_STEP_OF_MAX = {"wait_s_max": "wait_step_max", "late_s_max": "late_step_max"}
+"""Maximum counters, and the step of each maximum."""
 
 
-def gone_on(before: Reading, now: Reading) -> Reading:
-    """Join the counters of a model's closed channel with those of the one that it has now."""
+def join_readings(before: Reading, now: Reading) -> Reading:
+    """Add the counters of a model's closed channel to those of its current one."""
     joined = {**now, **{name: now.get(name, 0) + before.get(name, 0) for name in (*_SUMS, "step")}}
-    joined["peers"] = _row_by_row(before, now, "peers")
+    joined["peers"] = _join_tables(before, now, "peers")
     for name in ("stragglers", "left_out"):
-        joined[name] = _row_by_row(before, now, name)
+        joined[name] = _join_tables(before, now, name)
     waits = {row["name"]: row for row in before.get("waits", ())}
     for row in now.get("waits", ()):
-        waits[row["name"]] = _rows_joined(waits.get(row["name"], {}), row)
+        waits[row["name"]] = _join_rows(waits.get(row["name"], {}), row)
     joined["waits"] = list(waits.values())
     return joined
 
@@ -221,26 +221,26 @@ def metrics_of(
     Args:
         rank: this rank.
         world_size: number of ranks.
-        steps: how long steps take.
-        readings: a model's counters each; whatever a core does not count is 0.
+        steps: step times.
+        readings: counters, one for each model; a missing counter is 0.
     """
 
     def total(name: str) -> Any:
         return sum(reading.get(name, 0) for reading in readings)
 
     waits = [
-        tensor_wait(number, row)
+        tensor_wait_row(number, row)
         for number, reading in enumerate(readings, 1)
         for row in reading.get("waits", ())
     ]
     wait_s = float(total("wait_s"))
     gathered = int(total("gathered_slices"))
-    late_rows = _summed(reading.get("stragglers", ()) for reading in readings)
-    peer_rows = _summed(reading.get("peers", ()) for reading in readings)
+    late_rows = _sum_rows(reading.get("stragglers", ()) for reading in readings)
+    peer_rows = _sum_rows(reading.get("peers", ()) for reading in readings)
     decided = total("decided_steps")
-    left_out = _summed(reading.get("left_out", ()) for reading in readings)
+    left_out = _sum_rows(reading.get("left_out", ()) for reading in readings)
     encoded = total("encoded_bytes")
-    metrics: Any = {name: total(name) for name in (*_SUMS, *_STATES) if name not in _OF_PEERS}
+    metrics: Any = {name: total(name) for name in (*_SUMS, *_STATES) if name not in _PEERS_ONLY}
     metrics.update(
         rank=rank,
         world_size=world_size,
@@ -250,9 +250,9 @@ def metrics_of(
         reconnects=0,
         steps=steps,
         peers=[{"rank": peer, **row} for peer, row in enumerate(peer_rows)],
-        tensor_waits=_most_first(waits, wait_s),
-        layer_waits=_most_first(by_layer(waits), wait_s),
-        stragglers=[straggler(late, row, gathered) for late, row in enumerate(late_rows)],
+        tensor_waits=_sorted_by_wait(waits, wait_s),
+        layer_waits=_sorted_by_wait(sum_by_layer(waits), wait_s),
+        stragglers=[straggler_row(late, row, gathered) for late, row in enumerate(late_rows)],
         left_out=[left_out_row(out, row, decided) for out, row in enumerate(left_out)],
         channels=list(readings),
     )
@@ -260,8 +260,8 @@ def metrics_of(
     return result
 
 
-def tensor_wait(model: int, row: Mapping[str, Any]) -> TensorWait:
-    """Return a core's row of waits by the names of `TensorWait`."""
+def tensor_wait_row(model: int, row: Mapping[str, Any]) -> TensorWait:
+    """Convert a core's row of waits to a `TensorWait`."""
     count, wait_s = int(row["count"]), float(row["wait_s"])
     return {
         "model": model,
@@ -278,8 +278,8 @@ def tensor_wait(model: int, row: Mapping[str, Any]) -> TensorWait:
     }
 
 
-def by_layer(waits: Iterable[TensorWait]) -> list[TensorWait]:
-    """Add up waits by the module that owns each tensor; what belongs to none stays as it is."""
+def sum_by_layer(waits: Iterable[TensorWait]) -> list[TensorWait]:
+    """Sum up waits by the module that owns each tensor; tensors without a module stay."""
     layers: dict[tuple[int, str], TensorWait] = {}
     for wait in waits:
         layer = layer_of(wait["name"])
@@ -299,7 +299,7 @@ def by_layer(waits: Iterable[TensorWait]) -> list[TensorWait]:
 
 
 def layer_of(tensor: str) -> str:
-    """Return the name of the module that a parameter belongs to: `fc` of `fc.weight`.
+    """Return the name of the module that owns a parameter: `fc` for `fc.weight`.
 
     A parameter of the model itself, and gradlane's own tensors, keep their name.
     """
@@ -308,12 +308,12 @@ def layer_of(tensor: str) -> str:
 
 
 def waited_s(wait: TensorWait) -> float:
-    """Return all seconds of waits that ended with a tensor or a layer."""
+    """Return the seconds of all waits for a tensor or layer, whole-step waits included."""
     return wait["wait_s"] + wait["whole_step_s"]
 
 
-def straggler(rank: int, row: Mapping[str, Any], gathered: int) -> Straggler:
-    """Return a core's row of late contributions by the names of `Straggler`."""
+def straggler_row(rank: int, row: Mapping[str, Any], gathered: int) -> Straggler:
+    """Convert a core's row of late contributions to a `Straggler`."""
     count, late_s = int(row["last_count"]), float(row["late_s"])
     return {
         "rank": rank,
@@ -327,7 +327,7 @@ def straggler(rank: int, row: Mapping[str, Any], gathered: int) -> Straggler:
 
 
 def left_out_row(rank: int, row: Mapping[str, Any], decided: int) -> LeftOut:
-    """Return a core's row of steps without a rank by the names of `LeftOut`."""
+    """Convert a core's row of steps without a rank to a `LeftOut`."""
     steps, count = int(row["left_out_steps"]), int(row["late_count"])
     return {
         "rank": rank,
@@ -340,8 +340,8 @@ def left_out_row(rank: int, row: Mapping[str, Any], decided: int) -> LeftOut:
     }
 
 
-def in_training_steps(reading: Reading, training_step: Callable[[int], int]) -> Reading:
-    """Number steps as the program does: a channel also counts those that were no training."""
+def renumber_steps(reading: Reading, training_step: Callable[[int], int]) -> Reading:
+    """Number steps as the program does: a channel also counts steps outside of training."""
 
     def renumbered(row: Mapping[str, Any]) -> Reading:
         steps = ("wait_step_max", "wait_step_last", "late_step_max")
@@ -358,44 +358,44 @@ def in_training_steps(reading: Reading, training_step: Callable[[int], int]) -> 
 _RowType = TypeVar("_RowType", bound=Mapping[str, Any])
 
 
-def _most_first(waits: list[TensorWait], wait_s: float) -> list[TensorWait]:
+def _sorted_by_wait(waits: list[TensorWait], wait_s: float) -> list[TensorWait]:
     for wait in waits:
         wait["wait_share"] = waited_s(wait) / wait_s if wait_s else 0.0
     return sorted(waits, key=waited_s, reverse=True)
 
 
-def _summed(tables: Iterable[Sequence[_RowType]]) -> list[Reading]:
+def _sum_rows(tables: Iterable[Sequence[_RowType]]) -> list[Reading]:
     total: list[Reading] = []
     for table in tables:
         for number, row in enumerate(table):
             if number == len(total):
                 total.append(dict(row))
             else:
-                total[number] = _rows_joined(total[number], row, states_add=True)
+                total[number] = _join_rows(total[number], row, add_states=True)
     return total
 
 
-def _row_by_row(before: Reading, now: Reading, name: str) -> list[Reading]:
+def _join_tables(before: Reading, now: Reading, name: str) -> list[Reading]:
     rows: list[Reading] = now.get(name, [])
     earlier: list[Reading] = before.get(name, [])
     if len(earlier) != len(rows):
         return rows
-    return [_rows_joined(one, other) for one, other in zip(earlier, rows, strict=True)]
+    return [_join_rows(one, other) for one, other in zip(earlier, rows, strict=True)]
 
 
-def _rows_joined(
-    before: Mapping[str, Any], now: Mapping[str, Any], *, states_add: bool = False
+def _join_rows(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, add_states: bool = False
 ) -> Reading:
     joined = dict(now)
     for name, value in before.items():
-        step_name = _PEAKS.get(name)
+        step_name = _STEP_OF_MAX.get(name)
         if step_name is not None:
             if value > now.get(name, 0.0):
                 joined[name], joined[step_name] = value, before[step_name]
-        elif name in _PEAKS.values() or not isinstance(value, (int, float)):
+        elif name in _STEP_OF_MAX.values() or not isinstance(value, (int, float)):
             continue
         elif name == "wait_step_last":
-            joined[name] = max(value, now.get(name, 0)) if states_add else now.get(name, value)
-        elif name not in _STATES or states_add:
+            joined[name] = max(value, now.get(name, 0)) if add_states else now.get(name, value)
+        elif name not in _STATES or add_states:
             joined[name] = now.get(name, 0) + value
     return joined

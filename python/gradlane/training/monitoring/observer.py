@@ -1,7 +1,7 @@
-"""What a session knows of its models while they train: counters, step times, who is told of them.
+"""Observation of a session's models while they train: counters, step times, and their outputs.
 
-Everything here may be called from any thread. Nothing here ends a training: what cannot be
-reported is warned of once and left out.
+All methods may be called from any thread. No failure here ends a training: an output that fails is
+warned of once and dropped.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gradlane.training.monitoring.endpoint import Endpoint
 from gradlane.training.monitoring.metrics import (
     Metrics,
     Reading,
-    gone_on,
-    in_training_steps,
+    join_readings,
     metrics_of,
+    renumber_steps,
 )
-from gradlane.training.monitoring.pace import Pace
 from gradlane.training.monitoring.prometheus import serve, wanted_address
+from gradlane.training.monitoring.step_timer import StepTimer
 from gradlane.training.monitoring.summary import LateRank, late_ranks, summary_line
 from gradlane.training.monitoring.tensorboard import ScalarLog, ScalarWriter
 from gradlane.training.options.options import Options
@@ -35,133 +35,133 @@ from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 
-class Trained(Protocol):
-    """A model's steps as this file sees them."""
+class StepNumbers(Protocol):
+    """Step numbers of a model."""
 
     @property
     def step(self) -> int:
         """Number of the current training step."""
 
     def training_step_of(self, step: int) -> int:
-        """Number of the training step that a step of the channel was, or came after."""
+        """Return the training step that a step of the channel was, or came after."""
 
 
 AfterStep = Callable[[int], None]
-"""Called with the number of a training step that is done with, between it and the next one."""
+"""Called with the number of a finished training step, before the next one begins."""
 
 
 class ModelWatch:
-    """One model, on whatever channel it is."""
+    """The observation of one model, across channels."""
 
     def __init__(self, number: int, after_step: Callable[[ModelWatch, int], None]) -> None:
-        """Watch nothing yet.
+        """Start without a channel.
 
         Args:
             number: of the model, in the order of preparation, from 1.
-            after_step: called with this and the number of each training step that is done with.
+            after_step: called with this and the number of each finished training step.
         """
         self.number = number
-        self.pace = Pace()
-        self.told: list[Reading] = []
-        """What the other ranks said when they closed; rank 0's alone has it."""
+        self.step_timer = StepTimer()
+        self.peer_reports: list[Reading] = []
+        """The other ranks' reports at their close, on rank 0."""
         self._after_step = after_step
         self._channel: Channel | None = None
-        self._trained: Trained | None = None
-        self._past: Reading = {}
+        self._steps: StepNumbers | None = None
+        self._earlier: Reading = {}
 
-    def follow(self, channel: Channel, trained: Trained) -> None:
-        """Watch a channel, in place of the one before, which must be closed."""
-        self._past = self.reading()
-        self._channel, self._trained = channel, trained
-        self.pace.follow(channel.waited_ns)
+    def follow(self, channel: Channel, steps: StepNumbers) -> None:
+        """Observe a channel in place of the previous one, which must be closed."""
+        self._earlier = self.reading()
+        self._channel, self._steps = channel, steps
+        self.step_timer.use_channel(channel.waited_ns)
 
     def step_begins(self, step: int) -> None:
-        """Note that a training step begins; all before it are done with."""
-        self.pace.step_begins()
+        """Record that a training step begins; all earlier ones are finished."""
+        self.step_timer.step_begins()
         if step > 1:
-            self._after_step(self, self._past.get("step", 0) + step - 1)
+            self._after_step(self, self._earlier.get("step", 0) + step - 1)
 
     def reading(self) -> Reading:
         """Return the counters since the model was first prepared."""
-        if self._channel is None or self._trained is None:
+        if self._channel is None or self._steps is None:
             return {}
         now: Reading = json.loads(self._channel.metrics_json())
-        now = in_training_steps(now, self._trained.training_step_of)
-        now["step"] = self._trained.step
-        return gone_on(self._past, now) if self._past else now
+        now = renumber_steps(now, self._steps.training_step_of)
+        now["step"] = self._steps.step
+        return join_readings(self._earlier, now) if self._earlier else now
 
-    def tell(self, meeting: RendezvousScope) -> None:
-        """Leave word for rank 0 of what this rank's slices have waited for."""
-        if meeting.place.world_size == 1:
+    def publish_lateness(self, scope: RendezvousScope) -> None:
+        """Publish for rank 0 how late contributions to this rank's slices were."""
+        if scope.rank_info.world_size == 1:
             return
         reading = self.reading()
-        word = {name: reading.get(name) for name in ("stragglers", "gathered_slices")}
+        record = {name: reading.get(name) for name in ("stragglers", "gathered_slices")}
         with contextlib.suppress(RendezvousError):
-            meeting.put(f"metrics/{meeting.place.rank}", json.dumps(word))
+            scope.put(f"metrics/{scope.rank_info.rank}", json.dumps(record))
 
-    def hear(self, meeting: RendezvousScope) -> None:
-        """Read what the other ranks have left, on rank 0, once they have said goodbye."""
-        if meeting.place.rank != 0 or meeting.place.world_size == 1:
+    def collect_lateness(self, scope: RendezvousScope) -> None:
+        """Collect the other ranks' reports on rank 0, once they have said goodbye."""
+        if scope.rank_info.rank != 0 or scope.rank_info.world_size == 1:
             return
-        self.told = []
+        self.peer_reports = []
         with contextlib.suppress(RendezvousError):
-            for rank in range(meeting.place.world_size):
-                word = meeting.peek(f"metrics/{rank}")
-                # Anybody may have written it: a report that is none is left out, and ends nothing.
+            for rank in range(scope.rank_info.world_size):
+                record = scope.peek(f"metrics/{rank}")
+                # Any process may have written it: an invalid report is dropped.
                 with contextlib.suppress(Exception):
-                    told = json.loads(word or b"")
-                    late_ranks([told])
-                    self.told.append(told)
+                    peer_reports = json.loads(record or b"")
+                    late_ranks([peer_reports])
+                    self.peer_reports.append(peer_reports)
 
 
 class Observer:
-    """All models of one session."""
+    """The observation of all models of one session."""
 
-    def __init__(self, place: RankInfo, *, says_summary: bool) -> None:
-        """Watch nothing yet.
+    def __init__(self, rank_info: RankInfo, *, prints_summary: bool) -> None:
+        """Start without models.
 
         Args:
-            place: this rank's.
-            says_summary: whether rank 0 prints a line at the end.
+            rank_info: this rank.
+            prints_summary: whether rank 0 prints a line at the end.
         """
-        self._place = place
-        self._says_summary = says_summary and place.rank == 0
+        self._rank_info = rank_info
+        self._prints_summary = prints_summary and rank_info.rank == 0
         self._watches: list[ModelWatch] = []
         self._numbers: WeakKeyDictionary[object, ModelWatch] = WeakKeyDictionary()
         self._listeners: list[AfterStep] = []
         self._endpoint: Endpoint | None = None
-        self._left_behind = False
+        self._is_forked_child = False
 
-    def watch(self, model: object, channel: Channel, trained: Trained) -> ModelWatch:
-        """Watch a model, or arrays, on a channel; also what was on another one before."""
+    def watch(self, model: object, channel: Channel, steps: StepNumbers) -> ModelWatch:
+        """Observe a model, or arrays, on a channel; also one that was on another channel before."""
         watch = self._numbers.get(model)
         if watch is None:
             watch = ModelWatch(len(self._watches) + 1, self._after_step)
             self._numbers[model] = watch
             self._watches.append(watch)
-        watch.follow(channel, trained)
+        watch.follow(channel, steps)
         return watch
 
-    def listen(self, after_step: AfterStep) -> None:
-        """Have something called after each training step of the first model."""
+    def add_step_listener(self, after_step: AfterStep) -> None:
+        """Call a function after each training step of the first model."""
         self._listeners.append(after_step)
 
     def metrics(self) -> Metrics:
-        """Return all numbers as they are now.
+        """Return all metrics.
 
         Raises:
-            SessionClosedError: in a forked child, where nobody counts.
+            SessionClosedError: in a forked child, which has no counters.
         """
-        if self._left_behind:
+        if self._is_forked_child:
             raise SessionClosedError(
                 "the session was left behind in the parent of this forked child"
             )
         watches = list(self._watches)
-        paces = [watch.pace.times() for watch in watches]
-        steps = max(paces, key=lambda pace: pace["count"], default=Pace().times())
-        place = self._place
+        step_times = [watch.step_timer.times() for watch in watches]
+        steps = max(step_times, key=lambda times: times["count"], default=StepTimer().times())
+        rank_info = self._rank_info
         readings = [watch.reading() for watch in watches]
-        return metrics_of(place.rank, place.world_size, steps, readings)
+        return metrics_of(rank_info.rank, rank_info.world_size, steps, readings)
 
     def log_to(self, writer: ScalarWriter, every: int) -> None:
         """Write scalars after every so many training steps of the first model.
@@ -170,10 +170,10 @@ class Observer:
             ValueError: `every` is below 1.
             TypeError: the writer has no `add_scalar`.
         """
-        self.listen(ScalarLog(writer, every, self.metrics).after_step)
+        self.add_step_listener(ScalarLog(writer, every, self.metrics).after_step)
 
     def serve(self, host: str, port: int) -> None:
-        """Answer Prometheus.
+        """Serve the metrics to Prometheus.
 
         Raises:
             ValueError: the address cannot be listened on.
@@ -182,15 +182,15 @@ class Observer:
 
     @property
     def prometheus_port(self) -> int | None:
-        """Port that is answered at, or None."""
+        """Port of the Prometheus endpoint, or None."""
         return self._endpoint.port if self._endpoint is not None else None
 
     def close(self) -> None:
-        """Stop answering; print the line at the end, if it is wanted and there is one to print."""
+        """Close the endpoint and print the summary line, if it is enabled and there were steps."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             endpoint.close()
-        if not self._says_summary:
+        if not self._prints_summary:
             return
         metrics = self.metrics()
         if metrics["steps"]["count"] > 0:
@@ -200,20 +200,20 @@ class Observer:
                 log.info("%s", escaped(line))
 
     def forget_in_child(self) -> None:
-        """Report nothing in a forked child."""
-        self._left_behind = True
-        self._says_summary = False
+        """Disable all outputs in a forked child."""
+        self._is_forked_child = True
+        self._prints_summary = False
         self._listeners.clear()
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             endpoint.forget_in_child()
 
     def _late_ranks(self, metrics: Metrics) -> Sequence[LateRank]:
-        told = [word for watch in self._watches for word in watch.told]
-        if not told:
-            told = [{"stragglers": None, "gathered_slices": metrics["gathered_slices"]}]
-            told[0]["stragglers"] = metrics["stragglers"]
-        return late_ranks(told)
+        peer_reports = [record for watch in self._watches for record in watch.peer_reports]
+        if not peer_reports:
+            peer_reports = [{"stragglers": None, "gathered_slices": metrics["gathered_slices"]}]
+            peer_reports[0]["stragglers"] = metrics["stragglers"]
+        return late_ranks(peer_reports)
 
     def _after_step(self, watch: ModelWatch, step: int) -> None:
         if watch is not self._watches[0]:
@@ -232,13 +232,13 @@ class Observer:
                 )
 
 
-def make_observer(options: Options, place: RankInfo) -> Observer:
-    """Return the observer of a session, answering Prometheus where that is asked for.
+def make_observer(options: Options, rank_info: RankInfo) -> Observer:
+    """Return the observer of a session, with a Prometheus endpoint if the options ask for one.
 
     Raises:
         ValueError: the address of `options.monitoring.prometheus` cannot be listened on.
     """
-    observer = Observer(place, says_summary=options.monitoring.summary)
+    observer = Observer(rank_info, prints_summary=options.monitoring.summary)
     address = wanted_address(options.monitoring.prometheus, os.environ)
     if address is not None:
         observer.serve(*address)

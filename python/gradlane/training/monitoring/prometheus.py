@@ -1,6 +1,6 @@
-"""A session's numbers for Prometheus: the text format, and where it is answered.
+"""Metrics for Prometheus: the text format, and the endpoint.
 
-The text format 0.0.4 is a page of rules that have not changed in years; so this asks for no package
+The text format 0.0.4 is a page of rules that have not changed in years, so this needs no package
 (see decision 21).
 """
 
@@ -20,7 +20,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(frozen=True)
 class _Family:
-    """One metric: name without prefix, kind, help, and values by labels."""
+    """A metric: name without prefix, kind, help, and values by labels."""
 
     name: str
     kind: str
@@ -29,7 +29,7 @@ class _Family:
 
 
 def exposition(metrics: Metrics) -> str:
-    """Return the numbers in Prometheus' text format."""
+    """Return the metrics in Prometheus' text format."""
     lines = []
     always = {"rank": metrics["rank"]}
     for family in _families(metrics):
@@ -118,7 +118,7 @@ def _label(text: str, *, quotes: bool = True) -> str:
 
 
 def serve(host: str, port: int, metrics: Callable[[], Metrics]) -> Endpoint:
-    """Answer Prometheus from now on.
+    """Start to serve the metrics.
 
     Args:
         host: address to listen on.

@@ -1,4 +1,4 @@
-"""Timelines of real runs, from what one rank has recorded."""
+"""Timelines of real runs, from the recordings of one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradlane.formats.timeline.spans import Span, Timeline
 from gradlane.training.core import CoreRow
 
 _SLICED = ("push", "broadcast", "notify", "pull", "ring-scale", "ring-reduce", "ring-gather")
-"""Kinds of frames that are about a slice."""
+"""Kinds of frames that concern a slice."""
 _LANES = {
     "push": "push",
     "broadcast": "broadcast",
@@ -20,7 +20,7 @@ _LANES = {
     "ring-reduce": "push",
     "ring-gather": "broadcast",
 }
-"""Lanes in which frames leave; others leave in `control`."""
+"""Lanes of sent frames by kind; other kinds are in `control`."""
 NOTES = (
     "recorded: what leaves is shown from when the engine chose it until the kernel had all of it, "
     "what arrives from its header to its last byte; counters spread bytes over that time",
@@ -29,7 +29,7 @@ NOTES = (
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that the program's own threads did."""
+    """An interval in the program's own threads."""
 
     lane: str
     """`forward`, `backward`, `wait` or `update`."""
@@ -37,34 +37,36 @@ class Mark:
     end_ns: int
     step: int
     tensors: tuple[int, ...] = ()
-    """What was waited for; empty: the whole step."""
+    """Tensors that were waited for; empty: the whole step."""
 
 
-class Recorded(Protocol):
-    """What one model's recording holds."""
+class SpanSource(Protocol):
+    """The recording of one model."""
 
     names: Sequence[str]
     """Names of tensors by their number."""
 
-    def taken(self) -> tuple[Sequence[Mark], Sequence[CoreRow], int]:
-        """Return what the program did, what the core did, and how much was not kept."""
+    def take_spans(self) -> tuple[Sequence[Mark], Sequence[CoreRow], int]:
+        """Return and clear the program's marks, the core's rows, and the number of dropped rows."""
 
 
-def recorded_timeline(rank: int, recordings: Iterable[Recorded], facts: dict[str, Any]) -> Timeline:
+def recorded_timeline(
+    rank: int, recordings: Iterable[SpanSource], facts: dict[str, Any]
+) -> Timeline:
     """Return the timeline of one rank.
 
     Args:
         rank: the rank.
         recordings: one for each model.
-        facts: what belongs to the file.
+        facts: for the file.
     """
     spans: list[Span] = []
     dropped = 0
     for recording in recordings:
-        marks, rows, missing = recording.taken()
+        marks, rows, missing = recording.take_spans()
         dropped += missing
-        spans += _computed(rank, marks, recording.names)
-        spans += _moved(rank, rows, recording.names)
+        spans += _program_spans(rank, marks, recording.names)
+        spans += _engine_spans(rank, rows, recording.names)
     notes = list(NOTES)
     if dropped:
         notes.append(f"rank {rank}: {dropped} spans at the beginning were not kept")
@@ -74,26 +76,26 @@ def recorded_timeline(rank: int, recordings: Iterable[Recorded], facts: dict[str
         dropped=dropped,
         facts=facts,
         notes=notes,
-        machines={rank: machine_name()},
+        machines={rank: host_boot_id()},
     )
 
 
 def rank_path(path: Path, rank: int) -> Path:
-    """Return where a rank's own file goes: `trace.json` becomes `trace.rank0.json`."""
+    """Return the path of a rank's own file: `trace.json` becomes `trace.rank0.json`."""
     stem, _, suffixes = path.name.partition(".")
     return path.with_name(f"{stem}.rank{rank}.{suffixes or 'json'}")
 
 
-def machine_name() -> str:
-    """Return a name for the machine whose clock counts here: that of its last start."""
+def host_boot_id() -> str:
+    """Return a name of the machine whose clock the times are from: that of its last boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return platform.node()
 
 
-def _computed(rank: int, marks: Sequence[Mark], names: Sequence[str]) -> Iterator[Span]:
-    """Yield what the program did; waits and updates interrupt forward and backward."""
+def _program_spans(rank: int, marks: Sequence[Mark], names: Sequence[str]) -> Iterator[Span]:
+    """Yield the program's spans; waits and updates interrupt forward and backward."""
     breaks = sorted(
         (mark.begin_ns, mark.end_ns) for mark in marks if mark.lane in ("wait", "update")
     )
@@ -106,15 +108,15 @@ def _computed(rank: int, marks: Sequence[Mark], names: Sequence[str]) -> Iterato
             arguments["tensors"] = [names[tensor] for tensor in mark.tensors[:16]]
         pieces = [(mark.begin_ns, mark.end_ns)]
         if mark.lane in ("forward", "backward"):
-            pieces = list(_without(mark.begin_ns, mark.end_ns, breaks))
+            pieces = list(_subtract_breaks(mark.begin_ns, mark.end_ns, breaks))
         for begin_ns, end_ns in pieces:
             yield Span(rank, mark.lane, name, begin_ns, end_ns, arguments)
 
 
-def _without(
+def _subtract_breaks(
     begin_ns: int, end_ns: int, breaks: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a time in which there was no break; breaks are in order."""
+    """Yield the parts of an interval outside of the breaks, which are in order."""
     for break_begin_ns, break_end_ns in breaks:
         if break_end_ns <= begin_ns:
             continue
@@ -127,9 +129,9 @@ def _without(
         yield begin_ns, end_ns
 
 
-def _moved(rank: int, rows: Sequence[CoreRow], names: Sequence[str]) -> Iterator[Span]:
-    for (begin_ns, end_ns), way, kind, peer, step, place, size_bytes, priority in rows:
-        tensor, slice_number, offset = place
+def _engine_spans(rank: int, rows: Sequence[CoreRow], names: Sequence[str]) -> Iterator[Span]:
+    for (begin_ns, end_ns), way, kind, peer, step, position, size_bytes, priority in rows:
+        tensor, slice_number, offset = position
         if kind == "heartbeat":
             continue
         lane = "reduce"

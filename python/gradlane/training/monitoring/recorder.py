@@ -1,7 +1,7 @@
-"""Listens to a real run, and writes its timeline at the end: one file a rank.
+"""Recording of a real run, written as a timeline at the end: one file a rank.
 
-Nothing of this exists unless it was asked for (`Monitoring(trace=...)`, `GRADLANE_TRACE`);
-then memory is bounded: the last spans are kept, and the file says how many were not.
+Recording is off unless requested (`gradlane.init(trace_path=...)`, `GRADLANE_TRACE`). Its memory is
+bounded: the last spans are kept, and the file holds the number of those that were dropped.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.environment import RankInfo
 
 MARKS_MAX = 1 << 18
-"""Marks of the program that are kept of a model; a mark is some hundred bytes."""
+"""Most marks kept of a model; a mark is some hundred bytes."""
 WAIT_MIN_NS = 10_000
-"""What takes less was no wait: the tensor was there."""
+"""Shorter waits are not recorded: the tensor was ready."""
 _OUTPUTS_MAX = 16
 
 
@@ -36,12 +36,12 @@ class Recorder:
     """Records all models of a session."""
 
     def __init__(self, path: Path, rank: int, facts: dict[str, Any]) -> None:
-        """Record for a file.
+        """Start without models.
 
         Args:
-            path: the file as the user named it; each rank writes `rank_path` of it.
+            path: the user's path; each rank writes `rank_path` of it.
             rank: this rank.
-            facts: what belongs to the file.
+            facts: for the file.
         """
         self._path = rank_path(path, rank)
         self._rank = rank
@@ -49,7 +49,7 @@ class Recorder:
         self._recordings: list[Recording] = []
 
     def record(self, channel: Channel, names: Sequence[str]) -> Recording:
-        """Begin to record a model.
+        """Start to record a model.
 
         Args:
             channel: the model's.
@@ -60,7 +60,7 @@ class Recorder:
         return recording
 
     def write(self) -> None:
-        """Write the file. What goes wrong is a warning: the run itself is not concerned."""
+        """Write the file; an error is a warning, since the run itself is not affected."""
         try:
             timeline = recorded_timeline(self._rank, self._recordings, self._facts)
             write_chrome(timeline, self._path)
@@ -72,27 +72,27 @@ class Recorder:
             )
 
 
-def make_recorder(options: Options, place: RankInfo) -> Recorder | None:
-    """Return the recorder of a session that is to be recorded."""
+def make_recorder(options: Options, rank_info: RankInfo) -> Recorder | None:
+    """Return the recorder of a session; None if it is not to be recorded."""
     if options.monitoring.trace is None:
         return None
     facts = {
         "strategy": options.strategy.name,
-        "workers": place.world_size,
-        "job": place.job,
+        "workers": rank_info.world_size,
+        "job": rank_info.job,
         "slice_elems": options.strategy.slice_elems,
         "update": options.update,
     }
-    return Recorder(Path(options.monitoring.trace), place.rank, facts)
+    return Recorder(Path(options.monitoring.trace), rank_info.rank, facts)
 
 
 class Recording:
     """Records one model."""
 
     def __init__(self, channel: Channel, names: Sequence[str]) -> None:
-        """Listen to a channel."""
+        """Wrap a channel."""
         self.names = names
-        self.channel = cast(Channel, _ListeningChannel(channel, self))
+        self.channel = cast(Channel, _RecordingChannel(channel, self))
         self._core = channel
         self._marks: deque[Mark] = deque(maxlen=MARKS_MAX)
         self._dropped = 0
@@ -103,21 +103,21 @@ class Recording:
         self._handles: list[Any] = []
 
     def watch(self, model: nn.Module) -> None:
-        """Note forward and backward of the model as a whole."""
+        """Record forward and backward of the whole model."""
         before, after = _Hook(self._before_forward), _Hook(self._after_forward)
         self._handles += [
             model.register_forward_pre_hook(before, prepend=True),
             model.register_forward_hook(after),
         ]
 
-    def unwatch(self) -> None:
-        """Take the hooks off again."""
+    def remove_hooks(self) -> None:
+        """Remove the model's hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def timed_update(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the optimizer's step, timed."""
+        """Return the optimizer's step function, with its time recorded."""
 
         @functools.wraps(step)
         def timed(*arguments: Any, **options: Any) -> Any:
@@ -130,17 +130,17 @@ class Recording:
         return timed
 
     def begin_step(self, step: int) -> None:
-        """A step has begun on the channel."""
+        """Record that a step has begun on the channel."""
         self._step = step
 
     def note(self, mark: Mark) -> None:
-        """Keep a mark."""
+        """Add a mark."""
         if len(self._marks) == MARKS_MAX:
             self._dropped += 1
         self._marks.append(mark)
 
-    def taken(self) -> tuple[Sequence[Mark], Sequence[CoreRow], int]:
-        """Return what was recorded, and how much of it was not kept."""
+    def take_spans(self) -> tuple[Sequence[Mark], Sequence[CoreRow], int]:
+        """Return the marks, the core's rows, and the number of dropped rows."""
         rows, dropped = self._core.take_timeline()
         return list(self._marks), rows, self._dropped + dropped
 
@@ -171,8 +171,8 @@ class Recording:
             self.note(Mark("backward", since_ns, time.monotonic_ns(), step))
 
 
-class _ListeningChannel:
-    """A channel that tells a recording when the program begins steps and waits."""
+class _RecordingChannel:
+    """A channel that records when the program begins steps and waits."""
 
     def __init__(self, channel: Channel, recording: Recording) -> None:
         self._channel = channel
@@ -198,23 +198,23 @@ class _ListeningChannel:
         try:
             self._channel.wait(tensors, step)
         finally:
-            self._waited(begin_ns, step, tuple(tensors))
+            self._note_wait(begin_ns, step, tuple(tensors))
 
     def wait_step(self, step: int) -> None:
         begin_ns = time.monotonic_ns()
         try:
             self._channel.wait_step(step)
         finally:
-            self._waited(begin_ns, step, ())
+            self._note_wait(begin_ns, step, ())
 
-    def _waited(self, begin_ns: int, step: int, tensors: tuple[int, ...]) -> None:
+    def _note_wait(self, begin_ns: int, step: int, tensors: tuple[int, ...]) -> None:
         end_ns = time.monotonic_ns()
         if end_ns - begin_ns >= WAIT_MIN_NS:
             self._recording.note(Mark("wait", begin_ns, end_ns, step, tensors))
 
 
 class _Hook:
-    """A hook of a module; copies and pickles of the module carry one that does nothing."""
+    """A module hook that does nothing in copies and pickles of the module."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -224,22 +224,22 @@ class _Hook:
             self._call(*arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
+        return _no_op
 
     def __reduce__(self) -> Any:
-        return _return_nothing, ()
+        return _return_no_op, ()
 
 
-def _nothing(*arguments: Any) -> None:
+def _no_op(*arguments: Any) -> None:
     """The hook of a copy."""
 
 
-def _return_nothing() -> Callable[..., None]:
-    return _nothing
+def _return_no_op() -> Callable[..., None]:
+    return _no_op
 
 
 def _tensors_in(output: Any, depth: int) -> Iterator[Tensor]:
-    """Yield the tensors in what a model returned."""
+    """Yield the tensors in a model's output."""
     if isinstance(output, Tensor):
         yield output
     elif depth > 0 and isinstance(output, (list, tuple, dict)):

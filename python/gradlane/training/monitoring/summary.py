@@ -1,4 +1,4 @@
-"""One line at the end of a run: how much of a step waited, for which layer and for which rank."""
+"""The summary line of a run: the share of waiting, the slowest layer and the latest rank."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 from gradlane.training.monitoring.metrics import Metrics, waited_s
 
-_STANDS_OUT = 1.5
-"""A rank is named when it comes last so many times as often as chance has it."""
+_NOTABLE_RATIO = 1.5
+"""A rank is named if it comes last this many times as often as by chance."""
 
 
-_NEGLIGIBLE = 0.005
-"""Of so small a share of the time nobody needs to know more."""
+_NEGLIGIBLE_SHARE = 0.005
+"""Smaller shares of the time are not explained."""
 
 
 @dataclass(frozen=True)
 class LateRank:
-    """How often a rank was the last one, over the slices of all owners.
+    """Lateness of a rank, over the slices of all owners.
 
     Attributes:
         rank: the rank.
-        last_share: share of the slices that it was the last rank to contribute to.
-        late_s_mean: how much later than the rank before it that was, in the mean.
+        last_share: share of the slices to which it contributed last.
+        late_s_mean: mean seconds after the rank before it.
     """
 
     rank: int
@@ -31,19 +31,19 @@ class LateRank:
     late_s_mean: float
 
 
-def late_ranks(words: Iterable[Mapping[str, Any]]) -> list[LateRank]:
-    """Add up what owners have seen; the rank that was last most often comes first.
+def late_ranks(owner_reports: Iterable[Mapping[str, Any]]) -> list[LateRank]:
+    """Sum up the owners' reports; the rank that was last most often comes first.
 
     Args:
-        words: of each owner, `stragglers` (rows by rank, with `last_count` and `late_s`) and
+        owner_reports: by owner, `stragglers` (rows by rank, with `last_count` and `late_s`) and
             `gathered_slices`.
     """
     gathered = 0
     counts: dict[int, int] = {}
     late_s: dict[int, float] = {}
-    for word in words:
-        gathered += word.get("gathered_slices") or 0
-        for rank, row in enumerate(word.get("stragglers") or ()):
+    for report in owner_reports:
+        gathered += report.get("gathered_slices") or 0
+        for rank, row in enumerate(report.get("stragglers") or ()):
             counts[rank] = counts.get(rank, 0) + row["last_count"]
             late_s[rank] = late_s.get(rank, 0.0) + row["late_s"]
     rows = [
@@ -66,30 +66,30 @@ def summary_line(metrics: Metrics, late: Sequence[LateRank]) -> str:
     parts = [
         f"{metrics['step']} steps, {_duration(steps['median_s'])} each (median)",
         f"{share:.0%} of the time waiting for other ranks "
-        f"({_duration(steps['wait_median_s'])} a step)" + _for_layer(metrics),
+        f"({_duration(steps['wait_median_s'])} a step)" + _slowest_layer(metrics),
     ]
-    named = _for_rank(late, metrics["world_size"])
+    named = _latest_rank(late, metrics["world_size"])
     if named:
         parts.append(named)
-    left_out = _left_out(metrics)
+    left_out = _left_out_ranks(metrics)
     if left_out:
         parts.append(left_out)
     return "; ".join(parts)
 
 
-def _for_layer(metrics: Metrics) -> str:
+def _slowest_layer(metrics: Metrics) -> str:
     most = next(iter(metrics["layer_waits"]), None)
-    if most is None or waited_s(most) <= 0.0 or metrics["steps"]["wait_share"] < _NEGLIGIBLE:
+    if most is None or waited_s(most) <= 0.0 or metrics["steps"]["wait_share"] < _NEGLIGIBLE_SHARE:
         return ""
     longest = f", longest in step {most['max_step']}" if most["max_step"] else ""
     return f", most of it for {most['name']!r} ({most['wait_share']:.0%}{longest})"
 
 
-def _for_rank(late: Sequence[LateRank], world_size: int) -> str:
+def _latest_rank(late: Sequence[LateRank], world_size: int) -> str:
     if not late or world_size == 1:
         return ""
     first = late[0]
-    if first.last_share * world_size < _STANDS_OUT:
+    if first.last_share * world_size < _NOTABLE_RATIO:
         return "no rank stands out as the last"
     return (
         f"rank {first.rank} came last for {first.last_share:.0%} of the slices, by "
@@ -97,7 +97,7 @@ def _for_rank(late: Sequence[LateRank], world_size: int) -> str:
     )
 
 
-def _left_out(metrics: Metrics) -> str:
+def _left_out_ranks(metrics: Metrics) -> str:
     rows = sorted(metrics["left_out"], key=lambda row: row["left_out_share"], reverse=True)
     named = [
         f"rank {row['rank']} {row['left_out_share']:.0%}"

@@ -1,7 +1,7 @@
-"""Scalars for TensorBoard, through whatever writer the program has.
+"""Scalars for TensorBoard, through the program's own writer.
 
-The writer is the user's own, so that gradlane needs no TensorBoard: anything with the `add_scalar`
-of `torch.utils.tensorboard.SummaryWriter` will do.
+Any object with the `add_scalar` of `torch.utils.tensorboard.SummaryWriter` works, so gradlane does
+not depend on TensorBoard.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ LAYERS_SHOWN = 5
 
 
 class ScalarWriter(Protocol):
-    """What is asked of a writer."""
+    """The method of a writer that is used."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Keep a value of a step."""
+        """Store a value of a step."""
 
 
 class ScalarLog:
-    """Writes what happened since the last time, every so many steps."""
+    """Writes changes of the metrics every so many steps."""
 
     def __init__(self, writer: ScalarWriter, every: int, metrics: Callable[[], Metrics]) -> None:
-        """Write from now on.
+        """Start from the current metrics.
 
         Args:
             writer: the user's.
-            every: training steps from one writing to the next, 1 or more.
+            every: training steps between writes, 1 or more.
             metrics: returns the session's numbers.
 
         Raises:
@@ -49,7 +49,7 @@ class ScalarLog:
         self._before = metrics()
 
     def after_step(self, step: int) -> None:
-        """Write, if it is time to, under the number of a step that is done with."""
+        """Write, if due, under the number of the finished step."""
         if step % self._every == 0:
             now = self._metrics()
             for tag, value in scalars(self._before, now).items():
@@ -58,7 +58,7 @@ class ScalarLog:
 
 
 def scalars(before: Metrics, now: Metrics) -> dict[str, float]:
-    """Return what happened between two readings, by tag.
+    """Return the changes between two readings, by tag.
 
     `step_s` and `wait_s` are means of a step in between, `wait_share` their ratio, `tx_bytes` and
     `rx_bytes` a step's; `late_s/rank1` is how late rank 1 was in the mean where it came last,
@@ -79,7 +79,7 @@ def scalars(before: Metrics, now: Metrics) -> dict[str, float]:
         "rx_bytes": (now["rx_bytes"] - before["rx_bytes"]) / steps,
         "codec_ratio": now["codec_ratio"],
     }
-    found.update(_late(before, now))
+    found.update(_lateness(before, now))
     earlier = {(one["model"], one["name"]): waited_s(one) for one in before["layer_waits"]}
     layers = {
         (one["model"], one["name"]): waited_s(one) - earlier.get((one["model"], one["name"]), 0.0)
@@ -93,7 +93,7 @@ def scalars(before: Metrics, now: Metrics) -> dict[str, float]:
     return found
 
 
-def _late(before: Metrics, now: Metrics) -> dict[str, float]:
+def _lateness(before: Metrics, now: Metrics) -> dict[str, float]:
     found = {}
     gathered = now["gathered_slices"] - before["gathered_slices"]
     earlier = {row["rank"]: row for row in before["stragglers"]}

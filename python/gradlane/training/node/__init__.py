@@ -1,8 +1,8 @@
-"""Several ranks on one node: they add up among themselves before anything goes to the network.
+"""Hierarchical averaging: the ranks of a node add up before anything goes to the network.
 
-`layout` finds out which ranks share a node, `shares` cuts tensors into what each of them carries,
-`link` connects them, and `channel` is a channel to all ranks made of these and of one to the other
-nodes. They add up in shared memory (`sums`, `carriage`), or by collectives where their gradients
-are: `devices` decides, `group` connects, `lane` gives turns, `collective_carrier` hands over.
-Nothing above a channel knows more of it than that; `connection` opens one or the other.
+`layout` finds the ranks that share a node, `parts` assigns ranges of tensors to node leaders,
+`link` connects the ranks of a node, and `channel` joins them with the channel between nodes. Sums
+are taken in shared memory (`sums`, `leader`) or by collectives on the gradients' device: `devices`
+chooses, `group` connects, `collective_queue` orders the collectives, `collective_carrier` submits
+gradients. Code above a channel sees only the `Channel` protocol; `connection` opens either kind.
 """

@@ -1,4 +1,4 @@
-"""How gradients get to a node's collectives: as they are, on the device that they are on."""
+"""Submission of gradients to a node's collectives, on the device that they are on."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 
 class CollectiveCarrier:
-    """Gives gradients to the lane of a node's channel, and everything else to another carrier.
+    """Submits gradients to a node's collectives, and all other tensors to another carrier.
 
-    When the channel says that a tensor is ready, its device has done all that there was to do: so
-    nothing has to be collected.
+    Once the channel reports a tensor as ready, its device has finished all work on it, so there is
+    nothing to collect.
     """
 
     def __init__(
         self, channel: NodeChannel, trained: Mapping[int, TensorEntry], others: Carrier
     ) -> None:
-        """Carry the gradients that the channel takes where they are.
+        """Submit the gradients that the channel takes on their device.
 
         Args:
-            channel: a node's, with a lane.
+            channel: a node's, with a collective queue.
             trained: table entries by tensor number.
-            others: carries what takes part in steps beside gradients.
+            others: carries all other tensors of a step.
         """
         self._channel = channel
         self._trained = trained
         self._others = others
 
     def submit(self, index: int, step: int, gradient: Tensor) -> None:
-        """Submit a gradient where it is."""
-        if index < self._channel.lane_tensors:
-            self._channel.give_on_device(index, step, gradient, absent=False)
+        """Submit a gradient on its device."""
+        if index < self._channel.collective_tensors:
+            self._channel.submit_on_device(index, step, gradient, absent=False)
         else:
             self._others.submit(index, step, gradient)
 
     def submit_absent(self, index: int, step: int) -> Tensor:
         """Submit fresh memory for a result, on the tensor's own device."""
-        if index >= self._channel.lane_tensors:
+        if index >= self._channel.collective_tensors:
             return self._others.submit_absent(index, step)
         entry = self._trained[index]
         with torch.inference_mode(False):
@@ -52,20 +52,20 @@ class CollectiveCarrier:
                 dtype=entry.tensor.dtype,
                 device=entry.tensor.device,
             )
-        self._channel.give_on_device(index, step, landing, absent=True)
+        self._channel.submit_on_device(index, step, landing, absent=True)
         return landing
 
     def collect(self, arrived: Sequence[tuple[int, Tensor]]) -> None:
-        """Make results of what takes part beside gradients readable."""
-        count = self._channel.lane_tensors
+        """Make the results of tensors other than gradients readable."""
+        count = self._channel.collective_tensors
         self._others.collect([one for one in arrived if one[0] >= count])
 
     def broadcast_initial(
         self, entries: Sequence[TensorEntry], first: bool, without: Collection[int] = ()
     ) -> None:
-        """Run step 0 through memory of the host."""
+        """Run step 0 through the host's memory."""
         self._others.broadcast_initial(entries, first, without)
 
     def close(self) -> None:
-        """Stop the other carrier; the lane ends with its channel."""
+        """Close the other carrier; the collective queue ends with its channel."""
         self._others.close()

@@ -1,19 +1,20 @@
-"""Sums of a node's ranks where their gradients are: collectives, in one order on all ranks.
+"""Collective sums of a node's ranks on the gradients' device, in one order on all ranks.
 
-Collectives must be issued in the same order everywhere, and gradients become ready in another one
-on each rank. So the first rank of the node says whose turn it is, as Horovod's coordinator does
-(Sergeev and Del Balso, arXiv:1802.05799): each rank tells it what it has, or that it has nothing;
-when all have spoken of a tensor it tells all to add that one up. Nobody ever waits inside a
-collective for a gradient that is not there, and a tensor that a rank leaves out holds up no other.
+Collectives must be issued in the same order on all ranks, but gradients become ready in a different
+order on each. So the first rank of the node is the coordinator, as in Horovod (Sergeev and Del
+Balso, arXiv:1802.05799): each rank reports to it that a tensor is ready, with a gradient or
+without. When all ranks have reported a tensor, the coordinator tells all of them to add it up. No
+rank waits inside a collective for a gradient that is not there, and a tensor that one rank leaves
+out delays no other tensor.
 
-A tensor goes through two turns. In the first each carrier gets the sum of its parts, divides it,
-copies it to the host and gives it to the channel between nodes. In the second, when the mean over
-all nodes is back, all ranks get it from its carrier, the same bits. One thread of each rank issues
-them, and is the only one that touches the group.
+A tensor needs two collectives a part. The first gives each leader the sum of its part; the leader
+divides it, copies it to the host and submits it to the channel between nodes. The second broadcasts
+the mean over all nodes from the leader, so that all ranks get the same bits. One thread of each
+rank issues the collectives, and only that thread uses the group.
 
-Order and memory: the thread reads a gradient behind what computed it, a copy to the host comes
-behind its sum, and a tensor is ready once the device has done all that. Whatever a collective uses
-is kept here until then.
+The thread orders its work behind the stream that computed a gradient. The copy to the host follows
+the sum, and a tensor is ready once the device has finished. The queue keeps every buffer of a
+collective alive until then.
 """
 
 from __future__ import annotations
@@ -31,58 +32,58 @@ import torch
 from torch import Tensor
 
 from gradlane.errors import RendezvousError
-from gradlane.training.node.device_order import GivenUpError, order_on
+from gradlane.training.node.device_order import CollectiveCancelledError, order_on
 from gradlane.training.node.failure import Failure
 from gradlane.training.node.group import Group
 from gradlane.training.node.layout import Layout
-from gradlane.training.node.link import ADD, MEAN, READY, TAKE
-from gradlane.training.node.pending_gradient import TERMS, PendingGradient, numbers_of
-from gradlane.training.node.shares import Part
+from gradlane.training.node.link import BROADCAST, MEAN, READY, SUM
+from gradlane.training.node.parts import Part
+from gradlane.training.node.pending_gradient import SUM_DTYPES, PendingGradient, flat_values
 
-_FIRST = 0
-"""The local rank that says whose turn it is."""
-_LOOK_MIN_S = 50e-6
-_LOOK_MAX_S = 1e-3
-_NAMED_WITHIN_S = 2.0
-"""How soon the sockets of a node name a rank that has died, at the latest."""
+_COORDINATOR = 0
+"""Local rank that decides the order of collectives."""
+_POLL_MIN_S = 50e-6
+_POLL_MAX_S = 1e-3
+_LOSS_REPORT_S = 2.0
+"""Longest time until the sockets of a node report a rank that has died."""
 _STOP_S = 5.0
-_left_behind: list[object] = []
-"""Groups of a parent, in a forked child: to end them would wait for threads that are not there."""
+_abandoned_groups: list[object] = []
+"""Groups of the parent, in a forked child: ending them would wait for threads that do not exist."""
 
 
-class Link(Protocol):
-    """What says something to the other ranks of the node."""
+class NodeMessenger(Protocol):
+    """Sends messages to the other ranks of the node."""
 
     @property
     def layout(self) -> Layout:
-        """Where this rank is."""
+        """Position of this rank."""
 
     @property
     def peers(self) -> Sequence[int]:
-        """The others, by local rank."""
+        """Local ranks of the others."""
 
     def send(
-        self, peer: int, kind: int, part: int = 0, step: int = 0, *, flag: bool = False
+        self, peer: int, kind: int, part: int = 0, step: int = 0, *, absent: bool = False
     ) -> None:
-        """Say something to a rank; one that is gone hears nothing."""
+        """Send a message; a peer that is gone is ignored."""
 
 
 class CollectiveSink(Protocol):
-    """This rank's end of the node, which hears what has come of collectives."""
+    """Receives the results of a node's collectives."""
 
-    def add_up(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
-        """The node's mean of a part that this rank carries is in the host's memory."""
+    def on_node_mean(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
+        """Take the node's mean of an own part, which is in the host's memory."""
 
-    def landed(self, part: Part, step: int, *, absent: bool) -> None:
-        """The mean of a part over all nodes is in its tensor."""
+    def on_landed(self, part: Part, step: int, *, absent: bool) -> None:
+        """Record that the mean of a part over all nodes is in its tensor."""
 
     def fail(self, failure: Failure) -> None:
-        """Nothing more is to be had."""
+        """Take the failure of a collective; no results follow."""
 
 
 @dataclass(frozen=True)
-class _Said:
-    """What a rank says about a tensor or a part, or whose turn it is; kinds are the link's."""
+class _Message:
+    """A rank's report of a tensor or part, or the coordinator's turn; kinds are those of `link`."""
 
     kind: int
     number: int
@@ -91,12 +92,13 @@ class _Said:
 
 
 @dataclass
-class _UnderWay:
-    """Something that the device has yet to do, the tensors that it uses, and what follows."""
+class _InFlight:
+    """Work that the device has not finished, the buffers that it uses, and the callback for its
+    end."""
 
     is_done: Callable[[], bool]
-    uses: list[Tensor]
-    then: Callable[[], None]
+    buffers: list[Tensor]
+    on_done: Callable[[], None]
 
 
 class CollectiveQueue:
@@ -104,7 +106,7 @@ class CollectiveQueue:
 
     def __init__(
         self,
-        link: Link,
+        link: NodeMessenger,
         parts: Sequence[Part],
         gradients: Sequence[Tensor],
         open_group: Callable[[], Group],
@@ -112,7 +114,7 @@ class CollectiveQueue:
         """Start the thread, which opens the group; see `wait_open`.
 
         Args:
-            link: to the other ranks of the node, which say the same of all that follows.
+            link: to the other ranks of the node, which pass the same arguments.
             parts: all parts of the channel's tensors.
             gradients: tensors like the gradients of the first tensors, all on one device; the
                 lane is for these.
@@ -120,27 +122,27 @@ class CollectiveQueue:
         """
         self._link = link
         self._layout = link.layout
-        self._own = link.layout.local_rank
+        self._local_rank = link.layout.local_rank
         self._parts = parts
-        self._of_tensor: list[list[Part]] = [[] for _ in gradients]
+        self._parts_of_tensor: list[list[Part]] = [[] for _ in gradients]
         for part in parts:
             if part.tensor < len(gradients):
-                self._of_tensor[part.tensor].append(part)
+                self._parts_of_tensor[part.tensor].append(part)
         self._device = gradients[0].device
-        self._lost = threading.Event()
-        self._order = order_on(self._device, self._lost.is_set)
+        self._cancelled = threading.Event()
+        self._order = order_on(self._device, self._cancelled.is_set)
         self._open_group = open_group
         self._group: Group | None = None
         self._opened = threading.Event()
         self._refusal: Exception | None = None
-        self._side: CollectiveSink | None = None
-        self._said: queue.SimpleQueue[_Said | None] = queue.SimpleQueue()
-        self._heard = [0] * len(gradients)
+        self._sink: CollectiveSink | None = None
+        self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
+        self._ready_ranks = [0] * len(gradients)
         self._present = [False] * len(gradients)
-        self._held: dict[int, PendingGradient] = {}
-        self._landings: dict[int, Tensor] = {}
+        self._pending: dict[int, PendingGradient] = {}
+        self._host_buffers: dict[int, Tensor] = {}
         self._divisors: dict[torch.dtype, Tensor] = {}
-        self._under_way: deque[_UnderWay] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self.nbytes = 0
         """Bytes of gradients given to sums and of means taken so far."""
         self._thread = threading.Thread(target=self._run, name="gradlane-collective", daemon=True)
@@ -154,9 +156,9 @@ class CollectiveQueue:
         Raises:
             RendezvousError: it cannot be.
         """
-        rank = self._layout.rank_of(self._layout.node, self._own)
+        rank = self._layout.rank_of(self._layout.node, self._local_rank)
         if not self._opened.wait(timeout_s):
-            self.let_go()
+            self.cancel()
             raise RendezvousError(
                 f"rank {rank} waited {timeout_s:g} s for the ranks of its node to open a group for "
                 'collectives (connect_timeout_s); or use local_sums="host"'
@@ -167,52 +169,52 @@ class CollectiveQueue:
                 f'{self._refusal}; or use local_sums="host"'
             ) from self._refusal
 
-    def serve(self, side: CollectiveSink) -> None:
-        """Tell somebody what comes of collectives; before the first gradient is given."""
-        self._side = side
+    def set_sink(self, sink: CollectiveSink) -> None:
+        """Set the receiver of results, before the first gradient is submitted."""
+        self._sink = sink
 
     @property
     def tensors(self) -> int:
-        """How many tensors, the first ones, have gradients that come this way."""
-        return len(self._of_tensor)
+        """Number of leading tensors whose gradients the queue takes."""
+        return len(self._parts_of_tensor)
 
-    def give(self, tensor: int, step: int, gradient: Tensor, *, absent: bool) -> None:
-        """Take a gradient, or memory for the others' mean; it is the lane's until that is there.
+    def submit(self, tensor: int, step: int, gradient: Tensor, *, absent: bool) -> None:
+        """Borrow a gradient, or memory for the others' mean, until the mean is there.
 
         Args:
             tensor: its number.
             step: of the channel.
             gradient: dense, laid out as on all ranks.
-            absent: whether this rank has none.
+            absent: whether this rank has no gradient.
         """
-        produced = self._order.produced()
-        parts_left = len(self._of_tensor[tensor])
-        self._held[tensor] = PendingGradient(numbers_of(gradient), absent, produced, parts_left)
-        self._say(_Said(READY, tensor, step, absent))
+        mark = self._order.mark()
+        parts_left = len(self._parts_of_tensor[tensor])
+        self._pending[tensor] = PendingGradient(flat_values(gradient), absent, mark, parts_left)
+        self._send_to_coordinator(_Message(READY, tensor, step, absent))
 
-    def have(self, part: Part, step: int, *, absent: bool) -> None:
-        """Note that the mean of a part that this rank carries is back from the other nodes."""
-        self._say(_Said(MEAN, part.number, step, absent))
+    def on_result(self, part: Part, step: int, *, absent: bool) -> None:
+        """Record that the mean of an own part is back from the other nodes."""
+        self._send_to_coordinator(_Message(MEAN, part.number, step, absent))
 
-    def hear(self, kind: int, number: int, step: int, *, absent: bool) -> None:
-        """Note what another rank of the node says; returns at once."""
-        self._said.put(_Said(kind, number, step, absent))
+    def on_message(self, kind: int, number: int, step: int, *, absent: bool) -> None:
+        """Queue a message of another rank of the node; returns at once."""
+        self._inbox.put(_Message(kind, number, step, absent))
 
-    def let_go(self) -> None:
-        """Issue nothing more, after a failure, and end what is under way; returns at once."""
-        self._lost.set()
-        self._said.put(None)
+    def cancel(self) -> None:
+        """Issue no more collectives after a failure, and abort those in flight; returns at once."""
+        self._cancelled.set()
+        self._inbox.put(None)
 
     def stop(self) -> None:
-        """End the thread and the group, when all steps are complete or the session has failed."""
-        self._said.put(None)
+        """End the thread and the group; all steps must be complete, or the session have failed."""
+        self._inbox.put(None)
         if self._thread is not threading.current_thread():
-            # A thread that is stuck in a driver is left alone: it wakes nobody any more.
+            # A thread that is stuck in a driver is abandoned: it calls back no more.
             self._thread.join(_STOP_S)
 
     def forget_in_child(self) -> None:
-        """Leave the group alone in a forked child."""
-        _left_behind.append(self._group)
+        """Abandon the group in a forked child."""
+        _abandoned_groups.append(self._group)
 
     # ---- the thread
 
@@ -221,155 +223,160 @@ class CollectiveQueue:
             with torch.no_grad():
                 self._open()
                 self._opened.set()
-                self._take_turns()
-        except GivenUpError:
+                self._process_messages()
+        except CollectiveCancelledError:
             pass
         except Exception as error:
-            self._broken(error)
+            self._report_error(error)
         finally:
             self._opened.set()
             group, self._group = self._group, None
             if group is not None:
                 with contextlib.suppress(RuntimeError):
-                    group.end()
+                    group.abort()
 
     def _open(self) -> None:
-        """Open the group and use it once: whoever cannot take part is noticed here."""
+        """Open the group and run one collective, so that a rank that cannot take part is noticed
+        here."""
         self._group = group = self._open_group()
         values = torch.zeros(1, dtype=torch.float32, device=self._device)
-        with self._order.behind(self._order.produced()):
-            self._order.follow(group.sum_to(values, _FIRST))
-            self._under_way.append(_UnderWay(self._order.done(), [values], _nothing))
-        while self._under_way:
-            self._look()
-            if self._lost.wait(_LOOK_MAX_S):
-                raise GivenUpError
+        with self._order.after(self._order.mark()):
+            self._order.wait_for(group.reduce(values, _COORDINATOR))
+            self._in_flight.append(_InFlight(self._order.completion(), [values], _no_op))
+        while self._in_flight:
+            self._poll_device()
+            if self._cancelled.wait(_POLL_MAX_S):
+                raise CollectiveCancelledError
 
-    def _broken(self, error: Exception) -> None:
+    def _report_error(self, error: Exception) -> None:
         if not self._opened.is_set():
             self._refusal = error
             return
-        # Who has died the sockets know, a moment later at most.
-        if not self._lost.wait(_NAMED_WITHIN_S):
+        # The sockets name a rank that has died within this time.
+        if not self._cancelled.wait(_LOSS_REPORT_S):
             what = f"{type(error).__name__} in a collective of node {self._layout.node}: {error}"
-            assert self._side is not None
-            self._side.fail(Failure(what, None, None))
+            assert self._sink is not None
+            self._sink.fail(Failure(what, None, None))
 
-    def _take_turns(self) -> None:
-        while (said := self._next()) is not None:
-            if said.kind == READY:
-                self._count(said)
-            elif said.kind == MEAN:
-                self._announce(_Said(TAKE, said.number, said.step, said.absent))
+    def _process_messages(self) -> None:
+        while (message := self._next()) is not None:
+            if message.kind == READY:
+                self._count_ready(message)
+            elif message.kind == MEAN:
+                self._broadcast_turn(
+                    _Message(BROADCAST, message.number, message.step, message.absent)
+                )
             else:
-                self._take_turn(said)
+                self._execute(message)
 
-    def _next(self) -> _Said | None:
-        """Return what was said next, and see meanwhile to what the device has done."""
-        look_s = _LOOK_MIN_S
+    def _next(self) -> _Message | None:
+        """Return the next message; poll the device meanwhile."""
+        poll_s = _POLL_MIN_S
         while True:
-            self._look()
+            self._poll_device()
             try:
-                return self._said.get(timeout=look_s) if self._under_way else self._said.get()
+                return self._inbox.get(timeout=poll_s) if self._in_flight else self._inbox.get()
             except queue.Empty:
-                look_s = min(2 * look_s, _LOOK_MAX_S)
+                poll_s = min(2 * poll_s, _POLL_MAX_S)
 
-    def _look(self) -> None:
-        while self._under_way and self._under_way[0].is_done():
-            if self._lost.is_set():
-                # What was ended looks done, too.
-                raise GivenUpError
-            first = self._under_way.popleft()
-            first.uses.clear()
-            first.then()
+    def _poll_device(self) -> None:
+        while self._in_flight and self._in_flight[0].is_done():
+            if self._cancelled.is_set():
+                # An aborted collective looks done, too.
+                raise CollectiveCancelledError
+            first = self._in_flight.popleft()
+            first.buffers.clear()
+            first.on_done()
 
-    def _say(self, said: _Said) -> None:
-        if self._own == _FIRST:
-            self._said.put(said)
+    def _send_to_coordinator(self, message: _Message) -> None:
+        if self._local_rank == _COORDINATOR:
+            self._inbox.put(message)
         else:
-            self._link.send(_FIRST, said.kind, said.number, said.step, flag=said.absent)
+            self._link.send(
+                _COORDINATOR, message.kind, message.number, message.step, absent=message.absent
+            )
 
-    def _count(self, said: _Said) -> None:
-        """On the first rank: note that a rank has spoken of a tensor."""
-        tensor = said.number
-        self._heard[tensor] += 1
-        self._present[tensor] |= not said.absent
-        if self._heard[tensor] == self._layout.local_size:
+    def _count_ready(self, message: _Message) -> None:
+        """Count a rank's report of a tensor (coordinator)."""
+        tensor = message.number
+        self._ready_ranks[tensor] += 1
+        self._present[tensor] |= not message.absent
+        if self._ready_ranks[tensor] == self._layout.local_size:
             absent = not self._present[tensor]
-            self._heard[tensor], self._present[tensor] = 0, False
-            self._announce(_Said(ADD, tensor, said.step, absent))
+            self._ready_ranks[tensor], self._present[tensor] = 0, False
+            self._broadcast_turn(_Message(SUM, tensor, message.step, absent))
 
-    def _announce(self, turn: _Said) -> None:
-        """On the first rank: say whose turn it is, to all ranks in one order, and take it."""
+    def _broadcast_turn(self, turn: _Message) -> None:
+        """Send a turn to all ranks in one order, and execute it (coordinator)."""
         for peer in self._link.peers:
-            self._link.send(peer, turn.kind, turn.number, turn.step, flag=turn.absent)
-        self._take_turn(turn)
+            self._link.send(peer, turn.kind, turn.number, turn.step, absent=turn.absent)
+        self._execute(turn)
 
-    def _take_turn(self, turn: _Said) -> None:
-        if self._lost.is_set():
-            raise GivenUpError
-        if turn.kind == TAKE:
-            self._take(self._parts[turn.number], turn)
+    def _execute(self, turn: _Message) -> None:
+        if self._cancelled.is_set():
+            raise CollectiveCancelledError
+        if turn.kind == BROADCAST:
+            self._issue_broadcast(self._parts[turn.number], turn)
             return
-        for part in self._of_tensor[turn.number]:
+        for part in self._parts_of_tensor[turn.number]:
             if not turn.absent:
-                self._add(part, turn.step)
-            elif part.carrier == self._own:
-                self._hand_over(part, turn.step, absent=True)
+                self._issue_sum(part, turn.step)
+            elif part.leader == self._local_rank:
+                self._submit_mean(part, turn.step, absent=True)
 
-    def _add(self, part: Part, step: int) -> None:
-        """Issue the sum of a part, and on its carrier what follows."""
-        held = self._held[part.tensor]
+    def _issue_sum(self, part: Part, step: int) -> None:
+        """Issue the sum of a part; on its leader also the copy of the mean to the host."""
+        pending = self._pending[part.tensor]
         assert self._group is not None
-        with self._order.behind(held.produced):
-            share = held.share(part)
-            if held.absent:
-                # What is added to it keeps its bits, the sign of a zero included.
+        with self._order.after(pending.mark):
+            share = pending.values_of(part)
+            if pending.absent:
+                # Adding -0.0 keeps all bits, the sign of a zero included.
                 share.fill_(-0.0)
-            terms = share.to(TERMS[share.dtype])
-            self._order.follow(self._group.sum_to(terms, part.carrier))
-            then: Callable[[], None] = _nothing
-            if part.carrier == self._own:
-                mean = terms.div_(self._ranks(terms.dtype)).to(share.dtype)
-                self._landing(part, share.dtype).copy_(mean, non_blocking=True)
-                then = functools.partial(self._hand_over, part, step, absent=False)
-            self._under_way.append(_UnderWay(self._order.done(), [share, terms], then))
+            terms = share.to(SUM_DTYPES[share.dtype])
+            self._order.wait_for(self._group.reduce(terms, part.leader))
+            on_done: Callable[[], None] = _no_op
+            if part.leader == self._local_rank:
+                mean = terms.div_(self._divisor(terms.dtype)).to(share.dtype)
+                self._host_buffer(part, share.dtype).copy_(mean, non_blocking=True)
+                on_done = functools.partial(self._submit_mean, part, step, absent=False)
+            self._in_flight.append(_InFlight(self._order.completion(), [share, terms], on_done))
         self.nbytes += part.nbytes
 
-    def _take(self, part: Part, turn: _Said) -> None:
-        """Issue the spreading of a part's mean over all nodes."""
-        then = functools.partial(self._landed, part, turn.step, absent=turn.absent)
+    def _issue_broadcast(self, part: Part, turn: _Message) -> None:
+        """Issue the broadcast of a part's mean over all nodes."""
+        on_done = functools.partial(self._finish_part, part, turn.step, absent=turn.absent)
         if turn.absent:
-            then()
+            on_done()
             return
-        held = self._held[part.tensor]
+        pending = self._pending[part.tensor]
         assert self._group is not None
-        with self._order.behind(held.produced):
-            share = held.share(part)
-            if part.carrier == self._own:
-                share.copy_(self._landing(part, share.dtype), non_blocking=True)
-            # As bytes: not all backends know all dtypes, and nothing is computed here.
-            work = self._group.spread_from(share.view(torch.uint8), part.carrier)
-            self._order.follow(work)
-            self._under_way.append(_UnderWay(self._order.done(), [share], then))
+        with self._order.after(pending.mark):
+            share = pending.values_of(part)
+            if part.leader == self._local_rank:
+                share.copy_(self._host_buffer(part, share.dtype), non_blocking=True)
+            # As bytes: backends differ in the dtypes that they support.
+            work = self._group.broadcast(share.view(torch.uint8), part.leader)
+            self._order.wait_for(work)
+            self._in_flight.append(_InFlight(self._order.completion(), [share], on_done))
         self.nbytes += part.nbytes
 
-    def _hand_over(self, part: Part, step: int, *, absent: bool) -> None:
-        assert self._side is not None
-        landing = self._landing(part, self._held[part.tensor].numbers.dtype)
-        self._side.add_up(part, step, landing.data_ptr(), absent=absent)
+    def _submit_mean(self, part: Part, step: int, *, absent: bool) -> None:
+        assert self._sink is not None
+        buffer = self._host_buffer(part, self._pending[part.tensor].values.dtype)
+        self._sink.on_node_mean(part, step, buffer.data_ptr(), absent=absent)
 
-    def _landed(self, part: Part, step: int, *, absent: bool) -> None:
-        held = self._held[part.tensor]
-        held.parts_left -= 1
-        if not held.parts_left:
-            del self._held[part.tensor]
-        # Whoever hears of it may look whether anybody else holds the memory.
-        del held
-        assert self._side is not None
-        self._side.landed(part, step, absent=absent)
+    def _finish_part(self, part: Part, step: int, *, absent: bool) -> None:
+        pending = self._pending[part.tensor]
+        pending.parts_left -= 1
+        if not pending.parts_left:
+            del self._pending[part.tensor]
+        # The receiver may check that no other reference to the memory is left.
+        del pending
+        assert self._sink is not None
+        self._sink.on_landed(part, step, absent=absent)
 
-    def _ranks(self, dtype: torch.dtype) -> Tensor:
+    def _divisor(self, dtype: torch.dtype) -> Tensor:
         """Return what sums are divided by; CUDA divides by a plain number by multiplying, which
         rounds otherwise."""
         ranks = self._divisors.get(dtype)
@@ -378,15 +385,17 @@ class CollectiveQueue:
             self._divisors[dtype] = ranks
         return ranks
 
-    def _landing(self, part: Part, dtype: torch.dtype) -> Tensor:
-        """Return the host's memory of a part that this rank carries; the same in all steps."""
-        landing = self._landings.get(part.number)
-        if landing is None:
+    def _host_buffer(self, part: Part, dtype: torch.dtype) -> Tensor:
+        """Return the host's buffer of an own part; the same in all steps."""
+        buffer = self._host_buffers.get(part.number)
+        if buffer is None:
             count = part.nbytes // dtype.itemsize
-            landing = torch.empty(count, dtype=dtype, pin_memory=self._order.pins, device="cpu")
-            self._landings[part.number] = landing
-        return landing
+            buffer = torch.empty(
+                count, dtype=dtype, pin_memory=self._order.needs_pinned_memory, device="cpu"
+            )
+            self._host_buffers[part.number] = buffer
+        return buffer
 
 
-def _nothing() -> None:
-    """What follows where nothing does."""
+def _no_op() -> None:
+    pass

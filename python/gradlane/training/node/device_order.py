@@ -1,11 +1,10 @@
-"""What follows what where collectives run: in plain memory, or on the streams of a CUDA device.
+"""Order of collectives against the work on a gradient: on the host, or on streams of a CUDA device.
 
-A collective has to come after whatever computes the gradient, and what reads its result after the
-collective. In plain memory gradients are there when they are given, and a collective is waited for.
-On a device nothing is waited for until the end: a stream of our own comes behind the stream that
-the gradient was given on, collectives and copies behind that, and an event at the end says that all
-of it is done. The host looks at the event; it never waits inside the driver, which would not hear
-of a rank that was lost.
+A collective must follow the computation of its gradient, and readers of its result must follow the
+collective. On the host a gradient is complete when it is submitted, and the thread waits for each
+collective. On a CUDA device nothing waits: a side stream follows the stream that the gradient was
+submitted on, collectives and copies follow on it, and an event at its end marks completion. The
+host polls that event and never waits inside the driver, where it would not notice a lost rank.
 """
 
 from __future__ import annotations
@@ -24,101 +23,100 @@ _PAUSE_MIN_S = 20e-6
 _PAUSE_MAX_S = 1e-3
 
 
-class GivenUpError(Exception):
-    """The session has failed elsewhere while a collective was under way."""
+class CollectiveCancelledError(Exception):
+    """The session failed elsewhere while a collective was in flight."""
 
 
 class DeviceOrder(Protocol):
     """The order of work on one device, for one thread that issues it."""
 
-    pins: bool
-    """Whether the host's end of copies has to be pinned memory."""
+    needs_pinned_memory: bool
+    """True if copies to the host need pinned memory."""
 
-    def produced(self) -> Any:
-        """Note, on any thread, what the current work on a gradient is; for `behind`."""
+    def mark(self) -> Any:
+        """Return a mark behind the current work on a gradient, on any thread; for `after`."""
 
-    def behind(self, produced: Any) -> AbstractContextManager[None]:
-        """Return a context in which everything comes behind what was noted."""
+    def after(self, mark: Any) -> AbstractContextManager[None]:
+        """Return a context whose work follows a mark."""
 
-    def follow(self, work: Work) -> None:
-        """Make everything that follows come behind a collective; may raise its error."""
+    def wait_for(self, work: Work) -> None:
+        """Make all following work wait for a collective; may raise its error."""
 
-    def done(self) -> Callable[[], bool]:
-        """Return what says whether everything up to here has been done."""
+    def completion(self) -> Callable[[], bool]:
+        """Return a function that tells whether all work so far is done."""
 
 
 class HostOrder:
-    """Plain memory: collectives are waited for."""
+    """Host memory: the thread waits for each collective."""
 
-    pins = False
+    needs_pinned_memory = False
 
-    def __init__(self, is_lost: Callable[[], bool]) -> None:
-        """Wait only as long as nothing is lost.
+    def __init__(self, is_cancelled: Callable[[], bool]) -> None:
+        """Wait only while the session is alive.
 
         Args:
-            is_lost: whether the session has failed elsewhere.
+            is_cancelled: whether the session has failed elsewhere.
         """
-        self._is_lost = is_lost
+        self._is_cancelled = is_cancelled
 
-    def produced(self) -> None:
-        """Nothing is under way: whoever gives a gradient has computed it."""
+    def mark(self) -> None:
+        """Return no mark: a submitted gradient is complete."""
 
-    def behind(self, produced: Any) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
+    def after(self, mark: Any) -> AbstractContextManager[None]:
+        """Return a context without effect."""
         return contextlib.nullcontext()
 
-    def follow(self, work: Work) -> None:
+    def wait_for(self, work: Work) -> None:
         """Wait for a collective.
 
         Raises:
-            GivenUpError: the session has failed elsewhere.
+            CollectiveCancelledError: the session has failed elsewhere.
             RuntimeError: the collective has failed.
         """
         pause_s = _PAUSE_MIN_S
         while not work.is_completed():
-            if self._is_lost():
-                raise GivenUpError
+            if self._is_cancelled():
+                raise CollectiveCancelledError
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
         work.wait()
 
-    def done(self) -> Callable[[], bool]:
-        """Everything was waited for."""
+    def completion(self) -> Callable[[], bool]:
+        """Return a function that returns True: all collectives were waited for."""
         return lambda: True
 
 
 class CudaOrder:
-    """A CUDA device: a side stream, and events."""
+    """A CUDA device: a side stream and events."""
 
-    pins = True
+    needs_pinned_memory = True
 
     def __init__(self, device: torch.device) -> None:
-        """Make the stream."""
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def produced(self) -> torch.cuda.Event:
-        """Note where the current stream is."""
+    def mark(self) -> torch.cuda.Event:
+        """Record an event on the current stream."""
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
     @contextlib.contextmanager
-    def behind(self, produced: torch.cuda.Event) -> Iterator[None]:
-        """Return a context on the side stream, which waits for a gradient's own stream."""
+    def after(self, mark: torch.cuda.Event) -> Iterator[None]:
+        """Return a context on the side stream, behind the gradient's own stream."""
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(produced)
+            self._stream.wait_event(mark)
             yield
 
-    def follow(self, work: Work) -> None:
-        """Make the side stream wait for a collective; the host goes on."""
+    def wait_for(self, work: Work) -> None:
+        """Make the side stream wait for a collective, without blocking the host."""
         work.wait()
 
-    def done(self) -> Callable[[], bool]:
-        """Return what looks at an event at the end of the side stream."""
+    def completion(self) -> Callable[[], bool]:
+        """Return a function that queries an event at the end of the side stream."""
         event: torch.cuda.Event = self._stream.record_event()
         return event.query
 
 
-def order_on(device: torch.device, is_lost: Callable[[], bool]) -> DeviceOrder:
+def order_on(device: torch.device, is_cancelled: Callable[[], bool]) -> DeviceOrder:
     """Return the order of work on a device."""
-    return HostOrder(is_lost) if device.type == "cpu" else CudaOrder(device)
+    return HostOrder(is_cancelled) if device.type == "cpu" else CudaOrder(device)

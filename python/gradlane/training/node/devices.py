@@ -1,6 +1,6 @@
-"""Where the gradients of a node's ranks are, and whether collectives can add them up there.
+"""The choice between collectives and shared memory for the sums of a node's ranks.
 
-All ranks hear what each of them has and come to the same answer, which names its reason.
+All ranks exchange a description of their devices and reach the same decision, with its reason.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 NCCL, GLOO = "nccl", "gloo"
 _EXACT_RANKS = 2
-"""So many ranks a node have the same sum in any order: a + b is b + a."""
+"""Largest number of ranks whose sum is the same in any order: a + b is b + a."""
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Where the ranks of each node add up.
+class SumBackend:
+    """The backend that adds up the gradients of a node's ranks.
 
     Attributes:
-        backend: of the collectives, `"nccl"` or `"gloo"`; empty: in the host's memory.
-        reason: why there, in words.
+        backend: `"nccl"` or `"gloo"` collectives; empty: shared memory.
+        reason: of the choice, in words.
     """
 
     backend: str
     reason: str
 
 
-ON_HOST = Sums("", "nothing else was asked for")
+ON_HOST = SumBackend("", "nothing else was asked for")
 
 
-def agree_on_sums(
-    options: Options, meeting: RendezvousScope, layout: Layout, gradients: Sequence[Tensor]
-) -> Sums:
-    """Decide where sums are taken; a collective call of all ranks with one `local_sums`.
+def agree_on_sum_backend(
+    options: Options, scope: RendezvousScope, layout: Layout, gradients: Sequence[Tensor]
+) -> SumBackend:
+    """Choose the backend of sums; a collective call of all ranks with one `local_sums`.
 
     Args:
         options: the session's.
-        meeting: where the ranks agree.
+        scope: for the agreement of the ranks.
         layout: which ranks share nodes.
         gradients: tensors on the devices that this rank's gradients will be on; none where what
             is averaged is in the host's memory anyway, as arrays are.
@@ -58,49 +58,60 @@ def agree_on_sums(
     """
     if options.local.where == HOST or layout.local_size == 1 or not gradients:
         return ON_HOST
-    place = meeting.place
-    meeting.put(f"local/device/{place.rank}", json.dumps(_word(gradients)))
-    words = [
-        json.loads(meeting.get(f"local/device/{rank}", rank)) for rank in range(place.world_size)
+    rank_info = scope.rank_info
+    scope.put(f"local/device/{rank_info.rank}", json.dumps(_describe_devices(gradients)))
+    reports = [
+        json.loads(scope.get(f"local/device/{rank}", rank)) for rank in range(rank_info.world_size)
     ]
-    why = why_not(words, layout.local_size)
+    obstacle = collective_obstacle(reports, layout.local_size)
     if options.local.where == AUTO:
-        why = why or why_not_unasked(words, layout.local_size, options.strategy.exact_order)
-        return Sums("", why) if why else Sums(_backend(words), "all gradients are on devices")
-    if why:
-        raise ValueError(f'local_sums={options.local.where!r}: {why}; use local_sums="host"')
-    return Sums(_backend(words), "asked for")
+        obstacle = obstacle or default_obstacle(
+            reports, layout.local_size, options.strategy.exact_order
+        )
+        return (
+            SumBackend("", obstacle)
+            if obstacle
+            else SumBackend(_backend(reports), "all gradients are on devices")
+        )
+    if obstacle:
+        raise ValueError(f'local_sums={options.local.where!r}: {obstacle}; use local_sums="host"')
+    return SumBackend(_backend(reports), "asked for")
 
 
-def why_not(words: Sequence[Mapping[str, Any]], local_size: int) -> str:
-    """Say why collectives cannot add up what the ranks have; empty if they can.
+def collective_obstacle(reports: Sequence[Mapping[str, Any]], local_size: int) -> str:
+    """Return why collectives cannot add up the ranks' gradients; empty if they can.
 
     Args:
-        words: of each rank: `devices` of its gradients, `accelerator` that the first of them is,
-            `backends` that its torch has.
+        reports: by rank: `devices` of its gradients, `accelerator` of the first of them, and
+            `backends` of its torch.
         local_size: ranks of a node, which are blocks of consecutive ranks.
     """
-    backend = _backend(words)
-    for rank, word in enumerate(words):
-        if len(word["devices"]) > 1:
-            devices = " and ".join(word["devices"])
+    backend = _backend(reports)
+    for rank, report in enumerate(reports):
+        if len(report["devices"]) > 1:
+            devices = " and ".join(report["devices"])
             return f"rank {rank} has gradients on {devices}, and its collectives run on one device"
-        if _kind(word) != _kind(words[0]):
-            return f"rank 0 has its gradients on {_kind(words[0])}, rank {rank} on {_kind(word)}"
-        if backend not in word["backends"]:
+        if _device_type(report) != _device_type(reports[0]):
+            return (
+                f"rank 0 has its gradients on {_device_type(reports[0])}, rank {rank} on "
+                f"{_device_type(report)}"
+            )
+        if backend not in report["backends"]:
             return f"torch on rank {rank} was built without {backend}"
     if backend == NCCL:
         holders: dict[tuple[int, str], int] = {}
-        for rank, word in enumerate(words):
-            other = holders.setdefault((rank // local_size, word["accelerator"]), rank)
+        for rank, report in enumerate(reports):
+            other = holders.setdefault((rank // local_size, report["accelerator"]), rank)
             if other != rank:
                 return f"ranks {other} and {rank} share one accelerator, which {backend} refuses"
     return ""
 
 
-def why_not_unasked(words: Sequence[Mapping[str, Any]], local_size: int, exact_order: bool) -> str:
-    """Say why collectives that could add up are not used unless asked for; empty if they are."""
-    if _backend(words) != NCCL:
+def default_obstacle(
+    reports: Sequence[Mapping[str, Any]], local_size: int, exact_order: bool
+) -> str:
+    """Return why `local_sums="auto"` does not use collectives; empty if it does."""
+    if _backend(reports) != NCCL:
         return "the gradients are in the host's memory already"
     if exact_order and local_size > _EXACT_RANKS:
         return (
@@ -110,8 +121,8 @@ def why_not_unasked(words: Sequence[Mapping[str, Any]], local_size: int, exact_o
     return ""
 
 
-def _word(gradients: Sequence[Tensor]) -> dict[str, Any]:
-    """Return what the other ranks hear of this one."""
+def _describe_devices(gradients: Sequence[Tensor]) -> dict[str, Any]:
+    """Describe this rank's devices and backends for the other ranks."""
     devices = sorted({str(one.device) for one in gradients})
     backends = [GLOO] if dist.is_available() and dist.is_gloo_available() else []
     if dist.is_available() and dist.is_nccl_available():
@@ -124,7 +135,7 @@ def _word(gradients: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def _accelerator(device: torch.device) -> str:
-    """Return what tells an accelerator from all others of its machine, in whatever process."""
+    """Return a name that no other accelerator of the machine has, in any process."""
     if device.type == "cpu":
         return ""
     unique = getattr(torch.cuda.get_device_properties(device), "uuid", None)
@@ -134,10 +145,10 @@ def _accelerator(device: torch.device) -> str:
     return f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}:{device.index}"
 
 
-def _kind(word: Mapping[str, Any]) -> str:
-    device: str = word["devices"][0]
+def _device_type(report: Mapping[str, Any]) -> str:
+    device: str = report["devices"][0]
     return device.partition(":")[0]
 
 
-def _backend(words: Sequence[Mapping[str, Any]]) -> str:
-    return GLOO if _kind(words[0]) == "cpu" else NCCL
+def _backend(reports: Sequence[Mapping[str, Any]]) -> str:
+    return GLOO if _device_type(reports[0]) == "cpu" else NCCL

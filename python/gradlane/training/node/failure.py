@@ -1,8 +1,7 @@
-"""Failures as they pass between a node's ranks, and between ranks and nodes.
+"""Failures as they pass between the ranks of a node, and between ranks and nodes.
 
-The channel between nodes numbers its ranks by nodes, and says `rank 1` for the rank that speaks for
-node 1. What is told through it in words names ranks of the whole world: such words are marked on
-the way.
+The channel between nodes numbers its ranks by nodes: its `rank 1` is the leader of node 1. Texts
+that pass through it name ranks of the whole world, and are marked as such on the way.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ from dataclasses import asdict, dataclass
 from gradlane.training.core import CoreModule
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 
-SIGNS_PER_TIMEOUT = 8
-"""Signs of life that a rank gives its node in a silence timeout."""
+KEEPALIVES_PER_TIMEOUT = 8
+"""Heartbeats of a rank in one silence timeout."""
 _MARK = "world rank"
 _RANK = re.compile(r"\brank (\d+)")
-_MARKED = re.compile(rf"\b{_MARK} (\d+)")
+_MARKED_RANK = re.compile(rf"\b{_MARK} (\d+)")
 _NODE = re.compile(r"\b(?<!world )rank (\d+)")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a channel has ended before its time.
+    """The reason why a channel has failed.
 
     Attributes:
-        message: what happened, with ranks of the whole world, or nodes.
+        message: with ranks of the world, or nodes.
         last_complete_step: the last step that was whole, or None.
         rank: the rank at fault, or None.
-        timed_out: whether ranks were alive and did not take part.
+        timed_out: True if ranks were alive but did not take part.
     """
 
     message: str
@@ -40,31 +39,32 @@ class Failure:
     timed_out: bool = False
 
     def to_bytes(self) -> bytes:
-        """Return what another rank of the node is told."""
+        """Serialize the failure for another rank of the node."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
     def from_bytes(text: bytes) -> Failure:
-        """Return what another rank of the node has told."""
+        """Parse a failure that another rank of the node has sent."""
         return Failure(**json.loads(text))
 
-    def words(self) -> str:
-        """Return what other nodes are told: it names the rank at fault, not its node alone."""
+    def text_for_other_nodes(self) -> str:
+        """Return the message for other nodes, which names the rank at fault and not only its
+        node."""
         if self.rank is None or _RANK.search(self.message):
             return self.message
         return f"{self.message} (rank {self.rank})"
 
-    def error(self, core: CoreModule) -> Exception:
-        """Return it as the core raises it."""
+    def to_error(self, core: CoreModule) -> Exception:
+        """Return the failure as an error of the core."""
         kind = core.ChannelTimeout if self.timed_out else core.ChannelError
         return kind(self.message, self.last_complete_step, self.rank)
 
 
-class Silence:
-    """Watches the signs of life of the other ranks of a node."""
+class KeepaliveMonitor:
+    """Detects ranks of the node whose process stands still."""
 
     def __init__(self, timeout_s: float, peers: Iterable[int], pulse: Callable[[int], int]) -> None:
-        """Begin to watch.
+        """Start the timeouts.
 
         Args:
             timeout_s: seconds that a rank may be silent.
@@ -72,52 +72,54 @@ class Silence:
             pulse: returns a number that changes as long as the process of a local rank runs.
         """
         self.timeout_s = timeout_s
-        self.interval_s = timeout_s / SIGNS_PER_TIMEOUT
+        self.interval_s = timeout_s / KEEPALIVES_PER_TIMEOUT
         self._pulse = pulse
         self._last = {peer: (pulse(peer), SuspendAwareDeadline(timeout_s)) for peer in peers}
 
-    def silent(self, without: Container[int]) -> int | None:
-        """Return a local rank that was silent for too long; to be called once an interval.
+    def first_silent(self, departed: Container[int]) -> int | None:
+        """Return a local rank that was silent for too long; call it once an interval.
 
         Args:
-            without: local ranks that have left.
+            departed: local ranks that have said goodbye.
         """
-        for peer, (last, patience) in self._last.items():
+        for peer, (last, deadline) in self._last.items():
             now = self._pulse(peer)
             if now != last:
-                patience.renew()
-                self._last[peer] = (now, patience)
-            elif patience.is_over(self.interval_s) and peer not in without:
+                deadline.renew()
+                self._last[peer] = (now, deadline)
+            elif deadline.is_over(self.interval_s) and peer not in departed:
                 return peer
         return None
 
 
-def marked(reason: str) -> str:
-    """Return words for the channel between nodes: its own ranks are nodes."""
+def mark_world_ranks(reason: str) -> str:
+    """Mark the ranks in a text as ranks of the world, for the channel between nodes."""
     return _RANK.sub(rf"{_MARK} \1", reason)
 
 
-def from_between_nodes(
+def failure_in_world_ranks(
     core: CoreModule, error: Exception, rank_of_node: Callable[[int], int]
 ) -> Failure:
-    """Return a failure of the channel between nodes, with ranks of the whole world.
+    """Convert an error of the channel between nodes into a failure with ranks of the world.
 
     Args:
-        core: where the error comes from.
+        core: defines the error.
         error: a `ChannelError` of that channel.
-        rank_of_node: the rank that speaks for a node.
+        rank_of_node: returns the leader of a node.
     """
     message = str(error.args[0]) if error.args else str(error)
     last = error.args[1] if len(error.args) > 1 else None
     node = error.args[2] if len(error.args) > 2 else None
-    told = _MARKED.search(message)
+    marked_rank = _MARKED_RANK.search(message)
     timed_out = isinstance(error, core.ChannelTimeout)
 
     def named(found: re.Match[str]) -> str:
         node = int(found.group(1))
-        # Any rank of a node may have told it, or keep the node from taking part.
-        return f"node {node}" if told or timed_out else f"rank {rank_of_node(node)}"
+        # Any rank of the node may have sent the text, or keep the node from taking part.
+        return f"node {node}" if marked_rank or timed_out else f"rank {rank_of_node(node)}"
 
-    message = _MARKED.sub(r"rank \1", _NODE.sub(named, message))
-    rank = int(told.group(1)) if told else None if node is None else rank_of_node(node)
+    message = _MARKED_RANK.sub(r"rank \1", _NODE.sub(named, message))
+    rank = (
+        int(marked_rank.group(1)) if marked_rank else None if node is None else rank_of_node(node)
+    )
     return Failure(message, last, rank, timed_out)

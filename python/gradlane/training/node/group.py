@@ -1,11 +1,10 @@
-"""A torch.distributed group of the ranks of one node, made from nothing but this node.
+"""A torch.distributed process group of the ranks of one node, independent of the program's groups.
 
-It stands beside the program's own groups and asks for none: its ranks meet in a store that the
-node's first rank keeps on the loopback interface, and that ends with the session. The classes are
-those that `torch.distributed.new_group` makes groups of; a group made by that function would need a
-default group of all ranks, which a program that only uses gradlane does not have.
+Its ranks meet in a store that the node's first rank hosts on the loopback interface until the
+session ends. The classes are those behind `torch.distributed.new_group`, which itself would need a
+default group of all ranks, and a program that uses only gradlane has none.
 
-One thread alone uses a group, from its making to its end.
+A single thread uses a group, from its creation to its end.
 """
 
 from __future__ import annotations
@@ -24,40 +23,40 @@ from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 _LOOPBACK = "127.0.0.1"
 _NEVER = datetime.timedelta(days=1)
-"""Whoever waits for a group's work here gives up long before: torch's own limits, which end the
-whole process, count time in which it was suspended as well."""
+"""Torch's own timeouts end the whole process and count suspended time, so callers time out
+earlier."""
 
 
 class Work(Protocol):
     """A collective that was issued."""
 
     def is_completed(self) -> bool:
-        """Whether it has ended, in whatever way."""
+        """Return whether it has ended, also by an error."""
 
     def wait(self) -> bool:
         """Wait for the end on the host (Gloo), or make the current stream wait (NCCL)."""
 
 
 class Group(Protocol):
-    """What adds up and spreads among the ranks of a node."""
+    """Collectives among the ranks of a node."""
 
-    def sum_to(self, values: Tensor, carrier: int) -> Work:
-        """Give a rank of the node the sum of all ranks' values, in place of its own."""
+    def reduce(self, values: Tensor, root: int) -> Work:
+        """Replace the root's values by the sum of all ranks' values."""
 
-    def spread_from(self, values: Tensor, carrier: int) -> Work:
-        """Give all ranks of the node the values of one."""
+    def broadcast(self, values: Tensor, root: int) -> Work:
+        """Copy the root's values to all ranks of the node."""
 
-    def end(self) -> None:
-        """End the group at once, whatever is under way."""
+    def abort(self) -> None:
+        """End the group at once, with collectives in flight."""
 
 
-def meet_on_node(layout: Layout, meeting: RendezvousScope, timeout_s: float) -> Store:
-    """Return a store of the ranks of this node, which others cannot reach.
+def open_node_store(layout: Layout, scope: RendezvousScope, timeout_s: float) -> Store:
+    """Return a store of the ranks of this node, which no other node can reach.
 
     Args:
-        layout: which ranks share nodes.
-        meeting: where the first rank of the node says where it is.
-        timeout_s: how long to wait for a rank.
+        layout: of the ranks on nodes.
+        scope: carries the port from the node's first rank to the others.
+        timeout_s: longest wait for a rank, in seconds.
 
     Raises:
         RendezvousError: the first rank did not come.
@@ -65,7 +64,7 @@ def meet_on_node(layout: Layout, meeting: RendezvousScope, timeout_s: float) -> 
     limit = datetime.timedelta(seconds=timeout_s)
     key = f"local/store/{layout.node}"
     if layout.local_rank > 0:
-        port = int(meeting.get(key, layout.rank_of(layout.node, 0)))
+        port = int(scope.get(key, layout.rank_of(layout.node, 0)))
         return TCPStore(_LOOPBACK, port, is_master=False, timeout=limit, wait_for_workers=False)
     # The store would listen on all interfaces by itself. Torch 2.4 takes another socket with libuv
     # off only.
@@ -81,12 +80,12 @@ def meet_on_node(layout: Layout, meeting: RendezvousScope, timeout_s: float) -> 
         master_listen_fd=listener.detach(),
         use_libuv=False,
     )
-    meeting.put(key, str(port))
+    scope.put(key, str(port))
     return store
 
 
 class NodeGroup:
-    """A group of torch.distributed's."""
+    """A process group of torch.distributed."""
 
     def __init__(self, backend: str, store: Store, layout: Layout) -> None:
         """Connect to the other ranks of the node; blocks until they are there.
@@ -94,25 +93,25 @@ class NodeGroup:
         Args:
             backend: `"nccl"` or `"gloo"`.
             store: of the ranks of this node.
-            layout: where this rank is.
+            layout: of the ranks on nodes.
         """
         make = _nccl if backend == NCCL else _gloo
         self._group: Any = make(store, layout.local_rank, layout.local_size)
 
-    def sum_to(self, values: Tensor, carrier: int) -> Work:
-        """Give a rank of the node the sum of all ranks' values; those of others are undefined."""
-        work: Work = self._group.reduce(values, carrier)
+    def reduce(self, values: Tensor, root: int) -> Work:
+        """Replace the root's values by the sum; those of the other ranks become undefined."""
+        work: Work = self._group.reduce(values, root)
         return work
 
-    def spread_from(self, values: Tensor, carrier: int) -> Work:
-        """Give all ranks of the node the values of one."""
-        work: Work = self._group.broadcast(values, carrier)
+    def broadcast(self, values: Tensor, root: int) -> Work:
+        """Copy the root's values to all ranks of the node."""
+        work: Work = self._group.broadcast(values, root)
         return work
 
-    def end(self) -> None:
-        """End the group: what is under way on a device ends, too, with values of no meaning."""
+    def abort(self) -> None:
+        """End the group; collectives in flight on a device end with undefined values."""
         group, self._group = self._group, None
-        # By version of torch; Gloo ends as soon as nobody holds it and nothing is under way.
+        # By version of torch; Gloo ends once unreferenced, with no collective in flight.
         for name in ("abort", "_abort", "_shutdown"):
             stop = getattr(group, name, None)
             if stop is not None:

@@ -1,7 +1,7 @@
-"""Which ranks share a node, as all ranks see it alike.
+"""The layout of ranks on nodes, the same on all ranks.
 
-Nodes are blocks of consecutive ranks, as torchrun, mpirun and srun number them. What launchers say
-is checked against the machines that ranks say they are on.
+Nodes are blocks of consecutive ranks, as torchrun, mpirun and srun number them. The launchers'
+variables are checked against the machines that the ranks report.
 """
 
 from __future__ import annotations
@@ -20,72 +20,74 @@ from gradlane.training.rendezvous.rendezvous import RendezvousScope, node_name
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a rank stands among the ranks of its node, and its node among all.
+    """Position of a rank on its node, and of its node among all.
 
     Attributes:
         nodes: number of nodes.
         local_size: ranks on each.
         node: this rank's node; nodes are numbered by their ranks.
         local_rank: this rank's number on its node.
-        carriers: how many ranks of each node talk to the network, its first ones.
+        leaders: number of ranks of each node that talk to the network, its first ones.
     """
 
     nodes: int
     local_size: int
     node: int
     local_rank: int
-    carriers: int
+    leaders: int
 
     def rank_of(self, node: int, local_rank: int) -> int:
-        """Return a rank's number among all."""
+        """Return the world rank of a local rank of a node."""
         return node * self.local_size + local_rank
 
 
 def agree_on_layout(
-    options: Options, meeting: RendezvousScope, environment: Mapping[str, str]
+    options: Options, scope: RendezvousScope, environment: Mapping[str, str]
 ) -> Layout | None:
-    """Find the layout that all ranks can have; a collective call of all ranks with one `local`.
+    """Agree on the layout; a collective call of all ranks with one `local`.
 
     Args:
         options: the session's.
-        meeting: where the ranks agree.
+        scope: for the agreement of the ranks.
         environment: the launcher's variables.
 
     Returns:
-        The layout; None where every rank talks to the network by itself: with `local="auto"` where
-        ranks cannot be put together, or there is one a node.
+        The layout; None with `local="auto"` where ranks cannot be grouped by node or each node has
+        one rank, so that every rank talks to the network by itself.
 
     Raises:
         RanksDifferError: the ranks' nodes are no such blocks; the same text on every rank.
     """
-    place = meeting.place
-    word = [find_local_rank(environment), find_local_size(environment), node_name()]
-    meeting.put(f"local/{place.rank}", json.dumps(word))
-    words = [json.loads(meeting.get(f"local/{rank}", rank)) for rank in range(place.world_size)]
-    why = _why_not_blocks(words)
-    size = words[0][1]
-    if options.local.mode == AUTO and (why or size == 1 or size == place.world_size):
+    rank_info = scope.rank_info
+    report = [find_local_rank(environment), find_local_size(environment), node_name()]
+    scope.put(f"local/{rank_info.rank}", json.dumps(report))
+    reports = [json.loads(scope.get(f"local/{rank}", rank)) for rank in range(rank_info.world_size)]
+    obstacle = _block_obstacle(reports)
+    size = reports[0][1]
+    if options.local.mode == AUTO and (obstacle or size == 1 or size == rank_info.world_size):
         return None
-    if why:
+    if obstacle:
         raise RanksDifferError(
-            f"local={options.local.mode!r}: {why}. Start as many ranks on every node, numbered "
-            'node by node, as torchrun --nproc-per-node does, or use local="off"'
+            f"local={options.local!r}: {obstacle}. Start as many ranks on every node, "
+            'numbered node by node, as torchrun --nproc-per-node does, or use local="off"'
         )
-    carriers = size if options.local.mode == SHARED else 1
-    return Layout(place.world_size // size, size, place.rank // size, place.rank % size, carriers)
+    leaders = size if options.local.mode == SHARED else 1
+    return Layout(
+        rank_info.world_size // size, size, rank_info.rank // size, rank_info.rank % size, leaders
+    )
 
 
-def _why_not_blocks(words: Sequence[Sequence[Any]]) -> str:
-    """Say why ranks are no equal blocks of consecutive ranks, each on one machine; empty if so."""
-    size = words[0][1]
-    for rank, (local_rank, local_size, node) in enumerate(words):
+def _block_obstacle(reports: Sequence[Sequence[Any]]) -> str:
+    """Return why the ranks are no equal blocks, each on one machine; empty if they are."""
+    size = reports[0][1]
+    for rank, (local_rank, local_size, node) in enumerate(reports):
         if local_size != size:
             return f"rank 0 is one of {size} ranks of its node and rank {rank} one of {local_size}"
         if local_rank != rank % size:
             return f"rank {rank} has local rank {local_rank} of {size}, not {rank % size}"
         first = rank - rank % size
-        if node != words[first][2]:
+        if node != reports[first][2]:
             return f"ranks {first} and {rank} should share a node and are on different machines"
-    if len(words) % size:
-        return f"{len(words)} ranks do not fill nodes of {size}"
+    if len(reports) % size:
+        return f"{len(reports)} ranks do not fill nodes of {size}"
     return ""

@@ -1,9 +1,9 @@
-"""What a rank does that carries for its node: add up what the node's ranks gave, send it, pass on
-the mean that comes back.
+"""The leader of parts: it adds up the node's contributions, submits the sum, and distributes the
+mean.
 
-Two threads: one adds up and hands over, in the order in which contributions become whole; one
-waits for means and lets the other ranks of the node have them. What collectives have added up
-comes whole.
+Of its two threads, one adds up and submits parts in the order in which their contributions are
+complete. The other waits for means and passes them to the ranks of the node. Means of collectives
+arrive already added up.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gradlane.training.core import Channel, CoreModule
-from gradlane.training.node.failure import Failure, from_between_nodes, marked
+from gradlane.training.node.failure import Failure, failure_in_world_ranks, mark_world_ranks
 from gradlane.training.node.layout import Layout
 from gradlane.training.node.link import LocalLink
-from gradlane.training.node.shares import Part
+from gradlane.training.node.parts import Part
 from gradlane.training.node.sums import Memory, copy, local_mean
 
 
-class Side(Protocol):
-    """This rank's end of the node, which hears what happens here."""
+class MeanSink(Protocol):
+    """Receives means and failures of a node leader."""
 
-    def pass_on(self, part: Part, step: int, absent: bool) -> None:
-        """The mean over nodes is in the carrier's memory, for all ranks of the node."""
+    def distribute_mean(self, part: Part, step: int, absent: bool) -> None:
+        """Take the mean over nodes, which is in the leader's memory, for all ranks of the node."""
 
     def fail(self, failure: Failure) -> None:
-        """Nothing more is to be had."""
+        """Take a failure; no means follow."""
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """A rank of the node has spoken about a part.
+    """One rank's contribution to a part.
 
     Attributes:
         part: the part.
-        local_rank: who.
-        step: in which step.
-        memory: where its gradient is in this process, or None: there is none.
+        local_rank: the contributing rank.
+        step: number of the step.
+        memory: its gradient in this process; None: it has no gradient.
     """
 
     part: Part
@@ -52,13 +52,13 @@ class Contribution:
 
 @dataclass(frozen=True)
 class NodeMean:
-    """What all ranks of the node have said about a part.
+    """The mean of a part over the ranks of the node.
 
     Attributes:
         part: the part.
-        step: in which step.
-        pointer: where the mean over the node's ranks is, and that over all nodes is to come.
-        absent: whether none of them has anything.
+        step: number of the step.
+        pointer: address of the mean over the node, which the mean over all nodes replaces.
+        absent: True if no rank of the node has a gradient.
     """
 
     part: Part
@@ -68,13 +68,13 @@ class NodeMean:
 
 
 @dataclass
-class _Gathered:
-    heard: int = 0
+class _PartProgress:
+    count: int = 0
     present: dict[int, Memory] = field(default_factory=dict)
 
 
 class NodeLeader:
-    """The parts that this rank carries, and its channel to the carriers of the other nodes."""
+    """The parts of this leader, and its channel to the leaders of the other nodes."""
 
     def __init__(
         self,
@@ -82,159 +82,164 @@ class NodeLeader:
         channel: Channel,
         link: LocalLink,
         parts: Sequence[Part],
-        side: Side,
+        sink: MeanSink,
         source: int | None,
         first_node: int,
     ) -> None:
         """Start the threads.
 
         Args:
-            core: where errors come from.
+            core: defines the errors.
             channel: to the same local rank of every other node.
             link: to the other ranks of this node.
             parts: all parts.
-            side: hears of means and failures.
-            source: local rank whose values step 0 spreads, if it is one of this node.
-            first_node: the node that is the channel's first, the others follow in their order.
+            sink: receives means and failures.
+            source: local rank whose values step 0 broadcasts; None if it is on another node.
+            first_node: the first node of the channel; the others follow in their order.
         """
         self.channel = channel
         self._core = core
         self._link = link
         self._layout: Layout = link.layout
-        self._own = self._layout.local_rank
-        self.carried = [part for part in parts if part.carrier == self._own]
-        self._index = {part.number: index for index, part in enumerate(self.carried)}
-        self._side = side
+        self._local_rank = self._layout.local_rank
+        self.own_parts = [part for part in parts if part.leader == self._local_rank]
+        self._index = {part.number: index for index, part in enumerate(self.own_parts)}
+        self._sink = sink
         self._source = source
         self._first_node = first_node
-        self._gathered = [_Gathered() for _ in self.carried]
-        self._said: queue.SimpleQueue[Contribution | NodeMean | int | None] = queue.SimpleQueue()
-        self._begun: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._summing = threading.Lock()
-        self._reads = True
-        self._given = 0
-        self._has_ended = threading.Event()
-        self._has_ended.set()
+        self._progress = [_PartProgress() for _ in self.own_parts]
+        self._inbox: queue.SimpleQueue[Contribution | NodeMean | int | None] = queue.SimpleQueue()
+        self._begun_steps: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._sum_lock = threading.Lock()
+        self._may_read = True
+        self._submitted = 0
+        self._step_ended = threading.Event()
+        self._step_ended.set()
         self._threads = [
-            threading.Thread(target=self._guarded, args=(run,), name=name, daemon=True)
-            for run, name in ((self._add_up, "gradlane-node-sum"), (self._pass_on, "gradlane-node"))
+            threading.Thread(target=self._run_guarded, args=(run,), name=name, daemon=True)
+            for run, name in (
+                (self._sum_loop, "gradlane-node-sum"),
+                (self._result_loop, "gradlane-node"),
+            )
         ]
         for thread in self._threads:
             thread.start()
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Begin a step; the one before must be complete on this rank."""
         if step > 0:
             # Every mean may be here a moment before the last step is ended and complete.
-            self._has_ended.wait()
+            self._step_ended.wait()
             self.channel.wait_step(step - 1)
-        self._has_ended.clear()
+        self._step_ended.clear()
         self.channel.step_begin(step)
-        self._begun.put(step)
+        self._begun_steps.put(step)
 
-    def hear(self, said: Contribution | NodeMean) -> None:
-        """Note what a rank of the node says, this one included, or all; returns at once."""
-        self._said.put(said)
+    def submit(self, item: Contribution | NodeMean) -> None:
+        """Queue a contribution of a rank of the node, or a node's mean; returns at once."""
+        self._inbox.put(item)
 
-    def end(self, step: int) -> None:
-        """Note that this rank has ended its step."""
-        self._said.put(step)
+    def end_step(self, step: int) -> None:
+        """Record that this rank has ended its step."""
+        self._inbox.put(step)
 
     def reorder(self, priorities: Sequence[int]) -> None:
-        """Announce another order of urgency of the tensors to all nodes."""
-        self.channel.switch_priorities([priorities[part.tensor] for part in self.carried])
+        """Announce new priorities of the tensors to all nodes."""
+        self.channel.switch_priorities([priorities[part.tensor] for part in self.own_parts])
 
-    def let_go(self) -> None:
-        """Read no gradients from now on, after a failure; waits for the one that is being read."""
-        with self._summing:
-            self._reads = False
+    def stop_reading(self) -> None:
+        """Stop reading gradients after a failure; waits for the one that is being read."""
+        with self._sum_lock:
+            self._may_read = False
 
     def stop(self) -> None:
         """End the threads; the channel must have ended, or its last step be complete."""
-        self._said.put(None)
-        self._begun.put(None)
+        self._inbox.put(None)
+        self._begun_steps.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
 
     def abort(self, reason: str) -> None:
-        """Give up and tell all nodes why."""
+        """Abort and tell all nodes the reason."""
         with contextlib.suppress(self._core.ChannelError):
-            self.channel.abort(marked(reason))
+            self.channel.abort(mark_world_ranks(reason))
 
-    def translated(self, error: Exception) -> Failure:
-        """Return a failure of the channel between nodes in ranks of the whole world."""
+    def to_failure(self, error: Exception) -> Failure:
+        """Convert an error of the channel between nodes into a failure with ranks of the world."""
 
         def rank_of_node(node: int) -> int:
-            return self._layout.rank_of((self._first_node + node) % self._layout.nodes, self._own)
+            return self._layout.rank_of(
+                (self._first_node + node) % self._layout.nodes, self._local_rank
+            )
 
-        return from_between_nodes(self._core, error, rank_of_node)
+        return failure_in_world_ranks(self._core, error, rank_of_node)
 
     # ---- the threads
 
-    def _guarded(self, run: Callable[[], None]) -> None:
+    def _run_guarded(self, run: Callable[[], None]) -> None:
         try:
             run()
         except self._core.ChannelError as error:
-            self._side.fail(self.translated(error))
+            self._sink.fail(self.to_failure(error))
         except Exception as error:
             what = f"{type(error).__name__} while adding up for a node: {error}"
-            self._side.fail(Failure(what, None, None))
-        # Whoever begins a step hears of the failure from the channel.
-        self._has_ended.set()
+            self._sink.fail(Failure(what, None, None))
+        # `begin_step` raises the failure from the channel.
+        self._step_ended.set()
 
-    def _add_up(self) -> None:
+    def _sum_loop(self) -> None:
         ended = -1
-        while (said := self._said.get()) is not None:
-            if isinstance(said, int):
-                ended = said
-            elif isinstance(said, NodeMean):
-                self._hand_over(said)
+        while (item := self._inbox.get()) is not None:
+            if isinstance(item, int):
+                ended = item
+            elif isinstance(item, NodeMean):
+                self._submit_mean(item)
             else:
-                self._gather(said)
-            if ended >= 0 and self._given == self._due(ended):
+                self._collect(item)
+            if ended >= 0 and self._submitted == self._parts_in_step(ended):
                 self.channel.step_end(ended)
-                self._given, ended = 0, -1
-                self._has_ended.set()
+                self._submitted, ended = 0, -1
+                self._step_ended.set()
 
-    def _due(self, step: int) -> int:
-        return sum(step == 0 or not part.only_first for part in self.carried)
+    def _parts_in_step(self, step: int) -> int:
+        return sum(step == 0 or not part.only_first for part in self.own_parts)
 
-    def _gather(self, said: Contribution) -> None:
-        index = self._index[said.part.number]
-        gathered = self._gathered[index]
-        gathered.heard += 1
-        if said.memory is not None:
-            gathered.present[said.local_rank] = said.memory
-        if gathered.heard < self._layout.local_size:
+    def _collect(self, item: Contribution) -> None:
+        index = self._index[item.part.number]
+        progress = self._progress[index]
+        progress.count += 1
+        if item.memory is not None:
+            progress.present[item.local_rank] = item.memory
+        if progress.count < self._layout.local_size:
             return
-        self._gathered[index] = _Gathered()
-        pointer = self._link.address(self._own, said.part.offset)
-        with self._summing:
-            if not self._reads:
+        self._progress[index] = _PartProgress()
+        pointer = self._link.address(self._local_rank, item.part.offset)
+        with self._sum_lock:
+            if not self._may_read:
                 return
-            if gathered.present:
-                self._write(said.part, said.step, gathered.present, pointer)
-        self._hand_over(NodeMean(said.part, said.step, pointer, not gathered.present))
+            if progress.present:
+                self._write_mean(item.part, item.step, progress.present, pointer)
+        self._submit_mean(NodeMean(item.part, item.step, pointer, not progress.present))
 
-    def _hand_over(self, mean: NodeMean) -> None:
+    def _submit_mean(self, mean: NodeMean) -> None:
         call = self.channel.tensor_absent if mean.absent else self.channel.gradient_ready
         call(self._index[mean.part.number], mean.step, mean.pointer, mean.part.nbytes)
-        self._given += 1
+        self._submitted += 1
 
-    def _write(self, part: Part, step: int, present: dict[int, Memory], pointer: int) -> None:
+    def _write_mean(self, part: Part, step: int, present: dict[int, Memory], pointer: int) -> None:
         if step == 0:
-            # Values are spread, not averaged; on all nodes but one nobody looks at these.
+            # Step 0 broadcasts the source's values; those of other nodes are not read.
             if self._source is not None and self._source in present:
                 copy(present[self._source][0], pointer, part.nbytes)
             return
         in_order = [memory for _, memory in sorted(present.items())]
         local_mean(part.dtype, in_order, self._layout.local_size, (pointer, part.nbytes))
 
-    def _pass_on(self) -> None:
-        while (step := self._begun.get()) is not None:
-            left = self._due(step)
+    def _result_loop(self) -> None:
+        while (step := self._begun_steps.get()) is not None:
+            left = self._parts_in_step(step)
             while left:
                 for index, absent in self.channel.next_ready(step):
-                    self._side.pass_on(self.carried[index], step, absent)
+                    self._sink.distribute_mean(self.own_parts[index], step, absent)
                     left -= 1

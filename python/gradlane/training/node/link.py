@@ -1,9 +1,9 @@
-"""Connections between the ranks of one node: shared memory, and a socket that says what is in it.
+"""Connections between the ranks of one node: shared memory, and sockets for messages about it.
 
-Every rank has one piece of anonymous shared memory, which the others map. Nothing of it has a name
-in the file system, so nothing is left behind after any kind of end. Between two ranks there is one
-Unix socket; its end is the end of the rank, also of one that was killed. At the end of its memory a
-rank's process counts up while it runs, so that the others notice one that stands still.
+Every rank has one block of anonymous shared memory, which the others map. It has no name in the
+file system, so nothing is left behind however a process ends. One Unix socket connects each pair of
+ranks; it closes when a rank ends, also when it is killed. At the end of its memory a rank's process
+increments a counter while it runs, so that the others notice a process that stands still.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from gradlane.training.core import CoreModule
 from gradlane.training.node.layout import Layout
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
-GIVE, RESULT, ORDER, FAILED, BYE, ENDED = range(6)
-"""Kinds of messages: a contribution is in the sender's memory; a mean is there; another order of
-urgency; the sender's session has failed; goodbye; the sender is gone (told by the link itself)."""
-READY, MEAN, ADD, TAKE = range(6, 10)
-"""Those about collectives. To the first rank of the node: the sender's gradient of a tensor is on
-its device; the sender has the mean of a part over all nodes. From it: all add a tensor up now; all
-take the mean of a part now."""
-LANE_KINDS = (READY, MEAN, ADD, TAKE)
+CONTRIBUTION, RESULT, ORDER, FAILED, BYE, DISCONNECTED = range(6)
+"""Kinds of messages: a contribution is in the sender's memory; a mean is there; new priorities; the
+sender's session has failed; goodbye; the sender has disconnected (reported by the link itself)."""
+READY, MEAN, SUM, BROADCAST = range(6, 10)
+"""Kinds for collectives. To the coordinator: the sender's gradient of a tensor is on its device;
+the sender has the mean of a part over all nodes. From the coordinator: all ranks add up a tensor
+now; all ranks receive the mean of a part now."""
+COLLECTIVE_KINDS = (READY, MEAN, SUM, BROADCAST)
 _HEADER = struct.Struct("<BBHIq")
 _MESSAGE_BYTES_MAX = 1 << 20
 _PATH_BYTES_MAX = 100
@@ -43,20 +43,20 @@ _PULSE_BYTES = 8
 
 @dataclass(frozen=True)
 class Message:
-    """What a rank of the node says.
+    """A message of a rank of the node.
 
     Attributes:
         sender: its local rank.
-        kind: `GIVE` to `TAKE`.
-        flag: whether there is nothing, of messages about gradients and means.
-        part: number of the part; of `READY` and `ADD`, of the tensor.
+        kind: `CONTRIBUTION` to `BROADCAST`.
+        absent: True if there is no gradient or mean.
+        part: number of the part; of `READY` and `SUM`, of the tensor.
         step: number of the step.
         text: of `ORDER` and `FAILED`.
     """
 
     sender: int
     kind: int
-    flag: bool
+    absent: bool
     part: int
     step: int
     text: bytes
@@ -76,11 +76,11 @@ class LocalLink:
         """Make this rank's memory, exchange it with all others and map theirs.
 
         Args:
-            layout: where this rank is.
+            layout: of the ranks on nodes.
             nbytes: of every rank's memory.
             sockets: connected to each other rank of the node, by local rank.
-            core: counts signs of life.
-            interval_s: seconds from one sign of life to the next.
+            core: increments the heartbeat counter.
+            interval_s: seconds between heartbeats.
         """
         self.layout = layout
         self.peers = sorted(sockets)
@@ -109,49 +109,49 @@ class LocalLink:
         self._selector = selectors.DefaultSelector()
         for peer in self.peers:
             self._selector.register(sockets[peer], selectors.EVENT_READ, peer)
-        self._wake, self._woken = socket.socketpair()
-        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._wake_sender, self._wake_receiver = socket.socketpair()
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ, None)
         self._pulse = core.Pulse(self.address(layout.local_rank, self._pulse_offset), interval_s)
 
     def pulse(self, peer: int) -> int:
-        """Return a number that changes as long as a rank's process runs."""
+        """Return a rank's heartbeat counter, which changes while its process runs."""
         return ctypes.c_uint64.from_address(self.address(peer, self._pulse_offset)).value
 
     def address(self, local_rank: int, offset: int) -> int:
-        """Return where an offset in a rank's memory is in this process."""
+        """Return the address in this process of an offset in a rank's memory."""
         return self._addresses[local_rank] + offset
 
     def send(
-        self, peer: int, kind: int, part: int = 0, step: int = 0, *, flag: bool = False
+        self, peer: int, kind: int, part: int = 0, step: int = 0, *, absent: bool = False
     ) -> None:
-        """Say something to a rank; one that is gone hears nothing."""
+        """Send a message; a peer that is gone is ignored."""
         with contextlib.suppress(OSError):
-            self._sockets[peer].send(_HEADER.pack(kind, flag, 0, part, step))
+            self._sockets[peer].send(_HEADER.pack(kind, absent, 0, part, step))
 
-    def tell(self, peer: int, kind: int, text: bytes, *, waits: bool = True) -> None:
+    def send_text(self, peer: int, kind: int, text: bytes, *, waits: bool = True) -> None:
         """Send a text to a rank.
 
         Args:
             peer: its local rank.
             kind: `ORDER` or `FAILED`.
             text: at most a megabyte.
-            waits: whether to wait for room; without, a rank that does not listen hears nothing.
+            waits: whether to wait for room; if not, a full socket drops the text.
         """
         flags = 0 if waits else socket.MSG_DONTWAIT
         with contextlib.suppress(OSError):
             self._sockets[peer].send(_HEADER.pack(kind, 0, 0, 0, 0) + text, flags)
 
-    def messages(self, every_s: float) -> Iterator[Message | None]:
-        """Yield what the others say until `close`; a rank that ends says `ENDED` once.
+    def messages(self, interval_s: float) -> Iterator[Message | None]:
+        """Yield messages until `close`; a rank that ends yields one `DISCONNECTED`.
 
         Args:
-            every_s: seconds after which None comes in between.
+            interval_s: seconds between the None values that it yields as well.
         """
-        due_s = time.monotonic() + every_s
+        due_s = time.monotonic() + interval_s
         while True:
             events = self._selector.select(max(0.0, due_s - time.monotonic()))
             if time.monotonic() >= due_s:
-                due_s = time.monotonic() + every_s
+                due_s = time.monotonic() + interval_s
                 yield None
             for key, _ in events:
                 peer = key.data
@@ -162,25 +162,25 @@ class LocalLink:
                     packet = self._sockets[peer].recv(_MESSAGE_BYTES_MAX)
                 if len(packet) < _HEADER.size:
                     self._selector.unregister(self._sockets[peer])
-                    yield Message(peer, ENDED, False, 0, 0, b"")
+                    yield Message(peer, DISCONNECTED, False, 0, 0, b"")
                     continue
-                kind, flag, _, part, step = _HEADER.unpack_from(packet)
-                yield Message(peer, kind, bool(flag), part, step, packet[_HEADER.size :])
+                kind, absent, _, part, step = _HEADER.unpack_from(packet)
+                yield Message(peer, kind, bool(absent), part, step, packet[_HEADER.size :])
 
     def stop(self) -> None:
         """End `messages`, from any thread."""
         with contextlib.suppress(OSError):
-            self._wake.send(b"w")
+            self._wake_sender.send(b"w")
 
-    def hang_up(self, peer: int) -> None:
-        """Say nothing more to a rank; a thread that waits for room there waits no longer."""
+    def disconnect(self, peer: int) -> None:
+        """Shut down the connection to a rank; threads that wait for room there return."""
         with contextlib.suppress(OSError):
             self._sockets[peer].shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the sockets; memory stays as long as this object."""
+        """Close the sockets; the memory lives as long as this object."""
         self._pulse.stop()
-        for one in (*self._sockets.values(), self._wake, self._woken):
+        for one in (*self._sockets.values(), self._wake_sender, self._wake_receiver):
             one.close()
         self._selector.close()
 
@@ -192,21 +192,21 @@ class LocalLink:
 
 def connect(
     layout: Layout,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     nbytes: int,
     timeout_s: float,
     core: CoreModule,
     interval_s: float,
 ) -> LocalLink:
-    """Connect the ranks of this node, each with each.
+    """Connect the ranks of this node with each other.
 
     Args:
-        layout: where this rank is.
-        meeting: where ranks leave the paths of their sockets.
+        layout: of the ranks on nodes.
+        scope: carries the paths of the sockets.
         nbytes: of every rank's shared memory.
-        timeout_s: how long to wait for a rank.
-        core: counts signs of life.
-        interval_s: seconds from one sign of life to the next.
+        timeout_s: longest wait for a rank, in seconds.
+        core: increments the heartbeat counter.
+        interval_s: seconds between heartbeats.
 
     Raises:
         RendezvousError: a rank did not come.
@@ -223,13 +223,13 @@ def connect(
         listener.bind(path)
         listener.listen(layout.local_size)
         listener.settimeout(timeout_s)
-        meeting.put(f"local/socket/{meeting.place.rank}", path)
+        scope.put(f"local/socket/{scope.rank_info.rank}", path)
         for peer in range(layout.local_rank):
-            sockets[peer] = _call(layout, meeting, peer, timeout_s)
+            sockets[peer] = _connect_to(layout, scope, peer, timeout_s)
         while len(sockets) < layout.local_size - 1:
-            caller, _ = listener.accept()
-            caller.settimeout(timeout_s)
-            sockets[int.from_bytes(caller.recv(4), "little")] = caller
+            peer_socket, _ = listener.accept()
+            peer_socket.settimeout(timeout_s)
+            sockets[int.from_bytes(peer_socket.recv(4), "little")] = peer_socket
         link = LocalLink(layout, nbytes, sockets, core, interval_s)
     except (OSError, RendezvousError) as error:
         for one in sockets.values():
@@ -239,9 +239,9 @@ def connect(
         local = set(range(layout.local_size)).difference(sockets, [layout.local_rank])
         missing = sorted(layout.rank_of(layout.node, one) for one in local)
         named = f" (without rank {', '.join(map(str, missing))})" if missing else ""
-        raise meeting.give_up(
-            f"rank {meeting.place.rank} could not connect to the other ranks of its node{named} in "
-            f"{timeout_s:g} s: {error}",
+        raise scope.abort(
+            f"rank {scope.rank_info.rank} could not connect to the other ranks of its "
+            f"node{named} in {timeout_s:g} s: {error}",
             missing,
         ) from error
     finally:
@@ -252,20 +252,22 @@ def connect(
     return link
 
 
-def _call(layout: Layout, meeting: RendezvousScope, peer: int, timeout_s: float) -> socket.socket:
+def _connect_to(
+    layout: Layout, scope: RendezvousScope, peer: int, timeout_s: float
+) -> socket.socket:
     rank = layout.rank_of(layout.node, peer)
-    path = meeting.get(f"local/socket/{rank}", rank).decode()
-    caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    caller.settimeout(timeout_s)
+    path = scope.get(f"local/socket/{rank}", rank).decode()
+    peer_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer_socket.settimeout(timeout_s)
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
-            caller.connect(path)
+            peer_socket.connect(path)
             break
         except (BlockingIOError, InterruptedError):
-            # The other one's queue of callers is full.
+            # The peer's backlog is full.
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(0.01)
-    caller.send(layout.local_rank.to_bytes(4, "little"))
-    return caller
+    peer_socket.send(layout.local_rank.to_bytes(4, "little"))
+    return peer_socket

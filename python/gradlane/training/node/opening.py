@@ -1,4 +1,4 @@
-"""How a channel is opened whose ranks add up on their nodes first."""
+"""Opening of a channel whose ranks add up on their nodes first."""
 
 from __future__ import annotations
 
@@ -10,71 +10,73 @@ from torch import Tensor
 from gradlane.training.core import Channel, CoreModule
 from gradlane.training.node.channel import NodeChannel
 from gradlane.training.node.collective_queue import CollectiveQueue
-from gradlane.training.node.devices import agree_on_sums
-from gradlane.training.node.failure import SIGNS_PER_TIMEOUT
-from gradlane.training.node.group import NodeGroup, meet_on_node
+from gradlane.training.node.devices import agree_on_sum_backend
+from gradlane.training.node.failure import KEEPALIVES_PER_TIMEOUT
+from gradlane.training.node.group import NodeGroup, open_node_store
 from gradlane.training.node.layout import Layout
 from gradlane.training.node.link import LocalLink, connect
-from gradlane.training.node.shares import Part, cut, memory_bytes, rows_of
+from gradlane.training.node.parts import Part, cut_into_parts, rows_of_leader, shared_memory_bytes
 from gradlane.training.options.codec_choice import codec_facts
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
-OpenBetween = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], Channel]
+OpenInterNode = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], Channel]
 """Opens a channel of the core with these tensors between these ranks."""
 
 
 def open_node_channel(
     core: CoreModule,
     options: Options,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     rows: Sequence[Mapping[str, Any]],
     layout: Layout,
     *,
-    first: int,
-    open_between: OpenBetween,
+    source_rank: int,
+    open_inter_node: OpenInterNode,
     gradients: Sequence[Tensor] = (),
 ) -> NodeChannel:
-    """Connect the ranks of this node, and, if this one carries, the nodes.
+    """Connect the ranks of this node and, on a leader, the nodes.
 
     Args:
         core: the compiled core or its double.
         options: the session's.
-        meeting: where the ranks agree.
+        scope: for the agreement of the ranks.
         rows: the plan's tensors.
-        layout: which ranks share nodes.
-        first: the rank whose values step 0 spreads.
-        open_between: opens the channel between nodes.
+        layout: of the ranks on nodes.
+        source_rank: the rank whose values step 0 broadcasts.
+        open_inter_node: opens the channel between nodes.
         gradients: tensors like the gradients of the first tensors, where they are torch's.
 
     Raises:
-        ValueError: a tensor travels in a way that sums on nodes do not go with, or collectives
-            were asked for and cannot be.
+        ValueError: a tensor's scheme or codec excludes sums on nodes, or collectives were asked
+            for and cannot be used.
         RendezvousError: ranks cannot reach each other.
     """
     _check_rows(rows)
-    sums = agree_on_sums(options, meeting, layout, gradients)
-    parts = cut(rows, layout.carriers)
+    sum_backend = agree_on_sum_backend(options, scope, layout, gradients)
+    parts = cut_into_parts(rows, layout.leaders)
     link = connect(
         layout,
-        meeting,
-        memory_bytes(parts),
+        scope,
+        shared_memory_bytes(parts),
         options.network.connect_timeout_s,
         core,
-        options.network.silence_timeout_s / SIGNS_PER_TIMEOUT,
+        options.network.silence_timeout_s / KEEPALIVES_PER_TIMEOUT,
     )
-    lane = between = None
+    collectives = inter_node = None
     try:
-        if sums.backend:
-            lane = _open_lane(options, meeting, link, parts, gradients, sums.backend)
-        if layout.local_rank < layout.carriers:
-            ahead = first // layout.local_size
-            nodes = [(ahead + index) % layout.nodes for index in range(layout.nodes)]
+        if sum_backend.backend:
+            collectives = _open_collectives(
+                options, scope, link, parts, gradients, sum_backend.backend
+            )
+        if layout.local_rank < layout.leaders:
+            source_node = source_rank // layout.local_size
+            nodes = [(source_node + index) % layout.nodes for index in range(layout.nodes)]
             ranks = [layout.rank_of(node, layout.local_rank) for node in nodes]
-            between = open_between(rows_of(rows, parts, layout.local_rank), ranks)
+            inter_node = open_inter_node(rows_of_leader(rows, parts, layout.local_rank), ranks)
     except BaseException:
-        if lane is not None:
-            lane.let_go()
+        if collectives is not None:
+            collectives.cancel()
         link.close()
         raise
     return NodeChannel(
@@ -82,18 +84,18 @@ def open_node_channel(
         link,
         rows,
         parts,
-        between,
-        source_rank=first,
+        inter_node,
+        source_rank=source_rank,
         progress_timeout_s=options.network.progress_timeout_s,
         silence_timeout_s=options.network.silence_timeout_s,
-        lane=lane,
-        sums=sums,
+        collectives=collectives,
+        sum_backend=sum_backend,
     )
 
 
-def _open_lane(
+def _open_collectives(
     options: Options,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     link: LocalLink,
     parts: Sequence[Part],
     gradients: Sequence[Tensor],
@@ -102,11 +104,11 @@ def _open_lane(
     layout, timeout_s = link.layout, options.network.connect_timeout_s
 
     def open_group() -> NodeGroup:
-        return NodeGroup(backend, meet_on_node(layout, meeting, timeout_s), layout)
+        return NodeGroup(backend, open_node_store(layout, scope, timeout_s), layout)
 
-    lane = CollectiveQueue(link, parts, gradients, open_group)
-    lane.wait_open(timeout_s)
-    return lane
+    collectives = CollectiveQueue(link, parts, gradients, open_group)
+    collectives.wait_open(timeout_s)
+    return collectives
 
 
 def _check_rows(rows: Sequence[Mapping[str, Any]]) -> None:

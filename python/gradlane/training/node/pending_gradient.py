@@ -1,4 +1,4 @@
-"""Gradients while collectives use them: their numbers in the order of memory, cut into parts."""
+"""Gradients that collectives use: their values in memory order, cut into parts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradlane.training.node.shares import Part
+from gradlane.training.node.parts import Part
 
-TERMS = {
+SUM_DTYPES = {
     torch.float64: torch.float64,
     torch.float32: torch.float32,
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
 }
-"""What sums are taken in: halves in f32, and rounded once, as in the host's memory."""
+"""Dtypes of sums: halves add up in f32 and round once, as in shared memory."""
 
 
 @dataclass
@@ -23,25 +23,25 @@ class PendingGradient:
     """This rank's gradient of a tensor in the current step.
 
     Attributes:
-        numbers: all of them, in the order of memory; complex ones are pairs.
-        absent: whether there is none, and the memory waits for the others' mean.
-        produced: when whatever uses the memory so far is done.
+        values: in memory order; complex numbers are pairs.
+        absent: True if this rank has no gradient and the memory is for the others' mean.
+        mark: when whatever uses the memory so far is done.
         parts_left: parts whose mean is not in place yet.
     """
 
-    numbers: Tensor
+    values: Tensor
     absent: bool
-    produced: object
+    mark: object
     parts_left: int
 
-    def share(self, part: Part) -> Tensor:
-        """Return the numbers of a part, in place."""
-        size = self.numbers.element_size()
+    def values_of(self, part: Part) -> Tensor:
+        """Return a view of the values of a part."""
+        size = self.values.element_size()
         first = part.first_byte // size
-        return self.numbers[first : first + part.nbytes // size]
+        return self.values[first : first + part.nbytes // size]
 
 
-def numbers_of(gradient: Tensor) -> Tensor:
-    """View a dense tensor's numbers in the order of memory; complex ones are pairs."""
+def flat_values(gradient: Tensor) -> Tensor:
+    """Return a dense tensor's values in memory order; complex numbers are pairs."""
     flat = gradient.detach().as_strided((gradient.numel(),), (1,))
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

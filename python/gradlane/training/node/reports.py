@@ -1,4 +1,4 @@
-"""What a channel of a node counts, and what it records: nodes' rows under ranks of the world."""
+"""Counters and traces of a node's channel, with ranks of the world in place of nodes."""
 
 from __future__ import annotations
 
@@ -7,71 +7,73 @@ from typing import Any
 
 from gradlane.training.core import CoreRow
 from gradlane.training.node.collective_queue import CollectiveQueue
-from gradlane.training.node.devices import Sums
+from gradlane.training.node.devices import SumBackend
 from gradlane.training.node.layout import Layout
 from gradlane.training.node.leader import NodeLeader
-from gradlane.training.node.waits import Waits
+from gradlane.training.node.wait_stats import WaitStats
 
 
 class ChannelReports:
-    """The part of a node's channel that reports."""
+    """The reporting methods of a node's channel."""
 
-    _carriage: NodeLeader | None
-    _lane: CollectiveQueue | None
+    _leader: NodeLeader | None
+    _collectives: CollectiveQueue | None
     _layout: Layout
     _local_bytes: int
-    _own: int
-    _sums: Sums
-    _waits: Waits
+    _local_rank: int
+    _sum_backend: SumBackend
+    _waits: WaitStats
 
     def metrics_json(self) -> str:
-        """Return counters as a JSON object: the network's if this rank carries, and waits."""
+        """Return counters as a JSON object: the network's on a leader, and waits."""
         reading: dict[str, Any] = {}
-        if self._carriage is not None:
-            reading = json.loads(self._carriage.channel.metrics_json())
+        if self._leader is not None:
+            reading = json.loads(self._leader.channel.metrics_json())
         world_size = self._layout.nodes * self._layout.local_size
         for table in ("peers", "stragglers"):
             by_node = reading.get(table, [])
             empty = dict.fromkeys(by_node[0], 0) if by_node else {}
             rows = [dict(empty) for _ in range(world_size)]
             for node, row in enumerate(by_node):
-                rows[self._layout.rank_of(node, self._own)] = row
+                rows[self._layout.rank_of(node, self._local_rank)] = row
             reading[table] = rows if by_node else []
         reading["waits"] = self._waits.rows()
         reading["wait_s"] = self._waits.waited_ns * 1e-9
         reading["local_bytes"] = self._local_bytes
-        reading["local_sums"] = self._sums.backend or "host"
-        reading["local_sums_reason"] = self._sums.reason
-        reading["collective_bytes"] = self._lane.nbytes if self._lane is not None else 0
+        reading["local_sums"] = self._sum_backend.backend or "host"
+        reading["local_sums_reason"] = self._sum_backend.reason
+        reading["collective_bytes"] = (
+            self._collectives.nbytes if self._collectives is not None else 0
+        )
         return json.dumps(reading)
 
     def waited_ns(self) -> int:
-        """Return how long threads of the program have waited so far, in nanoseconds."""
+        """Return the time that threads of the program have waited so far, in nanoseconds."""
         return self._waits.waited_ns
 
     def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
-        """Return and forget the trace of frames between nodes."""
-        if self._carriage is None:
+        """Return and clear the trace of frames between nodes."""
+        if self._leader is None:
             return []
         return [
             (*row[:3], self._peer(row[3]), row[4], self._tensor(row[5]), *row[6:])
-            for row in self._carriage.channel.take_trace()
+            for row in self._leader.channel.take_trace()
         ]
 
     def take_timeline(self) -> tuple[list[CoreRow], int]:
-        """Return and forget the trace between nodes, and how much of it was not kept."""
-        if self._carriage is None:
+        """Return and clear the trace between nodes, and the number of rows that were dropped."""
+        if self._leader is None:
             return [], 0
-        rows, dropped = self._carriage.channel.take_timeline()
+        rows, dropped = self._leader.channel.take_timeline()
         named: list[CoreRow] = []
         for times, way, kind, peer, step, (index, *within), nbytes, priority in rows:
-            place = (self._tensor(index), within[0], within[1])
-            named.append((times, way, kind, self._peer(peer), step, place, nbytes, priority))
+            position = (self._tensor(index), within[0], within[1])
+            named.append((times, way, kind, self._peer(peer), step, position, nbytes, priority))
         return named, dropped
 
     def _peer(self, node: int) -> int:
-        return self._layout.rank_of(node, self._own)
+        return self._layout.rank_of(node, self._local_rank)
 
     def _tensor(self, index: int) -> int:
-        assert self._carriage is not None
-        return self._carriage.carried[index].tensor
+        assert self._leader is not None
+        return self._leader.own_parts[index].tensor

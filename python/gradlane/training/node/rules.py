@@ -1,4 +1,4 @@
-"""What the ranks of a node may do before anything goes to the network, and what that goes with."""
+"""The values of `local` and `local_sums`, and the options that they exclude."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gradlane.training.options.options import Options
 LEADER, SHARED, OFF, AUTO = "leader", "shared", "off", "auto"
 HOST, COLLECTIVE = "host", "collective"
 NODE_STRATEGIES = {"hierarchical": LEADER, "hierarchical-shared": SHARED}
-"""`p3` between nodes whose ranks add up first, by what those do (`gradlane.init(local=...)`)."""
+"""Names of `p3` between nodes with sums on nodes, and the value of `local` for each."""
 
 
 def check_sums(options: Options) -> None:
-    """Check that there is something to add up where `local_sums` says how.
+    """Check that `local_sums` goes with `local`.
 
     Raises:
         ValueError: collectives were asked for, and every rank talks to the network by itself.
@@ -27,21 +27,22 @@ def check_sums(options: Options) -> None:
 
 
 def with_local(options: Options) -> Options:
-    """Return options whose `local` goes with the others: with `"auto"`, off where it does not.
+    """Return options whose `local` goes with the others: `"auto"` becomes `"off"` where it does
+    not.
 
     Raises:
         ValueError: sums on nodes were asked for and do not go with another option.
     """
-    why = _refusal(options)
-    if not why or options.local.mode == OFF:
+    refusal = _refusal(options)
+    if not refusal or options.local.mode == OFF:
         return options
     if options.local.mode == AUTO:
         return replace(options, local=replace(options.local, mode=OFF))
-    raise ValueError(f'local={options.local.mode!r} with {why}; use local="off"')
+    raise ValueError(f'local={options.local!r} with {refusal}; use local="off"')
 
 
 def _refusal(options: Options) -> str:
-    """Say which option does not go with sums on nodes; empty if all do."""
+    """Return the option that excludes sums on nodes, with its reason; empty if all go with them."""
     if options.update == "server":
         return 'update="server": owners update from what single ranks send'
     if options.stragglers.leaves_out:

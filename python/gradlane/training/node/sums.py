@@ -1,4 +1,4 @@
-"""The mean over the ranks of one node: in the order of local ranks, in one rounding for halves."""
+"""The mean over the ranks of one node, added up in the order of local ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _HALVES = {"f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def local_mean(dtype: str, present: Sequence[Memory], ranks: int, out: Memory) -> None:
-    """Write `((g0 + g1) + ...) / ranks` of what is present; who is not counts as zeros.
+    """Write `((g0 + g1) + ...) / ranks` of the present gradients; absent ones count as zeros.
 
     f32 and f64 are added in their own precision, halves in f32 and rounded once at the end.
 
     Args:
-        dtype: in the core's terms.
-        present: memory of the ranks that have something, by local rank, at least one.
+        dtype: as the core names it.
+        present: memory of the ranks with a gradient, by local rank; at least one.
         ranks: ranks of the node.
-        out: where the mean goes; none of `present`.
+        out: memory for the mean; none of `present`.
     """
     if dtype in _NUMPY:
         target, *gradients = (_raw(one).view(_NUMPY[dtype]) for one in (out, *present))
@@ -45,11 +45,11 @@ def local_mean(dtype: str, present: Sequence[Memory], ranks: int, out: Memory) -
 
 
 def copy(source: int, target: int, nbytes: int) -> None:
-    """Copy bytes from one address to another, without the interpreter's lock."""
+    """Copy bytes from one address to another, without holding the interpreter's lock."""
     ctypes.memmove(target, source, nbytes)
 
 
 def _raw(memory: Memory) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """View memory as bytes; whoever gave the address keeps it alive."""
+    """Return memory as bytes; the caller keeps it alive."""
     pointer, nbytes = memory
     return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(pointer)), np.uint8)

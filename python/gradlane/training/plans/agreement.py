@@ -1,6 +1,6 @@
-"""How all ranks come to the same plan: rank 0's counts, and whoever was given another one is told.
+"""Agreement of all ranks on the plan that rank 0 was given.
 
-Only rank 0 needs a plan's file; where another rank has it too, it must be the same plan.
+Only rank 0 needs a plan file. If another rank has one, it must be the same plan.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PlanArgument = Union[Plan, str, "PathLike[str]", None]
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks do.
+    """The plan, or the rule for one, of all ranks.
 
     Attributes:
-        plan: the plan that was given, or None.
-        rule: by which a plan is to be found while training, a name of `PLAN_RULES`, or empty.
+        plan: the given plan, or None.
+        rule: for finding a plan while training, a name of `PLAN_RULES`, or empty.
     """
 
     plan: Plan | None
@@ -36,7 +36,7 @@ class Agreed:
 
 @dataclass(frozen=True)
 class _Own:
-    """What this rank was given: how messages call it, and the plan where there is one here."""
+    """This rank's argument: its label in messages, and its plan if the rank has it."""
 
     label: str
     plan: Plan | None = None
@@ -45,43 +45,43 @@ class _Own:
 
 
 def agree_on_plan(
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     given: PlanArgument,
     sizes: Mapping[str, int],
     unable: GradlaneError | ValueError | None = None,
 ) -> Agreed:
-    """Find out whether all ranks were given the same, and return it; a collective call.
+    """Check that all ranks were given the same plan, and return it; a collective call.
 
     Args:
-        meeting: where the ranks agree; for nothing else.
-        given: what this rank was given.
+        scope: for this agreement alone.
+        given: this rank's argument.
         sizes: the trained parameters' numbers of elements, by name.
-        unable: why this rank cannot take part, whatever the plan; the others are told.
+        unable: why this rank cannot take part with any plan; sent to the others.
 
     Raises:
         GradlaneError, ValueError: `unable`.
         ValueError: this rank's plan cannot be read, or is for another model.
-        RanksDifferError: another rank's, or the ranks were given different ones; on every rank.
+        RanksDifferError: another rank's plan is, or the plans differ; on every rank.
         RendezvousError: a rank did not appear.
     """
-    own = _read(given, meeting.place.rank)
+    own = _read(given, scope.rank_info.rank)
     first = own
-    if meeting.place.rank == 0:
+    if scope.rank_info.rank == 0:
         told = {
             "label": own.label,
             "plan": own.plan.to_json() if own.plan else None,
             "refused": own.refused,
         }
-        meeting.put("plan", json.dumps(told))
+        scope.put("plan", json.dumps(told))
     else:
-        told = json.loads(meeting.get("plan", 0))
+        told = json.loads(scope.get("plan", 0))
         plan = parse_plan(json.dumps(told["plan"]), "rank 0's plan") if told["plan"] else None
         first = _Own(str(told["label"]), plan, str(told["refused"]))
     unusable = str(unable or "") or own.refused or _unfit(first, sizes)
-    problem = f"rank {meeting.place.rank} cannot take part: {unusable}" if unusable else ""
+    problem = f"rank {scope.rank_info.rank} cannot take part: {unusable}" if unusable else ""
     if not unusable and not first.refused:
-        problem = _difference(first, own, meeting.place.rank)
-    verdict = _verdict(meeting, problem)
+        problem = _difference(first, own, scope.rank_info.rank)
+    verdict = _verdict(scope, problem)
     if unable is not None:
         raise unable
     if verdict != "ok":
@@ -107,7 +107,7 @@ def _read(given: PlanArgument, rank: int) -> _Own:
 
 
 def _unfit(first: _Own, sizes: Mapping[str, int]) -> str:
-    """Say why rank 0's plan is none for the model of this rank; empty if it is."""
+    """Return why rank 0's plan does not fit this rank's model; empty if it does."""
     if first.plan is not None:
         try:
             first.plan.check_fits(sizes, first.label)
@@ -117,7 +117,7 @@ def _unfit(first: _Own, sizes: Mapping[str, int]) -> str:
 
 
 def _difference(first: _Own, own: _Own, rank: int) -> str:
-    """Say what else this rank was given than rank 0; empty if it is the same."""
+    """Return how this rank's argument differs from rank 0's; empty if it does not."""
     if own.from_rank_0 and first.plan is not None:
         return ""
     if own.plan is not None and first.plan is not None:
@@ -129,14 +129,14 @@ def _difference(first: _Own, own: _Own, rank: int) -> str:
     return f"rank 0 was given {first.label}, rank {rank} {own.label}: give all ranks the same"
 
 
-def _verdict(meeting: RendezvousScope, problem: str) -> str:
-    """Tell rank 0 what is wrong here, and return the first thing that is wrong anywhere."""
-    place = meeting.place
-    if place.rank == 0:
+def _verdict(scope: RendezvousScope, problem: str) -> str:
+    """Tell rank 0 this rank's problem, and return the first problem of any rank."""
+    rank_info = scope.rank_info
+    if rank_info.rank == 0:
         problems = [problem]
-        for rank in range(1, place.world_size):
-            problems.append(meeting.get(f"plan/{rank}", rank).decode())
-        meeting.put("plan/verdict", next((one for one in problems if one), "ok"))
+        for rank in range(1, rank_info.world_size):
+            problems.append(scope.get(f"plan/{rank}", rank).decode())
+        scope.put("plan/verdict", next((one for one in problems if one), "ok"))
     else:
-        meeting.put(f"plan/{place.rank}", problem)
-    return meeting.get("plan/verdict", 0).decode()
+        scope.put(f"plan/{rank_info.rank}", problem)
+    return scope.get("plan/verdict", 0).decode()

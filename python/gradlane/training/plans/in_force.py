@@ -1,4 +1,4 @@
-"""The plan of a session: given, or found while a model trains and then put into force."""
+"""The plan of a session: given, or found while a model trains and then applied."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 
 class ActivePlan:
-    """Knows the last plan, and which models are recorded to find one."""
+    """The session's last plan, and the models that are recorded to find one."""
 
     def __init__(
         self,
@@ -27,9 +27,9 @@ class ActivePlan:
 
         Args:
             options: the session's.
-            meet: opens a place where the ranks agree.
+            meet: opens a rendezvous scope.
             prepared: the session's models; a switched one is replaced in the list.
-            abort: gives the session up.
+            abort: aborts the session.
         """
         self.plan: Plan | None = None
         self._options = options
@@ -39,7 +39,7 @@ class ActivePlan:
         self._learnings: dict[int, PlanSearch] = {}
 
     def learn(self, prepared: PreparedModel, links: LinkReport, rule: str) -> None:
-        """Have a model's plan found in its first steps, by a rule."""
+        """Record a model's first steps to find its plan by a rule."""
         learning = start_plan_search(
             prepared,
             links,
@@ -52,19 +52,19 @@ class ActivePlan:
         prepared.hook_manager.subscribe(learning.after_step)
 
     def forget(self, prepared: PreparedModel) -> None:
-        """Record a model no longer."""
+        """Stop recording a model."""
         learning = self._learnings.pop(id(prepared), None)
         if learning is not None:
             learning.stop()
 
     def stop(self) -> None:
-        """Record no model any longer."""
+        """Stop recording all models."""
         for learning in self._learnings.values():
             learning.stop()
         self._learnings.clear()
 
     def _switch(self, prepared: PreparedModel, plan: Plan) -> None:
-        """Go on under a plan; a collective call between two steps."""
+        """Apply a plan; a collective call between two steps."""
         self._learnings.pop(id(prepared), None)
         self.plan = plan
         options = plan.settings.applied_to(self._options)

@@ -1,8 +1,8 @@
-"""Plans: settings, the reason for each, what they are predicted to give; and the file of one.
+"""Plans: settings with their reasons and predictions, and the plan file.
 
-A plan file is one JSON object, `{"format": "gradlane-plan", "version": 1, ...}`. What counts for
-a training are `settings` and `tensors`; they make the digest. The rest is there for people. Every
-field that is used is checked when a file is read, and an error names file, field and place.
+A plan file is one JSON object, `{"format": "gradlane-plan", "version": 1, ...}`. A training uses
+only `settings` and `tensors`, which make the digest; the rest is for readers. Every field that is
+used is checked when a file is read, and an error names file, field and position.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _TENSORS_MOST = 1_000_000
 
 
 class PlanError(EscapedError, ValueError):
-    """A plan that makes no sense; the text names file, field and place."""
+    """An invalid plan; the text names file, field and position."""
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """How one tensor is synchronized.
+    """The scheme, codec and slices of one tensor.
 
     Attributes:
         name: as in `named_parameters()`.
         numel: number of elements.
-        scheme: how it is aggregated.
-        codec: how it is encoded; `raw` is not at all.
-        slices: into how many slices it is cut.
-        reason: why this scheme, and why this codec where one was given.
+        scheme: of its aggregation.
+        codec: of its gradient; `raw`: none.
+        slices: number of its slices.
+        reason: for the scheme, and for the codec if one was given.
     """
 
     name: str
@@ -54,18 +54,18 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings for a training and the reasons for them.
+    """Settings of a training, with the reasons for them.
 
     Attributes:
-        model: name of the model, for people.
-        facts: the cluster that it is for.
-        source: where the cluster's figures come from: `"given"` or `"probed"`.
-        settings: what a session is to use.
-        tensors: every trained tensor; empty where the plan is for any model.
+        model: name of the model, for readers.
+        facts: of the cluster.
+        source: of the cluster's figures: `"given"` or `"probed"`.
+        settings: for the session.
+        tensors: every trained tensor; empty for a plan that fits any model.
         prediction: predicted figures, units in their names.
         choices: for each setting `setting`, `value`, `base`, `step_s`, `base_step_s`, `runner_up`,
             `runner_up_step_s`, `tried`, `skipped`, `reason`.
-        summary: what it brings, in words.
+        summary: predicted effect, in words.
     """
 
     model: str
@@ -85,12 +85,12 @@ class Plan:
 
     @property
     def schemes(self) -> dict[str, str]:
-        """How each tensor is aggregated, by name; empty where the plan is for any model."""
+        """Scheme of each tensor, by name; empty for a plan that fits any model."""
         return {tensor.name: tensor.scheme for tensor in self.tensors}
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all that counts for a training, in 16 hexadecimal digits."""
+        """SHA-256 of settings and tensors, in 16 hexadecimal digits."""
         rows = [(one.name, one.numel, one.scheme, one.codec, one.slices) for one in self.tensors]
         content = json.dumps([self.settings.to_json(), rows], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -119,14 +119,14 @@ class Plan:
         atomic_write_text(Path(path), json.dumps(self.to_json(), indent=1))
 
     def check_fits(self, sizes: Mapping[str, int], where: str) -> None:
-        """Check that the plan is for a model.
+        """Check that the plan fits a model.
 
         Args:
             sizes: the trained parameters' numbers of elements, by name.
             where: the plan's name in messages.
 
         Raises:
-            ValueError: it is for another one; the message names the first tensor that differs.
+            ValueError: it is for another model; the message names the first tensor that differs.
         """
         if not self.tensors:
             return
@@ -150,7 +150,7 @@ def read_plan(path: Path | str) -> Plan:
     """Read a plan file.
 
     Raises:
-        PlanError: the file cannot be read or is no plan; the text names field and place.
+        PlanError: the file cannot be read or is no plan; the text names field and position.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -161,14 +161,14 @@ def read_plan(path: Path | str) -> Plan:
 
 
 def parse_plan(text: str, where: str) -> Plan:
-    """Read a plan from the text of a file.
+    """Parse the text of a plan file.
 
     Args:
         text: the JSON.
-        where: what messages call it.
+        where: name of the plan in messages.
 
     Raises:
-        PlanError: it is no plan; the text names field and place.
+        PlanError: it is no plan; the text names field and position.
     """
     try:
         source = json.loads(text)
@@ -267,7 +267,7 @@ class _Fields:
         return PlanError(f"{self._where}: {place + ': ' if place else ''}{what}")
 
     def checked(self, make: Any) -> Any:
-        """Call something that checks the values themselves, and name the place."""
+        """Call a constructor that checks its values, and add the position to its error."""
         try:
             return make()
         except PlanError:

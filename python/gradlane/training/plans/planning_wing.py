@@ -1,4 +1,4 @@
-"""The one way from training to planning: imported late, for `plan="auto"` and `Session.probe`."""
+"""The only way from training to planning: imported late, for `plan="auto"` and `Session.probe`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class PlanSearch(Protocol):
     """Records a model's first steps and finds a plan for it."""
 
     def after_step(self) -> None:
-        """Note the end of a training step."""
+        """Record the end of a training step."""
 
     def stop(self) -> None:
-        """Record no more."""
+        """Stop recording."""
 
 
 def measure_links(
     ctx: SessionContext,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     *,
     window_s: float,
     directions: bool,
@@ -35,7 +35,7 @@ def measure_links(
     """Measure bandwidth and latency between all ranks; see `gradlane.planning.probe.links`."""
     links: Any = importlib.import_module("gradlane.planning.probe.links")
     report: LinkReport = links.probe(
-        ctx, meeting, window_s=window_s, directions=directions, on_phase=on_phase
+        ctx, scope, window_s=window_s, directions=directions, on_phase=on_phase
     )
     return report
 

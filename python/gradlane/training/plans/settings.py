@@ -1,4 +1,4 @@
-"""The settings of the engine that a plan decides, and the cluster that it decides them for."""
+"""The engine's settings in a plan, and the facts of the cluster that they are for."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from gradlane.training.options.stragglers import WAIT, parse_stragglers
 
 LEARNING_STEPS = 7
 """Training steps after which a session that finds its own plan decides. The first one is not
-recorded: it sends everything at its end, and whatever is slow once is slow there."""
+recorded: it sends everything at its end and includes all one-time costs."""
 _FRAME_BYTES_MOST = 4 << 20
 _WORKERS_MOST = 100_000
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a plan decides. All settings give the same results, bit by bit, but for the codec,
-    between `ring` and other strategies, and between sums on nodes and none.
+    """The settings of a plan.
+
+    All settings give the same results, bit by bit, except for the codec, for `ring` against other
+    strategies, and for sums on nodes.
 
     Attributes:
         strategy: one of `gradlane.training.options.options.STRATEGIES`.
-        slice_elems: elements in a slice at most; None is the strategy's own choice.
+        slice_elems: most elements in a slice; None: the strategy's own choice.
         frame_bytes: payload of a frame, on fast connections up to three times as much.
         send_buffer_bytes: the kernel's send buffer, a peer; 0: fitted to the path while sending.
-        codec: how gradients travel, in one text as `rules_text` of
-            `training/options/codec_choice.py` writes it; None: as the session says.
-        local: what the ranks of a node do before anything goes to the network, as in
-            `gradlane.init`; None: as the session says.
+        codec: of gradients, in one text as `rules_text` of `training/options/codec_choice.py`
+            writes it; None: the session's.
+        local: sums on nodes, as in `gradlane.init`; None: the session's.
     """
 
     strategy: str = Strategy.name
@@ -63,18 +64,14 @@ class Settings:
 
     @classmethod
     def of(cls, options: Options) -> Settings:
-        """Return those of a session."""
-        return cls(
-            strategy=options.strategy.name,
-            slice_elems=options.strategy.slice_elems,
-            frame_bytes=options.network.frame_bytes,
-            send_buffer_bytes=options.network.send_buffer_bytes,
-            codec=None if options.codec == RAW else rules_text(options.codec),
-            local=None if options.local.mode == OFF else options.local.mode,
-        )
+        """Return the settings of a session."""
+        names = [name for name in cls.__dataclass_fields__ if name not in ("codec", "local")]
+        codec = None if options.codec == RAW else rules_text(options.codec)
+        local = None if options.local.mode == OFF else options.local.mode
+        return cls(**{name: getattr(options, name) for name in names}, codec=codec, local=local)
 
     def applied_to(self, options: Options) -> Options:
-        """Return a session's options with these in place of its own.
+        """Return a session's options with these settings.
 
         Raises:
             ValueError: a setting does not go with one of them.
@@ -94,7 +91,7 @@ class Settings:
 
     @property
     def slice_elems_in_force(self) -> int | None:
-        """The slice size, also where it is the strategy's own; None where it has none."""
+        """The slice size, also if it is the strategy's own; None if it has none."""
         return self.slice_elems or self._own_slice_elems
 
     @property
@@ -102,7 +99,7 @@ class Settings:
         return own_slice_elems(self.strategy, self.codec not in (None, RAW))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings with the units in their names."""
+        """Return the settings with units in their names."""
         values = asdict(self)
         for name in ("codec", "local"):
             if values[name] is None:
@@ -111,23 +108,23 @@ class Settings:
 
     @property
     def adds_up_on_nodes(self) -> bool:
-        """Whether the ranks of a node add up before anything goes to the network."""
+        """True if the ranks of a node add up before anything goes to the network."""
         return self.local not in (None, OFF)
 
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """The cluster that is planned for.
+    """The cluster of a plan.
 
     Attributes:
-        workers: number of ranks.
+        workers: number of ranks that train.
         rate_bps: bits a second of each rank's port in each direction, headers of packets included.
         latency_s: one-way time between two ports without queues.
         update: where the optimizer runs, `"worker"` or `"server"`.
-        servers: the first so many ranks own slices; None: all.
+        servers: number of ranks that own slices, the first ones; None: all.
         ranks_per_node: ranks on each node, which share its port.
-        stragglers: who a step goes on without, as in `gradlane.init`.
-        serving: so many ranks beside the workers own all slices, and only serve.
+        stragglers: rule for late ranks, as in `gradlane.init`.
+        serving: number of dedicated servers, which then own all slices.
     """
 
     workers: int
@@ -181,7 +178,7 @@ class ClusterFacts:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether steps go on without ranks that are late."""
+        """True if steps go on without late ranks."""
         return self.stragglers != WAIT
 
     @property
@@ -191,7 +188,7 @@ class ClusterFacts:
 
     @property
     def where(self) -> str:
-        """The cluster in words."""
+        """The cluster, in words."""
         owners = servers_text(self.servers, self.serving)
         owners = owners and f", {owners},"
         if self.ranks_per_node > 1:
@@ -199,9 +196,9 @@ class ClusterFacts:
         return f"{self.workers} workers{owners} at {format_rate(self.rate_bps)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the facts by name; `servers` only where not all ranks are, `serving` only where
-        some train nothing, `ranks_per_node` only where nodes have several, and `stragglers` only
-        where not all are waited for."""
+        """Return the facts by name, without those that have their usual value: `servers` if all
+        ranks are, `serving` if all ranks train, `ranks_per_node` if it is 1, and `stragglers` if
+        all are waited for."""
         facts = asdict(self)
         if not self.leaves_out:
             del facts["stragglers"]

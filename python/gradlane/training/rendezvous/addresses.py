@@ -1,7 +1,8 @@
-"""Which address other ranks reach this one at.
+"""The address at which other ranks reach this one.
 
-An interface's address is read from the kernel; without an interface it is the local address that
-the kernel would use towards the rendezvous store, so that ranks meet on the network they share.
+With an interface given it is the interface's own, read from the kernel. Otherwise it is the local
+address that the kernel would use towards the rendezvous store, so that ranks meet on the network
+they share.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
 _UNROUTED = "192.0.2.1"
-"""An address set aside for documentation: asking for the way to it sends nothing."""
+"""An address reserved for documentation: looking up its route sends nothing."""
 
 
 def is_literal(host: str) -> bool:
-    """Whether a host is an IPv4 or IPv6 address and not a name."""
+    """Return whether a host is an IPv4 or IPv6 address and not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -26,7 +27,7 @@ def is_literal(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is an address that only this machine can reach."""
+    """Return whether a host is an address that only this machine can reach."""
     return is_literal(host) and ipaddress.ip_address(host).is_loopback
 
 
@@ -51,7 +52,7 @@ def interface_address(interface: str) -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the local address that packets to a host leave from.
+    """Return the local source address of packets to a host.
 
     Raises:
         OSError: the host is unknown or cannot be reached.
@@ -70,7 +71,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def resolve(host: str) -> str:
-    """Return an address for a host name, IPv4 if it has one; addresses are returned as they are.
+    """Return an address of a host name, IPv4 if it has one; an address is returned unchanged.
 
     Raises:
         OSError: the name is unknown.

@@ -1,11 +1,11 @@
-"""The rendezvous store, with calls that end.
+"""The rendezvous store, with calls that time out.
 
-Torch's `TCPStore` waits for an answer in `recv`, whatever its timeout: a host that stands still, or
-a link that is down, holds a caller for ever. So one daemon thread makes all calls on a store, and
-callers wait for that thread, in short slices and with a limit. A thread that never comes back holds
-up neither its callers nor the end of the process.
+Torch's `TCPStore` waits for a response in `recv`, whatever its timeout: a stopped host or a cut
+link would block a caller forever. So one daemon thread makes all calls on a store, and callers wait
+for that thread in short slices, up to a limit. A stuck thread blocks neither its callers nor the
+end of the process.
 
-No other module calls a store; `test_bounded_store.py` reads the sources for that.
+No other module calls a store; `test_bounded_store.py` checks the sources for that.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from gradlane.errors import RendezvousError
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 
 _SLICE_S = 0.1
-_LEAST_LIMIT_S = 1.0
-_SETTLE_S = 2.0
+_LIMIT_MIN_S = 1.0
+_DRAIN_S = 2.0
 _PAUSE_S = 0.02
-_OTHERS_FIRST_S = 1.0
-"""How long a rank that has lost the store waits for its channel to say whose loss that is."""
+_CAUSE_WAIT_S = 1.0
+"""Time that a rank that has lost the store gives its channel to name the lost rank."""
 
-Look = Callable[[], object]
+PollHook = Callable[[], object]
 """Called while waiting; raises when waiting has become useless."""
 
 
 class StoreLostError(RendezvousError):
-    """The rendezvous store is gone, or does not answer."""
+    """The rendezvous store is gone, or does not respond."""
 
 
 class _Call:
-    """One call, and its result once it is done."""
+    """A call, and its result once it is done."""
 
-    def __init__(self, act: Callable[[], Any]) -> None:
-        self.act = act
+    def __init__(self, operation: Callable[[], Any]) -> None:
+        self.operation = operation
         self.done = threading.Event()
         self.result: Any = None
         self.error: Exception | None = None
@@ -50,48 +50,48 @@ class _Worker:
     """The thread that waits for the store in place of its callers; it ends with this object."""
 
     def __init__(self) -> None:
-        self.has_hung = False
+        self.is_stuck = False
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
-            target=_make_calls, args=(self._calls,), name="gradlane-store", daemon=True
+            target=_run_calls, args=(self._calls,), name="gradlane-store", daemon=True
         )
         self._thread.start()
 
     def __del__(self) -> None:
         self._calls.put(None)
 
-    def end(self) -> None:
-        """Make the calls that are queued and no more; wait for that unless one hangs."""
+    def stop(self) -> None:
+        """Finish the queued calls and end the thread; do not wait for a stuck call."""
         self._calls.put(None)
-        if not self.has_hung:
-            self._thread.join(_SETTLE_S)
-        self.has_hung = True
+        if not self.is_stuck:
+            self._thread.join(_DRAIN_S)
+        self.is_stuck = True
 
-    def start(self, act: Callable[[], Any]) -> _Call:
+    def submit(self, operation: Callable[[], Any]) -> _Call:
         """Queue a call."""
-        call = _Call(act)
+        call = _Call(operation)
         self._calls.put(call)
         return call
 
-    def finish(self, call: _Call, limit_s: float, look: Look | None) -> bool:
+    def wait(self, call: _Call, limit_s: float, on_poll: PollHook | None) -> bool:
         """Wait for a call; return whether it was done in time."""
-        patience = SuspendAwareDeadline(limit_s)
+        deadline = SuspendAwareDeadline(limit_s)
         while not call.done.wait(min(_SLICE_S, limit_s)):
-            if look is not None:
-                look()
-            if self.has_hung or patience.is_over(_SLICE_S):
+            if on_poll is not None:
+                on_poll()
+            if self.is_stuck or deadline.is_over(_SLICE_S):
                 return False
         return True
 
 
-def _make_calls(calls: queue.SimpleQueue[_Call | None]) -> None:
+def _run_calls(calls: queue.SimpleQueue[_Call | None]) -> None:
     while (call := calls.get()) is not None:
         try:
-            call.result = call.act()
+            call.result = call.operation()
         except Exception as error:
             call.error = error
         call.done.set()
-        # The thread keeps nothing of a store that its session has let go.
+        # The thread keeps no reference to a store that its session has released.
         del call
 
 
@@ -99,12 +99,12 @@ class BoundedStore:
     """A store, or its keys under one prefix."""
 
     def __init__(self, rank: int, where: str, limit_s: float) -> None:
-        """Begin without a store; `connect` follows.
+        """Start without a store; `connect` follows.
 
         Args:
             rank: this rank, for errors.
             where: the store's address and host, for errors.
-            limit_s: seconds that a store may take to answer.
+            limit_s: longest response time of the store, in seconds.
         """
         self._rank = rank
         self._where = where
@@ -115,24 +115,24 @@ class BoundedStore:
 
     @classmethod
     def wrapping(cls, store: Store, rank: int, where: str, limit_s: float) -> BoundedStore:
-        """Return a store that is connected already."""
+        """Wrap a store that is connected already."""
         bounded = cls(rank, where, limit_s)
         bounded._store = store
         return bounded
 
-    def connect(self, make: Callable[[], Store], timeout_s: float) -> Store | None:
+    def connect(self, open_store: Callable[[], Store], timeout_s: float) -> Store | None:
         """Connect to the store.
 
         Args:
-            make: returns the store, in the thread; its errors are raised here.
+            open_store: returns the store; runs in the thread, its errors are raised here.
             timeout_s: seconds that it may take.
 
         Returns:
-            The store; None if it did not answer in time.
+            The store; None if it did not respond in time.
         """
-        call = self._worker.start(make)
-        if not self._worker.finish(call, timeout_s, None):
-            self._worker.has_hung = True
+        call = self._worker.submit(open_store)
+        if not self._worker.wait(call, timeout_s, None):
+            self._worker.is_stuck = True
             return None
         if call.error is not None:
             raise call.error
@@ -141,38 +141,37 @@ class BoundedStore:
 
     @property
     def store(self) -> Store:
-        """The store itself, to ask for its address."""
+        """The store itself, for its address."""
         store: Store = self._store
         return store
 
-    def under(self, prefix: str) -> BoundedStore:
-        """Return the same store for keys that begin with a prefix."""
+    def with_prefix(self, prefix: str) -> BoundedStore:
+        """Return the same store for keys with a prefix."""
         part = object.__new__(BoundedStore)
         part.__dict__.update(self.__dict__, _prefix=f"{self._prefix}{prefix}/")
         return part
 
-    def set(self, key: str, value: str | bytes, *, look: Look | None = None) -> None:
+    def set(self, key: str, value: str | bytes, *, on_poll: PollHook | None = None) -> None:
         """Write a key.
 
         Raises:
-            StoreLostError: the store is gone or does not answer.
+            StoreLostError: the store is gone or does not respond.
         """
-        self._ask(lambda store: store.set(self._prefix + key, value), None, look)
+        self._run(lambda store: store.set(self._prefix + key, value), None, on_poll)
 
-    def first_of(
-        self, *keys: str, limit_s: float | None = None, look: Look | None = None
+    def read_first(
+        self, *keys: str, limit_s: float | None = None, on_poll: PollHook | None = None
     ) -> tuple[str, bytes] | None:
-        """Return the first of some keys that is there, with its value, without waiting for any.
+        """Return the first of some keys that exists, with its value, without waiting for any.
 
         Args:
-            keys: in the order in which they are looked for; a later one counts only if the earlier
-                ones are still absent after it was found, so a rank that writes an earlier one
-                first is read in that order.
-            limit_s: seconds that the store may take to answer, where that is less than usual.
-            look: called while waiting.
+            keys: in order of precedence; a later one counts only if the earlier ones are still
+                absent after it was found, so writes in that order are read in that order.
+            limit_s: longest response time, if shorter than the usual one.
+            on_poll: called while waiting.
 
         Raises:
-            StoreLostError: the store is gone or does not answer.
+            StoreLostError: the store is gone or does not respond.
         """
 
         def read(store: Any) -> tuple[str, bytes] | None:
@@ -185,75 +184,77 @@ class BoundedStore:
                     return keys[first], bytes(store.get(paths[first]))
             return None
 
-        found: tuple[str, bytes] | None = self._ask(read, limit_s, look)
+        found: tuple[str, bytes] | None = self._run(read, limit_s, on_poll)
         return found
 
     def read(
-        self, key: str, *, limit_s: float | None = None, look: Look | None = None
+        self, key: str, *, limit_s: float | None = None, on_poll: PollHook | None = None
     ) -> bytes | None:
-        """Return the value of a key; None if it is not there. As `first_of`."""
-        found = self.first_of(key, limit_s=limit_s, look=look)
+        """Return the value of a key, or None if it is not there; errors as for `read_first`."""
+        found = self.read_first(key, limit_s=limit_s, on_poll=on_poll)
         return None if found is None else found[1]
 
-    def claim(self, key: str, value: str, *, limit_s: float | None = None) -> str:
-        """Write a key unless it is there; return its value.
+    def set_if_absent(self, key: str, value: str, *, limit_s: float | None = None) -> str:
+        """Write a key unless it exists; return its value.
 
         Raises:
-            StoreLostError: the store is gone or does not answer.
+            StoreLostError: the store is gone or does not respond.
         """
-        there: bytes = self._ask(
+        stored: bytes = self._run(
             lambda store: store.compare_set(self._prefix + key, "", value), limit_s, None
         )
-        return there.decode()
+        return stored.decode()
 
-    def count(self, key: str, *, look: Look | None = None) -> int:
-        """Add one to a number that begins at 0; return it.
+    def increment(self, key: str, *, on_poll: PollHook | None = None) -> int:
+        """Add one to a counter that starts at 0; return it.
 
         Args:
-            key: of the number.
-            look: called while waiting.
+            key: of the counter.
+            on_poll: called while waiting.
 
         Raises:
-            StoreLostError: the store is gone or does not answer.
+            StoreLostError: the store is gone or does not respond.
         """
-        number: int = self._ask(lambda store: store.add(self._prefix + key, 1), None, look)
+        number: int = self._run(lambda store: store.add(self._prefix + key, 1), None, on_poll)
         return number
 
     def wait_for(self, keys: Iterable[str], limit_s: float) -> None:
-        """Wait until all of some keys are there, or a limit is over.
+        """Wait until all given keys exist, up to a limit.
 
         Raises:
-            StoreLostError: the store is gone or does not answer.
+            StoreLostError: the store is gone or does not respond.
         """
-        patience = SuspendAwareDeadline(limit_s)
-        while keys := [key for key in keys if self.read(key, limit_s=patience.left_s) is None]:
-            if patience.is_over(_PAUSE_S):
+        deadline = SuspendAwareDeadline(limit_s)
+        while keys := [key for key in keys if self.read(key, limit_s=deadline.remaining_s) is None]:
+            if deadline.is_over(_PAUSE_S):
                 return
             time.sleep(_PAUSE_S)
 
-    def forget(self, key: str) -> None:
-        """Remove a key sometime, where the store can; nobody waits for that."""
-        if not self._worker.has_hung:
+    def delete(self, key: str) -> None:
+        """Delete a key in the background, if the store supports it."""
+        if not self._worker.is_stuck:
             store, whole = self._store, self._prefix + key
-            self._worker.start(lambda: store.delete_key(whole))
+            self._worker.submit(lambda: store.delete_key(whole))
 
-    def settle(self) -> None:
-        """Wait until the calls that nobody waits for are done, for a short time at most."""
-        self._worker.finish(self._worker.start(lambda: None), _SETTLE_S, None)
+    def drain(self) -> None:
+        """Wait shortly for background calls to finish."""
+        self._worker.wait(self._worker.submit(lambda: None), _DRAIN_S, None)
 
     def close(self) -> None:
-        """Let the store go; later calls fail."""
-        self._worker.end()
+        """Release the store; later calls fail."""
+        self._worker.stop()
 
-    def _ask(self, act: Callable[[Any], Any], limit_s: float | None, look: Look | None) -> Any:
+    def _run(
+        self, operation: Callable[[Any], Any], limit_s: float | None, on_poll: PollHook | None
+    ) -> Any:
         limit_s = self._limit_s if limit_s is None else min(limit_s, self._limit_s)
-        limit_s = max(limit_s, _LEAST_LIMIT_S)
+        limit_s = max(limit_s, _LIMIT_MIN_S)
         store, worker = self._store, self._worker
-        call = None if worker.has_hung else worker.start(lambda: act(store))
-        if call is None or not worker.finish(call, limit_s, look):
-            worker.has_hung = True
-            if look is not None:
-                _wait_for_cause(look, 0.0 if call is None else _OTHERS_FIRST_S)
+        call = None if worker.is_stuck else worker.submit(lambda: operation(store))
+        if call is None or not worker.wait(call, limit_s, on_poll):
+            worker.is_stuck = True
+            if on_poll is not None:
+                _wait_for_cause(on_poll, 0.0 if call is None else _CAUSE_WAIT_S)
             raise StoreLostError(
                 f"rank {self._rank}: the rendezvous store {self._where}, does not answer (waited "
                 f"{limit_s:g} s): its process or host stands still, or the network to it is cut; "
@@ -263,8 +264,8 @@ class BoundedStore:
             return call.result
         if not isinstance(call.error, RuntimeError):
             raise call.error
-        if look is not None:
-            _wait_for_cause(look, _OTHERS_FIRST_S)
+        if on_poll is not None:
+            _wait_for_cause(on_poll, _CAUSE_WAIT_S)
         reason = str(call.error).splitlines() or [type(call.error).__name__]
         raise StoreLostError(
             f"rank {self._rank} lost the rendezvous store {self._where}: its process has ended, or "
@@ -272,10 +273,10 @@ class BoundedStore:
         ) from call.error
 
 
-def _wait_for_cause(look: Look, limit_s: float) -> None:
-    """Let a channel raise first, which knows which rank or link was lost."""
+def _wait_for_cause(on_poll: PollHook, limit_s: float) -> None:
+    """Let the channel raise first, which knows the lost rank or link."""
     deadline_s = time.monotonic() + limit_s
-    look()
+    on_poll()
     while time.monotonic() < deadline_s:
         time.sleep(_SLICE_S / 2)
-        look()
+        on_poll()

@@ -1,4 +1,5 @@
-"""Opening a channel of the core between ranks that have met, and naming who cannot be reached."""
+"""Connection of a core channel between ranks that have met; errors name the rank that is
+unreachable."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ _SAME_LOSS_S = 1.0
 _RANK = re.compile(r"\brank (\d+)")
 
 
-def in_world_ranks(error: Exception, ranks: Sequence[int]) -> tuple[str, int | None]:
-    """Return the message of a channel's error, and the rank at fault, in ranks of the world.
+def to_world_ranks(error: Exception, ranks: Sequence[int]) -> tuple[str, int | None]:
+    """Return the message and the rank at fault of a channel's error, in ranks of the world.
 
     Args:
         error: a `ChannelError`, which numbers ranks as the channel does.
-        ranks: those of the channel, in its order.
+        ranks: of the channel, in its order.
     """
     message = str(error.args[0]) if error.args else str(error)
     at_fault = error.args[2] if len(error.args) > 2 else None
@@ -33,7 +34,7 @@ def in_world_ranks(error: Exception, ranks: Sequence[int]) -> tuple[str, int | N
 
 def connect_channel(
     core: CoreModule,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     listener: Listener,
     host: str,
     settings: Mapping[str, Any],
@@ -45,60 +46,60 @@ def connect_channel(
 
     Args:
         core: the compiled core.
-        meeting: where the ranks agree.
-        listener: bound; closed where connecting fails.
-        host: address that other ranks reach it at.
+        scope: of the channel.
+        listener: bound; closed if connecting fails.
+        host: its address for other ranks.
         settings: the core's options.
         plan: the same text on every rank.
         secret: the same on every rank.
-        ranks: those of the channel, in its order.
+        ranks: of the channel, in its order.
 
     Raises:
         RendezvousError: a rank, or the link between two, cannot be reached; the same text on all.
     """
     try:
-        peers = meeting.exchange_addresses(host, listener.port, ranks)
-        with meeting.listening():
+        peers = scope.exchange_addresses(host, listener.port, ranks)
+        with scope.watching_for_abort():
             return core.Channel(listener, json.dumps(settings), plan, peers, secret)
     except core.ChannelError as error:
-        message, missing = in_world_ranks(error, ranks)
-        text = f"rank {meeting.place.rank} could not connect: {message}"
+        message, missing = to_world_ranks(error, ranks)
+        text = f"rank {scope.rank_info.rank} could not connect: {message}"
         if missing is None or not isinstance(error, core.ChannelTimeout):
-            raise meeting.give_up(text) from error
-        raise meeting.give_up_on(missing, text) from error
+            raise scope.abort(text) from error
+        raise scope.abort_unreachable(missing, text) from error
     except BaseException:
         listener.close()
         raise
 
 
 def wait_until_all_are_connected(
-    core: CoreModule, channel: Channel, meeting: RendezvousScope
+    core: CoreModule, channel: Channel, scope: RendezvousScope
 ) -> None:
-    """Wait until every rank of a meeting has opened its channel.
+    """Wait until every rank of a scope has opened its channel.
 
-    A rank that goes on alone would hear of a failure elsewhere as the loss of a rank that has
-    noticed it.
+    A rank that went on alone would see a failure elsewhere as the loss of a rank that has noticed
+    it.
 
     Args:
         core: the compiled core.
-        channel: this rank's, which is given up where another rank cannot open its own.
-        meeting: where the ranks agree.
+        channel: this rank's; aborted if another rank cannot open its own.
+        scope: of the channel.
 
     Raises:
         RendezvousError: a rank could not; the same text on all.
     """
 
-    def look() -> None:
+    def on_poll() -> None:
         try:
             channel.is_ready(0, 0)
         except core.ChannelError as error:
-            raise meeting.give_up_on_loss(f"{error.args[0]} (while the ranks connected)") from error
+            raise scope.abort(f"{error.args[0]} (while the ranks connected)") from error
 
     try:
-        meeting.wait_until_opened(look)
+        scope.wait_until_opened(on_poll)
     except RendezvousError as error:
         if isinstance(error, StoreLostError):
-            # All ranks lose it at about the same time: none may hear of it as this one's loss.
+            # All ranks lose it at about the same time: none may take it for the loss of this rank.
             time.sleep(_SAME_LOSS_S)
         with contextlib.suppress(core.ChannelError):
             channel.abort(str(error))

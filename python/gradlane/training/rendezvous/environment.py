@@ -1,9 +1,9 @@
-"""Which rank this is, of how many, of which job: read from the launcher's environment variables.
+"""The rank, the world size and the job, from the launcher's environment variables.
 
 torchrun's variables come first, then those of Open MPI, of PMI launchers (MPICH, Intel MPI) and of
 MVAPICH, then Slurm's: inside a Slurm allocation, mpirun's processes inherit Slurm variables that
-are none of theirs. Without any of them the program is a world of one. Nothing here opens a
-connection or changes a variable.
+describe another process. Without any of them the world has one rank. This module opens no
+connection and changes no variable.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _RANK_VARIABLES = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
 )
-_LOCAL_SIZE_VARIABLES = (
+_LOCAL_AND_WORLD_SIZE = (
     ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
     ("MPI_LOCALNRANKS", "PMI_SIZE"),
     ("MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_SIZE"),
 )
-"""How many ranks of an MPI program are on this node, beside how many there are."""
+"""Variables with the number of ranks on this node, and in the world."""
 _LOCAL_RANK_VARIABLES = (
     "LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -38,7 +38,7 @@ _LOCAL_RANK_VARIABLES = (
     "MV2_COMM_WORLD_LOCAL_RANK",
     "SLURM_LOCALID",
 )
-_LOCAL_SIZES = (
+_LOCAL_SIZE_NAMES = (
     "LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
@@ -53,21 +53,44 @@ _JOB_VARIABLES = (
     "PMIX_NAMESPACE",
 )
 _DEFAULT_PORT = 29500
-_OWN_VARIABLES = (
+_GRADLANE_VARIABLES = (
+    "GRADLANE_INTERFACE",
     "GRADLANE_LAB_USER_NAMESPACE",
     "GRADLANE_SIMD",
     *(variable for group in GROUPS for variable in variables_of(group)),
 )
-"""All that gradlane reads beside the launchers'."""
+"""All variables that gradlane reads besides the launchers'."""
 
 
-def warn_of_unknown(environment: Mapping[str, str]) -> None:
-    """Warn of variables that look like gradlane's and are none, such as misspelt ones."""
+def is_enabled(argument: bool | None, environment: Mapping[str, str], variable: str) -> bool:
+    """Return whether a feature that is on by default is enabled.
+
+    Args:
+        argument: the program's; None: not given.
+        environment: read if the argument is None.
+        variable: of the environment; 0, no, off, false or an empty text mean no, 1, yes, on or true
+            yes.
+
+    Raises:
+        ValueError: the variable is something else.
+    """
+    if argument is not None:
+        return argument
+    text = environment.get(variable, "1").lower()
+    if text in ("", "0", "no", "off", "false"):
+        return False
+    if text in ("1", "yes", "on", "true"):
+        return True
+    raise ValueError(f"{variable} is {environment[variable]!r}; it must be 1 or 0")
+
+
+def warn_of_unknown_variables(environment: Mapping[str, str]) -> None:
+    """Warn of variables that begin with `GRADLANE_` and are unknown, such as misspelt ones."""
     for name in sorted(environment):
-        if name.startswith("GRADLANE_") and name not in _OWN_VARIABLES:
-            own = {known.removeprefix("GRADLANE_"): known for known in _OWN_VARIABLES}
+        if name.startswith("GRADLANE_") and name not in _GRADLANE_VARIABLES:
+            own = {known.removeprefix("GRADLANE_"): known for known in _GRADLANE_VARIABLES}
             close = difflib.get_close_matches(name.removeprefix("GRADLANE_"), own, n=1, cutoff=0.7)
-            known = f"known are {', '.join(_OWN_VARIABLES)}"
+            known = f"known are {', '.join(_GRADLANE_VARIABLES)}"
             meant = f"did you mean {own[close[0]]}?" if close else known
             warnings.warn(
                 f"the environment variable {name} changes nothing, gradlane reads none of that "
@@ -79,14 +102,14 @@ def warn_of_unknown(environment: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where a rank stands.
+    """A rank, its world and its job.
 
     Attributes:
-        rank: this rank; those that only serve come after all that train.
-        world_size: number of ranks that train: all, where none only serves.
+        rank: this rank; dedicated servers come after all workers.
+        world_size: number of workers; all ranks if there is no dedicated server.
         job: name of the job, the same on every rank.
-        restart: how often the launcher has restarted the job's ranks.
-        serving: number of ranks that only serve.
+        restart: number of restarts by the launcher.
+        serving: number of dedicated servers.
     """
 
     rank: int
@@ -97,16 +120,16 @@ class RankInfo:
 
     @property
     def ranks(self) -> int:
-        """Number of all ranks, those that only serve included."""
+        """Number of all ranks, dedicated servers included."""
         return self.world_size + self.serving
 
     @property
     def serves(self) -> bool:
-        """Whether this rank only serves."""
+        """True if this rank is a dedicated server."""
         return self.rank >= self.world_size
 
     def with_workers(self, workers: int | None) -> RankInfo:
-        """Return the place where only the first so many ranks train; None: all do."""
+        """Return the rank info with only the first so many ranks training; None: all."""
         if workers is None:
             return self
         return replace(self, world_size=workers, serving=self.ranks - workers)
@@ -119,7 +142,7 @@ def find_rank_info(
     world_size: int | None = None,
     job: str | None = None,
 ) -> RankInfo:
-    """Find this rank's place from arguments and, where they are missing, from the environment.
+    """Find this rank from arguments and, where they are missing, from the environment.
 
     Args:
         environment: the variables, such as `os.environ`.
@@ -136,7 +159,7 @@ def find_rank_info(
             "program with torchrun, srun or mpirun"
         )
     if rank is None or world_size is None:
-        rank, world_size = _launched_as(environment)
+        rank, world_size = _rank_from_launcher(environment)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in a world of {world_size} ranks (0 is the first)")
     if job is None:
@@ -146,7 +169,7 @@ def find_rank_info(
 
 
 def find_local_rank(environment: Mapping[str, str]) -> int:
-    """Return this rank's number among those of its node; 0 where the launcher does not say."""
+    """Return this rank's number on its node; 0 if the launcher does not say."""
     for name in _LOCAL_RANK_VARIABLES:
         if environment.get(name, "").isdigit():
             return int(environment[name])
@@ -154,8 +177,8 @@ def find_local_rank(environment: Mapping[str, str]) -> int:
 
 
 def find_local_size(environment: Mapping[str, str]) -> int:
-    """Return how many ranks are on this rank's node; 1 where the launcher does not say."""
-    for name in _LOCAL_SIZES:
+    """Return the number of ranks on this rank's node; 1 if the launcher does not say."""
+    for name in _LOCAL_SIZE_NAMES:
         if environment.get(name, "").isdigit():
             return max(1, int(environment[name]))
     return 1
@@ -199,7 +222,7 @@ def first_slurm_node(node_list: str) -> str:
     return match.group(1) + (match.group(2) or "") + (match.group(3) or "")
 
 
-def _launched_as(environment: Mapping[str, str]) -> tuple[int, int]:
+def _rank_from_launcher(environment: Mapping[str, str]) -> tuple[int, int]:
     for rank_name, world_name in _RANK_VARIABLES:
         if environment.get(rank_name) and environment.get(world_name):
             if rank_name == "SLURM_PROCID":
@@ -214,7 +237,8 @@ def _launched_as(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _check_started_by_srun(environment: Mapping[str, str], world_name: str) -> None:
-    """Batch scripts and interactive shells have the variables of a rank and are none."""
+    """Check that this is a rank: batch scripts and interactive shells have a rank's variables,
+    too."""
     is_step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID")
     knows_job = environment.get("SLURM_JOB_ID") and environment.get("SLURM_SUBMIT_DIR")
     if knows_job and not is_step and environment[world_name] != "1":
@@ -238,7 +262,7 @@ def _job_name(environment: Mapping[str, str]) -> str:
 def _is_on_one_node(environment: Mapping[str, str]) -> bool:
     return any(
         environment.get(local) and environment.get(local) == environment.get(world)
-        for local, world in _LOCAL_SIZE_VARIABLES
+        for local, world in _LOCAL_AND_WORLD_SIZE
     )
 
 

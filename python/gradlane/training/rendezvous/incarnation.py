@@ -1,13 +1,13 @@
-"""Which start of a job's ranks this is, as the processes that are there agree on it.
+"""Agreement of all ranks on the incarnation of their job: one start of its processes.
 
-What ranks leave in the rendezvous store must not be read by those of another start: a secret or an
-address of processes that have ended would lead nowhere. Launchers count restarts, but torchrun's
-count is one of each node: where a rank fails, the agent of its node counts a restart, and another
-node's agent, which starts its ranks again with it, may not; where a node joins, nobody counts. So
-rank 0 draws a name for the start and tells it to each process that asks. A process asks with a
-number that it has drawn itself, so that it knows an answer to itself from one to the process
-before it. Nobody goes on before all have heard the answer: a rank that does not come is named by
-rank 0, and in its words by all others.
+What ranks leave in the rendezvous store must not be read by a later start: the secret or address of
+a process that has ended leads nowhere. Launchers count restarts, but torchrun counts them on each
+node. Where a rank fails, the agent of its node counts a restart; another node's agent, which
+restarts its ranks as well, may not; and where a node joins, no agent counts. So rank 0 draws a name
+for the incarnation and sends it to each process that requests it. A request carries a number that
+the process has drawn itself, so a process recognizes replies to its predecessor. No rank goes on
+before all have acknowledged the reply: rank 0 names a missing rank, and all others raise the same
+error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.environment import RankInfo
 
 _PAUSE_LAST_S = 0.1
-_AFTER_RANK_0_S = 2.0
+_RANK_0_GRACE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -31,117 +31,122 @@ class Incarnation:
     """One start of all ranks.
 
     Attributes:
-        name: in keys of the store and in the job that connections are for.
-        generation: in every frame: rank 0's count of restarts.
+        name: part of store keys and of the job name of connections.
+        generation: rank 0's count of restarts, sent in every frame.
     """
 
     name: str
     generation: int
 
 
-_agreed: dict[RankInfo, Incarnation] = {}
-"""What the ranks of a job have agreed on, by this one's place."""
+_incarnations: dict[RankInfo, Incarnation] = {}
+"""The agreed incarnation, by this rank's info."""
 
 
-def incarnation_of(store: BoundedStore, place: RankInfo, timeout_s: float) -> Incarnation:
-    """Return which start this process is of; the first time it asks the others.
+def incarnation_of(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> Incarnation:
+    """Return the incarnation of this process; the first call asks the other ranks.
 
-    Args and errors: as `agree_on_incarnation`.
+    Args and errors: as for `agree_on_incarnation`.
     """
-    if place not in _agreed:
-        _agreed[place] = agree_on_incarnation(store, place, timeout_s)
-    return _agreed[place]
+    if rank_info not in _incarnations:
+        _incarnations[rank_info] = agree_on_incarnation(store, rank_info, timeout_s)
+    return _incarnations[rank_info]
 
 
-def agree_on_incarnation(store: BoundedStore, place: RankInfo, timeout_s: float) -> Incarnation:
-    """Find out which start this is; a collective call of all ranks, those that only serve too.
+def agree_on_incarnation(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> Incarnation:
+    """Agree on the incarnation; a collective call of all ranks, dedicated servers included.
 
     Args:
         store: the rendezvous store.
-        place: this rank's.
-        timeout_s: how long to wait for other ranks, in seconds.
+        rank_info: this rank's.
+        timeout_s: longest wait for other ranks, in seconds.
 
     Raises:
-        RendezvousError: a rank did not appear, or the store is gone or does not answer.
+        RendezvousError: a rank did not appear, or the store is gone or does not respond.
     """
-    if place.ranks == 1:
-        return Incarnation(str(place.restart), place.restart)
-    hall = store.under(f"gradlane/{place.job}/start")
-    if place.rank > 0:
-        return _ask(hall, place, timeout_s)
-    start = Incarnation(f"{place.restart}-{secrets.token_hex(4)}", place.restart)
-    _welcome(hall, place, start, timeout_s)
-    return start
+    if rank_info.ranks == 1:
+        return Incarnation(str(rank_info.restart), rank_info.restart)
+    store = store.with_prefix(f"gradlane/{rank_info.job}/start")
+    if rank_info.rank > 0:
+        return _request(store, rank_info, timeout_s)
+    incarnation = Incarnation(f"{rank_info.restart}-{secrets.token_hex(4)}", rank_info.restart)
+    _announce(store, rank_info, incarnation, timeout_s)
+    return incarnation
 
 
-def _welcome(hall: BoundedStore, place: RankInfo, start: Incarnation, timeout_s: float) -> None:
-    """Answer every rank, also one that comes again, until all have heard the answer."""
-    answered: dict[int, str] = {}
-    missing = list(range(1, place.ranks))
-    patience = SuspendAwareDeadline(timeout_s)
+def _announce(
+    store: BoundedStore, rank_info: RankInfo, incarnation: Incarnation, timeout_s: float
+) -> None:
+    """Reply to every rank, also to a restarted one, until all have acknowledged."""
+    replied: dict[int, str] = {}
+    missing = list(range(1, rank_info.ranks))
+    deadline = SuspendAwareDeadline(timeout_s)
     pause_s = 0.0005
     reason = ""
     while missing and not reason:
-        before = len(missing), len(answered)
+        before = len(missing), len(replied)
         for rank in list(missing):
-            asked = _read(hall, f"asked/{rank}", patience)
-            if asked is None:
+            request = _read_text(store, f"asked/{rank}", deadline)
+            if request is None:
                 continue
-            if answered.get(rank) != asked:
-                answered[rank] = asked
-                told = json.dumps([asked, start.name, start.generation])
-                hall.set(f"told/{rank}", told)
-            elif _read(hall, f"heard/{rank}", patience) == start.name:
+            if replied.get(rank) != request:
+                replied[rank] = request
+                reply = json.dumps([request, incarnation.name, incarnation.generation])
+                store.set(f"told/{rank}", reply)
+            elif _read_text(store, f"heard/{rank}", deadline) == incarnation.name:
                 missing.remove(rank)
-        if (len(missing), len(answered)) != before:
+        if (len(missing), len(replied)) != before:
             pause_s = 0.0005
-        elif patience.is_over(pause_s):
-            reason = _missed(place, missing, timeout_s)
+        elif deadline.is_over(pause_s):
+            reason = _timeout_text(rank_info, missing, timeout_s)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _PAUSE_LAST_S)
-    for rank, asked in answered.items():
-        hall.set(f"told/{rank}", json.dumps([asked, start.name, start.generation, reason]))
+    for rank, request in replied.items():
+        store.set(
+            f"told/{rank}", json.dumps([request, incarnation.name, incarnation.generation, reason])
+        )
     if reason:
-        there = set(answered).difference(missing)
+        there = set(replied).difference(missing)
         # The store may end with this process.
-        hall.wait_for({f"left/{start.name}/{rank}" for rank in there}, _AFTER_RANK_0_S)
+        store.wait_for({f"left/{incarnation.name}/{rank}" for rank in there}, _RANK_0_GRACE_S)
         raise RendezvousError(reason)
 
 
-def _ask(hall: BoundedStore, place: RankInfo, timeout_s: float) -> Incarnation:
-    own = secrets.token_hex(8)
-    hall.set(f"asked/{place.rank}", own)
-    patience = SuspendAwareDeadline(timeout_s)
+def _request(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> Incarnation:
+    own_request = secrets.token_hex(8)
+    store.set(f"asked/{rank_info.rank}", own_request)
+    deadline = SuspendAwareDeadline(timeout_s)
     pause_s = 0.0005
-    heard = ""
+    acknowledged = ""
     while True:
-        told = _read(hall, f"told/{place.rank}", patience)
-        asked, name, generation, *reason = json.loads(told) if told is not None else ("", "", 0)
-        if asked == own and name != heard:
-            hall.set(f"heard/{place.rank}", name)
-            heard = name
-            # Rank 0 began to wait for the others before it answered, and speaks first.
-            patience = SuspendAwareDeadline(timeout_s + _AFTER_RANK_0_S)
-        if asked == own and reason:
+        reply = _read_text(store, f"told/{rank_info.rank}", deadline)
+        request, name, generation, *reason = json.loads(reply) if reply is not None else ("", "", 0)
+        if request == own_request and name != acknowledged:
+            store.set(f"heard/{rank_info.rank}", name)
+            acknowledged = name
+            # Rank 0 began to wait before it replied, so it times out first.
+            deadline = SuspendAwareDeadline(timeout_s + _RANK_0_GRACE_S)
+        if request == own_request and reason:
             if reason[0]:
-                hall.set(f"left/{name}/{place.rank}", "")
+                store.set(f"left/{name}/{rank_info.rank}", "")
                 raise RendezvousError(reason[0])
             return Incarnation(name, generation)
-        if patience.is_over(pause_s):
-            raise RendezvousError(_missed(place, [0], patience.limit_s))
+        if deadline.is_over(pause_s):
+            raise RendezvousError(_timeout_text(rank_info, [0], deadline.limit_s))
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _PAUSE_LAST_S)
 
 
-def _read(hall: BoundedStore, key: str, patience: SuspendAwareDeadline) -> str | None:
-    value = hall.read(key, limit_s=patience.left_s)
+def _read_text(store: BoundedStore, key: str, deadline: SuspendAwareDeadline) -> str | None:
+    value = store.read(key, limit_s=deadline.remaining_s)
     return None if value is None else value.decode()
 
 
-def _missed(place: RankInfo, missing: list[int], timeout_s: float) -> str:
+def _timeout_text(rank_info: RankInfo, missing: list[int], timeout_s: float) -> str:
     named = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
     ranks = f"rank {named}" if len(missing) == 1 else f"ranks {named}"
     return (
-        f"rank {place.rank} waited {timeout_s:g} s for {ranks} of job {place.job!r}; is every rank "
+        f"rank {rank_info.rank} waited {timeout_s:g} s for {ranks} of job {rank_info.job!r}; is "
+        "every rank "
         "running, and does it call gradlane.init and prepare as often as the others, or serve?"
     )

@@ -1,8 +1,8 @@
-"""The comparison of all ranks' parameters every few steps: all of them, or a sample.
+"""The comparison of parameters across ranks every few steps: all of them, or a sample.
 
 With `check_every=K` ranks exchange one checksum a tensor through the rendezvous store. By default a
-digest of a sample rides on the votes that travel in every step anyway, and the store only names the
-tensor once it differs.
+digest of a sample travels with the rank status that every step sends anyway; the store only helps
+to name the tensor once digests differ.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 SAMPLE_EVERY = 100
-"""Steps from one sample to the next."""
+"""Steps between samples."""
 _SAMPLE_BYTES = 16_384
-"""Bytes of each tensor in a sample; the next sample takes those after them."""
+"""Bytes of each tensor in a sample; the next sample takes the bytes after them."""
 
 
-class AgreementCheck:
+class ParameterCheck:
     """Compares parameters across ranks."""
 
     def __init__(
-        self, meeting: RendezvousScope, trained: Sequence[TensorEntry], every: int | None
+        self, scope: RendezvousScope, trained: Sequence[TensorEntry], every: int | None
     ) -> None:
-        """Compare these tensors after every so many steps; 0: never; None: a sample of them."""
-        self._meeting = meeting
+        """Compare the given tensors every so many steps; 0: never; None: a sample of them."""
+        self._scope = scope
         self._trained = trained
         self._every = every or 0
-        self._samples = every is None and meeting.place.world_size > 1
+        self._samples = every is None and scope.rank_info.world_size > 1
 
     def is_due(self, step: int) -> bool:
-        """Whether the ranks compare after this step; they come together then."""
+        """Return whether the ranks compare after this step, which is then a collective call."""
         return self._every > 0 and step > 0 and step % self._every == 0
 
     def sample(self, step: int) -> int:
-        """Return a digest, of 24 bits, of a sample after a step; 0: none is due.
+        """Return a 24-bit digest of the sample after a step; 0: no sample is due.
 
         Every parameter must have its update.
         """
@@ -51,20 +51,20 @@ class AgreementCheck:
         checksums = json.dumps(self._sampled_checksums(step)).encode()
         return zlib.crc32(checksums) % ((1 << 24) - 1) + 1
 
-    def name_difference(self, step: int) -> str:
-        """Return which parameter differs in the sample after a step, if the store can tell.
+    def describe_difference(self, step: int) -> str:
+        """Return the name of a parameter that differs in the sample, if the store can tell.
 
-        Every rank calls it once the digests differ; parameters are still those of that step.
+        Every rank calls it once the digests differ, before parameters change again.
         """
-        place = self._meeting.place
+        rank_info = self._scope.rank_info
         own = self._sampled_checksums(step)
         with contextlib.suppress(GradlaneError):
-            self._meeting.put(f"samples/{step}/{place.rank}", json.dumps(own))
-            for other in range(place.world_size):
-                theirs = json.loads(self._meeting.get(f"samples/{step}/{other}", other))
-                for entry, mine, its in zip(self._trained, own, theirs, strict=True):
-                    if mine != its:
-                        return f" ({entry.name!r} on ranks {place.rank} and {other})"
+            self._scope.put(f"samples/{step}/{rank_info.rank}", json.dumps(own))
+            for other in range(rank_info.world_size):
+                theirs = json.loads(self._scope.get(f"samples/{step}/{other}", other))
+                for entry, mine, theirs_value in zip(self._trained, own, theirs, strict=True):
+                    if mine != theirs_value:
+                        return f" ({entry.name!r} on ranks {rank_info.rank} and {other})"
         return ""
 
     def _sampled_checksums(self, step: int) -> list[int]:
@@ -75,26 +75,26 @@ class AgreementCheck:
             ]
 
     def after_step(self, step: int) -> None:
-        """Compare after a step in which it is due; every parameter must have its update.
+        """Compare after a step in which a comparison is due; every parameter must have its update.
 
         Raises:
             SessionFailedError: a parameter differs between two ranks; the message names it.
         """
-        rank, world_size = self._meeting.place.rank, self._meeting.place.world_size
+        rank, world_size = self._scope.rank_info.rank, self._scope.rank_info.world_size
         own = self._checksums()
-        self._meeting.put(f"checksums/{step}/{rank}", json.dumps(own))
+        self._scope.put(f"checksums/{step}/{rank}", json.dumps(own))
         for other in range(world_size):
-            theirs = json.loads(self._meeting.get(f"checksums/{step}/{other}", other))
-            for entry, mine, its in zip(self._trained, own, theirs, strict=True):
-                if mine != its:
+            theirs = json.loads(self._scope.get(f"checksums/{step}/{other}", other))
+            for entry, mine, theirs_value in zip(self._trained, own, theirs, strict=True):
+                if mine != theirs_value:
                     raise SessionFailedError(
                         f"parameter {entry.name!r} differs between rank {rank} and rank {other} "
                         f"after step {step}: the optimizer or the hardware of the two does not "
                         "give the same bits",
                         step,
                     )
-        # Everybody has read the keys before these: nobody comes here before all were there.
-        self._meeting.drop(f"checksums/{step - self._every}/{rank}")
+        # All ranks have read the previous keys: they reached this comparison after them.
+        self._scope.delete(f"checksums/{step - self._every}/{rank}")
 
     def _checksums(self) -> list[int]:
         with torch.no_grad():
@@ -102,7 +102,7 @@ class AgreementCheck:
 
 
 def _window(values: Tensor, step: int) -> Tensor:
-    """Return some of a tensor's elements, others at each sample."""
+    """Return the elements of a tensor that a step samples."""
     count = max(1, _SAMPLE_BYTES // values.element_size())
     start = step // SAMPLE_EVERY * count % max(1, values.numel())
     return values[start : start + count]

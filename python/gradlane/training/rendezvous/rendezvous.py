@@ -1,9 +1,9 @@
-"""How ranks find each other and agree before the first byte of training: through the c10d store.
+"""Agreement of all ranks before the first byte of training, through the c10d store.
 
-Everything is a key under `gradlane/{job}/{start}/{channel}`, so restarts and models never meet in
-one key. A rank that waits for a key names the rank that has not written it. Until the ranks are
-connected, the first one that cannot go on leaves its reason there, which all others raise as well:
-rank 0 stays for a moment so that they can read it, since the store may end with its process.
+Every key is under `gradlane/{job}/{incarnation}/{channel}`, so restarts and models never share
+keys. A rank that waits for a key names the rank that has not written it. Until the ranks are
+connected, the first rank that cannot go on stores its reason, which all others raise as well. Rank
+0 then stays for a moment so that the others can read it, since the store may end with its process.
 """
 
 from __future__ import annotations
@@ -29,37 +29,34 @@ from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.environment import RankInfo, find_store_address
 from gradlane.training.rendezvous.incarnation import Incarnation
 
-_PRIVATE = b"private"
-"""In place of a secret: every rank must have it from `GRADLANE_SECRET`."""
+_OWN_SECRET = b"private"
+"""Stored in place of a secret that every rank has from `GRADLANE_SECRET`."""
 _SECRET_BYTES = 32
-_LAST_WORDS = ("ending/", "metrics/")
+_CLOSING_KEYS = ("ending/", "metrics/")
 """Keys that rank 0 reads when all ranks have said goodbye."""
-_OF_CHECKPOINTS = "checkpoint/"
-"""Keys that are read while the last checkpoint is still written, and removed by who reads them."""
-_REASON = "reason"
-"""The key of why the ranks of a meeting are not connected: the first reason that any rank gave."""
-_LISTEN_S = 0.25
-"""How often a rank that connects looks for the reason of one that gave up."""
+_CHECKPOINT_KEYS = "checkpoint/"
+"""Keys of a checkpoint that may still be being written; their reader deletes them."""
+_ABORT_KEY = "reason"
+"""The key with the first reason why the ranks of a scope are not connected."""
+_ABORT_POLL_S = 0.25
+"""Interval at which a connecting rank polls for another rank's abort."""
 _PROBE_S = 0.5
 _REPORT_S = 2.0
-"""How long a rank that gives up waits for the store to take its reason, and rank 0 for the others
-to read it."""
-_CAUSE_S = 2 * _REPORT_S
-"""Seconds that a rank waits for the reason of a rank that it has lost while the ranks connect."""
+"""Longest time that an aborting rank waits for the store, and rank 0 for its readers."""
 
 
 def open_store(
-    place: RankInfo, environment: Mapping[str, str], timeout_s: float, answer_limit_s: float
+    rank_info: RankInfo, environment: Mapping[str, str], timeout_s: float, store_timeout_s: float
 ) -> BoundedStore:
-    """Return torch.distributed's default store, or else open the one that torchrun would use.
+    """Return torch.distributed's default store, or open the one that torchrun would use.
 
     Rank 0 hosts it, unless torchrun's agent does.
 
     Args:
-        place: this rank's.
+        rank_info: this rank.
         environment: the launcher's variables.
-        timeout_s: seconds that connecting may take.
-        answer_limit_s: seconds that each answer may take afterwards.
+        timeout_s: longest time to connect, in seconds.
+        store_timeout_s: longest response time afterwards, in seconds.
 
     Raises:
         ValueError: the environment names no host.
@@ -67,28 +64,30 @@ def open_store(
     """
     import torch.distributed as dist
 
-    by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    keeper = (
-        "which the launcher's agent on rank 0's host keeps" if by_agent else "which rank 0 keeps"
+    agent_hosts_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    host_text = (
+        "which the launcher's agent on rank 0's host keeps"
+        if agent_hosts_store
+        else "which rank 0 keeps"
     )
     if dist.is_available() and dist.is_initialized():
         from torch.distributed import distributed_c10d
 
         store = distributed_c10d._get_default_store()
-        return bounded_store(store, place, environment, answer_limit_s, keeper)
-    if place.ranks == 1:
-        return bounded_store(HashStore(), place, environment, answer_limit_s)
+        return wrap_store(store, rank_info, environment, store_timeout_s, host_text)
+    if rank_info.ranks == 1:
+        return wrap_store(HashStore(), rank_info, environment, store_timeout_s)
     host, port = find_store_address(environment)
     at = addresses.endpoint(host, port)
-    is_keeper = place.rank == 0 and not by_agent
-    bounded = BoundedStore(place.rank, f"at {at}, {keeper}", answer_limit_s)
+    is_host = rank_info.rank == 0 and not agent_hosts_store
+    bounded = BoundedStore(rank_info.rank, f"at {at}, {host_text}", store_timeout_s)
     try:
         opened = bounded.connect(
             lambda: TCPStore(
                 host,
                 port,
-                place.ranks,
-                is_master=is_keeper,
+                rank_info.ranks,
+                is_master=is_host,
                 timeout=datetime.timedelta(seconds=timeout_s),
                 wait_for_workers=False,
                 multi_tenant=True,
@@ -96,7 +95,7 @@ def open_store(
             timeout_s,
         )
     except (RuntimeError, TimeoutError) as error:
-        if is_keeper:
+        if is_host:
             raise RendezvousError(
                 f"rank 0 cannot open the rendezvous store at {at}: {_first_line(error)}; "
                 "MASTER_ADDR must be an address of rank 0's host, and MASTER_PORT a free port there"
@@ -106,43 +105,44 @@ def open_store(
         reason = f"no answer in {timeout_s:g} s"
     if opened is None:
         raise RendezvousError(
-            f"rank {place.rank} cannot reach the rendezvous store at {at}, {keeper}: {reason}; "
+            f"rank {rank_info.rank} cannot reach the rendezvous store at {at}, {host_text}: "
+            f"{reason}; "
             f"{_listener_at(host, port)}; check MASTER_ADDR and MASTER_PORT, and that rank 0 is "
             "running"
         )
     return bounded
 
 
-def answer_limit_s(options: Options) -> float:
-    """Return how many seconds the store may take for an answer.
+def store_timeout_s(options: Options) -> float:
+    """Return the longest response time of the store, in seconds.
 
-    A little longer than a rank may be silent: the channel names the rank whose host is gone.
+    It exceeds the silence timeout a little, so that the channel names the rank whose host is gone.
     """
     return 1.25 * options.network.silence_timeout_s + 1.0
 
 
-def bounded_store(
+def wrap_store(
     store: Store,
-    place: RankInfo,
+    rank_info: RankInfo,
     environment: Mapping[str, str],
-    answer_limit_s: float,
-    keeper: str = "which rank 0 or its launcher keeps",
+    store_timeout_s: float,
+    host_text: str = "which rank 0 or its launcher keeps",
 ) -> BoundedStore:
-    """Return a store that is open with calls that end.
+    """Wrap an open store so that its calls time out.
 
     Args:
         store: of any kind.
-        place: this rank's.
+        rank_info: this rank.
         environment: the launcher's variables.
-        answer_limit_s: seconds that each answer may take.
-        keeper: the process that the store ends with, for errors.
+        store_timeout_s: longest response time, in seconds.
+        host_text: the process that hosts the store, for errors.
     """
     at = addresses.endpoint(*store_address(store, environment))
-    return BoundedStore.wrapping(store, place.rank, f"at {at}, {keeper}", answer_limit_s)
+    return BoundedStore.wrapping(store, rank_info.rank, f"at {at}, {host_text}", store_timeout_s)
 
 
 def _listener_at(host: str, port: int) -> str:
-    """Say in one clause whether a process listens at an address."""
+    """Describe in one clause what listens at an address."""
     try:
         socket.create_connection((host, port), timeout=_PROBE_S).close()
     except ConnectionRefusedError:
@@ -157,7 +157,7 @@ def _first_line(error: Exception) -> str:
 
 
 def store_address(store: Store, environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return host and port of a store, as well as they are known; loopback when they are not."""
+    """Return host and port of a store; loopback if they are unknown."""
     inner: Any = store
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
@@ -171,51 +171,52 @@ def store_address(store: Store, environment: Mapping[str, str]) -> tuple[str, in
 
 
 class RendezvousScope:
-    """One place in the store where all ranks agree on one channel."""
+    """The keys of one channel in the store, through which all ranks agree on it."""
 
     def __init__(
         self,
         store: BoundedStore,
-        place: RankInfo,
+        rank_info: RankInfo,
         channel: int | str,
         timeout_s: float,
-        start: Incarnation | None = None,
-        look: Callable[[], object] | None = None,
+        incarnation: Incarnation | None = None,
+        on_poll: Callable[[], object] | None = None,
     ) -> None:
-        """Take part in a meeting.
+        """Open the scope.
 
         Args:
             store: the rendezvous store.
-            place: this rank's place.
+            rank_info: this rank.
             channel: number of the channel, the same on every rank; or another name.
-            timeout_s: how long to wait for other ranks, in seconds, for each question.
-            start: as all ranks agreed; None: the launcher's count.
-            look: called while waiting; raises when the session has failed.
+            timeout_s: longest wait for other ranks for each key, in seconds.
+            incarnation: as all ranks agreed; None: the launcher's count.
+            on_poll: called while waiting; raises when the session has failed.
         """
-        start = start or Incarnation(str(place.restart), place.restart)
-        self.place = place
-        self.start = start
+        incarnation = incarnation or Incarnation(str(rank_info.restart), rank_info.restart)
+        self.rank_info = rank_info
+        self.incarnation = incarnation
         self.channel = channel
-        self.name = f"{place.job}/{start.name}/{channel}"
-        self.generation = start.generation
-        self._store = store.under(f"gradlane/{self.name}")
+        self.name = f"{rank_info.job}/{incarnation.name}/{channel}"
+        self.generation = incarnation.generation
+        self._store = store.with_prefix(f"gradlane/{self.name}")
         self._timeout_s = timeout_s
         self._written: set[str] = set()
-        self.look = look
+        self.on_poll = on_poll
         """Called while waiting; raises when the session has failed."""
         self.is_connected = False
-        """Whether the channel that the ranks met for is open on all of them."""
-        self.has_left = False
-        """Whether nothing more is said here."""
+        """True once the scope's channel is open on all ranks."""
+        self.has_deleted_keys = False
+        """True once this rank has deleted its keys."""
         self.has_refused = False
-        """Whether this rank has told the others in `agree` that it cannot take part."""
-        self._told: str | None = None
-        """Why the ranks are not connected, once this one has read it."""
+        """True once this rank has told the others in `agree` that it cannot take part."""
+        self._abort_reason: str | None = None
+        """Why the ranks are not connected, once this rank knows."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the others may wait here for this rank, and hear of it in no other way."""
-        return not (self.is_connected or self.has_left or self.has_refused)
+        """True if the others may wait here for this rank and have no other way to learn of its
+        failure."""
+        return not (self.is_connected or self.has_deleted_keys or self.has_refused)
 
     def put(self, key: str, value: bytes | str) -> None:
         """Write a key.
@@ -223,26 +224,26 @@ class RendezvousScope:
         Raises:
             RendezvousError: the store is gone or does not answer.
         """
-        self._store.set(key, value, look=self.look)
+        self._store.set(key, value, on_poll=self.on_poll)
         self._written.add(key)
 
-    def connected(self, timeout_s: float, look: Callable[[], object]) -> None:
-        """Note that the ranks are connected: who is waited for from now on may be at other work.
+    def mark_connected(self, timeout_s: float, on_poll: Callable[[], object]) -> None:
+        """Record that the ranks are connected: waits now raise `ProgressTimeoutError`.
 
         Args:
-            timeout_s: how long to wait for a rank then, in seconds: the progress timeout.
-            look: called while waiting; raises when the session has failed.
+            timeout_s: longest wait for a rank from now on, in seconds: the progress timeout.
+            on_poll: called while waiting; raises when the session has failed.
         """
         self._timeout_s = timeout_s
-        self.look = look
+        self.on_poll = on_poll
         self.is_connected = True
 
-    def parted(self) -> None:
-        """Note that the channel was closed in good order."""
-        self.look = None
+    def mark_closed(self) -> None:
+        """Record that the channel was closed in good order."""
+        self.on_poll = None
 
     def get(self, key: str, rank: int) -> bytes:
-        """Read a key that a rank writes, waiting for it.
+        """Wait for a key that a rank writes, and return its value.
 
         Raises:
             RendezvousError: the key did not appear in time, another rank gave up, or the store is
@@ -253,158 +254,145 @@ class RendezvousScope:
         return self.get_all({rank: key})[0]
 
     def get_all(self, keys: Mapping[int, str], extra_s: float = 0.0) -> list[bytes]:
-        """Read a key of each of some ranks, waiting for all; as `get`, with one limit for all.
+        """Wait for one key of each given rank, with one time limit for all; errors as for `get`.
 
         Args:
             keys: by rank.
-            extra_s: seconds that are waited beyond the meeting's limit.
+            extra_s: seconds beyond the scope's limit.
         """
-        # Rank 0 waits for the others as well, and its reason is better than one that blames it.
-        if self.place.rank > 0 and 0 in keys and not self.is_connected:
+        # Rank 0 waits for the others as well, and its reason names the right rank.
+        if self.rank_info.rank > 0 and 0 in keys and not self.is_connected:
             extra_s += 1.0 + self._timeout_s / 4
-        patience = SuspendAwareDeadline(self._timeout_s + extra_s)
-        return [self._get(key, rank, patience) for rank, key in keys.items()]
+        deadline = SuspendAwareDeadline(self._timeout_s + extra_s)
+        return [self._get(key, rank, deadline) for rank, key in keys.items()]
 
-    def _get(self, key: str, rank: int, patience: SuspendAwareDeadline) -> bytes:
-        # Asking again and again lets Ctrl-C through, which a wait inside the store does not.
+    def _get(self, key: str, rank: int, deadline: SuspendAwareDeadline) -> bytes:
+        # Polling lets Ctrl-C through, which a wait inside the store does not.
         pause_s = 0.001
-        keys = (key,) if self.is_connected else (key, _REASON)
+        keys = (key,) if self.is_connected else (key, _ABORT_KEY)
         while True:
-            found = self._store.first_of(*keys, limit_s=patience.left_s, look=self.look)
+            found = self._store.read_first(
+                *keys, limit_s=deadline.remaining_s, on_poll=self.on_poll
+            )
             if found is not None and found[0] == key:
                 return found[1]
             if found is not None:
-                raise self._heard(found[1].decode())
-            if patience.is_over(pause_s):
-                raise self._too_late(key, rank, patience.limit_s)
-            if self.look is not None:
-                self.look()
+                raise self._acknowledge_abort(found[1].decode())
+            if deadline.is_over(pause_s):
+                raise self._timeout_error(key, rank, deadline.limit_s)
+            if self.on_poll is not None:
+                self.on_poll()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
 
-    def _too_late(self, key: str, rank: int, waited_s: float) -> GradlaneError:
+    def _timeout_error(self, key: str, rank: int, waited_s: float) -> GradlaneError:
         waited = (
-            f"rank {self.place.rank} waited {waited_s:g} s for rank {rank} ({key} of {self.name})"
+            f"rank {self.rank_info.rank} waited {waited_s:g} s for rank {rank} ({key} of "
+            f"{self.name})"
         )
         if not self.is_connected:
             calls = "gradlane.init and prepare as often as the others"
-            if rank >= self.place.world_size > 0:
+            if rank >= self.rank_info.world_size > 0:
                 calls = "session.serve(), or runs it `gradlane serve`"
-            return self.give_up(f"{waited}; is it running, and does it call {calls}?", [rank])
+            return self.abort(f"{waited}; is it running, and does it call {calls}?", [rank])
         return ProgressTimeoutError(
             f"{waited}, which is connected and does not take part; if it evaluates, saves or loads "
             "for longer than that, give all ranks a larger progress_timeout_s"
         )
 
-    def give_up(self, reason: str, missing: Iterable[int] = ()) -> RendezvousError:
+    def abort(self, reason: str, missing: Iterable[int] = ()) -> RendezvousError:
         """Tell all ranks why they will not be connected; return the error that all of them raise.
 
         Args:
-            reason: the sentence; where another rank was first, all raise that one's.
-            missing: ranks that nobody hears anything of.
+            reason: a sentence; if another rank was first, all raise its reason.
+            missing: ranks that will not read the reason.
         """
-        if self._told is not None:
-            return RendezvousError(self._told)
-        word = json.dumps({"reason": reason, "missing": sorted(missing)})
-        return self._claim_reason(word)
-
-    def give_up_on_loss(self, reason: str) -> RendezvousError:
-        """Give up since a connected rank was lost: that rank may be about to tell its reason.
-
-        A rank that cannot connect to another drops its connections before it has found out whether
-        the rank or the link is to blame.
-
-        Args:
-            reason: the sentence, for a rank that says nothing itself.
-        """
-        if self._told is None:
-            with contextlib.suppress(StoreLostError):
-                self._store.wait_for({_REASON}, _CAUSE_S)
-        return self.give_up(reason)
-
-    def _claim_reason(self, word: str) -> RendezvousError:
-        # A store that is gone cannot tell anybody anything.
+        if self._abort_reason is not None:
+            return RendezvousError(self._abort_reason)
+        record = json.dumps({"reason": reason, "missing": sorted(missing)})
+        # A store that is gone cannot carry the reason.
         with contextlib.suppress(StoreLostError):
-            word = self._store.claim(_REASON, word, limit_s=_REPORT_S)
-        return self._heard(word)
+            record = self._store.set_if_absent(_ABORT_KEY, record, limit_s=_REPORT_S)
+        return self._acknowledge_abort(record)
 
-    def give_up_on(self, missing: int, reason: str) -> RendezvousError:
-        """Give up since a rank cannot be connected to: name it, or the link to it.
+    def abort_unreachable(self, missing: int, reason: str) -> RendezvousError:
+        """Abort since a rank is unreachable: blame it, or the link to it.
 
         Args:
             missing: the rank.
-            reason: the sentence, for a rank that says nothing itself.
+            reason: a sentence, for a rank that does not report itself.
         """
-        own = self.place.rank
-        if self._told is not None:
-            return RendezvousError(self._told)
+        own = self.rank_info.rank
+        if self._abort_reason is not None:
+            return RendezvousError(self._abort_reason)
         try:
             self.put(f"unconnected/{own}", "")
-            # A rank that is alive and misses this one says so at about the same time.
+            # A live rank that misses this one reports it at about the same time.
             self._store.wait_for({f"unconnected/{missing}"}, _REPORT_S)
             is_alive = self._store.read(f"unconnected/{missing}") is not None
         except StoreLostError as error:
-            # Its host is what all ranks miss, whatever else this one does.
+            # All ranks lose the store's host, so its loss is the cause.
             return error
         if not is_alive:
-            return self.give_up(reason, [missing])
+            return self.abort(reason, [missing])
         first, second = sorted((own, missing))
-        return self.give_up(
+        return self.abort(
             f"the link between rank {first} and rank {second} is cut: both run and reach the "
             f"rendezvous store, and could not connect to each other ({reason}); check routes and "
             "firewalls between their hosts, or give Network(interface=...) or advertise="
         )
 
-    def wait_until_opened(self, look: Callable[[], object]) -> None:
-        """Say that the channel is open here, and wait until it is on all ranks.
+    def wait_until_opened(self, on_poll: Callable[[], object]) -> None:
+        """Report that the channel is open here, and wait until it is open on all ranks.
 
         Args:
-            look: called while waiting; raises when the channel has failed.
+            on_poll: called while waiting; raises when the channel has failed.
 
         Raises:
             RendezvousError: it is not opened on a rank.
         """
-        keys = {rank: f"opened/{rank}" for rank in range(self.place.ranks)}
-        self._store.set(keys[self.place.rank], "", look=look)
-        before, self.look = self.look, look
+        keys = {rank: f"opened/{rank}" for rank in range(self.rank_info.ranks)}
+        self._store.set(keys[self.rank_info.rank], "", on_poll=on_poll)
+        before, self.on_poll = self.on_poll, on_poll
         # Connecting may take a rank as long as waiting for its address did.
         extra_s = 1.0 + self._timeout_s / 4
         try:
             self.get_all(keys, extra_s)
         finally:
-            self.look = before
+            self.on_poll = before
         # Ranks that share a node may leave before all others have read: the last reader cleans up.
-        if self._store.count("opened", look=look) == self.place.ranks:
+        if self._store.increment("opened", on_poll=on_poll) == self.rank_info.ranks:
             for key in ("opened", *keys.values()):
-                self._store.forget(key)
+                self._store.delete(key)
 
-    def _heard(self, word: str) -> RendezvousError:
-        """Return the error of a reason, once rank 0 knows that the others have read it, too."""
-        told = json.loads(word)
+    def _acknowledge_abort(self, record: str) -> RendezvousError:
+        """Return the error of an abort; rank 0 first waits until the others have read it."""
+        abort_record = json.loads(record)
         with contextlib.suppress(StoreLostError):
-            self._store.set(f"heard/{self.place.rank}", "")
-            if self.place.rank == 0:
-                others = set(range(1, self.place.ranks)).difference(told["missing"])
+            self._store.set(f"heard/{self.rank_info.rank}", "")
+            if self.rank_info.rank == 0:
+                others = set(range(1, self.rank_info.ranks)).difference(abort_record["missing"])
                 self._store.wait_for({f"heard/{rank}" for rank in others}, _REPORT_S)
-        self._told = str(told["reason"])
-        return RendezvousError(self._told)
+        self._abort_reason = str(abort_record["reason"])
+        return RendezvousError(self._abort_reason)
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Read meanwhile why another rank gives up: the store may have ended with it afterwards."""
+    def watching_for_abort(self) -> Iterator[None]:
+        """Read another rank's abort meanwhile: the store may have ended with that rank
+        afterwards."""
         done = threading.Event()
 
-        def look() -> None:
+        def on_poll() -> None:
             if done.is_set():
-                raise RendezvousError("nobody listens any more")
+                raise RendezvousError("the watch for an abort has ended")
 
         def listen() -> None:
-            # Whoever gives up here asks the store again, and says what becomes of it.
+            # An abort of this rank uses the store again and reports its loss.
             with contextlib.suppress(RendezvousError):
-                while not done.wait(_LISTEN_S):
-                    word = self._store.read(_REASON, look=look)
-                    if word is not None:
-                        self._heard(word.decode())
+                while not done.wait(_ABORT_POLL_S):
+                    record = self._store.read(_ABORT_KEY, on_poll=on_poll)
+                    if record is not None:
+                        self._acknowledge_abort(record.decode())
                         return
 
         thread = threading.Thread(target=listen, name="gradlane-listen", daemon=True)
@@ -416,16 +404,16 @@ class RendezvousScope:
             thread.join()
 
     def peek(self, key: str) -> bytes | None:
-        """Read a key that should be there, without waiting for it; None if it is not.
+        """Return the value of a key without waiting; None if it is not there.
 
         Raises:
             RendezvousError: the store is gone or does not answer.
             SessionFailedError: the session has failed.
         """
-        return self._store.read(key, look=self.look)
+        return self._store.read(key, on_poll=self.on_poll)
 
     def agree(self, table: dict[str, Any]) -> None:
-        """Compare this rank's table with rank 0's, and learn what every other rank found.
+        """Compare this rank's table with rank 0's, and raise the first difference on all ranks.
 
         Args:
             table: JSON-serializable; `{"options": {...}, "tensors": [{...}, ...]}`.
@@ -434,7 +422,7 @@ class RendezvousScope:
             RanksDifferError: some rank's table is another one; the same text on every rank.
             RendezvousError: a rank did not appear.
         """
-        rank, world_size = self.place.rank, self.place.world_size
+        rank, world_size = self.rank_info.rank, self.rank_info.world_size
         if rank == 0:
             self.put("table", json.dumps(table))
             verdicts = self.get_all({other: f"verdict/{other}" for other in range(1, world_size)})
@@ -452,35 +440,35 @@ class RendezvousScope:
     def refuse(self, reason: str) -> None:
         """Tell all ranks in `agree` that this rank cannot take part."""
         self.has_refused = True
-        verdict = f"rank {self.place.rank} cannot take part: {reason}"
-        if self.place.rank == 0:
+        verdict = f"rank {self.rank_info.rank} cannot take part: {reason}"
+        if self.rank_info.rank == 0:
             self.put("table", json.dumps({"refused": True}))
             self.put("verdict", verdict)
         else:
-            self.put(f"verdict/{self.place.rank}", verdict)
+            self.put(f"verdict/{self.rank_info.rank}", verdict)
 
     def secret(self, own: str | None) -> bytes:
-        """Return the secret that connections are keyed with.
+        """Return the secret that keys the connections.
 
         Args:
-            own: the user's own, or None for one that rank 0 draws and writes into the store.
+            own: the user's; None: rank 0 draws one and writes it into the store.
 
         Raises:
-            RanksDifferError: some ranks have a secret of their own and this one has none.
+            RanksDifferError: rank 0 has a secret from the user and this rank has none.
         """
-        if self.place.rank == 0:
+        if self.rank_info.rank == 0:
             drawn = secrets.token_hex(_SECRET_BYTES).encode()
-            self.put("secret", _PRIVATE if own else drawn)
+            self.put("secret", _OWN_SECRET if own else drawn)
             return own.encode() if own else drawn
         published = self.get("secret", 0)
         if own:
             return own.encode()
-        if published == _PRIVATE:
+        if published == _OWN_SECRET:
             reason = (
-                f"rank 0 has a secret of its own and rank {self.place.rank} has none: "
-                "set GRADLANE_SECRET, or Network(secret=...), on every rank"
+                f"rank 0 has a secret of its own and rank {self.rank_info.rank} has none: "
+                "set GRADLANE_SECRET, or secret=, on every rank"
             )
-            self.give_up(reason)
+            self.abort(reason)
             raise RanksDifferError(reason)
         return published
 
@@ -492,7 +480,7 @@ class RendezvousScope:
         Args:
             host: this rank's.
             port: this rank's.
-            ranks: those that take part, in the order of the answer; None: all.
+            ranks: of the channel, in the order of the result; None: all.
 
         Raises:
             RendezvousError: a rank did not appear, or published what cannot be reached from here.
@@ -500,53 +488,53 @@ class RendezvousScope:
         """
         node = node_name()
         own = {"host": host, "port": port, "node": node}
-        self.put(f"address/{self.place.rank}", json.dumps(own))
+        self.put(f"address/{self.rank_info.rank}", json.dumps(own))
         peers = []
-        everyone = range(self.place.world_size) if ranks is None else ranks
-        told = self.get_all({rank: f"address/{rank}" for rank in everyone})
-        for rank, peer in zip(everyone, map(json.loads, told), strict=True):
+        everyone = range(self.rank_info.world_size) if ranks is None else ranks
+        published = self.get_all({rank: f"address/{rank}" for rank in everyone})
+        for rank, peer in zip(everyone, map(json.loads, published), strict=True):
             if "refused" in peer:
                 raise RanksDifferError(f"rank {rank} cannot serve: {peer['refused']}")
             if addresses.is_loopback(peer["host"]) and peer["node"] != node:
-                raise self.give_up(
+                raise self.abort(
                     f"rank {rank} on {peer['node']} advertises {peer['host']}, which rank "
-                    f"{self.place.rank} on {node} cannot reach: give Network(interface=...) or "
-                    "advertise=, or set GRADLANE_INTERFACE"
+                    f"{self.rank_info.rank} on {node} cannot reach: give interface= or advertise=, "
+                    "or set GRADLANE_INTERFACE"
                 )
             try:
                 peers.append(addresses.endpoint(addresses.resolve(peer["host"]), peer["port"]))
             except OSError as error:
-                raise self.give_up(
+                raise self.abort(
                     f"the address {peer['host']!r} of rank {rank} is unknown on rank "
-                    f"{self.place.rank}: {error}"
+                    f"{self.rank_info.rank}: {error}"
                 ) from error
         return peers
 
-    def drop(self, key: str) -> None:
-        """Remove a key that nobody reads any more, where the store can."""
+    def delete(self, key: str) -> None:
+        """Delete a key that no rank reads any more, if the store supports it."""
         self._written.discard(key)
-        self._store.forget(key)
+        self._store.delete(key)
 
-    def leave(self) -> None:
-        """Remove the keys of this meeting, once every rank has said goodbye.
+    def delete_keys(self) -> None:
+        """Delete this rank's keys, once every rank has said goodbye.
 
-        A store lives as long as its job, and a program may open sessions again and again.
+        A store lives as long as its job, and a program may open many sessions.
         """
-        rank, world_size = self.place.rank, self.place.world_size
+        rank, world_size = self.rank_info.rank, self.rank_info.world_size
         for key in sorted(self._written):
-            last = rank > 0 and key.startswith(_LAST_WORDS)
-            if not last and not key.startswith(_OF_CHECKPOINTS):
-                self.drop(key)
+            last = rank > 0 and key.startswith(_CLOSING_KEYS)
+            if not last and not key.startswith(_CHECKPOINT_KEYS):
+                self.delete(key)
         if rank == 0:
-            for word in _LAST_WORDS:
+            for prefix in _CLOSING_KEYS:
                 for other in range(1, world_size):
-                    self.drop(f"{word}{other}")
-        self._store.settle()
-        self.has_left = True
+                    self.delete(f"{prefix}{other}")
+        self._store.drain()
+        self.has_deleted_keys = True
 
 
 def first_difference(first: dict[str, Any], own: dict[str, Any], rank: int) -> str:
-    """Say in one sentence where a rank's table differs from rank 0's; empty when it does not."""
+    """Describe in one sentence the first difference from rank 0's table; empty if there is none."""
     for name, value in first["options"].items():
         if own["options"].get(name) != value:
             return f"rank 0 has {name}={value!r}, rank {rank} has {own['options'].get(name)!r}"

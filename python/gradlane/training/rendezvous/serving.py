@@ -1,9 +1,8 @@
-"""Ranks that only serve: rank 0 tells them which channels there are, and they serve these.
+"""Dedicated servers: ranks that own slices of the channels that rank 0 announces, and do not train.
 
-A rank that serves has no model and needs none. Rank 0 leaves an invitation in the store for each
-channel that the ranks that train open, with the tensor table and all settings; whoever serves makes
-the plan of it, listens, and is part of the channel as soon as all are connected. That all have the
-same plan is checked in the core's handshake, as between ranks that train.
+A dedicated server has no model. Rank 0 announces each channel of the workers in the store, with the
+tensor table and all settings. A server builds the plan from the announcement, listens, and joins
+the channel. The core's handshake checks that all ranks have the same plan, as between workers.
 """
 
 from __future__ import annotations
@@ -27,88 +26,91 @@ from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.incarnation import incarnation_of
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
-_FOREVER_S = 1e9
-"""No time limit: who serves waits for the ranks that train, whose ends it hears of."""
+_NO_LIMIT_S = 1e9
+"""No time limit: a server waits for the workers, whose ends the channel reports."""
 _TICK_S = 0.1
 
 _sessions: dict[tuple[str, int, int], int] = {}
-"""Sessions with ranks that serve, so far, by (job, restart, rank)."""
+"""Number of sessions with dedicated servers so far, by (job, restart, rank)."""
 
 
 class ServerRegistry:
-    """The place in the store where a session's invitations are left; on every rank alike."""
+    """The scope in which a session's channels are announced; the same on every rank."""
 
-    def __init__(self, store: BoundedStore, place: RankInfo, timeout_s: float) -> None:
-        """Count the session; nobody is waited for yet.
+    def __init__(self, store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> None:
+        """Count the session, without waiting for other ranks.
 
         Args:
             store: the rendezvous store.
-            place: this rank's.
-            timeout_s: how long to wait for other ranks, in seconds, for each question.
+            rank_info: this rank.
+            timeout_s: longest wait for other ranks for each key, in seconds.
         """
-        key = (place.job, place.restart, place.rank)
+        key = (rank_info.job, rank_info.restart, rank_info.rank)
         self._number = _sessions.get(key, 0)
         _sessions[key] = self._number + 1
         self._store = store
         self._timeout_s = timeout_s
-        self._meeting: RendezvousScope | None = None
-        self.place = place
+        self._scope: RendezvousScope | None = None
+        self.rank_info = rank_info
 
     @property
-    def meeting(self) -> RendezvousScope:
-        """The place itself; the first time all ranks of the job come together.
+    def scope(self) -> RendezvousScope:
+        """The scope; its first use is a collective call of all ranks of the job.
 
         Raises:
             RendezvousError: they do not, or the store is gone.
         """
-        if self._meeting is None:
-            start, number = incarnation_of(self._store, self.place, self._timeout_s), self._number
-            self._meeting = RendezvousScope(
-                self._store, self.place, f"serving/{number}", self._timeout_s, start
+        if self._scope is None:
+            incarnation, number = (
+                incarnation_of(self._store, self.rank_info, self._timeout_s),
+                self._number,
             )
-        return self._meeting
+            self._scope = RendezvousScope(
+                self._store, self.rank_info, f"serving/{number}", self._timeout_s, incarnation
+            )
+        return self._scope
 
 
-def decline(meeting: RendezvousScope, why: str) -> None:
-    """Tell all ranks of a channel, in place of an address, that this one cannot serve it."""
-    meeting.put(f"address/{meeting.place.rank}", json.dumps({"refused": why}))
+def refuse_to_serve(scope: RendezvousScope, reason: str) -> None:
+    """Publish, in place of an address, that this rank cannot serve a channel."""
+    scope.put(f"address/{scope.rank_info.rank}", json.dumps({"refused": reason}))
 
 
-def check_codecs_served(choices: Sequence[CodecChoice], place: RankInfo) -> None:
-    """Check that ranks that only serve can add up what travels in these codecs.
+def check_codecs_served(choices: Sequence[CodecChoice], rank_info: RankInfo) -> None:
+    """Check that dedicated servers can add up tensors in these codecs.
 
     Raises:
-        ValueError: one of them keeps what results have lost on the slice's owner, where no
-            checkpoint reaches it; the message names the tensor.
+        ValueError: a codec keeps residuals of results on the slice's owner, where no checkpoint
+            reaches them; the message names the tensor.
     """
-    for choice in choices if place.serving else ():
+    for choice in choices if rank_info.serving else ():
         if choice.facts is not None and choice.facts.residual_width > 0:
             raise ValueError(
-                f"codec {choice.codec!r} of {choice.tensor!r} while {place.serving} ranks only "
+                f"codec {choice.codec!r} of {choice.tensor!r} while {rank_info.serving} ranks only "
                 "serve: it keeps what results have lost on the owner of each slice, where "
                 "checkpoints do not reach it; use a codec without error feedback, such as "
                 "qsgd:bits=8, or servers="
             )
 
 
-def _terms(place: RankInfo) -> dict[str, object]:
-    """Return what all ranks must agree on before any of them serves."""
-    return {"workers": place.world_size, "ranks": place.ranks, "version": __version__}
+def _agreed_facts(rank_info: RankInfo) -> dict[str, object]:
+    """Return the facts that all ranks must agree on before any of them serves."""
+    return {"workers": rank_info.world_size, "ranks": rank_info.ranks, "version": __version__}
 
 
 @dataclass(frozen=True)
 class JobAnnouncement:
-    """All that a rank needs to know of a channel to serve it.
+    """Everything that a server needs to know of a channel.
 
     Attributes:
-        channel: number of the meeting of its ranks.
-        ranks: of the session, in the order that they have in the channel.
+        channel: number of the scope of its ranks.
+        ranks: of the session, in the channel's order.
         rows: the plan's tensors.
         strategy: of the plan.
         slice_elems: of the plan.
         seed: of the plan.
-        update: where the optimizer runs.
-        settings: the core's options; those of a rank or a machine are its own.
+        update: of the plan.
+        settings: the core's options; a server replaces those of a rank or a machine.
     """
 
     channel: int | str
@@ -120,7 +122,7 @@ class JobAnnouncement:
     update: str
     settings: Mapping[str, Any]
 
-    def plan(self, core: CoreModule, place: RankInfo) -> str:
+    def plan(self, core: CoreModule, rank_info: RankInfo) -> str:
         """Return the plan, the same text on every rank."""
         return core.plan_json(
             json.dumps(self.rows),
@@ -128,63 +130,63 @@ class JobAnnouncement:
             self.slice_elems,
             self.seed,
             self.update,
-            place.ranks,
-            workers=place.world_size,
+            rank_info.ranks,
+            workers=rank_info.world_size,
         )
 
 
 class JobAnnouncements:
-    """Rank 0's word to the ranks that serve."""
+    """Rank 0's announcements to the dedicated servers."""
 
-    def __init__(self, office: ServerRegistry) -> None:
-        """Invite nobody yet.
+    def __init__(self, registry: ServerRegistry) -> None:
+        """Start without announcements.
 
         Args:
-            office: where invitations are left.
+            registry: with the scope of announcements.
         """
-        self._office = office
+        self._registry = registry
         self._count = 0
         self._ended = False
 
-    def send(self, invitation: JobAnnouncement) -> None:
-        """Invite all ranks that serve to a channel; with the first one, say who trains.
+    def announce(self, announcement: JobAnnouncement) -> None:
+        """Announce a channel to all servers; the first announcement also tells which ranks train.
 
         Raises:
             RendezvousError: the store is gone.
         """
-        meeting = self._office.meeting
+        scope = self._registry.scope
         if self._count == 0:
-            meeting.put("terms", json.dumps(_terms(self._office.place)))
-        meeting.put(f"channel/{self._count}", json.dumps(asdict(invitation)))
+            scope.put("terms", json.dumps(_agreed_facts(self._registry.rank_info)))
+        scope.put(f"channel/{self._count}", json.dumps(asdict(announcement)))
         self._count += 1
 
     def end(self, reason: str = "") -> None:
-        """Say that there will be no more channels, and why, if the session was given up.
+        """Announce the end of the session, and its reason if it was aborted.
 
-        Before the first channel nobody has met: who serves finds the store gone, or gives up.
+        Before the first channel the ranks have not met: servers find the store gone, or time out.
         """
         if self._ended or self._count == 0:
             return
         self._ended = True
         try:
-            word = json.dumps({"reason": reason, "channels": self._count})
-            self._office.meeting.put("end", word)
+            record = json.dumps({"reason": reason, "channels": self._count})
+            self._registry.scope.put("end", record)
         except RendezvousError:
-            # Who serves has heard of the end through its channels, or finds the store gone.
+            # Servers learn of the end through their channels, or find the store gone.
             return
 
 
 @dataclass(frozen=True)
-class Served:
-    """What a rank has served of one channel.
+class ServedStats:
+    """Traffic that a server has handled for one channel.
 
     Attributes:
         tensors: trained tensors of the channel.
         owned_bytes: bytes of them that this rank owns.
         total_bytes: bytes of all of them.
-        steps: training steps, as well as they can be counted by slices.
-        rx_bytes: payload of gradients that came.
-        tx_bytes: payload of results that left.
+        steps: training steps, estimated from the number of slices.
+        rx_bytes: payload of received gradients.
+        tx_bytes: payload of sent results.
     """
 
     tensors: int
@@ -195,8 +197,8 @@ class Served:
     tx_bytes: int
 
 
-class _Serving:
-    """One channel that is served, on a thread of its own."""
+class _ServedChannel:
+    """A channel that is served, on a thread of its own."""
 
     def __init__(self, core: CoreModule, channel: Channel, plan: str, rank: int) -> None:
         self.error: GradlaneError | None = None
@@ -216,7 +218,7 @@ class _Serving:
 
     def _run(self) -> None:
         try:
-            self.channel.finish(_FOREVER_S)
+            self.channel.finish(_NO_LIMIT_S)
         except self._core.ChannelError as error:
             self.error = translate_error(self._core, error, "serving")
 
@@ -228,10 +230,10 @@ class _Serving:
         self.channel.abort(reason)
         self._thread.join()
 
-    def served(self) -> Served:
+    def served(self) -> ServedStats:
         counted = json.loads(self.channel.metrics_json())
         owned = [peer["owned_bytes"] for peer in counted["peers"]]
-        return Served(
+        return ServedStats(
             tensors=self._tensors,
             owned_bytes=owned[self._rank],
             total_bytes=sum(owned),
@@ -242,168 +244,182 @@ class _Serving:
 
 
 class Server:
-    """What a rank that only serves does in a session."""
+    """The serving of a session's channels on a dedicated server."""
 
     def __init__(
         self,
         core: CoreModule,
-        office: ServerRegistry,
+        registry: ServerRegistry,
         store: BoundedStore,
         secret: str | None,
         listen: Callable[[RankInfo], tuple[Listener, str]],
         *,
         work_threads: int,
         io_threads: int,
-        patience_s: float,
+        idle_timeout_s: float,
     ) -> None:
-        """Serve nothing yet.
+        """Start without channels.
 
         Args:
             core: the compiled core.
-            office: where rank 0 leaves invitations.
+            registry: with the scope of announcements.
             store: the rendezvous store.
             secret: the user's own, or None.
-            listen: binds a socket; returns it and the address that others reach it at.
+            listen: binds a socket; returns it and its address for other ranks.
             work_threads: threads that add gradients up.
             io_threads: threads that drive the sockets.
-            patience_s: seconds to wait for a channel where none is open.
+            idle_timeout_s: longest wait for a channel while none is open, in seconds.
         """
         self._core = core
-        self._office = office
+        self._registry = registry
         self._store = store
         self._secret = secret
         self._listen = listen
         self._work_threads = work_threads
         self._io_threads = io_threads
-        self._patience_s = patience_s
-        self._channels: list[_Serving] = []
-        self._given_up: str | None = None
+        self._idle_timeout_s = idle_timeout_s
+        self._channels: list[_ServedChannel] = []
+        self._abort_reason: str | None = None
 
-    def served(self) -> list[Served]:
-        """Return what was served so far, by channel."""
+    def served(self) -> list[ServedStats]:
+        """Return the statistics of each channel so far."""
         return [channel.served() for channel in self._channels]
 
-    def run(self, on_channel: Callable[[Served], None], on_tick: Callable[[], None]) -> None:
-        """Serve until the ranks that train have closed their sessions.
+    def run(self, on_channel: Callable[[ServedStats], None], on_tick: Callable[[], None]) -> None:
+        """Serve until the workers have closed their sessions.
 
         Args:
             on_channel: called when a channel is connected.
             on_tick: called some ten times a second.
 
         Raises:
-            RanksDifferError: rank 0 says something else of who trains, or has another version.
+            RanksDifferError: rank 0 has another number of workers, or another version.
             RendezvousError: the other ranks do not come, or cannot be reached.
             GradlaneError: a rank was lost, fell silent or gave up; the message names it.
         """
-        place = self._place()
-        self._office.meeting.look = self._raise_failure
-        patience = SuspendAwareDeadline(self._patience_s)
+        rank_info = self._agreed_rank_info()
+        self._registry.scope.on_poll = self._raise_failure
+        deadline = SuspendAwareDeadline(self._idle_timeout_s)
         try:
             while True:
                 self._raise_failure()
-                word = None
-                # Channels that are open tell whose loss it is; `_has_ended` looks at the rest.
+                record = None
+                # Open channels name the lost rank; `_has_ended` handles the rest.
                 with contextlib.suppress(StoreLostError):
-                    word = self._office.meeting.peek(f"channel/{len(self._channels)}")
-                if word is not None:
-                    self._channels.append(self._serve(JobAnnouncement(**json.loads(word)), place))
+                    record = self._registry.scope.peek(f"channel/{len(self._channels)}")
+                if record is not None:
+                    self._channels.append(
+                        self._serve(JobAnnouncement(**json.loads(record)), rank_info)
+                    )
                     on_channel(self._channels[-1].served())
                 elif any(channel.is_open for channel in self._channels):
                     time.sleep(_TICK_S)
                 elif self._has_ended():
                     return
-                elif patience.is_over(_TICK_S):
+                elif deadline.is_over(_TICK_S):
                     raise RendezvousError(
-                        f"rank {place.rank} serves, and the ranks that train have opened nothing "
-                        f"for {self._patience_s:g} s: do they run, and do they call prepare?"
+                        f"rank {rank_info.rank} serves, and the ranks that train have opened "
+                        "nothing "
+                        f"for {self._idle_timeout_s:g} s: do they run, and do they call prepare?"
                     )
                 else:
                     time.sleep(_TICK_S)
                     on_tick()
                     continue
-                patience.renew()
+                deadline.renew()
                 on_tick()
         except BaseException as error:
-            self.abort(f"rank {place.rank}, which serves, gave up: {error or type(error).__name__}")
+            self.abort(
+                f"rank {rank_info.rank}, which serves, gave up: {error or type(error).__name__}"
+            )
             raise
 
     def abort(self, reason: str) -> None:
-        """Give up all channels and tell their ranks why."""
-        self._given_up = self._given_up or reason
+        """Abort all channels and tell their ranks the reason."""
+        self._abort_reason = self._abort_reason or reason
         for channel in self._channels:
             if channel.is_open:
                 channel.abort(reason)
 
-    def _place(self) -> RankInfo:
-        """Wait for rank 0's word on who trains, and compare it with this rank's own."""
-        place = self._office.place
+    def _agreed_rank_info(self) -> RankInfo:
+        """Wait for rank 0's facts, and compare them with this rank's own."""
+        rank_info = self._registry.rank_info
         try:
-            terms = json.loads(self._office.meeting.get("terms", 0))
+            agreed = json.loads(self._registry.scope.get("terms", 0))
         except RendezvousError as error:
             raise RendezvousError(
                 f"{error}; a rank that serves waits for a training script that calls "
                 "gradlane.init(workers=...), with the number of ranks that train"
             ) from error
-        if not place.world_size:
-            # The command knows no number of its own.
-            place = place.with_workers(min(place.ranks, terms["workers"]))
-        for name, value in _terms(place).items():
-            if terms[name] != value:
-                self._refuse(f"rank 0 has {name}={terms[name]!r}, rank {place.rank} has {value!r}")
-        if not place.serves:
+        if not rank_info.world_size:
+            # The command has no number of workers of its own.
+            rank_info = rank_info.with_workers(min(rank_info.ranks, agreed["workers"]))
+        for name, value in _agreed_facts(rank_info).items():
+            if agreed[name] != value:
+                self._refuse(
+                    f"rank 0 has {name}={agreed[name]!r}, rank {rank_info.rank} has {value!r}"
+                )
+        if not rank_info.serves:
             self._refuse(
-                f"rank {place.rank} is one of the {place.world_size} of {place.ranks} ranks that "
+                f"rank {rank_info.rank} is one of the {rank_info.world_size} of "
+                f"{rank_info.ranks} ranks that "
                 "train: start the training script there"
             )
-        return place
+        return rank_info
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, reason: str) -> None:
         """Tell all ranks, at the first channel, that this one cannot serve; raises."""
-        place = self._office.place
-        # Without a channel the others fail by themselves: a rank that should train is missing.
+        rank_info = self._registry.rank_info
+        # Without a channel the others fail by themselves: a worker is missing.
         with contextlib.suppress(RendezvousError):
-            invitation = JobAnnouncement(**json.loads(self._office.meeting.get("channel/0", 0)))
-            decline(self._meet(place, invitation.channel, self._patience_s), why)
-        raise RanksDifferError(why)
+            announcement = JobAnnouncement(**json.loads(self._registry.scope.get("channel/0", 0)))
+            refuse_to_serve(
+                self._scope_of(rank_info, announcement.channel, self._idle_timeout_s), reason
+            )
+        raise RanksDifferError(reason)
 
-    def _meet(self, place: RankInfo, channel: int | str, timeout_s: float) -> RendezvousScope:
-        return RendezvousScope(self._store, place, channel, timeout_s, self._office.meeting.start)
+    def _scope_of(
+        self, rank_info: RankInfo, channel: int | str, timeout_s: float
+    ) -> RendezvousScope:
+        return RendezvousScope(
+            self._store, rank_info, channel, timeout_s, self._registry.scope.incarnation
+        )
 
-    def _serve(self, invitation: JobAnnouncement, place: RankInfo) -> _Serving:
-        settings = dict(invitation.settings)
+    def _serve(self, announcement: JobAnnouncement, rank_info: RankInfo) -> _ServedChannel:
+        settings = dict(announcement.settings)
         timeout_s = float(settings["connect_timeout_s"])
-        meeting = self._meet(place, invitation.channel, timeout_s)
+        scope = self._scope_of(rank_info, announcement.channel, timeout_s)
         try:
-            plan = invitation.plan(self._core, place)
-            secret = meeting.secret(self._secret)
-            listener, host = self._listen(place)
+            plan = announcement.plan(self._core, rank_info)
+            secret = scope.secret(self._secret)
+            listener, host = self._listen(rank_info)
         except (GradlaneError, ValueError) as error:
-            decline(meeting, str(error))
+            refuse_to_serve(scope, str(error))
             raise
-        settings["rank"] = invitation.ranks.index(place.rank)
+        settings["rank"] = announcement.ranks.index(rank_info.rank)
         settings["work_threads"] = self._work_threads
         settings["work_depth"] = max(2, 2 * self._work_threads)
         settings["io_threads"] = self._io_threads
         settings["trace"] = False
         channel = connect_channel(
-            self._core, meeting, listener, host, settings, plan, secret, invitation.ranks
+            self._core, scope, listener, host, settings, plan, secret, announcement.ranks
         )
-        wait_until_all_are_connected(self._core, channel, meeting)
-        return _Serving(self._core, channel, plan, place.rank)
+        wait_until_all_are_connected(self._core, channel, scope)
+        return _ServedChannel(self._core, channel, plan, rank_info.rank)
 
     def _has_ended(self) -> bool:
-        """Whether rank 0 has said that there is no more to serve, or is gone after its goodbye."""
-        if self._given_up is not None:
+        """Return whether rank 0 has announced the end, or is gone after its goodbye."""
+        if self._abort_reason is not None:
             return True
         try:
-            word = self._office.meeting.peek("end")
+            record = self._registry.scope.peek("end")
         except StoreLostError:
             if not self._channels:
                 raise
             return True
-        if word is None:
+        if record is None:
             return False
-        end = json.loads(word)
+        end = json.loads(record)
         if end["reason"]:
             raise PeerLostError(f"rank 0 gave up: {end['reason']}", 0)
         return bool(end["channels"] == len(self._channels))

@@ -1,8 +1,8 @@
-"""The tensor table: what of a model takes part, in which order, and where its memory is.
+"""The tensor table: the tensors of a model that take part, their order and their memory.
 
-Numbers of tensors are positions in this table: trained parameters first, in the order of
-`named_parameters()`, tied ones once; then frozen parameters and buffers, which only take part in
-step 0, as plain bytes.
+Tensor numbers are positions in this table. Trained parameters come first, in the order of
+`named_parameters()`, tied ones once. Frozen parameters and buffers follow, which take part in step
+0 only, as plain bytes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _TRAINED_DTYPES = {
     torch.complex64: "f32",
     torch.complex128: "f64",
 }
-"""How trained parameters are averaged; complex numbers are pairs, and averaged as such."""
+"""Dtypes in which trained parameters are averaged; complex numbers are pairs."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of the table.
+    """A tensor of the table.
 
     Attributes:
         name: as in `named_parameters()` or `named_buffers()`.
         tensor: the parameter or buffer itself.
-        trained: whether it takes part in training steps.
+        trained: True if it takes part in training steps.
         dtype: the tensor's dtype when the table was made.
         shape: its shape then.
         device: its device then.
@@ -54,7 +54,7 @@ class TensorEntry:
     nbytes: int
 
     def row(self) -> dict[str, Any]:
-        """Return what ranks compare and what the plan is made of; JSON-serializable."""
+        """Return the JSON-serializable row that ranks compare and that the plan is built from."""
         return {
             "name": self.name,
             "numel": self.tensor.numel() if self.trained else self.nbytes,
@@ -65,7 +65,7 @@ class TensorEntry:
         }
 
     def plan_row(self) -> dict[str, Any]:
-        """Return the entry in the plan's terms: frozen tensors are bytes."""
+        """Return the plan's row; a frozen tensor is bytes."""
         if self.trained:
             return {
                 "name": self.name,
@@ -83,7 +83,7 @@ class TensorEntry:
         return CodedTensor(self.name, _TRAINED_DTYPES[self.dtype], sizes + pair)
 
     def bytes_row(self) -> dict[str, Any]:
-        """Return the entry in the plan's terms as plain bytes, which only step 0 spreads."""
+        """Return the plan's row as plain bytes, which only step 0 broadcasts."""
         return {"name": self.name, "numel": self.nbytes, "dtype": "u8", "role": "initial"}
 
 
@@ -127,17 +127,18 @@ def build_table(model: nn.Module) -> list[TensorEntry]:
 
 
 def extra_entry(name: str, tensor: Tensor) -> TensorEntry:
-    """Return the entry of a tensor that takes part in each step and is none of the model's."""
+    """Return the entry of a tensor outside the model that takes part in every step."""
     return _entry(name, tensor, trained=True)
 
 
 def state_entry(name: str, tensor: Tensor) -> TensorEntry:
-    """Return the entry of a tensor of the optimizer's state, which is spread as plain bytes."""
+    """Return the entry of a tensor of the optimizer's state, broadcast as plain bytes."""
     return _entry(name, tensor, trained=False)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill a range of memory without gaps or overlaps, in any order."""
+    """Return whether a tensor's elements fill a memory range without gaps or overlaps, in any
+    order."""
     expected = 1
     for stride, size in sorted(
         (stride, size)
@@ -151,7 +152,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def same_layout(tensor: Tensor, stride: tuple[int, ...]) -> bool:
-    """Whether a tensor has these strides where they matter, which is where it has two elements."""
+    """Return whether a tensor has these strides along all axes with two elements or more."""
     own = tensor.stride()
     if own == stride:
         return True
@@ -169,12 +170,12 @@ def is_expanded(tensor: Tensor) -> bool:
 
 
 def without_repeats(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both without the elements that share the target's memory, for a copy.
+    """Return both tensors without the elements that share the target's memory, for a copy.
 
-    Torch writes into no expanded tensor. Along axes of stride 0 all elements are one.
+    Torch refuses to write into an expanded tensor. Along axes of stride 0 all elements are one.
 
     Args:
-        target: is written.
+        target: of the copy.
         source: of the same shape.
     """
     for axis, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
@@ -184,7 +185,7 @@ def without_repeats(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_layout(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Return the tensor itself if it has these strides, or else a copy that has them."""
+    """Return the tensor if it has these strides, else a copy with them."""
     if same_layout(tensor, stride):
         return tensor
     copy = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
@@ -192,7 +193,7 @@ def in_layout(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def names_of(entries: Iterable[TensorEntry], limit: int = 3) -> str:
-    """Return the first names of some entries for a message."""
+    """Return the first names of some entries, for a message."""
     names = [repr(entry.name) for entry in entries]
     text = ", ".join(names[:limit])
     return f"{text} and {len(names) - limit} more" if len(names) > limit else text

@@ -1,7 +1,7 @@
-"""Where training stands still for the other ranks, told to whom it may concern.
+"""Notification of waits for other ranks.
 
-A profile is what the compute takes alone, so it has to know which part of a step was spent waiting
-for averaged gradients. All such waits of this process's sessions go through `PAUSE`.
+A profile holds the compute time alone, so its recorder has to know which part of a step was spent
+waiting for averaged gradients. All such waits of this process's sessions use `WAIT_NOTIFIER`.
 """
 
 from __future__ import annotations
@@ -11,33 +11,32 @@ from typing import Protocol
 
 
 class WaitObserver(Protocol):
-    """Whoever wants to know; called in the thread that waits."""
+    """Observes waits; called in the thread that waits."""
 
-    def pause_begins(self) -> None:
-        """A wait for other ranks begins."""
+    def wait_begins(self) -> None:
+        """Note the begin of a wait for other ranks."""
 
-    def pause_ends(self) -> None:
-        """It is over, or has failed."""
+    def wait_ends(self) -> None:
+        """Note its end, also by an error."""
 
 
 class WaitNotifier:
-    """A context to wait in: `with PAUSE: channel.wait(...)`. Waits do not nest."""
+    """A context for a wait: `with WAIT_NOTIFIER: channel.wait(...)`. Waits do not nest."""
 
     def __init__(self) -> None:
-        """Start with nobody to tell."""
         self._observers: tuple[WaitObserver, ...] = ()
 
-    def observe(self, observer: WaitObserver) -> None:
-        """Tell an observer of all waits from now on."""
+    def add_observer(self, observer: WaitObserver) -> None:
+        """Notify an observer of all waits from now on."""
         self._observers = (*self._observers, observer)
 
-    def forget(self, observer: WaitObserver) -> None:
-        """Tell an observer no more; unknown ones do not matter."""
+    def remove_observer(self, observer: WaitObserver) -> None:
+        """Stop notifying an observer; an unknown one is ignored."""
         self._observers = tuple(one for one in self._observers if one is not observer)
 
     def __enter__(self) -> None:
         for observer in self._observers:
-            observer.pause_begins()
+            observer.wait_begins()
 
     def __exit__(
         self,
@@ -46,8 +45,8 @@ class WaitNotifier:
         trace: TracebackType | None,
     ) -> None:
         for observer in self._observers:
-            observer.pause_ends()
+            observer.wait_ends()
 
 
-PAUSE = WaitNotifier()
-"""Of this process: a session waits in whatever thread needs a result."""
+WAIT_NOTIFIER = WaitNotifier()
+"""The process's notifier: a session waits in any thread that needs a result."""

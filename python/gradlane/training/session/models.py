@@ -101,7 +101,7 @@ class PreparedModels:
             # The others are on their way to the meeting, and hear of it there.
             unable = error
         agreed = agree_on_plan(self._meet(), plan if unable is None else None, sizes, unable)
-        place = self._ctx.place
+        place = self._ctx.rank_info
         if agreed.rule and place.serving:
             raise ValueError(
                 f"plan={agreed.rule!r} while {place.serving} ranks only serve: a session finds "

@@ -47,20 +47,20 @@ class SessionScopes:
         key = (place.job, place.restart, place.rank)
         start = incarnation_of(self._store, place, self._timeout_s)
         if not self._opened:
-            self._deadlocks.belong_to(start.name)
+            self._deadlocks.use_incarnation(start.name)
         number = _channels.get(key, 0)
         _channels[key] = number + 1
         scope = RendezvousScope(self._store, place, number, self._timeout_s, start, self._look)
-        self._opened = [one for one in self._opened if not one.has_left] + [scope]
+        self._opened = [one for one in self._opened if not one.has_deleted_keys] + [scope]
         return scope
 
     def leave(self) -> None:
         """Leave all scopes."""
         for scope in self._opened:
-            if not scope.has_left:
-                scope.leave()
+            if not scope.has_deleted_keys:
+                scope.delete_keys()
 
     def give_up(self, reason: str) -> None:
         """Tell the ranks that wait for this one in the last scope why it does not come."""
         if self._opened and self._opened[-1].is_open:
-            self._opened[-1].give_up(reason)
+            self._opened[-1].abort(reason)

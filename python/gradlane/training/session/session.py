@@ -39,7 +39,7 @@ from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.plans.agreement import PlanArgument
 from gradlane.training.plans.plan import Plan
 from gradlane.training.rendezvous.bounded_store import BoundedStore
-from gradlane.training.rendezvous.serving import Served, Server
+from gradlane.training.rendezvous.serving import ServedStats, Server
 from gradlane.training.session import lifecycle
 from gradlane.training.session.models import ModelType, OptimizerType, PreparedModels
 from gradlane.training.session.pace import BatchType, at_pace
@@ -102,19 +102,19 @@ class Session:
         state = self._ended or "open"
         role = ", serves" if self.serves else ""
         return (
-            f"<Session rank {self.rank} of {self._ctx.place.ranks}{role}, strategy={strategy!r}"
+            f"<Session rank {self.rank} of {self._ctx.rank_info.ranks}{role}, strategy={strategy!r}"
             f"{models}, {state}>"
         )
 
     @property
     def rank(self) -> int:
         """This rank."""
-        return self._ctx.place.rank
+        return self._ctx.rank_info.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks that train: all, unless `workers` said otherwise."""
-        return self._ctx.place.world_size
+        return self._ctx.rank_info.world_size
 
     def prepare(
         self,
@@ -410,7 +410,7 @@ class Session:
             GradlaneError: the session has failed or is closed.
         """
         self._check_open()
-        if not self._ctx.options.stragglers.leaves_out or self._ctx.place.world_size == 1:
+        if not self._ctx.options.stragglers.leaves_out or self._ctx.rank_info.world_size == 1:
             return iter(batches)
         return at_pace(batches, lambda: self._models.prepared, on_pass)
 
@@ -532,7 +532,9 @@ class Session:
         """Whether this rank only serves: it trains nothing, and calls `serve` in place of that."""
         return self._server is not None
 
-    def serve(self, on_tick: Callable[[list[Served]], None] | None = None) -> list[Served]:
+    def serve(
+        self, on_tick: Callable[[list[ServedStats]], None] | None = None
+    ) -> list[ServedStats]:
         """Serve the ranks that train until they have closed their sessions, and close this one.
 
         Takes no model: what there is to serve, and all settings that must be the same everywhere,
@@ -554,7 +556,7 @@ class Session:
         """
         if self._server is None:
             raise UsageError(
-                f"rank {self._ctx.place.rank} trains: serve() is for ranks that only serve, "
+                f"rank {self._ctx.rank_info.rank} trains: serve() is for ranks that only serve, "
                 "those from gradlane.init(workers=...) on"
             )
         server = self._server
@@ -677,15 +679,15 @@ class Session:
             )
         if self._server is not None:
             raise UsageError(
-                f"rank {self.rank} only serves: of {self._ctx.place.ranks} ranks "
+                f"rank {self.rank} only serves: of {self._ctx.rank_info.ranks} ranks "
                 f"the first {self.world_size} train; call session.serve()"
             )
 
-    def _say(self, connected: Served) -> None:
+    def _say(self, connected: ServedStats) -> None:
         """Say that a channel is served from now on."""
         if not self._ctx.options.monitoring.summary:
             return
-        place = self._ctx.place
+        place = self._ctx.rank_info
         log.info(
             "rank %d serves %.1f of %.1f MB in %d tensors",
             place.rank,
@@ -696,7 +698,7 @@ class Session:
 
     def _stop_serving(self, reason: str = "") -> None:
         """Tell the ranks that serve that there is no more to do; on one, give up what is open."""
-        if self._ctx.invitations is not None:
-            self._ctx.invitations.end(reason)
+        if self._ctx.announcements is not None:
+            self._ctx.announcements.end(reason)
         if self._server is not None:
-            self._server.abort(reason or f"rank {self._ctx.place.rank} closed its session")
+            self._server.abort(reason or f"rank {self._ctx.rank_info.rank} closed its session")

@@ -21,12 +21,16 @@ from gradlane.training.options.options import LocalSums, Options, Strategy
 from gradlane.training.options.stragglers import Stragglers
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
-from gradlane.training.rendezvous.environment import RankInfo, find_rank_info, warn_of_unknown
+from gradlane.training.rendezvous.environment import (
+    RankInfo,
+    find_rank_info,
+    warn_of_unknown_variables,
+)
 from gradlane.training.rendezvous.rendezvous import (
-    answer_limit_s,
-    bounded_store,
     open_store,
     store_address,
+    store_timeout_s,
+    wrap_store,
 )
 from gradlane.training.rendezvous.serving import JobAnnouncements, Server, ServerRegistry
 from gradlane.training.session.models import PreparedModels
@@ -109,7 +113,7 @@ def init(
         monitoring=monitoring,
         environment=os.environ,
     )
-    warn_of_unknown(os.environ)
+    warn_of_unknown_variables(os.environ)
     return open_session(load_core(), options)
 
 
@@ -155,7 +159,7 @@ def init_serving(
         checkpoints=Checkpoints(),
         monitoring=Monitoring(summary=options.monitoring.summary),
     )
-    warn_of_unknown(os.environ)
+    warn_of_unknown_variables(os.environ)
     core = load_core()
     given = options.rendezvous
     place = find_rank_info(os.environ, rank=given.rank, world_size=given.world_size, job=given.job)
@@ -197,7 +201,7 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
         observer,
         checkpoints,
         recorder,
-        invitations=JobAnnouncements(registry) if registry is not None and announces else None,
+        announcements=JobAnnouncements(registry) if registry is not None and announces else None,
     )
     server = None
     if registry is not None and place.serves:
@@ -206,10 +210,10 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
             registry,
             store,
             secret,
-            lambda place: listen(replace(ctx, place=place)),
+            lambda rank_info: listen(replace(ctx, rank_info=rank_info)),
             work_threads=network.work_threads,
             io_threads=network.io_threads,
-            patience_s=network.progress_timeout_s,
+            idle_timeout_s=network.progress_timeout_s,
         )
 
     def look() -> None:
@@ -233,7 +237,7 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
 
 def _open_store(options: Options, place: RankInfo) -> BoundedStore:
     """Return the store that is given, torch.distributed's, or the launcher's."""
-    store, limit_s = options.rendezvous.store, answer_limit_s(options)
+    store, limit_s = options.rendezvous.store, store_timeout_s(options)
     if store is not None:
-        return bounded_store(store, place, os.environ, limit_s)
+        return wrap_store(store, place, os.environ, limit_s)
     return open_store(place, os.environ, options.network.connect_timeout_s, limit_s)

@@ -1,8 +1,7 @@
-"""How long a model's steps take, and how much of that its program waited for other ranks.
+"""Step times of a model, and the share of them that its program waited for other ranks.
 
-One clock reading and one number of the core a step, at the moment where the first gradient of a
-step is there and the step before is done with. Whoever wants to act between two steps is called
-then.
+One clock reading and one counter of the core a step, when the first gradient of a step is there and
+the previous step is finished. Listeners that act between two steps are called then.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from gradlane.training.monitoring.metrics import StepTimes
 RECENT_STEPS = 128
 
 
-class Pace:
-    """The steps of one model, also across channels."""
+class StepTimer:
+    """The step times of one model, across channels."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         """Start before the first step.
@@ -31,7 +30,7 @@ class Pace:
         self._waited_ns: Callable[[], int] = lambda: 0
         # Reentrant: a signal handler may read in the middle of a note.
         self._lock = threading.RLock()
-        self._began_ns: int | None = None
+        self._step_begin_ns: int | None = None
         self._waited_before_ns = 0
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_STEPS)
         self._count = 0
@@ -39,30 +38,30 @@ class Pace:
         self._max_ns = 0
         self._wait_sum_ns = 0
 
-    def follow(self, waited_ns: Callable[[], int]) -> None:
-        """Count the waits of another channel from now on; the step that runs is not counted.
+    def use_channel(self, waited_ns: Callable[[], int]) -> None:
+        """Use the wait counter of another channel; the step in progress is not counted.
 
         Args:
-            waited_ns: returns how long the program has waited on it so far, in nanoseconds.
+            waited_ns: returns the program's wait time on it so far, in nanoseconds.
         """
         self._waited_ns = waited_ns
-        self._began_ns = None
+        self._step_begin_ns = None
 
     def step_begins(self) -> None:
-        """Note that a step is done with and the next one begins."""
+        """Record that a step has finished and the next one begins."""
         now_ns, waited_ns = self._clock_ns(), self._waited_ns()
-        if self._began_ns is not None:
-            took_ns, wait_ns = now_ns - self._began_ns, waited_ns - self._waited_before_ns
+        if self._step_begin_ns is not None:
+            took_ns, wait_ns = now_ns - self._step_begin_ns, waited_ns - self._waited_before_ns
             with self._lock:
                 self._recent.append((took_ns, wait_ns))
                 self._count += 1
                 self._sum_ns += took_ns
                 self._max_ns = max(self._max_ns, took_ns)
                 self._wait_sum_ns += wait_ns
-        self._began_ns, self._waited_before_ns = now_ns, waited_ns
+        self._step_begin_ns, self._waited_before_ns = now_ns, waited_ns
 
     def times(self) -> StepTimes:
-        """Return how long steps took; zeros before the second one. May be called in any thread."""
+        """Return the step times; zeros before the second step. May be called in any thread."""
         with self._lock:
             recent = list(self._recent)
             count, sum_ns, max_ns = self._count, self._sum_ns, self._max_ns

@@ -8,11 +8,11 @@ import pytest
 
 from tests.built import needs_core
 from tests.training.model.pool import RankPool
-from tests.training.node.killing import NODES, check_that_all_hear
-from tests.training.node.scenarios import LOCAL_SIZE, values_of
+from tests.training.node.node_programs import LOCAL_SIZE, values_of
+from tests.training.node.rank_loss import NODES, check_that_all_name_the_lost_rank
 
 pytestmark = needs_core
-HERE = "tests.training.node.scenarios"
+HERE = "tests.training.node.node_programs"
 
 
 def node_by_node(name: str, dtype: str, size: int, step: int, absent: int | None) -> bytes:
@@ -139,12 +139,12 @@ def test_a_rank_that_gives_up_is_named_everywhere(pool: RankPool, victim: int, l
 
 @pytest.mark.parametrize(("victim", "local"), [(3, "leader"), (0, "shared")])
 def test_a_rank_that_is_killed_is_noticed_at_once(victim: int, local: str) -> None:
-    check_that_all_hear(victim, "kill", local=local)
+    check_that_all_name_the_lost_rank(victim, "kill", local=local)
 
 
 @pytest.mark.parametrize(("victim", "local"), [(3, "leader"), (0, "leader"), (1, "shared")])
 def test_a_rank_that_stands_still_is_named_by_its_node(victim: int, local: str) -> None:
-    check_that_all_hear(victim, "stop", local=local, silence_timeout_s=2.0)
+    check_that_all_name_the_lost_rank(victim, "stop", local=local, silence_timeout_s=2.0)
 
 
 def test_a_plan_that_is_found_knows_the_nodes_and_may_add_up_on_them(pool: RankPool) -> None:

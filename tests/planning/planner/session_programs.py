@@ -1,4 +1,4 @@
-"""What rank processes run in the tests of plans in sessions: each function is one scenario."""
+"""Programs of rank processes for the tests of plans in sessions."""
 
 from __future__ import annotations
 
@@ -239,14 +239,14 @@ def probe(
     with open_session(store, rank, world_size, job) as session:
         if not blocked:
             return session.probe(window_s=0.1, directions=directions).to_json()
-        call = streams.Node._call
+        call = streams.StreamEndpoint._connect_to
 
         def call_nobody(self: Any, peer: int, address: str, deadline_s: float) -> Any:
             return call(self, peer, "127.0.0.1:9", deadline_s)
 
         last = rank == world_size - 1
         with (
-            mock.patch.object(streams.Node, "_call", call_nobody if last else call),
+            mock.patch.object(streams.StreamEndpoint, "_connect_to", call_nobody if last else call),
             mock.patch.object(streams, "CONNECT_TIMEOUT_S", 1.0),
         ):
             try:

@@ -1,6 +1,6 @@
-"""What four ranks on two emulated nodes do in the tests; each function runs on every rank.
+"""Programs of four ranks on two emulated nodes; each function runs on every rank.
 
-The nodes are this machine: what makes them nodes is what a launcher says (`LOCAL_RANK`,
+The nodes are this machine; the launcher's variables emulate them (`LOCAL_RANK`,
 `LOCAL_WORLD_SIZE`).
 """
 

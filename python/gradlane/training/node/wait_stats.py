@@ -1,4 +1,4 @@
-"""How long this rank's program waited for which tensor: the core's own rows, counted here."""
+"""Wait times of this rank's program by tensor, in the format of the core's own rows."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class Waits:
-    """Counts the waits of one channel."""
+class WaitStats:
+    """Wait times of one channel."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Count nothing yet.
+        """Start without waits.
 
         Args:
             names: of the tensors, by number.
@@ -19,14 +19,14 @@ class Waits:
         self._rows: dict[int, dict[str, Any]] = {}
         self.waited_ns = 0
 
-    def note(self, tensor: int, step: int, waited_ns: int, *, whole_step: bool) -> None:
-        """Note a wait that is over.
+    def record(self, tensor: int, step: int, waited_ns: int, *, whole_step: bool) -> None:
+        """Record a wait that is over.
 
         Args:
-            tensor: what was waited for; of a whole step, what came last.
-            step: in which step of the channel.
-            waited_ns: how long.
-            whole_step: whether it was a wait for the step.
+            tensor: that was waited for; of a whole step, the last one to arrive.
+            step: of the channel.
+            waited_ns: length of the wait.
+            whole_step: whether it was a wait for the whole step.
         """
         self.waited_ns += waited_ns
         row = self._rows.setdefault(tensor, self._empty(tensor))
@@ -42,7 +42,7 @@ class Waits:
             row["wait_s_max"], row["wait_step_max"] = waited_s, step
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of tensors that were waited for."""
+        """Return a row for each tensor that the program has waited for."""
         return [dict(row) for row in list(self._rows.values())]
 
     def _empty(self, tensor: int) -> dict[str, Any]:

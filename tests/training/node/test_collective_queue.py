@@ -15,10 +15,17 @@ from torch import Tensor
 
 from gradlane.errors import RendezvousError
 from gradlane.training.node.collective_queue import CollectiveQueue
-from gradlane.training.node.device_order import GivenUpError, HostOrder
+from gradlane.training.node.device_order import CollectiveCancelledError, HostOrder
 from gradlane.training.node.layout import Layout
-from gradlane.training.node.pending_gradient import numbers_of
-from tests.training.node.one_process import Node, Rounds, RoundWork, ThreadGroup, Wire, rows_of
+from gradlane.training.node.pending_gradient import flat_values
+from tests.training.node.threaded_node import (
+    Node,
+    Rounds,
+    RoundWork,
+    ThreadGroup,
+    ThreadMessenger,
+    rows_of,
+)
 
 NAMES = {
     torch.float32: "f32",
@@ -44,12 +51,12 @@ def run_rank(
     node: Node, rank: int, kinds: list[Any], seed: int, found: list[Any], absent: Any
 ) -> None:
     """Go through some steps on one rank, each in an order of its own."""
-    side = node.sides[rank]
+    channel = node.channels[rank]
     for step in range(1, STEPS + 1):
         order = list(range(len(kinds)))
         random.Random(seed + 100 * step + rank).shuffle(order)
         gradients: dict[int, Tensor] = {}
-        side.begin()
+        channel.begin()
         for tensor in order:
             nothing = absent(step, tensor, rank)
             if nothing:
@@ -57,14 +64,14 @@ def run_rank(
             else:
                 gradient = drawn(seed + 1000 * step + 100 * rank + tensor, kinds[tensor])
             gradients[tensor] = gradient
-            node.lanes[rank].give(tensor, step, gradient, absent=nothing)
-        side.wait()
-        found[rank].append([(gradients[one], side.absent[one]) for one in range(len(kinds))])
+            node.queues[rank].submit(tensor, step, gradient, absent=nothing)
+        channel.wait()
+        found[rank].append([(gradients[one], channel.absent[one]) for one in range(len(kinds))])
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(2, 4), KINDS, st.booleans(), st.integers(0, 2**20))
-def test_every_rank_gets_every_mean_in_whatever_order_it_speaks(
+def test_every_rank_gets_every_mean_in_any_order_of_submission(
     ranks: int, kinds: list[Any], shared: bool, seed: int
 ) -> None:
     def absent(step: int, tensor: int, rank: int) -> bool:
@@ -73,7 +80,7 @@ def test_every_rank_gets_every_mean_in_whatever_order_it_speaks(
 
     examples = [drawn(0, kind) for kind in kinds]
     rows = rows_of(examples, NAMES)
-    node = Node(ranks, rows, examples, carriers=ranks if shared else 1)
+    node = Node(ranks, rows, examples, leaders=ranks if shared else 1)
     found: list[Any] = [[] for _ in range(ranks)]
     programs = [
         threading.Thread(target=run_rank, args=(node, rank, kinds, seed, found, absent))
@@ -104,12 +111,12 @@ def test_a_zero_keeps_its_sign_beside_a_rank_that_has_nothing() -> None:
     example = torch.zeros(2)
     node = Node(2, rows_of([example], NAMES), [example])
     gradients = [torch.tensor([-0.0, 3.0]), torch.empty(2)]
-    for side in node.sides:
-        side.begin()
+    for channel in node.channels:
+        channel.begin()
     for rank, gradient in enumerate(gradients):
-        node.lanes[rank].give(0, 1, gradient, absent=rank == 1)
-    for side in node.sides:
-        side.wait()
+        node.queues[rank].submit(0, 1, gradient, absent=rank == 1)
+    for channel in node.channels:
+        channel.wait()
     node.stop()
     for gradient in gradients:
         assert gradient.signbit().tolist() == [True, False]
@@ -124,116 +131,116 @@ def test_halves_are_added_up_in_f32(dtype: torch.dtype, terms: list[float], mean
     """Their own sums would be infinite, or rounded after each addition."""
     example = torch.zeros(1, dtype=dtype)
     node = Node(len(terms), rows_of([example], NAMES), [example])
-    for side in node.sides:
-        side.begin()
+    for channel in node.channels:
+        channel.begin()
     gradients = [torch.tensor([term], dtype=dtype) for term in terms]
     for rank, gradient in enumerate(gradients):
-        node.lanes[rank].give(0, 1, gradient, absent=False)
-    for side in node.sides:
-        side.wait()
+        node.queues[rank].submit(0, 1, gradient, absent=False)
+    for channel in node.channels:
+        channel.wait()
     node.stop()
     for gradient in gradients:
         assert gradient.item() == torch.tensor(mean, dtype=dtype).item()
 
 
-def test_memory_is_let_go_when_its_tensor_is_ready() -> None:
+def test_memory_is_released_when_its_tensor_is_ready() -> None:
     example = torch.zeros(3)
     node = Node(2, rows_of([example], NAMES), [example])
-    for side in node.sides:
-        side.begin()
+    for channel in node.channels:
+        channel.begin()
     gradients = [torch.ones(3), torch.ones(3)]
     for rank, gradient in enumerate(gradients):
-        node.lanes[rank].give(0, 1, gradient, absent=False)
-    for side in node.sides:
-        side.wait()
-    for lane in node.lanes:
-        assert not lane._held
-        assert lane.nbytes == 2 * example.nbytes
+        node.queues[rank].submit(0, 1, gradient, absent=False)
+    for channel in node.channels:
+        channel.wait()
+    for queue in node.queues:
+        assert not queue._pending
+        assert queue.nbytes == 2 * example.nbytes
     node.stop()
 
 
 class Stuck(ThreadGroup):
     """A group whose collectives never end once the node is open."""
 
-    def spread_from(self, values: Tensor, carrier: int) -> Any:
+    def broadcast(self, values: Tensor, leader: int) -> Any:
         return RoundWork(self._rounds, 1_000_000)
 
 
 def test_a_collective_that_never_ends_holds_up_no_end() -> None:
     example = torch.zeros(3)
     node = Node(2, rows_of([example], NAMES), [example], group=Stuck)
-    for side in node.sides:
-        side.begin()
-    for lane in node.lanes:
-        lane.give(0, 1, torch.ones(3), absent=False)
+    for channel in node.channels:
+        channel.begin()
+    for queue in node.queues:
+        queue.submit(0, 1, torch.ones(3), absent=False)
     begun_s = time.monotonic()
-    for lane in node.lanes:
-        lane.let_go()
+    for queue in node.queues:
+        queue.cancel()
     node.stop()
     # A million rounds take longer.
     assert time.monotonic() - begun_s < 60
-    assert not any(lane._thread.is_alive() for lane in node.lanes)
+    assert not any(queue._thread.is_alive() for queue in node.queues)
     assert all(group.has_ended for group in node.groups)
-    # What a collective may still write is kept as long as the lane is.
-    assert all(lane._held for lane in node.lanes)
+    # What a collective may still write is kept as long as the queue is.
+    assert all(queue._pending for queue in node.queues)
 
 
 class Breaks(ThreadGroup):
     """A group that loses a rank."""
 
-    def spread_from(self, values: Tensor, carrier: int) -> Any:
+    def broadcast(self, values: Tensor, leader: int) -> Any:
         raise RuntimeError("connection closed by peer")
 
 
 @pytest.mark.parametrize("is_named", [False, True])
-def test_a_collective_that_breaks_is_a_failure_unless_somebody_names_the_rank(
+def test_a_broken_collective_is_a_failure_unless_a_lost_rank_is_named(
     monkeypatch: pytest.MonkeyPatch, is_named: bool
 ) -> None:
     monkeypatch.setattr(
-        "gradlane.training.node.collective_queue._NAMED_WITHIN_S", 5.0 if is_named else 0.05
+        "gradlane.training.node.collective_queue._LOSS_REPORT_S", 5.0 if is_named else 0.05
     )
     example = torch.zeros(3)
     node = Node(2, rows_of([example], NAMES), [example], group=Breaks)
-    for side in node.sides:
-        side.begin()
-    for lane in node.lanes:
-        lane.give(0, 1, torch.ones(3), absent=False)
-    for lane, side in zip(node.lanes, node.sides, strict=True):
+    for channel in node.channels:
+        channel.begin()
+    for queue in node.queues:
+        queue.submit(0, 1, torch.ones(3), absent=False)
+    for queue, channel in zip(node.queues, node.channels, strict=True):
         if is_named:
-            lane.let_go()
-        lane._thread.join(10)
-        assert not lane._thread.is_alive()
+            queue.cancel()
+        queue._thread.join(10)
+        assert not queue._thread.is_alive()
         if is_named:
-            assert side.failure is None
+            assert channel.failure is None
         else:
-            assert side.failure is not None
-            assert "in a collective of node 0: connection closed by peer" in side.failure.message
+            assert channel.failure is not None
+            assert "in a collective of node 0: connection closed by peer" in channel.failure.message
 
 
-def test_a_group_that_cannot_be_opened_says_so() -> None:
+def test_a_group_that_cannot_be_opened_is_an_error() -> None:
     def fails() -> Any:
         raise RuntimeError("no such interface")
 
-    wire = Wire(Layout(2, 2, 1, 0, 1), [])
-    lane = CollectiveQueue(wire, [], [torch.zeros(3)], fails)
+    messenger = ThreadMessenger(Layout(2, 2, 1, 0, 1), [])
+    queue = CollectiveQueue(messenger, [], [torch.zeros(3)], fails)
     with pytest.raises(RendezvousError, match=r"rank 2 could not open .* no such interface"):
-        lane.wait_open(10)
+        queue.wait_open(10)
 
 
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:
     rounds = Rounds(2)
-    wire = Wire(Layout(1, 2, 0, 0, 1), [])
-    lane = CollectiveQueue(wire, [], [torch.zeros(3)], lambda: ThreadGroup(rounds, 0))
+    messenger = ThreadMessenger(Layout(1, 2, 0, 0, 1), [])
+    queue = CollectiveQueue(messenger, [], [torch.zeros(3)], lambda: ThreadGroup(rounds, 0))
     with pytest.raises(RendezvousError, match=r"rank 0 waited 0\.2 s .*connect_timeout_s"):
-        lane.wait_open(0.2)
-    lane._thread.join(10)
-    assert not lane._thread.is_alive()
+        queue.wait_open(0.2)
+    queue._thread.join(10)
+    assert not queue._thread.is_alive()
 
 
 def test_waiting_ends_with_the_session() -> None:
     order = HostOrder(lambda: True)
-    with pytest.raises(GivenUpError):
-        order.follow(RoundWork(Rounds(2), 0))
+    with pytest.raises(CollectiveCancelledError):
+        order.wait_for(RoundWork(Rounds(2), 0))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +255,7 @@ def test_waiting_ends_with_the_session() -> None:
     ],
 )
 def test_numbers_are_those_of_the_memory(tensor: Tensor) -> None:
-    numbers = numbers_of(tensor)
+    numbers = flat_values(tensor)
     pairs = 2 if tensor.is_complex() else 1
     assert numbers.shape == (pairs * tensor.numel(),)
     assert numbers.data_ptr() == tensor.data_ptr()

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of the hook: trains a small model with DDP over Gloo."""
+"""Programs of ranks for the tests of the hook: small models under DDP over Gloo."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def fail(store: Store, rank: int, world_size: int, job: str) -> str:
         def encode(*_: object) -> torch.Tensor:
             raise MemoryError("no room for the bytes")
 
-        state._coding.encode = encode  # type: ignore[assignment,method-assign]
+        state._shard_codec.encode = encode  # type: ignore[assignment,method-assign]
         try:
             _train(ddp, rank, 2, 1, 0.05)
         except RuntimeError as error:

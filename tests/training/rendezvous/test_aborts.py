@@ -48,7 +48,7 @@ def test_all_name_the_rank_that_is_missing(comes_to_the_start: bool) -> None:
     assert "rank 0 waited 0.5 s for rank 2" in str(first)
 
 
-def test_a_program_that_fails_before_it_is_connected_says_so_at_once() -> None:
+def test_a_program_that_fails_before_it_is_connected_aborts_all_at_once() -> None:
     def body(session: Any) -> None:
         if session.rank == 2:
             session._scopes.open()
@@ -63,15 +63,15 @@ def test_a_program_that_fails_before_it_is_connected_says_so_at_once() -> None:
         assert str(error) == "rank 2 gave up: KeyError: 'no such file'"
 
 
-def test_who_loses_the_store_in_prepare_tells_the_others_by_the_channel(
+def test_a_rank_that_loses_the_store_in_prepare_aborts_through_the_channel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     follow = Checkpoints.follow
 
-    def lost(checkpoints: Checkpoints, prepared: Any, meeting: RendezvousScope) -> None:
-        if meeting.place.rank == 1:
+    def lost(checkpoints: Checkpoints, prepared: Any, scope: RendezvousScope) -> None:
+        if scope.rank_info.rank == 1:
             raise StoreLostError("rank 1: the rendezvous store does not answer")
-        follow(checkpoints, prepared, meeting)
+        follow(checkpoints, prepared, scope)
 
     monkeypatch.setattr(Checkpoints, "follow", lost)
 
@@ -87,16 +87,16 @@ def test_who_loses_the_store_in_prepare_tells_the_others_by_the_channel(
     assert "rank 1 gave up: StoreLostError" in str(first) and "store does not answer" in str(first)
 
 
-def give_up_on(store: HashStore, rank: int, missing: int) -> str:
+def abort_unreachable(store: HashStore, rank: int, missing: int) -> str:
     """Let a rank give up on another one; returns the sentence."""
-    meeting = RendezvousScope(bounded(store, rank), RankInfo(rank, 4, "job", 0), 0, 5.0)
-    return str(meeting.give_up_on(missing, f"rank {rank} is not connected to rank {missing}"))
+    scope = RendezvousScope(bounded(store, rank), RankInfo(rank, 4, "job", 0), 0, 5.0)
+    return str(scope.abort_unreachable(missing, f"rank {rank} is not connected to rank {missing}"))
 
 
 def test_two_ranks_that_miss_each_other_name_their_link() -> None:
     store = HashStore()
     with ThreadPoolExecutor(2) as threads:
-        said = list(threads.map(lambda pair: give_up_on(store, *pair), [(2, 1), (1, 2)]))
+        said = list(threads.map(lambda pair: abort_unreachable(store, *pair), [(2, 1), (1, 2)]))
     assert said[0] == said[1]
     assert said[0].startswith("the link between rank 1 and rank 2 is cut")
     third = RendezvousScope(bounded(store, 3), RankInfo(3, 4, "job", 0), 0, 5.0)
@@ -105,8 +105,8 @@ def test_two_ranks_that_miss_each_other_name_their_link() -> None:
     assert str(told.value) == said[0]
 
 
-def test_a_rank_that_says_nothing_itself_is_missing() -> None:
-    assert give_up_on(HashStore(), 1, 2) == "rank 1 is not connected to rank 2"
+def test_a_rank_that_reports_nothing_is_missing() -> None:
+    assert abort_unreachable(HashStore(), 1, 2) == "rank 1 is not connected to rank 2"
 
 
 def test_a_rank_that_is_connected_does_not_go_on_without_the_others() -> None:
@@ -134,7 +134,7 @@ def test_a_rank_that_is_connected_does_not_go_on_without_the_others() -> None:
 def test_rank_0_stays_until_its_reason_was_read() -> None:
     """The store may end with its process."""
     store = HashStore()
-    meetings = [
+    scopes = [
         RendezvousScope(bounded(store, rank), RankInfo(rank, 3, "job", 0), 0, 30.0)
         for rank in (0, 1)
     ]
@@ -143,33 +143,35 @@ def test_rank_0_stays_until_its_reason_was_read() -> None:
     def second() -> str:
         reading.set()
         with pytest.raises(RendezvousError) as told:
-            meetings[1].get("word", 0)
+            scopes[1].get("word", 0)
         return str(told.value)
 
     with ThreadPoolExecutor(1) as threads:
         heard = threads.submit(second)
         assert reading.wait(30.0)
-        error = meetings[0].give_up("rank 2 is missing", [2])
+        error = scopes[0].abort("rank 2 is missing", [2])
         # What rank 1 has read it has also acknowledged.
-        assert bounded(store).read(f"gradlane/{meetings[0].name}/heard/1") is not None
+        assert bounded(store).read(f"gradlane/{scopes[0].name}/heard/1") is not None
         assert heard.result(30.0) == str(error) == "rank 2 is missing"
 
 
-def test_a_rank_that_still_connects_hears_the_reason_before_the_store_ends() -> None:
+def test_a_connecting_rank_reads_the_reason_before_the_store_ends() -> None:
     store = HashStore()
     first, second = (
         RendezvousScope(bounded(store, rank), RankInfo(rank, 3, "job", 0), 0, 30.0)
         for rank in (0, 1)
     )
-    with second.listening():
-        assert str(first.give_up("rank 2 was lost", [2])) == "rank 2 was lost"
+    with second.watching_for_abort():
+        assert str(first.abort("rank 2 was lost", [2])) == "rank 2 was lost"
         assert bounded(store).read(f"gradlane/{first.name}/heard/1") is not None
     store.set(f"gradlane/{first.name}/reason", "the store has ended")
-    assert str(second.give_up_on(2, "rank 1 is not connected to rank 2")) == "rank 2 was lost"
-    assert str(second.give_up("rank 1 ends")) == "rank 2 was lost"
+    assert (
+        str(second.abort_unreachable(2, "rank 1 is not connected to rank 2")) == "rank 2 was lost"
+    )
+    assert str(second.abort("rank 1 ends")) == "rank 2 was lost"
 
 
-def test_a_wrong_turn_is_no_loss() -> None:
+def test_a_missing_secret_is_reported_as_such() -> None:
     """A secret that one rank lacks is told to all, not found out by waiting for that rank."""
     store = HashStore()
     first, second = (

@@ -1,4 +1,4 @@
-"""A node whose ranks are threads: their sockets, and collectives that insist on one order."""
+"""A node whose ranks are threads, with collectives that check their order."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.failure import Failure
 from gradlane.training.node.group import Work
 from gradlane.training.node.layout import Layout
-from gradlane.training.node.shares import Part, cut
+from gradlane.training.node.parts import Part, cut_into_parts
 
 
-class Wire:
-    """What one rank says to the others."""
+class ThreadMessenger:
+    """Sends messages to the queues of the other ranks."""
 
-    def __init__(self, layout: Layout, lanes: Sequence[CollectiveQueue]) -> None:
+    def __init__(self, layout: Layout, queues: Sequence[CollectiveQueue]) -> None:
         self.layout = layout
         self.peers = [one for one in range(layout.local_size) if one != layout.local_rank]
-        self._lanes = lanes
+        self._queues = queues
 
     def send(
-        self, peer: int, kind: int, part: int = 0, step: int = 0, *, flag: bool = False
+        self, peer: int, kind: int, part: int = 0, step: int = 0, *, absent: bool = False
     ) -> None:
-        self._lanes[peer].hear(kind, part, step, absent=flag)
+        self._queues[peer].on_message(kind, part, step, absent=absent)
 
 
 class Rounds:
@@ -46,17 +46,17 @@ class Rounds:
                 self.rounds.append({})
             calls = self.rounds[number]
             calls[rank] = call
-            if len({(kind, carrier, one.numel()) for kind, carrier, one in calls.values()}) > 1:
+            if len({(kind, leader, one.numel()) for kind, leader, one in calls.values()}) > 1:
                 self.broken = f"collective {number} is {calls}"
             if len(calls) == self.ranks:
                 self._run(calls)
                 self.done += 1
 
     def _run(self, calls: dict[int, tuple[str, int, Tensor]]) -> None:
-        kind, carrier, _ = calls[0]
-        own = calls[carrier][2]
+        kind, leader, _ = calls[0]
+        own = calls[leader][2]
         for rank, (_, _, values) in calls.items():
-            if rank != carrier:
+            if rank != leader:
                 (own.add_ if kind == "sum" else values.copy_)(values if kind == "sum" else own)
 
 
@@ -69,18 +69,18 @@ class ThreadGroup:
         self._issued = 0
         self.has_ended = False
 
-    def sum_to(self, values: Tensor, carrier: int) -> Work:
-        return self._issue("sum", values, carrier)
+    def reduce(self, values: Tensor, leader: int) -> Work:
+        return self._issue("sum", values, leader)
 
-    def spread_from(self, values: Tensor, carrier: int) -> Work:
-        return self._issue("spread", values, carrier)
+    def broadcast(self, values: Tensor, leader: int) -> Work:
+        return self._issue("spread", values, leader)
 
-    def end(self) -> None:
+    def abort(self) -> None:
         self.has_ended = True
 
-    def _issue(self, kind: str, values: Tensor, carrier: int) -> Work:
+    def _issue(self, kind: str, values: Tensor, leader: int) -> Work:
         number, self._issued = self._issued, self._issued + 1
-        self._rounds.issue(self._rank, number, (kind, carrier, values))
+        self._rounds.issue(self._rank, number, (kind, leader, values))
         return RoundWork(self._rounds, number)
 
 
@@ -100,26 +100,26 @@ class RoundWork:
         return True
 
 
-class Side:
+class EchoChannel:
     """A channel that gets each node's mean back as it is, at once, and waits for tensors."""
 
-    def __init__(self, lane: CollectiveQueue, parts: Sequence[Part]) -> None:
-        self.lane = lane
+    def __init__(self, queue: CollectiveQueue, parts: Sequence[Part]) -> None:
+        self.queue = queue
         self.absent: dict[int, bool] = {}
         self.failure: Failure | None = None
         self._parts = parts
         self._left: Counter[int] = Counter()
         self._changed = threading.Condition()
-        lane.serve(self)
+        queue.set_sink(self)
 
     def begin(self) -> None:
         """Wait from now on for all tensors of a step."""
         self._left = Counter(part.tensor for part in self._parts)
 
-    def add_up(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
-        self.lane.have(part, step, absent=absent)
+    def on_node_mean(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
+        self.queue.on_result(part, step, absent=absent)
 
-    def landed(self, part: Part, step: int, *, absent: bool) -> None:
+    def on_landed(self, part: Part, step: int, *, absent: bool) -> None:
         with self._changed:
             self._left[part.tensor] -= 1
             self.absent[part.tensor] = absent
@@ -154,7 +154,7 @@ def rows_of(tensors: Sequence[Tensor], names: dict[Any, str]) -> list[dict[str, 
 
 
 class Node:
-    """The lanes of a node's ranks."""
+    """The collective queues of a node's ranks."""
 
     def __init__(
         self,
@@ -162,24 +162,26 @@ class Node:
         rows: Sequence[dict[str, Any]],
         gradients: Sequence[Tensor],
         *,
-        carriers: int = 1,
+        leaders: int = 1,
         group: Callable[[Rounds, int], Any] = ThreadGroup,
     ) -> None:
-        self.parts = cut(rows, carriers)
+        self.parts = cut_into_parts(rows, leaders)
         self.rounds = Rounds(ranks)
         self.groups = [group(self.rounds, rank) for rank in range(ranks)]
-        self.lanes: list[CollectiveQueue] = []
+        self.queues: list[CollectiveQueue] = []
         for rank in range(ranks):
-            wire = Wire(Layout(1, ranks, 0, rank, carriers), self.lanes)
-            self.lanes.append(CollectiveQueue(wire, self.parts, gradients, self._opener(rank)))
-        for lane in self.lanes:
-            lane.wait_open(10)
-        self.sides = [Side(lane, self.parts) for lane in self.lanes]
+            messenger = ThreadMessenger(Layout(1, ranks, 0, rank, leaders), self.queues)
+            self.queues.append(
+                CollectiveQueue(messenger, self.parts, gradients, self._opener(rank))
+            )
+        for queue in self.queues:
+            queue.wait_open(10)
+        self.channels = [EchoChannel(queue, self.parts) for queue in self.queues]
 
     def _opener(self, rank: int) -> Callable[[], Any]:
         return lambda: self.groups[rank]
 
     def stop(self) -> None:
-        """End all lanes; none may be left."""
-        for lane in self.lanes:
-            lane.stop()
+        """Stop all queues."""
+        for queue in self.queues:
+            queue.stop()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from tests.training.model.pool import RankPool
-from tests.training.node.scenarios import LOCAL_SIZE
+from tests.training.node.node_programs import LOCAL_SIZE
 
 NODES = 2
 
 
-def check_that_all_hear(victim: int, how: str, **options: Any) -> None:
+def check_that_all_name_the_lost_rank(victim: int, how: str, **options: Any) -> None:
     """Check that all hear at once who was killed: its node the rank, others at least the node.
 
     Args:
@@ -23,7 +23,7 @@ def check_that_all_hear(victim: int, how: str, **options: Any) -> None:
         arguments = {"victim": victim, "how": how, **options}
         ranks._start()
         for pipe in ranks._pipes:
-            pipe.send(("tests.training.node.scenarios:lost", 4, f"lost-{victim}", arguments))
+            pipe.send(("tests.training.node.node_programs:lost", 4, f"lost-{victim}", arguments))
         for rank, pipe in enumerate(ranks._pipes):
             if rank == victim:
                 continue

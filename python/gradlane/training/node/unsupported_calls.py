@@ -1,7 +1,7 @@
-"""Calls of a channel that are about single ranks, and have no meaning where nodes speak.
+"""Channel calls that concern single ranks, and are refused where nodes take part as one.
 
-What would lead to them is refused where options are given; so these are here for whoever calls a
-channel by itself.
+The options already refuse what would lead to these calls; a direct caller of the channel gets a
+clear error.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import NoReturn
 from gradlane.training.core import Blocks
 
 
-class RankCalls:
-    """The part of a channel that a node's ranks cannot have."""
+class UnsupportedCalls:
+    """Channel calls that a node's ranks cannot make."""
 
     def step_pass(self, step: int) -> None:
         """Refuse: stragglers are single ranks."""
