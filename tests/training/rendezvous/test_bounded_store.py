@@ -256,7 +256,7 @@ def test_an_earlier_key_written_meanwhile_comes_first(monkeypatch: pytest.Monkey
 USER = """
 import sys
 from gradlane.training.rendezvous.environment import RankInfo
-from gradlane.training.rendezvous.rendezvous import Meeting, open_store
+from gradlane.training.rendezvous.rendezvous import RendezvousScope, open_store
 environment = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": sys.argv[1],
@@ -264,7 +264,7 @@ environment = {
 }
 place = RankInfo(1, 2, "job", 0)
 store = open_store(place, environment, 30.0, 2.0)
-meeting = Meeting(store, place, 0, 60.0)
+meeting = RendezvousScope(store, place, 0, 60.0)
 meeting.put("word", "1")
 print("here", flush=True)
 sys.stdin.readline()

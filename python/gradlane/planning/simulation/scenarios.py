@@ -274,7 +274,7 @@ def _leave_out(scenario: dict[str, Any], cluster: Cluster, *, factors: bool) -> 
     own: dict[str, object] = {
         "strategy": scenario["strategy"],
         "update": scenario["update"],
-        "factors": options.SFB if factors else "",
+        "scheme": options.SFB if factors else "",
     }
     check_stragglers(cluster.stragglers, own)
     rule = parse_stragglers(cluster.stragglers)

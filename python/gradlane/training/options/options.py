@@ -352,7 +352,7 @@ class Options:
                 raise ValueError(f"scheme is {self.strategy.factors!r}, but {why}")
         others: dict[str, object] = {
             "strategy": self.strategy.name,
-            "factors": self.strategy.factors,
+            "scheme": self.strategy.factors,
             "update": self.update,
         }
         check_stragglers(self.stragglers.rule, others)

@@ -163,7 +163,7 @@ _TOGETHER: dict[str, tuple[tuple[object, ...], str]] = {
         "a ring needs every rank's part, pulling workers that are late would ask for old results, "
         "and asynchronous training waits for nobody anyway; use p3, slicing or wfbp",
     ),
-    "factors": (
+    "scheme": (
         ("",),
         "gradients are rebuilt from the factors of all ranks; leave the scheme out",
     ),
