@@ -197,7 +197,7 @@ def test_a_plan_with_factors_is_in_force(pool: RankPool) -> None:
     [
         ("server", "scheme is '{scheme}', but update is 'server'"),
         ("pull", "in strategy 'kvstore' workers pull from servers"),
-        ("differ", "factors='{scheme}'"),
+        ("differ", "scheme='{scheme}'"),
         ("plan", "'features.weight' by scheme '{scheme}', but it has no factors: no nn.Linear"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from collections.abc import Callable
@@ -44,19 +45,16 @@ def run_ranks(
         torch.set_num_threads(1)
         settings: dict[str, Any] = {"connect_timeout_s": 20.0, **options}
         try:
-            with open_session(
-                shared,
-                Options.of(
-                    **keywords_of(
-                        store=store,
-                        rank=rank,
-                        world_size=world_size,
-                        job=job,
-                        advertise="127.0.0.1",
-                        **settings,
-                    )
-                ),
-            ) as session:
+            keywords = keywords_of(
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                job=job,
+                advertise="127.0.0.1",
+                **settings,
+            )
+            given = Options.of(**keywords, environment=os.environ)
+            with open_session(shared, given) as session:
                 results[rank] = body(session)
         except BaseException as error:
             errors[rank] = error

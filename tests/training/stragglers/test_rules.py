@@ -52,7 +52,7 @@ def test_rules_are_read_and_given_to_the_core() -> None:
         ({"strategy": "kvstore"}, "old results"),
         ({"strategy": "asgd", "update": "server"}, "waits for nobody"),
         ({"update": "server"}, 'update="worker"'),
-        ({"factors": "sfb"}, "all ranks"),
+        ({"scheme": "sfb"}, "all ranks"),
         ({"late": "keep"}, "discard, carry"),
         ({"ahead_steps": 0}, "1 or more"),
     ],

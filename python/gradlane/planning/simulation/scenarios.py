@@ -275,7 +275,7 @@ def _add_stragglers(scenario: dict[str, Any], cluster: Cluster, *, factors: bool
     own: dict[str, object] = {
         "strategy": scenario["strategy"],
         "update": scenario["update"],
-        "factors": options.SFB if factors else "",
+        "scheme": options.SFB if factors else "",
     }
     check_stragglers(cluster.stragglers, own)
     rule = parse_stragglers(cluster.stragglers)

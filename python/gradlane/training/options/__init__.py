@@ -1,1 +1,1 @@
-"""Settings of sessions: options, the rules they follow, which tensor gets which codec."""
+"""Options of sessions: fields, groups, rules, codecs by tensor."""

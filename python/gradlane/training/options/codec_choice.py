@@ -1,4 +1,4 @@
-"""Which codec each tensor travels in: one for all with small tensors left alone, or one by pattern.
+"""The codec of each tensor: one for all but the smallest tensors, or one by pattern.
 
 A codec is written as `name:option=value,...`, such as `qsgd:bits=4`; `raw` (or `f32`) is none.
 Given alone, it is for all tensors but the smallest, which are left in full precision as long as
@@ -23,24 +23,24 @@ LOSSLESS = (RAW, "f32")
 QUANTIZED_SHARE = 0.99
 """More than this share of all parameters is encoded where one codec is given for all."""
 ENCODED_DTYPES = ("f32", "f16", "bf16")
-"""What codecs are for: everything else that is trained travels as it is."""
+"""Dtypes that codecs encode; others travel as they are."""
 
 CodecArgument: TypeAlias = str | Mapping[str, str] | None
-"""What `gradlane.init(codec=...)` takes."""
+"""The argument `codec` of `gradlane.init`."""
 CodecRules: TypeAlias = str | tuple[tuple[str, str], ...]
-"""The same, checked for its form: one codec, or patterns with their codecs."""
+"""A checked argument: a codec, or patterns with their codecs."""
 
 
 @dataclass(frozen=True)
 class CodecFacts:
-    """What a codec does to a tensor.
+    """The effect of a codec on a tensor.
 
     Attributes:
         codec: its canonical text.
         granule_elems: slices begin at multiples of so many elements.
         fixed_size: whether all encodings are equally long.
-        residual_width: numbers kept for each value of what is lost, to be added the next time.
-        unbiased: whether the expectation of what is decoded is the value.
+        residual_width: numbers that error feedback keeps for each value.
+        unbiased: whether the expectation of a decoded value is the value.
         wire_bytes_max: most bytes of the encoded tensor; exact with `fixed_size`. On a ring half of
             what goes round in all laps.
     """
@@ -78,13 +78,13 @@ class CodedTensor:
 
 @dataclass(frozen=True)
 class CodecChoice:
-    """The codec of one tensor and why.
+    """The codec of a tensor and the reason.
 
     Attributes:
         tensor: the tensor's name.
         codec: canonical text, or `raw`.
-        reason: why this one.
-        facts: what it does; None where it is `raw`.
+        reason: why this codec.
+        facts: its effect; None for `raw`.
     """
 
     tensor: str
@@ -94,12 +94,12 @@ class CodecChoice:
 
 
 def codec_rules(codec: CodecArgument) -> CodecRules:
-    """Check the form of what was given and return it with `raw` for all that means no codec.
+    """Check the form of a codec argument; return `raw` for all that mean no codec.
 
     Text may also hold patterns, as on the command line: `*.bias=f32;*=qsgd:bits=4`.
 
     Raises:
-        ValueError: it is neither a text nor a mapping of texts to texts.
+        ValueError: the argument is neither a text nor a mapping of texts to texts.
     """
     if codec is None:
         return RAW
@@ -150,7 +150,7 @@ def check_codecs(rules: CodecRules) -> None:
     """Check the texts of all codecs.
 
     Raises:
-        ValueError: one is unknown, or an option of it; the message says what there is.
+        ValueError: a codec or one of its options is unknown; the message lists the known.
     """
     for text in [rules] if isinstance(rules, str) else [text for _, text in rules]:
         if text != RAW:
@@ -160,7 +160,7 @@ def check_codecs(rules: CodecRules) -> None:
 def codec_facts(
     text: str, dtype: str, sizes: Sequence[int], ring_ranks: int | None = None
 ) -> CodecFacts | None:
-    """Say what a codec does to a tensor; None where it would change nothing.
+    """Return the effect of a codec on a tensor; None if it changes nothing.
 
     Args:
         text: the codec.
@@ -181,7 +181,7 @@ def choose_codecs(
     """Give each tensor its codec.
 
     Args:
-        rules: what `codec_rules` returned.
+        rules: as `codec_rules` returns them.
         tensors: all trained tensors.
         ring_ranks: ranks of the ring that they go round; None: they go to servers.
 
@@ -198,10 +198,10 @@ def choose_codecs(
 
 
 def smallest_encoded(numels: Iterable[int]) -> int:
-    """Return from how many elements on tensors are encoded: the most with which over 99 % are.
+    """Return the least number of elements of an encoded tensor: over 99 % of all are encoded.
 
     Args:
-        numels: elements of each tensor that could be; 0 is returned where there is none.
+        numels: elements of each tensor that can be encoded; 0 is returned without any.
     """
     sizes = sorted(numels)
     total, below = sum(sizes), 0

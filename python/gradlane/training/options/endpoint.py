@@ -11,14 +11,14 @@ _ADDRESS = re.compile(r"(?:(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^:\[\]\s]+)):)?(?
 
 
 def parse_address(text: str, name: str) -> tuple[str, int]:
-    """Read `PORT`, which is one of the loopback interface, `HOST:PORT` or `[IPv6]:PORT`.
+    """Parse `PORT` (of the loopback interface), `HOST:PORT` or `[IPv6]:PORT`.
 
     Args:
-        text: what was given.
+        text: the address.
         name: of the option or variable, for the message.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text is no address.
     """
     match = _ADDRESS.fullmatch(text)
     if match is None or int(match["port"]) > 65535:

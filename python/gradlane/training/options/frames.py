@@ -1,4 +1,4 @@
-"""How many frames a message travels in."""
+"""The number of frames of a message."""
 
 import math
 

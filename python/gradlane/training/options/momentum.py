@@ -1,7 +1,7 @@
-"""Codecs that keep momentum themselves, and optimizers, which must have none under them.
+"""Check that momentum is applied once: by the codec, or by the optimizer.
 
-`dgc` adds momentum up before it selects what is sent (Lin et al. 2018, section 3.1). An optimizer
-that does so again moves parameters by up to 1 / (1 - momentum) times as much as is right.
+`dgc` accumulates momentum before it selects values (Lin et al. 2018, section 3.1). An optimizer
+that applies momentum again moves parameters by up to 1 / (1 - momentum) times as far.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def keeps_momentum(codec: str) -> bool:
 def check_momentum(optimizer: Any, codecs: Mapping[int, str]) -> None:
     """Check that no parameter gets momentum from its codec and from the optimizer.
 
-    `torch.optim.SGD` with `momentum=0` passes, and optimizers that are none of torch's and say
+    `torch.optim.SGD` with `momentum=0` passes, and so do optimizers from outside torch with
     `momentum` 0 in their groups.
 
     Args:
@@ -32,7 +32,7 @@ def check_momentum(optimizer: Any, codecs: Mapping[int, str]) -> None:
         codecs: canonical text of the codec of each parameter whose codec keeps momentum, by `id`.
 
     Raises:
-        UsageError: one does; the message names group, setting and codec.
+        UsageError: a parameter gets both; the message names group, setting and codec.
     """
     if not codecs:
         return
@@ -51,7 +51,7 @@ def check_momentum(optimizer: Any, codecs: Mapping[int, str]) -> None:
 
 
 def _own_momentum(optimizer: Any, group: Mapping[str, Any]) -> str:
-    """Return what gives a group momentum, or may do so; empty where nothing does."""
+    """Return the reason that a group has, or may have, momentum; empty without one."""
     of_torch = [
         base.__name__
         for base in type(optimizer).__mro__

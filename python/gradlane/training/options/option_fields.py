@@ -79,7 +79,7 @@ def option(
     """Return the field of an option; None as a value is always in range.
 
     Args:
-        default: its value where none is given.
+        default: the value if none is given.
         doc: as in `OptionRules`.
         name: as in `OptionRules`; empty: the field's own.
         unit: as in `OptionRules`.
@@ -114,7 +114,7 @@ def check_options(options: Any, named: Callable[[str], str] = str) -> None:
 
     Args:
         options: a dataclass.
-        named: turns an option's name into the one that the user knows.
+        named: turns an option's name into the name that the user knows.
 
     Raises:
         ValueError: an option is out of its range; the message names it.
@@ -219,10 +219,10 @@ def variables_of(group: type[OptionGroup]) -> Iterator[str]:
 
 
 def read_flag(text: str) -> bool:
-    """Read whether an option is on.
+    """Parse whether an option is on.
 
     Raises:
-        ValueError: the text says neither.
+        ValueError: the text is neither yes nor no.
     """
     if text.lower() in (*_YES, *_NO):
         return text.lower() in _YES
@@ -230,7 +230,7 @@ def read_flag(text: str) -> bool:
 
 
 def read_int(text: str) -> int:
-    """Read a whole number."""
+    """Parse a whole number."""
     try:
         return int(text)
     except ValueError:
@@ -245,10 +245,10 @@ def _read_float(text: str) -> float:
 
 
 def read_ports(text: str) -> tuple[int, int]:
-    """Read a range of ports, such as `4000-4010`, or a single one.
+    """Parse a range of ports, such as `4000-4010`, or a single port.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is neither.
     """
     low, _, high = text.partition("-")
     if not (low.isdecimal() and (high or low).isdecimal()):

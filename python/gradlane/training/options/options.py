@@ -20,7 +20,7 @@ from gradlane.training.options.option_fields import (
 from gradlane.training.options.stragglers import Stragglers, check_stragglers
 
 ASGD = "asgd"
-"""The strategy in which nobody waits for anybody else's gradients."""
+"""The asynchronous strategy."""
 RING = "ring"
 """The strategy that is p3 round a ring, and the scheme of its tensors."""
 EXACT_STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
@@ -55,9 +55,9 @@ SCHEMES = ("ps", RING, *FACTOR_SCHEMES)
 """How gradients are aggregated: on servers, round a ring, or those of linear layers and embeddings
 from factors and all others on servers."""
 PLAN_RULES: dict[str, tuple[str, ...]] = {"auto": ("ps",), "poseidon": (SFB, "ps")}
-"""Schemes that a plan's rule chooses among: what changes no bit, and algorithm 1 of Poseidon (Zhang
-et al. 2017). No rule chooses `adam`, which is there to compare with, nor `ring`, which moves as
-much as servers do and adds up in another order."""
+"""Schemes that the rule of a plan chooses among: those that keep every bit, and algorithm 1 of
+Poseidon (Zhang et al. 2017). No rule chooses `adam`, which is a baseline, nor `ring`, which moves
+as many bytes as servers and adds up in another order."""
 
 
 def own_slice_elems(strategy: str, encoded: bool) -> int | None:
@@ -73,12 +73,12 @@ def own_slice_elems(strategy: str, encoded: bool) -> int | None:
 
 
 def ring_ranks(strategy: str, world_size: int) -> int | None:
-    """Return of how many ranks the ring is that a strategy's tensors go round; None: of none."""
+    """Return the number of ranks of a strategy's ring; None without a ring."""
     return world_size if strategy == RING else None
 
 
 def strategy_of(strategy: str, scheme: str | None) -> str:
-    """Return the strategy that another one is with a scheme.
+    """Return the strategy that results from a strategy and a scheme.
 
     Args:
         strategy: one of `STRATEGIES`.
@@ -106,7 +106,7 @@ def strategy_of(strategy: str, scheme: str | None) -> str:
 
 
 def ring_refusal(strategy: str, update: str) -> str:
-    """Say why tensors cannot go round a ring under these settings; empty if they can.
+    """Return why tensors cannot go round a ring under these settings; empty if they can.
 
     Args:
         strategy: one of `STRATEGIES`.
@@ -116,7 +116,7 @@ def ring_refusal(strategy: str, update: str) -> str:
 
 
 def factors_refusal(strategy: str, update: str) -> str:
-    """Say why no tensor can travel as factors under these settings; empty if some can.
+    """Return why no tensor can travel as factors under these settings; empty if some can.
 
     Args:
         strategy: one of `STRATEGIES`.
@@ -335,7 +335,7 @@ class Options:
         )
 
     def __post_init__(self) -> None:
-        """Check every option, and what goes with what.
+        """Check every option, and the combinations of options.
 
         Raises:
             ValueError: an option is out of its range, or does not go with another one; the message
@@ -352,7 +352,7 @@ class Options:
                 raise ValueError(f"scheme is {self.strategy.factors!r}, but {why}")
         others: dict[str, object] = {
             "strategy": self.strategy.name,
-            "factors": self.strategy.factors,
+            "scheme": self.strategy.factors,
             "update": self.update,
         }
         check_stragglers(self.stragglers.rule, others)
@@ -393,7 +393,7 @@ class Options:
         """Check the options that depend on the number of ranks.
 
         Raises:
-            ValueError: one does not go with it.
+            ValueError: an option does not go with it.
         """
         if self.servers is not None and self.servers > world_size:
             raise ValueError(f"servers is {self.servers}, but there are {world_size} ranks")
@@ -407,7 +407,7 @@ class Options:
             )
 
     def _check_serving(self, workers: int, world_size: int) -> None:
-        """Check what goes with ranks that only serve."""
+        """Check the options that go with ranks that only serve."""
         if workers > world_size:
             raise ValueError(f"workers is {workers}, but there are {world_size} ranks")
         why = serving_refusal(self)
@@ -425,7 +425,7 @@ class Options:
 
 
 def serving_refusal(options: Options) -> str:
-    """Say why ranks that only serve do not go with other options; empty if they do."""
+    """Return why ranks that only serve do not go with other options; empty if they do."""
     if options.servers is not None:
         return (
             f"servers is {options.servers}, which makes ranks servers that train: leave it out, "

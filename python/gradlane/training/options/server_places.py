@@ -1,4 +1,4 @@
-"""How commands say which ranks are servers: `3`, the first three; `separate=2`, two beside."""
+"""Parse `--servers`: `3`, the first three ranks; `separate=2`, two ranks beside the workers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _SEPARATE = "separate="
 
 
 class ServerPlaces(NamedTuple):
-    """Which ranks are servers; of both at most one is given."""
+    """The ranks that are servers; at most one of the two is given."""
 
     servers: int | None = None
-    """The first so many of those that train."""
+    """Number of training ranks, from rank 0 on, that own slices; None: all."""
     serving: int = 0
-    """So many beside those that train."""
+    """Number of ranks beside the training ones that own all slices."""
 
 
 def parse_servers(text: str | None) -> ServerPlaces:
-    """Read what `--servers` says.
+    """Parse the text of `--servers`.
 
     Raises:
-        ValueError: it is neither a number nor `separate=` with one.
+        ValueError: the text is neither `N` nor `separate=N`.
     """
     if text is None:
         return ServerPlaces()
@@ -41,7 +41,7 @@ def parse_servers(text: str | None) -> ServerPlaces:
 
 
 def servers_text(servers: int | None, serving: int) -> str:
-    """Say which ranks are servers, in a few words; empty if all that train are."""
+    """Return the servers in a few words; empty if all training ranks own slices."""
     if serving:
         return f"{serving} more, which only serve" if serving > 1 else "one more, which only serves"
     return "" if servers is None else f"{servers} of them servers"

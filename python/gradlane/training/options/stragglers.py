@@ -1,4 +1,4 @@
-"""What happens to ranks that are late, and to their gradients: `wait`, `drop`, `backup=b`.
+"""Rules for late ranks and their gradients: `wait`, `drop`, `backup=b`.
 
 Needs no torch and no core: options are checked where they are given.
 """
@@ -20,13 +20,13 @@ LEAVES_OUT = ("p3", "slicing", "wfbp")
 
 @dataclass(frozen=True)
 class StragglerRule:
-    """When a step goes on without those that are late.
+    """When a step goes on without late ranks.
 
     Attributes:
-        backup: so many ranks are left out of each step; 0: those that are late.
-        factor: late is who takes longer than so many times what half of the contributors of recent
-            steps took; None: who is later than half of the ranks by more than ranks and steps
-            differ by.
+        backup: number of ranks that each step leaves out; 0: the late ones.
+        factor: a rank is late that takes more than this multiple of the median time of recent
+            steps; None: a rank that is later than half of the ranks by more than the usual spread
+            over ranks and steps.
     """
 
     backup: int = 0
@@ -43,13 +43,13 @@ class StragglerRule:
 
 
 def parse_stragglers(text: str) -> StragglerRule | None:
-    """Return the rule that a text stands for, or None for `wait`.
+    """Parse a rule; return None for `wait`.
 
     Args:
         text: `wait`, `drop`, `drop=FACTOR` or `backup=RANKS`.
 
     Raises:
-        ValueError: it is none of these, or its number is out of range.
+        ValueError: the text is no rule, or its number is out of range.
     """
     name, equals, number = text.partition("=")
     if text == WAIT:
@@ -120,14 +120,14 @@ class Stragglers(OptionGroup):
 
 
 def check_stragglers(text: str, others: dict[str, object]) -> None:
-    """Check that everything else goes with what is given about stragglers.
+    """Check that other options go with a rule for stragglers.
 
     Args:
         text: as for `parse_stragglers`.
         others: the session's other options, by name.
 
     Raises:
-        ValueError: it does not; the message says why, and what to do.
+        ValueError: an option does not; the message says why, and what to do.
     """
     if parse_stragglers(text) is None:
         return
@@ -137,14 +137,14 @@ def check_stragglers(text: str, others: dict[str, object]) -> None:
 
 
 def check_schemes(text: str, schemes: Mapping[str, str]) -> None:
-    """Check that a plan's schemes go with what is given about stragglers.
+    """Check that a plan's schemes go with a rule for stragglers.
 
     Args:
         text: as for `parse_stragglers`.
         schemes: by the name of a tensor, or of a rule that chooses it.
 
     Raises:
-        ValueError: they do not; the message says which, and what to do.
+        ValueError: a scheme does not; the message names it, and what to do.
     """
     if parse_stragglers(text) is None:
         return
@@ -163,7 +163,7 @@ _TOGETHER: dict[str, tuple[tuple[object, ...], str]] = {
         "a ring needs every rank's part, pulling workers that are late would ask for old results, "
         "and asynchronous training waits for nobody anyway; use p3, slicing or wfbp",
     ),
-    "factors": (
+    "scheme": (
         ("",),
         "gradients are rebuilt from the factors of all ranks; leave the scheme out",
     ),

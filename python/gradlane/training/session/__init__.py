@@ -1,1 +1,1 @@
-"""Sessions: how they start, the models they prepare, what they keep, how they end."""
+"""Sessions: start, parts, models, end."""

@@ -1,7 +1,7 @@
-"""The ends that a program can come to, and what they mean for open sessions.
+"""End open sessions when the program ends.
 
-A normal end closes sessions in order; an uncaught exception and SIGTERM give them up with the
-reason, so that every other rank names it; a forked child drops them at once.
+A normal end closes sessions in order. An uncaught exception and SIGTERM abort them with the reason,
+which every other rank then names. A forked child drops them at once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Protocol
 
 
 class OpenSession(Protocol):
-    """A session as this file sees it."""
+    """The calls of a session that an end makes."""
 
     def abort(self, reason: str) -> None:
-        """Give up."""
+        """Abort, and tell the other ranks why."""
 
     def close_at_exit(self) -> None:
         """Close in order while the interpreter ends; must not raise."""
@@ -36,7 +36,7 @@ _installed = False
 
 
 def watch(session: OpenSession) -> None:
-    """End a session properly when the program ends in whatever way."""
+    """End a session when the program ends."""
     global _installed
     _open.add(session)
     if not _installed:

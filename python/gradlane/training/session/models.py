@@ -43,9 +43,9 @@ class PreparedModels:
         """Prepare nothing yet.
 
         Args:
-            ctx: what the session gives.
+            ctx: the context of the session.
             meet: opens the next place where the ranks agree.
-            abort: gives the session up.
+            abort: aborts the session.
         """
         self._ctx = ctx
         self._meet = meet
@@ -146,7 +146,7 @@ class PreparedModels:
         return model, optimizer
 
     def _prepared_before(self, model: nn.Module) -> PreparedModel | None:
-        """Find a model that is to be prepared again; refuse what is in another one's hands."""
+        """Return an earlier preparation of a model; refuse a model that shares parameters."""
         again = next((one for one in self.prepared if one.model is model), None)
         for other in self.prepared:
             if other is not again and other.shares_with(model):
@@ -165,7 +165,7 @@ class PreparedModels:
 
 
 def _trained_sizes(model: nn.Module) -> dict[str, int]:
-    """Numbers of elements that are averaged, by name; complex numbers are pairs."""
+    """Return numbers of elements that are averaged, by name; complex numbers are pairs."""
     return {
         name: parameter.numel() * (2 if parameter.is_complex() else 1)
         for name, parameter in model.named_parameters()

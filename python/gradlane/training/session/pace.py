@@ -1,11 +1,10 @@
-"""Batches at the pace of the other ranks: a rank that was left behind leaves out what they did.
+"""Batches at the pace of the other ranks: a late rank leaves out the steps that it missed.
 
-The step that a rank was left out of is its own all the same: it takes the result and trains on. But
-where the others are in a later step by then, its next gradients would come too late, too, and so
-would all after them. So before each batch it looks where the others are. Steps that were decided
-without it, and one that the others are in the middle of, it passes: it takes their results, and
-the batches that it would have had for them are left out. As many batches as steps go by on every
-rank, so all come to the end together.
+A rank that was left out of a step takes its result and trains on. If the others are in a later step
+by then, the next gradients of the rank would be late, too, and so would all after them. Before each
+batch the rank therefore looks where the others are. It passes steps that were decided without it,
+and the step that the others are in: it takes their results and drops the batches for them. Every
+rank consumes one batch a step, so all ranks end together.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ BatchType = TypeVar("BatchType")
 
 
 class Paced(Protocol):
-    """A connected model as this file sees it."""
+    """The calls of a prepared model that keeping pace makes."""
 
     @property
     def reads_averages(self) -> bool:
         """Whether the program reads averaged gradients between backward and step."""
 
     def pass_step(self) -> bool:
-        """Take the result of the next step without a part in it, where there is reason to."""
+        """Pass the next step if this rank is late for it; return whether it did."""
 
 
 def at_pace(
@@ -43,7 +42,7 @@ def at_pace(
     Args:
         batches: one a step.
         models: returns the prepared models of the session.
-        on_pass: called after each step that was passed.
+        on_pass: called after each passed step.
     """
     warned = False
     for batch in batches:

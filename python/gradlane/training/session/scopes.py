@@ -61,6 +61,6 @@ class SessionScopes:
                 scope.delete_keys()
 
     def give_up(self, reason: str) -> None:
-        """Tell the ranks that wait for this one in the last scope why it does not come."""
+        """Tell the ranks that wait in the last scope why this rank does not come."""
         if self._opened and self._opened[-1].is_open:
             self._opened[-1].abort(reason)

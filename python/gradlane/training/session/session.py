@@ -1,4 +1,4 @@
-"""Sessions: how a training program gets its ranks connected and its model hooked.
+"""The session: connects a training program to its ranks, and hooks its models.
 
 The loop stays the user's own::
 
@@ -128,14 +128,15 @@ class Session:
         """Connect a model and its optimizer to all ranks; a collective call.
 
         Afterwards every rank has rank 0's parameters and buffers. In each step a parameter's
-        gradient is the mean of what all ranks have in `.grad`, summed in rank order; none counts as
-        zeros, and none on any rank stays none. The optimizer must hold exactly the trained
-        parameters. Its state is not sent: load checkpoints on every rank, before or after.
+        gradient is the mean of the ranks' `.grad`, summed in rank order. A missing gradient counts
+        as zeros; a gradient that is missing on all ranks stays None. The optimizer must hold
+        exactly the trained parameters. Its state is not sent: load checkpoints on every rank,
+        before or after.
 
-        After `backward()`, `.grad` is the averaged gradient: whatever touches one, by whichever
-        reference, waits for all of them, so that `torch.nn.utils.clip_grad_norm_` and `GradScaler`
-        are right, and the update then waits, too. After `step()` whatever touches a parameter waits
-        for its update, and `.grad` stays until `zero_grad()`.
+        After `backward()`, `.grad` is the averaged gradient. Any access to one, by any reference,
+        waits for all of them, so that `torch.nn.utils.clip_grad_norm_` and `GradScaler` are right;
+        the update then waits, too. After `step()` any access to a parameter waits for its update,
+        and `.grad` stays until `zero_grad()`.
 
         A model may get several gradients in a step, from several losses or backward calls: gradlane
         learns how many come and sends their sum with the last. In the first step everything is
@@ -154,14 +155,14 @@ class Session:
                 that treats each parameter by itself; False: `step()` waits for all gradients and
                 updates there; None: True for optimizers that are known to allow it (those of
                 `torch.optim`, and classes with an attribute `steps_per_parameter = True`).
-            buffers: what happens to buffers, such as the statistics of batch norm, in each step:
+            buffers: the treatment of buffers, such as the statistics of batch norm, in each step:
                 `"broadcast"`: every rank gets rank 0's; `"average"`: floating-point ones are
-                averaged over the ranks, others are rank 0's; `"local"`: nothing. With
-                `update="server"` nothing happens to them either. What a program changes between
-                steps, it changes alike on all ranks.
+                averaged over the ranks, others are rank 0's; `"local"`: none. With
+                `update="server"` buffers stay as they are, too. A program that changes buffers
+                between steps changes them alike on all ranks.
             plan: settings for this model in place of the session's: a plan or the path of a plan
                 file, which only rank 0 needs to have; `"auto"`: measure the links, record some
-                steps of this training, simulate, and switch to what is fastest, if anything is
+                steps of this training, simulate, and switch to faster settings, if there are any
                 (see `docs/planning.md`); `"poseidon"`: record some steps, and from then on send
                 factors of the linear layers where they are fewer numbers (see `docs/factors.md`);
                 None: the session's. Results are the same bits, but of tensors with another scheme.
@@ -181,7 +182,7 @@ class Session:
 
     @property
     def codecs(self) -> list[CodecChoice]:
-        """Which codec each trained tensor of the models, and each array, travels in, and why."""
+        """The codec of each trained tensor and of each array, with the reason."""
         return [choice for part in self._parts() for choice in part.codecs]
 
     @property
@@ -194,7 +195,7 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force: the last one that was given, or found; None before."""
+        """The plan in force: the last given or found plan; None before."""
         return self._models.plans.plan
 
     def probe(
@@ -209,7 +210,7 @@ class Session:
         Args:
             window_s: seconds that each stream is measured for.
             directions: whether ports are also measured in one direction at a time.
-            on_phase: told what is measured next.
+            on_phase: called with the name of the next measurement.
 
         Returns:
             The same report on every rank.
@@ -285,8 +286,8 @@ class Session:
         """Return how stale gradients were, with `strategy="asgd"`; empty with all others.
 
         The staleness of a gradient is the number of updates that its slice had had since this
-        gradient's rank received it. Every rank counts what it applied as an owner of slices, which
-        is an even part of the whole.
+        gradient's rank received it. Every rank counts the gradients that it applied as an owner of
+        slices, an even part of the whole.
 
         Returns:
             For each rank whose gradients were applied here: `rank`, `pushes`, `mean`, `max` and
@@ -307,8 +308,8 @@ class Session:
             name: any text, once.
             shape: sizes of its dimensions, row-major.
             dtype: f32, f16, bf16, f64 or complex: a NumPy dtype, a torch or JAX one, or a name.
-            position: where the forward pass needs it; smaller is sooner, and travels before
-                whatever else is on its way. None: after everything registered so far.
+            position: where the forward pass needs it; smaller is sooner and travels before the
+                rest. None: after all arrays registered so far.
 
         Raises:
             ArrayRefusedError: there is nothing to average, or the dtype cannot be averaged.
@@ -366,7 +367,7 @@ class Session:
         return self._arrays.push(name, array, step)
 
     def wait(self, name: str, step: int | None = None) -> Any:
-        """Wait for the mean over all ranks of what was pushed; again and again if one likes.
+        """Wait for the mean over all ranks of a pushed array; any number of times.
 
         It is `((a0 + a1) + ...) / N` in rank order, bit for bit the same on all ranks and the same
         as the gradients of a model that is prepared with torch.
@@ -415,10 +416,10 @@ class Session:
         return at_pace(batches, lambda: self._models.prepared, on_pass)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the session itself keeps for training; a collective call between steps.
+        """Return the training state of the session itself; a collective call between steps.
 
-        That is what codecs with error feedback have lost so far (see `docs/low-precision.md`), and
-        late gradients that are carried on (`late="carry"`): no rank is left out of this call.
+        It holds the residuals of codecs with error feedback (see `docs/low-precision.md`) and late
+        gradients that are carried on (`late="carry"`): no rank is left out of this call.
         Without either there is nothing in it, and nothing is sent. A checkpoint holds it
         beside the model's and the optimizer's. Every rank gets one of its own; that of any one
         rank is enough to go on with a world of any size.
@@ -436,13 +437,13 @@ class Session:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` returned; a collective call between steps.
+        """Load the result of `state_dict`; a collective call between steps.
 
-        Where every rank loads what it saved itself in a world of the same size, training goes on
-        as it would have. Otherwise all ranks share out what was kept.
+        Where every rank loads its own state in a world of the same size, training goes on as if it
+        had not stopped. Otherwise the ranks share the state out.
 
         Args:
-            state: what `state_dict` returned; models are matched in the order of `prepare`.
+            state: the result of `state_dict`; models are matched in the order of `prepare`.
 
         Raises:
             ValueError: it is no such state, or of other models.
@@ -469,7 +470,7 @@ class Session:
     def restore(self) -> int:
         """Go on from the last complete checkpoint; a collective call after `prepare()`.
 
-        Parameters, buffers, the optimizer's state and settings, and what codecs have kept are those
+        Parameters, buffers, the optimizer's state and settings, and residuals of codecs are those
         of that step afterwards, in a world of any size. See `docs/checkpoints.md`.
 
         Returns:
@@ -485,7 +486,7 @@ class Session:
         return self._checkpoints.restore()
 
     def metrics(self) -> Metrics:
-        """Return what this rank has counted since the start; from any thread, also after the end.
+        """Return the counters of this rank since the start; from any thread, also after the end.
 
         Bytes, queues, waits by layer, late ranks, step times: see `docs/observability.md`. All are
         dictionaries, lists and numbers. Numbers are sums over all models; `channels` has the
@@ -497,13 +498,13 @@ class Session:
         return self._ctx.observer.metrics()
 
     def log_to(self, writer: ScalarWriter, every: int = 10) -> None:
-        """Write scalars for TensorBoard every so many training steps of the first model.
+        """Write scalars for TensorBoard at every n-th training step of the first model.
 
-        What fails there is warned of, and the training goes on without it.
+        A failing writer is warned of and left out; training goes on.
 
         Args:
-            writer: a `torch.utils.tensorboard.SummaryWriter`, or whatever has its `add_scalar`.
-            every: steps from one writing to the next.
+            writer: a `torch.utils.tensorboard.SummaryWriter`, or an object with its `add_scalar`.
+            every: steps between two writes.
 
         Raises:
             ValueError: `every` is below 1.
@@ -537,20 +538,20 @@ class Session:
     ) -> list[ServedStats]:
         """Serve the ranks that train until they have closed their sessions, and close this one.
 
-        Takes no model: what there is to serve, and all settings that must be the same everywhere,
-        come from rank 0.
+        Takes no model: the tensors and all settings that must be the same everywhere come from
+        rank 0.
 
         Args:
-            on_tick: told some times a second what was served so far, by channel; None: a line on
-                stderr for each channel that is connected, unless the session's `summary` is off.
+            on_tick: called twice a second with the work so far, by channel. A record of the logger
+                `gradlane` names each connected channel unless `Monitoring.summary` is off.
 
         Returns:
-            What was served, by channel: models and arrays of the ranks that train, in the order in
-            which they were connected.
+            The work by channel: models and arrays of the ranks that train, in the order in which
+            they were connected.
 
         Raises:
             UsageError: this rank trains.
-            RanksDifferError: rank 0 says something else of who trains, or has another version.
+            RanksDifferError: rank 0 has another number of training ranks, or another version.
             RendezvousError: the other ranks do not come, or cannot be reached.
             GradlaneError: a rank was lost, fell silent or gave up; the message names it.
         """
@@ -574,7 +575,7 @@ class Session:
         return served
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Bring the last step to an end, unhook the models and part from the other ranks.
+        """Finish the last step, unhook the models and part from the other ranks.
 
         Gradients without an `optimizer.step()` are forgotten. Closing twice is allowed.
 
@@ -608,7 +609,7 @@ class Session:
             raise errors[0]
 
     def abort(self, reason: str) -> None:
-        """Give up at once and tell every other rank why; their next call raises it.
+        """Abort at once and tell every other rank why; their next call raises it.
 
         Args:
             reason: one line.
@@ -663,7 +664,7 @@ class Session:
             part.forget_in_child()
 
     def _parts(self) -> list[PreparedModel | ArrayExchange]:
-        """Return what has a channel of its own: models, and the arrays if there are some."""
+        """Return the parts with a channel of their own: models, and the arrays if there are any."""
         exchange = self._arrays.exchange
         return [*self._models.prepared, *([exchange] if exchange is not None else [])]
 
@@ -697,7 +698,7 @@ class Session:
         )
 
     def _stop_serving(self, reason: str = "") -> None:
-        """Tell the ranks that serve that there is no more to do; on one, give up what is open."""
+        """Tell the ranks that serve that the session ends; on such a rank, abort open channels."""
         if self._ctx.announcements is not None:
             self._ctx.announcements.end(reason)
         if self._server is not None:

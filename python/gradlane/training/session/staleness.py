@@ -1,4 +1,4 @@
-"""How stale gradients were: sums of what the core has counted."""
+"""Sums of the staleness that the core has counted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StalenessSums:
     histogram: list[int] = field(default_factory=list)
 
     def add(self, reading: Mapping[str, Any]) -> None:
-        """Add one of the core's readings."""
+        """Add a reading of the core."""
         self.pushes += reading["pushes"]
         self.total += reading["mean"] * reading["pushes"]
         self.largest = max(self.largest, reading["max"])

@@ -1,4 +1,4 @@
-"""Starting a session: what the program asks for, the launcher's environment, the store."""
+"""Start a session from options, the environment and the store, and make its parts."""
 
 from __future__ import annotations
 
