@@ -43,10 +43,8 @@ ASKED_BUFFER_BYTES = 72 << 10
 """What `gradlane-net`'s `send_buffer.rs` asks for where the path is short."""
 
 _PROGRAM = ("-m", "gradlane.lab.calibration.rank_program")
-_FIRST_PORT = 22_000
 _FLOAT_BYTES = 4
-_STREAM = {"ramp_s": 1.0, "window_s": 3.0}
-_STREAM_LEAD_S = 0.5
+STREAM = {"ramp_s": 1.0, "window_s": 3.0}
 
 
 @dataclass(frozen=True)
@@ -230,32 +228,17 @@ class _Calibration:
         self._cluster = cluster
         self._pool = pool
         self._on_phase = on_phase
-        self._port = _FIRST_PORT
         self.cpu_share = 0.0
         self.stolen_share = 0.0
         self._reduce_byte_s = 0.0
 
-    def _ask(self, kind: str, **named: Any) -> list[dict[str, Any]]:
-        return self._pool.ask([{"kind": kind, **named}] * WORKERS)
-
-    def _next_port(self) -> int:
-        self._port += 1
-        return self._port
-
     def goodput_share(self) -> Constant:
         """Payload of plain TCP streams, both directions at once, over the port's rate."""
         self._on_phase("TCP streams on all ports")
-        shares = []
-        for _ in range(self._options.repeat):
-            results = self._ask(
-                "stream",
-                addresses=self._cluster.addresses,
-                port=self._next_port(),
-                start_s=time.monotonic() + _STREAM_LEAD_S,
-                **_STREAM,
-            )
-            median_bps = statistics.median(result["goodput_bps"] for result in results)
-            shares.append(median_bps / self._options.rate_bps)
+        shares = [
+            self._pool.stream_bps(**STREAM) / self._options.rate_bps
+            for _ in range(self._options.repeat)
+        ]
         return _constant(shares, "plain TCP streams from neighbour to neighbour, both directions")
 
     def _open(
@@ -266,11 +249,11 @@ class _Calibration:
         *,
         trace: bool = False,
     ) -> None:
-        self._ask(
+        self._pool.ask_all(
             "open",
             job=f"calibrate-{secrets.token_hex(4)}",
             addresses=self._cluster.addresses,
-            store_port=self._next_port(),
+            store_port=self._cluster.next_port(),
             tensor_elems=list(tensor_elems),
             settings={"frame_bytes": frame_bytes, "slice_elems": slice_elems, "trace": trace},
         )
@@ -278,8 +261,8 @@ class _Calibration:
     def _load(self, frame_bytes: int, slice_elems: int) -> Load:
         options = self._options
         self._open(options.tensor_elems, frame_bytes, slice_elems)
-        results = self._ask("run", steps=options.steps, warmup=1)
-        self._ask("close")
+        results = self._pool.ask_all("run", steps=options.steps, warmup=1)
+        self._pool.ask_all("close")
         total_s = max(results[0]["machine_total_s"], 1e-9)
         self.cpu_share = max(self.cpu_share, results[0]["machine_busy_s"] / total_s)
         self.stolen_share = max(self.stolen_share, results[0]["machine_stolen_s"] / total_s)
@@ -335,8 +318,8 @@ class _Calibration:
         """What an idle cluster takes for one tensor of one frame, part by part."""
         self._on_phase("single tensors on idle ports")
         self._open([LATENCY_ELEMS], LARGE_FRAME_BYTES, LARGE_SLICE_ELEMS, trace=True)
-        results = self._ask("latency", trials=self._options.trials)
-        self._ask("close")
+        results = self._pool.ask_all("latency", trials=self._options.trials)
+        self._pool.ask_all("close")
 
         def middle(name: str) -> float:
             return float(statistics.median(it for result in results for it in result[name]))
@@ -361,15 +344,15 @@ class _Calibration:
     def send_buffer(self) -> Constant:
         """What the kernel takes of a connection whose peer has gone."""
         self._on_phase("filling a send buffer")
-        self._ask(
+        self._pool.ask_all(
             "connect",
             address=self._cluster.addresses[0],
-            port=self._next_port(),
+            port=self._cluster.next_port(),
             asked_bytes=ASKED_BUFFER_BYTES,
         )
         self._cluster.set_link(0, connected=False)
         try:
-            filled = self._ask("fill")[1]
+            filled = self._pool.ask_all("fill")[1]
         finally:
             self._cluster.set_link(0, connected=True)
         return Constant(

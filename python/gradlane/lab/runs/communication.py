@@ -98,7 +98,7 @@ class Silence(_Uncounted):
         """Nothing is open."""
 
 
-def _mean_in_rank_order(
+def mean_in_rank_order(
     group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
@@ -142,7 +142,7 @@ class DistributedDataParallel(_Uncounted):
         if self._strategy.family == "ddp-gather":
             group = dist.group.WORLD
             assert group is not None
-            wrapped.register_comm_hook(group, _mean_in_rank_order)
+            wrapped.register_comm_hook(group, mean_in_rank_order)
         elif self._strategy.hook:
             from gradlane.lab.runs.ddp_hooks import register_hook
 

@@ -78,11 +78,7 @@ def _answer(request: dict[str, Any], rank: int, answers: _Answers) -> dict[str, 
     if kind == "stream":
         from gradlane.planning.probe.stream import run_stream
 
-        result = run_stream(**request)
-        return {
-            "goodput_bps": result.goodput_bps,
-            "congestion_control": result.congestion_control,
-        }
+        return asdict(run_stream(**request))
     if kind == "rest":
         return {}
     raise ValueError(f"unknown request {kind!r}")

@@ -13,7 +13,6 @@ import os
 import secrets
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from gradlane.lab.cluster.counters import (
     read_processor_ticks,
 )
 from gradlane.lab.cluster.errors import LabError
-from gradlane.lab.cluster.namespaces import CONGESTION_CONTROL, Cluster
+from gradlane.lab.cluster.namespaces import Cluster
 from gradlane.lab.cluster.ranks import RankPool
 from gradlane.lab.cluster.straggling import Bursts
 from gradlane.lab.runs.messages import TrialRequest, TrialResult
@@ -43,12 +42,10 @@ from gradlane.training.monitoring.recorded import rank_path
 from gradlane.training.options.codec_choice import RAW
 from gradlane.training.options.options import ASGD
 
-_FIRST_PORT = 20_000
-_STREAM_RAMP_S = 1.0
-_STREAM_WINDOW_S = 2.0
-_STREAM_LEAD_S = 0.5
+STREAM_RAMP_S = 1.0
+STREAM_WINDOW_S = 2.0
 _SERIES_POINTS = 240
-_GOODPUT_TRIES = 5
+GOODPUT_TRIES = 5
 """Nothing that is measured on these ports is evidence where their goodput is not."""
 
 
@@ -107,7 +104,9 @@ def run_lab(
         for rate_bps, real_rate_bps in zip(options.rates_bps, real_rates_bps, strict=True):
             cluster.set_rate(real_rate_bps)
             progress.phase("measuring the goodput of the ports")
-            goodput = runner.measure_goodput()
+            goodput = least_disturbed(
+                lambda: pool.stream_bps(STREAM_RAMP_S, STREAM_WINDOW_S), options.dilation
+            )
             for repeat in range(options.repeat):
                 first = repeat % len(options.strategies)
                 order = [*options.strategies[first:], *options.strategies[:first]]
@@ -125,6 +124,25 @@ def run_lab(
     return rows
 
 
+def least_disturbed(stream_bps: Callable[[], float], dilation: float) -> Goodput:
+    """Measure what a port carries; again, where others took this machine's processors.
+
+    Args:
+        stream_bps: measures real payload bits a second once.
+        dilation: nominal over real rate.
+    """
+    tries = []
+    for _ in range(GOODPUT_TRIES):
+        _, total, stolen = read_processor_ticks()
+        real_bps = stream_bps()
+        _, total_after, stolen_after = read_processor_ticks()
+        share = (stolen_after - stolen) / max(total_after - total, 1)
+        tries.append(Goodput(dilation * real_bps, share))
+        if share <= STOLEN_SHARE_MAX:
+            break
+    return min(tries, key=lambda one: one.stolen_share)
+
+
 class _Runner:
     """One lab run's cluster, ranks and counters of ports and jobs."""
 
@@ -140,7 +158,6 @@ class _Runner:
         self._cluster = cluster
         self._pool = pool
         self._progress = progress
-        self._port = _FIRST_PORT
         self._timings: list[TensorTiming] = []
         self._wire_bytes: dict[str, list[int]] = {}
         self._schemes: dict[str, list[str]] = {}
@@ -150,52 +167,10 @@ class _Runner:
         self._trace_path = scratch / "trace.json"
         self.recording: Recording | None = None
 
-    def _next_port(self) -> int:
-        # Ports of the nodes' namespaces are nobody else's, but a closed one lingers for a minute.
-        self._port += 1
-        return self._port
-
-    def measure_goodput(self) -> Goodput:
-        """Measure what a port carries; again, where others took this machine's processors."""
-        tries = []
-        for _ in range(_GOODPUT_TRIES):
-            _, total, stolen = read_processor_ticks()
-            real_bps = self._stream()
-            _, total_after, stolen_after = read_processor_ticks()
-            share = (stolen_after - stolen) / max(total_after - total, 1)
-            tries.append(Goodput(self._options.dilation * real_bps, share))
-            if share <= STOLEN_SHARE_MAX:
-                break
-        return min(tries, key=lambda one: one.stolen_share)
-
-    def _stream(self) -> float:
-        """Return real payload bits a second that a port carries in each direction."""
-        request = {
-            "kind": "stream",
-            "addresses": self._cluster.addresses,
-            "port": self._next_port(),
-            "start_s": time.monotonic() + _STREAM_LEAD_S,
-            "ramp_s": _STREAM_RAMP_S,
-            "window_s": _STREAM_WINDOW_S,
-        }
-        each = self._options.ranks_per_node
-        requests = [
-            {"kind": "rest"} if rank % each else {**request, "node": rank // each}
-            for rank in range(self._options.ranks)
-        ]
-        results = self._pool.ask(requests)[::each]
-        for node, result in enumerate(results):
-            if result["congestion_control"] != CONGESTION_CONTROL:
-                raise RuntimeError(
-                    f"node {node} runs {result['congestion_control']} as its congestion control "
-                    f"instead of {CONGESTION_CONTROL}"
-                )
-        return statistics.median(float(result["goodput_bps"]) for result in results)
-
     def run(self, strategy: Strategy, rate_bps: int, repeat: int, goodput: Goodput) -> Row:
         """Run one strategy once and return its row, without bound and ratios."""
         options = self._options
-        port = self._next_port()
+        port = self._cluster.next_port()
         addresses = [
             address for address in self._cluster.addresses for _ in range(options.ranks_per_node)
         ]

@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,7 +35,6 @@ URGENT_ELEMS = 50_000
 URGENT_PER_STEP = 4
 
 _PROGRAM = ("-m", "gradlane.lab.transport.node")
-_FIRST_PORT = 21_000
 _FLOAT_BYTES = 4
 _GB = 1e9
 _SETTINGS = (
@@ -49,7 +47,6 @@ _SETTINGS = (
 )
 _PAYLOAD_SHARE = 1448 / 1514
 _STREAM = {"ramp_s": 0.5, "window_s": 1.5}
-_STREAM_LEAD_S = 0.5
 _URGENT_FIRST_SHARE, _URGENT_LAST_SHARE = 0.15, 0.6
 
 _SPANS = (
@@ -384,7 +381,7 @@ def _exchange(
     about = f"repeat {repeat + 1} of {options.repeat}"
     on_phase(f"{about}: TCP streams")
     with RankPool(cluster, program=_PROGRAM) as pool:
-        stream_bps = _Measurement(options, cluster, pool).streams()
+        stream_bps = pool.stream_bps(**_STREAM)
     turns: dict[str, Turn] = {}
     # Who comes second finds the machine as the first one left it: they alternate.
     for implementation in ("gradlane", "gloo") if repeat % 2 == 0 else ("gloo", "gradlane"):
@@ -402,44 +399,25 @@ class _Measurement:
         self._options = options
         self._cluster = cluster
         self._pool = pool
-        self._port = _FIRST_PORT
-
-    def _ask(self, kind: str, **named: Any) -> list[dict[str, Any]]:
-        return self._pool.ask([{"kind": kind, **named}] * self._options.workers)
-
-    def _next_port(self) -> int:
-        self._port += 1
-        return self._port
 
     def _open(self, implementation: str, tensor_elems: Sequence[int], **named: Any) -> None:
-        self._ask(
+        self._pool.ask_all(
             "open",
             implementation=implementation,
             job=f"transport-{secrets.token_hex(4)}",
             addresses=self._cluster.addresses,
-            store_port=self._next_port(),
+            store_port=self._cluster.next_port(),
             tensor_elems=list(tensor_elems),
             **named,
         )
-
-    def streams(self) -> float:
-        """Return what plain TCP streams carry in both directions at once, in bits a second."""
-        results = self._ask(
-            "stream",
-            addresses=self._cluster.addresses,
-            port=self._next_port(),
-            start_s=time.monotonic() + _STREAM_LEAD_S,
-            **_STREAM,
-        )
-        return float(statistics.median(result["goodput_bps"] for result in results))
 
     def turn(self, implementation: str) -> Turn:
         """Exchange the gradients with one implementation."""
         options = self._options
         named = {"settings": options.settings or {}} if implementation == "gradlane" else {}
         self._open(implementation, options.tensor_elems, **named)
-        results = self._ask("run", steps=options.steps, warmup=options.warmup)
-        self._ask("close")
+        results = self._pool.ask_all("run", steps=options.steps, warmup=options.warmup)
+        self._pool.ask_all("close")
         return summarize_turn(results, implementation, options.steps, options.sent_bytes_per_step)
 
     def urgency(self) -> list[Urgency]:
@@ -458,7 +436,7 @@ class _Measurement:
             ("one rank at a time", gap_share * busy_s / options.workers),
             ("all ranks at once", 0.0),
         ):
-            results = self._ask(
+            results = self._pool.ask_all(
                 "urgency",
                 steps=-(-options.urgent_trials // URGENT_PER_STEP),
                 busy_s=busy_s,
@@ -470,7 +448,7 @@ class _Measurement:
             for direction in ("push", "reply"):
                 chosen = [item for item in slices if item.direction == direction]
                 rows.append(Urgency(around, way, direction, chosen))
-        self._ask("close")
+        self._pool.ask_all("close")
         return rows
 
 

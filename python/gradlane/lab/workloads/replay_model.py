@@ -142,7 +142,7 @@ class SleepingLayer(nn.Module):
         self.backward_s = layer.backward_s
         self._accelerator = accelerator
         self._first_index = first_index
-        self._memory: list[Float32Array] = []
+        self.memory: list[Float32Array] = []
         self._fills: list[list[GradientFill]] | None = None
         self._gives_now = False
         for index, shape in enumerate(layer.parameters, start=first_index):
@@ -152,7 +152,7 @@ class SleepingLayer(nn.Module):
             # Touched here, because the kernel maps new memory as slowly as a step may last. The
             # memory is NumPy's, so that each gradient is a tensor with a storage of its own, as a
             # computed one is: nobody has to copy it for fear of another reader.
-            self._memory.append(np.full(shape.numel, 0.0, dtype=np.float32))
+            self.memory.append(np.full(shape.numel, 0.0, dtype=np.float32))
             self.register_parameter(shape.name.rpartition(".")[2], nn.Parameter(values))
 
     def forward(self, activation: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ class SleepingLayer(nn.Module):
             while not fill.done:
                 fill.advance()
         gradients = [
-            torch.from_numpy(self._memory[index]).view(parameter.shape)
+            torch.from_numpy(self.memory[index]).view(parameter.shape)
             if fills and not self._gives(index)
             else None
             for index, (parameter, fills) in enumerate(
@@ -291,12 +291,12 @@ class SleepingLayer(nn.Module):
                 if self._gives(offset):
                     self._fills.append(self._factor_fills())
                     continue
-                if _shares_memory(parameter.grad, self._memory[offset]):
-                    self._memory[offset] = np.empty(parameter.numel(), dtype=np.float32)
+                if _shares_memory(parameter.grad, self.memory[offset]):
+                    self.memory[offset] = np.empty(parameter.numel(), dtype=np.float32)
                 shift, scale = accelerator.pattern.shift_and_scale(
                     self._first_index + offset, accelerator.rank, accelerator.step
                 )
-                target = torch.from_numpy(self._memory[offset])
+                target = torch.from_numpy(self.memory[offset])
                 fill = GradientFill(target, accelerator.pattern_tensor, shift, scale)
                 self._fills.append([fill])
         return self._fills
