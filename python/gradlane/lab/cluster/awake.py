@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gradlane.formats.signals import signals_blocked
-from gradlane.lab.cluster.processors import STOLEN, machine_ticks
+from gradlane.lab.cluster.machine import STOLEN, machine_ticks
 
 NAME = "gradlane-awake"
 """Of the processes, which the kernel cuts off after fifteen letters."""

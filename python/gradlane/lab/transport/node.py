@@ -28,8 +28,8 @@ from torch import nn
 import gradlane
 from gradlane.lab.cluster.awake import awake_processes
 from gradlane.lab.cluster.counters import read_port_bytes, spinning_s
+from gradlane.lab.cluster.machine import IDLE, SOFTIRQ, STOLEN, WAITING, machine_ticks
 from gradlane.lab.cluster.namespaces import INTERFACE
-from gradlane.lab.cluster.processors import IDLE, SOFTIRQ, STOLEN, WAITING, machine_ticks
 from gradlane.planning.probe.stream import run_stream
 from gradlane.training import core as core_module
 from gradlane.training.core import Channel, CoreModule, ListenerType, PlanBuilder, PulseType
