@@ -237,7 +237,7 @@ class _Calibration:
         self._reduce_byte_s = 0.0
 
     def goodput_share(self) -> Constant:
-        """Payload of plain TCP streams, both directions at once, over the port's rate."""
+        """Measure what plain TCP streams carry, both directions at once, over the port's rate."""
         self._on_phase("TCP streams on all ports")
         shares = [
             self._pool.stream_bps(**STREAM) / self._options.rate_bps
@@ -273,7 +273,7 @@ class _Calibration:
         return load_of(results, options.tensor_elems, slice_elems, options.steps)
 
     def thread_costs(self) -> dict[str, Constant]:
-        """Processor time of both threads over what they had to do."""
+        """Measure processor time of both threads, by frame, byte and sum."""
         shapes = (
             (LARGE_FRAME_BYTES, LARGE_SLICE_ELEMS),
             (SMALL_FRAME_BYTES, LARGE_SLICE_ELEMS),
@@ -319,7 +319,7 @@ class _Calibration:
         }
 
     def latencies(self) -> dict[str, Constant]:
-        """What an idle cluster takes for one tensor of one frame, part by part."""
+        """Measure what an idle cluster takes for one tensor of one frame, part by part."""
         self._on_phase("single tensors on idle ports")
         self._open([LATENCY_ELEMS], LARGE_FRAME_BYTES, LARGE_SLICE_ELEMS, trace=True)
         results = self._pool.ask_all("latency", trials=self._options.trials)
@@ -346,7 +346,7 @@ class _Calibration:
         }
 
     def send_buffer(self) -> Constant:
-        """What the kernel takes of a connection whose peer has gone."""
+        """Measure what the kernel takes of a connection whose peer has gone."""
         self._on_phase("filling a send buffer")
         self._pool.ask_all(
             "connect",
@@ -367,7 +367,7 @@ class _Calibration:
 
 
 def local_costs(repeat: int, trials: int) -> dict[str, Constant]:
-    """What adding up in shared memory costs the ranks of a node."""
+    """Measure what adding up in shared memory costs the ranks of a node."""
     size = f"{calibrate_local.PART_BYTES >> 20} of {calibrate_local.REGION_BYTES >> 20} MiB"
     return {
         "local_copy_byte_s": _constant(

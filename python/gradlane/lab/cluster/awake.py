@@ -76,7 +76,7 @@ def _start(processor: int) -> subprocess.Popen[bytes]:
 
 
 def is_virtual() -> bool:
-    """Whether a hypervisor runs this machine."""
+    """Return whether a hypervisor runs this machine."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("flags"):
             return "hypervisor" in line.split()

@@ -95,7 +95,7 @@ def figure_4(simulations: Simulations) -> list[Ours]:
 
 
 def figure_6(simulations: Simulations) -> list[Ours]:
-    """The middle of three layers takes three times as long to send, update and receive."""
+    """Simulate three layers; the middle one takes three times as long on the network."""
     del simulations
     from gradlane import _core
 
@@ -125,7 +125,7 @@ def figure_6(simulations: Simulations) -> list[Ours]:
 
 
 def figure_5(simulations: Simulations) -> list[Ours]:
-    """How parameters are spread over layers."""
+    """Count how parameters are spread over layers."""
     del simulations
     network = ARCHITECTURES["vgg19"]()
     heaviest = max(sum(p.numel for p in layer.parameters) for layer in network.layers)

@@ -74,7 +74,7 @@ def _simulated(
     system: str,
     whys: tuple[str, str],
 ) -> list[Ours]:
-    """Rows of one published number: simulated, and by bytes, each with both shares of the port."""
+    """Return a published number's rows: simulated and by bytes, with both shares of the port."""
     shares = (1.0, fitted_share())
     jobs = [simulated_job(model, nodes, rate_gbps, system, share) for share in shares]
     rows = []
@@ -152,7 +152,7 @@ def _sequential() -> list[Curve]:
 def _simulated_curves(
     simulations: Simulations, models: tuple[str, ...], rate_gbps: float
 ) -> list[Curve]:
-    """The lines of a picture, simulated: both systems on every number of nodes."""
+    """Return the lines of a picture, simulated: both systems on every number of nodes."""
     jobs = {
         f"{model} by {system}, {rate_gbps} GbE, simulated, {text}": [
             simulated_job(model, nodes, rate_gbps, system, share) for nodes in NODES
@@ -273,7 +273,7 @@ def figure_10(simulations: Simulations) -> list[Ours]:
 
 
 def table_1(simulations: Simulations) -> list[Ours]:
-    """The worked example: 4096 x 4096, K = 32, eight workers and servers."""
+    """Count the worked example: 4096 x 4096, K = 32, eight workers and servers."""
     del simulations
     counts = Counts(rows=32, workers=8, servers=8)
     ps, sfb, adam = SCHEMES["ps"], SCHEMES["sfb"], SCHEMES["adam"]
@@ -311,7 +311,7 @@ def table_3(simulations: Simulations) -> list[Ours]:
 
 
 def section_2(simulations: Simulations) -> list[Ours]:
-    """What AlexNet would need on eight nodes."""
+    """Return what AlexNet would need on eight nodes."""
     del simulations
     profile = synthetic_profile("alexnet")
     sends = 7 / 8 * profile.size_bytes / profile.compute_s * 8 / 1e9

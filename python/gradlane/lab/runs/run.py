@@ -53,10 +53,10 @@ class LabProgress:
     """Told how a lab run goes on; this one tells nobody."""
 
     def phase(self, text: str) -> None:
-        """Something else is being done from now on."""
+        """Hear what is done from now on."""
 
     def advance(self, steps: int) -> None:
-        """This many more of `LabOptions.steps_in_total` are finished."""
+        """Hear how many more of `LabOptions.steps_in_total` are finished."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class PacingClock:
         self._work_limit_s = now_s + wall_duration_s if duration_s > 0.0 else math.inf
 
     def remaining_s(self) -> float:
-        """Real seconds until the current operation should end; negative when it is late."""
+        """Return real seconds until the current operation should end; negative when it is late."""
         return self._deadline_s - self.now() if self.enabled else 0.0
 
     def finish(self) -> None:

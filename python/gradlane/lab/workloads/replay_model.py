@@ -198,7 +198,7 @@ class SleepingLayer(nn.Module):
         return gradients
 
     def _gives(self, offset: int) -> bool:
-        """Whether factors of a parameter, its weight, take the place of the gradient now."""
+        """Return whether factors of a parameter, its weight, take the place of the gradient now."""
         return self._gives_now and offset == 0
 
     def _give_factors(self) -> None:
@@ -222,7 +222,7 @@ class SleepingLayer(nn.Module):
         return 4 * self._rows * sum(self.weight_shape)
 
     def factor_elements(self, number: int) -> int:
-        """Elements of the inputs (0) or of the output gradients (1)."""
+        """Return the elements of the inputs (0) or of the output gradients (1)."""
         outputs, inputs = self.weight_shape
         return self._rows * (outputs if number else inputs)
 
@@ -263,7 +263,7 @@ class SleepingLayer(nn.Module):
         clock.finish()
 
     def fills(self) -> list[GradientFill]:
-        """What is to be written for the pending backward."""
+        """Return what the pending backward has to write."""
         return [fill for of_parameter in self._prepare() for fill in of_parameter]
 
     def drop_fills(self) -> None:
@@ -318,13 +318,13 @@ class SleepingLayer(nn.Module):
 
 
 def updated_elements(numel: int) -> npt.NDArray[np.int64]:
-    """Flat indices that are looked at of a tensor: evenly spread, always with the last one."""
+    """Return flat indices of a tensor that are checked: evenly spread, with the last one."""
     stride = max(1, numel // UPDATED_ELEMENTS)
     return np.arange((numel - 1) % stride, numel, stride, dtype=np.int64)
 
 
 def factor_index(index: int, number: int) -> int:
-    """Number of a factor of a weight, where gradients have the numbers of their parameters.
+    """Return the number of a factor of a weight; gradients have those of their parameters.
 
     Args:
         index: number of the weight.
@@ -336,7 +336,7 @@ def factor_index(index: int, number: int) -> int:
 def product_at(
     inputs: Float32Array, output_gradients: Float32Array, elements: npt.NDArray[np.int64]
 ) -> Float32Array:
-    """Elements of the gradient that two factors make, row after row.
+    """Return elements of the gradient that two factors make, row after row.
 
     Args:
         inputs: (rows, in_features).
