@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 import gradlane
 import gradlane.ddp
 from gradlane.lab.accuracy.exchange import Exchange
-from gradlane.lab.runs.communication import _mean_in_rank_order
+from gradlane.lab.runs.communication import mean_in_rank_order
 from gradlane.lab.runs.ddp_hooks import register_hook
 
 
@@ -104,7 +104,7 @@ def train(
             state = None
             if options is None:
                 assert dist.group.WORLD is not None
-                ddp.register_comm_hook(dist.group.WORLD, _mean_in_rank_order)
+                ddp.register_comm_hook(dist.group.WORLD, mean_in_rank_order)
             else:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")

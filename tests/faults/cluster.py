@@ -48,10 +48,10 @@ class Switch(Cluster):
 
     def cut_pair(self, first: int, second: int) -> None:
         """Drop all packets between two nodes, silently; both reach all others."""
-        route = self._entered().route
+        route = self.switch.route
         for node in (first, second):
             # Isolated ports of a bridge reach all others that are not isolated.
-            route.brport("set", index=self._entered().interface(f"port{node}"), isolated=1)
+            route.brport("set", index=self.switch.interface(f"port{node}"), isolated=1)
 
 
 def run_undisturbed(

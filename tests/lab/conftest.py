@@ -13,11 +13,11 @@ def short_streams(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
     """Measure the goodput of ports once, for half a second: no test is decided by what it is."""
     if "whole_streams" in request.fixturenames:
         return
-    monkeypatch.setattr(run, "_STREAM_RAMP_S", 0.2)
-    monkeypatch.setattr(run, "_STREAM_WINDOW_S", 0.3)
-    monkeypatch.setattr(run, "_GOODPUT_TRIES", 1)
-    monkeypatch.setitem(calibrate._STREAM, "ramp_s", 0.2)
-    monkeypatch.setitem(calibrate._STREAM, "window_s", 0.3)
+    monkeypatch.setattr(run, "STREAM_RAMP_S", 0.2)
+    monkeypatch.setattr(run, "STREAM_WINDOW_S", 0.3)
+    monkeypatch.setattr(run, "GOODPUT_TRIES", 1)
+    monkeypatch.setitem(calibrate.STREAM, "ramp_s", 0.2)
+    monkeypatch.setitem(calibrate.STREAM, "window_s", 0.3)
 
 
 @pytest.fixture

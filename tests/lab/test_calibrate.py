@@ -14,10 +14,10 @@ from gradlane.lab.calibration import calibrate
 from gradlane.lab.calibration.calibrate import (
     CalibrationOptions,
     load_of,
+    print_constants,
     run_calibration,
     solve,
 )
-from gradlane.lab.calibration.table import print_constants
 from gradlane.planning.simulation.codec_costs import CALIBRATED_CODECS
 from gradlane.planning.simulation.costs import HOST_CONSTANTS, read_costs
 from gradlane.report.console import wide_console

@@ -163,12 +163,11 @@ def test_every_port_is_shaped_in_both_directions_and_in_place(cluster: Cluster) 
     for rate_bps in (RATE_BPS, 50_000_000, 1_000_000_000):
         cluster.set_rate(rate_bps)
         assert cluster.rate_bps == rate_bps
-        for node, member in enumerate(cluster._members):
+        for node, member in enumerate(cluster.members):
             interface = member.interface(INTERFACE)
             assert shaped_rates_bps(member.route, interface) == [rate_bps]
-            assert cluster._switch is not None
-            port = cluster._switch.interface(f"port{node}")
-            assert shaped_rates_bps(cluster._switch.route, port) == [rate_bps]
+            port = cluster.switch.interface(f"port{node}")
+            assert shaped_rates_bps(cluster.switch.route, port) == [rate_bps]
 
 
 @needs_namespaces

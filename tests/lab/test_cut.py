@@ -25,7 +25,7 @@ NOBODY = "02:00:00:00:00:99"
 def cut_between(cluster: Cluster, one: int, other: int) -> None:
     """Let nothing pass between two nodes any more; both still reach all others."""
     for here, there in ((one, other), (other, one)):
-        member = cluster._members[here]
+        member = cluster.members[here]
         member.route.neigh(
             "replace",
             dst=cluster.addresses[there],

@@ -54,13 +54,8 @@ def test_goodput_is_measured_again_where_others_had_the_processors(
         ticks += [ticks[-1], (0, total + 1000, stolen + round(1000 * share))]
     read = iter(ticks[1:])
     monkeypatch.setattr(lab_run, "read_processor_ticks", lambda: next(read))
-    monkeypatch.setattr(lab_run, "_GOODPUT_TRIES", 3)
-    runner = lab_run._Runner.__new__(lab_run._Runner)
+    monkeypatch.setattr(lab_run, "GOODPUT_TRIES", 3)
     streams = iter(range(1, 10))
-    monkeypatch.setattr(runner, "_stream", lambda: float(next(streams)), raising=False)
-    monkeypatch.setattr(
-        runner, "_options", type("Options", (), {"dilation": 10.0})(), raising=False
-    )
-    measured = runner.measure_goodput()
+    measured = lab_run.least_disturbed(lambda: float(next(streams)), 10.0)
     assert measured == Goodput(10.0 * (chosen + 1), shares[chosen])
     assert next(read, None) is None

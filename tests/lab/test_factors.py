@@ -13,7 +13,7 @@ from gradlane.lab.runs.notes import balance_notes, factor_notes
 from gradlane.lab.runs.options import LabOptions
 from gradlane.lab.runs.rows import Row
 from gradlane.lab.runs.strategy import parse_strategies
-from gradlane.lab.runs.traffic import NodeTraffic, balance_of
+from gradlane.lab.runs.traffic import NodeTraffic, OwnerCounters, balance_of
 from gradlane.planning.models.timings import TensorTiming
 from gradlane.planning.simulation.bound import answer_owners, bound_step_s, port_bytes
 from gradlane.training.core import load_core
@@ -158,9 +158,7 @@ def test_notes_say_what_factors_save_and_what_is_slept() -> None:
 
 def test_notes_say_which_node_and_which_owner_carries_most() -> None:
     ports = [(2e6, 24e6), (8e6, 2e6), (8e6, 2e6), (8e6, 2e6)]
-    counters = [
-        {"owned_bytes": owned, "rx_bytes": 6e6, "tx_bytes": 2 * owned} for owned in (8e6, 0, 0, 0)
-    ]
+    counters = [OwnerCounters(owned, 6_000_000, 2 * owned) for owned in (8_000_000, 0, 0, 0)]
     balance = balance_of(ports, counters, steps=2)
     assert balance.nodes[0] == NodeTraffic(0, 1e6, 12e6)
     assert balance.owners[0].tx_bytes_per_step == 8e6

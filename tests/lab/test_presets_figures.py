@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from gradlane.lab.cluster.counters import Recording, TrafficRecord, read_process_cpu_ns
-from gradlane.lab.cluster.memory import available_bytes
+from gradlane.lab.cluster.machine import available_bytes
 from gradlane.lab.experiments import slices as slices_preset
 from gradlane.lab.experiments.findings import Findings, completed
 from gradlane.lab.experiments.folder import PresetFolder

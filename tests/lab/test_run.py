@@ -393,7 +393,7 @@ def test_a_stopped_rank_is_left_out_and_all_hold_the_same_in_the_end() -> None:
     assert not rows["p3"].metrics["left_out"]
     backup = rows["p3/backup=1:carry"]
     assert backup.late == "carry" and backup.metrics["decided_steps"] == 14
-    assert sum(row.left_out_steps for row in backup.metrics["left_out"]) == 14
+    assert sum(row["left_out_steps"] for row in backup.metrics["left_out"]) == 14
     table = loss_table(list(rows.values()))
     assert table is not None and table.row_count == 3
     times_s, losses = loss_over_time(rows["p3/drop"])

@@ -13,11 +13,11 @@ from rich.console import Console
 
 from gradlane.lab.transport.measurement import (
     URGENT_PER_STEP,
+    Exchange,
+    Surroundings,
     TransportOptions,
-    compare_turns,
+    Urgency,
     run_transport,
-    summarize_exchanges,
-    summarize_slices,
     summarize_turn,
 )
 from gradlane.lab.transport.tables import print_transport
@@ -35,6 +35,7 @@ SEND_TURN_BYTES = 1 << 20
 """What the core's I/O thread sends before it listens again, for each socket it heard from."""
 
 MS = 1_000_000
+AROUND = Surroundings(4, 10**9, {}, 0.5)
 LARGE = 1
 """Number of the less urgent tensor in the made-up traces; the urgent one is 0."""
 
@@ -132,14 +133,13 @@ def test_targets_are_held_against_the_medians_of_ratios() -> None:
         ]
         gloo = summarize_turn([counted(0.0, 4.0, user_s=1.0, machine_total_s=4.0)], "gloo", 2, 1e9)
         ours = summarize_turn(ranks, "gradlane", 2, 1e9)
-        around = {"measurement": "exchange", "repeat": repeat, "workers": 4, "rate_bps": 10**9}
-        rows.append({**around, **compare_turns(ours, gloo, 4e9)})
-    median = summarize_exchanges(rows)
-    assert median["goodput_share"] == 1.0
-    assert median["goodput_share_met"]
-    assert median["cpu_ratio"] == pytest.approx(1.2)
-    assert median["cpu_ratio_met"]
-    assert not median["cpu_bound"]
+        rows.append(Exchange.of(AROUND, repeat, ours, gloo, 4e9))
+    median = Exchange.median(rows)
+    assert median.goodput_share == 1.0
+    assert median.to_json()["goodput_share_met"]
+    assert median.cpu_ratio == pytest.approx(1.2)
+    assert median.to_json()["cpu_ratio_met"]
+    assert not median.cpu_bound
     console = Console(width=110, record=True, quiet=False)
     with console.capture() as captured:
         print_transport(console, [*rows, median])
@@ -191,7 +191,7 @@ def test_a_reply_counts_from_the_last_push_and_idle_ports_do_not_count() -> None
     assert reply.received_ms is None
     assert reply.less_urgent_within == 1
     assert not reply.saturated
-    row = summarize_slices([reply])
+    row = Urgency(AROUND, "all ranks at once", "reply", [reply]).to_json()
     assert (row["slices"], row["saturated_slices"]) == (1, 0)
     assert row["last_left_ms_max"] is None
 
@@ -208,7 +208,7 @@ def test_urgent_slices_overtake_on_saturated_ports() -> None:
     options = TransportOptions(
         workers=3, repeat=0, urgent_trials=2 * URGENT_PER_STEP, urgent_megabytes=30
     )
-    rows = run_transport(options)
+    rows = [row.to_json() for row in run_transport(options)]
     settings = options.effective_settings
     frame_bytes = settings["frame_bytes"]
     # A session's credit is one frame.

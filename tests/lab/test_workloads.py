@@ -65,7 +65,7 @@ class FakeTime:
 def on_fake_time(workload: Workload, overshoot_s: float = 0.0) -> FakeTime:
     """Let a workload sleep on a fake clock from now on."""
     fake = FakeTime(overshoot_s)
-    workload.clock._now, workload.clock._sleep = fake.now, fake.sleep
+    workload.clock.now, workload.clock.sleep = fake.now, fake.sleep
     return fake
 
 
@@ -446,7 +446,7 @@ def test_gradients_are_handed_over_without_a_copy_and_accumulate(tmp_path: Path)
     train_step(workload, workload.model, 0)
     parameters = list(workload.model.parameters())
     layers = [m for m in workload.model.modules() if isinstance(m, SleepingLayer)]
-    own = {memory.ctypes.data for layer in layers for memory in layer._memory}
+    own = {memory.ctypes.data for layer in layers for memory in layer.memory}
     assert {p.grad.data_ptr() for p in parameters if p.grad is not None} == own
     # A second backward with the first gradients still held adds to them.
     train_step(workload, workload.model, 1)

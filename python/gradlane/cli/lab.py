@@ -245,8 +245,11 @@ def lab_calibrate(
 ) -> None:
     """Measure the simulator's constants on this machine, for `--costs` of other commands."""
     from gradlane.formats.rates import parse_rate
-    from gradlane.lab.calibration.calibrate import CalibrationOptions, run_calibration
-    from gradlane.lab.calibration.table import print_constants
+    from gradlane.lab.calibration.calibrate import (
+        CalibrationOptions,
+        print_constants,
+        run_calibration,
+    )
     from gradlane.lab.cluster.privilege import ensure_namespaces
     from gradlane.report.console import wide_console
 

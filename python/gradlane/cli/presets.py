@@ -82,7 +82,7 @@ def lab_scaling(
 ) -> None:
     """Measure 2, 4 and 8 workers, and simulate up to 1,024, as a share of linear scaling."""
     from gradlane.formats.rates import parse_rate
-    from gradlane.lab.cluster.memory import available_bytes
+    from gradlane.lab.cluster.machine import available_bytes
     from gradlane.lab.experiments.scaling import SCALING, without_large_cells
     from gradlane.planning.simulation.lists import parse_workers
 

@@ -201,7 +201,7 @@ def _asset(name: str) -> str:
 
 
 def _script_json(value: object) -> str:
-    """JSON that can stand in a script element: nothing in it can end that element."""
+    """Return JSON that can stand in a script element: nothing in it can end that element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

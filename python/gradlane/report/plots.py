@@ -32,7 +32,7 @@ class Plot:
 
 
 def _number(value: float | None) -> float | None:
-    """JSON has no infinities and no not-a-number: they become gaps."""
+    """Return a value as JSON has it: infinities and not-a-number become gaps."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -57,7 +57,7 @@ def test_residuals_of_workers_and_owner_keep_everything() -> None:
         sent += exchange.average(gradients(model, 2), step)[0]
     one, other = gradients(model, 2)
     given = 5 * (one[0] + other[0]) / 2
-    slices = exchange._slices[0]
+    slices = exchange.slices[0]
     assert [part.numel for part in slices] == [50_000, 10_000], "as the engine cuts"
     kept = torch.cat([(part.worker[0] + part.worker[1]) / 2 for part in slices])
     owned = torch.cat([part.owner for part in slices if part.owner is not None])
@@ -69,7 +69,7 @@ def test_only_convolutions_are_encoded_where_asked() -> None:
     exchange = Exchange(
         model, "qsgd:bits=8", workers=2, seed=0, only_convolutions=True, small_elems=0
     )
-    names = [slices[0].codec.name for slices in exchange._slices]
+    names = [slices[0].codec.name for slices in exchange.slices]
     assert names == ["qsgd", "f32", "f32", "f32"]
 
 

@@ -21,7 +21,7 @@ SLICE_ELEMS = 50_000
 
 
 @dataclass
-class _Slice:
+class Slice:
     """A slice of a tensor, with what workers and its owner keep of it."""
 
     codec: Codec
@@ -69,20 +69,20 @@ class Exchange:
         convolutions = {id(one.weight) for one in model.modules() if isinstance(one, nn.Conv2d)}
         if small_elems is None:
             small_elems = smallest_encoded(one.numel() for one in parameters)
-        self._slices: list[list[_Slice]] = []
+        self.slices: list[list[Slice]] = []
         for number, parameter in enumerate(parameters):
             plain = parameter.numel() < small_elems
             plain |= only_convolutions and id(parameter) not in convolutions
             made = Codec("f32" if plain else codec, list(parameter.shape))
-            self._slices.append(self._cut(made, number, parameter.numel()))
+            self.slices.append(self._cut(made, number, parameter.numel()))
 
-    def _cut(self, codec: Codec, tensor: int, numel: int) -> list[_Slice]:
+    def _cut(self, codec: Codec, tensor: int, numel: int) -> list[Slice]:
         width = max(SLICE_ELEMS // codec.granule, 1) * codec.granule
         slices = []
         for first in range(0, numel, width):
             count = min(width, numel - first)
             wire = torch.empty(codec.wire_bytes_max(count), dtype=torch.uint8, device="cpu")
-            one = _Slice(codec, tensor, first, count, wire)
+            one = Slice(codec, tensor, first, count, wire)
             if codec.residual_width:
                 kept = count * codec.residual_width
                 zeros = torch.zeros(kept, dtype=torch.float32, device="cpu")
@@ -100,7 +100,7 @@ class Exchange:
         """
         self.push_bytes = self.broadcast_bytes = 0.0
         means = []
-        for number, slices in enumerate(self._slices):
+        for number, slices in enumerate(self.slices):
             flat = [worker[number].reshape(-1) for worker in gradients]
             mean = torch.empty_like(flat[0])
             for one in slices:
@@ -109,7 +109,7 @@ class Exchange:
         return means
 
     def _average_slice(
-        self, one: _Slice, gradients: Sequence[torch.Tensor], mean: torch.Tensor, step: int
+        self, one: Slice, gradients: Sequence[torch.Tensor], mean: torch.Tensor, step: int
     ) -> None:
         for rank, gradient in enumerate(gradients):
             values = gradient[one.first : one.first + one.numel]
@@ -124,7 +124,7 @@ class Exchange:
         one.codec.decode_into(one.wire[:used], mean)
 
     def _encode(
-        self, one: _Slice, values: torch.Tensor, residual: torch.Tensor | None, step: int, leg: int
+        self, one: Slice, values: torch.Tensor, residual: torch.Tensor | None, step: int, leg: int
     ) -> int:
         needed = one.codec.wire_bytes_max(one.numel, step=step, leg=leg)
         if needed > len(one.wire):

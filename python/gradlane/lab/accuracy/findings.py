@@ -92,7 +92,7 @@ def difference(rows: Sequence[Result], full: Sequence[Result]) -> Spread:
 
 
 def is_noise(change: Spread) -> bool:
-    """Whether nothing lies in the 95 % interval of a mean difference; always so of one seed.
+    """Return whether zero lies in the 95 % interval of a mean difference; of one seed it does.
 
     What rounds to no tenth of a point is none, however alike the seeds are.
     """

@@ -20,11 +20,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from gradlane.lab.calibration import node_costs as calibrate_local
 from gradlane.lab.cluster.awake import kept_awake
 from gradlane.lab.cluster.namespaces import Cluster
 from gradlane.lab.cluster.ranks import RankPool
+from gradlane.lab.runs.rows import NO_EVIDENCE, measures_machine
 from gradlane.planning.simulation.codec_costs import CALIBRATED_CODECS, measure_cost
 from gradlane.training.options.groups import Network
 from gradlane.training.options.option_fields import check_options, on_command_line, option
@@ -43,10 +47,8 @@ ASKED_BUFFER_BYTES = 72 << 10
 """What `gradlane-net`'s `send_buffer.rs` asks for where the path is short."""
 
 _PROGRAM = ("-m", "gradlane.lab.calibration.rank_program")
-_FIRST_PORT = 22_000
 _FLOAT_BYTES = 4
-_STREAM = {"ramp_s": 1.0, "window_s": 3.0}
-_STREAM_LEAD_S = 0.5
+STREAM = {"ramp_s": 1.0, "window_s": 3.0}
 
 
 @dataclass(frozen=True)
@@ -230,32 +232,17 @@ class _Calibration:
         self._cluster = cluster
         self._pool = pool
         self._on_phase = on_phase
-        self._port = _FIRST_PORT
         self.cpu_share = 0.0
         self.stolen_share = 0.0
         self._reduce_byte_s = 0.0
 
-    def _ask(self, kind: str, **named: Any) -> list[dict[str, Any]]:
-        return self._pool.ask([{"kind": kind, **named}] * WORKERS)
-
-    def _next_port(self) -> int:
-        self._port += 1
-        return self._port
-
     def goodput_share(self) -> Constant:
-        """Payload of plain TCP streams, both directions at once, over the port's rate."""
+        """Measure what plain TCP streams carry, both directions at once, over the port's rate."""
         self._on_phase("TCP streams on all ports")
-        shares = []
-        for _ in range(self._options.repeat):
-            results = self._ask(
-                "stream",
-                addresses=self._cluster.addresses,
-                port=self._next_port(),
-                start_s=time.monotonic() + _STREAM_LEAD_S,
-                **_STREAM,
-            )
-            median_bps = statistics.median(result["goodput_bps"] for result in results)
-            shares.append(median_bps / self._options.rate_bps)
+        shares = [
+            self._pool.stream_bps(**STREAM) / self._options.rate_bps
+            for _ in range(self._options.repeat)
+        ]
         return _constant(shares, "plain TCP streams from neighbour to neighbour, both directions")
 
     def _open(
@@ -266,11 +253,11 @@ class _Calibration:
         *,
         trace: bool = False,
     ) -> None:
-        self._ask(
+        self._pool.ask_all(
             "open",
             job=f"calibrate-{secrets.token_hex(4)}",
             addresses=self._cluster.addresses,
-            store_port=self._next_port(),
+            store_port=self._cluster.next_port(),
             tensor_elems=list(tensor_elems),
             settings={"frame_bytes": frame_bytes, "slice_elems": slice_elems, "frame_trace": trace},
         )
@@ -278,15 +265,15 @@ class _Calibration:
     def _load(self, frame_bytes: int, slice_elems: int) -> Load:
         options = self._options
         self._open(options.tensor_elems, frame_bytes, slice_elems)
-        results = self._ask("run", steps=options.steps, warmup=1)
-        self._ask("close")
+        results = self._pool.ask_all("run", steps=options.steps, warmup=1)
+        self._pool.ask_all("close")
         total_s = max(results[0]["machine_total_s"], 1e-9)
         self.cpu_share = max(self.cpu_share, results[0]["machine_busy_s"] / total_s)
         self.stolen_share = max(self.stolen_share, results[0]["machine_stolen_s"] / total_s)
         return load_of(results, options.tensor_elems, slice_elems, options.steps)
 
     def thread_costs(self) -> dict[str, Constant]:
-        """Processor time of both threads over what they had to do."""
+        """Measure processor time of both threads, by frame, byte and sum."""
         shapes = (
             (LARGE_FRAME_BYTES, LARGE_SLICE_ELEMS),
             (SMALL_FRAME_BYTES, LARGE_SLICE_ELEMS),
@@ -332,11 +319,11 @@ class _Calibration:
         }
 
     def latencies(self) -> dict[str, Constant]:
-        """What an idle cluster takes for one tensor of one frame, part by part."""
+        """Measure what an idle cluster takes for one tensor of one frame, part by part."""
         self._on_phase("single tensors on idle ports")
         self._open([LATENCY_ELEMS], LARGE_FRAME_BYTES, LARGE_SLICE_ELEMS, trace=True)
-        results = self._ask("latency", trials=self._options.trials)
-        self._ask("close")
+        results = self._pool.ask_all("latency", trials=self._options.trials)
+        self._pool.ask_all("close")
 
         def middle(name: str) -> float:
             return float(statistics.median(it for result in results for it in result[name]))
@@ -359,17 +346,17 @@ class _Calibration:
         }
 
     def send_buffer(self) -> Constant:
-        """What the kernel takes of a connection whose peer has gone."""
+        """Measure what the kernel takes of a connection whose peer has gone."""
         self._on_phase("filling a send buffer")
-        self._ask(
+        self._pool.ask_all(
             "connect",
             address=self._cluster.addresses[0],
-            port=self._next_port(),
+            port=self._cluster.next_port(),
             asked_bytes=ASKED_BUFFER_BYTES,
         )
         self._cluster.set_link(0, connected=False)
         try:
-            filled = self._ask("fill")[1]
+            filled = self._pool.ask_all("fill")[1]
         finally:
             self._cluster.set_link(0, connected=True)
         return Constant(
@@ -380,7 +367,7 @@ class _Calibration:
 
 
 def local_costs(repeat: int, trials: int) -> dict[str, Constant]:
-    """What adding up in shared memory costs the ranks of a node."""
+    """Measure what adding up in shared memory costs the ranks of a node."""
     size = f"{calibrate_local.PART_BYTES >> 20} of {calibrate_local.REGION_BYTES >> 20} MiB"
     return {
         "local_copy_byte_s": _constant(
@@ -402,3 +389,37 @@ def _constant(values: Sequence[float], how: str) -> Constant:
     least = min(values)
     spread = max(values) / least if least > 0.0 else None
     return Constant(statistics.median(values), how, spread if len(values) > 1 else None)
+
+
+def print_constants(console: Console, content: dict[str, Any]) -> None:
+    """Print what `run_calibration` found, and whether the machine was too busy for it."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("constant", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("spread", justify="right", no_wrap=True)
+    table.add_column("how")
+    for name, entry in content["constants"].items():
+        spread = entry.get("spread")
+        table.add_row(
+            name,
+            _with_unit(name, entry["value"]),
+            "-" if spread is None else f"{spread:.2f}",
+            entry["how"],
+        )
+    for codec, cost in content["codecs"].items():
+        for name, value in cost.items():
+            table.add_row(
+                f"{codec.partition(',')[0]} {name}", _with_unit(name, value), "-", "4 MiB of values"
+            )
+    console.print(table)
+    measured = content["measured"]
+    if measures_machine(measured["cpu_share"], measured["stolen_share"]):
+        console.print(f"{NO_EVIDENCE}: measure again when it is idle", style="bold")
+
+
+def _with_unit(name: str, value: float) -> str:
+    if name.endswith("byte_s"):
+        return f"{value * 1e9:.3f} ns"
+    if name.endswith("_s"):
+        return f"{value * 1e6:.1f} us"
+    return f"{value:,.0f}" if name.endswith("_bytes") else f"{value:.4f}"

@@ -266,7 +266,7 @@ def is_beside(one: Row, row: Row, strategy: Strategy) -> bool:
 
 
 def _chosen(plan: Mapping[str, Any]) -> str:
-    """What a plan chose, in a few words."""
+    """Return what a plan chose, in a few words."""
     settings = plan.get("settings", {})
     words = [str(settings.get("strategy", "-"))]
     if plan.get("schemes") not in (None, "ps", RING):

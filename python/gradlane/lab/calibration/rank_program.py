@@ -10,6 +10,7 @@ import contextlib
 import socket
 import sys
 import time
+from dataclasses import asdict
 from typing import Any
 
 from gradlane.lab.transport.node import GradlaneExchange, answer_requests
@@ -126,8 +127,7 @@ class _Node:
             self._exchange = LatencyExchange(self._rank, **request)
             return {}
         if kind == "stream":
-            result = run_stream(node=self._rank, **request)
-            return {"goodput_bps": result.goodput_bps}
+            return asdict(run_stream(**request))
         if kind == "connect":
             if self._rank < 2:
                 self._filler.connect(listens=self._rank == 0, **request)

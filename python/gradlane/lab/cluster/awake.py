@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gradlane.formats.signals import signals_blocked
-from gradlane.lab.cluster.processors import STOLEN, machine_ticks
+from gradlane.lab.cluster.machine import STOLEN, machine_ticks
 
 NAME = "gradlane-awake"
 """Of the processes, which the kernel cuts off after fifteen letters."""
@@ -76,7 +76,7 @@ def _start(processor: int) -> subprocess.Popen[bytes]:
 
 
 def is_virtual() -> bool:
-    """Whether a hypervisor runs this machine."""
+    """Return whether a hypervisor runs this machine."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("flags"):
             return "hypervisor" in line.split()

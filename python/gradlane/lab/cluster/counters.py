@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from gradlane.lab.cluster.awake import awake_processes
+from gradlane.lab.cluster.machine import IDLE, STOLEN, WAITING, machine_ticks
 from gradlane.lab.cluster.namespaces import INTERFACE
-from gradlane.lab.cluster.processors import IDLE, STOLEN, WAITING, machine_ticks
 
 _PREFIX = f"{INTERFACE}:".encode()
 _COUNTERS_BYTES_MAX = 65_536

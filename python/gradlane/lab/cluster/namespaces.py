@@ -8,6 +8,7 @@ bridge lives in a namespace of its own: the machine's own network is never touch
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -32,6 +33,7 @@ CONGESTION_CONTROL = "cubic"
 
 NODES_MAX = 250
 
+_FIRST_PORT = 20_001
 _ENTER = str(Path(__file__).with_name("enter_namespace.py"))
 _NO_DUPLICATE_ADDRESS_DETECTION = 0x02
 
@@ -104,11 +106,16 @@ class Cluster:
         self._switch: Namespace | None = None
         self._members: list[Namespace] = []
         self._children: list[subprocess.Popen[bytes]] = []
+        self._ports = itertools.count(_FIRST_PORT)
 
     @property
     def rate_bps(self) -> int:
         """Real bits a second of every port in each direction."""
         return self._shape.rate_bps
+
+    def next_port(self) -> int:
+        """Return a TCP port that no program of the cluster has had: a closed one lingers."""
+        return next(self._ports)
 
     def __enter__(self) -> Cluster:
         """Make the namespaces, links, addresses, routes and shapes."""
@@ -207,7 +214,7 @@ class Cluster:
             ValueError: the rate is out of range.
         """
         shape = PortShape(rate_bps)
-        switch = self._entered()
+        switch = self.switch
         for node, member in enumerate(self._members):
             shape.apply(member.route, member.interface(INTERFACE), change=True)
             shape.apply(switch.route, switch.interface(f"port{node}"), change=True)
@@ -215,7 +222,7 @@ class Cluster:
 
     def set_link(self, node: int, *, connected: bool) -> None:
         """Pull a node's cable out of the switch, or plug it in again."""
-        switch = self._entered()
+        switch = self.switch
         port = switch.interface(f"port{node}")
         switch.route.link("set", index=port, state="up" if connected else "down")
 
@@ -242,8 +249,7 @@ class Cluster:
             stdout: as for `subprocess.Popen`.
             stderr: as for `subprocess.Popen`.
         """
-        self._entered()
-        descriptor = self._members[node].descriptor
+        descriptor = self.members[node].descriptor
         # A signal between the start and the list would leave a program that nobody knows.
         with signals_blocked():
             child = subprocess.Popen(
@@ -260,15 +266,24 @@ class Cluster:
 
     def namespace_descriptor(self, node: int) -> int:
         """Return an open descriptor of a node's namespace, owned by the cluster."""
-        self._entered()
-        return self._members[node].descriptor
+        return self.members[node].descriptor
 
     def counter_descriptors(self) -> list[int]:
         """Return each node's open `/proc/net/dev`, owned by the cluster."""
-        self._entered()
-        return [member.counters for member in self._members]
+        return [member.counters for member in self.members]
 
-    def _entered(self) -> Namespace:
+    @property
+    def members(self) -> list[Namespace]:
+        """The nodes' namespaces, owned by the cluster."""
+        self._require_up()
+        return self._members
+
+    @property
+    def switch(self) -> Namespace:
+        """The namespace of the switch, whose interface `portN` leads to node N."""
+        return self._require_up()
+
+    def _require_up(self) -> Namespace:
         if self._switch is None:
             raise LabError("the cluster is not up: use it inside its `with` block")
         return self._switch

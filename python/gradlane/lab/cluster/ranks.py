@@ -11,6 +11,7 @@ import json
 import os
 import selectors
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,13 +22,15 @@ from typing import IO, Any
 
 from gradlane.lab.cluster.errors import RankError
 from gradlane.lab.cluster.fork_server import ForkedProgram, running_fork_server
-from gradlane.lab.cluster.namespaces import Cluster
+from gradlane.lab.cluster.namespaces import CONGESTION_CONTROL, Cluster
+from gradlane.planning.probe.stream import StreamResult
 
 _START_TIMEOUT_S = 180.0
 _STALL_TIMEOUT_S = 180.0
 _STACKS_S = 0.5
 _ECHO_S = 1.5
 _STDERR_TAIL_BYTES = 6000
+_STREAM_LEAD_S = 0.5
 
 Progress = Callable[[int, int], None]
 """Called with a rank and its number of finished steps."""
@@ -203,6 +206,39 @@ class RankPool:
                 raise failure from None
         answers = self._collect("result", self._stall_timeout_s, on_progress, on_count)
         return [answer["result"] for answer in answers]
+
+    def ask_all(self, kind: str, **named: Any) -> list[dict[str, Any]]:
+        """Give all ranks the same request; see `ask`."""
+        return self.ask([{"kind": kind, **named}] * len(self._members))
+
+    def stream_bps(self, ramp_s: float, window_s: float) -> float:
+        """Return what plain TCP streams carry on a port, both ways at once: real payload bits/s.
+
+        Args:
+            ramp_s: time before the window.
+            window_s: time that counts.
+        """
+        each = self._ranks_per_node
+        request = {
+            "kind": "stream",
+            "addresses": self._cluster.addresses,
+            "port": self._cluster.next_port(),
+            "start_s": time.monotonic() + _STREAM_LEAD_S,
+            "ramp_s": ramp_s,
+            "window_s": window_s,
+        }
+        requests = [
+            {"kind": "rest"} if rank % each else {**request, "node": rank // each}
+            for rank in range(len(self._members))
+        ]
+        results = [StreamResult(**result) for result in self.ask(requests)[::each]]
+        for node, result in enumerate(results):
+            if result.congestion_control != CONGESTION_CONTROL:
+                raise RuntimeError(
+                    f"node {node} runs {result.congestion_control} as its congestion control "
+                    f"instead of {CONGESTION_CONTROL}"
+                )
+        return statistics.median(result.goodput_bps for result in results)
 
     def _collect(
         self,

@@ -265,7 +265,7 @@ def _order(found: Findings) -> list[Block]:
 
 
 def _tables(found: Findings) -> Iterator[TextTable]:
-    """A line for each measured cluster: the fastest strategy, the best DDP and the bound."""
+    """List for each measured cluster the fastest strategy, the best DDP and the bound."""
     lines = [
         (cluster, best, next((row for row in rows if row.strategy == GAIN), None))
         for cluster, rows in found.clusters.items()

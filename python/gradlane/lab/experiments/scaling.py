@@ -198,7 +198,7 @@ def _rows(found: Findings) -> Table:
 
 
 def _tables(found: Findings) -> Iterator[TextTable]:
-    """A line for each number of workers and strategy."""
+    """List the throughput of each number of workers and strategy."""
     yield parts.text_table(
         "throughput against the number of workers",
         (

@@ -230,7 +230,7 @@ def _rows(sweep: Sweep, found: Findings) -> Table:
 
 
 def _tables(found: Findings) -> Iterator[TextTable]:
-    """A table for each sweep."""
+    """List the sizes of each sweep."""
     for sweep in sweeps_of(found):
 
         def size(row: Row, sweep: Sweep = sweep) -> str:

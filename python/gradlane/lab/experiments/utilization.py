@@ -309,7 +309,7 @@ def _from_mean(port: PortUse, ports: Sequence[PortUse]) -> float | None:
 
 
 def _tables(found: Findings) -> Iterator[TextTable]:
-    """A line for each measured run: how idle its busiest port was; and uneven clusters' ports."""
+    """List how idle the busiest port of each run was, and the ports of uneven clusters."""
     yield parts.text_table(
         "use of the network",
         (

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import cache
 from math import prod
 
-from gradlane.lab.papers.comparison import Figure, Ours, given, published_of
+from gradlane.lab.papers.comparison import Figure, Ours, Reproduce, given, published_of
 from gradlane.lab.papers.simulations import Simulations
 from gradlane.planning.models import ARCHITECTURES, Layer, ParameterShape
 
@@ -132,26 +132,20 @@ def _why(network: str, encoding: str, primitive: str) -> str:
     return f"{text}; encoding takes time, which the model leaves out."
 
 
-def _rows(figure: str, gpus: int, primitive: str) -> list[Ours]:
-    found = []
-    for key in published_of(figure):
-        network = next(name for name in NETWORKS if key.startswith(f"{name}_"))
-        encoding = key.removeprefix(f"{network}_")
-        value = samples_per_s(network, encoding, gpus, primitive)
-        found.append(Ours(key, value, _why(network, encoding, primitive)))
-    return found
+def _rows(figure: str, gpus: int, primitive: str) -> Reproduce:
+    """Return the numbers of a figure."""
 
+    def run(simulations: Simulations) -> list[Ours]:
+        del simulations
+        found = []
+        for key in published_of(figure):
+            network = next(name for name in NETWORKS if key.startswith(f"{name}_"))
+            encoding = key.removeprefix(f"{network}_")
+            value = samples_per_s(network, encoding, gpus, primitive)
+            found.append(Ours(key, value, _why(network, encoding, primitive)))
+        return found
 
-def figure_6(simulations: Simulations) -> list[Ours]:
-    """Sixteen GPUs, MPI (the numbers of figure 10)."""
-    del simulations
-    return _rows("lowprec:fig6", 16, "mpi")
-
-
-def figure_7(simulations: Simulations) -> list[Ours]:
-    """Eight GPUs, NCCL (the numbers of figure 11)."""
-    del simulations
-    return _rows("lowprec:fig7", 8, "nccl")
+    return run
 
 
 def figure_3(simulations: Simulations) -> list[Ours]:
@@ -168,8 +162,18 @@ _RUNS = "training runs of these networks. Small ones instead: `gradlane lab accu
 FIGURES = (
     Figure("lowprec:fig3", "the networks", "counted", figure_3),
     Figure("lowprec:fig5", "accuracy of each precision", needs=_RUNS),
-    Figure("lowprec:fig6", "16 GPUs with MPI (table: figure 10)", _BYTES, figure_6),
-    Figure("lowprec:fig7", "8 GPUs with NCCL (table: figure 11)", _BYTES, figure_7),
+    Figure(
+        "lowprec:fig6",
+        "16 GPUs with MPI (table: figure 10)",
+        _BYTES,
+        _rows("lowprec:fig6", 16, "mpi"),
+    ),
+    Figure(
+        "lowprec:fig7",
+        "8 GPUs with NCCL (table: figure 11)",
+        _BYTES,
+        _rows("lowprec:fig7", 8, "nccl"),
+    ),
     Figure("lowprec:fig8", "DGX-1 with MPI", needs="numbers: the picture has none"),
     Figure("lowprec:fig9", "DGX-1 with NCCL", needs="numbers: the picture has none"),
     Figure("lowprec:fig16", "price against accuracy", needs=_RUNS),

@@ -7,7 +7,7 @@ that the network alone is judged; one table says what the project's own host wou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -197,42 +197,29 @@ def _row(profile: Profile, cluster: Cluster, host: str, wfbp_s: float, p3_s: flo
     )
 
 
-COLUMNS = (
-    "network",
-    "workers",
-    "rate",
-    "compute ms",
-    "DDP-like ms",
-    "p3 ms",
-    "bound ms",
-    "DDP-like scaling",
-    "p3 scaling",
-    "p3 gains",
-    "8 bits: at most",
-    "1 bit: at most",
-    "95 % needs",
-    "what helps",
-)
+_CELLS: Mapping[str, Callable[[Row], str]] = {
+    "network": lambda row: row.model,
+    "workers": lambda row: str(row.workers),
+    "rate": lambda row: format_rate(row.rate_bps),
+    "compute ms": lambda row: f"{row.compute_s * 1e3:.1f}",
+    "DDP-like ms": lambda row: f"{row.wfbp_step_s * 1e3:.1f}",
+    "p3 ms": lambda row: f"{row.p3_step_s * 1e3:.1f}",
+    "bound ms": lambda row: f"{row.bound_step_s * 1e3:.1f}",
+    "DDP-like scaling": lambda row: f"{100 * row.compute_s / row.wfbp_step_s:.1f} %",
+    "p3 scaling": lambda row: f"{100 * row.compute_s / row.p3_step_s:.1f} %",
+    "p3 gains": lambda row: f"{100 * row.gain:+.1f} %",
+    "8 bits: at most": lambda row: f"{100 * row.scaling_8bit:.1f} %",
+    "1 bit: at most": lambda row: f"{100 * row.scaling_1bit:.1f} %",
+    "95 % needs": lambda row: f"{row.fewer_needed:.1f}x" if row.fewer_needed > 1.001 else "-",
+    "what helps": lambda row: row.verdict,
+}
+"""What tables show of a row, by heading."""
+COLUMNS = tuple(_CELLS)
 
 
 def cells_of(row: Row) -> tuple[str, ...]:
     """Return a row's cells, in the order of `COLUMNS`."""
-    return (
-        row.model,
-        str(row.workers),
-        format_rate(row.rate_bps),
-        f"{row.compute_s * 1e3:.1f}",
-        f"{row.wfbp_step_s * 1e3:.1f}",
-        f"{row.p3_step_s * 1e3:.1f}",
-        f"{row.bound_step_s * 1e3:.1f}",
-        f"{100 * row.compute_s / row.wfbp_step_s:.1f} %",
-        f"{100 * row.compute_s / row.p3_step_s:.1f} %",
-        f"{100 * row.gain:+.1f} %",
-        f"{100 * row.scaling_8bit:.1f} %",
-        f"{100 * row.scaling_1bit:.1f} %",
-        f"{row.fewer_needed:.1f}x" if row.fewer_needed > 1.001 else "-",
-        row.verdict,
-    )
+    return tuple(cell(row) for cell in _CELLS.values())
 
 
 def answers(rows: Sequence[Row]) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradlane.lab.papers.comparison import Curve, Figure, Ours
+from gradlane.lab.papers.comparison import Curve, Figure, Ours, Reproduce
 from gradlane.lab.papers.simulations import (
     FREE,
     MEASURED,
@@ -95,7 +95,7 @@ def figure_4(simulations: Simulations) -> list[Ours]:
 
 
 def figure_6(simulations: Simulations) -> list[Ours]:
-    """The middle of three layers takes three times as long to send, update and receive."""
+    """Simulate three layers; the middle one takes three times as long on the network."""
     del simulations
     from gradlane import _core
 
@@ -125,7 +125,7 @@ def figure_6(simulations: Simulations) -> list[Ours]:
 
 
 def figure_5(simulations: Simulations) -> list[Ours]:
-    """How parameters are spread over layers."""
+    """Count how parameters are spread over layers."""
     del simulations
     network = ARCHITECTURES["vgg19"]()
     heaviest = max(sum(p.numel for p in layer.parameters) for layer in network.layers)
@@ -250,55 +250,29 @@ def _drops_below(simulations: Simulations, strategy: str, rates: Iterable[float]
     return float(enough[0])
 
 
-def _idle(simulations: Simulations, cases: dict[str, tuple[str, str, float]]) -> list[Ours]:
-    """Share of intervals of 10 ms in which ports hardly send, in the last of several steps."""
-    keys = list(cases)
-    reports = simulations.run(
-        Job(model, replace(_four(rate), strategy=strategy, steps=4), interval_s=0.01)
-        for model, strategy, rate in cases.values()
-    )
-    found = []
-    for key, report in zip(keys, reports, strict=True):
-        use = report["utilization"]["tx"]
-        steady = use[len(use) // 4 : 3 * len(use) // 4]
-        idle = 100.0 * sum(share < IDLE_SHARE for share in steady) / len(steady)
-        why = f"{100.0 * sum(steady) / len(steady):.0f} % of the port is used on the whole."
-        found.append(Ours(key, idle, why))
-    return found
+def _idle(strategy: str, rates_gbps: Mapping[str, float]) -> Reproduce:
+    """Return how ports are used: the share of intervals of 10 ms in which they hardly send.
 
+    Args:
+        strategy: of all models; counted is the middle of several steps.
+        rates_gbps: of the ports, by model.
+    """
 
-def figure_8(simulations: Simulations) -> list[Ours]:
-    """Use of the network by the baseline."""
-    return _idle(
-        simulations,
-        {
-            "resnet50": ("resnet50", "kvstore", 4),
-            "vgg19": ("vgg19", "kvstore", 15),
-            "sockeye": ("sockeye", "kvstore", 4),
-        },
-    )
+    def run(simulations: Simulations) -> list[Ours]:
+        reports = simulations.run(
+            Job(model, replace(_four(rate), strategy=strategy, steps=4), interval_s=0.01)
+            for model, rate in rates_gbps.items()
+        )
+        found = []
+        for model, report in zip(rates_gbps, reports, strict=True):
+            use = report["utilization"]["tx"]
+            steady = use[len(use) // 4 : 3 * len(use) // 4]
+            idle = 100.0 * sum(share < IDLE_SHARE for share in steady) / len(steady)
+            why = f"{100.0 * sum(steady) / len(steady):.0f} % of the port is used on the whole."
+            found.append(Ours(model, idle, why))
+        return found
 
-
-def figure_9(simulations: Simulations) -> list[Ours]:
-    """Use of the network by P3."""
-    return _idle(
-        simulations,
-        {
-            "resnet50": ("resnet50", "p3", 4),
-            "vgg19": ("vgg19", "p3", 15),
-            "sockeye": ("sockeye", "p3", 4),
-        },
-    )
-
-
-def figure_13(simulations: Simulations) -> list[Ours]:
-    """Use of the network as TensorFlow has it: pulls wait for the next step."""
-    return _idle(simulations, {"resnet50": ("resnet50", "deferred-pull", 4)})
-
-
-def figure_14(simulations: Simulations) -> list[Ours]:
-    """Use of the network as Poseidon has it."""
-    return _idle(simulations, {"inception_v3": ("inception_v3", "wfbp", 1)})
+    return run
 
 
 def figure_10(simulations: Simulations) -> list[Ours | Curve]:
@@ -348,17 +322,38 @@ def figure_12(simulations: Simulations) -> list[Ours]:
     return found
 
 
+_IDLE_RATES = {"resnet50": 4, "vgg19": 15, "sockeye": 4}
 _FREE = "simulated, 4 ranks, free hosts, batch times of `gradlane whatif MODEL`"
 FIGURES = (
     Figure("p3:fig4", "three layers: P3 halves the delay", "simulated, 2 ranks", figure_4),
     Figure("p3:fig5", "parameters of layers", "counted", figure_5),
     Figure("p3:fig6", "three layers: slices save 30 %", "simulated, 2 ranks", figure_6),
     Figure("p3:fig7", "throughput against bandwidth", _FREE, figure_7),
-    Figure("p3:fig8", "use of the network, baseline", f"{_FREE}; intervals of 10 ms", figure_8),
-    Figure("p3:fig9", "use of the network, P3", f"{_FREE}; intervals of 10 ms", figure_9),
+    Figure(
+        "p3:fig8",
+        "use of the network, baseline",
+        f"{_FREE}; intervals of 10 ms",
+        _idle("kvstore", _IDLE_RATES),
+    ),
+    Figure(
+        "p3:fig9",
+        "use of the network, P3",
+        f"{_FREE}; intervals of 10 ms",
+        _idle("p3", _IDLE_RATES),
+    ),
     Figure("p3:fig10", "scaling at 10 Gbit/s", _FREE.replace("4", "2 to 16"), figure_10),
     Figure("p3:fig12", "size of slices", "simulated, 4 ranks, the project's own host", figure_12),
-    Figure("p3:fig13", "use of the network, TensorFlow", f"{_FREE}; deferred-pull", figure_13),
-    Figure("p3:fig14", "use of the network, Poseidon", f"{_FREE}; wfbp", figure_14),
+    Figure(
+        "p3:fig13",
+        "use of the network, TensorFlow",
+        f"{_FREE}; deferred-pull",
+        _idle("deferred-pull", {"resnet50": 4}),
+    ),
+    Figure(
+        "p3:fig14",
+        "use of the network, Poseidon",
+        f"{_FREE}; wfbp",
+        _idle("wfbp", {"inception_v3": 1}),
+    ),
 )
 """Figures 1 to 3 are drawings; 11 and 15 are of accuracy, see `trained`."""

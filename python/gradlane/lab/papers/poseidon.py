@@ -33,6 +33,12 @@ from gradlane.planning.simulation.grid import GOODPUT_SHARE
 from gradlane.planning.simulation.profiles import synthetic_profile
 from gradlane.planning.simulation.scenarios import FREE_HOST, Cluster
 
+_LIMIT = "What full ports and free hosts allow at most."
+_REBUILDING = (
+    "The port does not decide. Rebuilding the others' gradients is taken to be as fast as the "
+    "step's own arithmetic, and is all that is missing to linear."
+)
+
 
 def simulated_job(model: str, nodes: int, rate_gbps: float, system: str, share: float) -> Job:
     """Return the simulation of a system with Caffe's batch times.
@@ -68,7 +74,7 @@ def _simulated(
     system: str,
     whys: tuple[str, str],
 ) -> list[Ours]:
-    """Rows of one published number: simulated, and by bytes, each with both shares of the port."""
+    """Return a published number's rows: simulated and by bytes, with both shares of the port."""
     shares = (1.0, fitted_share())
     jobs = [simulated_job(model, nodes, rate_gbps, system, share) for share in shares]
     rows = []
@@ -86,14 +92,11 @@ def _both(
 ) -> list[Ours]:
     share = fitted_share()
     full = step(model, engine, nodes, rate_gbps, system, 1.0)
-    limit = "What full ports and free hosts allow at most."
+    limit = _LIMIT
     if system == "tf":
         limit = "Servers take whole layers in turn; where theirs put them is not known."
     elif full.rebuild_s > 0.01 * full.step_s:
-        limit = (
-            "The port does not decide. Rebuilding the others' gradients is taken to be as fast as "
-            "the step's own arithmetic, and is all that is missing to linear."
-        )
+        limit = _REBUILDING
     return [
         Ours(key, speedup(model, engine, nodes, rate_gbps, system), limit, "full ports"),
         Ours(
@@ -107,33 +110,24 @@ def _both(
 
 def figure_5(simulations: Simulations) -> list[Ours | Curve]:
     """Caffe at 40 GbE, 32 nodes."""
-    limit = "What full ports and free hosts allow at most."
-    rebuilding = (
-        "The port does not decide. Rebuilding the others' gradients is taken to be as fast as the "
-        "step's own arithmetic, and is all that is missing to linear."
+    cases = (
+        ("googlenet_wfbp", "googlenet", "wfbp", _LIMIT, "As published: near linear."),
+        (
+            *("vgg19_wfbp", "vgg19", "wfbp", _LIMIT),
+            "Where the port is nearly full, queues and unequal flows cost a tenth.",
+        ),
+        (
+            *("vgg19_22k_wfbp", "vgg19_22k", "wfbp", _LIMIT),
+            "The number to which the share was fitted, by bytes.",
+        ),
+        (
+            *("vgg19_22k_poseidon", "vgg19_22k", "poseidon", _REBUILDING),
+            "The same: factors are so few bytes that a third of the port is enough.",
+        ),
     )
-    rows: list[Ours | Curve] = [
-        *_simulated(
-            simulations,
-            *("googlenet_wfbp", "googlenet", 32, 40, "wfbp"),
-            (limit, "As published: near linear."),
-        ),
-        *_simulated(
-            simulations,
-            *("vgg19_wfbp", "vgg19", 32, 40, "wfbp"),
-            (limit, "Where the port is nearly full, queues and unequal flows cost a tenth."),
-        ),
-        *_simulated(
-            simulations,
-            *("vgg19_22k_wfbp", "vgg19_22k", 32, 40, "wfbp"),
-            (limit, "The number to which the share was fitted, by bytes."),
-        ),
-        *_simulated(
-            simulations,
-            *("vgg19_22k_poseidon", "vgg19_22k", 32, 40, "poseidon"),
-            (rebuilding, "The same: factors are so few bytes that a third of the port is enough."),
-        ),
-    ]
+    rows: list[Ours | Curve] = []
+    for key, model, system, full, fitted in cases:
+        rows += _simulated(simulations, key, model, 32, 40, system, (full, fitted))
     rows += _simulated_curves(simulations, ("googlenet", "vgg19", "vgg19_22k"), 40)
     rows += _sequential()
     return rows
@@ -158,7 +152,7 @@ def _sequential() -> list[Curve]:
 def _simulated_curves(
     simulations: Simulations, models: tuple[str, ...], rate_gbps: float
 ) -> list[Curve]:
-    """The lines of a picture, simulated: both systems on every number of nodes."""
+    """Return the lines of a picture, simulated: both systems on every number of nodes."""
     jobs = {
         f"{model} by {system}, {rate_gbps} GbE, simulated, {text}": [
             simulated_job(model, nodes, rate_gbps, system, share) for nodes in NODES
@@ -182,40 +176,25 @@ def _simulated_curves(
 def figure_6(simulations: Simulations) -> list[Ours | Curve]:
     """TensorFlow at 40 GbE, 32 nodes."""
     del simulations
-    whole = (
-        "Whole layers on one server each, which the fitted share makes too slow: TensorFlow's own "
-        "transport is another one."
-    )
-    rows: list[Ours | Curve] = [
-        *_both(
-            "inception_v3_poseidon",
-            "inception_v3",
-            "tf",
-            32,
-            40,
-            "poseidon",
-            "Near linear with either.",
+    cases = (
+        ("inception_v3_poseidon", "inception_v3", "poseidon", "Near linear with either."),
+        (
+            *("inception_v3_tf", "inception_v3", "tf"),
+            "Whole layers on one server each, which the fitted share makes too slow: TensorFlow's "
+            "own transport is another one.",
         ),
-        *_both("inception_v3_tf", "inception_v3", "tf", 32, 40, "tf", whole),
-        *_both(
-            "vgg19_22k_wfbp",
-            "vgg19_22k",
-            "tf",
-            32,
-            40,
-            "wfbp",
+        (
+            *("vgg19_22k_wfbp", "vgg19_22k", "wfbp"),
             "A prediction: the share was fitted to Caffe's number.",
         ),
-        *_both(
-            "vgg19_22k_poseidon",
-            "vgg19_22k",
-            "tf",
-            32,
-            40,
-            "poseidon",
+        (
+            *("vgg19_22k_poseidon", "vgg19_22k", "poseidon"),
             "The same with a third of the port.",
         ),
-    ]
+    )
+    rows: list[Ours | Curve] = []
+    for key, model, system, why in cases:
+        rows += _both(key, model, "tf", 32, 40, system, why)
     return [*rows, *curves_of(("inception_v3", "vgg19", "vgg19_22k"), "tf")]
 
 
@@ -237,32 +216,27 @@ def figure_7(simulations: Simulations) -> list[Ours]:
 
 def figure_8(simulations: Simulations) -> list[Ours | Curve]:
     """Caffe at lower bandwidth."""
-    limit = "What full ports and free hosts allow at most."
     lower = (
         "The published number lies between: their transport used more of a port of 10 Gbit/s than "
         "of one of 40."
     )
-    rows: list[Ours | Curve] = [
-        *_simulated(simulations, "vgg19_ps", "vgg19", 16, 10, "wfbp", (limit, lower)),
-        *_simulated(simulations, "vgg19_22k_ps", "vgg19_22k", 16, 10, "wfbp", (limit, lower)),
-        *_simulated(
-            simulations,
-            *("vgg19_22k_poseidon", "vgg19_22k", 16, 10, "poseidon"),
-            (
-                "The port does not decide; what is missing to linear is rebuilding.",
-                "Convolutions wait behind factors that meet at ports: 1.06 s before rebuilding, "
-                "and 0.94 s in the order of p3.",
-            ),
+    cases = (
+        ("vgg19_ps", "vgg19", 10, "wfbp", _LIMIT, lower),
+        ("vgg19_22k_ps", "vgg19_22k", 10, "wfbp", _LIMIT, lower),
+        (
+            *("vgg19_22k_poseidon", "vgg19_22k", 10, "poseidon"),
+            "The port does not decide; what is missing to linear is rebuilding.",
+            "Convolutions wait behind factors that meet at ports: 1.06 s before rebuilding, "
+            "and 0.94 s in the order of p3.",
         ),
-        *_simulated(
-            simulations,
-            *("vgg19_ps_30", "vgg19", 16, 30, "wfbp"),
-            (
-                limit,
-                "The paper: servers would need 30 GbE or more for what factors do at 10.",
-            ),
+        (
+            *("vgg19_ps_30", "vgg19", 30, "wfbp", _LIMIT),
+            "The paper: servers would need 30 GbE or more for what factors do at 10.",
         ),
-    ]
+    )
+    rows: list[Ours | Curve] = []
+    for key, model, rate, system, full, fitted in cases:
+        rows += _simulated(simulations, key, model, 16, rate, system, (full, fitted))
     rows += _simulated_curves(simulations, ("vgg19", "vgg19_22k"), 10)
     for rate in (2, 5):
         rows += curves_of(("googlenet",), "caffe", rate)
@@ -294,20 +268,12 @@ def figure_10(simulations: Simulations) -> list[Ours]:
                 system,
             )
         )
-    rows += _both(
-        "adam_speedup",
-        "vgg19",
-        "tf",
-        8,
-        40,
-        "adam",
-        "The server of the largest layer sends 2.9 GB a step.",
-    )
-    return rows
+    why = "The server of the largest layer sends 2.9 GB a step."
+    return [*rows, *_both("adam_speedup", "vgg19", "tf", 8, 40, "adam", why)]
 
 
 def table_1(simulations: Simulations) -> list[Ours]:
-    """The worked example: 4096 x 4096, K = 32, eight workers and servers."""
+    """Count the worked example: 4096 x 4096, K = 32, eight workers and servers."""
     del simulations
     counts = Counts(rows=32, workers=8, servers=8)
     ps, sfb, adam = SCHEMES["ps"], SCHEMES["sfb"], SCHEMES["adam"]
@@ -345,7 +311,7 @@ def table_3(simulations: Simulations) -> list[Ours]:
 
 
 def section_2(simulations: Simulations) -> list[Ours]:
-    """What AlexNet would need on eight nodes."""
+    """Return what AlexNet would need on eight nodes."""
     del simulations
     profile = synthetic_profile("alexnet")
     sends = 7 / 8 * profile.size_bytes / profile.compute_s * 8 / 1e9

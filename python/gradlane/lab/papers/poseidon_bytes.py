@@ -108,7 +108,7 @@ def fitted_share() -> float:
 
 
 def curves_of(models: tuple[str, ...], engine: str, rate_gbps: float = 40) -> list[Curve]:
-    """The lines of a picture: both systems on every number of nodes."""
+    """Return the lines of a picture: both systems on every number of nodes."""
     return [
         Curve(
             f"{model} by {system}, {rate_gbps} GbE, by bytes, {text}",

@@ -120,13 +120,13 @@ class CellsProgress(LabProgress):
     """Told how the measuring of cells goes on; this one tells nobody."""
 
     def plan(self, runs: int, estimate_s: float) -> None:
-        """So many runs are to be made, which take about so many real seconds."""
+        """Hear how many runs are ahead, and about how many real seconds they take."""
 
     def run_ended(self, estimate_s: float) -> None:
-        """A run is over that was estimated to take so many real seconds."""
+        """Hear that a run is over, and how many real seconds were estimated for it."""
 
     def within_run(self, estimate_s: float) -> None:
-        """Part of a run is over that was estimated to take so many real seconds."""
+        """Hear that part of a run is over, and how many real seconds were estimated for it."""
 
 
 def usual_dilation(workload: str, rate_bps: int) -> float:

@@ -10,51 +10,22 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradlane.lab.runs.strategy import Strategy
+from gradlane.lab.cluster.namespaces import INTERFACE
+from gradlane.lab.runs.messages import TrialRequest
+from gradlane.lab.runs.strategy import parse_strategy
+from gradlane.lab.runs.traffic import OwnerCounters
 from gradlane.training.plans.plan import Plan
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _GLOO_TIMEOUT = datetime.timedelta(seconds=180)
-
-
-@dataclass(frozen=True)
-class RunRank:
-    """Where a rank stands in a run.
-
-    Attributes:
-        rank: this rank.
-        world_size: how many ranks.
-        address: this rank's IPv4 address.
-        interface: the network interface with that address.
-        slice_elems: elements a slice at most (gradlane only); None: the strategy's own.
-        job: a name that no other run has.
-        trace_path: record a timeline there (gradlane only), or None.
-        codec: how gradients travel (gradlane only); `raw` is none.
-        servers: the first so many ranks own slices (gradlane only); None: all.
-        serving: so many ranks beside these own all slices instead (gradlane only).
-        plan: for the model (gradlane only), or None.
-    """
-
-    rank: int
-    world_size: int
-    address: str
-    interface: str
-    slice_elems: int | None
-    job: str
-    trace_path: str | None = None
-    codec: str = "raw"
-    servers: int | None = None
-    serving: int = 0
-    plan: Plan | None = None
 
 
 class Communication(Protocol):
@@ -71,12 +42,8 @@ class Communication(Protocol):
     def metrics(self) -> dict[str, Any]:
         """Return the implementation's own counters, JSON-serializable."""
 
-    def owner_counters(self) -> dict[str, int]:
-        """Return what this rank has done as an owner of gradients; empty: nobody owns any.
-
-        `owned_bytes` are those of gradients that it adds up or makes for all ranks, `rx_bytes` and
-        `tx_bytes` payloads that it got and sent for these so far.
-        """
+    def owner_counters(self) -> OwnerCounters | None:
+        """Return what this rank has done as an owner of gradients; None: nobody owns any."""
 
     def codecs(self) -> list[tuple[str, int | None]]:
         """Return codec and encoded bytes (None: its own) of each parameter; empty: all are raw."""
@@ -88,9 +55,9 @@ class Communication(Protocol):
         """Disconnect; a later run may connect anew."""
 
 
-def prefixed(place: RunRank, store: "Store") -> "Store":
+def prefixed(request: TrialRequest, store: "Store") -> "Store":
     """Return the store with the run's own keys."""
-    prefixed: Store = dist.PrefixStore(place.job, store)  # type: ignore[attr-defined]
+    prefixed: Store = dist.PrefixStore(request.job, store)  # type: ignore[attr-defined]
     return prefixed
 
 
@@ -104,9 +71,9 @@ class _Uncounted:
         """Return nothing: no bytes are counted."""
         return {}
 
-    def owner_counters(self) -> dict[str, int]:
-        """Nobody owns anything."""
-        return {}
+    def owner_counters(self) -> OwnerCounters | None:
+        """Return None: nobody owns anything."""
+        return None
 
     def codecs(self) -> list[tuple[str, int | None]]:
         """Nothing is encoded by tensor."""
@@ -130,7 +97,7 @@ class Silence(_Uncounted):
         """Nothing is open."""
 
 
-def _mean_in_rank_order(
+def mean_in_rank_order(
     group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
@@ -152,15 +119,15 @@ def _mean_in_rank_order(
 class DistributedDataParallel(_Uncounted):
     """PyTorch's DDP over Gloo, with stock all-reduce or with the gather-and-sum hook."""
 
-    def __init__(self, strategy: Strategy, place: RunRank, store: "Store") -> None:
+    def __init__(self, request: TrialRequest, rank: int, store: "Store") -> None:
         """Join the process group through the store."""
-        os.environ["GLOO_SOCKET_IFNAME"] = place.interface
-        self._strategy = strategy
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+        self._strategy = parse_strategy(request.strategy)
         dist.init_process_group(
             "gloo",
-            store=prefixed(place, store),
-            rank=place.rank,
-            world_size=place.world_size,
+            store=prefixed(request, store),
+            rank=rank,
+            world_size=request.world_size,
             timeout=_GLOO_TIMEOUT,
         )
 
@@ -174,7 +141,7 @@ class DistributedDataParallel(_Uncounted):
         if self._strategy.family == "ddp-gather":
             group = dist.group.WORLD
             assert group is not None
-            wrapped.register_comm_hook(group, _mean_in_rank_order)
+            wrapped.register_comm_hook(group, mean_in_rank_order)
         elif self._strategy.hook:
             from gradlane.lab.runs.ddp_hooks import register_hook
 
@@ -191,30 +158,31 @@ class DistributedDataParallel(_Uncounted):
 class Gradlane:
     """gradlane's own engine, through its public interface only."""
 
-    def __init__(self, strategy: Strategy, place: RunRank, store: "Store") -> None:
+    def __init__(self, request: TrialRequest, rank: int, store: "Store", plan: Plan | None) -> None:
         """Open a session over the store."""
         import gradlane
 
-        self._plan = "auto" if strategy.is_planned else place.plan
+        strategy = parse_strategy(request.strategy)
+        self._plan = "auto" if strategy.is_planned else plan
         own = strategy.is_planned or strategy.sends_factors
         self._session: Any = gradlane.init(
             strategy=gradlane.Strategy(
                 gradlane.Strategy.name if own else strategy.setting,
                 scheme=strategy.scheme,
-                slice_elems=place.slice_elems,
+                slice_elems=request.slice_elems,
                 exact_order=not strategy.any_rounding,
             ),
-            codec=place.codec,
+            codec=request.codec,
             update="server" if strategy.is_asynchronous else "worker",
             local=gradlane.LocalSums(strategy.local, where=strategy.local_sums),
             stragglers=gradlane.Stragglers(strategy.stragglers, late=strategy.late),
-            servers=place.servers,
-            workers=place.world_size if place.serving else None,
+            servers=request.servers,
+            workers=request.world_size if request.serving else None,
             rendezvous=gradlane.Rendezvous(
-                prefixed(place, store), place.rank, place.world_size + place.serving, place.job
+                prefixed(request, store), rank, request.world_size + request.serving, request.job
             ),
-            network=gradlane.Network(advertise=place.address),
-            monitoring=gradlane.Monitoring(trace=place.trace_path),
+            network=gradlane.Network(advertise=request.address(rank)),
+            monitoring=gradlane.Monitoring(trace=request.trace_path),
         )
 
     def attach(
@@ -247,19 +215,16 @@ class Gradlane:
             counters["plan"] = plan
         return counters
 
-    def owner_counters(self) -> dict[str, int]:
+    def owner_counters(self) -> OwnerCounters:
         """Return the session's own counters, of all its models."""
         counters = self._session.metrics()
-        return {
-            # Where another rank carries for this one there are no peers.
-            "owned_bytes": sum(
-                peer.get("owned_bytes", 0)
-                for peer in counters["peers"]
-                if peer["rank"] == self._session.rank
-            ),
-            "rx_bytes": counters["served_rx_bytes"],
-            "tx_bytes": counters["served_tx_bytes"],
-        }
+        # Where another rank carries for this one there are no peers.
+        own = [peer for peer in counters["peers"] if peer["rank"] == self._session.rank]
+        return OwnerCounters(
+            sum(peer.get("owned_bytes", 0) for peer in own),
+            counters["served_rx_bytes"],
+            counters["served_tx_bytes"],
+        )
 
     def codecs(self) -> list[tuple[str, int | None]]:
         """Return what the session has chosen."""
@@ -277,10 +242,20 @@ class Gradlane:
         self._session.close()
 
 
-def connect(strategy: Strategy, place: RunRank, store: "Store") -> Communication:
-    """Connect this rank to the others; every rank calls it with the same strategy."""
-    if strategy.family == "none":
+def connect(
+    request: TrialRequest, rank: int, store: "Store", plan: Plan | None = None
+) -> Communication:
+    """Connect this rank to the others.
+
+    Args:
+        request: the same on every rank.
+        rank: this rank.
+        store: where ranks meet.
+        plan: for the model (gradlane only), or None.
+    """
+    family = parse_strategy(request.strategy).family
+    if family == "none":
         return Silence()
-    if strategy.family == "gradlane":
-        return Gradlane(strategy, place, store)
-    return DistributedDataParallel(strategy, place, store)
+    if family == "gradlane":
+        return Gradlane(request, rank, store, plan)
+    return DistributedDataParallel(request, rank, store)

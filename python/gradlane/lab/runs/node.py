@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import asdict
 from typing import IO, Any
 
 _PROGRESS_INTERVAL_S = 0.2
@@ -64,23 +65,20 @@ class _Answers:
 def _answer(request: dict[str, Any], rank: int, answers: _Answers) -> dict[str, Any]:
     kind = request.pop("kind")
     if kind == "trial":
-        from gradlane.lab.runs.trial import TrialRequest, run_trial
+        from gradlane.lab.runs.messages import TrialRequest
+        from gradlane.lab.runs.trial import run_trial
 
         trial = TrialRequest(**request)
-        return run_trial(trial, rank, answers.report_step, answers.count_ports)
+        return asdict(run_trial(trial, rank, answers.report_step, answers.count_ports))
     if kind == "serve":
+        from gradlane.lab.runs.messages import TrialRequest
         from gradlane.lab.runs.serving import run_serving
-        from gradlane.lab.runs.trial import TrialRequest
 
-        return run_serving(TrialRequest(**request), rank)
+        return asdict(run_serving(TrialRequest(**request), rank))
     if kind == "stream":
         from gradlane.planning.probe.stream import run_stream
 
-        result = run_stream(**request)
-        return {
-            "goodput_bps": result.goodput_bps,
-            "congestion_control": result.congestion_control,
-        }
+        return asdict(run_stream(**request))
     if kind == "rest":
         return {}
     raise ValueError(f"unknown request {kind!r}")

@@ -68,7 +68,7 @@ ROW_COLUMNS = (
 
 
 def measures_machine(cpu_share: float, stolen_share: float) -> bool:
-    """Whether a row is no evidence.
+    """Return whether a row is no evidence.
 
     Args:
         cpu_share: busy share, 0 to 1, of all processors, by whomever.

@@ -13,11 +13,9 @@ import os
 import secrets
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from gradlane.formats.provenance import machine_facts, package_versions
 from gradlane.formats.timeline.chrome import read_chrome, write_chrome
@@ -30,25 +28,24 @@ from gradlane.lab.cluster.counters import (
     read_processor_ticks,
 )
 from gradlane.lab.cluster.errors import LabError
-from gradlane.lab.cluster.namespaces import CONGESTION_CONTROL, Cluster
+from gradlane.lab.cluster.namespaces import Cluster
 from gradlane.lab.cluster.ranks import RankPool
 from gradlane.lab.cluster.straggling import Bursts
+from gradlane.lab.runs.messages import TrialRequest, TrialResult
 from gradlane.lab.runs.options import LabOptions
 from gradlane.lab.runs.rows import STOLEN_SHARE_MAX, Row, measures_machine, summarize
 from gradlane.lab.runs.strategy import Strategy, parse_strategy
-from gradlane.lab.runs.traffic import balance_of
+from gradlane.lab.runs.traffic import OwnerCounters, balance_of
 from gradlane.planning.models.timings import TensorTiming
 from gradlane.planning.simulation.bound import bound_step_s, port_bytes
 from gradlane.training.monitoring.recorded import rank_path
 from gradlane.training.options.codec_choice import RAW
 from gradlane.training.options.options import ASGD
 
-_FIRST_PORT = 20_000
-_STREAM_RAMP_S = 1.0
-_STREAM_WINDOW_S = 2.0
-_STREAM_LEAD_S = 0.5
+STREAM_RAMP_S = 1.0
+STREAM_WINDOW_S = 2.0
 _SERIES_POINTS = 240
-_GOODPUT_TRIES = 5
+GOODPUT_TRIES = 5
 """Nothing that is measured on these ports is evidence where their goodput is not."""
 
 
@@ -56,10 +53,10 @@ class LabProgress:
     """Told how a lab run goes on; this one tells nobody."""
 
     def phase(self, text: str) -> None:
-        """Something else is being done from now on."""
+        """Hear what is done from now on."""
 
     def advance(self, steps: int) -> None:
-        """This many more of `LabOptions.steps_in_total` are finished."""
+        """Hear how many more of `LabOptions.steps_in_total` are finished."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,9 @@ def run_lab(
         for rate_bps, real_rate_bps in zip(options.rates_bps, real_rates_bps, strict=True):
             cluster.set_rate(real_rate_bps)
             progress.phase("measuring the goodput of the ports")
-            goodput = runner.measure_goodput()
+            goodput = least_disturbed(
+                lambda: pool.stream_bps(STREAM_RAMP_S, STREAM_WINDOW_S), options.dilation
+            )
             for repeat in range(options.repeat):
                 first = repeat % len(options.strategies)
                 order = [*options.strategies[first:], *options.strategies[:first]]
@@ -125,6 +124,25 @@ def run_lab(
     return rows
 
 
+def least_disturbed(stream_bps: Callable[[], float], dilation: float) -> Goodput:
+    """Measure what a port carries; again, where others took this machine's processors.
+
+    Args:
+        stream_bps: measures real payload bits a second once.
+        dilation: nominal over real rate.
+    """
+    tries = []
+    for _ in range(GOODPUT_TRIES):
+        _, total, stolen = read_processor_ticks()
+        real_bps = stream_bps()
+        _, total_after, stolen_after = read_processor_ticks()
+        share = (stolen_after - stolen) / max(total_after - total, 1)
+        tries.append(Goodput(dilation * real_bps, share))
+        if share <= STOLEN_SHARE_MAX:
+            break
+    return min(tries, key=lambda one: one.stolen_share)
+
+
 class _Runner:
     """One lab run's cluster, ranks and counters of ports and jobs."""
 
@@ -140,7 +158,6 @@ class _Runner:
         self._cluster = cluster
         self._pool = pool
         self._progress = progress
-        self._port = _FIRST_PORT
         self._timings: list[TensorTiming] = []
         self._wire_bytes: dict[str, list[int]] = {}
         self._schemes: dict[str, list[str]] = {}
@@ -150,81 +167,37 @@ class _Runner:
         self._trace_path = scratch / "trace.json"
         self.recording: Recording | None = None
 
-    def _next_port(self) -> int:
-        # Ports of the nodes' namespaces are nobody else's, but a closed one lingers for a minute.
-        self._port += 1
-        return self._port
-
-    def measure_goodput(self) -> Goodput:
-        """Measure what a port carries; again, where others took this machine's processors."""
-        tries = []
-        for _ in range(_GOODPUT_TRIES):
-            _, total, stolen = read_processor_ticks()
-            real_bps = self._stream()
-            _, total_after, stolen_after = read_processor_ticks()
-            share = (stolen_after - stolen) / max(total_after - total, 1)
-            tries.append(Goodput(self._options.dilation * real_bps, share))
-            if share <= STOLEN_SHARE_MAX:
-                break
-        return min(tries, key=lambda one: one.stolen_share)
-
-    def _stream(self) -> float:
-        """Return real payload bits a second that a port carries in each direction."""
-        request = {
-            "kind": "stream",
-            "addresses": self._cluster.addresses,
-            "port": self._next_port(),
-            "start_s": time.monotonic() + _STREAM_LEAD_S,
-            "ramp_s": _STREAM_RAMP_S,
-            "window_s": _STREAM_WINDOW_S,
-        }
-        each = self._options.ranks_per_node
-        requests = [
-            {"kind": "rest"} if rank % each else {**request, "node": rank // each}
-            for rank in range(self._options.ranks)
-        ]
-        results = self._pool.ask(requests)[::each]
-        for node, result in enumerate(results):
-            if result["congestion_control"] != CONGESTION_CONTROL:
-                raise RuntimeError(
-                    f"node {node} runs {result['congestion_control']} as its congestion control "
-                    f"instead of {CONGESTION_CONTROL}"
-                )
-        return statistics.median(float(result["goodput_bps"]) for result in results)
-
     def run(self, strategy: Strategy, rate_bps: int, repeat: int, goodput: Goodput) -> Row:
         """Run one strategy once and return its row, without bound and ratios."""
         options = self._options
-        port = self._next_port()
+        port = self._cluster.next_port()
         addresses = [
             address for address in self._cluster.addresses for _ in range(options.ranks_per_node)
         ]
         serving = options.serving if strategy.family == "gradlane" else 0
-        request = {
-            "kind": "trial",
-            "job": f"lab-{self._session}-{port}",
-            "workload": options.workload,
-            "strategy": strategy.text,
-            "addresses": addresses[: options.workers],
-            "server_addresses": addresses[options.workers :],
-            "store_port": port,
-            "steps": options.steps,
-            "warmup": options.warmup_of(strategy),
-            "slice_elems": options.slice_elems,
-            "seed": options.seed,
-            "dilation": options.dilation,
-            "profile_path": options.profile_path and os.path.abspath(options.profile_path),
-            "batch_time_s": options.batch_time_s,
-            "paced": options.paced,
-            "codec": options.codec_of(strategy),
-            "servers": options.servers,
-            "serving": serving,
-            "straggles": options.straggler is not None,
-            "rate_bps": rate_bps,
-        }
         traced = options.trace_path is not None and strategy.family == "gradlane"
-        if traced:
-            request["trace_path"] = str(self._trace_path)
+        request = TrialRequest(
+            job=f"lab-{self._session}-{port}",
+            workload=options.workload,
+            strategy=strategy.text,
+            addresses=addresses[: options.workers],
+            server_addresses=addresses[options.workers :],
+            store_port=port,
+            steps=options.steps,
+            warmup=options.warmup_of(strategy),
+            slice_elems=options.slice_elems,
+            seed=options.seed,
+            dilation=options.dilation,
+            profile_path=options.profile_path and os.path.abspath(options.profile_path),
+            batch_time_s=options.batch_time_s,
+            paced=options.paced,
+            trace_path=str(self._trace_path) if traced else None,
+            codec=options.codec_of(strategy),
+            servers=options.servers,
+            serving=serving,
+            straggles=options.straggler is not None,
+            rate_bps=rate_bps,
+        )
         reported = 0
         processes = self._pool.processes()
         spec = options.straggler
@@ -243,23 +216,27 @@ class _Runner:
             bursts or contextlib.nullcontext(),
             TrafficSampler(descriptors, processes=processes) as sampler,
         ):
-            served = {**request, "kind": "serve"} if serving else {"kind": "rest"}
-            requests = [request] * options.workers + [served] * options.serving
+            asked = asdict(request)
+            trial = {**asked, "kind": "trial"}
+            served = {**asked, "kind": "serve"} if serving else {"kind": "rest"}
+            requests = [trial] * options.workers + [served] * options.serving
             everyone = self._pool.ask(requests, advance, sampler.count)
-        results = everyone[: options.workers]
+        results = [TrialResult.from_json(one) for one in everyone[: options.workers]]
+        owners = [result.owner for result in results]
+        owners += map(OwnerCounters.from_json, everyone[options.workers :] if serving else ())
         self._progress.advance(options.warmup_of(strategy) + options.steps - reported)
-        self._timings = [TensorTiming(**timing) for timing in results[0]["timings"]]
-        self._wire_bytes[strategy.text] = results[0]["wire_bytes"]
-        self._schemes[strategy.text] = results[0]["schemes"]
-        digests = {result["param_digest"] for result in results}
+        self._timings = results[0].timings
+        self._wire_bytes[strategy.text] = results[0].wire_bytes
+        self._schemes[strategy.text] = results[0].schemes
+        digests = {result.param_digest for result in results}
         if options.codec_of(strategy) != RAW and len(digests) > 1:
             raise LabError(
                 f"{strategy.text} with codec {options.codec}: the ranks hold different parameters"
             )
         if traced:
             self._join_timelines(rate_bps)
-        owners = [owner for one in everyone if (owner := one.get("owner"))]
-        return self._row(strategy, rate_bps, repeat, goodput, results, owners, sampler.record)
+        own = [owner for owner in owners if owner is not None]
+        return self._row(strategy, rate_bps, repeat, goodput, results, own, sampler.record)
 
     def _join_timelines(self, rate_bps: int) -> None:
         """Write one timeline of all ranks, as fast as it nominally was."""
@@ -279,8 +256,8 @@ class _Runner:
         rate_bps: int,
         repeat: int,
         goodput: Goodput,
-        results: Sequence[dict[str, Any]],
-        owners: Sequence[dict[str, Any]],
+        results: Sequence[TrialResult],
+        owners: Sequence[OwnerCounters],
         record: TrafficRecord,
     ) -> Row:
         options = self._options
@@ -288,7 +265,9 @@ class _Runner:
         # A step begins when its slowest rank begins it; of the others, where one is stopped.
         slow = None if options.straggler is None else options.straggler.rank
         others = [result for rank, result in enumerate(results) if rank != slow]
-        boundaries_s = [max(times) for times in _columns(others, "boundaries_s")]
+        boundaries_s = [
+            max(times) for times in zip(*(one.boundaries_s for one in others), strict=True)
+        ]
         boundaries_s = boundaries_s[options.warmup_of(strategy) :]
         start_s, end_s = boundaries_s[0], boundaries_s[-1]
         wall_steps_s = [b - a for a, b in itertools.pairwise(boundaries_s)]
@@ -299,11 +278,11 @@ class _Runner:
         stolen_share = max(record.stolen_share(start_s, end_s), goodput.stolen_share)
         series = record.series(start_s, end_s, real_goodput_bps, _SERIES_POINTS)
         series["time_s"] = [time_s / dilation for time_s in series["time_s"]]
-        batch_size = results[0]["batch_size"]
+        batch_size = results[0].batch_size
         nominal_window_s = (end_s - start_s) / dilation
-        codec = str(results[0]["codec"])
+        codec = results[0].codec
         ports = record.counted_bytes()
-        counted_steps = results[0]["counted_steps"]
+        counted_steps = results[0].counted_steps
         tx_bytes = statistics.fmean(tx for _, tx in ports[: options.nodes - options.serving])
         return Row(
             workload=options.workload,
@@ -323,25 +302,25 @@ class _Runner:
             step_s_median=wall_step_s_median / dilation,
             wall_step_s_median=wall_step_s_median,
             step_s=[wall_step_s / dilation for wall_step_s in wall_steps_s],
-            compute_s=results[0]["compute_s"],
+            compute_s=results[0].compute_s,
             goodput_bps=goodput.bps,
             tx_bytes_per_step=tx_bytes / counted_steps,
             link_utilization=record.utilization(start_s, end_s, real_goodput_bps),
             utilization_over_time=series,
-            cpu_s_per_step=statistics.fmean(r["cpu_s"] for r in results) / options.steps,
+            cpu_s_per_step=statistics.fmean(r.cpu_s for r in results) / options.steps,
             cpu_share=cpu_share,
             cpu_bound=measures_machine(cpu_share, stolen_share),
             stolen_share=stolen_share,
-            wall_lag_s=max(r["wall_lag_s"] for r in results),
+            wall_lag_s=max(r.wall_lag_s for r in results),
             loss=[
                 statistics.fmean(loss for loss in losses if loss is not None)
-                for losses in _columns(results, "losses")
+                for losses in zip(*(one.losses for one in results), strict=True)
             ],
-            param_digest=results[0]["param_digest"],
-            params_equal=len({r["param_digest"] for r in results}) == 1,
-            verified_tensors=sum(r["verified_tensors"] for r in results),
-            evaluation=results[0]["evaluation"],
-            metrics=results[0]["metrics"],
+            param_digest=results[0].param_digest,
+            params_equal=len({r.param_digest for r in results}) == 1,
+            verified_tensors=sum(r.verified_tensors for r in results),
+            evaluation=results[0].evaluation,
+            metrics=results[0].metrics,
             balance=balance_of(ports, owners, counted_steps),
             step_s_mean=statistics.fmean(wall_steps_s) / dilation,
             stragglers=strategy.stragglers,
@@ -399,8 +378,3 @@ class _Runner:
             serving=row.serving,
         )
         return replace(row, bound_step_s=bound.step_s, bound_binding=bound.binding)
-
-
-def _columns(results: Sequence[dict[str, Any]], key: str) -> Iterator[tuple[float, ...]]:
-    """Return what all ranks recorded under a key, step by step."""
-    return zip(*(result[key] for result in results), strict=True)

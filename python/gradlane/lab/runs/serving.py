@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
-from gradlane.lab.runs.communication import RunRank, prefixed
-from gradlane.lab.runs.trial import TrialRequest, open_store
+from gradlane.lab.runs.communication import prefixed
+from gradlane.lab.runs.messages import TrialRequest
+from gradlane.lab.runs.traffic import OwnerCounters
+from gradlane.lab.runs.trial import open_store
 
 
-def run_serving(request: TrialRequest, rank: int) -> dict[str, Any]:
+def run_serving(request: TrialRequest, rank: int) -> OwnerCounters:
     """Serve a run of gradlane's until its workers have closed their sessions.
 
     Args:
@@ -17,37 +18,26 @@ def run_serving(request: TrialRequest, rank: int) -> dict[str, Any]:
         rank: this rank, after all of these.
 
     Returns:
-        JSON-serializable: `owner`, as `Communication.owner_counters` has it. The bytes are those of
-        all steps, with the spread of the first values, scaled to those that workers count.
+        The counters as an owner. The bytes are those of all steps, with the spread of the first
+        values, scaled to those that workers count.
     """
     import gradlane
 
-    workers = len(request.addresses)
     store = open_store(request.addresses, request.store_port, rank)
-    place = RunRank(
-        rank=rank,
-        world_size=workers,
-        address=request.server_addresses[rank - workers],
-        interface="",
-        slice_elems=None,
-        job=request.job,
-    )
     session = gradlane.init(
-        workers=workers,
+        workers=request.world_size,
         rendezvous=gradlane.Rendezvous(
-            prefixed(place, store), rank, workers + request.serving, place.job
+            prefixed(request, store), rank, request.world_size + request.serving, request.job
         ),
-        network=gradlane.Network(advertise=place.address),
+        network=gradlane.Network(advertise=request.address(rank)),
         monitoring=gradlane.Monitoring(summary=False),
     )
     served = session.serve()
     del store
     gc.collect()
     share = request.counted_steps / (request.warmup + request.steps)
-    return {
-        "owner": {
-            "owned_bytes": sum(one.owned_bytes for one in served),
-            "rx_bytes": round(share * sum(one.rx_bytes for one in served)),
-            "tx_bytes": round(share * sum(one.tx_bytes for one in served)),
-        }
-    }
+    return OwnerCounters(
+        sum(one.owned_bytes for one in served),
+        round(share * sum(one.rx_bytes for one in served)),
+        round(share * sum(one.tx_bytes for one in served)),
+    )

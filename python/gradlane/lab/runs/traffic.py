@@ -44,6 +44,29 @@ class OwnerTraffic:
 
 
 @dataclass(frozen=True)
+class OwnerCounters:
+    """What a rank has done as an owner of gradients so far."""
+
+    owned_bytes: int
+    """Of gradients that it adds up or makes for all ranks."""
+    rx_bytes: int
+    """Of payloads that it got for these."""
+    tx_bytes: int
+    """Of payloads that it sent for these."""
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any] | None) -> OwnerCounters | None:
+        """Return the counters that a rank has sent; None: nobody owns anything."""
+        return None if content is None else OwnerCounters(**content)
+
+    def since(self, before: OwnerCounters) -> OwnerCounters:
+        """Return what was counted since then."""
+        return OwnerCounters(
+            self.owned_bytes, self.rx_bytes - before.rx_bytes, self.tx_bytes - before.tx_bytes
+        )
+
+
+@dataclass(frozen=True)
 class Balance:
     """How evenly a run's traffic was spread."""
 
@@ -73,25 +96,23 @@ def imbalance(values: Sequence[float]) -> float:
 
 
 def balance_of(
-    ports: Sequence[tuple[float, float]], ranks: Sequence[Mapping[str, Any]], steps: int
+    ports: Sequence[tuple[float, float]], ranks: Sequence[OwnerCounters], steps: int
 ) -> Balance:
     """Return the balance of a run.
 
     Args:
         ports: (received, sent) bytes of each node in all these steps.
-        ranks: what each rank counted in them as an owner, as `Communication.owner_counters` says;
-            empty where nobody owns anything.
+        ranks: what each rank counted in them as an owner; empty where nobody owns anything.
         steps: between two moments at which nobody had anything to send.
     """
-    owned = [int(rank["owned_bytes"]) for rank in ranks]
     return Balance(
         [NodeTraffic(node, rx / steps, tx / steps) for node, (rx, tx) in enumerate(ports)],
         [
-            OwnerTraffic(number, owned[number], rank["rx_bytes"] / steps, rank["tx_bytes"] / steps)
+            OwnerTraffic(number, rank.owned_bytes, rank.rx_bytes / steps, rank.tx_bytes / steps)
             for number, rank in enumerate(ranks)
         ],
         imbalance([max(pair) for pair in ports]),
-        imbalance(owned),
+        imbalance([rank.owned_bytes for rank in ranks]),
     )
 
 

@@ -14,7 +14,7 @@ import random
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradlane.lab.cluster.namespaces import INTERFACE
-from gradlane.lab.runs.communication import Communication, Gradlane, RunRank, connect
+from gradlane.lab.runs.communication import Communication, Gradlane, connect
+from gradlane.lab.runs.messages import TrialRequest, TrialResult
 from gradlane.lab.runs.strategy import Strategy, parse_strategy
+from gradlane.lab.runs.traffic import OwnerCounters
 from gradlane.lab.workloads import Workload, build
 from gradlane.lab.workloads.real import RealWorkload
 from gradlane.lab.workloads.replay import ReplayWorkload
@@ -45,60 +46,6 @@ _REPLAY_LR = 1e-6
 """Small enough that the parameters of a replay with invented gradients stay finite."""
 
 
-@dataclass(frozen=True)
-class TrialRequest:
-    """What a rank is asked to run; every rank of a run gets the same.
-
-    Attributes:
-        job: a name that no other run has.
-        workload: as in `gradlane.lab.workloads.NAMES`.
-        strategy: as on the command line.
-        addresses: every rank's IPv4 address, rank 0 first.
-        store_port: TCP port of the rendezvous store on rank 0.
-        steps: measured steps.
-        warmup: steps before them.
-        slice_elems: elements a slice at most; None: the strategy's own.
-        seed: of the model, the batches and the gradients.
-        dilation: factor on all of the workload's times.
-        profile_path: a profile file in place of the workload's own times, or None.
-        batch_time_s: nominal compute time of a batch in place of the default, or None.
-        paced: whether real workloads are stretched to fixed times.
-        trace_path: where ranks record their timelines, or None.
-        codec: how gradlane's gradients travel; `raw` is none.
-        servers: the first so many ranks own slices, of gradlane's; None: all.
-        serving: so many ranks beside these only serve, of gradlane's.
-        server_addresses: of those.
-        straggles: whether a rank is stopped now and then; it does not make up for that.
-        rate_bps: nominal rate of every port, for plans to say.
-    """
-
-    job: str
-    workload: str
-    strategy: str
-    addresses: list[str]
-    store_port: int
-    steps: int
-    warmup: int
-    slice_elems: int | None
-    seed: int
-    dilation: float
-    profile_path: str | None = None
-    batch_time_s: float | None = None
-    paced: bool = True
-    trace_path: str | None = None
-    codec: str = "raw"
-    servers: int | None = None
-    serving: int = 0
-    server_addresses: list[str] = field(default_factory=list)
-    straggles: bool = False
-    rate_bps: float = 1e9
-
-    @property
-    def counted_steps(self) -> int:
-        """Steps whose bytes are counted: all but those in which a plan is found."""
-        return self.warmup + self.steps - parse_strategy(self.strategy).learning_steps
-
-
 def digest_parameters(model: nn.Module) -> str:
     """Return the SHA-256 of all parameters: names, dtypes, shapes and bytes, in their order."""
     digest = hashlib.sha256()
@@ -114,7 +61,7 @@ def run_trial(
     rank: int,
     report_step: Callable[[int], None],
     count_ports: Callable[[], None],
-) -> dict[str, Any]:
+) -> TrialResult:
     """Run a trial together with all other ranks and return what this rank saw.
 
     Args:
@@ -123,14 +70,6 @@ def run_trial(
         report_step: called with the number of finished steps.
         count_ports: counts what the ports have carried so far; called on rank 0 before and after
             the counted steps, while no rank has anything to send.
-
-    Returns:
-        JSON-serializable: `boundaries_s` (W + S + 1 times of `time.monotonic()`), `cpu_s` (of the
-        measured steps), `counted_steps` (those between two counts of the ports), `losses` (one a
-        step, warm-up included), `param_digest`, `batch_size`, `compute_s`, `wall_lag_s`, `timings`,
-        `metrics`, `verified_tensors`, `wire_bytes` (encoded, a tensor; empty: none is), `codec`,
-        `schemes` (a tensor; empty: of one kind), `owner` (as `Communication.owner_counters`, of the
-        counted steps), `evaluation`.
 
     Raises:
         ArithmeticError: a parameter is not what the mean of the gradients makes of it.
@@ -166,8 +105,8 @@ def _run_connected(
     store: Store,
     report_step: Callable[[int], None],
     count_ports: Callable[[], None],
-) -> dict[str, Any]:
-    world_size = len(request.addresses)
+) -> TrialResult:
+    world_size = request.world_size
     workload = build(
         request.workload,
         rank=rank,
@@ -182,30 +121,15 @@ def _run_connected(
     if strategy.is_asynchronous and isinstance(workload, ReplayWorkload):
         # The servers have no kernel for a replay's own optimizer.
         optimizer = torch.optim.SGD(workload.model.parameters(), lr=_REPLAY_LR)
-    communication = connect(
-        strategy,
-        RunRank(
-            rank=rank,
-            world_size=world_size,
-            address=request.addresses[rank],
-            interface=INTERFACE,
-            slice_elems=request.slice_elems,
-            job=request.job,
-            trace_path=request.trace_path,
-            codec=request.codec,
-            servers=request.servers,
-            serving=request.serving,
-            plan=_hybrid_plan(request, workload, world_size) if strategy.is_hybrid else None,
-        ),
-        store,
-    )
+    plan = _hybrid_plan(request, workload) if strategy.is_hybrid else None
+    communication = connect(request, rank, store, plan)
     # A failure below closes nothing: the ranks are killed after it, and the first error that is
     # heard shall be the first that happened, not the echo of a connection that was closed.
     model, optimizer = communication.attach(workload.model, optimizer)
     _meet(store, request.job, "start", world_size)
     if request.straggles:
         workload.clock.forgiven_s_max = _FORGIVEN_S
-    counts: list[dict[str, int]] = []
+    counts: list[OwnerCounters | None] = []
 
     def count() -> None:
         """Count while all ranks stand still: no sample of the ports shows what is under way."""
@@ -222,45 +146,50 @@ def _run_connected(
         if not counts and step >= strategy.learning_steps:
             count()
 
-    result = _train(request, workload, model, optimizer, before_step, report_step, communication)
+    trained = _train(request, workload, model, optimizer, before_step, report_step, communication)
     communication.settle()
-    result["param_digest"] = digest_parameters(workload.model)
-    result["metrics"] = communication.metrics()
+    param_digest = digest_parameters(workload.model)
+    metrics = communication.metrics()
     codecs = communication.codecs()
-    result["verified_tensors"] = _verify(request, strategy, workload, codecs)
-    # A plan that a session finds may decline to encode.
-    encodes = any(codec != "raw" for codec, _ in codecs)
-    result["codec"] = request.codec if encodes else "raw"
-    result["schemes"] = communication.schemes()
+    verified_tensors = _verify(request, strategy, workload, codecs)
+    schemes = communication.schemes()
     factor_bytes = workload.factor_bytes() if isinstance(workload, ReplayWorkload) else {}
-    result["wire_bytes"] = [
+    wire_bytes = [
         factor_bytes[timing.name]
         if scheme in FACTOR_SCHEMES
         else timing.size_bytes
-        if wire_bytes is None
-        else wire_bytes
-        for timing, (_, wire_bytes), scheme in zip(
-            workload.timings, codecs, result["schemes"], strict=False
+        if encoded_bytes is None
+        else encoded_bytes
+        for timing, (_, encoded_bytes), scheme in zip(
+            workload.timings, codecs, schemes, strict=False
         )
     ]
     count()
     first, last = counts
-    result["owner"] = {
-        name: value - (0 if name == "owned_bytes" else first[name]) for name, value in last.items()
-    }
-    result["counted_steps"] = request.counted_steps
     del model, optimizer
     communication.close()
     # The server side of the store is rank 0's: it stays until nobody needs it any more.
     _meet(store, request.job, "closed", world_size, waits=rank == 0)
-    result["evaluation"] = None
+    evaluation = None
     if isinstance(workload, RealWorkload) and rank == 0:
-        result["evaluation"] = asdict(workload.evaluate(workload.model))
-    result["batch_size"] = workload.batch_size
-    result["compute_s"] = workload.compute_s
-    result["wall_lag_s"] = workload.clock.wall_lag_s
-    result["timings"] = [asdict(timing) for timing in workload.timings] if rank == 0 else []
-    return result
+        evaluation = asdict(workload.evaluate(workload.model))
+    return TrialResult(
+        **trained,
+        param_digest=param_digest,
+        metrics=metrics,
+        verified_tensors=verified_tensors,
+        # A plan that a session finds may decline to encode.
+        codec=request.codec if any(codec != "raw" for codec, _ in codecs) else "raw",
+        schemes=schemes,
+        wire_bytes=wire_bytes,
+        owner=last.since(first) if last and first else None,
+        counted_steps=request.counted_steps,
+        evaluation=evaluation,
+        batch_size=workload.batch_size,
+        compute_s=workload.compute_s,
+        wall_lag_s=workload.clock.wall_lag_s,
+        timings=workload.timings if rank == 0 else [],
+    )
 
 
 Pace = Callable[[Iterable[int], Callable[[], None]], Iterator[int]]
@@ -273,10 +202,10 @@ def _pace_of(communication: Communication) -> Pace:
     return lambda steps, _: iter(steps)
 
 
-def _hybrid_plan(request: TrialRequest, workload: Workload, world_size: int) -> Plan:
+def _hybrid_plan(request: TrialRequest, workload: Workload) -> Plan:
     """Return the plan by Poseidon's rule: a function of what all ranks were asked alone."""
     assert isinstance(workload, ReplayWorkload), "LabOptions refuses other workloads"
-    facts = ClusterFacts(world_size, request.rate_bps, serving=request.serving)
+    facts = ClusterFacts(request.world_size, request.rate_bps, serving=request.serving)
     base = Settings(slice_elems=request.slice_elems)
     book = Coordinator(workload.profile(), facts, base=base, rule="poseidon")
     # The rule needs no simulation: ranks that share a machine do not wait for one each.
@@ -292,7 +221,7 @@ def _train(
     report_step: Callable[[int], None],
     communication: Communication,
 ) -> dict[str, Any]:
-    """Train all steps; returns losses, boundaries and processor time."""
+    """Train all steps; returns `boundaries_s`, `cpu_s` and `losses` of the result."""
     pace = _pace_of(communication)
     boundaries_s: list[float] = []
     losses: list[torch.Tensor | None] = []
@@ -343,7 +272,7 @@ def _verify(
         request.warmup + request.steps,
         exact=strategy.sums_in_rank_order,
         codecs=[codec for codec, _ in codecs],
-        ring_ranks=ring_ranks(strategy.setting, len(request.addresses)),
+        ring_ranks=ring_ranks(strategy.setting, request.world_size),
     )
     if wrong:
         raise ArithmeticError(

@@ -13,9 +13,8 @@ import json
 import os
 import secrets
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ URGENT_ELEMS = 50_000
 URGENT_PER_STEP = 4
 
 _PROGRAM = ("-m", "gradlane.lab.transport.node")
-_FIRST_PORT = 21_000
 _FLOAT_BYTES = 4
 _GB = 1e9
 _SETTINGS = (
@@ -49,11 +47,18 @@ _SETTINGS = (
 )
 _PAYLOAD_SHARE = 1448 / 1514
 _STREAM = {"ramp_s": 0.5, "window_s": 1.5}
-_STREAM_LEAD_S = 0.5
 _URGENT_FIRST_SHARE, _URGENT_LAST_SHARE = 0.15, 0.6
 
-Row = dict[str, Any]
-"""One measurement, JSON-serializable; `measurement` says of what."""
+_SPANS = (
+    "first_left_ms",
+    "last_left_ms",
+    "received_ms",
+    "less_urgent_same_peer",
+    "less_urgent_any_peer",
+    "less_urgent_within",
+    "less_urgent_until_last",
+)
+"""Fields of `UrgentSlice` whose median and maximum a row has."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,167 @@ class Turn:
     wire_bytes_per_step: float
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What every measurement says of its cluster and its machine."""
+
+    workers: int
+    rate_bps: int
+    settings: dict[str, Any]
+    load_average: float
+
+    @staticmethod
+    def of(options: TransportOptions) -> Surroundings:
+        """Return those of now."""
+        return Surroundings(
+            options.workers, options.rate_bps, options.effective_settings, os.getloadavg()[0]
+        )
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One repeat of streams, gradlane and Gloo, or the medians over repeats.
+
+    Attributes:
+        around: of the repeat.
+        repeat: its number; None: these are medians.
+        stream_goodput_bps: what plain TCP streams carried.
+        goodput_share: gradlane's goodput over that of the streams.
+        gloo_goodput_share: Gloo's.
+        cpu_ratio: gradlane's processor seconds a gigabyte over Gloo's.
+        cpu_bound: whether the machine was measured, as `measures_machine` says.
+        gradlane: its turn.
+        gloo: its turn.
+    """
+
+    around: Surroundings
+    repeat: int | None
+    stream_goodput_bps: float
+    goodput_share: float
+    gloo_goodput_share: float
+    cpu_ratio: float
+    cpu_bound: bool
+    gradlane: Turn
+    gloo: Turn
+
+    @staticmethod
+    def of(
+        around: Surroundings, repeat: int, gradlane: Turn, gloo: Turn, stream_bps: float
+    ) -> Exchange:
+        """Return a repeat's numbers; ratios are taken within it."""
+        return Exchange(
+            around=around,
+            repeat=repeat,
+            stream_goodput_bps=stream_bps,
+            goodput_share=gradlane.goodput_bps / stream_bps,
+            gloo_goodput_share=gloo.goodput_bps / stream_bps,
+            cpu_ratio=gradlane.cpu_s_per_gb / gloo.cpu_s_per_gb,
+            cpu_bound=any(
+                measures_machine(turn.cpu_share, turn.stolen_share) for turn in (gradlane, gloo)
+            ),
+            gradlane=gradlane,
+            gloo=gloo,
+        )
+
+    @staticmethod
+    def median(repeats: Sequence[Exchange]) -> Exchange:
+        """Return the medians over repeats, of ratios too."""
+
+        def middle(number: Callable[[Exchange], float]) -> float:
+            return float(statistics.median(map(number, repeats)))
+
+        def turn(of: Callable[[Exchange], Turn]) -> Turn:
+            turns = [asdict(of(one)) for one in repeats]
+            return Turn(
+                **{name: statistics.median(one[name] for one in turns) for name in turns[0]}
+            )
+
+        return Exchange(
+            around=replace(
+                repeats[0].around, load_average=middle(lambda one: one.around.load_average)
+            ),
+            repeat=None,
+            stream_goodput_bps=middle(lambda one: one.stream_goodput_bps),
+            goodput_share=middle(lambda one: one.goodput_share),
+            gloo_goodput_share=middle(lambda one: one.gloo_goodput_share),
+            cpu_ratio=middle(lambda one: one.cpu_ratio),
+            cpu_bound=any(one.cpu_bound for one in repeats),
+            gradlane=turn(lambda one: one.gradlane),
+            gloo=turn(lambda one: one.gloo),
+        )
+
+    @property
+    def goodput_share_met(self) -> bool:
+        """Whether gradlane's goodput is near enough to that of the streams."""
+        return self.goodput_share >= GOODPUT_SHARE_TARGET
+
+    @property
+    def cpu_ratio_met(self) -> bool:
+        """Whether gradlane takes little enough processor time."""
+        return self.cpu_ratio <= CPU_RATIO_TARGET
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row of the file; medians are held against the targets."""
+        content = asdict(self)
+        around, gradlane, gloo = (content.pop(name) for name in ("around", "gradlane", "gloo"))
+        row = {
+            "measurement": "exchange" if self.repeat is not None else "exchange_median",
+            **around,
+            **content,
+            **{f"gradlane_{name}": value for name, value in gradlane.items()},
+            **{f"gloo_{name}": value for name, value in gloo.items()},
+        }
+        if self.repeat is not None:
+            return row
+        return {
+            **row,
+            "goodput_share_target": GOODPUT_SHARE_TARGET,
+            "goodput_share_met": self.goodput_share_met,
+            "cpu_ratio_target": CPU_RATIO_TARGET,
+            "cpu_ratio_met": self.cpu_ratio_met,
+        }
+
+
+@dataclass(frozen=True)
+class Urgency:
+    """Urgent slices handed over in one way, seen in one direction."""
+
+    around: Surroundings
+    way: str
+    direction: str
+    samples: Sequence[UrgentSlice]
+
+    @property
+    def saturated(self) -> list[UrgentSlice]:
+        """Those that found their port saturated."""
+        return [item for item in self.samples if item.saturated]
+
+    def middle_and_most(self, name: str) -> tuple[float | None, float | None]:
+        """Return median and maximum of one of the slices' numbers over saturated ports."""
+        values = [value for item in self.saturated if (value := getattr(item, name)) is not None]
+        return (statistics.median(values), max(values)) if values else (None, None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row of the file."""
+        spans: dict[str, float | None] = {}
+        for name in _SPANS:
+            spans[f"{name}_median"], spans[f"{name}_max"] = self.middle_and_most(name)
+        return {
+            "measurement": "urgency",
+            **asdict(self.around),
+            "way": self.way,
+            "direction": self.direction,
+            "slices": len(self.samples),
+            "saturated_slices": len(self.saturated),
+            **spans,
+            "left_ms_target": URGENT_MS_TARGET,
+            "samples": [asdict(item) for item in self.samples],
+        }
+
+
+Row = Exchange | Urgency
+
+
 def summarize_turn(
     results: Sequence[dict[str, Any]], implementation: str, steps: int, sent_bytes_per_step: float
 ) -> Turn:
@@ -194,49 +360,36 @@ def run_transport(
     Raises:
         LabError: the cluster could not be built, or a rank failed.
     """
-    rows: list[Row] = []
+    exchanges: list[Exchange] = []
+    urgent: list[Urgency] = []
     on_phase("building the cluster")
     with kept_awake(), Cluster(options.workers, options.rate_bps) as cluster:
         for repeat in range(options.repeat):
-            rows.append(_exchange(options, cluster, on_phase, repeat))
-        if options.repeat:
-            rows.append(summarize_exchanges(rows))
+            exchanges.append(_exchange(options, cluster, on_phase, repeat))
         if options.urgent_trials:
             on_phase(f"urgent slices, {options.urgent_trials} a rank")
             with RankPool(cluster, program=_PROGRAM) as pool:
-                rows += _Measurement(options, cluster, pool).urgency()
-    return rows
+                urgent = _Measurement(options, cluster, pool).urgency()
+    medians = [Exchange.median(exchanges)] if exchanges else []
+    return [*exchanges, *medians, *urgent]
 
 
 def _exchange(
     options: TransportOptions, cluster: Cluster, on_phase: Callable[[str], None], repeat: int
-) -> Row:
+) -> Exchange:
     """Let streams, gradlane and Gloo take turns, once."""
     about = f"repeat {repeat + 1} of {options.repeat}"
     on_phase(f"{about}: TCP streams")
     with RankPool(cluster, program=_PROGRAM) as pool:
-        stream_bps = _Measurement(options, cluster, pool).streams()
+        stream_bps = pool.stream_bps(**_STREAM)
     turns: dict[str, Turn] = {}
     # Who comes second finds the machine as the first one left it: they alternate.
     for implementation in ("gradlane", "gloo") if repeat % 2 == 0 else ("gloo", "gradlane"):
         on_phase(f"{about}: {implementation}")
         with RankPool(cluster, program=_PROGRAM) as pool:
             turns[implementation] = _Measurement(options, cluster, pool).turn(implementation)
-    return {
-        **_around(options, "exchange"),
-        "repeat": repeat,
-        **compare_turns(turns["gradlane"], turns["gloo"], stream_bps),
-    }
-
-
-def _around(options: TransportOptions, measurement: str) -> Row:
-    return {
-        "measurement": measurement,
-        "workers": options.workers,
-        "rate_bps": options.rate_bps,
-        "settings": options.effective_settings,
-        "load_average": os.getloadavg()[0],
-    }
+    around = Surroundings.of(options)
+    return Exchange.of(around, repeat, turns["gradlane"], turns["gloo"], stream_bps)
 
 
 class _Measurement:
@@ -246,47 +399,28 @@ class _Measurement:
         self._options = options
         self._cluster = cluster
         self._pool = pool
-        self._port = _FIRST_PORT
-
-    def _ask(self, kind: str, **named: Any) -> list[dict[str, Any]]:
-        return self._pool.ask([{"kind": kind, **named}] * self._options.workers)
-
-    def _next_port(self) -> int:
-        self._port += 1
-        return self._port
 
     def _open(self, implementation: str, tensor_elems: Sequence[int], **named: Any) -> None:
-        self._ask(
+        self._pool.ask_all(
             "open",
             implementation=implementation,
             job=f"transport-{secrets.token_hex(4)}",
             addresses=self._cluster.addresses,
-            store_port=self._next_port(),
+            store_port=self._cluster.next_port(),
             tensor_elems=list(tensor_elems),
             **named,
         )
-
-    def streams(self) -> float:
-        """Return what plain TCP streams carry in both directions at once, in bits a second."""
-        results = self._ask(
-            "stream",
-            addresses=self._cluster.addresses,
-            port=self._next_port(),
-            start_s=time.monotonic() + _STREAM_LEAD_S,
-            **_STREAM,
-        )
-        return float(statistics.median(result["goodput_bps"] for result in results))
 
     def turn(self, implementation: str) -> Turn:
         """Exchange the gradients with one implementation."""
         options = self._options
         named = {"settings": options.settings or {}} if implementation == "gradlane" else {}
         self._open(implementation, options.tensor_elems, **named)
-        results = self._ask("run", steps=options.steps, warmup=options.warmup)
-        self._ask("close")
+        results = self._pool.ask_all("run", steps=options.steps, warmup=options.warmup)
+        self._pool.ask_all("close")
         return summarize_turn(results, implementation, options.steps, options.sent_bytes_per_step)
 
-    def urgency(self) -> list[Row]:
+    def urgency(self) -> list[Urgency]:
         """Hand over urgent slices while a large tensor saturates the ports."""
         options = self._options
         large_elems = round(options.urgent_megabytes * 1e6 / _FLOAT_BYTES)
@@ -299,12 +433,12 @@ class _Measurement:
         gap_share = (_URGENT_LAST_SHARE - _URGENT_FIRST_SHARE) / (URGENT_PER_STEP - 1)
         # The last tensor's gradient comes first, as in backward.
         shares = [_URGENT_LAST_SHARE - gap_share * tensor for tensor in range(URGENT_PER_STEP)]
-        rows: list[Row] = []
+        rows: list[Urgency] = []
         for way, stagger_s in (
             ("one rank at a time", gap_share * busy_s / options.workers),
             ("all ranks at once", 0.0),
         ):
-            results = self._ask(
+            results = self._pool.ask_all(
                 "urgency",
                 steps=-(-options.urgent_trials // URGENT_PER_STEP),
                 busy_s=busy_s,
@@ -312,11 +446,11 @@ class _Measurement:
                 stagger_s=stagger_s,
             )
             slices = urgent_slices(*_decode(results))
-            around = {**_around(options, "urgency"), "way": way}
+            around = Surroundings.of(options)
             for direction in ("push", "reply"):
                 chosen = [item for item in slices if item.direction == direction]
-                rows.append({**around, "direction": direction, **summarize_slices(chosen)})
-        self._ask("close")
+                rows.append(Urgency(around, way, direction, chosen))
+        self._pool.ask_all("close")
         return rows
 
 
@@ -329,62 +463,6 @@ def _decode(
     return traces, ready_ns
 
 
-def compare_turns(gradlane: Turn, gloo: Turn, stream_bps: float) -> Row:
-    """Return a repeat's numbers under the names that the file has them."""
-    return {
-        "stream_goodput_bps": stream_bps,
-        "goodput_share": gradlane.goodput_bps / stream_bps,
-        "gloo_goodput_share": gloo.goodput_bps / stream_bps,
-        "cpu_ratio": gradlane.cpu_s_per_gb / gloo.cpu_s_per_gb,
-        "cpu_bound": any(
-            measures_machine(turn.cpu_share, turn.stolen_share) for turn in (gradlane, gloo)
-        ),
-        **{f"gradlane_{name}": value for name, value in asdict(gradlane).items()},
-        **{f"gloo_{name}": value for name, value in asdict(gloo).items()},
-    }
-
-
-def summarize_exchanges(rows: Sequence[Row]) -> Row:
-    """Return the row of medians over repeats, with the targets and whether they are met."""
-    numbers = {
-        name: statistics.median(row[name] for row in rows)
-        for name, value in rows[0].items()
-        if isinstance(value, float)
-    }
-    return {
-        **rows[0],
-        **numbers,
-        "measurement": "exchange_median",
-        "repeat": None,
-        "cpu_bound": any(row["cpu_bound"] for row in rows),
-        "goodput_share_target": GOODPUT_SHARE_TARGET,
-        "goodput_share_met": numbers["goodput_share"] >= GOODPUT_SHARE_TARGET,
-        "cpu_ratio_target": CPU_RATIO_TARGET,
-        "cpu_ratio_met": numbers["cpu_ratio"] <= CPU_RATIO_TARGET,
-    }
-
-
-def summarize_slices(slices: Sequence[UrgentSlice]) -> Row:
-    """Return medians and maxima over urgent slices that found their port saturated."""
-    saturated = [item for item in slices if item.saturated]
-    row: Row = {"slices": len(slices), "saturated_slices": len(saturated)}
-    for name in (
-        "first_left_ms",
-        "last_left_ms",
-        "received_ms",
-        "less_urgent_same_peer",
-        "less_urgent_any_peer",
-        "less_urgent_within",
-        "less_urgent_until_last",
-    ):
-        values = [value for item in saturated if (value := getattr(item, name)) is not None]
-        row[f"{name}_median"] = statistics.median(values) if values else None
-        row[f"{name}_max"] = max(values) if values else None
-    row["left_ms_target"] = URGENT_MS_TARGET
-    row["samples"] = [asdict(item) for item in slices]
-    return row
-
-
 def save(rows: Sequence[Row], path: Path) -> None:
     """Write rows as a JSON list."""
-    path.write_text(json.dumps(list(rows), indent=1), encoding="utf-8")
+    path.write_text(json.dumps([row.to_json() for row in rows], indent=1), encoding="utf-8")

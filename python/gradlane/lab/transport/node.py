@@ -18,6 +18,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +27,8 @@ from torch import nn
 
 from gradlane.lab.cluster.awake import awake_processes
 from gradlane.lab.cluster.counters import read_port_bytes, spinning_s
+from gradlane.lab.cluster.machine import IDLE, SOFTIRQ, STOLEN, WAITING, machine_ticks
 from gradlane.lab.cluster.namespaces import INTERFACE
-from gradlane.lab.cluster.processors import IDLE, SOFTIRQ, STOLEN, WAITING, machine_ticks
 from gradlane.planning.probe.stream import run_stream
 from gradlane.training import core as core_module
 from gradlane.training.core import Channel, CoreModule, ListenerType, PlanBuilder, PulseType
@@ -392,7 +393,7 @@ class _Node:
         """Do what a request asks for."""
         kinds: dict[str, Callable[..., dict[str, Any]]] = {
             "open": self._open,
-            "stream": self._stream,
+            "stream": lambda **named: asdict(run_stream(**named)),
             "run": lambda **named: self._opened().run(**named),
             "urgency": self._urgency,
             "close": self._close,
@@ -422,10 +423,6 @@ class _Node:
         self._opened().close()
         self._exchange = None
         return {}
-
-    def _stream(self, **named: Any) -> dict[str, Any]:
-        result = run_stream(node=self._rank, **named)
-        return {"goodput_bps": result.goodput_bps, "mean_bps": result.mean_bps}
 
 
 def answer_requests(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

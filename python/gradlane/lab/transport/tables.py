@@ -10,16 +10,23 @@ from rich.table import Table
 
 from gradlane.formats.rates import format_rate
 from gradlane.lab.runs.rows import NO_EVIDENCE
-from gradlane.lab.transport.measurement import Row
+from gradlane.lab.transport.measurement import (
+    CPU_RATIO_TARGET,
+    GOODPUT_SHARE_TARGET,
+    URGENT_MS_TARGET,
+    Exchange,
+    Row,
+    Urgency,
+)
 
 
 def print_transport(console: Console, rows: Sequence[Row]) -> None:
     """Print a table for each kind of measurement that the rows hold."""
-    exchanges = [row for row in rows if row["measurement"] in ("exchange", "exchange_median")]
+    exchanges = [row for row in rows if isinstance(row, Exchange)]
     if exchanges:
         console.print(_goodput(exchanges))
         console.print(_processors(exchanges))
-    urgency = [row for row in rows if row["measurement"] == "urgency"]
+    urgency = [row for row in rows if isinstance(row, Urgency)]
     if urgency:
         console.print(_urgency(urgency))
 
@@ -39,44 +46,44 @@ def _table(title: str, caption: str, headings: Sequence[str]) -> Table:
     return table
 
 
-def _name(row: Row) -> str:
-    return "median" if row["repeat"] is None else f"repeat {row['repeat']}"
+def _name(row: Exchange) -> str:
+    return "median" if row.repeat is None else f"repeat {row.repeat}"
 
 
-def _verdict(row: Row, name: str) -> str:
-    return "met" if row[f"{name}_met"] else "missed"
+def _verdict(is_met: bool) -> str:
+    return "met" if is_met else "missed"
 
 
-def _goodput(rows: Sequence[Row]) -> Table:
+def _goodput(rows: Sequence[Exchange]) -> Table:
     last = rows[-1]
     table = _table(
-        f"goodput of a step without compute, {last['workers']} workers at "
-        f"{format_rate(last['rate_bps'])}",
-        f"target: gradlane at least {last['goodput_share_target']:.0%} of plain TCP streams in "
-        f"both directions: {_verdict(last, 'goodput_share')}",
+        f"goodput of a step without compute, {last.around.workers} workers at "
+        f"{format_rate(last.around.rate_bps)}",
+        f"target: gradlane at least {GOODPUT_SHARE_TARGET:.0%} of plain TCP streams in "
+        f"both directions: {_verdict(last.goodput_share_met)}",
         ("", "TCP streams", "gradlane", "share", "step", "Gloo", "share", "machine busy"),
     )
     for row in rows:
         table.add_row(
             _name(row),
-            format_rate(row["stream_goodput_bps"]),
-            format_rate(row["gradlane_goodput_bps"]),
-            f"{row['goodput_share']:.1%}",
-            f"{row['gradlane_step_s']:.3f} s",
-            format_rate(row["gloo_goodput_bps"]),
-            f"{row['gloo_goodput_share']:.1%}",
-            f"{row['gradlane_cpu_share']:.0%}" + ("*" if row["cpu_bound"] else ""),
+            format_rate(row.stream_goodput_bps),
+            format_rate(row.gradlane.goodput_bps),
+            f"{row.goodput_share:.1%}",
+            f"{row.gradlane.step_s:.3f} s",
+            format_rate(row.gloo.goodput_bps),
+            f"{row.gloo_goodput_share:.1%}",
+            f"{row.gradlane.cpu_share:.0%}" + ("*" if row.cpu_bound else ""),
         )
     return table
 
 
-def _processors(rows: Sequence[Row]) -> Table:
+def _processors(rows: Sequence[Exchange]) -> Table:
     last = rows[-1]
     caption = (
-        f"target: at most {last['cpu_ratio_target']:g} times Gloo's: "
-        f"{_verdict(last, 'cpu_ratio')}; the machine's seconds hold all other work on it too"
+        f"target: at most {CPU_RATIO_TARGET:g} times Gloo's: {_verdict(last.cpu_ratio_met)}; "
+        "the machine's seconds hold all other work on it too"
     )
-    if last["cpu_bound"]:
+    if last.cpu_bound:
         caption += f"\n* {NO_EVIDENCE}"
     table = _table(
         "processor seconds for each gigabyte that a rank sends",
@@ -84,32 +91,30 @@ def _processors(rows: Sequence[Row]) -> Table:
         ("", "gradlane", "user + system", "Gloo", "user + system", "ratio", "machine", "softirq"),
     )
     for row in rows:
-        cells = [_name(row)]
-        for name in ("gradlane", "gloo"):
-            cells.append(f"{row[f'{name}_cpu_s_per_gb']:.2f}")
-            cells.append(
-                f"{row[f'{name}_user_s_per_gb']:.2f} + {row[f'{name}_system_s_per_gb']:.2f}"
-            )
-        cells.append(f"{row['cpu_ratio']:.2f}")
-        for name in ("machine", "softirq"):
-            cells.append(
-                f"{row[f'gradlane_{name}_s_per_gb']:.2f} / {row[f'gloo_{name}_s_per_gb']:.2f}"
-            )
-        table.add_row(*cells)
+        ours, gloo = row.gradlane, row.gloo
+        table.add_row(
+            _name(row),
+            f"{ours.cpu_s_per_gb:.2f}",
+            f"{ours.user_s_per_gb:.2f} + {ours.system_s_per_gb:.2f}",
+            f"{gloo.cpu_s_per_gb:.2f}",
+            f"{gloo.user_s_per_gb:.2f} + {gloo.system_s_per_gb:.2f}",
+            f"{row.cpu_ratio:.2f}",
+            f"{ours.machine_s_per_gb:.2f} / {gloo.machine_s_per_gb:.2f}",
+            f"{ours.softirq_s_per_gb:.2f} / {gloo.softirq_s_per_gb:.2f}",
+        )
     return table
 
 
-def _urgency(rows: Sequence[Row]) -> Table:
-    last = rows[-1]
+def _urgency(rows: Sequence[Urgency]) -> Table:
     table = _table(
-        f"an urgent slice on saturated ports at {format_rate(last['rate_bps'])}: "
+        f"an urgent slice on saturated ports at {format_rate(rows[-1].around.rate_bps)}: "
         "ms from ready, median (most)",
-        f"target: {last['left_ms_target']:g} ms; replies wait for the reduction too; frames ahead: "
+        f"target: {URGENT_MS_TARGET:g} ms; replies wait for the reduction too; frames ahead: "
         "less urgent ones that left before the first and the last urgent frame",
         ("", "slices", "first left", "last left", "received", "ahead", "until last"),
     )
     for row in rows:
-        cells = [f"{row['direction']}, {row['way']}", str(row["saturated_slices"])]
+        cells = [f"{row.direction}, {row.way}", str(len(row.saturated))]
         for name, digits in (
             ("first_left_ms", 1),
             ("last_left_ms", 1),
@@ -117,7 +122,7 @@ def _urgency(rows: Sequence[Row]) -> Table:
             ("less_urgent_any_peer", 0),
             ("less_urgent_until_last", 0),
         ):
-            median, most = row[f"{name}_median"], row[f"{name}_max"]
-            cells.append("-" if median is None else f"{median:.{digits}f} ({most:.{digits}f})")
+            middle, most = row.middle_and_most(name)
+            cells.append("-" if middle is None else f"{middle:.{digits}f} ({most:.{digits}f})")
         table.add_row(*cells)
     return table

@@ -75,5 +75,5 @@ def mean_error(codec: str, largest: float, ring_ranks: int | None = None) -> flo
 
 
 def is_sum_of_gradients(codec: str) -> bool:
-    """Whether what arrives adds up to the gradients in the end; `dgc` sends momentum, too."""
+    """Return whether what arrives adds up to the gradients; `dgc` sends momentum, too."""
     return not codec.startswith("dgc")

@@ -21,7 +21,7 @@ _MASK = (1 << 64) - 1
 
 
 def _mixed(value: int) -> int:
-    """One output of the splitmix64 generator (Steele, Lea and Flood 2014)."""
+    """Return one output of the splitmix64 generator (Steele, Lea and Flood 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

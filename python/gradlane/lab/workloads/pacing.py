@@ -51,18 +51,18 @@ class PacingClock:
         """Lag beyond this is lost: later operations are not shortened to make up for it."""
         self.overruns = 0
         """Operations whose work alone took longer than their duration."""
-        self._now = now
-        self._sleep = sleep
+        self.now = now
+        self.sleep = sleep
         self._deadline_s = 0.0
         self._work_limit_s = 0.0
 
     def beside(self) -> PacingClock:
         """Return another clock of the same pace, for operations of another thread."""
-        return PacingClock(self.dilation, enabled=self.enabled, now=self._now, sleep=self._sleep)
+        return PacingClock(self.dilation, enabled=self.enabled, now=self.now, sleep=self.sleep)
 
     def begin(self, duration_s: float) -> None:
         """Start an operation of `duration_s` nominal seconds."""
-        now_s = self._now()
+        now_s = self.now()
         wall_duration_s = duration_s * self.dilation
         # Nominal end of the last operation, plus the gap since it really ended, equals now - lag.
         forgiven_s = min(self.wall_lag_s, self.forgiven_s_max)
@@ -71,17 +71,17 @@ class PacingClock:
         self._work_limit_s = now_s + wall_duration_s if duration_s > 0.0 else math.inf
 
     def remaining_s(self) -> float:
-        """Real seconds until the current operation should end; negative when it is late."""
-        return self._deadline_s - self._now() if self.enabled else 0.0
+        """Return real seconds until the current operation should end; negative when it is late."""
+        return self._deadline_s - self.now() if self.enabled else 0.0
 
     def finish(self) -> None:
         """Sleep until the current operation should end."""
         if not self.enabled:
             return
-        now_s = self._now()
+        now_s = self.now()
         if now_s > self._work_limit_s:
             self.overruns += 1
         while now_s < self._deadline_s:
-            self._sleep(self._deadline_s - now_s)
-            now_s = self._now()
+            self.sleep(self._deadline_s - now_s)
+            now_s = self.now()
         self.wall_lag_s = now_s - self._deadline_s

@@ -170,7 +170,7 @@ class ReplayWorkload(Workload):
     def _mean_of_factors(
         self, index: int, layer: SleepingLayer, step: int, elements: npt.NDArray[np.int64]
     ) -> Float32Array:
-        """Elements of the mean gradient that all ranks' factors make, added up in rank order."""
+        """Return elements of the mean gradient by all ranks' factors, added up in rank order."""
         outputs, inputs = layer.weight_shape
         number = self._gradient_index[index]
         total = np.zeros(len(elements), dtype=np.float32)

@@ -142,7 +142,7 @@ class SleepingLayer(nn.Module):
         self.backward_s = layer.backward_s
         self._accelerator = accelerator
         self._first_index = first_index
-        self._memory: list[Float32Array] = []
+        self.memory: list[Float32Array] = []
         self._fills: list[list[GradientFill]] | None = None
         self._gives_now = False
         for index, shape in enumerate(layer.parameters, start=first_index):
@@ -152,7 +152,7 @@ class SleepingLayer(nn.Module):
             # Touched here, because the kernel maps new memory as slowly as a step may last. The
             # memory is NumPy's, so that each gradient is a tensor with a storage of its own, as a
             # computed one is: nobody has to copy it for fear of another reader.
-            self._memory.append(np.full(shape.numel, 0.0, dtype=np.float32))
+            self.memory.append(np.full(shape.numel, 0.0, dtype=np.float32))
             self.register_parameter(shape.name.rpartition(".")[2], nn.Parameter(values))
 
     def forward(self, activation: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ class SleepingLayer(nn.Module):
             while not fill.done:
                 fill.advance()
         gradients = [
-            torch.from_numpy(self._memory[index]).view(parameter.shape)
+            torch.from_numpy(self.memory[index]).view(parameter.shape)
             if fills and not self._gives(index)
             else None
             for index, (parameter, fills) in enumerate(
@@ -198,7 +198,7 @@ class SleepingLayer(nn.Module):
         return gradients
 
     def _gives(self, offset: int) -> bool:
-        """Whether factors of a parameter, its weight, take the place of the gradient now."""
+        """Return whether factors of a parameter, its weight, take the place of the gradient now."""
         return self._gives_now and offset == 0
 
     def _give_factors(self) -> None:
@@ -222,7 +222,7 @@ class SleepingLayer(nn.Module):
         return 4 * self._rows * sum(self.weight_shape)
 
     def factor_elements(self, number: int) -> int:
-        """Elements of the inputs (0) or of the output gradients (1)."""
+        """Return the elements of the inputs (0) or of the output gradients (1)."""
         outputs, inputs = self.weight_shape
         return self._rows * (outputs if number else inputs)
 
@@ -263,7 +263,7 @@ class SleepingLayer(nn.Module):
         clock.finish()
 
     def fills(self) -> list[GradientFill]:
-        """What is to be written for the pending backward."""
+        """Return what the pending backward has to write."""
         return [fill for of_parameter in self._prepare() for fill in of_parameter]
 
     def drop_fills(self) -> None:
@@ -291,12 +291,12 @@ class SleepingLayer(nn.Module):
                 if self._gives(offset):
                     self._fills.append(self._factor_fills())
                     continue
-                if _shares_memory(parameter.grad, self._memory[offset]):
-                    self._memory[offset] = np.empty(parameter.numel(), dtype=np.float32)
+                if _shares_memory(parameter.grad, self.memory[offset]):
+                    self.memory[offset] = np.empty(parameter.numel(), dtype=np.float32)
                 shift, scale = accelerator.pattern.shift_and_scale(
                     self._first_index + offset, accelerator.rank, accelerator.step
                 )
-                target = torch.from_numpy(self._memory[offset])
+                target = torch.from_numpy(self.memory[offset])
                 fill = GradientFill(target, accelerator.pattern_tensor, shift, scale)
                 self._fills.append([fill])
         return self._fills
@@ -318,13 +318,13 @@ class SleepingLayer(nn.Module):
 
 
 def updated_elements(numel: int) -> npt.NDArray[np.int64]:
-    """Flat indices that are looked at of a tensor: evenly spread, always with the last one."""
+    """Return flat indices of a tensor that are checked: evenly spread, with the last one."""
     stride = max(1, numel // UPDATED_ELEMENTS)
     return np.arange((numel - 1) % stride, numel, stride, dtype=np.int64)
 
 
 def factor_index(index: int, number: int) -> int:
-    """Number of a factor of a weight, where gradients have the numbers of their parameters.
+    """Return the number of a factor of a weight; gradients have those of their parameters.
 
     Args:
         index: number of the weight.
@@ -336,7 +336,7 @@ def factor_index(index: int, number: int) -> int:
 def product_at(
     inputs: Float32Array, output_gradients: Float32Array, elements: npt.NDArray[np.int64]
 ) -> Float32Array:
-    """Elements of the gradient that two factors make, row after row.
+    """Return elements of the gradient that two factors make, row after row.
 
     Args:
         inputs: (rows, in_features).
