@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def main() -> None:
             for name in STRATEGIES:
                 draws = [replace(cluster, strategy=name, share_seed=seed) for seed in range(DRAWS)]
                 jobs = [Job("vgg19", draw) for draw in draws]
-                steps[name] = statistics.fmean(simulations.steps_s(jobs))
+                steps[name] = sum(simulations.steps_s(jobs)) / DRAWS
             rows.append({"rate_bps": rate * 1e9, "host": host, "step_s": steps})
             cells = (f"{step_s * 1e3:.0f}" for step_s in steps.values())
             gains = (f"{steps['kvstore'] / steps[name]:.2f}x" for name in STRATEGIES[1:])

@@ -10,12 +10,10 @@ import contextlib
 import socket
 import sys
 import time
-from dataclasses import asdict
 from typing import Any
 
-from gradlane.lab.transport.node import GradlaneExchange, answer_requests
+from gradlane.lab.transport.node import ExchangeNode, GradlaneExchange, answer_requests
 from gradlane.lab.transport.trace import BROADCAST, PUSH, TraceRow
-from gradlane.planning.probe.stream import run_stream
 
 _CONNECT_TIMEOUT_S = 20.0
 _FRAME_BYTES = 65_600
@@ -112,44 +110,23 @@ class Filler:
         return {"option_bytes": option, "taken_bytes": taken}
 
 
-class _Node:
-    """What this program does for each kind of request."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._exchange: LatencyExchange | None = None
-        self._filler = Filler()
-
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what a request asks for."""
-        kind = request.pop("kind")
-        if kind == "open":
-            self._exchange = LatencyExchange(self._rank, **request)
-            return {}
-        if kind == "stream":
-            return asdict(run_stream(**request))
-        if kind == "connect":
-            if self._rank < 2:
-                self._filler.connect(listens=self._rank == 0, **request)
-            return {}
-        if kind == "fill":
-            return self._filler.fill()
-        if self._exchange is None:
-            raise ValueError("no exchange is open")
-        if kind == "run":
-            return self._exchange.run(**request)
-        if kind == "latency":
-            return self._exchange.run_latency(**request)
-        if kind == "close":
-            self._exchange.close()
-            self._exchange = None
-            return {}
-        raise ValueError(f"unknown request {kind!r}")
-
-
 def main() -> None:
     """Answer requests for the rank in argument one until the input ends."""
-    answer_requests(_Node(int(sys.argv[1])).answer)
+    rank = int(sys.argv[1])
+    filler = Filler()
+    node = ExchangeNode(lambda **named: LatencyExchange(rank, **named))
+
+    def connect(**named: Any) -> dict[str, Any]:
+        if rank < 2:
+            filler.connect(listens=rank == 0, **named)
+        return {}
+
+    node.kinds |= {
+        "connect": connect,
+        "fill": filler.fill,
+        "latency": lambda **named: node.exchange.run_latency(**named),
+    }
+    answer_requests(node.answer)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -382,45 +382,44 @@ def machine_seconds() -> dict[str, float]:
     }
 
 
-class _Node:
-    """What this program does for each kind of request."""
+E = TypeVar("E", bound=Exchange)
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._exchange: Exchange | None = None
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what a request asks for."""
-        kinds: dict[str, Callable[..., dict[str, Any]]] = {
+class ExchangeNode(Generic[E]):
+    """Answers to the requests that ranks of all exchanges get.
+
+    Attributes:
+        kinds: the answer to each kind of request; a rank program adds its own.
+    """
+
+    def __init__(self, open_exchange: Callable[..., E]) -> None:
+        """Open no exchange yet; `open_exchange` does when it is asked for."""
+        self._open_exchange = open_exchange
+        self._exchange: E | None = None
+        self.kinds: dict[str, Callable[..., dict[str, Any]]] = {
             "open": self._open,
             "stream": lambda **named: asdict(run_stream(**named)),
-            "run": lambda **named: self._opened().run(**named),
-            "urgency": self._urgency,
+            "run": lambda **named: self.exchange.run(**named),
             "close": self._close,
         }
-        return kinds[request.pop("kind")](**request)
 
-    def _opened(self) -> Exchange:
+    @property
+    def exchange(self) -> E:
+        """The exchange that is open."""
         if self._exchange is None:
             raise ValueError("no exchange is open")
         return self._exchange
 
-    def _open(self, implementation: str, **named: Any) -> dict[str, Any]:
-        kinds: dict[str, Callable[..., Exchange]] = {
-            "gradlane": GradlaneExchange,
-            "gloo": GlooExchange,
-        }
-        self._exchange = kinds[implementation](self._rank, **named)
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what a request asks for."""
+        return self.kinds[request.pop("kind")](**request)
+
+    def _open(self, **named: Any) -> dict[str, Any]:
+        self._exchange = self._open_exchange(**named)
         return {}
 
-    def _urgency(self, **named: Any) -> dict[str, Any]:
-        exchange = self._opened()
-        if not isinstance(exchange, GradlaneExchange):
-            raise ValueError("nothing is urgent to Gloo")
-        return exchange.run_urgency(**named)
-
     def _close(self) -> dict[str, Any]:
-        self._opened().close()
+        self.exchange.close()
         self._exchange = None
         return {}
 
@@ -452,7 +451,23 @@ def answer_requests(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 def main() -> None:
     """Answer requests for the rank in argument one until the input ends."""
-    answer_requests(_Node(int(sys.argv[1])).answer)
+    rank = int(sys.argv[1])
+    implementations: dict[str, Callable[..., Exchange]] = {
+        "gradlane": GradlaneExchange,
+        "gloo": GlooExchange,
+    }
+    node = ExchangeNode(
+        lambda implementation, **named: implementations[implementation](rank, **named)
+    )
+
+    def urgency(**named: Any) -> dict[str, Any]:
+        exchange = node.exchange
+        if not isinstance(exchange, GradlaneExchange):
+            raise ValueError("nothing is urgent to Gloo")
+        return exchange.run_urgency(**named)
+
+    node.kinds["urgency"] = urgency
+    answer_requests(node.answer)
 
 
 if __name__ == "__main__":

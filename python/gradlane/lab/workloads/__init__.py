@@ -90,9 +90,9 @@ def build(
         )
     if profile_path is not None:
         raise ValueError(f"workload '{name}' computes for real and takes no profile")
-    from gradlane.lab.workloads.real import build_real
+    from gradlane.lab.workloads.real import real_kind
 
-    return build_real(
+    return real_kind(name)(
         name,
         rank=rank,
         world_size=world_size,

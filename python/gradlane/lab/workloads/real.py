@@ -101,32 +101,12 @@ def _cross_entropy(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(scores.flatten(0, -2), targets.flatten())
 
 
-def build_real(
-    name: str,
-    *,
-    rank: int,
-    world_size: int,
-    seed: int,
-    dilation: float,
-    batch_time_s: float | None,
-    paced: bool,
-) -> RealWorkload:
-    """Build one of the workloads that compute for real; see `gradlane.lab.workloads.build`."""
-    kind: type[RealWorkload]
+def real_kind(name: str) -> type[RealWorkload]:
+    """Return the class of a workload that computes for real."""
     if name == "digits-cnn":
         from gradlane.lab.workloads.digits_cnn import DigitsCnn
 
-        kind = DigitsCnn
-    else:
-        from gradlane.lab.workloads.char_transformer import CharTransformer
+        return DigitsCnn
+    from gradlane.lab.workloads.char_transformer import CharTransformer
 
-        kind = CharTransformer
-    return kind(
-        name,
-        rank=rank,
-        world_size=world_size,
-        seed=seed,
-        dilation=dilation,
-        batch_time_s=batch_time_s,
-        paced=paced,
-    )
+    return CharTransformer
