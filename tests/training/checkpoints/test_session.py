@@ -270,13 +270,13 @@ def test_a_learning_rate_of_numpys_goes_on_with_the_same_bits(tmp_path: Path) ->
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "Decimal": (decimal.Decimal("0.1"), r" is a decimal\.Decimal,"),
-    "IntEnum": (Color.RED, r" is a tests\.checkpoints\.test_session\.Color,"),
+    "IntEnum": (Color.RED, r" is a tests\.training\.checkpoints\.test_session\.Color,"),
     "function": (len, " is a builtin_function_or_method,"),
     "array": (np.ones(3), r" is a numpy\.ndarray,"),
     "longdouble": (np.longdouble(1), r" is a numpy\.longdouble,"),
     "datetime64": (np.datetime64(1, "ns"), r" is a numpy\.datetime64,"),
     "object": (object(), " is a object,"),
-    "namedtuple": (Pair(1, 2), r" is a tests\.checkpoints\.test_session\.Pair,"),
+    "namedtuple": (Pair(1, 2), r" is a tests\.training\.checkpoints\.test_session\.Pair,"),
     "defaultdict": (collections.defaultdict(int), r" is a collections\.defaultdict,"),
     "sparse": (torch.eye(2).to_sparse(), r" is a tensor of the layout torch\.sparse_coo"),
     "deep": ({1: [2, (3, decimal.Decimal(1))]}, r"\[1\]\[1\]\[1\] is a decimal\.Decimal,"),
