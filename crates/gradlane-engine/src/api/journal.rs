@@ -72,7 +72,6 @@ pub struct Journal {
 pub struct Divergence {
     /// Number of the entry.
     pub entry: usize,
-    /// The call.
     pub call: String,
     /// The recorded decision.
     pub recorded: String,
