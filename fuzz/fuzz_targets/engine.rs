@@ -3,12 +3,12 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
-use gradlane_engine::{Input, 
-    Engine, EngineOptions, PayloadDest, Plan, TensorKind, Scheme, Strategy, TensorSpec, Transmit, Update,
-    JobId,
+use gradlane_engine::{
+    Engine, EngineOptions, Input, JobId, PayloadDest, Plan, Scheme, Strategy, TensorKind,
+    TensorSpec, Transmit, Update,
 };
 use gradlane_units::{Dtype, Priority, Rank, SliceId, Step, TensorId, Time};
-use gradlane_wire::{PayloadForm, FrameFlags, FrameHeader, FrameKind};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 use libfuzzer_sys::fuzz_target;
 use std::sync::Arc;
 
@@ -59,10 +59,10 @@ fuzz_target!(|case: Case| {
     let plan = plan(&case);
     let mut engine = Engine::new(EngineOptions::new(Rank(0)), plan.clone());
     let mut transmits: Vec<Transmit> = Vec::new();
-    let mut works: Vec<JobId> = Vec::new();
+    let mut jobs: Vec<JobId> = Vec::new();
     for input in &case.inputs {
-        apply(&mut engine, input, &mut transmits, &mut works);
-        works.extend(std::iter::from_fn(|| engine.poll_job()).map(|work| work.id));
+        apply(&mut engine, input, &mut transmits, &mut jobs);
+        jobs.extend(std::iter::from_fn(|| engine.poll_job()).map(|work| work.id));
         transmits.extend(std::iter::from_fn(|| engine.poll_transmit()));
         while engine.poll_event().is_some() {}
         let _ = (engine.poll_timeout(), engine.outstanding());
@@ -73,29 +73,44 @@ fn apply(
     engine: &mut Engine,
     input: &Action,
     transmits: &mut Vec<Transmit>,
-    works: &mut Vec<JobId>,
+    jobs: &mut Vec<JobId>,
 ) {
     let peer = |which: bool| Rank(1 + u32::from(which));
     match input {
         Action::Begin(step) => drop(engine.handle(Input::StepBegin(Step(u64::from(*step))))),
         Action::Ready(tensor, step) => drop(
-            engine.handle(Input::GradientReady(TensorId(u32::from(*tensor)), Step(u64::from(*step)))),
+            engine
+                .handle(Input::GradientReady(TensorId(u32::from(*tensor)), Step(u64::from(*step)))),
         ),
         Action::Absent(tensor, step) => {
-            drop(engine.handle(Input::TensorAbsent(TensorId(u32::from(*tensor)), Step(u64::from(*step)))));
+            drop(
+                engine.handle(Input::TensorAbsent(
+                    TensorId(u32::from(*tensor)),
+                    Step(u64::from(*step)),
+                )),
+            );
         }
         Action::Needed(tensor, step) => {
-            drop(engine.handle(Input::TensorNeeded(TensorId(u32::from(*tensor)), Step(u64::from(*step)))));
+            drop(
+                engine.handle(Input::TensorNeeded(
+                    TensorId(u32::from(*tensor)),
+                    Step(u64::from(*step)),
+                )),
+            );
         }
         Action::End(step) => drop(engine.handle(Input::StepEnd(Step(u64::from(*step))))),
         Action::Switch(values) => {
-            drop(engine.handle(Input::SwitchPriorities(values.iter().copied().map(Priority).collect())));
+            drop(
+                engine.handle(Input::SwitchPriorities(
+                    values.iter().copied().map(Priority).collect(),
+                )),
+            );
         }
         Action::Frame { from, kind, flags, step, ids, offset, length } => {
             let kinds = FrameKind::ALL;
             let header = FrameHeader {
                 kind: kinds[*kind as usize % kinds.len()],
-                codec: if flags & 4 == 0 { PayloadForm::Raw } else { PayloadForm::Encoded },
+                form: if flags & 4 == 0 { PayloadForm::Raw } else { PayloadForm::Encoded },
                 flags: FrameFlags(flags & 3),
                 step: Step(u64::from(*step % 4)),
                 generation: 0,
@@ -117,8 +132,8 @@ fn apply(
             let transmit = transmits.remove(*index as usize % transmits.len());
             engine.handle_sent(&transmit);
         }
-        Action::Done(index) if !works.is_empty() => {
-            engine.handle_job_done(works.remove(*index as usize % works.len()));
+        Action::Done(index) if !jobs.is_empty() => {
+            engine.handle_job_done(jobs.remove(*index as usize % jobs.len()));
         }
         Action::Lost(which) => engine.handle_peer_lost(peer(*which), "gone"),
         Action::Finish => drop(engine.handle(Input::Finish)),

@@ -3,6 +3,7 @@
 //! A plan never changes after it is built, and knows nothing of the machine that follows it. Priorities
 //! stand beside it (`transmit::priorities`), because they are observed while training and switched at
 //! step boundaries.
+#![allow(missing_docs, reason = "fields with the name of their type")]
 
 mod build;
 mod codec;
@@ -67,7 +68,6 @@ pub struct Plan {
     /// How many of them, the last ones, only serve: they own slices, and train nothing.
     #[serde(default, rename = "serving", skip_serializing_if = "is_zero")]
     pub dedicated_servers: u32,
-    /// The strategy.
     pub strategy: Strategy,
     /// Where the optimizer runs.
     pub update: Update,

@@ -346,9 +346,7 @@ impl ParameterServer {
 
     /// Reduces a slice once its contributors are known and all of them have contributed.
     fn reduce_if_decided(&mut self, cx: &mut Cx, slice: SliceId) {
-        let Some(owned) = self.owner.get_mut(slice) else {
-            return;
-        };
+        let owned = self.owner.owned(slice);
         let step = owned.step();
         let Some(mut all) = self.stragglers.set(step).and_then(|set| owned.take_decided(set))
         else {

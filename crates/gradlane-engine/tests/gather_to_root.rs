@@ -54,9 +54,9 @@ fn give(cluster: &mut Cluster, plan: &Plan, rank: u32, tensor: u32, step: u64) {
 }
 
 /// Answers what a rank was asked last, after a look at what it was asked.
-fn answer(cluster: &mut Cluster, plan: &Plan, rank: u32) {
+fn send_result(cluster: &mut Cluster, plan: &Plan, rank: u32) {
     let node = &mut cluster.nodes[rank as usize];
-    let Some((id, step)) = node.questions.pop() else { return };
+    let Some((id, step)) = node.root_requests.pop() else { return };
     assert_eq!(plan.root(id), Some(Rank(rank)));
     let found: Vec<_> =
         node.blocks[&(id, step)].iter().map(|it| it.as_ref().map(|it| it.1.clone())).collect();
@@ -126,12 +126,12 @@ proptest! {
                 if cluster.rng.below(3) == 0 {
                     cluster.run();
                     let rank = cluster.rng.below(world);
-                    answer(&mut cluster, &plan, rank);
+                    send_result(&mut cluster, &plan, rank);
                 }
             }
             cluster.run();
-            while let Some(asked) = cluster.nodes.iter().position(|it| !it.questions.is_empty()) {
-                answer(&mut cluster, &plan, asked as u32);
+            while let Some(asked) = cluster.nodes.iter().position(|it| !it.root_requests.is_empty()) {
+                send_result(&mut cluster, &plan, asked as u32);
                 if cluster.rng.below(2) == 0 {
                     cluster.run();
                 }
@@ -185,7 +185,7 @@ fn an_answer_that_nobody_waits_for_is_misuse() {
         .expect_err("early");
     assert!(early.to_string().contains("nobody waits for an answer"), "{early}");
     cluster.run();
-    assert_eq!(cluster.nodes[0].questions, [(tensor, Step(1))]);
+    assert_eq!(cluster.nodes[0].root_requests, [(tensor, Step(1))]);
     let elsewhere = cluster.nodes[1]
         .engine
         .handle(Input::RootResultReady(tensor, Step(1), 8))

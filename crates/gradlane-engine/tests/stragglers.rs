@@ -67,7 +67,7 @@ struct Run {
     /// Of every second tensor.
     toy: Option<Toy>,
     /// No rank is left out of each so manyth step.
-    gathers_every: u64,
+    barrier_every: u64,
     ahead_steps: u64,
     walks: Vec<Walk>,
     clock: u64,
@@ -101,7 +101,7 @@ impl Run {
             steps,
             holes: false,
             toy,
-            gathers_every: u64::MAX,
+            barrier_every: u64::MAX,
             ahead_steps: u64::from(
                 plan.strategy.synchrony.stragglers().expect("the rule").ahead_steps,
             ),
@@ -185,9 +185,9 @@ impl Run {
             return;
         }
         let next = step.next();
-        let gathers = next.0.is_multiple_of(self.gathers_every);
-        let passes = coin && !gathers && node.engine.handle(Input::StepPass(next)).is_ok();
-        if gathers {
+        let barrier = next.0.is_multiple_of(self.barrier_every);
+        let passes = coin && !barrier && node.engine.handle(Input::StepPass(next)).is_ok();
+        if barrier {
             node.engine.handle(Input::StepBarrier(next)).expect("the step begins");
         } else if !passes {
             node.engine.handle(Input::StepBegin(next)).expect("the step begins");
@@ -216,7 +216,7 @@ impl Run {
         }
         for (step, set) in decided {
             let least =
-                if step.0.is_multiple_of(self.gathers_every) { world as usize } else { least };
+                if step.0.is_multiple_of(self.barrier_every) { world as usize } else { least };
             assert!(set.len() >= least, "{step} has {set:?}");
             let passed = set.iter().find(|rank| self.passed.contains(&(rank.0, step.0)));
             assert_eq!(passed, None, "who passes is not in");
@@ -273,14 +273,14 @@ proptest! {
         steps in 1..9_u64,
         holes in any::<bool>(),
         toy in any_toy(),
-        gathers_every in 2..9_u64,
+        barrier_every in 2..9_u64,
         seed in any::<u64>(),
     ) {
         let world = lazy.len() as u32;
         let plan = plan_of(&sizes, name, slice_elems, world, stragglers(close, ahead_steps), toy);
         let mut run = Run::with_toy(&plan, toy, frame, &lazy, steps, seed);
         run.holes = holes;
-        run.gathers_every = gathers_every;
+        run.barrier_every = barrier_every;
         run.go();
         run.check(match close {
             Cutoff::Backup { ranks } => (world - ranks) as usize,

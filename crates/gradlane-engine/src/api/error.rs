@@ -1,5 +1,6 @@
 //! Errors. Bytes from a peer lead to a [`ProtocolError`], misuse by the caller to a [`UsageError`],
 //! the end of a session to a [`Failure`]. A broken invariant of our own is an assertion instead.
+#![allow(missing_docs, reason = "fields with the name of their type")]
 
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -35,13 +36,11 @@ pub enum UsageError {
     Twice {
         /// The tensor.
         name: String,
-        /// The step.
         step: Step,
     },
     /// A call for a step that is not the current one.
     #[error("{call} for {step}, but the current step is {current}")]
     WrongStep {
-        /// The call.
         call: &'static str,
         /// The step named.
         step: Step,
@@ -77,7 +76,6 @@ pub enum UsageError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{peer} broke the protocol: {what}")]
 pub struct ProtocolError {
-    /// The peer.
     pub peer: Rank,
     /// The violation, with tensor, slice and bytes.
     pub what: String,
@@ -101,7 +99,6 @@ pub struct Failure {
 /// Tensors, bytes and ranks that a rank waits for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Outstanding {
-    /// The step.
     pub step: Step,
     /// Names of tensors that are not complete, in order; at most [`Outstanding::NAMES_MAX`].
     pub tensors: Vec<String>,

@@ -1,4 +1,5 @@
 //! Events, from the engine to its driver.
+#![allow(missing_docs, reason = "fields with the name of their type")]
 
 use crate::api::{BufferRef, Failure, Region};
 use alloc::vec::Vec;
@@ -11,46 +12,32 @@ pub enum Event {
     /// A tensor holds the result of a step: the mean, or the updated parameters. When `absent`, no
     /// rank had a gradient and the memory was not written.
     TensorReady {
-        /// The tensor.
         tensor: TensorId,
-        /// The step.
         step: Step,
         /// Whether no rank had a gradient.
         absent: bool,
     },
-    /// All ranks' blocks of a tensor are here, or the one that its owner answered with (not on the
-    /// owner itself), until [`Engine::release_blocks`] is called; the tensor is ready.
-    ///
-    /// [`Engine::release_blocks`]: crate::Engine::release_blocks
+    /// All ranks' blocks of a tensor are here, or the root's result (not on the root itself), until
+    /// [`Input::ReleaseBlocks`](crate::Input::ReleaseBlocks); the tensor is ready.
     BlocksReady {
-        /// The tensor.
         tensor: TensorId,
-        /// The step.
         step: Step,
-        /// By rank; none where a rank had none. That of this rank is where it was given.
+        /// By rank; `None` of a rank without a block. This rank's own block is in its own memory.
         blocks: Vec<Option<Region>>,
     },
-    /// All ranks' blocks of a tensor are here, whose owner this rank is: it owes an answer
-    /// ([`Engine::root_result_ready`]) and keeps the blocks until [`Engine::release_blocks`] is called.
-    ///
-    /// [`Engine::root_result_ready`]: crate::Engine::root_result_ready
-    /// [`Engine::release_blocks`]: crate::Engine::release_blocks
+    /// All ranks' blocks of a tensor are here, whose root this rank is: it owes a result
+    /// ([`Input::RootResultReady`](crate::Input::RootResultReady)), and keeps the blocks until
+    /// [`Input::ReleaseBlocks`](crate::Input::ReleaseBlocks).
     RootRequest {
-        /// The tensor.
         tensor: TensorId,
-        /// The step.
         step: Step,
         /// By rank, as in [`Event::BlocksReady`]; at least one rank had one.
         blocks: Vec<Option<Region>>,
     },
     /// All tensors of the step are ready on this rank.
-    StepComplete {
-        /// The step.
-        step: Step,
-    },
+    StepComplete { step: Step },
     /// This rank, the owner, has applied one rank's push alone (synchrony `Async`).
     Applied {
-        /// The slice.
         slice: SliceId,
         /// The rank that pushed.
         rank: Rank,
@@ -63,7 +50,6 @@ pub enum Event {
     },
     /// The contributors of a step are known (synchrony `BackupWorkers`).
     ContributorsDecided {
-        /// The step.
         step: Step,
         /// In rank order.
         contributors: Vec<Rank>,
@@ -71,7 +57,6 @@ pub enum Event {
     /// This rank has handed over all its gradients of a step, or passes it, and the step goes on without
     /// them (synchrony `BackupWorkers`).
     LeftOut {
-        /// The step.
         step: Step,
         /// Whether that was so much later than the decision that the next step would go on without
         /// this rank, too: by more than a tenth of a step, or, in the first steps, when the whole
@@ -81,9 +66,7 @@ pub enum Event {
     /// A rank had all its gradients of a step after it was decided without that rank (synchrony
     /// `Set`; on rank 0).
     Late {
-        /// The rank.
         rank: Rank,
-        /// The step.
         step: Step,
         /// How much later.
         lateness: Duration,

@@ -1,4 +1,5 @@
 //! Frames between the engine and its driver.
+#![allow(missing_docs, reason = "fields with the name of their type")]
 
 use crate::api::Region;
 use alloc::vec::Vec;
@@ -32,8 +33,6 @@ pub enum Payload {
 pub struct Transmit {
     /// To whom.
     pub peer: Rank,
-    /// The header.
     pub header: FrameHeader,
-    /// The payload.
     pub payload: Payload,
 }

@@ -1,4 +1,5 @@
 //! Jobs: computations that the driver executes.
+#![allow(missing_docs, reason = "fields with the name of their type")]
 
 use crate::api::Region;
 use alloc::vec::Vec;
@@ -13,11 +14,9 @@ pub struct JobId(pub u64);
 pub struct Job {
     /// To be given back to `handle_job_done`.
     pub id: JobId,
-    /// The slice.
     pub slice: SliceId,
     /// The tensor that the slice is part of.
     pub tensor: TensorId,
-    /// The step.
     pub step: Step,
     /// Urgency.
     pub priority: Priority,

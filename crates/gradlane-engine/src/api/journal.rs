@@ -72,7 +72,7 @@ pub struct Journal {
 pub struct Divergence {
     /// Number of the entry.
     pub entry: usize,
-    /// The call.
+    /// The call, as recorded.
     pub call: String,
     /// The recorded decision.
     pub recorded: String,

@@ -3,7 +3,7 @@
 use gradlane_units::TensorId;
 
 /// A scratch buffer. The driver allocates it when it first meets it and frees it on
-/// [`Event::BufferFree`]; numbers are reused after that.
+/// [`Event::BufferFree`](crate::Event::BufferFree); numbers are reused after that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct BufferRef {
     /// Number, small and dense.

@@ -129,10 +129,8 @@ impl Stragglers {
         self.sets.retain(|&it, _| it.0 + SETS_KEPT >= step.0);
         self.early.begin(cx, step);
         if let Some(coordinator) = &mut self.coordinator {
-            if let Err(refusal) = coordinator.begun(cx.rank, step, entry, now) {
-                cx.abort(refusal.0);
-            }
-            return true;
+            let begun = coordinator.begun(cx.rank, step, entry, now);
+            return begun.map_err(|refusal| cx.abort(refusal.0)).is_ok();
         }
         let flags = match entry {
             StepEntry::Train => FrameFlags::NONE,

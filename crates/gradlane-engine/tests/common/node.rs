@@ -32,7 +32,7 @@ pub struct Node {
     /// Blocks that were gathered, by rank.
     pub blocks: BTreeMap<(TensorId, Step), Vec<Option<Block>>>,
     /// Tensors whose blocks are all here and that this rank owes an answer.
-    pub questions: Vec<(TensorId, Step)>,
+    pub root_requests: Vec<(TensorId, Step)>,
     pub failure: Option<Failure>,
     pub suspicions: Vec<(Rank, Rank)>,
     pub closed: bool,
@@ -82,7 +82,7 @@ impl Node {
             decided: Vec::new(),
             left_out: Vec::new(),
             blocks: BTreeMap::new(),
-            questions: Vec::new(),
+            root_requests: Vec::new(),
             failure: None,
             suspicions: Vec::new(),
             closed: false,
@@ -303,7 +303,7 @@ impl Node {
                 Event::BlocksReady { tensor, step, blocks } => self.keep(tensor, step, &blocks),
                 Event::RootRequest { tensor, step, blocks } => {
                     self.keep(tensor, step, &blocks);
-                    self.questions.push((tensor, step));
+                    self.root_requests.push((tensor, step));
                 }
                 Event::StepComplete { step } => self.completed.push(step),
                 Event::Applied { slice, rank, step, version, staleness } => {
