@@ -15,7 +15,9 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import gradlane
-from gradlane.training.options.options import keywords_of
+from gradlane.training.core import load_core
+from gradlane.training.options.options import Options, keywords_of
+from gradlane.training.session.start import open_session
 from tests.loop_fuzzing.description import Action, Loop
 from tests.loop_fuzzing.oddities import aside
 from tests.loop_fuzzing.program import Note, Program
@@ -143,14 +145,14 @@ def run_ranks(loop: Loop, *, real: bool = False) -> list[Outcome]:
         loop: what to run.
         real: over the compiled core and loopback connections.
     """
-    core: Any = None if real else ReluctantCore(loop.seed)
+    core: Any = load_core() if real else ReluctantCore(loop.seed)
     store = HashStore()
     job = f"stranger-{loop.seed}-{uuid.uuid4().hex[:8]}"
     outcomes: list[Outcome | None] = [None] * loop.ranks
     grown = threading.Barrier(loop.ranks)
 
     def one(rank: int) -> None:
-        outcomes[rank] = _run(loop, rank, grown, core=core, store=store, job=job)
+        outcomes[rank] = _run(loop, rank, grown, core, store=store, job=job)
 
     threads = [
         threading.Thread(target=one, args=(rank,), daemon=True, name=f"{job}-{rank}")
@@ -164,22 +166,21 @@ def run_ranks(loop: Loop, *, real: bool = False) -> list[Outcome]:
     return [outcome or Outcome([], -1, hanging) for outcome in outcomes]
 
 
-def _run(loop: Loop, rank: int, grown: threading.Barrier, **where: Any) -> Outcome:
+def _run(loop: Loop, rank: int, grown: threading.Barrier, core: Any, **where: Any) -> Outcome:
     program: RankProgram | None = None
     try:
         program = RankProgram(loop, rank, values_of=rank)
         program.grown = grown
-        with gradlane.init(
-            **keywords_of(
-                rank=rank,
-                world_size=loop.ranks,
-                advertise="127.0.0.1",
-                connect_timeout_s=20.0,
-                progress_timeout_s=20.0,
-                **where,
-                **loop.options,
-            )
-        ) as program.session:
+        keywords = keywords_of(
+            rank=rank,
+            world_size=loop.ranks,
+            advertise="127.0.0.1",
+            connect_timeout_s=20.0,
+            progress_timeout_s=20.0,
+            **where,
+            **loop.options,
+        )
+        with open_session(core, Options.of(**keywords)) as program.session:
             for number in range(len(program.models)):
                 program.connect(number)
             program.start()
