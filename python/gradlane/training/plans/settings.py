@@ -65,10 +65,14 @@ class Settings:
     @classmethod
     def of(cls, options: Options) -> Settings:
         """Return the settings of a session."""
-        names = [name for name in cls.__dataclass_fields__ if name not in ("codec", "local")]
-        codec = None if options.codec == RAW else rules_text(options.codec)
-        local = None if options.local.mode == OFF else options.local.mode
-        return cls(**{name: getattr(options, name) for name in names}, codec=codec, local=local)
+        return cls(
+            strategy=options.strategy.name,
+            slice_elems=options.strategy.slice_elems,
+            frame_bytes=options.network.frame_bytes,
+            send_buffer_bytes=options.network.send_buffer_bytes,
+            codec=None if options.codec == RAW else rules_text(options.codec),
+            local=None if options.local.mode == OFF else options.local.mode,
+        )
 
     def applied_to(self, options: Options) -> Options:
         """Return a session's options with these settings.
