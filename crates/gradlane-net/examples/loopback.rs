@@ -6,7 +6,7 @@
 //! threads]`
 
 use gradlane_engine::{Plan, Strategy, TensorKind, TensorSpec, Update};
-use gradlane_net::{Channel, ChannelOptions, Listener, MetricsReading, UserMemory};
+use gradlane_net::{Channel, ChannelOptions, Listener, MetricsSnapshot, UserMemory};
 use gradlane_units::{Dtype, Step, TensorId};
 use std::error::Error;
 use std::time::Instant;
@@ -59,7 +59,7 @@ fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
     Ok(())
 }
 
-type RankResult = Result<(MetricsReading, f64), Box<dyn Error + Send + Sync>>;
+type RankResult = Result<(MetricsSnapshot, f64), Box<dyn Error + Send + Sync>>;
 
 fn run(
     listener: Listener,
@@ -78,7 +78,7 @@ fn run(
     }
     let (after, wall_s) = (channel.metrics(), start.elapsed().as_secs_f64());
     channel.finish(std::time::Duration::from_secs(60), &mut || false)?;
-    let difference = MetricsReading {
+    let difference = MetricsSnapshot {
         tx_bytes: after.tx_bytes - before.tx_bytes,
         rx_bytes: after.rx_bytes - before.rx_bytes,
         tx_frames: after.tx_frames - before.tx_frames,
@@ -107,8 +107,8 @@ fn step(
     channel.wait_step(step, &mut || false)
 }
 
-fn report(readings: &[MetricsReading], wall_s: f64, steps: u64) {
-    let total = |of: fn(&MetricsReading) -> f64| readings.iter().map(of).sum::<f64>();
+fn report(readings: &[MetricsSnapshot], wall_s: f64, steps: u64) {
+    let total = |of: fn(&MetricsSnapshot) -> f64| readings.iter().map(of).sum::<f64>();
     let sent_gb = total(|it| it.tx_bytes as f64) / 1e9;
     let (io_s, work_s) = (total(|it| it.io_cpu_s), total(|it| it.work_cpu_s));
     println!("ranks {}, steps {steps}, wall {wall_s:.3} s", readings.len());

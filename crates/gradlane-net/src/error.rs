@@ -1,13 +1,13 @@
-//! How calls on a channel end badly. Every message is one sentence that names what is involved and
-//! stands on its own: it is what the user of a training script reads.
+//! Errors of calls on a channel. Every message is one sentence that names the ranks, tensors and
+//! sizes involved and stands on its own: the user of a training script reads it.
 
 use gradlane_engine::UsageError;
 use gradlane_units::{Rank, Step};
 
-/// Why a session ended before its time, for every thread that waits in it.
+/// Why a session failed, for every thread that waits in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChannelFailure {
-    /// What happened, what was outstanding (tensors, bytes, ranks) and the last complete step.
+    /// The event, the outstanding tensors, bytes and ranks, and the last complete step.
     pub message: String,
     /// Last step that was complete on this rank, if one was.
     pub last_complete: Option<Step>,
@@ -23,19 +23,19 @@ impl std::fmt::Display for ChannelFailure {
     }
 }
 
-/// What calls on a channel or a listener return instead of a result.
+/// Errors of calls on a channel or a listener.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChannelError {
-    /// An argument or an option makes no sense.
+    /// An argument or an option is invalid.
     #[error("{0}")]
     Argument(String),
-    /// The caller broke the order of calls.
+    /// The calls are not in order.
     #[error("{0}")]
     Usage(#[from] UsageError),
     /// Another rank refused this one, or was refused by it.
     #[error("{message}")]
     Refused {
-        /// Who refused whom and why.
+        /// Which rank refused which, and why.
         message: String,
         /// The other rank.
         peer: Rank,
@@ -43,11 +43,11 @@ pub enum ChannelError {
     /// Not all ranks were connected in time, or `finish` was not answered in time.
     #[error("{message}")]
     TimedOut {
-        /// What was waited for, and for how long.
+        /// The target of the wait, and its time.
         message: String,
         /// Last step that was complete on this rank, if one was.
         last_complete: Option<Step>,
-        /// One of the ranks that were waited for, if there is one.
+        /// One of the missing ranks, if there is one.
         peer: Option<Rank>,
     },
     /// The session has failed.
@@ -65,7 +65,7 @@ pub enum ChannelError {
 }
 
 impl ChannelError {
-    /// An error of the operating system in the words of what was tried.
+    /// Makes an error of the operating system that names the failed action.
     pub(crate) fn system(what: impl std::fmt::Display, error: &std::io::Error) -> ChannelError {
         ChannelError::System(format!("{what}: {error}"))
     }

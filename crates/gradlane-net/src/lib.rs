@@ -2,71 +2,54 @@
 //!
 //! A [`Channel`] connects all ranks of a job for one prepared model and runs the engine of
 //! `gradlane-engine` on threads of its own: frames leave straight from gradient memory and arrive
-//! straight in it, reductions run on work threads. Calls of application threads are commands to
-//! those threads and return at once, except those that wait.
+//! straight in it, reductions run on job threads. Calls of application threads are commands to
+//! the I/O threads and return at once, except those that wait.
 //!
-//! What always holds: a payload is released only after its checksum was right; a lost or
-//! misbehaving peer ends the session with a message that names rank, tensors and bytes, on every
-//! rank; and before anybody is told that a session is over, its threads have let go of the
-//! application's memory.
+//! # Guarantees
+//!
+//! A payload is released only after its checksum was verified. A lost or misbehaving peer ends the
+//! session on every rank with a message that names rank, tensors and bytes. The channel's threads stop
+//! using the application's memory before any caller learns that the session is over.
 //!
 //! # Structure
 //!
-//! [`Listener`] and `mesh` (with `handshake` and `doorman`) make connections; `driver` (with
-//! `connection`, `inbound`, `ending`) is the I/O threads; `works`, `executor`, `kernels` and `encoded` compute;
-//! `memory` knows addresses; `ready` tells waiters. Each I/O thread has the connections of some peers,
-//! but there is one engine for all: its choice of the next frame is global, because all peers share one
-//! port. Unsafe code is in `memory`, `kernels`, `encoded` and `syscall` only. The crate needs Linux
-//! (epoll, eventfd).
+//! | folder | holds |
+//! | --- | --- |
+//! | `sys` | system calls, poller, descriptors closed after a fork, clock |
+//! | `memory` | addresses of gradients, parameters and scratch buffers |
+//! | `connect` | listener, acceptor, handshake, mesh of connections |
+//! | `io` | I/O threads: frames between sockets and the engine, keepalive, shutdown |
+//! | `flow` | rates: pacing, frame size, send buffers, wake-up coalescing |
+//! | `compute` | jobs: reductions, codecs, optimizers, on threads of their own |
+//! | `metrics` | counters, traces and their snapshots |
+//! | `channel` | the handle for applications, checks of its calls, completions |
+//!
+//! Each I/O thread has the connections of some peers, but there is one engine for all: its choice of the
+//! next frame is global, because all peers share one port. The crate needs Linux (epoll, eventfd).
+//!
+//! `tests/unsafe_files.rs` lists the files that may hold unsafe code.
 
-mod arrivals;
-mod attendance;
-mod blocks;
+#![deny(unsafe_code)]
+
 mod channel;
-mod codecs;
-mod connection;
-mod depths;
-mod descriptors;
-mod doorman;
-mod driver;
-mod encoded;
-mod ending;
+mod compute;
+mod connect;
 mod error;
-mod executor;
-mod frame_size;
-mod handshake;
-mod inbound;
-mod integer_ring;
-mod kernels;
-mod ledger;
-mod listener;
+mod flow;
+mod io;
 mod memory;
-mod mesh;
 mod metrics;
-mod optimizer;
 mod options;
-mod paced_flow;
-mod pacing;
-mod poller;
-mod readings;
-mod ready;
-mod residual;
-mod send_buffer;
-mod shared;
-mod syscall;
-mod trace;
-mod uptime;
-mod works;
+mod sys;
 
-pub use arrivals::LatenessReading;
-pub use attendance::{LeftOutReading, Standing};
-pub use blocks::{Block, Blocks};
-pub use channel::Channel;
+pub use channel::{Block, Blocks, Channel};
+pub use compute::{StateKind, StateRead, UpdateRule, UpdateRuleError};
+pub use connect::Listener;
 pub use error::{ChannelError, ChannelFailure};
 pub use gradlane_codec::{AdamOptions, CodecSpecError, SgdOptions, TensorCodec};
-pub use listener::Listener;
 pub use memory::UserMemory;
-pub use optimizer::{Rule, RuleError, StateKind, StateRead};
+pub use metrics::{
+    Direction, JobEntry, JobKind, LeftOutSnapshot, MetricsSnapshot, PeerSnapshot, Refusal,
+    StalenessSnapshot, StepParticipation, StragglerSnapshot, TraceEntry, WaitSnapshot,
+};
 pub use options::ChannelOptions;
-pub use readings::{MetricsReading, PeerReading, Refusal, StalenessReading, WaitReading};
-pub use trace::{Direction, TraceEntry, WorkEntry, WorkKind};

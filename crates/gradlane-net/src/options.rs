@@ -1,7 +1,7 @@
-//! What a channel can be told: every setting with its unit, its default and its limits.
+//! Settings of a channel, with unit, default and limits.
 //!
-//! Options never change after a channel is made; [`ChannelOptions::validate`] is called before any
-//! socket is touched.
+//! Options never change after a channel is made. [`ChannelOptions::validate`] runs before any
+//! socket is used.
 
 use crate::error::ChannelError;
 use gradlane_engine::FRAME_BYTES_DEFAULT;
@@ -24,13 +24,13 @@ pub struct ChannelOptions {
     #[serde(default)]
     pub generation: u32,
     /// Payload bytes of a frame at most, or up to three times as many on connections so fast that a
-    /// frame takes 3 ms at most; preemption happens between frames.
+    /// frame takes 3 ms at most. Preemption happens between frames.
     #[serde(default = "default_frame_bytes")]
     pub frame_bytes: u32,
-    /// Bytes chosen for a peer and not yet in the kernel's hands; one frame always goes.
+    /// Bytes chosen for a peer and not yet with the kernel; one frame always goes.
     #[serde(default = "default_credit_bytes")]
     pub credit_bytes: u64,
-    /// Most bytes that wait in the kernel, not yet sent, before a peer counts as busy.
+    /// Bytes that may wait in the kernel, unsent, before a peer counts as busy.
     #[serde(default = "default_low_water_bytes")]
     pub low_water_bytes: u32,
     /// Send buffer of a connection; 0 fits it to the path while sending.
@@ -43,16 +43,16 @@ pub struct ChannelOptions {
     /// Whether connections are paced to their part of this rank's port.
     #[serde(default = "yes")]
     pub pacing: bool,
-    /// Works (reductions, copies) handed out at once.
+    /// Jobs (reductions, copies) handed out at once.
     #[serde(default = "default_work_depth")]
     pub work_depth: usize,
-    /// Slices towards one owner that are encoded ahead of sending: each holds a buffer.
+    /// Slices for one owner that are encoded ahead of sending; each holds a buffer.
     #[serde(default = "default_encoded_ahead")]
     pub encoded_ahead: usize,
-    /// Of all random draws of codecs; the same on every rank.
+    /// Seed of all random draws of codecs; the same on every rank.
     #[serde(default)]
     pub seed: u64,
-    /// Threads that execute works; 0 executes them on the I/O threads.
+    /// Threads that run jobs; 0 runs them on the I/O threads.
     #[serde(default = "one")]
     pub work_threads: usize,
     /// Threads that drive sockets, each those of its part of the peers.
@@ -67,16 +67,17 @@ pub struct ChannelOptions {
     /// Time for all ranks to be connected, in seconds.
     #[serde(default = "default_connect_timeout_s")]
     pub connect_timeout_s: f64,
-    /// Whether every frame and work is recorded (see `Channel::take_trace`).
+    /// Whether every frame and job is recorded (see `Channel::take_trace`).
     #[serde(default)]
     pub trace: bool,
-    /// Whether all that the engine hears and decides is kept (see `Channel::take_journal`). It grows
-    /// without limit.
+    /// Whether all inputs and decisions of the engine are kept (see `Channel::take_journal`). The
+    /// journal grows without limit.
     #[serde(default)]
     pub journal: bool,
 }
 
-/// What fills a short send buffer, too: smaller frames leave shaped ports idle more often (decision 5).
+/// Frames of this size also fill a short send buffer: smaller ones leave shaped ports idle more
+/// often (decision 5).
 const fn default_frame_bytes() -> u32 {
     FRAME_BYTES_DEFAULT
 }
@@ -112,7 +113,7 @@ fn default_connect_timeout_s() -> f64 {
 const TIMEOUT_MAX_S: f64 = 3.2e9;
 
 impl ChannelOptions {
-    /// Defaults for one rank of a world.
+    /// Makes the default options of one rank.
     #[must_use]
     pub fn new(rank: u32, world_size: u32) -> ChannelOptions {
         ChannelOptions {
@@ -169,7 +170,7 @@ impl ChannelOptions {
             ));
         }
         if self.work_depth == 0 {
-            return refuse("work_depth is 0: at least one work must be allowed at once".into());
+            return refuse("work_depth is 0: at least one job must be allowed at once".into());
         }
         if self.encoded_ahead == 0 || self.encoded_ahead > 65_536 {
             return refuse(format!("encoded_ahead is {}: use 1 to 65536", self.encoded_ahead));
@@ -192,19 +193,19 @@ impl ChannelOptions {
         Ok(())
     }
 
-    /// `silence_timeout_s` as a span.
+    /// Returns `silence_timeout_s`.
     #[must_use]
     pub fn silence_timeout(&self) -> Duration {
         Duration::from_secs_f64(self.silence_timeout_s)
     }
 
-    /// `progress_timeout_s` as a span.
+    /// Returns `progress_timeout_s`.
     #[must_use]
     pub fn progress_timeout(&self) -> Duration {
         Duration::from_secs_f64(self.progress_timeout_s)
     }
 
-    /// `connect_timeout_s` as a span.
+    /// Returns `connect_timeout_s`.
     #[must_use]
     pub fn connect_timeout(&self) -> Duration {
         Duration::from_secs_f64(self.connect_timeout_s)

@@ -4,10 +4,10 @@
 mod support;
 
 use gradlane_engine::Update;
-use gradlane_net::{Channel, Rule, SgdOptions};
+use gradlane_net::{Channel, SgdOptions, UpdateRule};
 use gradlane_units::{Dtype, Step, TensorId};
 use std::time::Duration;
-use support::{deadline, each_rank, never, plan_for, tensor, world, Tensor, PATIENCE};
+use support::{deadline, each_rank, never, plan_for, tensor, world, Tensor, TEST_TIMEOUT};
 
 const NUMELS: [u64; 3] = [40_000, 3, 2_500];
 
@@ -60,7 +60,7 @@ fn every_push_counts_once_and_ranks_end_alike_after_steps_of_their_own() {
         for (index, parameter) in parameters.iter_mut().enumerate() {
             channel.set_parameter(TensorId(index as u32), parameter.memory()).expect("memory");
         }
-        let rule = Rule::Sgd(SgdOptions {
+        let rule = UpdateRule::Sgd(SgdOptions {
             lr: 1.0,
             momentum: 0.0,
             dampening: 0.0,
@@ -94,7 +94,7 @@ fn every_push_counts_once_and_ranks_end_alike_after_steps_of_their_own() {
                 step(&channel, STEPS[rank] + extra, Some(1.0));
             }
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         channel.metrics().staleness
     });
     for (rank, &steps) in STEPS.iter().enumerate() {

@@ -11,7 +11,7 @@ use gradlane_engine::{
 use gradlane_units::{Dtype, Priority, Step, TensorId};
 use support::{
     check_means, check_ring_means, contribute, deadline, each_rank, gradient, never, plan,
-    run_step, specs, tensor, world_with, PATIENCE,
+    run_step, specs, tensor, world_with, TEST_TIMEOUT,
 };
 use support_encoded::{plan_encoded, plan_encoded_by};
 
@@ -42,7 +42,7 @@ fn journals(strategy: &'static str) -> Vec<Journal> {
                 check_means(WORLD, step, &specs(&channel), &tensors);
             }
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         channel.take_journal().expect("it was asked for")
     })
 }
@@ -101,7 +101,7 @@ fn a_replay_of_encoded_tensors_decides_the_same() {
         for step in 0..4 {
             run_step(&channel, step).expect("a step");
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         channel.take_journal().expect("it was asked for")
     });
     for journal in journals {
@@ -131,7 +131,7 @@ fn a_replay_of_steps_that_leave_an_encoding_rank_out_decides_the_same() {
         for step in 1..=5_u64 {
             let number = Step(step);
             let begun = match step {
-                3 => channel.step_gather(number),
+                3 => channel.step_barrier(number),
                 _ => channel.step_begin(number),
             };
             begun.expect("a step");
@@ -150,9 +150,9 @@ fn a_replay_of_steps_that_leave_an_encoding_rank_out_decides_the_same() {
             }
             channel.step_end(number).expect("the end");
             channel.wait_step(number, &mut deadline()).expect("a result");
-            assert_eq!(channel.standing(number).was_in, Some(!late));
+            assert_eq!(channel.participation(number).participated, Some(!late));
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         channel.take_journal().expect("it was asked for")
     });
     for journal in journals {

@@ -7,12 +7,12 @@ mod support;
 mod support_encoded;
 
 use gradlane_engine::Update;
-use gradlane_net::{Channel, Rule, SgdOptions, StateKind, StateRead, WorkKind};
+use gradlane_net::{Channel, JobKind, SgdOptions, StateKind, StateRead, UpdateRule};
 use gradlane_units::{Dtype, Step, TensorId};
 use gradlane_wire::{FrameKind, PayloadForm};
 use support::{
     deadline, each_rank, gradient, never, plan, run_step, specs, tensor, world, world_with, Tensor,
-    PATIENCE,
+    TEST_TIMEOUT,
 };
 use support_encoded::{odd_sizes, plan_encoded, trains_as, Aggregation, Oracle};
 
@@ -83,7 +83,7 @@ fn bits_of(
         for step in 0..=steps {
             last = run_step(&channel, step).expect("a step");
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         let sent = channel.metrics().tx_bytes;
         (last.into_iter().map(|it| it.bytes).collect::<Vec<_>>(), sent)
     });
@@ -138,7 +138,7 @@ fn what_is_not_a_number_reaches_everyone_and_stays_in_no_residual() {
         let residual = channel.worker_residual(TensorId(0), &mut never).expect("a residual");
         assert!(residual.iter().all(|it| it.is_finite()));
         assert!(step(4, None).iter().all(|it| it.is_finite()), "the next step is sound");
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
 }
 
@@ -175,7 +175,7 @@ fn residuals_go_out_and_come_in_under_another_cut() {
         let owner = read_owner_residual(&channel, 3, numel);
         let same = channel.worker_residual(TensorId(0), &mut never).expect("a residual");
         assert_eq!(worker, same, "reading changes nothing");
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         (worker, owner)
     });
     assert!(saved.windows(2).all(|pair| pair[0].1 == pair[1].1), "whole on every rank");
@@ -201,7 +201,7 @@ fn residuals_go_out_and_come_in_under_another_cut() {
             let tensors = run_step(&channel, step).expect("a step");
             assert!(tensors[0].bytes == oracle.usual_step(step), "step {step}");
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
 }
 
@@ -228,7 +228,7 @@ fn a_raw_step_is_the_exact_mean_and_leaves_residuals_alone() {
         channel.wait_step(Step(2), &mut deadline()).expect("the means");
         support::check_means(3, 2, &specs, &tensors);
         assert_eq!(channel.worker_residual(large, &mut never), Ok(before));
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
 }
 
@@ -253,7 +253,7 @@ fn updates_on_the_servers_take_encoded_gradients_and_give_exact_parameters() {
             nesterov: false,
             maximize: false,
         };
-        let rows = (0..2).map(|it| (TensorId(it), Rule::Sgd(options))).collect();
+        let rows = (0..2).map(|it| (TensorId(it), UpdateRule::Sgd(options))).collect();
         channel.set_optimizer(rows).expect("settings");
         let _gradients = run_step(&channel, 1).expect("a step");
         for (index, spec) in specs.iter().enumerate() {
@@ -267,7 +267,7 @@ fn updates_on_the_servers_take_encoded_gradients_and_give_exact_parameters() {
                 assert!((found - right).abs() < 0.01, "{found} and {right}");
             }
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         let trace = channel.take_trace();
         let carries = |kind, codec| {
             trace.iter().any(|it| {
@@ -293,13 +293,13 @@ fn encoding_is_never_done_on_the_io_thread_and_is_in_the_trace() {
         for step in 0..3 {
             run_step(&channel, step).expect("a step");
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
-        let works = channel.take_works();
-        for kind in [WorkKind::Encode, WorkKind::Recode, WorkKind::Decode] {
-            assert!(works.iter().any(|work| work.kind == kind && work.bytes > 0), "{kind:?}");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
+        let jobs = channel.take_jobs();
+        for kind in [JobKind::Encode, JobKind::Recode, JobKind::Decode] {
+            assert!(jobs.iter().any(|job| job.kind == kind && job.bytes > 0), "{kind:?}");
         }
-        let raw = works.iter().filter(|work| work.kind == WorkKind::Reduce);
-        assert!(raw.into_iter().all(|work| work.step.0 == 0));
+        let raw = jobs.iter().filter(|job| job.kind == JobKind::Reduce);
+        assert!(raw.into_iter().all(|job| job.step.0 == 0));
     });
 }
 

@@ -15,7 +15,7 @@ use std::sync::{mpsc, Barrier};
 use std::time::Duration;
 use support::{
     check_means, contribute, deadline, each_rank, join, listeners, never, options, plan, run_step,
-    specs, tensor, world, world_at, world_with, Joining, Proxy, PATIENCE,
+    specs, tensor, world, world_at, world_with, Joining, Proxy, TEST_TIMEOUT,
 };
 
 fn model() -> Vec<gradlane_engine::TensorSpec> {
@@ -198,7 +198,7 @@ fn strangers_are_refused_while_training_goes_on() {
             wait_for_refusal(&channel, "not a gradlane peer");
             wait_for_refusal(&channel, "wire version 9");
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
 }
 
@@ -247,7 +247,7 @@ fn connects_behind(answers: Vec<Vec<u8>>) {
     let plan = plan(model(), "p3", 1_000, 2);
     each_rank(world_at(listeners, &addresses, &plan, |_| {}), |channel| {
         run_step(&channel, 0).expect("a step");
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
 }
 
@@ -362,14 +362,14 @@ fn callers_of_one_address_keep_no_rank_out() {
     let (own, seen) = (joining.remove(0), addresses.clone());
     let begun = std::thread::spawn(move || join(vec![first], &seen, vec![own]).remove(0));
     // The crowd is there first, three times as many as there are places.
-    is_there.recv_timeout(PATIENCE).expect("the crowd");
+    is_there.recv_timeout(TEST_TIMEOUT).expect("the crowd");
     let late = join(vec![last], &addresses, joining).remove(0);
     let channels = vec![begun.join().expect("a thread"), late];
     let channels: Vec<Channel> = channels.into_iter().map(|it| it.expect("a channel")).collect();
     assert!(channels[0].metrics().refused_connections > 0);
     each_rank(channels, |channel| {
         run_step(&channel, 0).expect("a step");
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
     stop.send(()).expect("the crowd");
     crowd.join().expect("the crowd");
@@ -397,7 +397,7 @@ fn a_second_joiner_with_a_taken_rank_is_refused() {
         for step in 0..3 {
             run_step(&channel, step).expect("training goes on");
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
 }
 
@@ -580,7 +580,7 @@ fn a_rank_that_does_not_take_part_is_named_after_the_progress_timeout() {
         run_step(&channel, 0).expect("step 0");
         if channel.rank().0 == 2 {
             // Alive and idle: it begins no step until the others have failed.
-            let _ = wait.lock().expect("a lock").recv_timeout(PATIENCE);
+            let _ = wait.lock().expect("a lock").recv_timeout(TEST_TIMEOUT);
             let failure = failure_of(run_step(&channel, 1));
             assert!(failure.message.contains("no progress"), "{failure}");
             return;
@@ -601,7 +601,7 @@ fn finish_without_the_others_ends_in_time() {
     each_rank(channels, move |channel| {
         run_step(&channel, 0).expect("step 0");
         if channel.rank().0 == 1 {
-            let _ = wait.lock().expect("a lock").recv_timeout(PATIENCE);
+            let _ = wait.lock().expect("a lock").recv_timeout(TEST_TIMEOUT);
             return;
         }
         let result = channel.finish(Duration::from_millis(300), &mut never);

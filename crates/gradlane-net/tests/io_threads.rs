@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use support::{
     check_means, check_ring_means, contribute, deadline, each_rank, never, plan, run_step, specs,
-    tensor, world_with, PATIENCE,
+    tensor, world_with, TEST_TIMEOUT,
 };
 
 const WORLD: u32 = 5;
@@ -21,7 +21,7 @@ static ALONE: Mutex<()> = Mutex::new(());
 /// Waits until this process has so many I/O threads: they start, and leave the kernel's books, a
 /// moment later.
 fn has_io_threads(wanted: usize) {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TEST_TIMEOUT;
     while io_threads() != wanted {
         assert!(Instant::now() < end, "{} I/O threads instead of {wanted}", io_threads());
         std::thread::sleep(Duration::from_millis(2));
@@ -68,7 +68,7 @@ fn trains(strategy: &'static str, asked: usize, started: usize) {
         }
         let metrics = channel.metrics();
         assert_eq!(metrics.peers.len(), WORLD as usize);
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         channel.take_journal().expect("it was asked for")
     });
     has_io_threads(0);

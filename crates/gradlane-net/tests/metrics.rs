@@ -3,12 +3,14 @@
 mod support;
 
 use gradlane_engine::Plan;
-use gradlane_net::{Channel, MetricsReading};
+use gradlane_net::{Channel, MetricsSnapshot};
 use gradlane_units::{Dtype, Rank, Step, TensorId};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
-use support::{contribute, deadline, each_rank, never, plan, run_step, tensor, world, PATIENCE};
+use support::{
+    contribute, deadline, each_rank, never, plan, run_step, tensor, world, TEST_TIMEOUT,
+};
 
 const WORLD: u32 = 3;
 const STEPS: u64 = 10;
@@ -24,7 +26,7 @@ fn expected_payload(plan: &Plan, from: Rank, to: Rank) -> u64 {
     pushed_at_first + owned_by(from) + STEPS * (owned_by(to) + owned_by(from))
 }
 
-fn received_pushes(metrics: &MetricsReading) -> u64 {
+fn received_pushes(metrics: &MetricsSnapshot) -> u64 {
     metrics.rx_payload_bytes
 }
 
@@ -46,7 +48,7 @@ fn payloads_waits_and_late_ranks_are_counted() {
             }
             channel.wait_step(Step(step), &mut never).expect("a step");
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         check(&channel);
     });
 }

@@ -4,13 +4,13 @@
 mod support;
 
 use gradlane_engine::{Plan, Scheme, Strategy, TensorKind, TensorSpec, Update};
-use gradlane_net::{ChannelError, Direction, WorkKind};
+use gradlane_net::{ChannelError, Direction, JobKind};
 use gradlane_units::{Dtype, Step, TensorId};
 use gradlane_wire::FrameKind;
 use std::sync::Barrier;
 use support::{
     check_means, check_ring_means, contribute, deadline, each_rank, gradient, never, plan,
-    plan_for, run_step, specs, tensor, world, world_with, PATIENCE,
+    plan_for, run_step, specs, tensor, world, world_with, TEST_TIMEOUT,
 };
 
 fn model() -> Vec<TensorSpec> {
@@ -39,7 +39,7 @@ fn trains(slice_elems: u64, world_size: u32, steps: u64, frame_bytes: u32) {
                 check_means(world_size, step, &specs(&channel), &tensors);
             }
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         let metrics = channel.metrics();
         assert_eq!((metrics.outgoing_frames, metrics.works_in_flight), (0, 0));
     });
@@ -76,7 +76,7 @@ fn seven_ranks_and_tiny_tensors() {
             let tensors = run_step(&channel, step).expect("a step");
             check_ring_means(channel.plan(), step, &tensors);
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
 }
 
@@ -93,7 +93,7 @@ fn slices_and_frames_of_any_size_give_the_same_bits() {
             let bytes = each_rank(channels, |channel| {
                 run_step(&channel, 0).expect("step 0");
                 let bytes = run_step(&channel, 1).expect("step 1").swap_remove(0).bytes;
-                channel.finish(PATIENCE, &mut never).expect("an orderly end");
+                channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
                 bytes
             });
             assert!(bytes.iter().all(|it| *it == bytes[0]), "ranks differ");
@@ -160,7 +160,7 @@ fn gradients_that_some_ranks_lack_count_as_zeros() {
                 assert!(found.bytes == expected, "tensor {index} in step {step}");
             }
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
 }
 
@@ -188,7 +188,7 @@ fn rings_and_servers_share_one_step() {
                 assert!(found.bytes == right, "{:?} in step {step}", planned.spec.name);
             }
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         let trace = channel.take_trace();
         let next = (channel.rank().0 + 1) % world_size;
         let round = trace.iter().filter(|it| it.header.kind.is_ring());
@@ -198,7 +198,7 @@ fn rings_and_servers_share_one_step() {
             assert!(sent.iter().any(|it| it.header.kind == kind), "{kind:?}");
         }
         assert!(trace.iter().any(|it| it.header.kind == FrameKind::Push));
-        assert!(channel.take_works().iter().any(|work| work.kind == WorkKind::Reduce));
+        assert!(channel.take_jobs().iter().any(|job| job.kind == JobKind::Reduce));
     });
 }
 

@@ -5,14 +5,14 @@ mod support;
 
 use gradlane_engine::{TensorKind, Update};
 use gradlane_net::{
-    AdamOptions, ChannelError, Direction, Rule, SgdOptions, StateKind, StateRead, UserMemory,
-    WorkKind,
+    AdamOptions, ChannelError, Direction, JobKind, SgdOptions, StateKind, StateRead, UpdateRule,
+    UserMemory,
 };
 use gradlane_units::{Dtype, Priority, Step, TensorId};
 use gradlane_wire::FrameKind;
 use support::{
     check_means, contribute, deadline, each_rank, never, plan, plan_for, run_step, specs, tensor,
-    world, world_with, Tensor, PATIENCE,
+    world, world_with, Tensor, TEST_TIMEOUT,
 };
 
 fn model() -> Vec<gradlane_engine::TensorSpec> {
@@ -52,7 +52,7 @@ fn trains(strategy: &str, slice_elems: u64, world_size: u32, steps: u64, host: &
                 (0..specs.len()).filter(part).map(|it| (TensorId(it as u32), false)).collect();
             assert_eq!(ready, expected, "step {step}");
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         let metrics = channel.metrics();
         assert_eq!(metrics.outgoing_frames, 0);
         assert_eq!(metrics.works_in_flight, 0);
@@ -107,7 +107,7 @@ fn one_rank_alone_works_too() {
             let tensors = run_step(&channel, step).expect("a step");
             check_means(1, step, &specs, &tensors);
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
 }
 
@@ -129,7 +129,7 @@ fn large_slices_in_large_and_in_odd_frames_give_the_mean() {
                 let tensors = run_step(&channel, step).expect("a step");
                 check_means(2, step, &specs, &tensors);
             }
-            channel.finish(PATIENCE, &mut never).expect("an orderly end");
+            channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         });
     }
 }
@@ -168,7 +168,7 @@ fn absent_tensors_count_as_zeros_and_all_absent_ones_stay_untouched() {
         let mut ready = channel.take_ready(step).expect("news");
         ready.sort_unstable();
         assert_eq!(ready, vec![(TensorId(0), false), (TensorId(1), true)]);
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
 }
 
@@ -200,7 +200,7 @@ fn misuse_is_an_error_of_the_very_call() {
         usage(channel.step_begin(Step(2)), "1 tensors of step 1 are not complete");
         channel.gradient_ready(TensorId(0), Step(1), memory).expect("a gradient");
         channel.wait_step(Step(1), &mut deadline()).expect("step 1");
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
 }
 
@@ -218,7 +218,7 @@ fn priorities_are_switched_on_all_ranks_while_training() {
             let tensors = run_step(&channel, step).expect("a step");
             check_means(3, step, &specs, &tensors);
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         assert_eq!(channel.metrics().plan_version, 1);
         let trace = channel.take_trace();
         let switched = trace.iter().any(|entry| entry.header.priority == Priority(-7));
@@ -232,11 +232,11 @@ fn priorities_are_switched_on_all_ranks_while_training() {
             let own: Vec<_> = own.filter(|it| it.header.kind != FrameKind::Heartbeat).collect();
             assert!(own.windows(2).all(|pair| pair[0].time_ns <= pair[1].begin_ns));
         }
-        let works = channel.take_works();
-        assert!(works.iter().any(|work| work.kind == WorkKind::Reduce && work.bytes > 0));
-        assert!(works.iter().all(|work| work.begin_ns <= work.end_ns && work.step.0 < 6));
+        let jobs = channel.take_jobs();
+        assert!(jobs.iter().any(|job| job.kind == JobKind::Reduce && job.bytes > 0));
+        assert!(jobs.iter().all(|job| job.begin_ns <= job.end_ns && job.step.0 < 6));
         assert_eq!(channel.trace_dropped(), 0);
-        assert!(channel.take_trace().is_empty() && channel.take_works().is_empty());
+        assert!(channel.take_trace().is_empty() && channel.take_jobs().is_empty());
     });
 }
 
@@ -278,7 +278,7 @@ fn updates_on_the_server_are_those_of_sgd_and_the_same_everywhere() {
             channel.set_parameter(TensorId(index as u32), memory).expect("a parameter");
         }
         for step in 1..5 {
-            let rows = (0..2).map(|it| (TensorId(it), Rule::Sgd(sgd_options))).collect();
+            let rows = (0..2).map(|it| (TensorId(it), UpdateRule::Sgd(sgd_options))).collect();
             channel.set_optimizer(rows).expect("settings");
             let _gradients = run_step(&channel, step).expect("a step");
             for (index, elements) in expected.iter_mut().enumerate() {
@@ -293,7 +293,7 @@ fn updates_on_the_server_are_those_of_sgd_and_the_same_everywhere() {
                 }
             }
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
 }
 
@@ -370,7 +370,7 @@ fn adam_on_the_servers_with_state_that_goes_out_and_comes_in() {
                 let memory = parameter.memory();
                 channel.set_parameter(TensorId(index as u32), memory).expect("a parameter");
             }
-            let rule = Rule::Adam { options, steps: taken };
+            let rule = UpdateRule::Adam { options, steps: taken };
             let rows = (0..2).map(|it| (TensorId(it), rule)).collect();
             channel.set_optimizer(rows).expect("settings");
             let _gradients = run_step(&channel, step).expect("a step");
@@ -412,7 +412,7 @@ fn adam_on_the_servers_with_state_that_goes_out_and_comes_in() {
                 }
             }
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
 }
 
@@ -422,7 +422,7 @@ fn adam_without_its_state_fails_the_session() {
     each_rank(world(1, &plan), move |channel| {
         let mut parameters = run_step(&channel, 0).expect("step 0");
         channel.set_parameter(TensorId(0), parameters[0].memory()).expect("a parameter");
-        let rule = Rule::Adam { options: AdamOptions::with_lr(0.1), steps: 3 };
+        let rule = UpdateRule::Adam { options: AdamOptions::with_lr(0.1), steps: 3 };
         channel.set_optimizer(vec![(TensorId(0), rule)]).expect("settings");
         let Err(error) = run_step(&channel, 1) else { panic!("a step without state") };
         let error = error.to_string();
@@ -467,7 +467,7 @@ fn gradients_that_one_rank_alone_has_keep_their_bytes() {
                 assert!(found.bytes == expected, "tensor {index} in step {step}");
             }
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
 }
 
@@ -487,6 +487,6 @@ fn an_idle_session_sleeps() {
         assert!(used < 0.05, "{used} s of CPU in 3 idle seconds");
         // Heartbeats have kept the session alive longer than the silence timeout.
         run_step(&channel, 1).expect("a step after the pause");
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
 }

@@ -5,7 +5,7 @@ use crate::errors::{translate, Signals};
 use crate::listener::{spent, Listener};
 use gradlane_net::{
     AdamOptions, Channel as CoreChannel, ChannelError as CoreError, ChannelOptions, Direction,
-    Rule, SgdOptions, StateKind, StateRead, UserMemory,
+    SgdOptions, StateKind, StateRead, UpdateRule, UserMemory,
 };
 use gradlane_units::{Priority, Step, TensorId};
 use pyo3::exceptions::PyValueError;
@@ -50,7 +50,7 @@ enum OptimizerRow {
 
 impl OptimizerRow {
     /// The rule of each tensor; `None` when the row has not as many steps as tensors.
-    fn rules(self) -> Option<Vec<(TensorId, Rule)>> {
+    fn rules(self) -> Option<Vec<(TensorId, UpdateRule)>> {
         match self {
             OptimizerRow::Sgd {
                 tensors,
@@ -63,7 +63,7 @@ impl OptimizerRow {
             } => {
                 let options =
                     SgdOptions { lr, momentum, dampening, weight_decay, nesterov, maximize };
-                let rule = Rule::Sgd(options);
+                let rule = UpdateRule::Sgd(options);
                 Some(tensors.into_iter().map(|tensor| (TensorId(tensor), rule)).collect())
             }
             OptimizerRow::Adam {
@@ -86,7 +86,8 @@ impl OptimizerRow {
                     decoupled_weight_decay,
                     maximize,
                 };
-                let rule = |(tensor, steps)| (TensorId(tensor), Rule::Adam { options, steps });
+                let rule =
+                    |(tensor, steps)| (TensorId(tensor), UpdateRule::Adam { options, steps });
                 (tensors.len() == steps.len())
                     .then(|| tensors.into_iter().zip(steps).map(rule).collect())
             }
@@ -179,7 +180,7 @@ impl Channel {
 
     /// Begin a step that no rank is left out of; all ranks have to begin it so.
     fn step_gather(&self, step: u64) -> PyResult<()> {
-        self.channel.step_gather(Step(step)).map_err(translate)
+        self.channel.step_barrier(Step(step)).map_err(translate)
     }
 
     /// Wait until it is known who is in the current step.
@@ -190,8 +191,8 @@ impl Channel {
     /// (whether this rank was in the step, or None; whether it was a whole step behind; the last
     /// step whose contributors are known).
     fn standing(&self, step: u64) -> (Option<bool>, bool, u64) {
-        let standing = self.channel.standing(Step(step));
-        (standing.was_in, standing.behind, standing.decided.0)
+        let standing = self.channel.participation(Step(step));
+        (standing.participated, standing.behind, standing.decided.0)
     }
 
     /// Hand over a gradient (in step 0 the tensor itself) until the tensor is ready in this step.
@@ -227,7 +228,7 @@ impl Channel {
     /// the tensor is ready.
     fn answer_ready(&self, tensor: u32, step: u64, pointer: usize, nbytes: usize) -> PyResult<()> {
         let memory = memory(pointer, nbytes);
-        self.channel.answer_ready(TensorId(tensor), Step(step), memory).map_err(translate)
+        self.channel.root_result_ready(TensorId(tensor), Step(step), memory).map_err(translate)
     }
 
     /// (tensor, step) whose blocks are all here and that this rank owes an answer, each once. Waits
@@ -235,9 +236,9 @@ impl Channel {
     #[pyo3(signature = (*, wait = true))]
     fn next_questions(&self, py: Python<'_>, wait: bool) -> PyResult<Vec<(u32, u64)>> {
         let questions = if wait {
-            self.waiting(py, move |channel, interrupt| channel.next_questions(interrupt))?
+            self.waiting(py, move |channel, interrupt| channel.next_root_requests(interrupt))?
         } else {
-            self.channel.take_questions().map_err(translate)?
+            self.channel.take_root_requests().map_err(translate)?
         };
         Ok(questions.into_iter().map(|(tensor, step)| (tensor.0, step.0)).collect())
     }
@@ -414,7 +415,7 @@ impl Channel {
             let times = (entry.begin_ns, entry.time_ns);
             (times, way, kind, entry.peer.0, header.step.0, place, bytes, header.priority.0)
         });
-        let works = self.channel.take_works().into_iter().map(|work| {
+        let works = self.channel.take_jobs().into_iter().map(|work| {
             let kind = format!("{:?}", work.kind).to_lowercase();
             let place = (plan.slice(work.slice).tensor.0, work.slice.0, 0);
             let times = (work.begin_ns, work.end_ns);

@@ -10,6 +10,7 @@ mod channel;
 mod codec;
 mod errors;
 mod listener;
+mod log_to_stderr;
 mod plan;
 mod pulse;
 mod simulate;
@@ -35,4 +36,11 @@ mod _core {
     use crate::pulse::Pulse;
     #[pymodule_export]
     use crate::simulate::simulate;
+
+    /// Runs when the module is imported.
+    #[pymodule_init]
+    fn init(_module: &pyo3::Bound<'_, pyo3::types::PyModule>) -> pyo3::PyResult<()> {
+        crate::log_to_stderr::install();
+        Ok(())
+    }
 }

@@ -1,20 +1,21 @@
 //! Waits of application threads for tensors, steps and decisions.
 
-use super::Channel;
+use super::handle::Channel;
+use crate::channel::completion::WaitTarget;
+use crate::channel::guard::ApiGuard;
+use crate::channel::shared::Command;
 use crate::error::ChannelError;
-use crate::ledger::Ledger;
-use crate::ready::{lock, Awaited};
-use crate::shared::Command;
+use crate::sys::lock;
 use gradlane_engine::UsageError;
 use gradlane_units::{Step, TensorId};
 use std::time::{Duration, Instant};
 
-/// How often the interrupt function of somebody who waits is asked: within what a person notices,
-/// and seldom enough to cost nothing beside a step.
-const ASK_EVERY: Duration = Duration::from_millis(200);
+/// Interval of the interrupt function while a call waits: within what a person notices, and too
+/// rare to cost anything beside a step.
+const INTERRUPT_INTERVAL: Duration = Duration::from_millis(200);
 
 impl Channel {
-    /// A consumer waits for a tensor.
+    /// Declares that a consumer waits for a tensor.
     ///
     /// # Errors
     /// [`ChannelError::Usage`] for an unknown tensor or a step that has not begun.
@@ -23,27 +24,27 @@ impl Channel {
         self.request(&[tensor], step)
     }
 
-    /// Tells the engine that what is missing is needed.
+    /// Tells the engine which of these tensors are needed.
     fn request(&self, tensors: &[TensorId], step: Step) -> Result<(), ChannelError> {
         for &tensor in tensors {
-            Ledger::check_tensor(&self.plan, tensor)?;
+            ApiGuard::check_tensor(&self.plan, tensor)?;
         }
-        let ready = &self.shared.ready;
-        let missing = |tensor: &TensorId| !ready.has(Awaited::Tensor(*tensor, step));
+        let completion = &self.shared.completion;
+        let missing = |tensor: &TensorId| !completion.has(WaitTarget::Tensor(*tensor, step));
         let missing: Vec<TensorId> = tensors.iter().copied().filter(missing).collect();
         if missing.is_empty() {
             return Ok(());
         }
-        let ledger = lock(&self.ledger);
-        if step > ledger.current() {
-            let current = ledger.current();
+        let guard = lock(&self.guard);
+        if step > guard.current() {
+            let current = guard.current();
             return Err(UsageError::WrongStep { call: "wait", step, current }.into());
         }
         self.shared.command(Command::Needed(missing, step));
         Ok(())
     }
 
-    /// Waits until all these tensors are ready in a step. `interrupt` is asked every 50 ms.
+    /// Waits until all these tensors are ready in a step. `interrupt` is called every 200 ms.
     ///
     /// # Errors
     /// [`ChannelError::Failed`] when the session fails, [`ChannelError::Interrupted`] when asked,
@@ -57,7 +58,7 @@ impl Channel {
         self.check()?;
         self.request(tensors, step)?;
         for &tensor in tensors {
-            self.wait_for(Awaited::Tensor(tensor, step), interrupt)?;
+            self.wait_for(WaitTarget::Tensor(tensor, step), interrupt)?;
         }
         Ok(())
     }
@@ -75,7 +76,7 @@ impl Channel {
         let tensors = (0..self.plan.tensors.len() as u32).map(TensorId);
         let part: Vec<TensorId> = tensors.filter(|&it| self.plan.takes_part(it, step)).collect();
         self.request(&part, step)?;
-        self.wait_for(Awaited::Step(step), interrupt)
+        self.wait_for(WaitTarget::Step(step), interrupt)
     }
 
     /// Waits until the contributors of a step are known, where stragglers are left out.
@@ -89,26 +90,26 @@ impl Channel {
     ) -> Result<(), ChannelError> {
         self.check()?;
         if self.plan.strategy.synchrony.stragglers().is_none() {
-            let what = format!("nobody decides {step}: it waits for all ranks");
+            let what = format!("no contributors are chosen for {step}: it waits for all ranks");
             return Err(UsageError::Argument(what).into());
         }
-        lock(&self.ledger).check_step("wait_decided", step)?;
-        self.wait_for(Awaited::Decided(step), interrupt)
+        lock(&self.guard).check_step("wait_decided", step)?;
+        self.wait_for(WaitTarget::Contributors(step), interrupt)
     }
 
     fn wait_for(
         &self,
-        awaited: Awaited,
+        target: WaitTarget,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<(), ChannelError> {
-        let ready = &self.shared.ready;
-        if ready.has(awaited) {
+        let completion = &self.shared.completion;
+        if completion.has(target) {
             return Ok(());
         }
         let start = Instant::now();
         let result = loop {
-            ready.wait(awaited, ASK_EVERY);
-            if ready.has(awaited) {
+            completion.wait(target, INTERRUPT_INTERVAL);
+            if completion.has(target) {
                 break Ok(());
             }
             if let Err(error) = self.check() {
@@ -118,32 +119,32 @@ impl Channel {
                 break Err(ChannelError::Interrupted);
             }
         };
-        self.shared.metrics.note_wait(awaited, ready.newest(), start.elapsed());
+        self.shared.metrics.note_wait(target, completion.newest(), start.elapsed());
         result
     }
 
-    /// Whether a tensor is ready in a step.
+    /// Returns whether a tensor is ready in a step.
     ///
     /// # Errors
     /// When the session is over, and for an unknown tensor.
     pub fn is_ready(&self, tensor: TensorId, step: Step) -> Result<bool, ChannelError> {
         self.check()?;
-        Ledger::check_tensor(&self.plan, tensor)?;
-        Ok(self.shared.ready.has(Awaited::Tensor(tensor, step)))
+        ApiGuard::check_tensor(&self.plan, tensor)?;
+        Ok(self.shared.completion.has(WaitTarget::Tensor(tensor, step)))
     }
 
-    /// What became ready in a step since the last call, with whether no rank had a gradient; in the
-    /// order in which it did.
+    /// Returns the tensors that became ready in a step since the last call, in order, with whether
+    /// no rank had a gradient.
     ///
     /// # Errors
     /// When the session is over.
     pub fn take_ready(&self, step: Step) -> Result<Vec<(TensorId, bool)>, ChannelError> {
         self.check()?;
-        Ok(self.shared.ready.take(step))
+        Ok(self.shared.completion.take(step))
     }
 
-    /// Waits until something became ready in `step` that was not taken, and takes it. For threads
-    /// that pass results on: it counts as no wait of the program.
+    /// Waits for a tensor of `step` that was not taken yet, and takes it. For threads that pass
+    /// results on: the program's wait time does not count it.
     ///
     /// # Errors
     /// [`ChannelError::Failed`] when the session fails, [`ChannelError::Interrupted`] when asked.
@@ -160,37 +161,37 @@ impl Channel {
             if interrupt() {
                 return Err(ChannelError::Interrupted);
             }
-            self.shared.ready.wait(Awaited::News(step), ASK_EVERY);
+            self.shared.completion.wait(WaitTarget::AnyTensor(step), INTERRUPT_INTERVAL);
         }
     }
 
-    /// Waits for tensors whose blocks are all here, and which this rank owes an answer, each once, in
-    /// the order in which they came. Their blocks are to be had from [`Channel::take_blocks`].
+    /// Waits for tensors whose blocks have all arrived at this rank, their root, and which wait for
+    /// its result: each once, in order of arrival. [`Channel::take_blocks`] returns their blocks.
     ///
     /// # Errors
     /// When the session is over, or the wait was interrupted.
-    pub fn next_questions(
+    pub fn next_root_requests(
         &self,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<(TensorId, Step)>, ChannelError> {
         loop {
-            let questions = self.take_questions()?;
-            if !questions.is_empty() {
-                return Ok(questions);
+            let requests = self.take_root_requests()?;
+            if !requests.is_empty() {
+                return Ok(requests);
             }
             if interrupt() {
                 return Err(ChannelError::Interrupted);
             }
-            self.shared.ready.wait(Awaited::Question, ASK_EVERY);
+            self.shared.completion.wait(WaitTarget::RootRequest, INTERRUPT_INTERVAL);
         }
     }
 
-    /// The same without a wait, which may be none.
+    /// Returns them without a wait; there may be none.
     ///
     /// # Errors
     /// When the session is over.
-    pub fn take_questions(&self) -> Result<Vec<(TensorId, Step)>, ChannelError> {
-        self.shared.error_of_end().map_or(Ok(()), Err)?;
-        Ok(self.shared.ready.take_questions())
+    pub fn take_root_requests(&self) -> Result<Vec<(TensorId, Step)>, ChannelError> {
+        self.shared.outcome_error().map_or(Ok(()), Err)?;
+        Ok(self.shared.completion.take_root_requests())
     }
 }

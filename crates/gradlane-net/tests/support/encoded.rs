@@ -2,7 +2,7 @@
 //! nothing cut into slices and no owner.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
-use super::support::{each_rank, gradient, never, run_step, specs, tensor, world, PATIENCE};
+use super::support::{each_rank, gradient, never, run_step, specs, tensor, world, TEST_TIMEOUT};
 use gradlane_codec::{build, narrow, widen, Codec, FloatDtype, Place, TensorShape};
 use gradlane_engine::{CodecSizes, Plan, Strategy, TensorSpec, Update};
 use gradlane_net::TensorCodec;
@@ -45,7 +45,7 @@ pub fn trains_as<A: Aggregation>(
             let found = channel.worker_residual(tensor, &mut never).expect("a residual");
             assert_eq!(found, oracle.worker_residual(channel.rank().index()));
         }
-        channel.finish(PATIENCE, &mut never).expect("an orderly end");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         let metrics = channel.metrics();
         assert_eq!((metrics.outgoing_frames, metrics.works_in_flight), (0, 0));
     });

@@ -15,7 +15,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Longer than any test takes, shorter than patience.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Never interrupts.
 pub fn never() -> bool {
@@ -287,7 +287,7 @@ pub fn run_step(channel: &Channel, step: u64) -> Result<Vec<Tensor>, ChannelErro
 
 /// An interrupt function that ends a wait which should have ended long ago.
 pub fn deadline() -> impl FnMut() -> bool {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TEST_TIMEOUT;
     move || Instant::now() > end
 }
 

@@ -1,0 +1,93 @@
+//! Blocks that a step gathered from all ranks, in the hands of the application.
+//!
+//! Blocks of other ranks lie in scratch buffers, which leave the channel with them: they stay
+//! readable after the session, and return to its pool when they are dropped.
+
+use crate::channel::shared::{Command, Shared};
+use crate::memory::{MemoryError, MemoryTable, ScratchBuffer};
+use crate::sys::lock;
+use gradlane_engine::{Memory, Region};
+use gradlane_units::{Rank, Step, TensorId};
+use std::sync::Arc;
+
+/// One rank's block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Block<'a> {
+    /// The rank had no block.
+    Absent,
+    /// This rank's own block, with its number of bytes: it lies where the application gave it.
+    Own(u64),
+    /// Another rank's block.
+    Other(&'a [u8]),
+}
+
+/// A block as the driver hands it over.
+#[derive(Debug)]
+pub(crate) enum GatheredBlock {
+    Absent,
+    Own(u64),
+    Empty,
+    Other(ScratchBuffer, usize),
+}
+
+/// All ranks' blocks of a tensor in a step. Dropping it releases them.
+#[derive(Debug)]
+pub struct Blocks {
+    tensor: TensorId,
+    step: Step,
+    held: Vec<GatheredBlock>,
+    shared: Arc<Shared>,
+}
+
+impl Blocks {
+    /// Takes the blocks of a tensor in a step, once.
+    pub(crate) fn take(shared: &Arc<Shared>, tensor: TensorId, step: Step) -> Option<Blocks> {
+        let held = lock(&shared.blocks).remove(&(tensor, step))?;
+        Some(Blocks { tensor, step, held, shared: Arc::clone(shared) })
+    }
+
+    /// Returns the number of ranks.
+    #[must_use]
+    pub fn world_size(&self) -> u32 {
+        self.held.len() as u32
+    }
+
+    /// Returns the block of a rank; absent for a rank outside of the world.
+    #[must_use]
+    pub fn of(&self, rank: Rank) -> Block<'_> {
+        match self.held.get(rank.index()) {
+            None | Some(GatheredBlock::Absent) => Block::Absent,
+            Some(GatheredBlock::Own(bytes)) => Block::Own(*bytes),
+            Some(GatheredBlock::Empty) => Block::Other(&[]),
+            Some(GatheredBlock::Other(scratch, length)) => Block::Other(scratch.bytes(*length)),
+        }
+    }
+}
+
+impl Drop for Blocks {
+    fn drop(&mut self) {
+        let scratch = self.held.drain(..).filter_map(|held| match held {
+            GatheredBlock::Other(scratch, _) => Some(scratch),
+            _ => None,
+        });
+        let command = Command::ReleaseBlocks(self.tensor, self.step, scratch.collect());
+        self.shared.command(command);
+    }
+}
+
+/// Moves gathered blocks out of the memory of the channel of `rank`.
+pub(crate) fn take_out(
+    memory: &mut MemoryTable,
+    rank: Rank,
+    blocks: &[Option<Region>],
+) -> Result<Vec<GatheredBlock>, MemoryError> {
+    let block = |(index, block): (usize, &Option<Region>)| match block {
+        None => Ok(GatheredBlock::Absent),
+        Some(region) if index == rank.index() => Ok(GatheredBlock::Own(region.length)),
+        Some(Region { memory: Memory::Buffer(buffer), length, .. }) => {
+            Ok(GatheredBlock::Other(memory.take(*buffer)?, *length as usize))
+        }
+        Some(_) => Ok(GatheredBlock::Empty),
+    };
+    blocks.iter().enumerate().map(block).collect()
+}

@@ -1,0 +1,460 @@
+//! The handle that application threads hold: one session with all other ranks, for one prepared
+//! model.
+//!
+//! Every call is checked before it becomes a command. Calls return at once, except `wait`,
+//! `wait_step`, `finish` and `abort`. After a call has reported the end of the session, no thread
+//! of the channel touches the application's memory.
+
+use crate::channel::blocks::Blocks;
+use crate::channel::completion::WaitTarget;
+use crate::channel::guard::ApiGuard;
+use crate::channel::shared::{panic_text, Command, SessionOutcome, Shared};
+use crate::connect::{self, digest, Acceptor, Identity, Listener, INTERRUPT_EVERY};
+use crate::error::{ChannelError, ChannelFailure};
+use crate::io::Driver;
+use crate::memory::UserMemory;
+use crate::metrics::participation_stats::StepParticipation;
+use crate::metrics::Metrics;
+use crate::options::ChannelOptions;
+use crate::sys::descriptors;
+use crate::sys::lock;
+use crate::sys::poller::Poller;
+use crate::sys::socket::Socket;
+use gradlane_engine::{Input, Plan, UsageError};
+use gradlane_units::{Priority, Rank, Step, TensorId};
+use std::io;
+use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Threads that are joined when the channel closes.
+struct Threads {
+    io: JoinHandle<()>,
+    acceptor: Acceptor,
+}
+
+/// A running session with all other ranks.
+pub struct Channel {
+    pub(super) shared: Arc<Shared>,
+    pub(super) plan: Arc<Plan>,
+    pub(super) rank: Rank,
+    pub(super) guard: Mutex<ApiGuard>,
+    threads: Mutex<Option<Threads>>,
+    /// The process that has the threads.
+    process_id: u32,
+    pub(super) forgotten: AtomicBool,
+}
+
+impl Channel {
+    /// Connects all ranks and starts. `peers[rank]` is the `host:port` (`[v6]:port`) of each rank,
+    /// `plan_json` the plan, the same text on every rank, `secret` the job's secret. `interrupt` is
+    /// called every 50 ms and returns whether to give up.
+    ///
+    /// # Errors
+    /// [`ChannelError::Argument`] for invalid options or an invalid plan, [`ChannelError::Refused`]
+    /// when a rank refuses another, [`ChannelError::TimedOut`] when not all ranks are connected in
+    /// time, [`ChannelError::Interrupted`] when `interrupt` asks to give up.
+    pub fn connect(
+        listener: Listener,
+        options: &ChannelOptions,
+        plan_json: &str,
+        peers: &[String],
+        secret: &[u8],
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Channel, ChannelError> {
+        options.validate()?;
+        let plan = read_plan(plan_json, options)?;
+        if peers.len() != options.world_size as usize {
+            return Err(ChannelError::Argument(format!(
+                "{} addresses of peers for a world of {} ranks",
+                peers.len(),
+                options.world_size
+            )));
+        }
+        let rank = Rank(options.rank);
+        let identity = Identity {
+            rank,
+            world_size: options.world_size,
+            generation: options.generation,
+            job_digest: digest(options.job.as_bytes()),
+            table_digest: digest(plan_json.as_bytes()),
+            secret: secret.to_vec(),
+        };
+        let metrics = Arc::new(Metrics::new(rank, &plan));
+        let mesh = connect::assemble(listener, identity, peers, options, &metrics, interrupt)?;
+        let system = |error| ChannelError::system("cannot start a channel", &error);
+        let threads = options.io_threads.clamp(1, peers.len().max(2) - 1);
+        let pollers: io::Result<Vec<Poller>> = (0..threads).map(|_| Poller::new()).collect();
+        let pollers = pollers.map_err(system)?;
+        let shared = Arc::new(Shared::new(pollers, &plan, options, metrics));
+        let socket = |stream| Arc::new(stream) as Arc<dyn Socket>;
+        let sockets = mesh.streams.into_iter().map(|stream| stream.map(socket)).collect();
+        let driver =
+            Driver::new(options.clone(), &plan, sockets, mesh.is_local, Arc::clone(&shared))
+                .map_err(system)?;
+        let io = std::thread::Builder::new()
+            .name("gradlane-io".to_owned())
+            .spawn({
+                let shared = Arc::clone(&shared);
+                move || drive(driver, &shared)
+            })
+            .map_err(system)?;
+        let guard = Mutex::new(ApiGuard::new(plan.tensors.len()));
+        let threads = Mutex::new(Some(Threads { io, acceptor: mesh.acceptor }));
+        let process_id = std::process::id();
+        let forgotten = AtomicBool::new(false);
+        Ok(Channel { shared, plan, rank, guard, threads, process_id, forgotten })
+    }
+
+    /// The plan.
+    #[must_use]
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// This rank.
+    #[must_use]
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    pub(super) fn check(&self) -> Result<(), ChannelError> {
+        if self.forgotten.load(Ordering::Relaxed) {
+            return Err(ChannelError::Closed(
+                "this channel belongs to the parent process; a forked child cannot use it"
+                    .to_owned(),
+            ));
+        }
+        self.shared.check()
+    }
+
+    /// Begins a step: 0 first (rank 0's values go everywhere), then 1, 2, …
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] when it is not the next step or the previous one is not complete; an
+    /// error when the session is over. The same for all calls below that name no errors.
+    pub fn step_begin(&self, step: Step) -> Result<(), ChannelError> {
+        self.begin(step, Input::StepBegin(step))
+    }
+
+    /// Begins a step without this rank's contributions, after one that went on without them
+    /// (stragglers). All its tensors are given as absent; the results land there.
+    ///
+    /// # Errors
+    /// As [`Channel::step_begin`]. A step that may not be passed is an error of the next call.
+    pub fn step_pass(&self, step: Step) -> Result<(), ChannelError> {
+        self.begin(step, Input::StepPass(step))
+    }
+
+    /// Begins a step that waits for every rank, whatever the plan's policy for stragglers. All
+    /// ranks begin it so; where steps always wait for all, it is an ordinary step.
+    ///
+    /// # Errors
+    /// As [`Channel::step_begin`]. A session whose ranks disagree on it fails and names them.
+    pub fn step_barrier(&self, step: Step) -> Result<(), ChannelError> {
+        self.begin(step, Input::StepBarrier(step))
+    }
+
+    /// Returns whether a step counted this rank's contributions, where stragglers are left out, and
+    /// how far the others are.
+    #[must_use]
+    pub fn participation(&self, step: Step) -> StepParticipation {
+        lock(&self.shared.metrics.participation).in_step(step)
+    }
+
+    fn begin(&self, step: Step, input: Input) -> Result<(), ChannelError> {
+        self.check()?;
+        let mut guard = lock(&self.guard);
+        let completion = &self.shared.completion;
+        let is_complete = |step| completion.has(WaitTarget::Step(step));
+        guard.step_begin(step, is_complete, |current| self.missing(current))?;
+        // Commands are queued under the guard's lock: their order is that of the checks.
+        self.shared.command(Command::Engine(input));
+        Ok(())
+    }
+
+    fn missing(&self, step: Step) -> (usize, String) {
+        let tensors = (0..self.plan.tensors.len() as u32).map(TensorId);
+        let missing: Vec<TensorId> = tensors
+            .filter(|&tensor| self.plan.takes_part(tensor, step))
+            .filter(|&tensor| !self.shared.completion.has(WaitTarget::Tensor(tensor, step)))
+            .collect();
+        let name = missing.first().map(|&tensor| self.plan.tensor(tensor).spec.name.clone());
+        (missing.len(), name.unwrap_or_default())
+    }
+
+    /// Hands over a tensor's gradient (in step 0 the tensor itself). The channel owns the memory
+    /// until the tensor is ready in this step; then it holds the result.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] also for an unknown tensor, memory of another size, or a second
+    /// gradient in the step.
+    pub fn gradient_ready(
+        &self,
+        tensor: TensorId,
+        step: Step,
+        memory: UserMemory,
+    ) -> Result<(), ChannelError> {
+        self.check()?;
+        let mut guard = lock(&self.guard);
+        guard.contribute("gradient_ready", &self.plan, tensor, step, memory)?;
+        let input = Input::GradientReady(tensor, step);
+        self.shared.command(Command::Contribute(memory, input));
+        Ok(())
+    }
+
+    /// Hands over memory for a tensor without a gradient in this step. If another rank has one, the
+    /// mean lands in it.
+    ///
+    /// # Errors
+    /// As [`Channel::gradient_ready`].
+    pub fn tensor_absent(
+        &self,
+        tensor: TensorId,
+        step: Step,
+        memory: UserMemory,
+    ) -> Result<(), ChannelError> {
+        self.check()?;
+        let mut guard = lock(&self.guard);
+        guard.contribute("tensor_absent", &self.plan, tensor, step, memory)?;
+        let input = Input::TensorAbsent(tensor, step);
+        self.shared.command(Command::Contribute(memory, input));
+        Ok(())
+    }
+
+    /// Hands over this rank's block of a tensor, of any size up to the plan's. The channel owns the
+    /// memory until the tensor is ready in this step and does not write to it.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] also for an unknown tensor or one of another scheme, a size that the
+    /// plan does not allow, or a second block in the step.
+    pub fn block_ready(
+        &self,
+        tensor: TensorId,
+        step: Step,
+        memory: UserMemory,
+    ) -> Result<(), ChannelError> {
+        self.check()?;
+        if memory.is_null() {
+            let what = format!("a block of {} bytes at no address", memory.bytes());
+            return Err(UsageError::Argument(what).into());
+        }
+        let mut guard = lock(&self.guard);
+        guard.contribute_block(&self.plan, tensor, step, memory.bytes())?;
+        let input = Input::BlockReady(tensor, step, memory.bytes() as u64);
+        self.shared.command(Command::Contribute(memory, input));
+        Ok(())
+    }
+
+    /// Declares that this rank has no block of a tensor in this step.
+    ///
+    /// # Errors
+    /// As [`Channel::block_ready`].
+    pub fn block_absent(&self, tensor: TensorId, step: Step) -> Result<(), ChannelError> {
+        self.check()?;
+        let mut guard = lock(&self.guard);
+        guard.contribute_block(&self.plan, tensor, step, 0)?;
+        self.shared.command(Command::Engine(Input::TensorAbsent(tensor, step)));
+        Ok(())
+    }
+
+    /// Hands over the root's result for the blocks of a tensor of scheme `GatherToRoot`, which all
+    /// ranks get. The channel owns the memory until the tensor is ready in this step and does not
+    /// write to it.
+    ///
+    /// # Errors
+    /// As [`Channel::block_ready`]. A result that no rank waits for is an error of the next call.
+    pub fn root_result_ready(
+        &self,
+        tensor: TensorId,
+        step: Step,
+        memory: UserMemory,
+    ) -> Result<(), ChannelError> {
+        // Other misuse is reported to the thread that trains.
+        self.shared.outcome_error().map_or(Ok(()), Err)?;
+        ApiGuard::check_block(&self.plan, tensor, memory.bytes())?;
+        if memory.is_null() {
+            let what = format!("a result of {} bytes at no address", memory.bytes());
+            return Err(UsageError::Argument(what).into());
+        }
+        let input = Input::RootResultReady(tensor, step, memory.bytes() as u64);
+        self.shared.command(Command::Contribute(memory, input));
+        Ok(())
+    }
+
+    /// Returns all ranks' blocks of a tensor that is ready in a step, once; `None` before, and when
+    /// they were taken. Dropping the value, also in a later step, releases them.
+    ///
+    /// # Errors
+    /// When the session is over, and for an unknown tensor.
+    pub fn take_blocks(
+        &self,
+        tensor: TensorId,
+        step: Step,
+    ) -> Result<Option<Blocks>, ChannelError> {
+        self.shared.outcome_error().map_or(Ok(()), Err)?;
+        ApiGuard::check_tensor(&self.plan, tensor)?;
+        Ok(Blocks::take(&self.shared, tensor, step))
+    }
+
+    /// Declares that all gradients of the step are given (`optimizer.step()` was called): with
+    /// updates on the servers, parameters may be written from now on.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] for another step than the current one.
+    pub fn step_end(&self, step: Step) -> Result<(), ChannelError> {
+        self.check()?;
+        let guard = lock(&self.guard);
+        guard.check_step("step_end", step)?;
+        self.shared.command(Command::Engine(Input::StepEnd(step)));
+        Ok(())
+    }
+
+    /// Declares that all ranks are connected to all: from now on a peer that sends nothing is
+    /// silent. Before, it has the connect timeout in addition.
+    pub fn all_connected(&self) {
+        self.shared.command(Command::AllConnected);
+    }
+
+    /// Sets another priority for every tensor, in force on all ranks two steps later; on rank 0
+    /// only.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] on another rank, for a vector of another length, or before any step.
+    /// A switch while the last one is unfinished is an error of the next call.
+    pub fn switch_priorities(&self, priorities: Vec<Priority>) -> Result<(), ChannelError> {
+        self.check()?;
+        let refuse = |text: String| Err(ChannelError::Usage(UsageError::Argument(text)));
+        if self.rank != Rank(0) {
+            return refuse(format!("{} cannot switch priorities: rank 0 does", self.rank));
+        }
+        let (found, expected) = (priorities.len(), self.plan.tensors.len());
+        if found != expected {
+            return refuse(format!("{found} priorities for {expected} tensors"));
+        }
+        self.shared.command(Command::Engine(Input::SwitchPriorities(priorities)));
+        Ok(())
+    }
+
+    /// Returns why the session has failed, if it has.
+    #[must_use]
+    pub fn failure(&self) -> Option<ChannelFailure> {
+        match self.shared.ended.get() {
+            Some(SessionOutcome::Failed(failure)) => Some(failure.clone()),
+            _ => None,
+        }
+    }
+
+    /// Closes in good order: sends what is owed, says goodbye and waits until every rank has. Gives
+    /// up at the timeout. All threads are joined, except after an interrupt.
+    ///
+    /// # Errors
+    /// [`ChannelError::TimedOut`] when not every rank said goodbye in time,
+    /// [`ChannelError::Failed`] when the session failed before, [`ChannelError::Interrupted`].
+    pub fn finish(
+        &self,
+        timeout: Duration,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<(), ChannelError> {
+        if self.forgotten.load(Ordering::Relaxed) {
+            return self.check();
+        }
+        let start = Instant::now();
+        self.shared.command(Command::Engine(Input::Finish));
+        let mut timed_out = false;
+        while self.shared.ended.get().is_none() {
+            let left = timeout.saturating_sub(start.elapsed());
+            if left.is_zero() && !timed_out {
+                timed_out = true;
+                let reason = format!(
+                    "{} closed its session, and not every rank did the same within {} s",
+                    self.rank,
+                    timeout.as_secs_f64()
+                );
+                self.shared.command(Command::Abort(reason));
+            }
+            let nap = if timed_out { INTERRUPT_EVERY } else { left.min(INTERRUPT_EVERY) };
+            self.shared.completion.wait(WaitTarget::End, nap);
+            if interrupt() {
+                return Err(ChannelError::Interrupted);
+            }
+        }
+        self.join();
+        match self.shared.ended.get() {
+            Some(SessionOutcome::Failed(failure)) if timed_out => Err(ChannelError::TimedOut {
+                message: failure.message.clone(),
+                last_complete: failure.last_complete,
+                peer: failure.peer,
+            }),
+            Some(SessionOutcome::Failed(failure)) => Err(ChannelError::Failed(failure.clone())),
+            _ => Ok(()),
+        }
+    }
+
+    /// Gives up: tells every rank why, for about a second at most, and stops. Afterwards no memory
+    /// is touched and all threads are joined. A session that has ended is only joined.
+    pub fn abort(&self, reason: &str) {
+        if !self.forgotten.load(Ordering::Relaxed) {
+            self.shared.command(Command::Abort(reason.to_owned()));
+            self.join();
+        }
+    }
+
+    fn join(&self) {
+        let threads = lock(&self.threads).take();
+        if let Some(Threads { io, acceptor }) = threads {
+            // The thread turns its own panics into a failure of the session.
+            let _ = io.join();
+            drop(acceptor);
+        }
+    }
+
+    /// Closes, in a forked child, all descriptors that gradlane had open in the parent, of every
+    /// channel and listener. The child does not have the threads; the parent notices nothing.
+    pub fn forget_in_child(&self) {
+        self.forgotten.store(true, Ordering::Relaxed);
+        descriptors::close_all_inherited();
+    }
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        if self.forgotten.load(Ordering::Relaxed) || self.process_id != std::process::id() {
+            // The threads exist in the parent only, and so do the resources that they share.
+            let threads = self.threads.get_mut();
+            let threads = threads.unwrap_or_else(std::sync::PoisonError::into_inner);
+            if let Some(Threads { io, acceptor }) = threads.take() {
+                std::mem::forget(io);
+                acceptor.forget();
+            }
+            return;
+        }
+        self.abort("the channel was dropped without being closed");
+    }
+}
+
+/// Runs the first I/O thread from start to end.
+fn drive(driver: Driver, shared: &Shared) {
+    let result = catch_unwind(AssertUnwindSafe(|| driver.run()));
+    if let Err(panic) = result {
+        // The driver was dropped: jobs are done, and all connections are closed.
+        shared.end_by_panic(&panic_text(&*panic));
+    }
+}
+
+/// Reads a plan and checks everything that the transport relies on.
+fn read_plan(json: &str, options: &ChannelOptions) -> Result<Arc<Plan>, ChannelError> {
+    let refuse = |text: String| ChannelError::Argument(format!("plan: {text}"));
+    let plan: Plan = serde_json::from_str(json).map_err(|error| refuse(error.to_string()))?;
+    if plan.world_size != options.world_size {
+        return Err(refuse(format!(
+            "it is for {} ranks, but world_size is {}",
+            plan.world_size, options.world_size
+        )));
+    }
+    plan.validate().map_err(|error| refuse(error.to_string()))?;
+    crate::compute::codecs::of_plan(&plan).map_err(|error| refuse(error.to_string()))?;
+    Ok(Arc::new(plan))
+}

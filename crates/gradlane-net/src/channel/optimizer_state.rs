@@ -1,0 +1,150 @@
+//! Calls for updates on the servers: memory of parameters, settings and state of optimizers,
+//! residuals of codecs.
+
+use super::handle::Channel;
+use crate::channel::guard::ApiGuard;
+use crate::channel::shared::Command;
+use crate::compute::{StateKind, StateRead, UpdateRule};
+use crate::connect::INTERRUPT_EVERY;
+use crate::error::ChannelError;
+use crate::memory::UserMemory;
+use crate::sys::lock;
+use gradlane_engine::{Input, UsageError};
+use gradlane_units::{SliceId, Step, TensorId};
+
+impl Channel {
+    /// Registers a parameter's own memory, before its first step with updates on the servers.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] for an unknown tensor or memory of another size.
+    pub fn set_parameter(&self, tensor: TensorId, memory: UserMemory) -> Result<(), ChannelError> {
+        self.check()?;
+        ApiGuard::check_memory(&self.plan, tensor, memory)?;
+        self.shared.command(Command::SetParameter(tensor, memory));
+        Ok(())
+    }
+
+    /// Sets the optimizer on the servers for the named tensors, from the step on whose gradients
+    /// come next; others keep theirs.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] for an unknown tensor or settings that torch refuses.
+    pub fn set_optimizer(&self, rows: Vec<(TensorId, UpdateRule)>) -> Result<(), ChannelError> {
+        self.check()?;
+        for (tensor, rule) in &rows {
+            ApiGuard::check_tensor(&self.plan, *tensor)?;
+            rule.validate().map_err(|error| {
+                let name = &self.plan.tensor(*tensor).spec.name;
+                UsageError::Argument(format!("optimizer settings of tensor {name:?}: {error}"))
+            })?;
+        }
+        self.shared.command(Command::SetOptimizer(rows));
+        Ok(())
+    }
+
+    /// Makes the step that has just begun, and all until settings are given again, broadcast
+    /// optimizer state in place of updated parameters. Every rank calls it. The state lands where
+    /// `set_parameter` says.
+    ///
+    /// # Errors
+    /// As [`Channel::step_begin`].
+    pub fn read_state(&self, read: StateRead) -> Result<(), ChannelError> {
+        self.check()?;
+        let guard = lock(&self.guard);
+        self.shared.command(Command::ReadState(read, guard.current()));
+        Ok(())
+    }
+
+    /// Makes this rank's contributions to the step that has just begun travel raw, whatever codec
+    /// the plan has. Every rank calls it, before its first contribution.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] for another step than the current one. A call that comes too late is
+    /// an error of the next call.
+    pub fn send_raw(&self, step: Step) -> Result<(), ChannelError> {
+        self.check()?;
+        let guard = lock(&self.guard);
+        guard.check_step("send_raw", step)?;
+        self.shared.command(Command::Engine(Input::SendRaw(step)));
+        Ok(())
+    }
+
+    /// Returns the residual of this rank's contributions to a tensor (error feedback), in the order
+    /// of its storage, between steps. `interrupt` is called every 50 ms.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] for an unknown tensor, [`ChannelError::Interrupted`] when asked.
+    pub fn worker_residual(
+        &self,
+        tensor: TensorId,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<f32>, ChannelError> {
+        self.check()?;
+        ApiGuard::check_tensor(&self.plan, tensor)?;
+        let (reply, answer) = std::sync::mpsc::channel();
+        self.shared.command(Command::WorkerResidual(tensor, reply));
+        loop {
+            if let Ok(values) = answer.recv_timeout(INTERRUPT_EVERY) {
+                return Ok(values);
+            }
+            self.check()?;
+            if interrupt() {
+                return Err(ChannelError::Interrupted);
+            }
+        }
+    }
+
+    /// Forgets all optimizer state on this rank; between steps.
+    ///
+    /// # Errors
+    /// As [`Channel::step_begin`].
+    pub fn clear_state(&self) -> Result<(), ChannelError> {
+        self.check()?;
+        self.shared.command(Command::ClearState);
+        Ok(())
+    }
+
+    /// Restores a tensor's optimizer state, between steps. `values` are those of the whole tensor
+    /// in the order of its storage; this rank keeps the slices that it owns, or, of its own
+    /// residual, all.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] for an unknown tensor or another number of values.
+    pub fn load_state(
+        &self,
+        tensor: TensorId,
+        kind: StateKind,
+        values: &[f32],
+    ) -> Result<(), ChannelError> {
+        self.check()?;
+        ApiGuard::check_tensor(&self.plan, tensor)?;
+        let spec = &self.plan.tensor(tensor).spec;
+        let width = match kind {
+            StateKind::WorkerResidual => self.plan.residual_width(tensor),
+            _ => 1,
+        };
+        if values.len() as u64 != spec.numel * width as u64 {
+            return Err(ChannelError::Usage(UsageError::Argument(format!(
+                "{} of tensor {:?} has {} elements, the tensor {}",
+                kind.name(),
+                spec.name,
+                values.len(),
+                spec.numel * width as u64
+            ))));
+        }
+        let owned: Vec<(SliceId, Vec<f32>)> = self
+            .plan
+            .slices_of(tensor)
+            .filter(|&slice| {
+                kind == StateKind::WorkerResidual || self.plan.slice(slice).owner == self.rank
+            })
+            .map(|id| {
+                let slice = self.plan.slice(id);
+                let start = slice.start as usize * width;
+                (id, values[start..start + slice.length as usize * width].to_vec())
+            })
+            .collect();
+        self.shared.command(Command::LoadState(kind, owned));
+        Ok(())
+    }
+}

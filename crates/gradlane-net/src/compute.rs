@@ -1,0 +1,22 @@
+//! Jobs: the engine's operations, run by kernels on threads of their own.
+//!
+//! `prepare` is the only place that knows the list of operations: it turns each into a [`Job`] with the
+//! borrowed memory, the codec and the state that it needs. `state` keeps it between jobs, `job_runner`
+//! starts and reports jobs, `job_queue` has the threads. `kernels`, `encoded` and `quantized_ring` compute.
+
+pub(crate) mod codecs;
+mod encoded;
+mod error;
+mod job;
+mod job_queue;
+pub(crate) mod job_runner;
+#[allow(unsafe_code, reason = "calls kernels that may work in place")]
+mod kernels;
+mod optimizer;
+#[allow(unsafe_code, reason = "borrows the memory of jobs")]
+mod prepare;
+mod quantized_ring;
+mod residual;
+mod state;
+
+pub use optimizer::{StateKind, StateRead, UpdateRule, UpdateRuleError};

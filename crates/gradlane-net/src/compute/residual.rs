@@ -1,0 +1,63 @@
+//! The residual of this rank's contributions to a slice, with a snapshot to roll back to.
+//!
+//! Where a step may go on without this rank, a contribution that was sent may not count. Then it
+//! leaves no trace: the residual is the one before, to the last bit, and the gradient is lost, or
+//! the application adds it to a later one. So the sum of the counted contributions and the residual
+//! is that of the counted gradients.
+
+use gradlane_units::Step;
+
+/// The residual of one slice; empty while it is zero.
+#[derive(Debug, Default)]
+pub(crate) struct WorkerResidual {
+    pub(crate) values: Vec<f32>,
+    /// The values before they were last sent, and the step of that.
+    before: Vec<f32>,
+    sent_in: Option<Step>,
+}
+
+impl WorkerResidual {
+    /// Saves the values, which are about to be sent in a step that may not count them.
+    pub(crate) fn snapshot(&mut self, step: Step) {
+        self.before.clear();
+        self.before.extend_from_slice(&self.values);
+        self.sent_in = Some(step);
+    }
+
+    /// Restores the values that were saved for a step which went on without this rank.
+    pub(crate) fn rollback(&mut self, step: Step) {
+        if self.sent_in == Some(step) {
+            self.sent_in = None;
+            std::mem::swap(&mut self.values, &mut self.before);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_was_sent_in_the_step_is_taken_back_and_once() {
+        let mut residual = WorkerResidual::default();
+        residual.snapshot(Step(1));
+        residual.values = vec![1.0, -0.0];
+        residual.rollback(Step(2));
+        assert_eq!(residual.values, [1.0, -0.0]);
+        residual.snapshot(Step(2));
+        residual.values[0] = 7.0;
+        residual.rollback(Step(2));
+        residual.rollback(Step(2));
+        assert_eq!(residual.values, [1.0, -0.0]);
+        assert!(residual.values[1].is_sign_negative());
+    }
+
+    #[test]
+    fn the_first_contribution_leaves_nothing_behind_when_it_is_taken_back() {
+        let mut residual = WorkerResidual::default();
+        residual.snapshot(Step(4));
+        residual.values = vec![0.5; 3];
+        residual.rollback(Step(4));
+        assert!(residual.values.is_empty());
+    }
+}

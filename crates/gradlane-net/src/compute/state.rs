@@ -1,0 +1,156 @@
+//! The state that lives between jobs: optimizers and residuals of slices, update rules of tensors.
+
+use super::codecs::{self, CodecPlanError, PlannedCodec};
+use super::error::JobError;
+use super::job::JobState;
+use super::optimizer::{SliceState, StateKind, StateRead, UpdateRule};
+use crate::options::ChannelOptions;
+use gradlane_engine::{Plan, Synchrony};
+use gradlane_units::{Rank, SliceId, Step, TensorId};
+use std::sync::Arc;
+
+/// The plan and the state that jobs are prepared from.
+#[derive(Debug)]
+pub(crate) struct ComputeState {
+    pub(super) plan: Arc<Plan>,
+    pub(super) rank: Rank,
+    /// Seed of all random draws of codecs.
+    pub(super) seed: u64,
+    /// By tensor.
+    pub(super) codecs: Vec<Option<PlannedCodec>>,
+    /// Whether each push is a step of the optimizer, which then only the owner can count.
+    pub(super) is_async: bool,
+    /// Whether steps may go on without this rank's contributions.
+    pub(super) may_be_late: bool,
+    /// The last step that went on without this rank.
+    left_out: Option<Step>,
+    /// By tensor, from the last `set_optimizer` on.
+    rules: Vec<Option<UpdateRule>>,
+    /// The step that broadcasts state in place of parameters. Where ranks may be late, an owner can be in a
+    /// later step than its own application: it reads in that step alone.
+    reading: Option<(Step, StateRead)>,
+    /// By slice: optimizer state of the slices that this rank updates, and residuals.
+    states: Vec<Option<SliceState>>,
+}
+
+impl ComputeState {
+    /// Makes the state before step 0, without settings.
+    ///
+    /// # Errors
+    /// When the plan has a codec that its tensor cannot have.
+    pub(super) fn new(
+        plan: &Arc<Plan>,
+        options: &ChannelOptions,
+    ) -> Result<ComputeState, CodecPlanError> {
+        Ok(ComputeState {
+            plan: Arc::clone(plan),
+            rank: Rank(options.rank),
+            seed: options.seed,
+            codecs: codecs::of_plan(plan)?,
+            is_async: plan.strategy.synchrony == Synchrony::Async,
+            may_be_late: plan.strategy.synchrony.stragglers().is_some(),
+            left_out: None,
+            rules: vec![None; plan.tensors.len()],
+            reading: None,
+            states: (0..plan.slices.len()).map(|_| None).collect(),
+        })
+    }
+
+    /// Begins a step, which ends a reading of state. In asynchronous training this rank's steps say
+    /// nothing about the others': there only new settings end a reading.
+    pub(crate) fn begin_step(&mut self) {
+        if !self.is_async {
+            self.reading = None;
+        }
+    }
+
+    /// Sets update rules, in force from now on.
+    pub(crate) fn set_optimizer(&mut self, rows: Vec<(TensorId, UpdateRule)>) {
+        self.reading = None;
+        for (tensor, rule) in rows {
+            self.rules[tensor.index()] = Some(rule);
+        }
+    }
+
+    /// Makes a step broadcast the state of slices in place of their update.
+    pub(crate) fn read_state(&mut self, read: StateRead, step: Step) {
+        self.reading = Some((step, read));
+    }
+
+    /// The state that a step broadcasts in place of results.
+    pub(super) fn read_in(&self, step: Step) -> Option<StateRead> {
+        self.reading.filter(|(of, _)| self.is_async || *of == step).map(|(_, read)| read)
+    }
+
+    /// Forgets all optimizer state.
+    pub(crate) fn clear_state(&mut self) {
+        self.states.iter_mut().flatten().for_each(SliceState::clear_optimizer);
+    }
+
+    /// Returns the residual of this rank's contributions to a tensor in the order of its storage, between
+    /// steps.
+    pub(crate) fn worker_residual(&mut self, tensor: TensorId) -> Vec<f32> {
+        let mut values = Vec::new();
+        let width = self.plan.residual_width(tensor);
+        for slice in self.plan.slices_of(tensor) {
+            let length = self.plan.slice(slice).length as usize * width;
+            let state = self.state(slice);
+            let own = state.values(StateKind::WorkerResidual);
+            values.extend_from_slice(own);
+            values.resize(values.len() + length - own.len().min(length), 0.0);
+        }
+        values
+    }
+
+    /// Restores optimizer state of slices that this rank owns, or its own residuals.
+    pub(crate) fn load_state(&mut self, kind: StateKind, slices: Vec<(SliceId, Vec<f32>)>) {
+        for (slice, mut values) in slices {
+            let width = self.plan.residual_width(self.plan.slice(slice).tensor);
+            if kind == StateKind::OwnerResidual && width > 1 {
+                // Of an owner's residual only the first number of each value is not zero.
+                let mut wide = vec![0.0; values.len() * width];
+                wide.iter_mut().step_by(width).zip(&values).for_each(|(wide, it)| *wide = *it);
+                values = wide;
+            }
+            let state = self.state(slice);
+            *state.values(kind) = values;
+        }
+    }
+
+    /// Puts back the state that a job has taken along.
+    pub(super) fn store_state(&mut self, slice: SliceId, state: JobState) {
+        let left_out = self.left_out;
+        let stored = self.state(slice);
+        match state {
+            JobState::Slice(state) => *stored = state,
+            JobState::OwnerResidual(values) => *stored.values(StateKind::OwnerResidual) = values,
+            JobState::WorkerResidual(mut residual) => {
+                if let Some(step) = left_out {
+                    residual.rollback(step);
+                }
+                *stored.contributed() = residual;
+            }
+        }
+    }
+
+    /// Rolls residuals back: a step went on without this rank's contributions.
+    pub(crate) fn left_out(&mut self, step: Step) {
+        self.left_out = Some(step);
+        self.states.iter_mut().flatten().for_each(|state| state.contributed().rollback(step));
+    }
+
+    /// Moves a slice's state out, for a job that gives it back.
+    pub(super) fn take_state(&mut self, slice: SliceId) -> SliceState {
+        std::mem::take(self.state(slice))
+    }
+
+    /// Returns a slice's state.
+    pub(super) fn state(&mut self, slice: SliceId) -> &mut SliceState {
+        self.states[slice.index()].get_or_insert_default()
+    }
+
+    /// Returns the update rule of a tensor.
+    pub(super) fn update_rule(&self, tensor: TensorId) -> Result<UpdateRule, JobError> {
+        self.rules[tensor.index()].ok_or(JobError::NoUpdateRule)
+    }
+}

@@ -1,0 +1,12 @@
+//! Connections between all ranks: the listening socket, the thread that accepts callers, the
+//! handshake, and the mesh that they form.
+
+mod acceptor;
+mod handshake;
+mod listener;
+mod mesh;
+
+pub(crate) use acceptor::Acceptor;
+pub(crate) use handshake::{digest, Identity};
+pub use listener::Listener;
+pub(crate) use mesh::{assemble, INTERRUPT_EVERY};

@@ -1,0 +1,347 @@
+//! The thread that accepts callers, from before the ranks are connected until the channel ends.
+//!
+//! A caller gets five seconds in a short-lived thread of its own. Strangers, mismatches and second
+//! joiners are refused with the reason while training goes on. Where many call at once, places are
+//! shared between the networks that they call from, so that one network cannot keep another out.
+
+use crate::connect::handshake::{self, HandshakeError, Identity};
+use crate::metrics::counters::Metrics;
+use crate::sys::descriptors::ForkTracked;
+use crate::sys::lock;
+use crate::sys::poller::{Interest, Poller};
+use crate::sys::syscall::EpollEvents;
+use gradlane_units::Rank;
+use gradlane_wire::{Reject, RejectReason};
+use std::io;
+use std::net::{IpAddr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Time for the handshake of one caller.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Handshakes at once.
+const CALLERS_MAX: usize = 64;
+/// After this time a caller may be evicted for another one.
+const EVICT_AFTER: Duration = Duration::from_secs(1);
+/// Threads of callers, including those that were evicted and are about to end.
+const CALLER_THREADS_MAX: usize = 2 * CALLERS_MAX;
+
+/// The connections made so far.
+#[derive(Debug, Default)]
+pub(crate) struct MeshState {
+    /// By rank, until the mesh takes them.
+    pub(crate) streams: Vec<Option<ForkTracked<TcpStream>>>,
+    /// By rank: whether it is connected or about to be.
+    pub(crate) taken: Vec<bool>,
+    /// A refusal that ends the attempt to connect.
+    pub(crate) fatal: Option<(Rank, Reject)>,
+    /// By rank: the last error of an attempt that goes on.
+    pub(crate) last_errors: Vec<Option<String>>,
+}
+
+/// A mesh that is being connected. The acceptor, the calling threads and the waiting thread share
+/// it.
+pub(crate) struct PendingMesh {
+    pub(crate) identity: Identity,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) state: Mutex<MeshState>,
+    pub(crate) changed: Condvar,
+    pub(crate) cancelled: AtomicBool,
+    /// Threads of callers.
+    threads: AtomicUsize,
+    callers: Mutex<Callers>,
+    poller: Poller,
+}
+
+/// Callers whose handshake runs, in the order of their calls.
+#[derive(Default)]
+struct Callers {
+    last_number: u64,
+    active: Vec<Caller>,
+}
+
+struct Caller {
+    number: u64,
+    network: IpAddr,
+    since: Instant,
+    stream: Arc<ForkTracked<TcpStream>>,
+}
+
+impl Callers {
+    /// Admits a caller, and evicts another one where there are many. Returns `None` to turn it
+    /// away.
+    fn admit(&mut self, stream: TcpStream, from: IpAddr) -> Option<(Caller, Option<Caller>)> {
+        let (network, since) = (network_of(from), Instant::now());
+        let mut evicted = None;
+        if self.active.len() >= CALLERS_MAX {
+            let active: Vec<_> = self.active.iter().map(|it| (it.network, it.since)).collect();
+            evicted = Some(self.active.remove(caller_to_evict(&active, network, since)?));
+        }
+        self.last_number += 1;
+        let stream = Arc::new(ForkTracked::new(stream));
+        let number = self.last_number;
+        let caller = || Caller { number, network, since, stream: Arc::clone(&stream) };
+        self.active.push(caller());
+        Some((caller(), evicted))
+    }
+
+    /// Removes a caller. Returns whether it was still active.
+    fn remove(&mut self, number: u64) -> bool {
+        let position = self.active.iter().position(|it| it.number == number);
+        position.map(|it| self.active.remove(it)).is_some()
+    }
+}
+
+/// Returns the index of the caller to evict for one from `network`, of active callers in order of
+/// age: the first of the largest network, if that has at least two more; else one that is slow.
+fn caller_to_evict(active: &[(IpAddr, Instant)], network: IpAddr, now: Instant) -> Option<usize> {
+    let count = |of: IpAddr| active.iter().filter(|it| it.0 == of).count();
+    let most = active.iter().map(|it| it.0).max_by_key(|&it| count(it))?;
+    if count(most) > count(network) + 1 {
+        return active.iter().position(|it| it.0 == most);
+    }
+    active.iter().position(|it| now.saturating_duration_since(it.1) >= EVICT_AFTER)
+}
+
+/// Returns the network whose callers are counted together: an IPv4 address, or the half of an IPv6
+/// address that a host cannot choose.
+fn network_of(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V4(address) => address.into(),
+        IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() >> 64 << 64).into(),
+    }
+}
+
+impl PendingMesh {
+    /// Makes a mesh without connections.
+    pub(crate) fn new(identity: Identity, metrics: Arc<Metrics>) -> io::Result<PendingMesh> {
+        let world_size = identity.world_size as usize;
+        let state = MeshState {
+            streams: (0..world_size).map(|_| None).collect(),
+            taken: vec![false; world_size],
+            fatal: None,
+            last_errors: vec![None; world_size],
+        };
+        Ok(PendingMesh {
+            identity,
+            metrics,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            cancelled: AtomicBool::new(false),
+            threads: AtomicUsize::new(0),
+            callers: Mutex::default(),
+            poller: Poller::new()?,
+        })
+    }
+
+    /// Adds a connected stream.
+    pub(crate) fn deposit(&self, rank: Rank, stream: ForkTracked<TcpStream>) {
+        let mut state = lock(&self.state);
+        state.taken[rank.index()] = true;
+        state.streams[rank.index()] = Some(stream);
+        self.changed.notify_all();
+    }
+
+    fn reserve(self: &Arc<PendingMesh>, caller: Rank) -> Result<Reservation, Reject> {
+        let own = self.identity.rank;
+        let taken = |text| Err(Reject { reason: RejectReason::RankTaken, text });
+        if caller == own {
+            return taken(format!("{caller} is this rank itself: two processes have one rank"));
+        }
+        if caller < own {
+            return taken(format!("{own} connects to {caller} itself: the caller is a second one"));
+        }
+        let mut state = lock(&self.state);
+        if state.taken[caller.index()] {
+            return taken(format!("{caller} is connected to {own} already"));
+        }
+        state.taken[caller.index()] = true;
+        Ok(Reservation { pending: Arc::clone(self), rank: caller, kept: false })
+    }
+
+    fn accept_peer(self: &Arc<PendingMesh>, caller: Caller, address: &str) {
+        let stream = caller.stream;
+        let deadline = caller.since + HANDSHAKE_TIMEOUT;
+        let result = (|| {
+            stream.get().set_nonblocking(false).map_err(HandshakeError::System)?;
+            let reserve = |rank| self.reserve(rank);
+            handshake::accept(stream.get(), &self.identity, deadline, &self.cancelled, reserve)
+        })();
+        let was_active = lock(&self.callers).remove(caller.number);
+        match (result, Arc::into_inner(stream)) {
+            // An evicted caller was refused already.
+            _ if !was_active => {}
+            (Ok((rank, mut reservation)), Some(stream)) => {
+                reservation.kept = true;
+                self.deposit(rank, stream);
+            }
+            (Ok(_), None) => unreachable!("a removed caller's stream has no other holder"),
+            (Err(HandshakeError::Cancelled), _) => {}
+            (Err(error), _) => self.refuse(address, &error.to_string()),
+        }
+    }
+
+    fn refuse(&self, address: &str, reason: &str) {
+        self.metrics.refuse(self.identity.rank, address, reason);
+    }
+}
+
+/// A rank that is reserved for a caller; free again unless the connection was kept.
+struct Reservation {
+    pending: Arc<PendingMesh>,
+    rank: Rank,
+    kept: bool,
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        if !self.kept {
+            lock(&self.pending.state).taken[self.rank.index()] = false;
+        }
+    }
+}
+
+/// The accepting thread, until it is dropped.
+pub(crate) struct Acceptor {
+    pending: Arc<PendingMesh>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Acceptor {
+    /// Starts the thread.
+    pub(crate) fn start(
+        pending: &Arc<PendingMesh>,
+        listener: ForkTracked<TcpListener>,
+    ) -> io::Result<Acceptor> {
+        pending.poller.watch(listener.as_fd(), 0, Interest::Begin)?;
+        let thread = std::thread::Builder::new().name("gradlane-accept".to_owned()).spawn({
+            let pending = Arc::clone(pending);
+            move || accept_loop(&pending, &listener)
+        })?;
+        Ok(Acceptor { pending: Arc::clone(pending), thread: Some(thread) })
+    }
+
+    /// Forgets the thread, which does not exist in a forked child.
+    pub(crate) fn forget(mut self) {
+        std::mem::forget(self.thread.take());
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Acceptor {
+    fn drop(&mut self) {
+        self.pending.cancelled.store(true, Ordering::SeqCst);
+        self.pending.poller.wake();
+        if let Some(thread) = self.thread.take() {
+            // The thread has printed its own panic, and holds nothing that is needed.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn accept_loop(pending: &Arc<PendingMesh>, listener: &ForkTracked<TcpListener>) {
+    let _count = pending.metrics.count_this_thread("acceptor");
+    let mut events = EpollEvents::new();
+    let mut reports = Vec::new();
+    let running = || !pending.cancelled.load(Ordering::SeqCst);
+    while running() {
+        if pending.poller.wait(&mut events, None, running, &mut reports).is_err() {
+            break;
+        }
+        loop {
+            match listener.get().accept() {
+                Ok((stream, address)) => admit_caller(pending, stream, address),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(_) => {
+                    // The caller is gone, or descriptors have run out for a while.
+                    std::thread::sleep(Duration::from_millis(20));
+                    break;
+                }
+            }
+        }
+    }
+    // Handshakes see the flag within a tenth of a second.
+    while pending.threads.load(Ordering::SeqCst) > 0 {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn admit_caller(pending: &Arc<PendingMesh>, stream: TcpStream, from: SocketAddr) {
+    let address = from.to_string();
+    let has_room = pending.threads.load(Ordering::SeqCst) < CALLER_THREADS_MAX;
+    let admitted = if has_room { lock(&pending.callers).admit(stream, from.ip()) } else { None };
+    let Some((caller, evicted)) = admitted else {
+        pending.refuse(&address, "too many callers at once");
+        return;
+    };
+    if let Some(evicted) = evicted {
+        // This ends its thread.
+        let _ = evicted.stream.get().shutdown(Shutdown::Both);
+        pending.refuse(&evicted.network.to_string(), "it gave way to another caller");
+    }
+    let number = caller.number;
+    pending.threads.fetch_add(1, Ordering::SeqCst);
+    let spawned = std::thread::Builder::new()
+        .name("gradlane-hello".to_owned())
+        .stack_size(256 << 10)
+        .spawn({
+            let (pending, address) = (Arc::clone(pending), address.clone());
+            move || {
+                let _guard = CallerGuard(&pending.threads);
+                pending.accept_peer(caller, &address);
+            }
+        });
+    if let Err(error) = spawned {
+        pending.threads.fetch_sub(1, Ordering::SeqCst);
+        lock(&pending.callers).remove(number);
+        pending.refuse(&address, &format!("no thread for it: {error}"));
+    }
+}
+
+/// Counts a caller out, also when its thread panics.
+struct CallerGuard<'a>(&'a AtomicUsize);
+
+impl Drop for CallerGuard<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn callers_of_an_ipv6_host_are_counted_together() {
+        let network = |text: &str| network_of(text.parse().expect("an address")).to_string();
+        assert_eq!(network("10.0.0.1"), "10.0.0.1");
+        assert_eq!(network("::ffff:10.0.0.1"), "10.0.0.1");
+        assert_eq!(network("2001:db8:1:2:3:4:5:6"), "2001:db8:1:2::");
+    }
+
+    #[test]
+    fn places_are_shared_between_networks() {
+        let address = |last: u8| IpAddr::from([10, 0, 0, last]);
+        let now = Instant::now();
+        let active = |counts: &[(u8, usize)], age: Duration| -> Vec<(IpAddr, Instant)> {
+            let callers = counts.iter().flat_map(|&(last, count)| vec![address(last); count]);
+            callers.map(|it| (it, now - age)).collect()
+        };
+        let young = Duration::from_millis(10);
+        // A network that has all places gives way to any other one, and not to itself.
+        let one = active(&[(1, 64)], young);
+        assert_eq!(caller_to_evict(&one, address(2), now), Some(0));
+        assert_eq!(caller_to_evict(&one, address(1), now), None);
+        let shared = active(&[(2, 10), (1, 54)], young);
+        assert_eq!(caller_to_evict(&shared, address(2), now), Some(10));
+        assert_eq!(caller_to_evict(&shared, address(3), now), Some(10));
+        // A start of eight ranks on each of eight hosts evicts nobody.
+        let fair = active(&[(1, 8), (2, 8), (3, 8), (4, 8), (5, 8), (6, 8), (7, 8), (8, 8)], young);
+        assert_eq!(caller_to_evict(&fair, address(8), now), None);
+        // Slow callers are evicted also for their own network.
+        assert_eq!(caller_to_evict(&active(&[(1, 64)], EVICT_AFTER), address(1), now), Some(0));
+    }
+}

@@ -1,0 +1,307 @@
+//! The handshake on a fresh connection: hello both ways, then proof of the secret both ways.
+//!
+//! The caller proves first, so that a stranger learns only that gradlane listens. The proofs are
+//! HMAC-SHA256 over both hellos, different for each direction, compared in constant time. Both
+//! sides read exactly the bytes of the handshake: the next byte is the first frame's.
+//!
+//! A refusal carries a keyed hash as well, over the caller's hello and the refuser's job, so that a
+//! caller can tell a refusal by a rank of its job from one by a stranger.
+
+use gradlane_units::Rank;
+use gradlane_wire::{
+    Hello, Reject, RejectReason, HELLO_BYTES, MAC_BYTES, NONCE_BYTES, REJECT_BYTES,
+    REJECT_SIGNED_BYTES, WIRE_VERSION,
+};
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::{Digest, Sha256};
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+const CALLER_LABEL: &[u8] = b"gradlane caller v1";
+const ACCEPTER_LABEL: &[u8] = b"gradlane accepter v1";
+const REJECT_LABEL: &[u8] = b"gradlane reject v1";
+/// Longest wait in one system call: a cancelled handshake ends soon.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// The facts that all ranks of a job agree on, and this rank.
+pub(crate) struct Identity {
+    pub(crate) rank: Rank,
+    pub(crate) world_size: u32,
+    pub(crate) generation: u32,
+    pub(crate) job_digest: [u8; 32],
+    pub(crate) table_digest: [u8; 32],
+    pub(crate) secret: Vec<u8>,
+}
+
+/// Why a handshake fails.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum HandshakeError {
+    #[error("not a gradlane peer")]
+    NotGradlane,
+    /// This rank refuses the other side.
+    #[error("{}", .0.text)]
+    Refused(Reject),
+    /// A rank of this job, with its secret, refuses this one.
+    #[error("it refused this rank: {}", .0.text)]
+    RefusedByPeer(Reject),
+    /// The other side refuses this rank without a proof.
+    #[error("it refused this rank, without proof that it knows the job and its secret: {}", .0.text)]
+    RefusedUnverified(Reject),
+    #[error("no handshake in time")]
+    TimedOut,
+    #[error("closed the connection during the handshake")]
+    Closed,
+    #[error("{0}")]
+    System(io::Error),
+    #[error("cancelled")]
+    Cancelled,
+}
+
+/// Returns the SHA-256 of bytes, for the digests in a hello.
+pub(crate) fn digest(bytes: &[u8]) -> [u8; 32] {
+    Sha256::digest(bytes).into()
+}
+
+impl Identity {
+    fn hello(&self) -> Result<Hello, HandshakeError> {
+        let mut nonce = [0; NONCE_BYTES];
+        crate::sys::syscall::fill_random(&mut nonce).map_err(HandshakeError::System)?;
+        Ok(Hello {
+            version: WIRE_VERSION,
+            rank: self.rank,
+            world_size: self.world_size,
+            generation: self.generation,
+            job_digest: self.job_digest,
+            table_digest: self.table_digest,
+            nonce,
+        })
+    }
+
+    /// Returns the keyed hash of a direction over both hellos.
+    fn proof(&self, label: &[u8], caller: &[u8], accepter: &[u8]) -> Hmac<Sha256> {
+        let mut mac = match Hmac::<Sha256>::new_from_slice(&self.secret) {
+            Ok(mac) => mac,
+            Err(_) => unreachable!("an HMAC takes keys of every length"),
+        };
+        for part in [label, caller, accepter] {
+            mac.update(part);
+        }
+        mac
+    }
+
+    /// Returns the keyed hash of a refusal of a caller.
+    fn refusal_proof(&self, caller: &[u8], reject: &[u8; REJECT_BYTES]) -> Hmac<Sha256> {
+        let mut mac = self.proof(REJECT_LABEL, caller, &reject[..REJECT_SIGNED_BYTES]);
+        mac.update(&self.job_digest);
+        mac
+    }
+
+    /// Returns why a hello does not fit this rank's own.
+    fn mismatch(&self, other: &Hello) -> Option<Reject> {
+        let own = self.rank;
+        let reject = |reason, text| Some(Reject { reason, text });
+        if other.version != WIRE_VERSION {
+            let text = format!(
+                "wire version {} does not fit version {WIRE_VERSION} of {own}: install the same \
+                 gradlane on every rank",
+                other.version
+            );
+            return reject(RejectReason::Version, text);
+        }
+        if other.job_digest != self.job_digest {
+            let text = format!("another job id than that of {own}: check the job option");
+            return reject(RejectReason::Job, text);
+        }
+        if other.world_size != self.world_size || other.rank.0 >= self.world_size {
+            let text = format!(
+                "{} of world size {} does not fit world size {} of {own}",
+                other.rank, other.world_size, self.world_size
+            );
+            return reject(RejectReason::WorldSize, text);
+        }
+        if other.generation != self.generation {
+            let text = format!(
+                "membership generation {} does not fit generation {} of {own}",
+                other.generation, self.generation
+            );
+            return reject(RejectReason::Generation, text);
+        }
+        if other.table_digest != self.table_digest {
+            let text = format!(
+                "another tensor table or plan than that of {own}: every rank must prepare the \
+                 same model with the same options"
+            );
+            return reject(RejectReason::Table, text);
+        }
+        None
+    }
+}
+
+/// A blocking stream with one deadline for everything.
+struct TimedStream<'a> {
+    identity: &'a Identity,
+    stream: &'a TcpStream,
+    deadline: Instant,
+    cancelled: &'a AtomicBool,
+}
+
+impl TimedStream<'_> {
+    /// Returns the time for one system call.
+    fn call_timeout(&self) -> Result<Duration, HandshakeError> {
+        if self.cancelled.load(Ordering::Relaxed) {
+            return Err(HandshakeError::Cancelled);
+        }
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(HandshakeError::TimedOut);
+        }
+        Ok(left.min(POLL_INTERVAL))
+    }
+
+    fn read(&mut self, bytes: &mut [u8]) -> Result<(), HandshakeError> {
+        let mut filled = 0;
+        while filled < bytes.len() {
+            let timeout = self.call_timeout()?;
+            self.stream.set_read_timeout(Some(timeout)).map_err(HandshakeError::System)?;
+            match self.stream.read(&mut bytes[filled..]) {
+                Ok(0) => return Err(HandshakeError::Closed),
+                Ok(count) => filled += count,
+                Err(error) => retry_or_fail(error)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, mut bytes: &[u8]) -> Result<(), HandshakeError> {
+        while !bytes.is_empty() {
+            let timeout = self.call_timeout()?;
+            self.stream.set_write_timeout(Some(timeout)).map_err(HandshakeError::System)?;
+            match self.stream.write(bytes) {
+                Ok(count) => bytes = &bytes[count..],
+                Err(error) => retry_or_fail(error)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads `bytes`, or a refusal in their place. `is_expected` tells whether the first four bytes
+    /// are those of the expected message; `caller` is the hello of the side that called.
+    fn read_or_reject(
+        &mut self,
+        bytes: &mut [u8],
+        caller: &[u8],
+        is_expected: impl FnOnce(&[u8]) -> bool,
+    ) -> Result<(), HandshakeError> {
+        let (start, rest) = bytes.split_at_mut(4);
+        self.read(start)?;
+        if is_expected(start) {
+            return self.read(rest);
+        }
+        if !Reject::begins(start) {
+            return Err(HandshakeError::NotGradlane);
+        }
+        let mut reject = [0; REJECT_BYTES];
+        reject[..4].copy_from_slice(start);
+        self.read(&mut reject[4..])?;
+        let proof = self.identity.refusal_proof(caller, &reject);
+        let is_proven = proof.verify_slice(&reject[REJECT_SIGNED_BYTES..]).is_ok();
+        Err(match Reject::decode(&reject) {
+            None => HandshakeError::NotGradlane,
+            Some(reject) if is_proven => HandshakeError::RefusedByPeer(reject),
+            Some(reject) => HandshakeError::RefusedUnverified(reject),
+        })
+    }
+
+    /// Sends a refusal, if the other side still listens.
+    fn refuse(&mut self, caller: &[u8], reject: Reject) -> HandshakeError {
+        let mut bytes = reject.encode();
+        let proof = self.identity.refusal_proof(caller, &bytes).finalize().into_bytes();
+        bytes[REJECT_SIGNED_BYTES..].copy_from_slice(&proof);
+        // The refusal stands, also when its text does not arrive.
+        let _ = self.write(&bytes);
+        HandshakeError::Refused(reject)
+    }
+}
+
+fn retry_or_fail(error: io::Error) -> Result<(), HandshakeError> {
+    use io::ErrorKind;
+    match error.kind() {
+        ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted => Ok(()),
+        ErrorKind::ConnectionReset | ErrorKind::BrokenPipe | ErrorKind::ConnectionAborted => {
+            Err(HandshakeError::Closed)
+        }
+        _ => Err(HandshakeError::System(error)),
+    }
+}
+
+/// Runs the caller's side, on a stream to `expected`.
+pub(crate) fn call(
+    stream: &TcpStream,
+    identity: &Identity,
+    expected: Rank,
+    deadline: Instant,
+    cancelled: &AtomicBool,
+) -> Result<(), HandshakeError> {
+    let mut timed = TimedStream { identity, stream, deadline, cancelled };
+    let own = identity.hello()?.encode();
+    timed.write(&own)?;
+    let mut theirs = [0; HELLO_BYTES];
+    timed.read_or_reject(&mut theirs, &own, |start| *start == own[..4])?;
+    let hello = Hello::decode(&theirs).ok_or(HandshakeError::NotGradlane)?;
+    if let Some(reject) = identity.mismatch(&hello) {
+        return Err(timed.refuse(&own, reject));
+    }
+    if hello.rank != expected {
+        let text = format!("{} answers where {expected} was expected", hello.rank);
+        return Err(timed.refuse(&own, Reject { reason: RejectReason::RankTaken, text }));
+    }
+    let proof = identity.proof(CALLER_LABEL, &own, &theirs).finalize().into_bytes();
+    timed.write(&proof)?;
+    let answer = identity.proof(ACCEPTER_LABEL, &own, &theirs).finalize().into_bytes();
+    let mut answered = [0; MAC_BYTES];
+    // The first bytes tell a proof from a refusal; the proof itself is compared whole and in
+    // constant time.
+    timed.read_or_reject(&mut answered, &own, |start| {
+        *start == answer[..4] || !Reject::begins(start)
+    })?;
+    identity.proof(ACCEPTER_LABEL, &own, &theirs).verify_slice(&answered).map_err(|_| {
+        let text = format!("{expected} does not know the secret of {}", identity.rank);
+        timed.refuse(&own, Reject { reason: RejectReason::Secret, text })
+    })
+}
+
+/// Runs the accepting side. `reserve` is called after the caller has proved the secret: it holds
+/// the caller's rank, or refuses it.
+pub(crate) fn accept<R>(
+    stream: &TcpStream,
+    identity: &Identity,
+    deadline: Instant,
+    cancelled: &AtomicBool,
+    reserve: impl FnOnce(Rank) -> Result<R, Reject>,
+) -> Result<(Rank, R), HandshakeError> {
+    let mut timed = TimedStream { identity, stream, deadline, cancelled };
+    let own = identity.hello()?.encode();
+    let mut theirs = [0; HELLO_BYTES];
+    timed.read_or_reject(&mut theirs, &[], |start| *start == own[..4])?;
+    let hello = Hello::decode(&theirs).ok_or(HandshakeError::NotGradlane)?;
+    if let Some(reject) = identity.mismatch(&hello) {
+        return Err(timed.refuse(&theirs, reject));
+    }
+    timed.write(&own)?;
+    let mut proof = [0; MAC_BYTES];
+    let expected = identity.proof(CALLER_LABEL, &theirs, &own);
+    let start = expected.clone().finalize().into_bytes();
+    timed.read_or_reject(&mut proof, &theirs, |found| {
+        *found == start[..4] || !Reject::begins(found)
+    })?;
+    if expected.verify_slice(&proof).is_err() {
+        let text = format!("another secret than that of {}", identity.rank);
+        return Err(timed.refuse(&theirs, Reject { reason: RejectReason::Secret, text }));
+    }
+    let reservation = reserve(hello.rank).map_err(|reject| timed.refuse(&theirs, reject))?;
+    let proof = identity.proof(ACCEPTER_LABEL, &theirs, &own).finalize().into_bytes();
+    timed.write(&proof)?;
+    Ok((hello.rank, reservation))
+}

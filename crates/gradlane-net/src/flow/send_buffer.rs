@@ -1,0 +1,200 @@
+//! Keeps the kernel's send buffer as short as the path allows.
+//!
+//! The kernel sends in the order of arrival, whatever becomes urgent later. Its buffers also compete for
+//! the port of a receiver: with long buffers the flows of several senders overflow the port's queue and
+//! take uneven shares of it, and a slice is reduced only when its slowest push has arrived. With just
+//! enough bytes in flight the shares are even and nothing is lost.
+
+use super::policy::{self, BufferSizes};
+use crate::sys::socket::Socket;
+use crate::sys::syscall::PathEstimate;
+use std::io;
+use std::time::Duration;
+
+/// Bytes sent between two samples of the path.
+const INTERVAL_BYTES: usize = 512 << 10;
+
+/// The send buffer of one connection.
+#[derive(Debug)]
+pub(super) struct SendBuffer {
+    adapts: bool,
+    least: BufferSizes,
+    /// Held at least while the I/O thread paces the connection.
+    paced_bytes: u64,
+    by_thread: bool,
+    sizes: BufferSizes,
+    sent_bytes: usize,
+    /// The kernel's estimate for the path; 0: not known yet.
+    delivery_bytes_per_s: u64,
+    /// At the last sample.
+    unsent_bytes: u64,
+}
+
+impl SendBuffer {
+    /// Makes the buffer of a new connection, one of `peers`: of a fixed size, or (for 0) one that adapts
+    /// to the path and to frames of `frame_bytes`. `low_water_bytes` may wait unsent, or more where it
+    /// adapts; 0: no bound.
+    ///
+    /// # Errors
+    /// When the kernel refuses the size.
+    pub(super) fn new(
+        socket: &dyn Socket,
+        fixed_bytes: u32,
+        low_water_bytes: u32,
+        frame_bytes: u32,
+        peers: usize,
+    ) -> io::Result<SendBuffer> {
+        let adapts = fixed_bytes == 0;
+        let held_bytes = if adapts { policy::held_min(peers) } else { u64::from(fixed_bytes) };
+        let least = BufferSizes { held_bytes, unsent_bytes: u64::from(low_water_bytes) };
+        socket.set_send_buffer(least.held_bytes)?;
+        if least.unsent_bytes > 0 {
+            socket.set_unsent_low_water(least.unsent_bytes)?;
+        }
+        Ok(SendBuffer {
+            adapts,
+            least,
+            paced_bytes: policy::thread_held_min(frame_bytes),
+            by_thread: false,
+            sizes: least,
+            sent_bytes: 0,
+            delivery_bytes_per_s: 0,
+            unsent_bytes: 0,
+        })
+    }
+
+    /// Notes bytes given to the kernel. From time to time samples the path, fits a buffer that adapts to
+    /// it, and returns the sample.
+    ///
+    /// # Errors
+    /// When the kernel refuses the new size.
+    pub(super) fn sent(
+        &mut self,
+        socket: &dyn Socket,
+        bytes: usize,
+    ) -> io::Result<Option<PathEstimate>> {
+        self.sent_bytes += bytes;
+        if self.sent_bytes < INTERVAL_BYTES {
+            return Ok(None);
+        }
+        self.sent_bytes = 0;
+        let path = socket.path_estimate()?;
+        self.delivery_bytes_per_s = path.delivery_bytes_per_s;
+        if !self.adapts {
+            return Ok(Some(path));
+        }
+        let target = policy::buffer_sizes(self.least_now(), path);
+        if differ(self.sizes.held_bytes, target.held_bytes) {
+            self.sizes.held_bytes = target.held_bytes;
+            socket.set_send_buffer(target.held_bytes)?;
+        }
+        if differ(self.sizes.unsent_bytes, target.unsent_bytes) {
+            self.sizes.unsent_bytes = target.unsent_bytes;
+            socket.set_unsent_low_water(target.unsent_bytes)?;
+        }
+        Ok(Some(path))
+    }
+
+    /// Notes whether the I/O thread paces the connection.
+    pub(super) fn set_paced_by_thread(&mut self, by_thread: bool) {
+        self.by_thread = by_thread;
+    }
+
+    fn least_now(&self) -> BufferSizes {
+        let paced_bytes = if self.by_thread { self.paced_bytes } else { 0 };
+        BufferSizes { held_bytes: self.least.held_bytes.max(paced_bytes), ..self.least }
+    }
+
+    /// Samples the unsent bytes, where they decide when the kernel gets more: not where the I/O thread
+    /// paces the connection.
+    pub(super) fn sample_unsent(&mut self, socket: &dyn Socket) {
+        self.unsent_bytes = if self.by_thread { 0 } else { socket.unsent_bytes().unwrap_or(0) };
+    }
+
+    /// Whether as many bytes waited unsent at the last sample as may.
+    pub(super) fn is_full(&self) -> bool {
+        let most = self.sizes.unsent_bytes;
+        most > 0 && self.unsent_bytes >= most
+    }
+
+    /// Time to send the bytes that waited unsent at the last sample; zero where the path's rate is not
+    /// known.
+    pub(super) fn drain_time(&self) -> Duration {
+        if self.delivery_bytes_per_s == 0 {
+            return Duration::ZERO;
+        }
+        let nanos = u128::from(self.unsent_bytes) * 1_000_000_000;
+        let nanos = nanos / u128::from(self.delivery_bytes_per_s);
+        Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+    }
+}
+
+/// Whether two sizes differ by more than the noise of estimates.
+fn differ(old_bytes: u64, new_bytes: u64) -> bool {
+    old_bytes.abs_diff(new_bytes) > old_bytes / 4
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::flow::policy::{HELD_MAX_BYTES, HELD_MIN_BYTES};
+    use crate::sys::descriptors::ForkTracked;
+
+    #[test]
+    fn what_waits_lasts_as_long_as_the_path_takes_for_it() {
+        let buffer = |delivery_bytes_per_s, unsent_bytes| SendBuffer {
+            adapts: true,
+            least: BufferSizes { held_bytes: HELD_MIN_BYTES, unsent_bytes: 65_536 },
+            paced_bytes: 0,
+            by_thread: false,
+            sizes: BufferSizes { held_bytes: HELD_MIN_BYTES, unsent_bytes: 65_536 },
+            sent_bytes: 0,
+            delivery_bytes_per_s,
+            unsent_bytes,
+        };
+        assert_eq!(buffer(20_000_000, 100_000).drain_time(), Duration::from_millis(5));
+        assert_eq!(buffer(20_000_000, 0).drain_time(), Duration::ZERO);
+        assert_eq!(buffer(0, 100_000).drain_time(), Duration::ZERO, "a rate that is not known yet");
+        assert_eq!(buffer(1, u64::MAX).drain_time(), Duration::from_nanos(u64::MAX));
+    }
+
+    #[test]
+    fn a_connection_that_the_thread_paces_holds_three_frames_and_a_half() {
+        let (sender, _receiver) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        let socket = ForkTracked::new(sender);
+        let mut buffer = SendBuffer::new(&socket, 0, 0, 65_096, 3).expect("a buffer");
+        assert_eq!(buffer.least_now().held_bytes, HELD_MIN_BYTES);
+        buffer.set_paced_by_thread(true);
+        // The kernel doubles it.
+        assert_eq!(2 * buffer.least_now().held_bytes, 65_096 * 7 / 2);
+        buffer.set_paced_by_thread(false);
+        assert_eq!(buffer.least_now().held_bytes, HELD_MIN_BYTES);
+    }
+
+    #[test]
+    fn a_real_connection_is_measured_and_keeps_its_floor() {
+        use std::io::{Read, Write};
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a listener");
+        let sender = std::net::TcpStream::connect(listener.local_addr().expect("an address"))
+            .expect("a stream");
+        let sender = ForkTracked::new(sender);
+        let (mut receiver, _) = listener.accept().expect("a caller");
+        let mut buffer = SendBuffer::new(&sender, 0, 65_536, 65_096, 3).expect("a buffer");
+        let reader = std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            receiver.read_to_end(&mut bytes).map(|count| count as u64)
+        });
+        for _ in 0..64 {
+            sender.get().write_all(&[7; 64 << 10]).expect("sent");
+            buffer.sent(&sender, 64 << 10).expect("adapted");
+        }
+        let path = sender.path_estimate().expect("an estimate");
+        assert!(path.min_rtt_us < 1_000_000 && path.delivery_bytes_per_s > 0, "{path:?}");
+        let BufferSizes { held_bytes, unsent_bytes } = buffer.sizes;
+        assert!((HELD_MIN_BYTES..=HELD_MAX_BYTES).contains(&held_bytes), "{held_bytes}");
+        assert!((65_536..=HELD_MAX_BYTES).contains(&unsent_bytes), "{unsent_bytes}");
+        assert!(buffer.delivery_bytes_per_s > 0, "{buffer:?}");
+        drop(sender);
+        assert_eq!(reader.join().expect("no panic").expect("read"), 64 * (64 << 10));
+    }
+}

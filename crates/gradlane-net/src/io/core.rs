@@ -1,0 +1,412 @@
+//! The engine with everything that its decisions are carried out with: one for all I/O threads of a
+//! rank, behind one lock. The lock is held while the engine handles an input or decides, never
+//! while bytes are copied to or from a socket or checksums are computed.
+
+use super::connection::Connection;
+use super::driver::ShutdownCause;
+use super::frame_writer::{OutgoingFrame, OutgoingPayload};
+use crate::channel::blocks;
+use crate::channel::shared::{Command, Shared};
+use crate::compute::job_runner::JobRunner;
+use crate::flow::Pacer;
+use crate::flow::PortPacing;
+use crate::memory::MemoryTable;
+use crate::metrics::counters::count;
+use crate::metrics::straggler_stats::ContributionTimes;
+use crate::options::ChannelOptions;
+use crate::sys::lock;
+use crate::sys::poller::Interest;
+use crate::sys::socket::Socket;
+use crate::sys::suspend_aware_clock::SuspendAwareClock;
+use gradlane_engine::{
+    Event, JournaledEngine, Payload, ProtocolError, Region, Synchrony, Transmit,
+};
+use gradlane_units::{Rank, Step, TensorId, Time};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
+use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Longest wait for another rank to report that it hears a silent peer.
+const SUSPECT_REPLY_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The state of a peer that all I/O threads see.
+#[derive(Debug)]
+pub(super) struct Peer {
+    /// The I/O thread of its connection.
+    pub(super) thread: usize,
+    pub(super) socket: Arc<dyn Socket>,
+    pub(super) pacer: Pacer,
+    /// Whether bytes can still arrive.
+    open: bool,
+    /// Whether the engine may choose frames for it.
+    pub(super) writable: bool,
+    pub(super) said_goodbye: bool,
+    /// When bytes arrived last; `None` before the first ones.
+    pub(super) last_received: Option<Time>,
+    /// Deadline for other ranks to report that they hear this silent peer.
+    pub(super) suspected_until: Option<Time>,
+    /// Frames that the engine has chosen and the peer's thread has not taken.
+    outbox: VecDeque<OutgoingFrame>,
+}
+
+impl Peer {
+    /// Makes a peer with a new connection.
+    pub(super) fn new(thread: usize, socket: Arc<dyn Socket>) -> Peer {
+        Peer {
+            thread,
+            socket,
+            pacer: Pacer::default(),
+            open: true,
+            writable: true,
+            said_goodbye: false,
+            last_received: None,
+            suspected_until: None,
+            outbox: VecDeque::new(),
+        }
+    }
+}
+
+/// The state that the I/O threads share.
+#[derive(Debug)]
+pub(super) struct Core {
+    pub(super) engine: JournaledEngine,
+    /// By rank; `None` for this rank itself.
+    pub(super) peers: Vec<Option<Peer>>,
+    pub(super) memory: MemoryTable,
+    pub(super) jobs: JobRunner,
+    pub(super) shared: Arc<Shared>,
+    pub(super) contribution_times: ContributionTimes,
+    /// `None` with a single peer, with peers on this machine only, and when switched off.
+    pub(super) pacing: Option<PortPacing>,
+    pub(super) options: ChannelOptions,
+    pub(super) clock: SuspendAwareClock,
+    pub(super) now: Time,
+    /// When all ranks were known to be connected to all.
+    pub(super) connected_at: Option<Time>,
+    pub(super) commands: Vec<Command>,
+    /// By I/O thread: its peers with frames in their outbox, the most urgent first.
+    pub(super) chosen: Vec<Vec<Rank>>,
+    /// Set once; then all threads stop.
+    pub(super) shutdown: Option<ShutdownCause>,
+}
+
+impl Core {
+    /// Carries out the engine's decisions until there are none. Frames to send lie in outboxes
+    /// then.
+    pub(super) fn pump(&mut self) {
+        while self.shutdown.is_none() {
+            let mut progressed = self.run_jobs();
+            while let Some(transmit) = self.engine.poll_transmit() {
+                self.stage(transmit);
+            }
+            while let Some(event) = self.engine.poll_event() {
+                progressed = true;
+                self.on_event(event);
+            }
+            if !progressed {
+                return;
+            }
+        }
+    }
+
+    /// Ends the session; the first cause stands.
+    pub(super) fn end(&mut self, shutdown: ShutdownCause) {
+        self.shutdown.get_or_insert(shutdown);
+        for thread in 0..self.chosen.len() {
+            self.shared.wake(thread);
+        }
+    }
+
+    /// Takes the cause of the end, once all I/O threads have stopped.
+    pub(super) fn take_shutdown(&mut self) -> ShutdownCause {
+        self.shutdown.take().unwrap_or(ShutdownCause::Closed)
+    }
+
+    /// Whether an I/O thread has nothing to do until a socket reports.
+    pub(super) fn is_idle(&self, thread: usize) -> bool {
+        self.shutdown.is_none()
+            && self.chosen[thread].is_empty()
+            && (thread > 0 || lock(&self.shared.commands).is_empty() && !self.jobs.has_finished())
+    }
+
+    /// Advances the time after a turn that slept for at most `sleep`.
+    pub(super) fn read_clock(&mut self, now: Instant, sleep: Duration) {
+        self.now = self.clock.advance(now, sleep);
+        self.engine.handle_time(self.now);
+    }
+
+    /// Reports finished jobs and starts new ones.
+    fn run_jobs(&mut self) -> bool {
+        let result = self.jobs.advance(&mut self.engine, &mut self.memory);
+        self.shared.metrics.jobs_in_flight.store(self.jobs.in_flight(), Ordering::Relaxed);
+        result.unwrap_or_else(|error| {
+            self.engine.abort(&error.to_string());
+            true
+        })
+    }
+
+    fn on_event(&mut self, event: Event) {
+        let completion = &self.shared.completion;
+        match event {
+            Event::TensorReady { tensor, step, absent } => {
+                completion.publish_tensor(tensor, step, absent);
+            }
+            Event::BlocksReady { tensor, step, blocks } => {
+                self.store_blocks(tensor, step, &blocks);
+            }
+            Event::RootRequest { tensor, step, blocks } => {
+                self.store_blocks(tensor, step, &blocks);
+                self.shared.completion.publish_root_request(tensor, step);
+            }
+            Event::StepComplete { step } => completion.publish_step(step),
+            Event::Applied { rank, staleness, .. } => {
+                lock(&self.shared.metrics.staleness).note(rank, staleness);
+            }
+            Event::ContributorsDecided { .. } | Event::LeftOut { .. } | Event::Late { .. } => {
+                lock(&self.shared.metrics.participation).note(&event);
+                if let Event::ContributorsDecided { step, contributors } = event {
+                    if !contributors.contains(&self.engine.rank()) {
+                        self.jobs.state.left_out(step);
+                    }
+                    completion.publish_contributors(step);
+                }
+            }
+            Event::PlanSwitched { version, .. } => {
+                let current = &self.shared.metrics.plan_version;
+                current.store(u64::from(version), Ordering::Relaxed);
+            }
+            Event::BufferFree(buffer) => {
+                self.memory.free(buffer);
+                let scratch = &self.shared.metrics.scratch_bytes;
+                scratch.store(self.memory.scratch_bytes(), Ordering::Relaxed);
+            }
+            Event::Suspected { by, suspect } => {
+                if self.heard_recently(suspect) {
+                    self.engine.blame_link(by, suspect);
+                }
+            }
+            Event::Closed => self.end(ShutdownCause::Closed),
+            Event::Failed(failure) => self.end(ShutdownCause::Failed(failure)),
+        }
+    }
+
+    /// Stores gathered blocks until the application takes them.
+    fn store_blocks(&mut self, tensor: TensorId, step: Step, blocks: &[Option<Region>]) {
+        match blocks::take_out(&mut self.memory, self.engine.rank(), blocks) {
+            Ok(held) => {
+                lock(&self.shared.blocks).insert((tensor, step), held);
+            }
+            Err(error) => self.engine.abort(&error.to_string()),
+        }
+    }
+
+    /// Puts a chosen frame into the outbox of its peer.
+    pub(super) fn stage(&mut self, transmit: Transmit) {
+        let (rank, header) = (transmit.peer, transmit.header);
+        let payload = match &transmit.payload {
+            Payload::None => Ok(OutgoingPayload::Owned(Vec::new())),
+            Payload::Inline(bytes) => Ok(OutgoingPayload::Owned(bytes.clone())),
+            // SAFETY: the engine lends this region to this frame until `handle_sent`, or until the session
+            // ends; the writer drops the borrow before either.
+            Payload::Region(region) => self
+                .memory
+                .locate(*region)
+                .map(|span| OutgoingPayload::Borrowed(unsafe { span.read() })),
+        };
+        let payload = match payload {
+            Ok(payload) => payload,
+            Err(error) => {
+                return self.engine.abort(&format!("cannot send to {rank}: {error}"));
+            }
+        };
+        if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
+            peer.said_goodbye |= header.kind == FrameKind::Goodbye;
+            self.shared.trace.chosen(rank);
+            count(&self.shared.metrics.outgoing_frames, 1);
+            self.enqueue(rank, OutgoingFrame::new(header, payload, Some(transmit)));
+        }
+    }
+
+    /// Puts a frame into the outbox of a peer.
+    pub(super) fn enqueue(&mut self, rank: Rank, frame: OutgoingFrame) {
+        if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
+            peer.outbox.push_back(frame);
+            let chosen = &mut self.chosen[peer.thread];
+            if !chosen.contains(&rank) {
+                chosen.push(rank);
+            }
+        }
+    }
+
+    /// Moves a peer's outbox to its connection.
+    pub(super) fn take_chosen(&mut self, rank: Rank, connection: &mut Connection) {
+        if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
+            connection.writer.append(&mut peer.outbox);
+        }
+    }
+
+    /// Notes frames that the kernel has, and `bytes` that it took since the last call.
+    pub(super) fn sent(
+        &mut self,
+        rank: Rank,
+        bytes: usize,
+        frames: &mut Vec<(FrameHeader, Option<Transmit>)>,
+    ) {
+        let metrics = &self.shared.metrics;
+        for (header, transmit) in frames.drain(..) {
+            metrics.sent(rank, &header);
+            metrics.sent_message(self.engine.plan(), &header);
+            if let Some(transmit) = transmit {
+                metrics.outgoing_frames.fetch_sub(1, Ordering::Relaxed);
+                self.engine.handle_sent(&transmit);
+            }
+        }
+        if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
+            peer.pacer.sent(self.now, bytes);
+        }
+    }
+
+    /// Handles a verified frame; `control` has the payload that the engine reads itself.
+    pub(super) fn frame_arrived(
+        &mut self,
+        from: Rank,
+        header: &FrameHeader,
+        control: Option<&[u8]>,
+    ) -> Result<(), ProtocolError> {
+        let metrics = &self.shared.metrics;
+        metrics.received(from, header);
+        match control {
+            Some(payload) => self.engine.handle_control(from, header, payload)?,
+            None => self.engine.handle_frame(from, header)?,
+        }
+        if header.kind == FrameKind::Push && header.flags.contains(FrameFlags::LAST) {
+            let FrameHeader { slice, step, .. } = *header;
+            self.contribution_times.arrived(slice, step, from, self.now, &metrics.stragglers);
+        }
+        Ok(())
+    }
+
+    /// Tells the engine whether a peer's socket takes frames.
+    pub(super) fn set_writable(&mut self, rank: Rank, writable: bool) {
+        let Some(Some(peer)) = self.peers.get_mut(rank.index()) else {
+            return;
+        };
+        if peer.writable != writable {
+            peer.writable = writable;
+            if !writable {
+                peer.pacer.note_backlog();
+            }
+            self.engine.handle_writable(rank, writable);
+        }
+    }
+
+    /// Whether bytes can still arrive from a peer.
+    pub(super) fn is_open(&self, rank: Rank) -> bool {
+        self.peers.get(rank.index()).and_then(Option::as_ref).is_some_and(|peer| peer.open)
+    }
+
+    /// Whether the engine may choose frames for a peer.
+    pub(super) fn is_writable(&self, rank: Rank) -> bool {
+        self.peers.get(rank.index()).and_then(Option::as_ref).is_some_and(|peer| peer.writable)
+    }
+
+    /// Returns the pacer of a peer's connection.
+    pub(super) fn pacer(&self, rank: Rank) -> Option<&Pacer> {
+        self.peers.get(rank.index())?.as_ref().map(|peer| &peer.pacer)
+    }
+
+    /// Whether the pacing of a peer allows the next frame now.
+    pub(super) fn may_send(&self, rank: Rank) -> bool {
+        self.pacer(rank).is_some_and(|pacer| pacer.may_send(self.now))
+    }
+
+    /// Whether training is asynchronous: then peers serve, and send heartbeats, after their goodbye
+    /// too.
+    pub(super) fn is_async(&self) -> bool {
+        self.engine.plan().strategy.synchrony == Synchrony::Async
+    }
+
+    /// Notes that bytes arrived from a peer.
+    pub(super) fn heard(&mut self, rank: Rank) {
+        let now = self.now;
+        if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
+            peer.last_received = Some(now);
+            peer.suspected_until = None;
+        }
+    }
+
+    /// Whether a peer was heard recently: it sends something every quarter of the silence timeout.
+    fn heard_recently(&self, rank: Rank) -> bool {
+        let peer = self.peers.get(rank.index()).and_then(Option::as_ref);
+        let last = peer.filter(|peer| peer.open).and_then(|peer| peer.last_received);
+        last.is_some_and(|last| self.now.since(last) < self.options.silence_timeout() / 2)
+    }
+
+    /// Checks that no other rank hears a silent peer either, after asking. Otherwise returns when
+    /// to check again.
+    pub(super) fn confirm_silence(&mut self, rank: Rank) -> Result<(), Time> {
+        let now = self.now;
+        let Some(Some(peer)) = self.peers.get_mut(rank.index()) else {
+            return Ok(());
+        };
+        match peer.suspected_until {
+            Some(until) if now >= until => Ok(()),
+            Some(until) => Err(until),
+            None => {
+                let until = now + SUSPECT_REPLY_TIMEOUT.min(self.options.silence_timeout() / 4);
+                peer.suspected_until = Some(until);
+                if self.engine.suspect(rank) {
+                    Err(until)
+                } else {
+                    Ok(())
+                }
+            }
+        }
+    }
+
+    /// Loses a peer: nothing can arrive from it any more. Only the thread of its connection may
+    /// call this, since it reads no more of the peer's bytes.
+    pub(super) fn lose(&mut self, rank: Rank, reason: &str) {
+        let Some(Some(peer)) = self.peers.get_mut(rank.index()) else {
+            return;
+        };
+        if !std::mem::replace(&mut peer.open, false) {
+            return;
+        }
+        peer.writable = false;
+        // The socket is closed later; an unwatched one is in order.
+        let poller = &self.shared.pollers[peer.thread];
+        let _ = peer.socket.watch(poller, u64::from(rank.0), Interest::End);
+        self.engine.handle_writable(rank, false);
+        self.engine.handle_peer_lost(rank, reason);
+    }
+
+    /// Shares this rank's port out among its connections, at intervals.
+    pub(super) fn pace(&mut self) {
+        let now = self.now;
+        let Some(pacing) = &mut self.pacing else {
+            return;
+        };
+        let peers = self.peers.iter().flatten();
+        if !pacing.rest(now, || peers.filter(|peer| peer.open).any(|peer| !peer.writable)) {
+            return;
+        }
+        let (mut flows, mut sockets) = (Vec::new(), Vec::new());
+        for peer in self.peers.iter_mut().flatten().filter(|peer| peer.open) {
+            flows.push((sockets.len(), !peer.writable, &mut peer.pacer));
+            sockets.push(&peer.socket);
+        }
+        let acknowledged = |socket: &&Arc<dyn Socket>| {
+            socket.path_estimate().ok().map(|path| path.acknowledged_bytes)
+        };
+        pacing.sample(
+            now,
+            flows.into_iter(),
+            || sockets.iter().map(acknowledged).sum(),
+            // A rate that the kernel refuses leaves the last one in force.
+            |index, rate| drop(sockets[index].set_pacing(rate)),
+        );
+    }
+}

@@ -1,0 +1,145 @@
+//! The sockets of peers: sending, receiving, and their loss.
+
+use super::core::Core;
+use super::frame_reader::Fault;
+use super::frame_writer::Flushed;
+use super::io_thread::IoThread;
+use super::receive::ReceivedFrames;
+use crate::flow::Pacer;
+use crate::metrics::counters::count;
+use crate::sys::lock;
+use crate::sys::poller::Interest;
+use gradlane_units::Rank;
+use std::io;
+
+/// Bytes read from one connection before others get their turn.
+const RECEIVE_TURN_BYTES: usize = 512 << 10;
+
+impl IoThread<'_> {
+    /// Sends the frames that wait for a peer and returns the bytes that its socket took.
+    pub(super) fn flush(&mut self, rank: Rank) -> usize {
+        let core = self.core;
+        let Some(Some(connection)) = self.connections.get_mut(rank.index()) else {
+            return 0;
+        };
+        let (trace, sent) = (&self.shared.trace, &mut self.sent);
+        let mut total = 0;
+        let socket = &*connection.socket;
+        let result = connection.writer.flush(socket, &mut total, |header, transmit| {
+            trace.sent(rank, header);
+            sent.push((*header, transmit));
+        });
+        self.coalescer.count(total);
+        if total > 0 {
+            count(&self.shared.metrics.peers[rank.index()].sent_bytes, total as u64);
+        }
+        connection.flow.sent(socket, total);
+        let takes_more = matches!(result, Ok(Flushed::All)) && !connection.flow.is_full();
+        let mut core = lock(core);
+        if total > 0 {
+            connection.last_sent = core.now;
+        }
+        if let Some(frame_bytes) = connection.flow.frame_bytes(core.now) {
+            core.engine.handle_frame_bytes(rank, frame_bytes);
+        }
+        core.sent(rank, total, &mut self.sent);
+        connection.flow.set_paced_by_thread(core.pacer(rank).is_some_and(Pacer::by_thread));
+        let writable = takes_more && core.may_send(rank);
+        if let Err(error) = result {
+            drop(core);
+            self.on_send_error(rank, &error);
+        } else {
+            self.set_writable(&mut core, rank, writable);
+        }
+        total
+    }
+
+    /// Loses a peer whose socket fails, after reading it: a peer that gives up says why and closes.
+    fn on_send_error(&mut self, rank: Rank, error: &io::Error) {
+        while self.receive(rank) > 0 {}
+        self.core().lose(rank, &format!("connection failed: {error}"));
+    }
+
+    fn set_writable(&mut self, core: &mut Core, rank: Rank, writable: bool) {
+        core.set_writable(rank, writable);
+        if !writable {
+            self.arm(core, rank, true);
+        }
+    }
+
+    /// Makes the poller report when the socket takes more, or stops that. It goes on while there is more
+    /// to send, and ends only when a report finds nothing to do.
+    fn arm(&mut self, core: &mut Core, rank: Rank, armed: bool) {
+        let Some(Some(connection)) = self.connections.get_mut(rank.index()) else {
+            return;
+        };
+        if connection.armed == armed || !core.is_open(rank) {
+            return;
+        }
+        connection.armed = armed;
+        let (socket, poller) = (&connection.socket, &self.shared.pollers[self.index]);
+        let interest = if armed { Interest::Writable } else { Interest::Readable };
+        if let Err(error) = socket.watch(poller, u64::from(rank.0), interest) {
+            core.engine.abort(&format!("cannot wait for the socket of {rank}: {error}"));
+        }
+    }
+
+    pub(super) fn on_writable(&mut self, rank: Rank) {
+        let Some(Some(connection)) = self.connections.get(rank.index()) else {
+            return;
+        };
+        let nothing_waits = connection.writer.is_empty();
+        let mut core = self.core();
+        if !core.is_open(rank) {
+            return;
+        }
+        if core.is_writable(rank) {
+            self.arm(&mut core, rank, false);
+        } else if nothing_waits {
+            // A frame that is not due yet is reported again in the next turn.
+            if core.may_send(rank) {
+                self.set_writable(&mut core, rank, true);
+            }
+        } else {
+            drop(core);
+            self.flush(rank);
+        }
+    }
+
+    /// Reads from a peer's socket and returns the number of bytes.
+    pub(super) fn receive(&mut self, rank: Rank) -> usize {
+        let core = self.core;
+        let Some(Some(connection)) = self.connections.get_mut(rank.index()) else {
+            return 0;
+        };
+        if !lock(core).is_open(rank) {
+            return 0;
+        }
+        let mut frames = ReceivedFrames {
+            core,
+            shared: &self.shared,
+            peer: rank,
+            heard_goodbye: &mut connection.heard_goodbye,
+        };
+        let (bytes, result) =
+            connection.reader.receive(&*connection.socket, RECEIVE_TURN_BYTES, &mut frames);
+        self.coalescer.count(bytes);
+        if bytes == 0 && result.is_ok() {
+            return 0;
+        }
+        let mut core = lock(core);
+        if bytes > 0 {
+            core.heard(rank);
+            count(&self.shared.metrics.peers[rank.index()].received_bytes, bytes as u64);
+        }
+        match result {
+            Ok(()) => {}
+            Err(Fault::Lost(reason)) => core.lose(rank, &reason),
+            Err(Fault::ProtocolViolation(what)) => {
+                core.engine.reject_peer(rank, &format!("{rank} {what}"));
+            }
+            Err(Fault::Internal(what)) => core.engine.abort(&what),
+        }
+        bytes
+    }
+}

@@ -1,0 +1,392 @@
+//! Counters of a channel: bytes, frames, waits, CPU time of its threads, refused callers.
+//!
+//! Counters only grow and are read at any time from any thread; a snapshot is not of one instant. A
+//! frame costs a few plain additions; waits and stragglers are counted when a thread has slept, or
+//! a slice is complete.
+
+use crate::channel::completion::WaitTarget;
+use crate::metrics::participation_stats::ParticipationStats;
+use crate::metrics::queue_stats::StatsQuery;
+use crate::metrics::snapshot::{
+    MetricsSnapshot, PeerSnapshot, Refusal, StalenessSnapshot, WaitSnapshot,
+};
+use crate::metrics::straggler_stats::StragglerStats;
+use crate::sys::lock;
+use crate::sys::syscall::ThreadClock;
+use gradlane_engine::{Plan, Scheme, Staleness, TensorKind};
+use gradlane_units::{Rank, SliceId, Step, TensorId};
+use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Mutex;
+use std::time::Duration;
+
+/// Refusals that are kept; older ones are only counted.
+const REFUSALS_KEPT: usize = 64;
+/// Refusals that are all logged; after these, those that double the number.
+const REFUSALS_LOGGED: u64 = 16;
+
+/// Traffic with one peer.
+#[derive(Debug, Default)]
+pub(crate) struct PeerCounters {
+    pub(crate) sent_bytes: AtomicU64,
+    pub(crate) received_bytes: AtomicU64,
+    pub(crate) sent_frames: AtomicU64,
+    pub(crate) received_frames: AtomicU64,
+    sent_payload_bytes: AtomicU64,
+    received_payload_bytes: AtomicU64,
+}
+
+impl PeerCounters {
+    /// Notes a frame that the kernel has.
+    pub(crate) fn sent(&self, header: &FrameHeader) {
+        count(&self.sent_frames, 1);
+        count(&self.sent_payload_bytes, u64::from(header.length));
+    }
+
+    /// Notes a frame that has arrived.
+    pub(crate) fn received(&self, header: &FrameHeader) {
+        count(&self.received_frames, 1);
+        count(&self.received_payload_bytes, u64::from(header.length));
+    }
+}
+
+/// Adds to a counter that one thread writes.
+pub(crate) fn count(counter: &AtomicU64, amount: u64) {
+    let sum = counter.load(Ordering::Relaxed).wrapping_add(amount);
+    counter.store(sum, Ordering::Relaxed);
+}
+
+/// Adds to a counter that several threads write.
+fn count_shared(counter: &AtomicU64, amount: u64) {
+    counter.fetch_add(amount, Ordering::Relaxed);
+}
+
+pub(crate) fn load(counter: &AtomicU64) -> u64 {
+    counter.load(Ordering::Relaxed)
+}
+
+pub(crate) fn seconds(nanos: u64) -> f64 {
+    nanos as f64 / 1e9
+}
+
+/// Waits of application threads for one tensor.
+#[derive(Debug, Default)]
+struct WaitStats {
+    count: AtomicU64,
+    sum_ns: AtomicU64,
+    max_ns: AtomicU64,
+    max_step: AtomicU64,
+    last_step: AtomicU64,
+    /// Waits for a whole step that this tensor completed.
+    step_count: AtomicU64,
+    step_sum_ns: AtomicU64,
+}
+
+impl WaitStats {
+    fn note(&self, step: Step, waited_ns: u64) {
+        count_shared(&self.count, 1);
+        count_shared(&self.sum_ns, waited_ns);
+        self.last_step.store(step.0, Ordering::Relaxed);
+        if self.max_ns.fetch_max(waited_ns, Ordering::Relaxed) < waited_ns {
+            self.max_step.store(step.0, Ordering::Relaxed);
+        }
+    }
+}
+
+/// CPU time of one thread, also after its end.
+#[derive(Debug, Default)]
+struct ThreadCpu {
+    clock: Option<ThreadClock>,
+    final_ns: u64,
+}
+
+/// The counters.
+#[derive(Debug)]
+pub(crate) struct Metrics {
+    pub(crate) peers: Vec<PeerCounters>,
+    /// Time that application threads have waited.
+    pub(crate) wait_ns: AtomicU64,
+    /// Version of the priority vector in force.
+    pub(crate) plan_version: AtomicU64,
+    /// Frames chosen and not yet in the kernel's hands.
+    pub(crate) outgoing_frames: AtomicU64,
+    /// Jobs handed out and not yet done.
+    pub(crate) jobs_in_flight: AtomicU64,
+    /// Bytes of scratch buffers.
+    pub(crate) scratch_bytes: AtomicU64,
+    /// Turns of the I/O threads.
+    pub(crate) turns: AtomicU64,
+    /// Staleness of the pushes that this rank has applied one by one.
+    pub(crate) staleness: Mutex<Staleness>,
+    /// Ranks that the slices of this rank wait for.
+    pub(crate) stragglers: StragglerStats,
+    /// Ranks that steps went on without.
+    pub(crate) participation: Mutex<ParticipationStats>,
+    /// The engine's queues, on request.
+    pub(crate) queue_stats: StatsQuery,
+    waits: Vec<WaitStats>,
+    /// Bytes of whole messages sent, before and after encoding.
+    raw_bytes: AtomicU64,
+    encoded_bytes: AtomicU64,
+    /// Payload bytes of results that this rank sent as an owner, and of the contributions to them.
+    served_sent_bytes: AtomicU64,
+    served_received_bytes: AtomicU64,
+    /// By tensor: whether this rank is its root.
+    is_root: Vec<bool>,
+    /// By rank: bytes of trained tensors that it owns.
+    owned_bytes: Vec<u64>,
+    threads: Mutex<Vec<(&'static str, ThreadCpu)>>,
+    refusals: Mutex<(u64, VecDeque<Refusal>)>,
+}
+
+impl Metrics {
+    /// Makes counters at zero.
+    pub(crate) fn new(rank: Rank, plan: &Plan) -> Metrics {
+        let (world_size, tensors) = (plan.world_size, plan.tensors.len());
+        let is_root = |tensor| plan.root(TensorId(tensor)) == Some(rank);
+        Metrics {
+            served_sent_bytes: AtomicU64::new(0),
+            served_received_bytes: AtomicU64::new(0),
+            is_root: (0..tensors as u32).map(is_root).collect(),
+            owned_bytes: owned_bytes(plan),
+            peers: (0..world_size).map(|_| PeerCounters::default()).collect(),
+            wait_ns: AtomicU64::new(0),
+            plan_version: AtomicU64::new(0),
+            outgoing_frames: AtomicU64::new(0),
+            jobs_in_flight: AtomicU64::new(0),
+            scratch_bytes: AtomicU64::new(0),
+            turns: AtomicU64::new(0),
+            staleness: Mutex::new(Staleness::new(world_size)),
+            stragglers: StragglerStats::new(world_size),
+            participation: Mutex::new(ParticipationStats::new(rank, world_size)),
+            queue_stats: StatsQuery::default(),
+            waits: (0..tensors).map(|_| WaitStats::default()).collect(),
+            raw_bytes: AtomicU64::new(0),
+            encoded_bytes: AtomicU64::new(0),
+            threads: Mutex::default(),
+            refusals: Mutex::default(),
+        }
+    }
+
+    /// Counts the calling thread's CPU time under `name` until the returned guard is dropped.
+    pub(crate) fn count_this_thread(&self, name: &'static str) -> ThreadCount<'_> {
+        let mut threads = lock(&self.threads);
+        threads.push((name, ThreadCpu { clock: ThreadClock::of_this_thread(), final_ns: 0 }));
+        ThreadCount { metrics: self, index: threads.len() - 1 }
+    }
+
+    /// Notes a refused caller and logs it, of many callers less and less often.
+    pub(crate) fn refuse(&self, rank: Rank, address: &str, reason: &str) {
+        let mut refusals = lock(&self.refusals);
+        refusals.0 += 1;
+        if is_logged(refusals.0) {
+            let count = refusals.0;
+            log::warn!("{rank} refused a connection from {address}: {reason} (number {count})");
+        }
+        if refusals.1.len() == REFUSALS_KEPT {
+            refusals.1.pop_front();
+        }
+        refusals.1.push_back(Refusal { address: address.to_owned(), reason: reason.to_owned() });
+    }
+
+    /// Notes the wait of a thread; of a whole step, `last` is the tensor that completed it.
+    pub(crate) fn note_wait(&self, target: WaitTarget, last: TensorId, waited: Duration) {
+        let waited_ns = u64::try_from(waited.as_nanos()).unwrap_or(u64::MAX);
+        count_shared(&self.wait_ns, waited_ns);
+        match target {
+            WaitTarget::Tensor(tensor, step) => {
+                if let Some(waits) = self.waits.get(tensor.index()) {
+                    waits.note(step, waited_ns);
+                }
+            }
+            WaitTarget::Step(_) => {
+                if let Some(waits) = self.waits.get(last.index()) {
+                    count_shared(&waits.step_count, 1);
+                    count_shared(&waits.step_sum_ns, waited_ns);
+                }
+            }
+            WaitTarget::AnyTensor(_)
+            | WaitTarget::Contributors(_)
+            | WaitTarget::RootRequest
+            | WaitTarget::End => {}
+        }
+    }
+
+    /// Notes a frame that the kernel has.
+    pub(crate) fn sent(&self, to: Rank, header: &FrameHeader) {
+        self.peers[to.index()].sent(header);
+        if header.kind == FrameKind::Broadcast || self.is_for_this_root(header) {
+            count(&self.served_sent_bytes, u64::from(header.length));
+        }
+    }
+
+    /// Notes a frame that has arrived.
+    pub(crate) fn received(&self, from: Rank, header: &FrameHeader) {
+        self.peers[from.index()].received(header);
+        if header.kind == FrameKind::Push || self.is_for_this_root(header) {
+            count(&self.served_received_bytes, u64::from(header.length));
+        }
+    }
+
+    fn is_for_this_root(&self, header: &FrameHeader) -> bool {
+        header.kind == FrameKind::Block && self.is_root[header.tensor.index()]
+    }
+
+    /// Notes a frame that the kernel has; the last one of a message counts its bytes.
+    pub(crate) fn sent_message(&self, plan: &Plan, header: &FrameHeader) {
+        let carries_slice = matches!(
+            header.kind,
+            FrameKind::Push
+                | FrameKind::Broadcast
+                | FrameKind::RingScale
+                | FrameKind::RingReduce
+                | FrameKind::RingBroadcast
+        );
+        let whole = header.flags.contains(FrameFlags::LAST);
+        if carries_slice && whole && !header.flags.contains(FrameFlags::ABSENT) {
+            count(&self.raw_bytes, plan.slice_bytes(header.slice));
+            count(&self.encoded_bytes, header.offset + u64::from(header.length));
+        }
+    }
+
+    /// Returns all counters.
+    pub(crate) fn snapshot(&self, plan: &Plan) -> MetricsSnapshot {
+        let queue_stats = self.queue_stats.latest();
+        let peers: Vec<PeerSnapshot> = self
+            .peers
+            .iter()
+            .enumerate()
+            .map(|(rank, peer)| PeerSnapshot {
+                tx_bytes: load(&peer.sent_bytes),
+                rx_bytes: load(&peer.received_bytes),
+                tx_frames: load(&peer.sent_frames),
+                rx_frames: load(&peer.received_frames),
+                tx_payload_bytes: load(&peer.sent_payload_bytes),
+                rx_payload_bytes: load(&peer.received_payload_bytes),
+                queued_messages: queue_stats.peers.get(rank).map_or(0, |it| it.messages),
+                queued_bytes: queue_stats.peers.get(rank).map_or(0, |it| it.bytes),
+                in_flight_bytes: queue_stats.peers.get(rank).map_or(0, |it| it.in_flight_bytes),
+                owned_bytes: self.owned_bytes[rank],
+            })
+            .collect();
+        let refusals = lock(&self.refusals);
+        let (gathered_slices, together_slices) = self.stragglers.slices();
+        let (decided_steps, left_out) = lock(&self.participation).snapshot();
+        MetricsSnapshot {
+            tx_bytes: peers.iter().map(|peer| peer.tx_bytes).sum(),
+            rx_bytes: peers.iter().map(|peer| peer.rx_bytes).sum(),
+            tx_frames: peers.iter().map(|peer| peer.tx_frames).sum(),
+            rx_frames: peers.iter().map(|peer| peer.rx_frames).sum(),
+            tx_payload_bytes: peers.iter().map(|peer| peer.tx_payload_bytes).sum(),
+            rx_payload_bytes: peers.iter().map(|peer| peer.rx_payload_bytes).sum(),
+            queued_messages: peers.iter().map(|peer| peer.queued_messages).sum(),
+            queued_bytes: peers.iter().map(|peer| peer.queued_bytes).sum(),
+            queued_works: queue_stats.jobs,
+            raw_bytes: load(&self.raw_bytes),
+            encoded_bytes: load(&self.encoded_bytes),
+            served_tx_bytes: load(&self.served_sent_bytes),
+            served_rx_bytes: load(&self.served_received_bytes),
+            peers,
+            waits: self.wait_snapshots(plan),
+            stragglers: self.stragglers.snapshot(),
+            gathered_slices,
+            together_slices,
+            decided_steps,
+            left_out,
+            io_cpu_s: self.cpu_s("io"),
+            work_cpu_s: self.cpu_s("work"),
+            doorman_cpu_s: self.cpu_s("acceptor"),
+            wait_s: seconds(load(&self.wait_ns)),
+            plan_version: load(&self.plan_version),
+            outgoing_frames: load(&self.outgoing_frames),
+            works_in_flight: load(&self.jobs_in_flight),
+            scratch_bytes: load(&self.scratch_bytes),
+            turns: load(&self.turns),
+            staleness: staleness_snapshots(&lock(&self.staleness)),
+            refused_connections: refusals.0,
+            refusals: refusals.1.iter().cloned().collect(),
+        }
+    }
+
+    /// Returns the waits of tensors that a thread has waited for.
+    fn wait_snapshots(&self, plan: &Plan) -> Vec<WaitSnapshot> {
+        let rows = plan.tensors.iter().zip(&self.waits).map(|(tensor, waits)| WaitSnapshot {
+            name: tensor.spec.name.clone(),
+            count: load(&waits.count),
+            wait_s: seconds(load(&waits.sum_ns)),
+            wait_s_max: seconds(load(&waits.max_ns)),
+            wait_step_max: load(&waits.max_step),
+            wait_step_last: load(&waits.last_step),
+            last_of_step_count: load(&waits.step_count),
+            last_of_step_wait_s: seconds(load(&waits.step_sum_ns)),
+        });
+        rows.filter(|row| row.count > 0 || row.last_of_step_count > 0).collect()
+    }
+
+    fn cpu_s(&self, name: &str) -> f64 {
+        let threads = lock(&self.threads);
+        let of_name = threads.iter().filter(|(thread, _)| *thread == name);
+        let read = |cpu: &ThreadCpu| cpu.clock.and_then(ThreadClock::read_ns);
+        of_name.map(|(_, cpu)| read(cpu).unwrap_or(cpu.final_ns)).sum::<u64>() as f64 / 1e9
+    }
+}
+
+/// Whether the refusal of this number, from 1 on, is logged: a caller every second, such as a port
+/// scanner, must not fill the log of a run of weeks.
+fn is_logged(number: u64) -> bool {
+    number <= REFUSALS_LOGGED || number.is_power_of_two()
+}
+
+/// Returns, by rank, the bytes of trained tensors that it owns. Tensors of rings, and blocks that
+/// all ranks get, have no owner.
+fn owned_bytes(plan: &Plan) -> Vec<u64> {
+    let mut owned = vec![0; plan.world_size as usize];
+    for tensor in plan.tensors.iter().filter(|tensor| tensor.spec.kind == TensorKind::Parameter) {
+        if matches!(tensor.scheme, Scheme::Ps | Scheme::GatherToRoot) {
+            for slice in tensor.slices.clone().map(SliceId) {
+                owned[plan.slice(slice).owner.index()] += plan.slice_bytes(slice);
+            }
+        }
+    }
+    owned
+}
+
+/// Returns rows by rank; none where no push was applied alone.
+fn staleness_snapshots(staleness: &Staleness) -> Vec<StalenessSnapshot> {
+    let tallies = staleness.by_rank();
+    if tallies.iter().all(|tally| tally.pushes == 0) {
+        return Vec::new();
+    }
+    let reading = |tally: &gradlane_engine::RankStaleness| StalenessSnapshot {
+        pushes: tally.pushes,
+        mean: tally.mean(),
+        max: tally.max,
+        histogram: tally.histogram.clone(),
+    };
+    tallies.iter().map(reading).collect()
+}
+
+/// Stores the CPU time of a thread when it ends.
+pub(crate) struct ThreadCount<'a> {
+    metrics: &'a Metrics,
+    index: usize,
+}
+
+impl Drop for ThreadCount<'_> {
+    fn drop(&mut self) {
+        let cpu = &mut lock(&self.metrics.threads)[self.index].1;
+        cpu.final_ns = cpu.clock.take().and_then(ThreadClock::read_ns).unwrap_or(0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_logged;
+
+    #[test]
+    fn a_caller_every_second_for_three_weeks_is_a_page_of_lines() {
+        let lines = (1..=1_814_400).filter(|&number| is_logged(number)).count();
+        assert_eq!(lines, 16 + 16);
+    }
+}
