@@ -34,7 +34,6 @@ pub struct Engine {
     options: EngineOptions,
 }
 
-/// Construction.
 impl Engine {
     /// An engine before step 0. No peer is writable yet.
     ///
@@ -110,17 +109,9 @@ impl Engine {
         self.schemes.ps.fast_forward(&self.cx.plan, step);
         self.schemes.ring.fast_forward(step);
     }
-}
 
-#[cfg(test)]
-impl Engine {
-    pub(crate) fn priorities_mut(&mut self) -> &mut PriorityTable {
-        &mut self.cx.priorities
-    }
-}
+    // The application's calls.
 
-/// The application's calls.
-impl Engine {
     /// Takes a call of the application.
     ///
     /// # Errors
@@ -321,10 +312,9 @@ impl Engine {
         }
         Ok(())
     }
-}
 
-/// Frames.
-impl Engine {
+    // Frames.
+
     /// A verified header has arrived from a peer: where does its payload go?
     ///
     /// # Errors
@@ -445,10 +435,9 @@ impl Engine {
     pub fn poll_transmit(&mut self) -> Option<Transmit> {
         self.cx.tx.poll()
     }
-}
 
-/// Jobs.
-impl Engine {
+    // Jobs.
+
     /// The next job for the driver's threads, most urgent first.
     pub fn poll_job(&mut self) -> Option<Job> {
         if self.session.has_ended() || self.cx.jobs.is_full() {
@@ -526,10 +515,9 @@ impl Engine {
             Written::Ring(written) => self.schemes.ring.job_done(&mut self.cx, done, written),
         }
     }
-}
 
-/// Events and time.
-impl Engine {
+    // Events and time.
+
     /// The next event.
     pub fn poll_event(&mut self) -> Option<Event> {
         let event = self.cx.events.pop_front()?;
@@ -598,10 +586,9 @@ impl Engine {
             self.cx.worker.waits_for_others()
         }
     }
-}
 
-/// The end of the session.
-impl Engine {
+    // The end of the session.
+
     /// After a call: ends the session where a component cannot go on, or says goodbye.
     fn settle(&mut self) {
         self.end_if_aborted();
@@ -761,10 +748,9 @@ impl Engine {
             self.cx.worker.last_complete()
         }
     }
-}
 
-/// Views.
-impl Engine {
+    // Views.
+
     /// The plan.
     #[must_use]
     pub fn plan(&self) -> &Plan {
@@ -811,5 +797,12 @@ impl Engine {
         }
         outstanding.ranks = self.schemes.missing(&self.cx).iter().collect();
         outstanding
+    }
+}
+
+#[cfg(test)]
+impl Engine {
+    pub(crate) fn priorities_mut(&mut self) -> &mut PriorityTable {
+        &mut self.cx.priorities
     }
 }

@@ -27,204 +27,122 @@ pub struct Job {
 /// A computation. All regions of one operation are equally long, but for encoded ones: these are as
 /// long as their encoding, and an output at most.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Operation<R = Region> {
+pub enum Operation {
     /// `output = (inputs[0] + inputs[1] + …) / divisor`, inputs in rank order. `output` may be one
     /// of the inputs.
     Reduce {
         /// Contributions in rank order.
-        inputs: Vec<R>,
+        inputs: Vec<Region>,
         /// Whether a rank contributed nothing, which counts as zeros.
         absent: bool,
         /// Number of ranks that the mean is over.
         divisor: u32,
         /// Where the mean goes.
-        output: R,
+        output: Region,
         /// Where else it goes, in the same pass.
-        copy_to: Option<R>,
+        copy_to: Option<Region>,
     },
     /// The same mean, then the optimizer: `output = updated parameters`.
     ReduceApply {
         /// Contributions in rank order.
-        inputs: Vec<R>,
+        inputs: Vec<Region>,
         /// Whether a rank contributed nothing, which counts as zeros.
         absent: bool,
         /// Number of ranks that the mean is over.
         divisor: u32,
         /// The parameters before the update. Not written.
-        parameters: R,
+        parameters: Region,
         /// Where the parameters after the update go.
-        output: R,
+        output: Region,
     },
     /// `output = encode(input)`, this rank's contribution; with error feedback, of `input` and the
     /// residual. To be reported with the length of the encoding.
     Encode {
         /// The gradient.
-        input: R,
+        input: Region,
         /// Room for its encoding.
-        output: R,
+        output: Region,
     },
     /// `output = encode((decode(inputs[0]) + …) / divisor)`; with error feedback, of the mean and the
     /// residual. To be reported with the length of the encoding.
     DecodeReduceEncode {
         /// Encoded contributions in rank order.
-        inputs: Vec<R>,
+        inputs: Vec<Region>,
         /// Whether a rank contributed nothing, which counts as zeros.
         absent: bool,
         /// Number of ranks that the mean is over.
         divisor: u32,
         /// Room for the encoded mean.
-        output: R,
+        output: Region,
         /// Where the decoded `output` goes, in the same pass.
-        copy_to: Option<R>,
+        copy_to: Option<Region>,
     },
     /// As [`Operation::ReduceApply`], of encoded contributions.
     DecodeReduceApply {
         /// Encoded contributions in rank order.
-        inputs: Vec<R>,
+        inputs: Vec<Region>,
         /// Whether a rank contributed nothing, which counts as zeros.
         absent: bool,
         /// Number of ranks that the mean is over.
         divisor: u32,
         /// The parameters before the update. Not written.
-        parameters: R,
+        parameters: Region,
         /// Where the parameters after the update go.
-        output: R,
+        output: Region,
     },
     /// One hop of an encoded sum: `output = encode((decode(received) + own) / divisor)`; with error
     /// feedback. To be reported with the length of the encoding.
     RingEncode {
         /// The encoded sum of the ranks before; none where none of them had a gradient.
-        received: Option<R>,
+        received: Option<Region>,
         /// This rank's gradient, if it has one.
-        own: Option<R>,
+        own: Option<Region>,
         /// Number of ranks that the mean is over, on the last one; else 1.
         divisor: u32,
         /// Room for the encoding.
-        output: R,
+        output: Region,
         /// On the last rank, where the decoded `output` goes, in the same pass.
-        copy_to: Option<R>,
+        copy_to: Option<Region>,
     },
     /// `output = the larger of received and the scales of own`, a number for each bucket.
     RingMaxScales {
         /// Scales of the ranks before; none where none of them had a gradient.
-        received: Option<R>,
+        received: Option<Region>,
         /// This rank's gradient.
-        own: R,
+        own: Region,
         /// The scales. May be `received`.
-        output: R,
+        output: Region,
     },
     /// `output = codes of own`, to the larger of `scales` and its own: a sum that begins.
     RingBeginCodes {
         /// Scales of all other ranks; none where none of them had a gradient.
-        scales: Option<R>,
+        scales: Option<Region>,
         /// This rank's gradient, if it has one: scales or gradient are there.
-        own: Option<R>,
+        own: Option<Region>,
         /// Room for scales and sums.
-        output: R,
+        output: Region,
     },
     /// `sums = sums + codes of own`, as integers.
     RingAddCodes {
         /// Scales and sums, which are read and written.
-        sums: R,
+        sums: Region,
         /// This rank's gradient, if it has one; none counts as zeros.
-        own: Option<R>,
+        own: Option<Region>,
         /// On the last rank, where the mean that `sums` then stands for goes, in the same pass.
-        copy_to: Option<R>,
+        copy_to: Option<Region>,
     },
     /// `to = decode(from)`.
     Decode {
         /// An encoded slice.
-        from: R,
+        from: Region,
         /// Where its values go.
-        to: R,
+        to: Region,
     },
     /// `to = from`.
     Copy {
         /// Source.
-        from: R,
+        from: Region,
         /// Destination.
-        to: R,
+        to: Region,
     },
-}
-
-impl<R> Operation<R> {
-    /// The same operation on other memory: regions become addresses.
-    ///
-    /// # Errors
-    /// The first that `locate` returns.
-    pub fn try_map<S, E>(
-        &self,
-        mut locate: impl FnMut(&R) -> Result<S, E>,
-    ) -> Result<Operation<S>, E> {
-        let locate = &mut locate;
-        Ok(match self {
-            Operation::Reduce { inputs, absent, divisor, output, copy_to } => Operation::Reduce {
-                inputs: inputs.iter().map(&mut *locate).collect::<Result<_, E>>()?,
-                absent: *absent,
-                divisor: *divisor,
-                output: locate(output)?,
-                copy_to: copy_to.as_ref().map(&mut *locate).transpose()?,
-            },
-            Operation::ReduceApply { inputs, absent, divisor, parameters, output } => {
-                Operation::ReduceApply {
-                    inputs: inputs.iter().map(&mut *locate).collect::<Result<_, E>>()?,
-                    absent: *absent,
-                    divisor: *divisor,
-                    parameters: locate(parameters)?,
-                    output: locate(output)?,
-                }
-            }
-            Operation::Encode { input, output } => {
-                Operation::Encode { input: locate(input)?, output: locate(output)? }
-            }
-            Operation::DecodeReduceEncode { inputs, absent, divisor, output, copy_to } => {
-                Operation::DecodeReduceEncode {
-                    inputs: inputs.iter().map(&mut *locate).collect::<Result<_, E>>()?,
-                    absent: *absent,
-                    divisor: *divisor,
-                    output: locate(output)?,
-                    copy_to: copy_to.as_ref().map(&mut *locate).transpose()?,
-                }
-            }
-            Operation::DecodeReduceApply { inputs, absent, divisor, parameters, output } => {
-                Operation::DecodeReduceApply {
-                    inputs: inputs.iter().map(&mut *locate).collect::<Result<_, E>>()?,
-                    absent: *absent,
-                    divisor: *divisor,
-                    parameters: locate(parameters)?,
-                    output: locate(output)?,
-                }
-            }
-            Operation::RingEncode { received, own, divisor, output, copy_to } => {
-                Operation::RingEncode {
-                    received: received.as_ref().map(&mut *locate).transpose()?,
-                    own: own.as_ref().map(&mut *locate).transpose()?,
-                    divisor: *divisor,
-                    output: locate(output)?,
-                    copy_to: copy_to.as_ref().map(&mut *locate).transpose()?,
-                }
-            }
-            Operation::RingMaxScales { received, own, output } => Operation::RingMaxScales {
-                received: received.as_ref().map(&mut *locate).transpose()?,
-                own: locate(own)?,
-                output: locate(output)?,
-            },
-            Operation::RingBeginCodes { scales, own, output } => Operation::RingBeginCodes {
-                scales: scales.as_ref().map(&mut *locate).transpose()?,
-                own: own.as_ref().map(&mut *locate).transpose()?,
-                output: locate(output)?,
-            },
-            Operation::RingAddCodes { sums, own, copy_to } => Operation::RingAddCodes {
-                sums: locate(sums)?,
-                own: own.as_ref().map(&mut *locate).transpose()?,
-                copy_to: copy_to.as_ref().map(&mut *locate).transpose()?,
-            },
-            Operation::Decode { from, to } => {
-                Operation::Decode { from: locate(from)?, to: locate(to)? }
-            }
-            Operation::Copy { from, to } => {
-                Operation::Copy { from: locate(from)?, to: locate(to)? }
-            }
-        })
-    }
 }
