@@ -20,7 +20,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 const CALLER_LABEL: &[u8] = b"gradlane caller v1";
-const ACCEPTER_LABEL: &[u8] = b"gradlane accepter v1";
+/// Part of the protocol, so its old word stays.
+const ACCEPTER_LABEL: &[u8] = b"gradlane answerer v1";
 const REJECT_LABEL: &[u8] = b"gradlane reject v1";
 /// Longest wait in one system call: a cancelled handshake ends soon.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -304,4 +305,29 @@ pub(crate) fn accept<R>(
     let proof = identity.proof(ACCEPTER_LABEL, &theirs, &own).finalize().into_bytes();
     timed.write(&proof)?;
     Ok((hello.rank, reservation))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn proofs_have_the_bytes_of_the_protocol() {
+        let identity = Identity {
+            rank: Rank(0),
+            world_size: 1,
+            generation: 0,
+            job_digest: [0; 32],
+            table_digest: [0; 32],
+            secret: b"a secret".to_vec(),
+        };
+        let proof = |label| {
+            let proof = identity.proof(label, b"callercallercaller", b"accepteraccepter");
+            let bytes = proof.finalize().into_bytes();
+            bytes[..4].iter().map(|byte| format!("{byte:02x}")).collect::<String>()
+        };
+        // By Python's `hmac`, over "gradlane caller v1" and "gradlane answerer v1".
+        assert_eq!(proof(CALLER_LABEL), "542a8b37");
+        assert_eq!(proof(ACCEPTER_LABEL), "023b7566");
+    }
 }
