@@ -281,7 +281,14 @@ class RendezvousScope:
             if deadline.is_over(pause_s):
                 raise self._timeout_error(key, rank, deadline.limit_s)
             if self.on_poll is not None:
-                self.on_poll()
+                try:
+                    self.on_poll()
+                except GradlaneError:
+                    # A rank that fails writes its keys first, maybe since this one looked.
+                    value = self._store.read(key, limit_s=_REPORT_S)
+                    if value is None:
+                        raise
+                    return value
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
 
