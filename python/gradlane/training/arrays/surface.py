@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SessionArrays:
-    """What a session offers beside `prepare`: the mean of any arrays over all ranks.
+    """The mean of any arrays over all ranks, as a session offers it beside `prepare`.
 
     ::
 
