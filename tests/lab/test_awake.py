@@ -65,7 +65,7 @@ def test_who_is_killed_leaves_nothing_spinning() -> None:
     before = set(awake_processes())
     program = (
         "import time\n"
-        "from gradlane.lab import awake\n"
+        "from gradlane.lab.cluster import awake\n"
         "awake.is_virtual = lambda: True\n"
         "with awake.kept_awake():\n"
         "    time.sleep(60)\n"

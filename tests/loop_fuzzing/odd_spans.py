@@ -109,7 +109,7 @@ def _end_of_step(loop: Loop, place: int, model: int | None = None) -> int:
 
 
 def _next_backward(loop: Loop, step: int) -> int:
-    """Return where a step ends that is applied later: the ranks' votes are read by then."""
+    """Return where a step ends that is applied later: the ranks' statuses are read by then."""
     for later in range(step + 1, len(loop.actions)):
         if loop.actions[later].do in ("backward", "backward_twice", "assign_gradients", "joined"):
             return later

@@ -41,7 +41,7 @@ def test_the_book_answers_for_cluster_model_and_layers() -> None:
 
 def test_what_the_book_does_not_have_is_refused() -> None:
     book = Coordinator(MODEL, EIGHT)
-    with pytest.raises(ValueError, match="query\\(\\) of nothing"):
+    with pytest.raises(ValueError, match=r"query\(\) needs a name"):
         book.query()
     with pytest.raises(ValueError, match=r"no 'fc2'.*batch_size"):
         book.query("fc2")

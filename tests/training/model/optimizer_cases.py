@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gradlane.training.model.optimizers import WAYS
+from gradlane.training.model.optimizers import OPTIMIZER_SUPPORT
 
 Parameters = Iterable[torch.nn.Parameter]
 
@@ -83,7 +83,7 @@ def torch_optimizers() -> list[str]:
 
 def driven() -> list[str]:
     """Return the names of those that are taken."""
-    return [name for name in torch_optimizers() if not WAYS[name].refused]
+    return [name for name in torch_optimizers() if not OPTIMIZER_SUPPORT[name].refused]
 
 
 def flags(kind: str) -> list[str]:
@@ -139,7 +139,7 @@ def page() -> str:
     lines = [HEAD]
     names = cases()
     for name in torch_optimizers():
-        way = WAYS[name]
+        way = OPTIMIZER_SUPPORT[name]
         if way.refused:
             lines.append(f"| `{name}` | refused: {way.refused} | | |")
             continue

@@ -181,7 +181,7 @@ def test_ranks_stay_alike_and_near_to_exact_training(
     assert not same_bits(lossy[0][0], exact[0][0])
     for found, right in zip(lossy[0][0], exact[0][0], strict=True):
         assert torch.allclose(found, right, atol=0.02)
-    # The ballot and headers travel as well.
+    # The statuses and headers travel as well.
     assert sum(sent for _, sent, _ in exact) > ratio * sum(sent for _, sent, _ in lossy)
 
 

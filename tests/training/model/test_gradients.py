@@ -180,7 +180,7 @@ def test_overlap_comes_back_in_the_second_step(defer: bool | None) -> None:
 
     (sent,) = run_ranks(1, body, core=core)
     before = sent[0]
-    # Everything of step 1, and of step 2 with its ballot, has left when its backward is over.
+    # Everything of step 1, and of step 2 with its statuses, has left when its backward is over.
     assert sent[1] == before + 8 + 9
     assert sent[2] == sent[1] + 9
 
@@ -329,7 +329,7 @@ def test_one_rank_steps_and_another_zeroes() -> None:
 
 
 def test_a_last_step_that_ends_differently() -> None:
-    """No step follows whose votes would tell: rank 0 finds out when the session is closed."""
+    """No step follows whose statuses would tell: rank 0 finds out when the session is closed."""
 
     def body(session: Any) -> None:
         model, optimizer = prepare(session, Attention)

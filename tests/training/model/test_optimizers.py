@@ -20,7 +20,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from gradlane.training.model.deferred_update import DeferredUpdate
-from gradlane.training.model.optimizers import WAYS, steps_per_parameter
+from gradlane.training.model.optimizers import OPTIMIZER_SUPPORT, steps_per_parameter
 from tests.paths import ROOT
 from tests.training.model import optimizer_cases
 from tests.training.model.fake_core import FakeCore
@@ -151,11 +151,12 @@ def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_the_table_knows_every_optimizer_of_torch() -> None:
-    assert set(optimizer_cases.torch_optimizers()) <= set(WAYS)
+    assert set(optimizer_cases.torch_optimizers()) <= set(OPTIMIZER_SUPPORT)
 
 
 @pytest.mark.skipif(
-    optimizer_cases.torch_optimizers() != sorted(WAYS), reason="the page has newer optimizers"
+    optimizer_cases.torch_optimizers() != sorted(OPTIMIZER_SUPPORT),
+    reason="the page has newer optimizers",
 )
 def test_the_page_is_up_to_date() -> None:
     page = ROOT / "docs" / "optimizers.md"
@@ -167,7 +168,7 @@ def test_the_page_is_up_to_date() -> None:
 @pytest.mark.parametrize("name", list(CASES))
 def test_every_optimizer_in_parts_gives_torchs_bits(name: str) -> None:
     case = CASES[name]
-    in_parts = WAYS[case.kind].in_parts
+    in_parts = OPTIMIZER_SUPPORT[case.kind].in_parts
     assert_equals_torch(lambda model: case.make(model.parameters()), in_parts=in_parts)
 
 
@@ -207,7 +208,7 @@ def test_every_optimizer_is_seen_whole_by_step_hooks(kind: str) -> None:
     assert seen == [5] * 2 * STEPS
 
 
-@pytest.mark.parametrize("kind", [name for name, way in WAYS.items() if way.refused])
+@pytest.mark.parametrize("kind", [name for name, way in OPTIMIZER_SUPPORT.items() if way.refused])
 def test_what_cannot_be_driven_is_refused_by_name(kind: str) -> None:
     def body(session: Any) -> None:
         model = nn.Linear(3, 2)

@@ -389,7 +389,7 @@ def test_forward_order_is_observed_on_rank_0() -> None:
             optimizer.zero_grad()
 
     run_ranks(2, body, core=core)
-    # The last one is the ballot: it is asked for before any update.
+    # The last one is the statuses' tensor: it is asked for before any update.
     assert core.world.priorities == [[-2, -3, 0, -1, 0]]
 
 

@@ -114,7 +114,7 @@ def test_numbers_are_whole_json_and_stay_after_the_end() -> None:
             metrics["wait_s"], abs=1e-3
         )
         names = {wait["name"] for wait in metrics["layer_waits"]}
-        assert names <= {"first", "last", "gradlane's ballot"}
+        assert names <= {"first", "last", "gradlane's rank statuses"}
     for session in sessions:
         after = session.metrics()
         assert after["step"] == STEPS and after["queued_bytes"] == 0

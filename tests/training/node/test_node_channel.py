@@ -68,7 +68,7 @@ def test_training_sends_a_nodes_bytes_once(pool: RankPool) -> None:
         assert rank["channel"]["local_bytes"] > 0
     for ranks in (led, shared):
         # Whoever comes last waits for nothing, but somebody does in each step.
-        assert {"stem.weight", "gradlane's ballot"}.intersection(
+        assert {"stem.weight", "gradlane's rank statuses"}.intersection(
             row["name"] for rank in ranks for row in rank["waits"]
         )
 

@@ -265,10 +265,10 @@ environment = {
     "MASTER_PORT": sys.argv[1],
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
-place = RankInfo(1, 2, "job", 0)
-store = open_store(place, environment, 30.0, 2.0)
-meeting = RendezvousScope(store, place, 0, 60.0)
-meeting.put("word", "1")
+rank_info = RankInfo(1, 2, "job", 0)
+store = open_store(rank_info, environment, 30.0, 2.0)
+scope = RendezvousScope(store, rank_info, 0, 60.0)
+scope.put("word", "1")
 print("here", flush=True)
 sys.stdin.readline()
 try:

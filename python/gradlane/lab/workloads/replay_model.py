@@ -25,7 +25,7 @@ from gradlane.lab.workloads.gradients import (
 from gradlane.lab.workloads.pacing import PacingClock
 from gradlane.planning.models.schedule import ReplayLayer
 from gradlane.training.factors.block import Dense, LinearFactors, Part
-from gradlane.training.factors.capture import tap_of
+from gradlane.training.factors.capture import factor_hook_of
 
 UPDATED_ELEMENTS = 64
 """About how many elements of each parameter are updated, and looked at."""
@@ -202,8 +202,8 @@ class SleepingLayer(nn.Module):
         return self._gives_now and offset == 0
 
     def _give_factors(self) -> None:
-        """Hand factors of this step over to whom the tap on this layer belongs."""
-        tap = tap_of(self)
+        """Pass factors of this step to the hook on this layer."""
+        tap = factor_hook_of(self)
         assert tap is not None
         outputs, inputs = self.weight_shape
         rows, gradients = (torch.from_numpy(values) for values in self._factors)
@@ -282,7 +282,7 @@ class SleepingLayer(nn.Module):
         if self._fills is None:
             accelerator = self._accelerator
             self._fills = []
-            tap = tap_of(self) if self.gives_factors else None
+            tap = factor_hook_of(self) if self.gives_factors else None
             self._gives_now = tap is not None and tap.is_open()
             for offset, parameter in enumerate(self._own_parameters()):
                 if not parameter.requires_grad:

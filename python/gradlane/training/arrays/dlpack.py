@@ -1,6 +1,6 @@
-"""Reads what a DLPack capsule says of an array, without taking it over.
+"""Read the description of an array in a DLPack capsule, without consuming it.
 
-The capsule is not consumed: whoever keeps it keeps the memory alive, and when it goes, its own
+The capsule is not consumed: a reference to it keeps the memory alive, and when it goes, its own
 destructor gives the memory back. Follows dlpack.h, version 1.
 """
 
@@ -47,7 +47,7 @@ class _Versioned(ctypes.Structure):
 
 @dataclass(frozen=True)
 class DlpackView:
-    """What a capsule says.
+    """The description in a capsule.
 
     Attributes:
         pointer: address of the first element.
@@ -114,7 +114,7 @@ def _view(tensor: _Tensor, writable: bool, capsule: object) -> DlpackView:
 
 
 def _address(capsule: object, name: bytes) -> int:
-    """Address that a capsule holds under a name; 0 if it is no capsule of that name."""
+    """Return the address that a capsule holds under a name; 0 if it is no capsule of that name."""
     if not _IS_VALID(capsule, name):
         return 0
     return _POINTER(capsule, name) or 0

@@ -1,4 +1,4 @@
-"""The registered arrays of one session on one channel, and the steps they go through.
+"""The steps of one session's registered arrays on one channel.
 
 A step begins with the first push after the one before was whole, and has ended here when every
 registered array was pushed. The core uses the memory of an array from `push` until its mean is
@@ -32,12 +32,12 @@ class ArrayExchange:
         slots: Sequence[Slot],
         initial: Mapping[str, Any] | None,
     ) -> None:
-        """Agree with all ranks, connect, and spread rank 0's values if there are some.
+        """Agree with all ranks, connect, and broadcast rank 0's values if there are some.
 
         Args:
-            ctx: what the session gives.
+            ctx: the session's.
             meeting: where the ranks agree.
-            slots: what is registered, the first needed first.
+            slots: the registered arrays, the first needed first.
             initial: an array of each slot that gets rank 0's values, or None to spread nothing.
 
         Raises:
@@ -65,7 +65,7 @@ class ArrayExchange:
             names = [slot.name for slot in self.slots]
             self.channel = ctx.recorder.record(self.channel, names).channel
         try:
-            self._spread(loans)
+            self._broadcast_initial(loans)
         except BaseException as error:
             self.channel.abort(f"{type(error).__name__} while spreading arrays: {error}")
             if isinstance(error, ctx.core.ChannelError):
@@ -74,7 +74,7 @@ class ArrayExchange:
         self._watch = ctx.observer.watch(self, self.channel, self)
         self.has_parted = False
         """Whether every rank has said goodbye."""
-        ctx.deadlocks.watch(meeting.name, self, self._stand_still)
+        ctx.deadlocks.watch(meeting.name, self, self._on_deadlock)
 
     def training_step_of(self, step: int) -> int:
         """Return the training step that a step of the channel was: the same."""
@@ -90,7 +90,7 @@ class ArrayExchange:
         return [number for number, step in enumerate(self._pushed) if step < self.step]
 
     def push(self, name: str, array: Any, step: int | None) -> int:
-        """Hand an array over for the current step, or for the next if the current one is whole.
+        """Submit an array for the current step, or for the next if the current one is whole.
 
         Args:
             name: of a registered array.
@@ -126,8 +126,8 @@ class ArrayExchange:
             with self._translating(f"pushing {name!r} in step {due}"):
                 if due > self.step:
                     self._begin(due)
-                give = self.channel.gradient_ready if array is not None else None
-                self._give(give or self.channel.tensor_absent, number, due, loan)
+                submit = self.channel.gradient_ready if array is not None else None
+                self._submit(submit or self.channel.tensor_absent, number, due, loan)
                 if not self.unsubmitted_tensors():
                     self.channel.step_end(due)
             return due
@@ -169,7 +169,7 @@ class ArrayExchange:
         return self._results[number]
 
     def close(self, timeout_s: float) -> None:
-        """Bring the last step to an end and say goodbye.
+        """Bring the last step to an end and close the channel.
 
         Args:
             timeout_s: how long to wait for the other ranks' goodbyes; it is no error if they do
@@ -183,7 +183,7 @@ class ArrayExchange:
                 self._raise_failure()
                 for number in self.unsubmitted_tensors():
                     unseen = scratch(self.slots[number])
-                    self._give(self.channel.tensor_absent, number, self.step, unseen)
+                    self._submit(self.channel.tensor_absent, number, self.step, unseen)
                     if not self.unsubmitted_tensors():
                         self.channel.step_end(self.step)
                 self._end()
@@ -211,7 +211,7 @@ class ArrayExchange:
     # ---- inside
 
     def _agree(self, initial: Mapping[str, Any] | None) -> dict[int, Loan]:
-        """Compare what is registered with all ranks; returns the memory of the first values."""
+        """Agree on the registered arrays with all ranks; returns the memory of the first values."""
         try:
             loans = self._first_loans(initial)
         except GradlaneError as error:
@@ -235,14 +235,14 @@ class ArrayExchange:
             raise UsageError(f"spread() was given {what}: give it every registered array")
         return {number: borrow(slot, initial[slot.name]) for number, slot in enumerate(self.slots)}
 
-    def _spread(self, loans: dict[int, Loan]) -> None:
+    def _broadcast_initial(self, loans: dict[int, Loan]) -> None:
         """Run step 0: with values, rank 0's land everywhere; without, nothing is sent."""
         self.channel.step_begin(0)
         for number, slot in enumerate(self.slots):
             if number in loans:
-                self._give(self.channel.gradient_ready, number, 0, loans[number])
+                self._submit(self.channel.gradient_ready, number, 0, loans[number])
             else:
-                self._give(self.channel.tensor_absent, number, 0, scratch(slot))
+                self._submit(self.channel.tensor_absent, number, 0, scratch(slot))
         self.channel.step_end(0)
         with WAIT_NOTIFIER:
             self.channel.wait_step(0)
@@ -264,7 +264,7 @@ class ArrayExchange:
             self.channel.wait_step(self.step)
         self._collect()
 
-    def _give(
+    def _submit(
         self, call: Callable[[int, int, int, int], None], number: int, step: int, loan: Loan
     ) -> None:
         self._loans[number] = loan
@@ -296,8 +296,8 @@ class ArrayExchange:
     ) -> Callable[[int, list[int] | None], contextlib.AbstractContextManager[None]]:
         return functools.partial(self._ctx.deadlocks.waiting, self._meeting.name)
 
-    def _stand_still(self, reason: str) -> None:
-        """Fail here and tell all ranks: nobody can go on; called while this rank waits."""
+    def _on_deadlock(self, reason: str) -> None:
+        """Fail here and tell all ranks; called while this rank waits."""
         self._fail(SessionFailedError(reason, self.step - 1))
         with contextlib.suppress(self._ctx.core.ChannelError):
             self.channel.abort(reason)

@@ -1,4 +1,4 @@
-"""What is registered, and how an array that is pushed becomes memory that the core may use.
+"""Registered arrays, and the memory of pushed ones that the core may use.
 
 An array on the host whose elements lie one after the other is lent as it is, and its mean lands in
 it. One that may not be written, or cannot say, is copied once; its mean lands in the copy.
@@ -101,7 +101,7 @@ class Loan:
     Attributes:
         pointer: address of the first element.
         nbytes: size.
-        result: what the user gets when the mean has landed.
+        result: the user's array once the mean has landed.
         keeper: keeps the memory alive.
     """
 

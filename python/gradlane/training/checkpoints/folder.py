@@ -1,4 +1,4 @@
-"""Which checkpoints are there: one folder each, complete as soon as it has a manifest.
+"""Folders of checkpoints: one each, complete as soon as it has a manifest.
 
 The manifest names every rank's file with its size and is put in place when all of them are. So a
 folder without one is nothing, whatever else is in it, and a kill leaves the checkpoint before
@@ -7,7 +7,7 @@ untouched.
 Two things are told apart. A *run* is one training, however often it is restarted: its id is drawn
 where it begins, and taken over where a checkpoint is restored. An *incarnation* is one start of its
 ranks, with a number that grows (a fencing token): rank 0 claims it before its first checkpoint, by
-creating a file that nobody else can create. Each incarnation writes into folders of its own, and
+creating a file that exists once. Each incarnation writes into folders of its own, and
 changes or removes only those of its number and below. So ranks of an earlier start that are still
 alive can neither spoil nor outrank what a later one has written.
 """
@@ -195,7 +195,7 @@ def newest(root: Path) -> Manifest | None:
         try:
             other = read_manifest(path)
         except CheckpointError:
-            # Nobody asks for it.
+            # It was not asked for.
             continue
         if other.run != manifest.run:
             raise CheckpointError(
@@ -240,7 +240,7 @@ def listed_files(files: Any, path: Path) -> tuple[tuple[str, int], ...]:
 
     Args:
         files: names and sizes, as a manifest or another rank says.
-        path: what says so.
+        path: the file that says so.
 
     Raises:
         CheckpointError: it is no list of names and sizes.
@@ -302,7 +302,7 @@ def _latest(root: Path) -> int:
 
 
 def _remove(folder: Path) -> None:
-    # First it stops being complete, so that nobody finds half of it.
+    # First it stops being complete, so that no reader finds half of it.
     if folder.is_symlink():
         return
     with contextlib.suppress(OSError):

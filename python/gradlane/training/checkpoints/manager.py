@@ -1,6 +1,6 @@
-"""Checkpoints of a session's model, taken every so many steps and restored in a world of any size.
+"""Checkpoints of a session's model, taken every few steps and restored in a world of any size.
 
-All ranks take one after the same training step, between two steps. What is written is copied then,
+All ranks take one after the same training step, between two steps. The state is copied then,
 each rank its share; a thread writes it while training goes on. Rank 0's thread makes the checkpoint
 complete when all ranks have said that theirs is on the disk.
 """
@@ -146,7 +146,7 @@ class Checkpoints:
         self.take(step)
 
     def take(self, step: int) -> None:
-        """Copy what this rank writes of a step, and have it written.
+        """Copy this rank's part of a step's state, and have it written.
 
         Raises:
             CheckpointError: the state has a value that cannot be stored; the message has its path.
@@ -242,7 +242,7 @@ class Checkpoints:
         """Wait until the last checkpoint is complete, or has failed."""
         self._join()
         self._warn()
-        # Who has said goodbye has read them.
+        # A rank that has said goodbye has read them.
         for meeting, key in self._lasting:
             meeting.delete(key)
 

@@ -1,4 +1,4 @@
-"""Which elements of which tensors a rank writes.
+"""The elements of each tensor that a rank writes.
 
 Each tensor is cut into as many pieces as there are ranks, so that all write at once; small ones
 stay whole. A piece is known by tensor and elements, not by rank, so that any world can read it.

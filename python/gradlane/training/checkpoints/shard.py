@@ -27,11 +27,11 @@ from gradlane.formats.serialization.strict_json import FormatError
 def write_shard(path: Path, pieces: Sequence[Piece], facts: dict[str, Any]) -> int:
     """Write a file that is whole or not there, also if the machine stops at any moment.
 
-    What was written is read back, and every byte of it checked, before the file takes its place.
+    The file is read back, and every byte of it checked, before it takes its place.
 
     Args:
         path: the file; a temporary one is beside it meanwhile.
-        pieces: what goes in.
+        pieces: the contents.
         facts: JSON-able, such as step and rank.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Takes the factors of layers as their backward runs.
+"""Take the factors of layers as their backward runs.
 
-A layer that is tapped runs its usual forward. In backward it gives its inputs and output gradients
-to whom the tap belongs, and does not multiply them: there is one product, of all ranks' factors.
-Wherever someone else may want the gradient itself (`torch.autograd.grad`, hooks on the parameter,
+A layer with a factor hook runs its usual forward. In backward it gives its inputs and output
+gradients to the hook, and does not multiply them: there is one product, of all ranks' factors.
+Wherever the program may want the gradient itself (`torch.autograd.grad`, hooks on the parameter,
 graphs of gradients, gradients that add up in `.grad`, code that is compiled or transformed) it is
 computed and returned as ever.
 """
@@ -22,11 +22,11 @@ from gradlane.training.factors.block import LinearFactors, Part, TouchedRows, ca
 from gradlane.training.modules.compiled import is_tracing
 from gradlane.training.modules.gradient_intake import raw_grad
 
-_ATTRIBUTE = "_gradlane_tap"
+_ATTRIBUTE = "_gradlane_factor_hook"
 
 
 class FactorSink(Protocol):
-    """Whom factors are given to."""
+    """Takes the factors of a model's layers."""
 
     def wants_factors(self, index: int) -> bool:
         """Whether factors of a tensor can be taken now, in this backward."""
@@ -35,13 +35,13 @@ class FactorSink(Protocol):
         """Take factors; their memory may change after the call."""
 
     def end_parts(self, index: int) -> None:
-        """All layers that use the tensor have had their turn in this backward."""
+        """Note that all layers that use the tensor are through with this backward."""
 
 
 class OwnFactors(Protocol):
     """A layer that is no `nn.Linear` and has factors all the same, such as one that is replayed.
 
-    It looks at `tap_of(self)` in its backward, and gives the tap what it has.
+    It looks at `factor_hook_of(self)` in its backward, and gives the hook what it has.
     """
 
     gives_factors: bool
@@ -67,11 +67,11 @@ def own_factors(module: nn.Module) -> OwnFactors | None:
 
 
 class FactorHook:
-    """Where one layer's factors go."""
+    """Passes one layer's factors on to a sink."""
 
-    def __init__(self, taker: FactorSink, index: int, weight: Tensor) -> None:
-        """Give a weight's factors, as tensor `index`, to a taker."""
-        self._taker = taker
+    def __init__(self, sink: FactorSink, index: int, weight: Tensor) -> None:
+        """Give a weight's factors, as tensor `index`, to a sink."""
+        self._sink = sink
         self._index = index
         self.weight = weight
         self._accumulation: Any = torch.autograd.graph.get_gradient_edge(weight).node
@@ -79,7 +79,7 @@ class FactorHook:
     def is_open(self) -> bool:
         """Whether the running backward would only add the gradient to an empty `.grad`."""
         weight = self.weight
-        # The sum of what is there and of what comes is somebody's to see.
+        # The program may look at the sum of `.grad` and the new gradient.
         if raw_grad(weight) is not None or weight._backward_hooks or torch.is_grad_enabled():
             return False
         hooks = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
@@ -89,14 +89,14 @@ class FactorHook:
             accumulates = torch._C._will_engine_execute_node(self._accumulation)
         except RuntimeError:  # torch.autograd.grad() asks for it.
             return False
-        return accumulates and self._taker.wants_factors(self._index)
+        return accumulates and self._sink.wants_factors(self._index)
 
     def take(self, part: Part) -> None:
         """Pass factors on."""
-        self._taker.take_factors(self._index, part)
+        self._sink.take_factors(self._index, part)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the layer has a weight of its own, and nobody takes its factors."""
+        """Return None: a copy of the layer has a weight of its own, which no sink takes."""
 
     def __reduce__(self) -> Any:
         """Pickle as nothing."""
@@ -112,9 +112,9 @@ def _is_own(hook: Any) -> bool:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tap: FactorHook, inputs: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any, hook: FactorHook, inputs: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        ctx.tap = tap
+        ctx.hook = hook
         ctx.save_for_backward(inputs, weight)
         return functional.linear(inputs, weight, bias)
 
@@ -130,8 +130,8 @@ class _Linear(torch.autograd.Function):
             weight_gradient = None
             if wants_weight:
                 input_rows = inputs.reshape(-1, weight.shape[1])
-                if ctx.tap.is_open():
-                    ctx.tap.take(LinearFactors(input_rows, rows))
+                if ctx.hook.is_open():
+                    ctx.hook.take(LinearFactors(input_rows, rows))
                 else:
                     weight_gradient = rows.t().matmul(input_rows)
         return None, input_gradient, weight_gradient, bias_gradient
@@ -140,9 +140,9 @@ class _Linear(torch.autograd.Function):
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tap: FactorHook, indices: Tensor, weight: Tensor, padding: int | None
+        ctx: Any, hook: FactorHook, indices: Tensor, weight: Tensor, padding: int | None
     ) -> Tensor:
-        ctx.tap = tap
+        ctx.hook = hook
         ctx.padding = padding
         ctx.count = weight.shape[0]
         ctx.save_for_backward(indices)
@@ -155,12 +155,12 @@ class _Embedding(torch.autograd.Function):
         padding = -1 if ctx.padding is None else ctx.padding
         if not ctx.needs_input_grad[2]:
             return None, None, None, None
-        if not ctx.tap.is_open():
+        if not ctx.hook.is_open():
             gradient = torch.ops.aten.embedding_dense_backward(
                 output_gradient, indices, ctx.count, padding, False
             )
             return None, None, gradient, None
-        ctx.tap.take(_touched(indices.reshape(-1), output_gradient, padding))
+        ctx.hook.take(_touched(indices.reshape(-1), output_gradient, padding))
         return None, None, None, None
 
 
@@ -176,10 +176,10 @@ def _touched(indices: Tensor, output_gradient: Tensor, padding: int) -> TouchedR
     return TouchedRows(numbers, values.to(rows.dtype))
 
 
-def tap_of(module: nn.Module) -> FactorHook | None:
-    """Return the tap on a layer, if there is one."""
-    tap: FactorHook | None = module.__dict__.get(_ATTRIBUTE)
-    return tap
+def factor_hook_of(module: nn.Module) -> FactorHook | None:
+    """Return the hook on a layer, if there is one."""
+    hook: FactorHook | None = module.__dict__.get(_ATTRIBUTE)
+    return hook
 
 
 def can_factor(module: nn.Module) -> bool:
@@ -209,17 +209,17 @@ def can_factor(module: nn.Module) -> bool:
     return False
 
 
-def install(module: nn.Module, taker: FactorSink, index: int) -> None:
+def install(module: nn.Module, sink: FactorSink, index: int) -> None:
     """Tap a layer for which `can_factor` holds; the module stays the user's own object.
 
     Args:
         module: the layer.
-        taker: gets the factors.
+        sink: gets the factors.
         index: number of its weight.
     """
     weight = dict.__getitem__(module._parameters, "weight")
     assert weight is not None
-    module.__dict__[_ATTRIBUTE] = FactorHook(taker, index, weight)
+    module.__dict__[_ATTRIBUTE] = FactorHook(sink, index, weight)
     if own_factors(module) is not None:
         return
     forward = _forward_linear if isinstance(module, nn.Linear) else _forward_embedding
@@ -227,44 +227,44 @@ def install(module: nn.Module, taker: FactorSink, index: int) -> None:
 
 
 def remove(module: nn.Module) -> None:
-    """Take a tap off again."""
-    tap = module.__dict__.pop(_ATTRIBUTE, None)
-    if tap is not None and own_factors(module) is None:
+    """Take a hook off again."""
+    hook = module.__dict__.pop(_ATTRIBUTE, None)
+    if hook is not None and own_factors(module) is None:
         module.__dict__.pop("forward", None)
 
 
-def _tap_of(module: nn.Module, weight: Tensor) -> FactorHook | None:
-    """The tap to use in this forward, or None where it has to be torch's own."""
+def _open_hook_of(module: nn.Module, weight: Tensor) -> FactorHook | None:
+    """The hook to use in this forward, or None where it has to be torch's own."""
     if is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None:
         return None
-    tap = tap_of(module)
-    if tap is None or tap.weight is not weight:
+    hook = factor_hook_of(module)
+    if hook is None or hook.weight is not weight:
         return None
-    return tap if torch.is_grad_enabled() and weight.requires_grad else None
+    return hook if torch.is_grad_enabled() and weight.requires_grad else None
 
 
 def _forward_linear(self: nn.Linear, input: Tensor) -> Tensor:
     weight, bias = self.weight, self.bias
-    tap = _tap_of(self, weight)
-    if tap is None:
+    hook = _open_hook_of(self, weight)
+    if hook is None:
         return functional.linear(input, weight, bias)
     device = input.device.type
     if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
             narrow_bias = None if bias is None else bias.to(dtype)
-            narrow: Tensor = _Linear.apply(tap, input.to(dtype), weight.to(dtype), narrow_bias)
+            narrow: Tensor = _Linear.apply(hook, input.to(dtype), weight.to(dtype), narrow_bias)
         return narrow
-    output: Tensor = _Linear.apply(tap, input, weight, bias)
+    output: Tensor = _Linear.apply(hook, input, weight, bias)
     return output
 
 
 def _forward_embedding(self: nn.Embedding, input: Tensor) -> Tensor:
     weight = self.weight
-    tap = _tap_of(self, weight)
-    if tap is None:
+    hook = _open_hook_of(self, weight)
+    if hook is None:
         return functional.embedding(input, weight, self.padding_idx)
-    output: Tensor = _Embedding.apply(tap, input, weight, self.padding_idx)
+    output: Tensor = _Embedding.apply(hook, input, weight, self.padding_idx)
     return output
 
 

@@ -58,7 +58,7 @@ class RootThread:
                 step, index = heapq.heappop(waiting)
                 self._answer(index, step)
         except self._core.ChannelError:
-            return  # The session is over; whoever waits in it is told why.
+            return  # The session is over; its waits raise the reason.
 
     def _answer(self, index: int, step: int) -> None:
         try:
@@ -66,5 +66,5 @@ class RootThread:
         except self._core.ChannelError:
             raise
         except Exception as error:
-            # Nobody can go on without this answer: all ranks shall hear what has happened.
+            # No rank can go on without this answer: tell all of them the reason.
             self._channel.abort(f"{error} (noticed while {self._describe(index, step)})")

@@ -1,7 +1,7 @@
-"""Sends factors in place of gradients and makes means of what all ranks sent.
+"""Send factors in place of gradients, and make the means of all ranks' factors.
 
-What backward yields for a weight in a step is packed at once, since its memory may change, and
-leaves as one block when the last part is there. A rank whose factors would be larger than the
+Factors of a weight are packed as backward yields them, since their memory may change, and leave as
+one block when the last part is there. A rank whose factors would be larger than the
 gradient sends the gradient; so it is with whatever came as a gradient. All ranks rebuild the mean
 from the same blocks in the same order; or, of a weight that one rank answers for, that rank does,
 and all others get what it has made.
@@ -35,7 +35,7 @@ from gradlane.training.modules.gradient_intake import is_alone
 
 
 class FactorExchange:
-    """The blocks of one model's weights, on their way out and in."""
+    """Sends and receives the blocks of one model's weights."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class FactorExchange:
             self._answering = RootThread(core, channel, self, describe)
 
     def begin(self) -> None:
-        """Begin a step: whatever was held and not sent is forgotten."""
+        """Begin a step, and forget factors that were held and not sent."""
         self._held.clear()
 
     def holds(self, index: int) -> bool:
@@ -115,7 +115,7 @@ class FactorExchange:
             wanted: whether some rank had a gradient, and the mean is needed.
 
         Raises:
-            BlockError: what a rank sent is no block of this tensor.
+            BlockError: a rank's bytes are no block of this tensor.
         """
         own, made = self._sent.pop(index, None), self._made.pop(index, None)
         blocks = self._channel.take_blocks(index, step)
@@ -135,10 +135,10 @@ class FactorExchange:
     def answer(self, index: int, step: int) -> None:
         """Make the mean of a tensor of which all blocks are here, and send it to all ranks.
 
-        Called on a thread of its own, while the tensor is nobody else's.
+        Called on a thread of its own, which alone uses the tensor meanwhile.
 
         Raises:
-            BlockError: what a rank sent is no block of this tensor.
+            BlockError: a rank's bytes are no block of this tensor.
         """
         blocks = self._channel.take_blocks(index, step)
         assert blocks is not None, "the channel asked"
@@ -202,18 +202,18 @@ class FactorExchange:
 
 
 class FactorHooks:
-    """The taps on all layers that send factors; a handle like those of hooks."""
+    """The hooks on all layers that send factors, with one `remove`."""
 
-    def __init__(self, factored: Mapping[int, Factored], taker: FactorSink) -> None:
+    def __init__(self, factored: Mapping[int, Factored], sink: FactorSink) -> None:
         """Tap all layers."""
         self._layers = [layer for one in factored.values() for layer in one.layers]
         self._handles = []
         for index, one in factored.items():
             accumulation: Any = torch.autograd.graph.get_gradient_edge(one.entry.tensor).node
-            end = functools.partial(_end_parts, taker, index)
+            end = functools.partial(_end_parts, sink, index)
             self._handles.append(accumulation.register_hook(end))
             for layer in one.layers:
-                install(layer, taker, index)
+                install(layer, sink, index)
 
     def remove(self) -> None:
         """Take the taps off again."""
@@ -223,9 +223,9 @@ class FactorHooks:
             remove(layer)
 
 
-def _end_parts(taker: FactorSink, index: int, *gradients: Any) -> None:
+def _end_parts(sink: FactorSink, index: int, *gradients: Any) -> None:
     """Hook of the node that adds a weight's gradients up: runs also where there were none."""
-    taker.end_parts(index)
+    sink.end_parts(index)
 
 
 def _view(region: tuple[int, int] | None, blocks: Blocks | None = None) -> Tensor | None:
@@ -236,6 +236,6 @@ def _view(region: tuple[int, int] | None, blocks: Blocks | None = None) -> Tenso
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
-    # Tensors keep their buffer, and this object keeps whom the memory belongs to.
+    # Tensors keep their buffer, and this object keeps the owner of the memory.
     memory.owner = blocks  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=torch.uint8)

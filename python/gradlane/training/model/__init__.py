@@ -1,1 +1,1 @@
-"""What torch's modules and gradients are like: compiled, in which order, sharing which memory."""
+"""A prepared model: its hooks, step machine, gradient exchange, optimizer and buffers."""

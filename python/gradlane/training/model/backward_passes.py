@@ -1,4 +1,4 @@
-"""How often each parameter gets a gradient in one step, learned from the steps so far.
+"""Count how often each parameter gets a gradient in one step, and learn from the steps so far.
 
 A parameter may get several gradients before `optimizer.step()`: several losses, the two halves of
 a discriminator's batch, accumulation, checkpoints that run backward in pieces. Only the sum may be
@@ -14,7 +14,7 @@ class BackwardPassCounter:
     """Counts gradients of trained parameters."""
 
     def __init__(self, count: int) -> None:
-        """Start without knowledge of so many parameters."""
+        """Start without knowledge of `count` parameters."""
         self._expected = [0] * count
         self._fired = [0] * count
 

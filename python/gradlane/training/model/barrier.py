@@ -1,4 +1,4 @@
-"""How ranks come together that otherwise wait for nobody: asynchronous training.
+"""A barrier for ranks that train asynchronously.
 
 With `strategy="asgd"` every rank is somewhere else in its training. Where all of them have to be at
 one point, as for equal parameters at the end, they say so in the rendezvous store and wait for each
@@ -22,7 +22,7 @@ _LOOK_S = 1.0
 
 
 class Barrier:
-    """The points where all ranks of one channel come together."""
+    """Waits until all ranks of one channel are at the same point."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Barrier:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Begin; all ranks gather as often and for the same reasons.
+        """Start; all ranks wait equally often and for the same reasons.
 
         Args:
             channel: raises when the session has failed.
@@ -54,7 +54,7 @@ class Barrier:
 
         Args:
             call: why; the same on every rank.
-            word: what this rank tells the others.
+            word: this rank's message to the others.
 
         Returns:
             Every rank's word, by rank.
@@ -120,6 +120,6 @@ class Barrier:
             )
 
     def _pushes(self) -> int:
-        """How many pushes were applied here so far."""
+        """Return the number of pushes that were applied here so far."""
         readings = json.loads(self._channel.metrics_json()).get("staleness", [])
         return sum(reading["pushes"] for reading in readings)

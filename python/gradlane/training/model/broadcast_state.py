@@ -1,7 +1,7 @@
-"""Everything that training has changed, from one rank to all others, over a channel of its own.
+"""Broadcast everything that training has changed from one rank, over a channel of its own.
 
-Step 0 of a channel spreads what its rank 0 has; the ranks are numbered anew for it, from the source
-on. What the optimizer's state consists of is told through the rendezvous store, since it may be
+Step 0 of a channel broadcasts its rank 0's values; the ranks are numbered anew for it, from the
+source on. A description of the optimizer's state goes through the rendezvous store, since it may be
 missing on the other side: as JSON and bytes, so that nothing that is read can run code.
 """
 
@@ -43,7 +43,7 @@ def broadcast_state(
     """Give every rank one rank's tensors and its optimizer's state; a collective call.
 
     Args:
-        ctx: what the session gives.
+        ctx: the session's.
         meeting: where the ranks meet for this; for nothing else.
         entries: the model's tensor table.
         optimizer: of the model; its parameters are those of the table.

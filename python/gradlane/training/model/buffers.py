@@ -46,7 +46,7 @@ CHANGE_BITS = 20
 
 
 class _Slot:
-    """Where one buffer is: in its module, and in the pack's raw bytes or averaged values."""
+    """One buffer, by its place in its module."""
 
     def __init__(self, name: str, module: nn.Module, key: str, buffer: Tensor) -> None:
         self.name = name
@@ -83,7 +83,7 @@ class _Slot:
         return buffer
 
     def note(self) -> None:
-        """Take the buffer as it is for what all ranks have agreed on."""
+        """Note the buffer as the value that all ranks have agreed on."""
         self._seen = self.held()
         self._seen_version = _version_of(self._seen)
 
@@ -101,7 +101,7 @@ def _version_of(buffer: Tensor | None) -> int:
 
 
 class BufferPack:
-    """All buffers of one model in one tensor."""
+    """Packs all buffers of one model into one tensor."""
 
     def __init__(self, model: nn.Module, mode: str, rank: int, world_size: int) -> None:
         """Lay the pack out; `start` is called when all ranks have rank 0's buffers.
@@ -150,7 +150,7 @@ class BufferPack:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Take the buffers as they are for what all ranks have."""
+        """Note the buffers as the values that all ranks have."""
         if self._views:
             torch._foreach_copy_(self._views, [slot.current() for slot in self._copied])
             self._sent.copy_(self._words)
@@ -164,7 +164,7 @@ class BufferPack:
             silent: this rank has seen no data in this step.
         """
         if self._rank == 0:
-            # What it changes from now on, no other rank sees before the next step's end.
+            # No other rank sees later changes before the next step's end.
             self._note()
         if silent or (self._rank != 0 and not self._averages):
             return None
@@ -188,7 +188,7 @@ class BufferPack:
 
     @torch.no_grad()
     def land(self, mean: Tensor | None) -> None:
-        """Write what all ranks agreed on into the buffers.
+        """Write the values that all ranks agreed on into the buffers.
 
         Args:
             mean: the pack as it came back; None: no rank had anything to say.
@@ -216,7 +216,7 @@ class BufferPack:
     # ---- changes between two steps
 
     def examine(self, module: nn.Module) -> None:
-        """See what was changed since the last step, before a training forward changes buffers.
+        """Note buffers that changed since the last step, before a training forward changes them.
 
         Args:
             module: whose forward is about to begin; its own buffers are looked at.
@@ -231,7 +231,7 @@ class BufferPack:
         """Return a number of how buffers were changed since the last step: the same if alike.
 
         Called when a step begins, after its forward. `UNKNOWN` says nothing: a module's forward
-        that nobody saw, as in compiled code, may have been what has changed them.
+        that no hook saw, as in compiled code, may have changed them.
         """
         for module in self._unexamined:
             if any(self._has_new_bytes(*numbered) for numbered in self._slots_of[module]):
@@ -266,7 +266,7 @@ class BufferPack:
             slot.note()
 
     def _is_unchanged(self) -> bool:
-        """Whether rank 0 has nothing new; on an accelerator nobody waits to find out."""
+        """Return whether rank 0 has nothing new; an accelerator is not waited for to find out."""
         if self._device.type != "cpu":
             return False
         if torch.equal(self._words, self._sent):
@@ -344,13 +344,13 @@ class BufferForm:
 
 
 class BufferWatch:
-    """Forward pre-hooks that see which buffers were changed between two steps."""
+    """Looks, in forward pre-hooks, for buffers that were changed between two steps."""
 
     def __init__(self, pack: BufferPack, settle: Callable[[], None]) -> None:
         """Register the hooks on all modules that own buffers; `remove` takes them off.
 
         Args:
-            pack: what is kept alike.
+            pack: the buffers that are kept alike.
             settle: waits until the buffers are those that all ranks agreed on.
         """
         hook = _Examination(pack, settle)
@@ -367,7 +367,7 @@ class BufferWatch:
 
 
 class _Examination:
-    """The hook. Forwards of compiled code are not seen, nor those of evaluation."""
+    """The hook; it sees no forwards of compiled code or of evaluation."""
 
     def __init__(self, pack: BufferPack, settle: Callable[[], None]) -> None:
         self._pack = pack
@@ -389,7 +389,7 @@ class _Examination:
 
 
 def _examine_nothing(module: nn.Module, arguments: Any) -> None:
-    """Forward pre-hook in copies of a prepared model."""
+    """Do nothing: the hook in copies of a prepared model."""
 
 
 def _nothing() -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""How a model comes to a channel: what the ranks agree on, what travels, who carries it.
+"""Connect a model to a channel: agree with all ranks, number its tensors, choose a carrier.
 
 When `connect` returns, all ranks have rank 0's parameters and buffers; nothing is hooked yet.
 """
@@ -30,12 +30,12 @@ from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 @dataclass(frozen=True)
 class Connected:
-    """A model's channel and what travels on it.
+    """A model's channel and the tensors that travel on it.
 
     Attributes:
-        terms: what the ranks have agreed on.
-        layout: what takes part in each step.
-        extras: entries of what travels beside the table, their numbers following it.
+        spec: the model as the ranks have agreed on it.
+        layout: the tensors that take part in each step.
+        extras: entries of tensors beside the table, whose numbers follow it.
         codecs: how each trained tensor is encoded.
         channel: to all ranks; records, where the session does.
         recording: of this channel, or None.
@@ -43,7 +43,7 @@ class Connected:
         served: parameters in the hands of servers that update them, or None.
     """
 
-    terms: ModelSpec
+    spec: ModelSpec
     layout: StepLayout
     extras: Sequence[TensorEntry]
     codecs: list[CodecChoice]
@@ -61,10 +61,10 @@ def connect(
     buffers: str,
     staging_failed: Callable[[Exception], None],
 ) -> Connected:
-    """Agree with all ranks, open a channel and spread rank 0's values.
+    """Agree with all ranks, open a channel and broadcast rank 0's values.
 
     Args:
-        ctx: what the session gives.
+        ctx: the session's.
         meeting: where the ranks agree.
         model: the user's.
         optimizer: the user's.
@@ -75,19 +75,19 @@ def connect(
         ValueError: the model or the optimizer cannot take part.
         GradlaneError: the ranks differ, or cannot reach each other.
     """
-    terms = verify_model_across_ranks(ctx, meeting, model, optimizer, buffers)
+    spec = verify_model_across_ranks(ctx, meeting, model, optimizer, buffers)
     serves = ctx.options.update == "server"
     # Whatever takes part in a step is updated by servers, so nothing but parameters may; and
     # statuses and buffers of ranks that are left out of a step would be missing.
     alone = serves or ctx.options.stragglers.leaves_out
     extras, layout = build_step_layout(
-        model, terms.entries, terms.factored, ctx.rank_info, buffers, alone=alone
+        model, spec.entries, spec.factored, ctx.rank_info, buffers, alone=alone
     )
-    trained = terms.trained
+    trained = spec.trained
     coded = [entry.coded() for entry in trained]
-    codecs = terms.codecs
+    codecs = spec.codecs
     check_codecs_served(codecs, ctx.rank_info)
-    plain = [entry.plan_row() for entry in (*terms.entries, *extras)]
+    plain = [entry.plan_row() for entry in (*spec.entries, *extras)]
     for index, one in layout.factored.items():
         plain[index] = one.plan_row()
     rows = rows_with_codecs(plain, coded, codecs)
@@ -103,52 +103,52 @@ def connect(
         recording = ctx.recorder.record(channel, [str(row["name"]) for row in rows])
         channel = recording.channel
     connected = Connected(
-        terms,
+        spec,
         layout,
         extras,
         codecs,
         channel,
         recording,
-        _carrier(opened, channel, terms, extras, staging_failed),
+        _carrier(opened, channel, spec, extras, staging_failed),
         ServedParameters(channel, trained) if serves else None,
     )
-    _spread(ctx, connected)
+    _broadcast_initial(ctx, connected)
     return connected
 
 
-def schemes_of(ctx: SessionContext, terms: ModelSpec) -> dict[str, str]:
+def schemes_of(ctx: SessionContext, spec: ModelSpec) -> dict[str, str]:
     """Return how each trained tensor is aggregated, by name."""
     usual = RING if ctx.options.strategy.name == RING else "ps"
     found = {}
-    for index, entry in enumerate(terms.trained):
+    for index, entry in enumerate(spec.trained):
         given = ctx.schemes.get(entry.name, usual)
         # A bias has its layer's scheme in a plan, and travels as usual.
         whole = usual if given in FACTOR_SCHEMES else given
-        found[entry.name] = terms.factored[index].scheme if index in terms.factored else whole
+        found[entry.name] = spec.factored[index].scheme if index in spec.factored else whole
     return found
 
 
 def _carrier(
     opened: Channel,
     channel: Channel,
-    terms: ModelSpec,
+    spec: ModelSpec,
     extras: Sequence[TensorEntry],
     staging_failed: Callable[[Exception], None],
 ) -> Carrier:
     """Choose who carries; `opened` is the channel as it was before anything recorded it."""
-    trained = dict(enumerate(terms.trained))
-    beside = dict(enumerate(extras, len(terms.entries)))
+    trained = dict(enumerate(spec.trained))
+    beside = dict(enumerate(extras, len(spec.entries)))
     if isinstance(opened, NodeChannel) and opened.collective_tensors:
         others = carrier_for(channel, beside, staging_failed)
         return CollectiveCarrier(opened, trained, others)
     return carrier_for(channel, {**trained, **beside}, staging_failed)
 
 
-def _spread(ctx: SessionContext, connected: Connected) -> None:
+def _broadcast_initial(ctx: SessionContext, connected: Connected) -> None:
     """Run step 0, or tell all ranks why it failed."""
     try:
         connected.carrier.broadcast_initial(
-            [*connected.terms.entries, *connected.extras],
+            [*connected.spec.entries, *connected.extras],
             first=ctx.rank_info.rank == 0,
             without=connected.layout.factored.keys(),
         )

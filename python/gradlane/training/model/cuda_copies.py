@@ -9,7 +9,7 @@ from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 
 class CudaCopies:
-    """Copies of CUDA tensors; nothing here waits for a device as a whole."""
+    """Copies CUDA tensors without waiting for a device as a whole."""
 
     def __init__(self) -> None:
         """Copy nothing yet; a device's stream is made with its first copy."""
@@ -33,7 +33,7 @@ class CudaCopies:
     def to_host(
         self, host: Tensor, gradient: Tensor, after: torch.cuda.Event | None
     ) -> torch.cuda.Event:
-        """Start a copy on the side stream, behind what the current stream has been given."""
+        """Start a copy on the side stream, behind the current stream's work so far."""
         stream = self._stream(gradient.device)
         produced = torch.cuda.current_stream(gradient.device).record_event()
         with torch.cuda.stream(stream):
@@ -48,7 +48,7 @@ class CudaCopies:
         return copied
 
     def to_device(self, gradient: Tensor, host: Tensor) -> torch.cuda.Event:
-        """Queue a copy on the current stream, before whatever reads the gradient there."""
+        """Queue a copy on the current stream, before all later reads there."""
         gradient.copy_(host, non_blocking=True)
         returned = _blocking_event()
         returned.record(torch.cuda.current_stream(gradient.device))

@@ -1,4 +1,4 @@
-"""Optimizer steps that happen later than the user's call, in as many parts as gradients arrive.
+"""Optimizer steps later than the user's call, in as many parts as gradients arrive.
 
 Every part runs with the hyper-parameters of the moment of `optimizer.step()`, without grad,
 inference mode or autocast, whatever is in force where it is triggered; the optimizer's own groups
@@ -28,7 +28,7 @@ _POSITION = operator.itemgetter(0)
 
 
 class DeferredUpdate:
-    """The recorded step of one optimizer."""
+    """Records a step of one optimizer, and runs it whole or in parts."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class DeferredUpdate:
         """Whether a step may be done in parts."""
         self._judged = is_known
         self.notice = ""
-        """What the program is to be warned of after this step."""
+        """The warning for the program after this step, or empty."""
         self._optimizer = optimizer
         self._step = step
         self._step_of_class = step_of_class
@@ -131,11 +131,11 @@ class DeferredUpdate:
         self._leaves_none = True
 
     def note_written(self, index: int) -> None:
-        """The program has put something into `.grad` since the step: it stays there."""
+        """Note that the program has set `.grad` since the step: it stays there."""
         self._written.add(index)
 
     def stepped_elsewhere(self, index: int) -> None:
-        """A server has stepped a parameter: what `.grad` holds now is as if it were done here."""
+        """Note that a server has stepped a parameter; `.grad` is left as after a step here."""
         self._stepped.add(index)
         if self._leaves_zeros:
             self._leave_zeros(index)
@@ -148,7 +148,7 @@ class DeferredUpdate:
                 set_raw_grad(parameter, torch.zeros_like(parameter))
 
     def step_whole(self) -> None:
-        """Step the optimizer on what is in `.grad`, as the program would."""
+        """Step the optimizer on `.grad`, as the program would."""
         before = None if self._judged else _settings(self._optimizer)
         self._step_with(self._optimizer.param_groups)
         if before is not None:
@@ -261,7 +261,7 @@ class DeferredUpdate:
 
 
 def undisturbed() -> ExitStack:
-    """Return a context without whatever is in force where an update happens to be triggered.
+    """Return a context without the modes in force where an update happens to be triggered.
 
     Inference mode, autocast, tracing, the transforms of torch.func and modes such as
     `FakeTensorMode` are for the forward that waits, not for the update. Grad mode is the

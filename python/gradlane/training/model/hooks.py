@@ -294,7 +294,7 @@ class HookManager:
             """Update the parameters: at once, or as the averaged gradients arrive."""
             if not hook_manager._handles:
                 return step_whole() if closure is None else step_whole(closure)
-            # What the program has replaced since is guarded from now on, too.
+            # Lists that the program has replaced since are guarded from now on, too.
             install_lazy_groups(self, steps)
             if steps.serves and not isinstance(self.state, LazyState):
                 raise UsageError(
@@ -317,7 +317,7 @@ class HookManager:
             steps.discard(set_to_none)
             steps.bypass(functools.partial(zero_whole, set_to_none))
 
-        # Whose code steps is asked again if the optimizer is prepared in another session.
+        # Another session that prepares the optimizer looks for the code that steps.
         step.__wrapped__ = step_whole  # type: ignore[attr-defined]
         if hasattr(step_whole, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

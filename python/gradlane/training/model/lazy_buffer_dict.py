@@ -27,7 +27,7 @@ class LazyBufferDict(LazyDict[Buffer]):
         """Guard a module's buffers.
 
         Args:
-            buffers: what the mapping starts with.
+            buffers: the module's own mapping.
             steps: those of the model.
         """
         # A scripted module's own mapping is none of Python's.

@@ -1,4 +1,4 @@
-"""A module's mapping of tensors that waits before it is read: what parameters and buffers share.
+"""A module's mapping of tensors that waits before it is read: for parameters and buffers.
 
 Copies and pickles of it are plain dictionaries.
 """

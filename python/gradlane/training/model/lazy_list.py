@@ -1,4 +1,4 @@
-"""A group's list of parameters that waits: what is read through the optimizer is right, too.
+"""A group's list of parameters that waits: reads through the optimizer are right, too.
 
 `GradScaler`, clipping by `optimizer.param_groups` and logging read parameters there. Copies and
 pickles of the list are plain ones.
@@ -27,7 +27,7 @@ class LazyParameterList(list[Tensor]):
         """Guard a group's parameters.
 
         Args:
-            parameters: what the list starts with.
+            parameters: the group's own list.
             steps: those of the model.
         """
         super().__init__(parameters)
@@ -40,7 +40,7 @@ class LazyParameterList(list[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         """Go through the parameters once they are right.
 
-        What was only accumulated here is averaged before `GradScaler` looks for infinities in it:
+        Gradients that only accumulated here are averaged before `GradScaler` looks at them:
         ranks that each looked at their own gradients would skip different steps.
         """
         self._wait()
@@ -92,7 +92,7 @@ _UNSCALES = torch.amp.GradScaler._unscale_grads_.__code__
 
 
 def plain(parameters: list[Tensor]) -> Iterator[Tensor]:
-    """Go through a group's parameters without waiting: nobody reads their values."""
+    """Go through a group's parameters without waiting: their values are not read."""
     return list.__iter__(parameters)
 
 

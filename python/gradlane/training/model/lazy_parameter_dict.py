@@ -39,7 +39,7 @@ class LazyParameterDict(LazyDict[Parameter]):
         """Guard a module's parameters.
 
         Args:
-            module: whose.
+            module: the user's.
             steps: those of the model.
             stale_flag: the module's, for compiled code.
         """

@@ -1,4 +1,4 @@
-"""Parameters whose gradient or value is under way: code that touches one waits, or gets an error.
+"""Parameters whose gradient or value is under way: a touch of one waits, or raises.
 
 A prepared parameter stays the user's object. While the gradients of a step are averaged, its class
 is one whose `.grad` waits for the mean; while its update is due, one whose operations all wait.
@@ -36,8 +36,8 @@ class Exemption(threading.local):
             self.depth -= 1
 
 
-class Reads(Protocol):
-    """What is asked before a parameter is touched."""
+class AccessGuard(Protocol):
+    """Called before a parameter is touched."""
 
     exempt: Exemption
     """Threads in it ask nothing."""
@@ -88,27 +88,27 @@ def _metadata_functions() -> frozenset[Any]:
 _METADATA = _metadata_functions()
 
 
-def _classes_for(own: type[Tensor], reads: Reads) -> tuple[type[Tensor], type[Tensor]]:
+def _classes_for(own: type[Tensor], guard: AccessGuard) -> tuple[type[Tensor], type[Tensor]]:
     """Return the two classes that stand in for a parameter's own."""
 
-    exempt = reads.exempt
+    exempt = guard.exempt
 
     def get_grad(self: Tensor) -> Tensor | None:
         if not exempt.depth and not is_read_by_compiler():
-            reads.before_grad(self, write=False)
+            guard.before_grad(self, write=False)
         return raw_grad(self)
 
     def set_grad(self: Tensor, gradient: Tensor | None) -> None:
-        reads.before_grad(self, write=True)
+        guard.before_grad(self, write=True)
         set_raw_grad(self, gradient)
 
     def delete_grad(self: Tensor) -> None:
         set_grad(self, None)
 
     def as_own(self: Tensor, call: Callable[..., Any], argument: Any) -> Any:
-        """Copy or pickle a value that is there, as the parameter's own class."""
+        """Copy or pickle a parameter, once it has its update, as its own class."""
         if isinstance(self, update_due):
-            reads.before_operation(self)
+            guard.before_operation(self)
         lazy, self.__class__ = type(self), own
         try:
             return call(self, argument)
@@ -132,7 +132,7 @@ def _classes_for(own: type[Tensor], reads: Reads) -> tuple[type[Tensor], type[Te
         if function not in _METADATA:
             for one in _tensors_in((*args, *(kwargs or {}).values())):
                 if isinstance(one, update_due):
-                    reads.before_operation(one)
+                    guard.before_operation(one)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
@@ -161,18 +161,18 @@ def _tensors_in(values: Iterable[Any]) -> Iterable[Any]:
 class LazyParameters:
     """Switches the classes of a model's trained parameters."""
 
-    def __init__(self, parameters: Sequence[Tensor], reads: Reads) -> None:
+    def __init__(self, parameters: Sequence[Tensor], guard: AccessGuard) -> None:
         """Leave every parameter as it is.
 
         Args:
             parameters: by tensor number.
-            reads: asked whenever one of them is touched while something is under way.
+            guard: asked whenever one of them is touched while something is under way.
         """
         made: dict[type[Tensor], tuple[type[Tensor], type[Tensor]]] = {}
         self._own = [(one, type(one)) for one in parameters]
         for _, own in self._own:
             if own not in made:
-                made[own] = _classes_for(own, reads)
+                made[own] = _classes_for(own, guard)
         self._gradient_due = [(one, made[own][0]) for one, own in self._own]
         self._update_due = [(one, made[own][1]) for one, own in self._own]
 

@@ -1,9 +1,9 @@
-"""Which optimizers can be driven how, and what is read from them.
+"""How each class of optimizers can be driven, and the settings that servers take.
 
 An optimizer steps *per parameter* when the update of one parameter needs nothing of another, and
 `step()` leaves parameters without a gradient alone. Only then can it be given some of the gradients
-now and the rest later with the same result to the last bit. `WAYS` says it for each class of
-`torch.optim`; the tests hold every one of them against a loop without gradlane.
+now and the rest later with the same result to the last bit. `OPTIMIZER_SUPPORT` says it for each
+class of `torch.optim`; the tests hold every one of them against a loop without gradlane.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class OptimizerSupport:
     refused: str = ""
 
 
-WAYS: dict[str, OptimizerSupport] = {
+OPTIMIZER_SUPPORT: dict[str, OptimizerSupport] = {
     "ASGD": OptimizerSupport(),
     "Adadelta": OptimizerSupport(),
     "Adafactor": OptimizerSupport(),
@@ -78,7 +78,9 @@ def steps_per_parameter(optimizer: Optimizer) -> bool:
 
 def is_known(optimizer: Optimizer) -> bool:
     """Return whether an optimizer steps per parameter by torch's own code alone."""
-    return _steps_by(optimizer, [name for name, way in WAYS.items() if way.in_parts])
+    return _steps_by(
+        optimizer, [name for name, support in OPTIMIZER_SUPPORT.items() if support.in_parts]
+    )
 
 
 def step_of_class(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
@@ -127,7 +129,7 @@ def _steps_by(optimizer: Optimizer, names: Sequence[str]) -> bool:
 
 
 def _replaced(optimizer: Optimizer, base: type[Any]) -> set[str]:
-    """Return what of a class of torch an optimizer or its subclass has another version of."""
+    """Return the attributes of a class of torch that an optimizer or its subclass replaces."""
     classes = type(optimizer).__mro__
     own: set[str] = set(vars(optimizer))
     for one in classes[: classes.index(base)]:
@@ -185,7 +187,7 @@ _OWN_HOOKS: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody looks on at each step, and must not see it done in parts."""
+    """Return whether a step hook is registered, which must not see steps in parts."""
     from torch.optim import optimizer as module
 
     hooks = (
@@ -208,9 +210,11 @@ def check_optimizer(optimizer: Optimizer, entries: Sequence[TensorEntry]) -> Non
         ValueError: the optimizer cannot be driven, or its parameters are not the model's.
     """
     for base in type(optimizer).__mro__:
-        way = WAYS.get(base.__name__) if base.__module__.startswith("torch.") else None
-        if way is not None and way.refused:
-            raise ValueError(f"optimizer {base.__name__} is not supported: {way.refused}")
+        support = (
+            OPTIMIZER_SUPPORT.get(base.__name__) if base.__module__.startswith("torch.") else None
+        )
+        if support is not None and support.refused:
+            raise ValueError(f"optimizer {base.__name__} is not supported: {support.refused}")
     for number, group in enumerate(optimizer.param_groups):
         _check_group(number, group)
     model_parameters = {id(entry.tensor): entry for entry in entries}
@@ -249,10 +253,10 @@ def check_server_optimizer(optimizer: Optimizer, entries: Sequence[TensorEntry])
     """Check that an optimizer can run on the owners of the slices.
 
     Raises:
-        ValueError: the servers have no kernel for it, a setting makes no sense there, somebody
-            looks on at its steps, or a parameter is not in plain memory.
+        ValueError: the servers have no kernel for it, a setting makes no sense there, it has
+            step hooks, or a parameter is not in plain memory.
     """
-    served = [name for name, way in WAYS.items() if way.on_servers]
+    served = [name for name, support in OPTIMIZER_SUPPORT.items() if support.on_servers]
     if not _steps_by(optimizer, served):
         raise ValueError(
             f'update="server" runs torch.optim.{", ".join(served)}, not '

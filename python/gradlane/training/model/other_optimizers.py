@@ -1,4 +1,4 @@
-"""Refuses steps of optimizers that hold a prepared model's parameters and are not the prepared one.
+"""Refuse steps of other optimizers that hold a prepared model's parameters.
 
 Such a step would see gradients that are on their way, and the session would not know of it. One
 that steps the prepared optimizer within, such as a look-ahead, is welcome.
@@ -25,14 +25,14 @@ from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 
 class StepView(Protocol):
-    """What the watch asks a model's steps."""
+    """A model's steps, as this file sees them."""
 
     exempt: Exemption
     """Threads in it are in an update of the model's own."""
 
     @property
     def failure(self) -> Exception | None:
-        """Why there is nothing more to be had, or None."""
+        """The model's failure, or None."""
 
 
 class OtherOptimizers:

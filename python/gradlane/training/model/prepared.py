@@ -101,8 +101,8 @@ class PreparedModel:
         self._connected = connected
         self.channel, self.codecs = connected.channel, connected.codecs
         self._layout, self._served = connected.layout, connected.served
-        self._entries, self._trained = connected.terms.entries, connected.terms.trained
-        self._momentum_codecs = connected.terms.momentum_codecs
+        self._entries, self._trained = connected.spec.entries, connected.spec.trained
+        self._momentum_codecs = connected.spec.momentum_codecs
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
         self._failure = FailureLatch()
         self._agreement = ParameterCheck(meeting, self._trained, ctx.options.check_every)
@@ -243,7 +243,7 @@ class PreparedModel:
             self._served.register()
             self._barrier.all_here(call)
             self.steps.spend_step(self._served.pull)
-            # Who goes on training changes the servers' parameters: not before all have them.
+            # Further training changes the servers' parameters: not before all ranks have them.
             self._barrier.all_here(f"{call}, with all parameters")
 
     def reconnected(
@@ -361,7 +361,7 @@ class PreparedModel:
     @property
     def schemes(self) -> dict[str, str]:
         """How each trained tensor is aggregated, by name."""
-        return schemes_of(self._ctx, self._connected.terms)
+        return schemes_of(self._ctx, self._connected.spec)
 
     @property
     def reads_averages(self) -> bool:
@@ -371,7 +371,7 @@ class PreparedModel:
     def pass_step(self) -> bool:
         """Take the result of the next step without a part in it, if the others are there already.
 
-        What follows on a training step, such as a checkpoint, follows on this one, too.
+        Listeners of training steps, such as checkpoints, are called for this one, too.
 
         Returns:
             Whether it was done.
@@ -488,7 +488,7 @@ class PreparedModel:
             updates=updates,
             spend_step=self.steps.spend_step,
             translating=self._translating,
-            apart=AsyncContext(barrier, self.steps.settle, self.steps.exchange.pushes)
+            asynchronous=AsyncContext(barrier, self.steps.settle, self.steps.exchange.pushes)
             if barrier is not None
             else None,
         )

@@ -1,16 +1,15 @@
-"""What a rank still owes to training: out of a session into a checkpoint, and back.
+"""Residuals of codecs and late gradients: out of a session into a checkpoint, and back.
 
-That is what codecs with error feedback have lost so far, and late gradients that are carried on.
-Such a codec keeps what it did not send and adds it to what it sends next, so a checkpoint without
-it forgets gradients. There are two kinds. What this rank's own contributions have lost is another
-tensor on every rank, and so is what it carries on. What results have lost is kept by the owner of
-each slice, and is whole here: the owners broadcast it, as it is, in a step of the channel that is
-no training, and that no rank is left out of.
+A codec with error feedback keeps its rounding errors and adds them to the next gradients, so a
+checkpoint without them forgets gradients. There are two kinds. The residual of this rank's own
+contributions is another tensor on every rank, and so are its late gradients. The residual of
+results is kept by the owner of each slice, and is whole here: the owners broadcast it, as it is, in
+a step of the channel that is no training, and that no rank is left out of.
 
 A checkpoint of one rank is enough for a world of any size, cut in any way: beside this rank's own
-it holds the means over all ranks. What counts for training is what they add to the mean gradient,
-so where the ranks do not each load their own, every rank starts with the mean, and nothing is lost
-or counted twice. In tensors of 16-bit floats the mean is rounded to the dtype.
+it holds the means over all ranks. For training only their share of the mean gradient counts, so
+where the ranks do not each load their own, every rank starts with the mean, and nothing is lost or
+counted twice. In tensors of 16-bit floats the mean is rounded to the dtype.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ WORKER = "worker_residual"
 OWNER = "owner_residual"
 CARRIED = "carried"
 MEAN_OF = {WORKER: "mean_worker_residual", CARRIED: "mean_carried"}
-"""What each rank has of its own, and the name of its mean over all ranks."""
+"""Each rank's own kinds of state, and the names of their means over all ranks."""
 _RESIDUALS = (WORKER, MEAN_OF[WORKER], OWNER)
 _KINDS = (*_RESIDUALS, CARRIED, MEAN_OF[CARRIED])
 
@@ -56,18 +55,18 @@ class ResidualState:
         settle_late: Callable[[], LateGradientBuffer | None] = lambda: None,
         leaves_out: bool = False,
     ) -> None:
-        """Look at what there is to keep.
+        """Find the tensors whose codecs keep a residual.
 
         Args:
             channel: the model's.
             meeting: where the ranks agree.
-            layout: what takes part in its steps.
+            layout: the tensors that take part in its steps.
             choices: the codecs of the trained tensors.
             updates_on_servers: whether results are parameters, which travel as they are.
             settle: waits for the end of a step that is still under way.
             spend_step: runs a function with the number of a channel's step that is no training.
             translating: a context that turns errors of the channel into the package's own.
-            settle_late: returns what is carried of late gradients, or None where none is.
+            settle_late: returns the late gradients, or None where they are lost.
             leaves_out: whether steps may go on without ranks that are late.
         """
         self._channel = channel
@@ -96,7 +95,7 @@ class ResidualState:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no codec keeps anything, and no late gradient is carried on."""
+        """Whether no codec keeps a residual, and late gradients are lost."""
         return not self._kept and not self._carries
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,9 +110,9 @@ class ResidualState:
         if self.is_empty:
             return state
         self._settle()
-        carrying = self._settle_late()
-        if carrying is not None and self._carries:
-            carried = self._carried(carrying)
+        late = self._settle_late()
+        if late is not None and self._carries:
+            carried = self._carried(late)
             self._note(state, CARRIED, carried)
             self._note(state, MEAN_OF[CARRIED], self._mean_carried(carried))
         if self._kept:
@@ -127,10 +126,10 @@ class ResidualState:
         state[kind] = {self._entry(index).name: value for index, value in values.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take residuals over; those of tensors whose codec keeps none are dropped.
+        """Load residuals; those of tensors whose codec keeps none are dropped.
 
         Args:
-            state: what `state_dict` returned on any rank of a world of any size.
+            state: a result of `state_dict`, of any rank of a world of any size.
 
         Raises:
             ValueError: it is no such state, or of another model.
@@ -149,9 +148,9 @@ class ResidualState:
             json.loads(self._meeting.get(f"{key}/{rank}", rank)) for rank in range(place.world_size)
         ]
         kind = WORKER if all(said) else MEAN_OF[WORKER]
-        carrying = self._settle_late()
-        if carrying is not None and self._carries:
-            self._carry(carrying, checked[CARRIED if all(said) else MEAN_OF[CARRIED]])
+        late = self._settle_late()
+        if late is not None and self._carries:
+            self._carry(late, checked[CARRIED if all(said) else MEAN_OF[CARRIED]])
         with self._translating("loading residuals"):
             for index in self._kept:
                 name = self._entry(index).name
@@ -160,12 +159,12 @@ class ResidualState:
                     if value is None or (target == OWNER and not self._owners_keep):
                         value = torch.zeros((), dtype=torch.float32, device="cpu")
                     elif target == WORKER and value.dim() == len(self._shape(self._entry(index))):
-                        # Another codec kept one number: what was not sent, the first of several.
+                        # Another codec kept one number, the residual: the first of several.
                         value = self._as_first(index, value)
                     self._load(index, target, value)
 
     def fitting(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is left of a state where the model trains other tensors than before."""
+        """Return the part of a state that fits a model that trains other tensors than before."""
         shapes = {entry.name: self._shape(entry) for entry in self._layout.trained}
         left: dict[str, Any] = dict(state)
         for kind in _KINDS:
@@ -245,11 +244,11 @@ class ResidualState:
         wide[..., 0] = value
         return wide
 
-    def _carried(self, carrying: LateGradientBuffer) -> dict[int, Tensor]:
-        """Return copies of what this rank carries, each tensor in its own dtype."""
+    def _carried(self, late: LateGradientBuffer) -> dict[int, Tensor]:
+        """Return copies of this rank's late gradients, each tensor in its own dtype."""
         found = {}
         for index in range(len(self._layout.trained)):
-            gradient = carrying.carried(index)
+            gradient = late.carried(index)
             if gradient is not None:
                 found[index] = self._empty(index)
                 found[index].copy_(_as_real(gradient))
@@ -263,14 +262,14 @@ class ResidualState:
         self._step(means, read=None, gives=lambda index: index in carried)
         return means
 
-    def _carry(self, carrying: LateGradientBuffer, values: Mapping[str, Tensor]) -> None:
+    def _carry(self, late: LateGradientBuffer, values: Mapping[str, Tensor]) -> None:
         """Have these added to this rank's next gradients."""
         for index, entry in enumerate(self._layout.trained):
             if entry.name in values:
                 with torch.inference_mode(False), torch.no_grad():
                     gradient = torch.empty_like(entry.tensor)
                     _as_real(gradient).copy_(values[entry.name])
-                carrying.carry(index, gradient)
+                late.carry(index, gradient)
 
     def _mean(self, own: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Average residuals over all ranks, each tensor in its own dtype."""
@@ -295,7 +294,7 @@ class ResidualState:
             landings = {index: self._empty(index) for index in indices}
             for landing in landings.values():
                 landing.zero_()
-            # One rank gives something that is not looked at, or nobody would answer.
+            # One rank submits a gradient that is not looked at: no owner answers without.
             self._step(landings, read=part, gives=lambda it: it % place.world_size == place.rank)
             return landings
 
@@ -313,7 +312,7 @@ class ResidualState:
         """Run a step without codecs in which these tensors land, and nothing else does.
 
         Args:
-            memory: what is given, and where results land, by tensor number.
+            memory: submitted values, and where results land, by tensor number.
             read: which half of the owners' residuals results are; None: they are means.
             gives: whether this rank gives a tensor.
         """

@@ -1,4 +1,4 @@
-"""Where the parameters lie that the core updates in place: those of `update="server"`."""
+"""The memory of parameters that the core updates in place (`update="server"`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 
 class ServedParameters:
-    """The trained parameters of a model, as the core knows their memory."""
+    """Tells the core where the trained parameters of a model are."""
 
     def __init__(self, channel: Channel, trained: Sequence[TensorEntry]) -> None:
         """Begin without any memory known.
@@ -44,7 +44,7 @@ class ServedParameters:
                 )
             self._channel.set_parameter(index, pointers[index], entry.nbytes)
         self._pointers = pointers
-        # Who swaps a parameter's memory in mid-step must not free what the core writes into.
+        # The core may write into memory that the program swaps in mid-step: it must not be freed.
         self._written = [entry.tensor.detach() for entry in self._trained]
 
     def check_unmoved(self) -> None:
@@ -62,7 +62,7 @@ class ServedParameters:
                 )
 
     def pull(self, step: int) -> None:
-        """Take the servers' parameters as they are, in a step that is for nothing else.
+        """Take the servers' parameters as they are, in a step of its own.
 
         Args:
             step: its number in the channel.

@@ -1,11 +1,11 @@
-"""Optimizer state on the servers: how it goes there, and how it comes back in torch's own format.
+"""Optimizer state on the servers: moved there, and brought back in torch's own format.
 
-With `update="server"` each slice's owner keeps the optimizer's state of that slice, and nobody else
-does. What every rank knows is how many steps each tensor has taken, since all ranks see the same
-tensors become ready. State goes to the owners from tensors that lie whole on every rank, such as
-those of a loaded checkpoint, without a byte on the network. It comes back in `state_dict()`, which
-is therefore a collective call: the owners broadcast it in steps of their own. Both are by tensor,
-so that neither the world size nor the slices matter to a checkpoint.
+With `update="server"` each slice's owner alone keeps the optimizer's state of that slice. Every
+rank knows how many steps each tensor has taken, since all ranks see the same tensors become ready.
+State goes to the owners from tensors that lie whole on every rank, such as those of a loaded
+checkpoint, without a byte on the network. It comes back in `state_dict()`, which is therefore a
+collective call: the owners broadcast it in steps of their own. Both are by tensor, so that neither
+the world size nor the slices matter to a checkpoint.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from gradlane.training.rendezvous.tensor_table import TensorEntry, in_layout
 
 @dataclass(frozen=True)
 class AsyncContext:
-    """What is different where ranks train asynchronously.
+    """The parts that asynchronous training adds.
 
     Attributes:
-        gathering: where all ranks come together.
+        barrier: where all ranks meet.
         settle: waits for this rank's own step.
         pushes: how many gradients of each tensor this rank has handed over, kept up to date.
     """
 
-    gathering: Barrier
+    barrier: Barrier
     settle: Callable[[], None]
     pushes: Sequence[int]
 
@@ -67,7 +67,7 @@ class ServerState:
         updates: ServerUpdates,
         spend_step: Callable[[Callable[[int], None]], None],
         translating: Callable[[str], AbstractContextManager[None]],
-        apart: AsyncContext | None = None,
+        asynchronous: AsyncContext | None = None,
     ) -> None:
         """Take over whatever state the optimizer has.
 
@@ -79,7 +79,7 @@ class ServerState:
             updates: count the tensors' steps.
             spend_step: runs a function with the number of a channel's step that is no training.
             translating: a context that turns errors of the channel into the package's own.
-            apart: where ranks train asynchronously; each push is a step of the optimizer then.
+            asynchronous: given where each rank's push is a step of the optimizer.
         """
         self._channel = channel
         self._meeting = meeting
@@ -88,7 +88,7 @@ class ServerState:
         self._updates = updates
         self._spend_step = spend_step
         self._translating = translating
-        self._apart = apart
+        self._asynchronous = asynchronous
         self._pushes_before = [0] * len(trained)
         self._loaded: dict[int, dict[str, Any]] = {}
         self._unagreed: str | None = None
@@ -110,7 +110,7 @@ class ServerState:
             RanksDifferError: they have not; raised on every rank.
             RendezvousError: a rank has loaded nothing.
         """
-        if self._unagreed is None or self._apart is not None:
+        if self._unagreed is None or self._asynchronous is not None:
             return
         mine, self._unagreed = self._unagreed, None
         for rank, theirs in self._exchange("load_state_dict", mine):
@@ -121,7 +121,7 @@ class ServerState:
                 )
 
     def bring_home(self) -> None:
-        """Put all state into the optimizer, on every rank, for whoever goes on; a collective call.
+        """Put all state into the optimizer on every rank; a collective call.
 
         Raises:
             RanksDifferError: the ranks have state of different tensors.
@@ -131,12 +131,12 @@ class ServerState:
         self._updates.buffered.clear()
 
     def release(self) -> None:
-        """Let go of the optimizer; if its state stays behind, it refuses to go on without."""
+        """Remove the hooks; an optimizer whose state stays behind refuses to go on without it."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         taken = self._updates.steps
-        if self._apart is not None:
+        if self._asynchronous is not None:
             pushes = self._own_pushes()
             taken = [have + more for have, more in zip(taken, pushes, strict=True)]
             updates = self._updates
@@ -147,16 +147,16 @@ class ServerState:
     # ---- out
 
     def _stored(self, steps: Sequence[int]) -> dict[str, list[int]]:
-        """Which tensors have state, by its name, after so many steps; the same on every rank."""
+        """Return the tensors that have state, by its name; the same on every rank."""
         if isinstance(self._optimizer, SGD):
             return {MOMENTUM: sorted(self._updates.buffered)} if self._updates.buffered else {}
         indices = [index for index, taken in enumerate(steps) if taken > 0]
         return dict.fromkeys(MEANS, indices) if indices else {}
 
     def _before_save(self, optimizer: Optimizer) -> None:
-        if self._apart is not None:
+        if self._asynchronous is not None:
             with self._translating("collecting the optimizer's state"):
-                self._save_apart(self._apart)
+                self._save_asynchronous(self._asynchronous)
             return
         stored = self._stored(self._updates.steps)
         if not stored:
@@ -180,18 +180,20 @@ class ServerState:
                 state[name] = value
 
     def _own_pushes(self) -> list[int]:
-        assert self._apart is not None
-        counts = zip(self._apart.pushes, self._pushes_before, strict=True)
+        assert self._asynchronous is not None
+        counts = zip(self._asynchronous.pushes, self._pushes_before, strict=True)
         return [pushes - before for pushes, before in counts]
 
-    def _save_apart(self, apart: AsyncContext) -> None:
+    def _save_asynchronous(self, asynchronous: AsyncContext) -> None:
         """Put all state into the optimizer while every rank stands still."""
         updates = self._updates
         if isinstance(self._optimizer, SGD) and not (updates.with_momentum or updates.buffered):
             return
-        apart.settle()
-        told = apart.gathering.all_here("optimizer.state_dict()", json.dumps(self._own_pushes()))
-        # Nothing is under way now. What each rank pushed is what every slice was updated with.
+        asynchronous.settle()
+        told = asynchronous.barrier.all_here(
+            "optimizer.state_dict()", json.dumps(self._own_pushes())
+        )
+        # Nothing is under way now: every slice was updated with all pushes of all ranks.
         steps = list(self._updates.steps)
         for word in told:
             steps = [have + more for have, more in zip(steps, json.loads(word), strict=True)]
@@ -200,7 +202,7 @@ class ServerState:
             self._updates.buffered |= fresh
         self._bring(self._stored(steps), steps)
         self._channel.set_optimizer(0, self._updates.rows())
-        apart.gathering.all_here("optimizer.state_dict(), with all state")
+        asynchronous.barrier.all_here("optimizer.state_dict(), with all state")
 
     def _after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         self._forget_local()
@@ -232,23 +234,23 @@ class ServerState:
             }
         # If this breaks off, the core may still write there.
         self._lent = list(landings.values())
-        apart = self._apart
-        if apart is not None:
-            # Who is answered alone has to ask alone, and owners have to know what for.
+        asynchronous = self._asynchronous
+        if asynchronous is not None:
+            # With asynchronous training each rank asks alone, and owners have to know what for.
             channel.read_state(name, part)
-            apart.gathering.all_here(f"optimizer.state_dict(), reading {name}")
+            asynchronous.barrier.all_here(f"optimizer.state_dict(), reading {name}")
 
         def run(step: int) -> None:
             channel.step_begin(step)
-            if apart is None:
+            if asynchronous is None:
                 channel.read_state(name, part)
             for index, entry in enumerate(self._trained):
                 landing = landings.get(index)
                 if landing is not None:
                     channel.set_parameter(index, landing.data_ptr(), entry.nbytes)
-                # One rank gives something that is not looked at, or nobody would answer.
+                # One rank submits a gradient that is not looked at: no owner answers without.
                 gives = landing is not None and (
-                    apart is not None or index % place.world_size == place.rank
+                    asynchronous is not None or index % place.world_size == place.rank
                 )
                 broadcast_state = channel.gradient_ready if gives else channel.tensor_absent
                 broadcast_state(index, step, entry.tensor.data_ptr(), entry.nbytes)
@@ -261,34 +263,36 @@ class ServerState:
 
         self._spend_step(run)
         self._lent = []
-        if apart is not None:
-            apart.gathering.all_here(f"optimizer.state_dict(), with {name}")
+        if asynchronous is not None:
+            asynchronous.barrier.all_here(f"optimizer.state_dict(), with {name}")
         return landings
 
     # ---- in
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         self._loaded = states_by_parameter(optimizer, state_dict)
-        # What cannot be taken over is refused before torch changes anything.
+        # A state that does not fit is refused before torch changes anything.
         check_states(optimizer, self._trained, self._loaded)
 
     def _after_load(self, optimizer: Optimizer) -> None:
         loaded, self._loaded = self._loaded, {}
         short = {id(entry.tensor) for entry in self._trained if entry.dtype is not torch.float32}
         exact = {key: state for key, state in loaded.items() if key in short}
-        if self._apart is None:
+        if self._asynchronous is None:
             self._take_over(exact)
             return
         with self._translating("handing the optimizer's state to the servers"):
-            self._take_over_apart(self._apart, exact)
+            self._take_over_asynchronous(self._asynchronous, exact)
 
-    def _take_over_apart(self, apart: AsyncContext, exact: dict[int, dict[str, Any]]) -> None:
-        apart.settle()
-        apart.gathering.all_here("optimizer.load_state_dict()")
+    def _take_over_asynchronous(
+        self, asynchronous: AsyncContext, exact: dict[int, dict[str, Any]]
+    ) -> None:
+        asynchronous.settle()
+        asynchronous.barrier.all_here("optimizer.load_state_dict()")
         self._take_over(exact)
-        self._pushes_before = list(apart.pushes)
+        self._pushes_before = list(asynchronous.pushes)
         self._channel.set_optimizer(0, self._updates.rows())
-        told = apart.gathering.all_here(
+        told = asynchronous.barrier.all_here(
             "optimizer.load_state_dict(), with it", self._unagreed or ""
         )
         if len(set(told)) > 1:

@@ -25,18 +25,18 @@ CLOSE_TIMEOUT_S = 10.0
 """How long closing waits for the copy that is being waited for."""
 
 
-class Mark(Protocol):
+class CopyEvent(Protocol):
     """The end of a copy."""
 
     def synchronize(self) -> None:
         """Wait until the copy has been made."""
 
 
-MarkT = TypeVar("MarkT", bound=Mark)
+EventT = TypeVar("EventT", bound=CopyEvent)
 
 
-class Copies(Protocol[MarkT]):
-    """Copies between devices and the host, each in the order of its device's own work."""
+class DeviceCopies(Protocol[EventT]):
+    """DeviceCopies between devices and the host, each in the order of its device's own work."""
 
     def are_for(self, device: torch.device) -> bool:
         """Whether tensors on this device have to be copied."""
@@ -44,7 +44,7 @@ class Copies(Protocol[MarkT]):
     def host_memory(self, entry: TensorEntry) -> Tensor:
         """Return memory of the host with the layout of an entry's gradients."""
 
-    def to_host(self, host: Tensor, gradient: Tensor, after: MarkT | None) -> MarkT:
+    def to_host(self, host: Tensor, gradient: Tensor, after: EventT | None) -> EventT:
         """Start a copy of the gradient as the device computes it, and return at once.
 
         Args:
@@ -53,20 +53,20 @@ class Copies(Protocol[MarkT]):
             after: the last copy from `host`.
         """
 
-    def to_device(self, gradient: Tensor, host: Tensor) -> MarkT:
+    def to_device(self, gradient: Tensor, host: Tensor) -> EventT:
         """Queue a copy before all work that the device is given from now on."""
 
 
 @dataclass
-class _Copy(Generic[MarkT]):
+class _Copy(Generic[EventT]):
     """A copy to the host that is under way."""
 
-    copied: MarkT
+    copied: EventT
     index: int
     step: int
 
 
-class StagedCarrier(Generic[MarkT]):
+class StagedCarrier(Generic[EventT]):
     """Carries gradients of tensors on devices; tensors in plain memory go directly."""
 
     def __init__(
@@ -74,7 +74,7 @@ class StagedCarrier(Generic[MarkT]):
         channel: Channel,
         trained: Mapping[int, TensorEntry],
         report: Callable[[Exception], None],
-        copies: Copies[MarkT],
+        copies: DeviceCopies[EventT],
     ) -> None:
         """Carry gradients of these tensors over a channel.
 
@@ -90,8 +90,8 @@ class StagedCarrier(Generic[MarkT]):
         self._copies = copies
         self._direct = DirectCarrier(channel, trained)
         self._hosts: dict[int, Tensor] = {}
-        self._returned: dict[int, MarkT] = {}
-        self._under_way: deque[_Copy[MarkT]] = deque()
+        self._returned: dict[int, EventT] = {}
+        self._under_way: deque[_Copy[EventT]] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(

@@ -1,6 +1,6 @@
-"""States of optimizers, as torch keeps them: which tensors are in one, and what fits a model.
+"""Optimizer states as torch keeps them: their tensors, and checks that they fit a model.
 
-What servers cannot go on from is refused here, before anything is changed.
+A state that servers cannot go on from is refused here, before anything is changed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from gradlane.errors import UsageError
 from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 MOMENTUM = "momentum_buffer"
-"""What SGD keeps for a parameter, if anything."""
+"""The state that SGD keeps for a parameter, if any."""
 MEANS = ("exp_avg", "exp_avg_sq")
-"""What Adam and AdamW keep for a parameter, beside its steps."""
+"""The state that Adam and AdamW keep for a parameter, beside its steps."""
 
 
 def _check_state(entry: TensorEntry, state: dict[str, Any], names: Iterable[str]) -> None:
@@ -95,7 +95,7 @@ def state_names(optimizer: Optimizer) -> tuple[str, ...]:
 
 
 def states_by_parameter(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Match a state dictionary with parameters; what fits nowhere is torch's to refuse."""
+    """Match a state dictionary with parameters; torch refuses what fits nowhere."""
     found: dict[int, dict[str, Any]] = {}
     states = loaded.get("state", {})
     for group, saved in zip(optimizer.param_groups, loaded.get("param_groups", ()), strict=False):

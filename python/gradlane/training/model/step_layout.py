@@ -69,7 +69,7 @@ def build_step_layout(
     pack = pack_buffers(model, buffers, place.rank, place.world_size)
     status = StatusTensor(place.rank, place.world_size, pack)
     index = len(entries)
-    extras = [extra_entry("gradlane's ballot", status.tensor)]
+    extras = [extra_entry("gradlane's rank statuses", status.tensor)]
     if pack is not None:
         extras.append(extra_entry("the packed buffers", pack.tensor))
     # Blocks are of training steps alone: something else carries the weights in step 0.

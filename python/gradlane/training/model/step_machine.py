@@ -146,7 +146,7 @@ class StepMachine:
         failure.subscribe(self._on_failure)
         self._refresh()
 
-    # ---- what others see
+    # ---- state
 
     @property
     def step(self) -> int:
@@ -174,7 +174,7 @@ class StepMachine:
 
     @property
     def failure(self) -> GradlaneError | None:
-        """Why every call raises, or None."""
+        """The first failure, which every call raises, or None."""
         return self._failure.error
 
     @property
@@ -201,7 +201,7 @@ class StepMachine:
             UsageError: the gradient comes at a moment, or in a form, that has no meaning.
             GradlaneError: the session has failed.
         """
-        # No variable holds the gradient: it is lent as it is if nobody else has it.
+        # No variable holds the gradient: it is lent as it is if there is no other reference.
         if raw_grad(parameter) is None and (index in self._factored or not parameter.requires_grad):
             # Factors were taken, or it was frozen since the forward: torch runs the hook anyway.
             return
@@ -441,7 +441,7 @@ class StepMachine:
             warnings.warn(notice, UserWarning, stacklevel=4)
 
     def _submit_rest(self) -> None:
-        # Whoever lists parameters in inference mode must not leave such tensors in `.grad`.
+        # A list of parameters made in inference mode must not leave such tensors in `.grad`.
         with torch.inference_mode(False), torch.no_grad():
             self._exchange.submit_rest()
             self._exchange.submit_buffers(shadow=False)
@@ -584,7 +584,7 @@ class StepMachine:
             )
         exchange = self._exchange
         if exchange.step == 0 or not exchange.was_left_out() or not exchange.next_goes_on():
-            # What is still to come of the last step comes during the next forward, as ever.
+            # The rest of the last step comes during the next forward, as ever.
             return False
         if self._consistency.compares_after(self.step):
             # The others wait for this rank there, and begin the step together with it.

@@ -1,4 +1,4 @@
-"""Arguments of `prepare` that cannot be prepared, whatever their tensors are like, and why."""
+"""Refuse arguments of `prepare` that cannot be prepared, and say why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all ranks agree on before a model is connected: its tensors, its optimizer, the options."""
+"""Verify across ranks that all prepare the same model: its tensors, its optimizer, the options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gradlane.training.rendezvous.tensor_table import (
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What the ranks have agreed on.
+    """A model as all ranks have agreed on it.
 
     Attributes:
         entries: the model's table; trained parameters come first.
@@ -72,7 +72,7 @@ def verify_model_across_ranks(
     """Check a model and its optimizer, and that all ranks have the same.
 
     Args:
-        ctx: what the session gives.
+        ctx: the session's.
         meeting: where the ranks agree; one that refuses tells the others there.
         model: the user's.
         optimizer: the user's.

@@ -1,4 +1,4 @@
-"""What torch.compile is to see of the hooks, so that compiled code waits once and is not cut up.
+"""Keep torch.compile from cutting graphs at hooks: compiled code waits once.
 
 Compiled code reads parameters past Python. When it is traced, a check of one flag a module is all
 that is left of the hooks: while the flag is down, nothing of gradlane is in the graph. The first
@@ -56,7 +56,7 @@ def compile_disabled(function: _Function) -> _Function:
 
 def only_inlined(function: _Function) -> _Function:
     """Have a function traced where compiled code calls it, but never compiled by itself."""
-    # Every optimizer loads this package, so nobody waits longer because of it.
+    # Every optimizer loads this package, so this import takes no time.
     from torch._dynamo import eval_frame
 
     skip_code: Callable[[CodeType], None] = getattr(eval_frame, "skip_code", _nothing)

@@ -18,7 +18,7 @@ def inside_backward() -> bool:
 
 
 class ForwardOrder:
-    """Notes parameters as they are used."""
+    """Notes the first use of each parameter in a training forward."""
 
     def __init__(self) -> None:
         """Start with nothing noted."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class SharedMemoryGroups:
-    """Knows which tensors share memory."""
+    """Groups tensors that share memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Look for overlaps among these, by tensor number."""
@@ -69,7 +69,7 @@ class SharedMemoryGroups:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """First and last address of a tensor's elements; tensors without elements have none."""
+    """Return the first and last address of a tensor's elements; without elements they are equal."""
     start = tensor.data_ptr()
     if tensor.numel() == 0:
         return start, start

@@ -93,7 +93,7 @@ def wait_until_all_are_connected(
         try:
             channel.is_ready(0, 0)
         except core.ChannelError as error:
-            raise scope.abort(f"{error.args[0]} (while the ranks connected)") from error
+            raise scope.abort_on_loss(f"{error.args[0]} (while the ranks connected)") from error
 
     try:
         scope.wait_until_opened(on_poll)

@@ -43,6 +43,8 @@ _ABORT_POLL_S = 0.25
 _PROBE_S = 0.5
 _REPORT_S = 2.0
 """Longest time that an aborting rank waits for the store, and rank 0 for its readers."""
+_CAUSE_S = 2 * _REPORT_S
+"""Seconds to wait for the reason of a rank that was lost while the ranks connect."""
 
 
 def open_store(
@@ -281,7 +283,14 @@ class RendezvousScope:
             if deadline.is_over(pause_s):
                 raise self._timeout_error(key, rank, deadline.limit_s)
             if self.on_poll is not None:
-                self.on_poll()
+                try:
+                    self.on_poll()
+                except GradlaneError:
+                    # A rank that fails writes its keys first, maybe since this one looked.
+                    value = self._store.read(key, limit_s=_REPORT_S)
+                    if value is None:
+                        raise
+                    return value
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
 
@@ -314,6 +323,20 @@ class RendezvousScope:
         with contextlib.suppress(StoreLostError):
             record = self._store.set_if_absent(_ABORT_KEY, record, limit_s=_REPORT_S)
         return self._acknowledge_abort(record)
+
+    def abort_on_loss(self, reason: str) -> RendezvousError:
+        """Abort since a connected rank was lost, unless that rank reports its own reason first.
+
+        A rank that cannot connect to another drops its connections before it knows whether the
+        rank or the link is to blame.
+
+        Args:
+            reason: a sentence, for a rank that does not report itself.
+        """
+        if self._abort_reason is None:
+            with contextlib.suppress(StoreLostError):
+                self._store.wait_for({_ABORT_KEY}, _CAUSE_S)
+        return self.abort(reason)
 
     def abort_unreachable(self, missing: int, reason: str) -> RendezvousError:
         """Abort since a rank is unreachable: blame it, or the link to it.

@@ -301,7 +301,7 @@ REFUSED: dict[str, tuple[Callable[[bool | None], None], str]] = {
         "not alike on all ranks: rank 0 changed 'low'; rank 1 changed none",
     ),
     "written to other values on each rank": (
-        refused(lambda model, rank: model.scale.fill_(rank)),
+        refused(lambda model, rank: model.scale.fill_(rank + 2)),
         "not alike on all ranks: rank 0 changed 'scale'; rank 1 changed 'scale'",
     ),
     "a buffer that gets its size in the first forward": (
