@@ -178,21 +178,21 @@ class Channel:
         All tensors are to be given by `tensor_absent`; the results land there.
         """
 
-    def step_gather(self, step: int) -> None:
+    def step_barrier(self, step: int) -> None:
         """Begin a step that no rank is left out of; all ranks have to begin it so.
 
         Where all wait for all it is a step like any other.
         """
 
     def wait_decided(self, step: int) -> None:
-        """Wait until it is known who is in the current step, where stragglers are left out."""
+        """Wait for the contributors of the current step, where stragglers are left out."""
 
-    def standing(self, step: int) -> tuple[bool | None, bool, int]:
-        """Where this rank stands after a step, where stragglers are left out.
+    def participation(self, step: int) -> tuple[bool | None, bool, int]:
+        """Return this rank's part in a step, where stragglers are left out.
 
         Returns:
-            Whether it was in the step, None where that is not known; whether the others were in the
-            next one when its gradients were there; the last step whose contributors are known.
+            Whether the step counted it, None where that is not known; whether the others were in
+            the next one when its gradients were there; the last step whose contributors are known.
         """
 
     def gradient_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
@@ -224,19 +224,19 @@ class Channel:
     def block_absent(self, tensor: int, step: int) -> None:
         """Say that this rank has no block of a tensor in this step."""
 
-    def answer_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
-        """Hand over the answer to the blocks of a tensor of scheme `answer`, which all ranks get.
+    def root_result_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        """Hand over the root's result for the blocks of a tensor, which all ranks get.
 
         It is not written, and the caller's again when the tensor is ready in this step.
 
         Raises:
-            ValueError: another scheme, or a size that the plan does not allow; that nobody waits
-                for an answer of this rank is raised at the next call.
+            ValueError: another scheme, or a size that the plan does not allow; a result that no
+                rank waits for is an error of the next call.
             ChannelError: the channel has failed.
         """
 
-    def next_questions(self, *, wait: bool = True) -> list[tuple[int, int]]:
-        """Return (tensor, step) whose blocks are all here and wait for this rank's answer, once.
+    def next_root_requests(self, *, wait: bool = True) -> list[tuple[int, int]]:
+        """Return (tensor, step) whose blocks are all here and wait for this rank, their root, once.
 
         Args:
             wait: wait for one, without the GIL; otherwise there may be none.
@@ -246,9 +246,9 @@ class Channel:
         """
 
     def take_blocks(self, tensor: int, step: int) -> Blocks | None:
-        """Return a tensor's blocks in a step, once: when it is ready, or waits for an answer.
+        """Return a tensor's blocks in a step, once: when it is ready, or waits for its root.
 
-        Where its owner has answered, that is the only block; the owner itself gets None.
+        Where its root has given a result, that is the only block; the root itself gets None.
         """
 
     def set_parameter(self, tensor: int, pointer: int, nbytes: int) -> None:
@@ -360,14 +360,14 @@ class Channel:
 
         `tx_bytes`, `rx_bytes` (headers included), `tx_payload_bytes`, `rx_payload_bytes`,
         `tx_frames`, `rx_frames`, `queued_messages`, `queued_bytes` (all also in `peers`, a list by
-        rank, with `in_flight_bytes`), `queued_works`, `raw_bytes` and `encoded_bytes` (slices that
-        were sent whole), `io_cpu_s`, `work_cpu_s`, `doorman_cpu_s`, `wait_s`, `waits` (rows of
+        rank, with `in_flight_bytes`), `queued_jobs`, `raw_bytes` and `encoded_bytes` (slices that
+        were sent whole), `io_cpu_s`, `work_cpu_s`, `acceptor_cpu_s`, `wait_s`, `waits` (rows of
         `name`, `count`, `wait_s`, `wait_s_max`, `wait_step_max`, `wait_step_last`,
         `last_of_step_count`, `last_of_step_wait_s`), `stragglers` (rows by rank of `last_count`,
-        `late_s`, `late_s_max`, `late_step_max`), `gathered_slices`, `together_slices`,
+        `late_s`, `late_s_max`, `late_step_max`), `gathered_slices`, `tied_slices`,
         `decided_steps`, `left_out` (rows by rank of `left_out_steps`, `late_count`,
         `left_out_late_s`, `late_s_max`, `late_step_max`),
-        `plan_version`, `outgoing_frames`, `works_in_flight`, `scratch_bytes`, `turns`,
+        `plan_version`, `outgoing_frames`, `jobs_in_flight`, `scratch_bytes`, `turns`,
         `refused_connections`, `refusals` (`address` and `reason` of the last ones). Depths of
         queues are asked of the I/O thread, without the GIL; it answers within 100 ms or not at all.
         """

@@ -104,7 +104,7 @@ fn check(channel: &Channel) {
     let owned = plan.slices.iter().filter(|slice| slice.owner == rank).count() as u64;
     assert_eq!(metrics.gathered_slices, STEPS * owned);
     let last: u64 = metrics.stragglers.iter().map(|row| row.last_count).sum();
-    assert_eq!(last + metrics.together_slices, metrics.gathered_slices);
+    assert_eq!(last + metrics.tied_slices, metrics.gathered_slices);
     if rank == Rank(2) {
         assert_eq!(metrics.stragglers[2].last_count, metrics.gathered_slices, "{metrics:?}");
         assert!(metrics.stragglers[2].late_s_max > 0.0);

@@ -41,7 +41,7 @@ fn trains(slice_elems: u64, world_size: u32, steps: u64, frame_bytes: u32) {
         }
         channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         let metrics = channel.metrics();
-        assert_eq!((metrics.outgoing_frames, metrics.works_in_flight), (0, 0));
+        assert_eq!((metrics.outgoing_frames, metrics.jobs_in_flight), (0, 0));
     });
 }
 

@@ -258,7 +258,7 @@ fn trains(codec: &'static str, slice_elems: u64, world_size: u32, seed: u64, car
         }
         channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         let metrics = channel.metrics();
-        assert_eq!((metrics.outgoing_frames, metrics.works_in_flight), (0, 0));
+        assert_eq!((metrics.outgoing_frames, metrics.jobs_in_flight), (0, 0));
     });
 }
 

@@ -55,7 +55,7 @@ fn trains(strategy: &str, slice_elems: u64, world_size: u32, steps: u64, host: &
         channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         let metrics = channel.metrics();
         assert_eq!(metrics.outgoing_frames, 0);
-        assert_eq!(metrics.works_in_flight, 0);
+        assert_eq!(metrics.jobs_in_flight, 0);
         assert!(metrics.tx_bytes > 0 && metrics.rx_bytes > 0, "{metrics:?}");
         let after = channel.step_begin(Step(steps + 1));
         assert!(matches!(after, Err(ChannelError::Closed(_))), "{after:?}");
@@ -479,7 +479,7 @@ fn an_idle_session_sleeps() {
         run_step(&channel, 0).expect("step 0");
         let cpu_s = |channel: &gradlane_net::Channel| {
             let metrics = channel.metrics();
-            metrics.io_cpu_s + metrics.work_cpu_s + metrics.doorman_cpu_s
+            metrics.io_cpu_s + metrics.work_cpu_s + metrics.acceptor_cpu_s
         };
         let before = cpu_s(&channel);
         std::thread::sleep(std::time::Duration::from_secs(3));

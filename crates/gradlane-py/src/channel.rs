@@ -179,20 +179,20 @@ impl Channel {
     }
 
     /// Begin a step that no rank is left out of; all ranks have to begin it so.
-    fn step_gather(&self, step: u64) -> PyResult<()> {
+    fn step_barrier(&self, step: u64) -> PyResult<()> {
         self.channel.step_barrier(Step(step)).map_err(translate)
     }
 
-    /// Wait until it is known who is in the current step.
+    /// Wait until the contributors of the current step are known.
     fn wait_decided(&self, py: Python<'_>, step: u64) -> PyResult<()> {
         self.waiting(py, move |channel, interrupt| channel.wait_decided(Step(step), interrupt))
     }
 
-    /// (whether this rank was in the step, or None; whether it was a whole step behind; the last
-    /// step whose contributors are known).
-    fn standing(&self, step: u64) -> (Option<bool>, bool, u64) {
-        let standing = self.channel.participation(Step(step));
-        (standing.participated, standing.behind, standing.decided.0)
+    /// (whether the step counted this rank, or None; whether it was a whole step behind; the last step
+    /// whose contributors are known).
+    fn participation(&self, step: u64) -> (Option<bool>, bool, u64) {
+        let part = self.channel.participation(Step(step));
+        (part.participated, part.behind, part.decided.0)
     }
 
     /// Hand over a gradient (in step 0 the tensor itself) until the tensor is ready in this step.
@@ -224,23 +224,29 @@ impl Channel {
         self.channel.block_absent(TensorId(tensor), Step(step)).map_err(translate)
     }
 
-    /// Hand over the answer to the blocks of a tensor of scheme `answer`, which all ranks get, until
-    /// the tensor is ready.
-    fn answer_ready(&self, tensor: u32, step: u64, pointer: usize, nbytes: usize) -> PyResult<()> {
+    /// Hand over the root's result for the blocks of a tensor, which all ranks get, until the tensor is
+    /// ready.
+    fn root_result_ready(
+        &self,
+        tensor: u32,
+        step: u64,
+        pointer: usize,
+        nbytes: usize,
+    ) -> PyResult<()> {
         let memory = memory(pointer, nbytes);
         self.channel.root_result_ready(TensorId(tensor), Step(step), memory).map_err(translate)
     }
 
-    /// (tensor, step) whose blocks are all here and that this rank owes an answer, each once. Waits
-    /// for one unless told not to.
+    /// (tensor, step) whose blocks are all here and wait for the result of this rank, their root, each
+    /// once. Waits for one unless told not to.
     #[pyo3(signature = (*, wait = true))]
-    fn next_questions(&self, py: Python<'_>, wait: bool) -> PyResult<Vec<(u32, u64)>> {
-        let questions = if wait {
+    fn next_root_requests(&self, py: Python<'_>, wait: bool) -> PyResult<Vec<(u32, u64)>> {
+        let requests = if wait {
             self.waiting(py, move |channel, interrupt| channel.next_root_requests(interrupt))?
         } else {
             self.channel.take_root_requests().map_err(translate)?
         };
-        Ok(questions.into_iter().map(|(tensor, step)| (tensor.0, step.0)).collect())
+        Ok(requests.into_iter().map(|(tensor, step)| (tensor.0, step.0)).collect())
     }
 
     /// All ranks' blocks of a tensor that is ready, once; None before that.

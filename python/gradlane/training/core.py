@@ -46,13 +46,13 @@ class Channel(Protocol):
     def step_pass(self, step: int) -> None:
         """Begin a step without contributing to it (stragglers); report all tensors as absent."""
 
-    def step_gather(self, step: int) -> None:
+    def step_barrier(self, step: int) -> None:
         """Begin a step that no rank is left out of (stragglers); all ranks have to begin it so."""
 
     def wait_decided(self, step: int) -> None:
         """Wait until the contributors of a step are known (stragglers)."""
 
-    def standing(self, step: int) -> tuple[bool | None, bool, int]:
+    def participation(self, step: int) -> tuple[bool | None, bool, int]:
         """Return whether this rank contributed to a step, or None if unknown; whether the others
         were in the next step when its gradients were there; and the last step whose contributors
         are known."""
@@ -69,10 +69,10 @@ class Channel(Protocol):
     def block_absent(self, tensor: int, step: int) -> None:
         """Report that this rank has no block of a tensor in this step."""
 
-    def answer_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+    def root_result_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         """Submit, for all ranks, the result of the blocks of a tensor of scheme `answer`."""
 
-    def next_questions(self, *, wait: bool = True) -> list[tuple[int, int]]:
+    def next_root_requests(self, *, wait: bool = True) -> list[tuple[int, int]]:
         """Return (tensor, step) whose blocks are all here and wait for this rank's result."""
 
     def take_blocks(self, tensor: int, step: int) -> Blocks | None:

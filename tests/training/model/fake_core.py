@@ -305,13 +305,13 @@ class FakeChannel:
     def step_pass(self, step: int) -> None:
         raise NotImplementedError("real ranks do that")
 
-    def step_gather(self, step: int) -> None:
+    def step_barrier(self, step: int) -> None:
         raise NotImplementedError("real ranks do that")
 
     def wait_decided(self, step: int) -> None:
         raise NotImplementedError("real ranks do that")
 
-    def standing(self, step: int) -> tuple[bool | None, bool, int]:
+    def participation(self, step: int) -> tuple[bool | None, bool, int]:
         raise NotImplementedError("real ranks do that")
 
     def gradient_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
@@ -340,10 +340,10 @@ class FakeChannel:
         self.world.calls.append((self.rank, "block_absent", step, tensor))
         self.world.lend(self.rank, step, tensor, Lent(0, 0, None))
 
-    def answer_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+    def root_result_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         raise NotImplementedError("real ranks do that")
 
-    def next_questions(self, *, wait: bool = True) -> list[tuple[int, int]]:
+    def next_root_requests(self, *, wait: bool = True) -> list[tuple[int, int]]:
         raise NotImplementedError("real ranks do that")
 
     def take_blocks(self, tensor: int, step: int) -> FakeBlocks | None:

@@ -74,7 +74,7 @@ def follow(
             optimizer.step()
             optimizer.zero_grad()
         session.synchronize()
-    was_in = {step: channel.standing(step)[0] for step in mine}
+    was_in = {step: channel.participation(step)[0] for step in mine}
     metrics = session.metrics()
     result = {
         "digest": _digest(model),

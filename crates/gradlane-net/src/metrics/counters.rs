@@ -271,7 +271,7 @@ impl Metrics {
             })
             .collect();
         let refusals = lock(&self.refusals);
-        let (gathered_slices, together_slices) = self.stragglers.slices();
+        let (gathered_slices, tied_slices) = self.stragglers.slices();
         let (decided_steps, left_out) = lock(&self.participation).snapshot();
         MetricsSnapshot {
             tx_bytes: peers.iter().map(|peer| peer.tx_bytes).sum(),
@@ -282,7 +282,7 @@ impl Metrics {
             rx_payload_bytes: peers.iter().map(|peer| peer.rx_payload_bytes).sum(),
             queued_messages: peers.iter().map(|peer| peer.queued_messages).sum(),
             queued_bytes: peers.iter().map(|peer| peer.queued_bytes).sum(),
-            queued_works: queue_stats.jobs,
+            queued_jobs: queue_stats.jobs,
             raw_bytes: load(&self.raw_bytes),
             encoded_bytes: load(&self.encoded_bytes),
             served_tx_bytes: load(&self.served_sent_bytes),
@@ -291,16 +291,16 @@ impl Metrics {
             waits: self.wait_snapshots(plan),
             stragglers: self.stragglers.snapshot(),
             gathered_slices,
-            together_slices,
+            tied_slices,
             decided_steps,
             left_out,
             io_cpu_s: self.cpu_s("io"),
             work_cpu_s: self.cpu_s("work"),
-            doorman_cpu_s: self.cpu_s("acceptor"),
+            acceptor_cpu_s: self.cpu_s("acceptor"),
             wait_s: seconds(load(&self.wait_ns)),
             plan_version: load(&self.plan_version),
             outgoing_frames: load(&self.outgoing_frames),
-            works_in_flight: load(&self.jobs_in_flight),
+            jobs_in_flight: load(&self.jobs_in_flight),
             scratch_bytes: load(&self.scratch_bytes),
             turns: load(&self.turns),
             staleness: staleness_snapshots(&lock(&self.staleness)),

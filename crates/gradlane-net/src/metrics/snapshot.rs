@@ -93,7 +93,7 @@ pub struct MetricsSnapshot {
     /// Bytes of them that are still to be handed out.
     pub queued_bytes: u64,
     /// Jobs that wait for a free thread.
-    pub queued_works: u64,
+    pub queued_jobs: u64,
     /// Bytes of slices that were sent whole, before encoding.
     pub raw_bytes: u64,
     /// Bytes of the same slices as they were sent.
@@ -111,7 +111,7 @@ pub struct MetricsSnapshot {
     /// Slices of this rank that have all contributions.
     pub gathered_slices: u64,
     /// Those of them whose last two contributions arrived together: no rank was late.
-    pub together_slices: u64,
+    pub tied_slices: u64,
     /// Steps whose contributors were chosen.
     pub decided_steps: u64,
     /// By rank: steps without it; empty where contributors are not chosen.
@@ -121,7 +121,7 @@ pub struct MetricsSnapshot {
     /// CPU time of all job threads, in seconds.
     pub work_cpu_s: f64,
     /// CPU time of the acceptor, in seconds.
-    pub doorman_cpu_s: f64,
+    pub acceptor_cpu_s: f64,
     /// Time that application threads spent waiting, in seconds.
     pub wait_s: f64,
     /// Version of the priority vector in force.
@@ -129,7 +129,7 @@ pub struct MetricsSnapshot {
     /// Frames chosen and not yet in the kernel's hands.
     pub outgoing_frames: u64,
     /// Jobs handed out and not yet done.
-    pub works_in_flight: u64,
+    pub jobs_in_flight: u64,
     /// Bytes of scratch buffers.
     pub scratch_bytes: u64,
     /// Turns of the I/O threads.

@@ -47,7 +47,7 @@ pub fn trains_as<A: Aggregation>(
         }
         channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
         let metrics = channel.metrics();
-        assert_eq!((metrics.outgoing_frames, metrics.works_in_flight), (0, 0));
+        assert_eq!((metrics.outgoing_frames, metrics.jobs_in_flight), (0, 0));
     });
 }
 

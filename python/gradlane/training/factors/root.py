@@ -52,7 +52,7 @@ class RootThread:
         waiting: list[tuple[int, int]] = []
         try:
             while True:
-                asked = self._channel.next_questions(wait=not waiting)
+                asked = self._channel.next_root_requests(wait=not waiting)
                 for index, step in asked:
                     heapq.heappush(waiting, (step, index))
                 step, index = heapq.heappop(waiting)

@@ -158,7 +158,7 @@ class FactorExchange:
         finally:
             blocks.release()
         self._made[index] = mean
-        self._channel.answer_ready(index, step, block.data_ptr(), block.nbytes)
+        self._channel.root_result_ready(index, step, block.data_ptr(), block.nbytes)
 
     def _answered(self, index: int, blocks: Blocks) -> Tensor:
         """Return what a tensor's owner has made, in the memory in which it has arrived."""

@@ -403,14 +403,14 @@ class GradientExchange:
 
     def was_left_out(self) -> bool:
         """Whether the current step goes on without this rank; waits until that is known."""
-        was_in, _, _ = self._channel.standing(self.step)
+        was_in, _, _ = self._channel.participation(self.step)
         if was_in is None:
             try:
                 with WAIT_NOTIFIER:
                     self._channel.wait_decided(self.step)
             except self._core.ChannelError as error:
                 self._raise_failed(error, "waiting for the contributors")
-            was_in, _, _ = self._channel.standing(self.step)
+            was_in, _, _ = self._channel.participation(self.step)
         return was_in is False
 
     def settle_late(self) -> LateGradientBuffer | None:
@@ -424,7 +424,7 @@ class GradientExchange:
 
     def next_goes_on(self) -> bool:
         """Whether the others are in the next step already, or have finished it."""
-        _, behind, decided = self._channel.standing(self.step)
+        _, behind, decided = self._channel.participation(self.step)
         return behind or decided > self.step
 
     def _raise_failed(self, error: Exception, doing: str, index: int | None = None) -> NoReturn:

@@ -78,7 +78,7 @@ class ResidualState:
         self._translating = translating
         self._settle_late = settle_late
         self._carries = settle_late() is not None and meeting.rank_info.world_size > 1
-        self._begin = channel.step_gather if leaves_out else channel.step_begin
+        self._begin = channel.step_barrier if leaves_out else channel.step_begin
         self._kept = [
             index
             for index, choice in enumerate(choices)

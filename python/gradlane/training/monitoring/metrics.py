@@ -118,7 +118,7 @@ class Metrics(TypedDict):
     is bytes of gradients and results before encoding through bytes sent for them; 1.0 without a
     codec. `served_tx_bytes` and `served_rx_bytes` are payloads of results that this rank sent as
     the owner of slices, and of what it got for them. `gathered_slices` is how many of this rank's
-    slices all ranks have contributed to, and `together_slices` those of them without a late rank.
+    slices all ranks have contributed to, and `tied_slices` those of them without a late rank.
     `left_out` is empty if steps wait for all ranks. There are no reconnections: a lost
     connection ends the session. `channels` has the core's own counters, one of each model.
     """
@@ -139,14 +139,14 @@ class Metrics(TypedDict):
     codec_ratio: float
     queued_messages: int
     queued_bytes: int
-    queued_works: int
-    works_in_flight: int
+    queued_jobs: int
+    jobs_in_flight: int
     outgoing_frames: int
     scratch_bytes: int
     wait_s: float
     io_cpu_s: float
     work_cpu_s: float
-    doorman_cpu_s: float
+    acceptor_cpu_s: float
     turns: int
     plan_version: int
     refused_connections: int
@@ -157,7 +157,7 @@ class Metrics(TypedDict):
     layer_waits: list[TensorWait]
     stragglers: list[Straggler]
     gathered_slices: int
-    together_slices: int
+    tied_slices: int
     decided_steps: int
     left_out: list[LeftOut]
     channels: list[Reading]
@@ -175,20 +175,20 @@ _SUMS = (
     "served_tx_bytes",
     "served_rx_bytes",
     "gathered_slices",
-    "together_slices",
+    "tied_slices",
     "decided_steps",
     "wait_s",
     "io_cpu_s",
     "work_cpu_s",
-    "doorman_cpu_s",
+    "acceptor_cpu_s",
     "turns",
     "refused_connections",
 )
 _STATES = (
     "queued_messages",
     "queued_bytes",
-    "queued_works",
-    "works_in_flight",
+    "queued_jobs",
+    "jobs_in_flight",
     "outgoing_frames",
     "scratch_bytes",
     "in_flight_bytes",

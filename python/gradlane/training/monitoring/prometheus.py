@@ -72,7 +72,7 @@ def _families(metrics: Metrics) -> Iterable[_Family]:
     yield one("codec_ratio", "gauge", "Bytes before encoding through sent.", metrics["codec_ratio"])
     yield by_peer("queued_bytes", "gauge", "Bytes that wait to be sent.", "queued_bytes")
     yield by_peer("queued_messages", "gauge", "Messages that wait to be sent.", "queued_messages")
-    yield one("queued_works", "gauge", "Works that wait for a thread.", metrics["queued_works"])
+    yield one("queued_jobs", "gauge", "Jobs that wait for a thread.", metrics["queued_jobs"])
     yield one("scratch_bytes", "gauge", "Memory of the engine's own.", metrics["scratch_bytes"])
     for thread in ("io", "work"):
         used = metrics["io_cpu_s"] if thread == "io" else metrics["work_cpu_s"]

@@ -189,8 +189,8 @@ class _RecordingChannel:
         self._channel.step_pass(step)
         self._recording.begin_step(step)
 
-    def step_gather(self, step: int) -> None:
-        self._channel.step_gather(step)
+    def step_barrier(self, step: int) -> None:
+        self._channel.step_barrier(step)
         self._recording.begin_step(step)
 
     def wait(self, tensors: list[int], step: int) -> None:

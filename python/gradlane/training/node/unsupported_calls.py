@@ -18,7 +18,7 @@ class UnsupportedCalls:
         """Refuse: stragglers are single ranks."""
         _refuse("leaving out late ranks")
 
-    def step_gather(self, step: int) -> None:
+    def step_barrier(self, step: int) -> None:
         """Refuse: stragglers are single ranks."""
         _refuse("leaving out late ranks")
 
@@ -26,7 +26,7 @@ class UnsupportedCalls:
         """Refuse: stragglers are single ranks."""
         _refuse("leaving out late ranks")
 
-    def standing(self, step: int) -> tuple[bool | None, bool, int]:
+    def participation(self, step: int) -> tuple[bool | None, bool, int]:
         """Refuse: stragglers are single ranks."""
         _refuse("leaving out late ranks")
 
@@ -38,11 +38,11 @@ class UnsupportedCalls:
         """Refuse: blocks are each rank's own."""
         _refuse("sending blocks")
 
-    def answer_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+    def root_result_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         """Refuse: blocks are each rank's own."""
         _refuse("sending blocks")
 
-    def next_questions(self, *, wait: bool = True) -> list[tuple[int, int]]:
+    def next_root_requests(self, *, wait: bool = True) -> list[tuple[int, int]]:
         """Refuse: blocks are each rank's own."""
         _refuse("sending blocks")
 
