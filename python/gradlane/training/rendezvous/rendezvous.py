@@ -273,24 +273,28 @@ class RendezvousScope:
         pause_s = 0.001
         keys = (key,) if self.is_connected else (key, _ABORT_KEY)
         while True:
-            found = self._store.read_first(
-                *keys, limit_s=deadline.remaining_s, on_poll=self.on_poll
-            )
+            try:
+                found = self._store.read_first(
+                    *keys, limit_s=deadline.remaining_s, on_poll=self.on_poll
+                )
+                if found is None and self.on_poll is not None:
+                    self.on_poll()
+            except StoreLostError:
+                raise
+            except GradlaneError:
+                # A rank that fails writes its keys first, maybe since this one looked.
+                value = None
+                with contextlib.suppress(StoreLostError):
+                    value = self._store.read(key, limit_s=_REPORT_S)
+                if value is None:
+                    raise
+                return value
             if found is not None and found[0] == key:
                 return found[1]
             if found is not None:
                 raise self._acknowledge_abort(found[1].decode())
             if deadline.is_over(pause_s):
                 raise self._timeout_error(key, rank, deadline.limit_s)
-            if self.on_poll is not None:
-                try:
-                    self.on_poll()
-                except GradlaneError:
-                    # A rank that fails writes its keys first, maybe since this one looked.
-                    value = self._store.read(key, limit_s=_REPORT_S)
-                    if value is None:
-                        raise
-                    return value
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
 
