@@ -1,0 +1,240 @@
+"""Training steps on CUDA devices over shaped links: DDP over NCCL and Gloo beside gradlane.
+
+One process a node, each in a network namespace of its own whose port carries `--rate` in each
+direction; all ways of training take turns in the same processes, with the same model and data.
+Nodes share this machine's CUDA devices: with fewer devices than nodes each computes more slowly
+than it would alone, all ways alike, and NCCL is told that they are other machines, since it
+refuses two ranks on one device. An accelerator that is shared runs one process at a time unless
+NVIDIA's MPS is running, and NCCL's kernels wait on the device for the network. As root.
+
+    python benchmarks/cuda_step.py --model transformer --nodes 2 --rate 10gbit --json steps.json
+
+`--device cpu` tries the benchmark itself where there is no CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+WAYS = ("none", "ddp-nccl", "ddp-gloo", "wfbp", "p3")
+PORT = 29_400
+
+
+def main() -> None:
+    """Run the ranks, print a table, and write JSON where asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="transformer", help="or a name in torchvision.models")
+    parser.add_argument("--batch", type=int, default=8, help="samples a rank and step")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--rate", default="10gbit", help="of every port")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of a turn")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--json", type=Path, dest="json_path")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        train(arguments)
+        return
+    report = run(arguments)
+    steps = report["step_s"]
+    print(f"{report['model']}, {report['nodes']} nodes, {report['rate']}, {report['device']}")
+    print(f"{report['gradient_bytes'] / 1e6:.1f} MB of gradients, batch {report['batch']}")
+    print(f"{'way':<10} {'step, ms':>10} {'least':>8} {'most':>8}  same on all ranks")
+    for way, seconds in steps.items():
+        print(
+            f"{way:<10} {statistics.median(seconds) * 1e3:>10.1f} {min(seconds) * 1e3:>8.1f} "
+            f"{max(seconds) * 1e3:>8.1f}  {report['same_on_all_ranks'][way]}"
+        )
+    if arguments.json_path is not None:
+        arguments.json_path.write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Start a rank in each node and return what rank 0 reports."""
+    from gradlane.formats.rates import parse_rate
+    from gradlane.lab.cluster.namespaces import INTERFACE, Cluster
+
+    with Cluster(arguments.nodes, parse_rate(arguments.rate)) as cluster:
+        ranks = []
+        for rank in range(arguments.nodes):
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(arguments.nodes),
+                "MASTER_ADDR": cluster.addresses[0],
+                "MASTER_PORT": str(PORT),
+                "GLOO_SOCKET_IFNAME": INTERFACE,
+                "NCCL_SOCKET_IFNAME": INTERFACE,
+                "NCCL_IB_DISABLE": "1",
+                "NCCL_HOSTID": f"node{rank}",
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                "OMP_NUM_THREADS": "1",
+            }
+            program = [sys.executable, __file__, *sys.argv[1:], "--rank", str(rank)]
+            ranks.append(
+                cluster.spawn(
+                    rank,
+                    program,
+                    environment=environment,
+                    stdout=subprocess.PIPE if rank == 0 else None,
+                )
+            )
+        output, _ = ranks[0].communicate(timeout=580)
+        if any(rank.wait(timeout=30) for rank in ranks):
+            raise SystemExit("a rank failed; its words stand above")
+        report: dict[str, Any] = json.loads(output.decode().splitlines()[-1])
+        return report
+
+
+def build(name: str, batch: int, device: Any) -> tuple[Any, Callable[[], Any]]:
+    """Return a model on the device, and a function that returns the loss of a forward."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    rank = int(os.environ["RANK"])
+    draw = torch.Generator(device).manual_seed(1 + rank)
+    if name == "transformer":
+        vocabulary, width, length = 50_257, 768, 512
+        layer = nn.TransformerEncoderLayer(width, 12, 4 * width, 0.0, "gelu", batch_first=True)
+        model: Any = nn.Sequential(
+            nn.Embedding(vocabulary, width),
+            nn.TransformerEncoder(layer, 12, enable_nested_tensor=False),
+            nn.Linear(width, vocabulary, bias=False),
+        )
+        model[2].weight = model[0].weight
+        shape = (batch, length)
+        inputs = torch.randint(vocabulary, shape, device=device, generator=draw)
+        targets = torch.randint(vocabulary, shape, device=device, generator=draw).flatten()
+    else:
+        import torchvision
+
+        model = getattr(torchvision.models, name)()
+        inputs = torch.randn(batch, 3, 224, 224, device=device, generator=draw)
+        targets = torch.randint(1000, (batch,), device=device, generator=draw)
+    model.to(device)
+
+    def loss(module: Any) -> Any:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            outputs = module(inputs)
+            return nn.functional.cross_entropy(outputs.flatten(0, -2).float(), targets)
+
+    return model, loss
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Train in all ways, in turns, as one rank; rank 0 prints the report."""
+    import torch
+    import torch.distributed as dist
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    on_cuda = arguments.device == "cuda"
+    device = torch.device(
+        "cuda", rank % torch.cuda.device_count()
+    ) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    ways = [way for way in arguments.ways.split(",") if on_cuda or way != "ddp-nccl"]
+    nccl = dist.new_group(backend="nccl") if "ddp-nccl" in ways else None
+    steps: dict[str, list[float]] = {way: [] for way in ways}
+    same: dict[str, bool] = {}
+    gradient_bytes = 0
+    for turn in range(arguments.rounds):
+        for way in ways:
+            model, loss = build(arguments.model, arguments.batch, device)
+            gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+            seconds, digest = take_turn(way, model, loss, nccl, arguments.steps, turn)
+            steps[way] += seconds
+            digests: list[Any] = [None] * world_size
+            dist.all_gather_object(digests, digest)
+            same[way] = same.get(way, True) and len(set(digests)) == 1
+            if rank == 0:
+                print(
+                    f"turn {turn + 1}: {way}: {statistics.median(seconds) * 1e3:.1f} ms",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            del model, loss
+    if rank == 0:
+        name = torch.cuda.get_device_name(device) if on_cuda else "cpu"
+        report = {
+            "model": arguments.model,
+            "batch": arguments.batch,
+            "nodes": world_size,
+            "rate": arguments.rate,
+            "device": name,
+            "devices": torch.cuda.device_count(),
+            "torch": torch.__version__,
+            "gradient_bytes": gradient_bytes,
+            "step_s": steps,
+            "same_on_all_ranks": same,
+            "load": os.getloadavg()[0],
+        }
+        print(json.dumps(report), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def take_turn(
+    way: str, model: Any, loss: Callable[[Any], Any], nccl: Any, count: int, turn: int
+) -> tuple[list[float], str]:
+    """Train some steps in one way; returns seconds a step, and a digest of the parameters."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import gradlane
+
+    device = next(model.parameters()).device
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    session, module = None, model
+    if way.startswith("ddp"):
+        group = nccl if way == "ddp-nccl" else None
+        devices = None if device.type == "cpu" else [device.index]
+        module = DistributedDataParallel(model, device_ids=devices, process_group=group)
+    elif way != "none":
+        job = f"cuda-step-{turn}"
+        session = gradlane.init(strategy=way, rendezvous=gradlane.Rendezvous(job=job))
+        session.prepare(model, optimizer)
+    seconds = []
+    for step in range(3 + count):
+        if step in (0, 3):
+            # The first steps find buffers and kernels; the rest are one piece, ends included.
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            dist.barrier()
+            begin = time.perf_counter()
+        loss(module).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if way == "none" and device.type == "cuda" and step >= 3:
+            torch.cuda.synchronize()
+    if session is not None:
+        session.synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds.append((time.perf_counter() - begin) / count)
+    digest = 0
+    if way != "none":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                digest = hash((digest, parameter.double().sum().item()))
+    if session is not None:
+        session.close()
+    return seconds, str(digest)
+
+
+if __name__ == "__main__":
+    main()
