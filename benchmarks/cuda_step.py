@@ -140,9 +140,9 @@ def train(arguments: argparse.Namespace) -> None:
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_cuda = arguments.device == "cuda"
-    device = torch.device(
-        "cuda", rank % torch.cuda.device_count()
-    ) if on_cuda else torch.device("cpu")
+    device = (
+        torch.device("cuda", rank % torch.cuda.device_count()) if on_cuda else torch.device("cpu")
+    )
     if on_cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
