@@ -26,7 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-WAYS = ("none", "ddp-nccl", "ddp-gloo", "wfbp", "p3")
+WAYS = ("none", "p3", "wfbp", "ddp-gloo", "ddp-nccl")
 PORT = 29_400
 
 
@@ -212,6 +212,8 @@ def take_turn(
     for step in range(3 + count):
         if step in (0, 3):
             # The first steps find buffers and kernels; the rest are one piece, ends included.
+            if session is not None:
+                session.synchronize()
             if device.type == "cuda":
                 torch.cuda.synchronize()
             dist.barrier()
@@ -219,8 +221,6 @@ def take_turn(
         loss(module).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if way == "none" and device.type == "cuda" and step >= 3:
-            torch.cuda.synchronize()
     if session is not None:
         session.synchronize()
     if device.type == "cuda":

@@ -179,7 +179,7 @@ def lab_transport(
     repeat: Annotated[int, typer.Option(help="Turns of TCP streams, gradlane and Gloo.")] = 3,
     steps: Annotated[int, typer.Option(help="Measured steps of a turn.")] = 3,
     trials: Annotated[int, typer.Option(help="Urgent slices that each rank hands over.")] = 20,
-    io_threads: Annotated[int, session_option(Network, "io_threads")] = Network.io_threads,
+    io_threads: Annotated[int | None, session_option(Network, "io_threads")] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Measure goodput, processor time and urgency of exchanges without any compute."""

@@ -23,7 +23,7 @@ from gradlane.training.options.options import FACTOR_SCHEMES, Options
 from gradlane.training.rendezvous import addresses
 from gradlane.training.rendezvous.connecting import connect_channel, wait_until_all_are_connected
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
-from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.environment import RankInfo, own_processors
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.serving import JobAnnouncement, JobAnnouncements
 
@@ -211,6 +211,7 @@ def _channel_options(
     ctx: SessionContext, job: str, generation: int, rank: int, world_size: int
 ) -> dict[str, Any]:
     options = ctx.options
+    work_threads, io_threads = options.network.thread_counts(own_processors(os.environ))
     return {
         "rank": rank,
         "world_size": world_size,
@@ -223,9 +224,9 @@ def _channel_options(
         "send_buffer_bytes": options.network.send_buffer_bytes,
         "pacing": options.network.pacing,
         "receive_buffer_bytes": 0,
-        "work_depth": max(2, 2 * options.network.work_threads),
-        "work_threads": options.network.work_threads,
-        "io_threads": options.network.io_threads,
+        "work_depth": max(2, 2 * work_threads),
+        "work_threads": work_threads,
+        "io_threads": io_threads,
         "silence_timeout_s": options.network.silence_timeout_s,
         "progress_timeout_s": options.network.progress_timeout_s,
         "connect_timeout_s": options.network.connect_timeout_s,

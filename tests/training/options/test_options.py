@@ -169,3 +169,21 @@ def test_what_ranks_agree_on_is_what_says_so() -> None:
     agreed = Options().agreed()
     assert {"strategy", "codec", "update", "frame_bytes", "seed"} <= set(agreed)
     assert not {"interface", "ports", "send_buffer_bytes", "trace", "summary"} & set(agreed)
+
+
+@pytest.mark.parametrize(
+    ("given", "processors", "expected"),
+    [
+        ({}, 2, (1, 1)),
+        ({}, 0, (1, 1)),
+        ({}, 8, (2, 2)),
+        ({}, 96, (3, 3)),
+        ({"io_threads": 5}, 2, (5, 5)),
+        ({"work_threads": 0}, 16, (0, 3)),
+        ({"work_threads": 4, "io_threads": 1}, 16, (4, 1)),
+    ],
+)
+def test_threads_follow_processors_unless_they_are_given(
+    given: dict[str, int], processors: int, expected: tuple[int, int]
+) -> None:
+    assert gradlane.Network(**given).thread_counts(processors) == expected

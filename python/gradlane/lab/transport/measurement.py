@@ -26,6 +26,7 @@ from gradlane.lab.transport.trace import TraceRow, UrgentSlice, urgent_slices
 from gradlane.planning.simulation.bound import port_bytes
 from gradlane.training.options.option_fields import check_options, on_command_line, option
 from gradlane.training.options.options import Options, keywords_of
+from gradlane.training.rendezvous.environment import own_processors
 
 GOODPUT_SHARE_TARGET = 0.97
 CPU_RATIO_TARGET = 1.25
@@ -100,7 +101,9 @@ class TransportOptions:
     @property
     def effective_settings(self) -> dict[str, Any]:
         """The session's options that matter on the wire, defaults included."""
-        chosen = asdict(Options.of(**keywords_of(**(self.settings or {}))).network)
+        network = Options.of(**keywords_of(**(self.settings or {}))).network
+        work_threads, io_threads = network.thread_counts(own_processors({}))
+        chosen = {**asdict(network), "work_threads": work_threads, "io_threads": io_threads}
         return {name: chosen[name] for name in _SETTINGS}
 
     @property

@@ -15,6 +15,10 @@ from gradlane.training.options.option_fields import OptionGroup, option, read_in
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+_PROCESSORS_A_THREAD = 4
+_MOST_THREADS = 3
+"""Three carried 25 Gbit/s, see `docs/research/cuda.md`."""
+
 
 @dataclass(frozen=True, repr=False)
 class Rendezvous(OptionGroup):
@@ -96,15 +100,21 @@ class Network(OptionGroup):
         "Hold each connection to its part of the rate that this rank's port has carried, so that "
         "no queue of the network overflows.",
     )
-    work_threads: int = option(
-        1, "Threads that add gradients up; 0: the threads that drive the sockets do.", least=0
+    work_threads: int | None = option(
+        None,
+        "Threads that add gradients up; 0: the threads that drive the sockets do. If absent, as "
+        "many as `io_threads`.",
+        least=0,
+        read=read_int,
     )
-    io_threads: int = option(
-        1,
+    io_threads: int | None = option(
+        None,
         "Threads that drive the sockets, each those of its part of the peers. One carries some "
-        "10 Gbit/s in each direction.",
+        "10 Gbit/s in each direction. If absent, one for four processors that this rank has, "
+        "at most 3: processors are shared evenly by the ranks of a node.",
         least=1,
         most=64,
+        read=read_int,
     )
 
     def __post_init__(self) -> None:
@@ -118,6 +128,13 @@ class Network(OptionGroup):
             low, high = self.ports
             if not 1 <= low <= high <= 65535:
                 raise ValueError(f"ports is {self.ports}; it must be (low, high) in 1 to 65535")
+
+    def thread_counts(self, processors: int) -> tuple[int, int]:
+        """Return `work_threads` and `io_threads` of a rank that has so many processors."""
+        io_threads = self.io_threads
+        if io_threads is None:
+            io_threads = min(_MOST_THREADS, max(1, processors // _PROCESSORS_A_THREAD))
+        return io_threads if self.work_threads is None else self.work_threads, io_threads
 
     def read_secret(self) -> str | None:
         """Return the secret that is given or stands in `secret_file`; None for neither.

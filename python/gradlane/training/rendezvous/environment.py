@@ -9,6 +9,7 @@ connection and changes no variable.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -182,6 +183,11 @@ def find_local_size(environment: Mapping[str, str]) -> int:
         if environment.get(name, "").isdigit():
             return max(1, int(environment[name]))
     return 1
+
+
+def own_processors(environment: Mapping[str, str]) -> int:
+    """Return this rank's even share of the processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) // find_local_size(environment)
 
 
 def find_store_address(environment: Mapping[str, str]) -> tuple[str, int]:

@@ -24,6 +24,7 @@ from gradlane.training.rendezvous.deadlock import DeadlockDetector
 from gradlane.training.rendezvous.environment import (
     RankInfo,
     find_rank_info,
+    own_processors,
     warn_of_unknown_variables,
 )
 from gradlane.training.rendezvous.rendezvous import (
@@ -205,14 +206,15 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
     )
     server = None
     if registry is not None and place.serves:
+        work_threads, io_threads = network.thread_counts(own_processors(os.environ))
         server = Server(
             core,
             registry,
             store,
             secret,
             lambda rank_info: listen(replace(ctx, rank_info=rank_info)),
-            work_threads=network.work_threads,
-            io_threads=network.io_threads,
+            work_threads=work_threads,
+            io_threads=io_threads,
             idle_timeout_s=network.progress_timeout_s,
         )
 
