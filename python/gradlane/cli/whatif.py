@@ -15,12 +15,14 @@ from rich.table import Table
 from gradlane.formats.rates import format_rate
 from gradlane.formats.timeline.chrome import write_chrome
 from gradlane.planning.advice.advice import (
+    GOAL,
     ClusterAdvice,
     RequiredLink,
     advise,
     required_links,
     text_of_required_links,
 )
+from gradlane.planning.advice.causes import any_link_is_enough, find_cause
 from gradlane.planning.advice.pictures import Picture, clusters_with_pictures, picture_of
 from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
 from gradlane.planning.simulation.profiles import Profile
@@ -99,8 +101,13 @@ def run_whatif(
             profile, clusters, lambda _: progress.advance(task), traced=traced, on_trace=keep
         )
     # What is said about networks holds where nobody is late.
+    cluster_of = {id(row): cluster for row, cluster in zip(rows, clusters, strict=True)}
     punctual = [row for row in rows if row.left_out_share is None]
-    answers, needs = advise(punctual), required_links(punctual)
+    with console.status("finding what steps wait for"):
+        answers = advise(punctual, lambda row: find_cause(profile, cluster_of[id(row)], row))
+        needs = required_links(
+            punctual, lambda row: any_link_is_enough(profile, cluster_of[id(row)], GOAL)
+        )
     _print(console, profile, rows, answers, needs)
     content = {
         "profile": {

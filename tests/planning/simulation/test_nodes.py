@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradlane.planning.advice.advice import advise, required_links, text_of_required_links
+from gradlane.planning.advice.causes import find_cause
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.simulation.bound import port_bytes
 from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
@@ -49,15 +50,18 @@ def test_ports_carry_what_the_formula_says(profile: Profile, rows: dict[str, Row
     assert rows["p3"].bound_step_s > 2 * rows["hierarchical"].bound_step_s
 
 
-def test_the_answer_is_to_add_up_in_the_node_first(rows: dict[str, Row]) -> None:
-    (answer,) = advise(list(rows.values()))
+def test_the_answer_is_to_add_up_in_the_node_first(profile: Profile, rows: dict[str, Row]) -> None:
+    (answer,) = advise(
+        list(rows.values()),
+        lambda row: find_cause(profile, replace(BASE, strategy=row.strategy), row),
+    )
     assert answer.ranks_per_node == 4 and answer.bottleneck == "network"
     assert answer.cheapest is not None and answer.cheapest.strategy.startswith("hierarchical")
     assert "8 workers on 2 nodes of 4 at 4 Gbit/s" in answer.text
     assert "aggregate in the node first" in answer.text
     assert (
         "8 workers on 2 nodes of 4:"
-        in text_of_required_links(required_links(list(rows.values())))[0]
+        in text_of_required_links(required_links(list(rows.values()), lambda row: True))[0]
     )
 
 

@@ -184,6 +184,6 @@ def test_what_ranks_agree_on_is_what_says_so() -> None:
     ],
 )
 def test_threads_follow_processors_unless_they_are_given(
-    given: dict[str, int], processors: int, expected: tuple[int, int]
+    given: dict[str, Any], processors: int, expected: tuple[int, int]
 ) -> None:
     assert gradlane.Network(**given).thread_counts(processors) == expected

@@ -6,11 +6,23 @@ link costs money, and compression changes the numbers that are learned from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from gradlane.formats.rates import format_rate
+from gradlane.planning.advice.causes import (
+    BOTH,
+    FASTER,
+    HOST,
+    LATENCY,
+    NETWORK,
+    NONE,
+    OTHER,
+    RANKS,
+    Cause,
+    Explain,
+)
 from gradlane.planning.simulation.grid import Row
 from gradlane.planning.simulation.scenarios import RING_FUSED, SCHEME_STRATEGIES
 from gradlane.training.node.rules import NODE_STRATEGIES
@@ -20,10 +32,6 @@ GOAL = 0.95
 """The scaling factor that is good enough."""
 WORTHWHILE = 0.01
 """The least gain in scaling factor that counts."""
-BUSY = 0.9
-"""Share of the time from which on a busy I/O thread is the bottleneck."""
-BUSIER = 0.5
-"""The same for an I/O thread that is busier than the port."""
 OTHER_ROUNDINGS = (RING, *SCHEME_STRATEGIES, *NODE_STRATEGIES)
 """Strategies whose sums differ from those of servers in the last bits only."""
 BASELINES = (
@@ -32,6 +40,16 @@ BASELINES = (
     *(RING_FUSED, ASGD),
 )
 """Strategies that stand for a training without gradlane's scheduling: the first simulated one."""
+
+NO_LINK = "no link, however fast,"
+_CAUSES = {
+    NETWORK: "the network is the bottleneck",
+    HOST: "the host is the bottleneck, not the network",
+    BOTH: "the network and the host are the bottleneck together",
+    LATENCY: "the latency is the bottleneck, not the rate of the link",
+    RANKS: "ranks that compute more slowly are the bottleneck, not the network",
+    OTHER: "neither the network nor the host is the bottleneck",
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +74,9 @@ class ClusterAdvice:
     ranks_per_node: int
     rate_bps: float
     bottleneck: str
-    """`none`, `network` or `host`."""
+    """As in `Cause`; `none` where the baseline reaches the goal."""
+    cause: Cause | None
+    """What the baseline waits for; None where it reaches the goal."""
     baseline: str
     """The strategy that the change is compared with."""
     baseline_scaling_factor: float
@@ -87,15 +107,25 @@ class RequiredLink:
     """Least rate that reaches the goal; None if no simulated rate does."""
     from_slowest: bool
     """True if that is the slowest simulated rate, so that a slower one may do."""
+    any_link: bool
+    """False if not even a link of unlimited rate reaches the goal."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields with the units in their keys."""
         return asdict(self)
 
 
-def required_links(rows: Sequence[Row]) -> list[RequiredLink]:
+def required_links(
+    rows: Sequence[Row], any_link_is_enough: Callable[[Row], bool]
+) -> list[RequiredLink]:
     """Return the link that each strategy needs for the goal, by number of workers and
-    compression."""
+    compression.
+
+    Args:
+        rows: simulated, at all rates.
+        any_link_is_enough: whether the cluster of a row reaches the goal over a link of unlimited
+            rate; asked where no simulated rate does.
+    """
     groups: dict[tuple[int, int, str, str, float], list[Row]] = {}
     for row in rows:
         key = (row.workers, row.ranks_per_node, row.strategy, row.topology, row.compression)
@@ -109,7 +139,8 @@ def required_links(rows: Sequence[Row]) -> list[RequiredLink]:
             reached = row
         slowest = min(row.rate_bps for row in group)
         rate_bps = None if reached is None else reached.rate_bps
-        needs.append(RequiredLink(*key, rate_bps=rate_bps, from_slowest=rate_bps == slowest))
+        any_link = reached is not None or any_link_is_enough(group[0])
+        needs.append(RequiredLink(*key, rate_bps, rate_bps == slowest, any_link))
     return needs
 
 
@@ -123,9 +154,15 @@ def text_of_required_links(needs: Sequence[RequiredLink]) -> list[str]:
         for need in rows_here:
             if need.compression == least:
                 strategies.setdefault(_rate_text(need), []).append(_link_name(need))
-        parts = "; ".join(f"{rate} with {', '.join(names)}" for rate, names in strategies.items())
-        where = workers_on_nodes(*nodes)
-        sentences.append(f"{where}: {_percent(GOAL)} takes {parts}.")
+        beyond = strategies.pop(NO_LINK, [])
+        parts = [f"{rate} with {', '.join(names)}" for rate, names in strategies.items()]
+        sentence = f"{workers_on_nodes(*nodes)}: "
+        if parts:
+            sentence += f"{_percent(GOAL)} takes {'; '.join(parts)}"
+        if beyond:
+            with_them = f"{NO_LINK} reaches {_percent(GOAL)} with {', '.join(beyond)}"
+            sentence += f"; {with_them}" if parts else with_them
+        sentences.append(f"{sentence}.")
     return sentences
 
 
@@ -142,23 +179,31 @@ def _link_name(need: RequiredLink) -> str:
 
 def _rate_text(need: RequiredLink) -> str:
     if need.rate_bps is None:
-        return "a faster link than was simulated"
+        return "a faster link than was simulated" if need.any_link else NO_LINK
     rate = format_rate(need.rate_bps)
     return f"{rate} or less" if need.from_slowest else rate
 
 
-def advise(rows: Sequence[Row]) -> list[ClusterAdvice]:
-    """Return the advice for each number of workers and rate, in the order of the rows."""
+def advise(rows: Sequence[Row], explain: Explain) -> list[ClusterAdvice]:
+    """Return the advice for each number of workers and rate, in the order of the rows.
+
+    Args:
+        rows: simulated.
+        explain: finds what a row waits for; asked for the baseline of each cluster that does not
+            reach the goal.
+    """
     cells = dict.fromkeys((row.workers, row.ranks_per_node, row.rate_bps) for row in rows)
     return [
         _advise_cluster(
-            [row for row in rows if (row.workers, row.ranks_per_node) == (workers, each)], rate
+            [row for row in rows if (row.workers, row.ranks_per_node) == (workers, each)],
+            rate,
+            explain,
         )
         for workers, each, rate in cells
     ]
 
 
-def _advise_cluster(rows: list[Row], rate_bps: float) -> ClusterAdvice:
+def _advise_cluster(rows: list[Row], rate_bps: float, explain: Explain) -> ClusterAdvice:
     """Return the advice for one rate; `rows` are all with the same workers on the same nodes."""
     # A strategy with other results is no advice, unless only that was simulated.
     rows = [row for row in rows if row.strategy != ASGD] or rows
@@ -168,25 +213,21 @@ def _advise_cluster(rows: list[Row], rate_bps: float) -> ClusterAdvice:
     baseline = min(plain, key=lambda row: BASELINES.index(row.strategy))
     changes = _possible_changes(rows, rows_here, baseline)
     enough = [change for change in changes if change.scaling_factor >= GOAL]
-    bottleneck = "none" if baseline.scaling_factor >= GOAL else _bottleneck(baseline)
+    cause = None if baseline.scaling_factor >= GOAL else explain(baseline)
     not_worth = _not_worth(rows, plain, baseline)
     return ClusterAdvice(
         workers=baseline.workers,
         ranks_per_node=baseline.ranks_per_node,
         rate_bps=rate_bps,
-        bottleneck=bottleneck,
+        bottleneck=NONE if cause is None else cause.bottleneck,
+        cause=cause,
         baseline=baseline.strategy,
         baseline_scaling_factor=baseline.scaling_factor,
         cheapest=enough[0] if enough else None,
         alternatives=enough[1:],
         not_worth=not_worth,
-        text=_text(baseline, bottleneck, changes, enough, not_worth),
+        text=_text(baseline, cause, changes, enough, not_worth),
     )
-
-
-def _bottleneck(row: Row) -> str:
-    io, port = row.io_utilization, row.tx_utilization
-    return "host" if io > BUSY or (io > BUSIER and io > port) else "network"
 
 
 def _possible_changes(rows: list[Row], rows_here: list[Row], baseline: Row) -> list[Change]:
@@ -258,9 +299,11 @@ def _not_worth(rows: list[Row], plain: list[Row], baseline: Row) -> list[str]:
             found.append(
                 f"{_strategy_name(row)} instead of {_strategy_name(baseline)} ({_points(gain)})"
             )
+    faster = _rows_with_faster_link(rows, baseline)
+    fewer = _rows_with_compression(rows, baseline)
     others = {
-        "a faster link": _rows_with_faster_link(rows, baseline),
-        "compression": _rows_with_compression(rows, baseline),
+        f"a link of {format_rate(max((row.rate_bps for row in faster), default=0.0))}": faster,
+        f"{max((row.compression for row in fewer), default=0.0):g} times fewer bytes": fewer,
     }
     for what, candidates in others.items():
         if candidates:
@@ -272,7 +315,7 @@ def _not_worth(rows: list[Row], plain: list[Row], baseline: Row) -> list[str]:
 
 def _text(
     baseline: Row,
-    bottleneck: str,
+    cause: Cause | None,
     changes: list[Change],
     enough: list[Change],
     not_worth: list[str],
@@ -280,22 +323,23 @@ def _text(
     nodes = workers_on_nodes(baseline.workers, baseline.ranks_per_node)
     where = f"{nodes} at {format_rate(baseline.rate_bps)}"
     reached = _percent(baseline.scaling_factor)
-    if bottleneck == "none":
+    if cause is None:
         sentences = [
             f"{where}: the network is not the bottleneck; {_strategy_name(baseline)} reaches "
             f"{reached}."
         ]
     else:
-        waiting_s = baseline.step_s - baseline.compute_s
-        what = "the network" if bottleneck == "network" else "the host's I/O thread"
         sentences = [
-            f"{where}: {what} is the bottleneck; {_strategy_name(baseline)} reaches {reached}, "
-            f"{waiting_s * 1e3:.0f} ms of a step of {baseline.step_s * 1e3:.0f} ms are waiting."
+            f"{where}: {_CAUSES[cause.bottleneck]}; {_strategy_name(baseline)} reaches {reached}, "
+            f"{_ms(cause.waiting_s)} of a step of {_ms(baseline.step_s)} are waiting.",
+            f"Of these {_ms(cause.saved_by_faster_link_s)} go with a link {FASTER:g} times as "
+            f"fast, {_ms(cause.saved_by_free_host_s)} with a host that costs nothing, "
+            f"{_ms(cause.saved_by_fewer_bytes_s)} with {FASTER:g} times fewer bytes.",
         ]
-        if bottleneck == "host":
+        if cause.bottleneck in (HOST, BOTH):
             sentences.append(
-                "Where a rank has processors to spare, Network(io_threads=2) drives its "
-                "sockets from two threads; what is simulated has one."
+                "What is simulated has one I/O thread; a rank with eight processors or more takes "
+                "two or three."
             )
         if enough:
             sentences.append(
@@ -335,6 +379,10 @@ def _change_text(change: Change) -> str:
 
 def _strategy_name(row: Row) -> str:
     return row.strategy if row.topology == "flat" else f"{row.strategy} ({row.topology})"
+
+
+def _ms(time_s: float) -> str:
+    return f"{max(0.0, time_s) * 1e3:.0f} ms"
 
 
 def _percent(share: float) -> str:

@@ -257,14 +257,14 @@ def _needs(needs: Sequence[Mapping[str, Any]]) -> list[Block]:
     ]
     text = (
         "The slowest simulated link from which on each strategy reaches 95 % of ideal speed; "
-        "“more”: none of them does."
+        "“more”: none of them does; “none”: no link does, however fast."
     )
     return [Paragraph(text), Table(["workers", *headings], body)]
 
 
 def _need(need: Mapping[str, Any]) -> str:
     if need["rate_bps"] is None:
-        return "more"
+        return "more" if need.get("any_link", True) else "none"
     rate = format_rate(float(need["rate_bps"]))
     return f"\N{LESS-THAN OR EQUAL TO} {rate}" if need["from_slowest"] else rate
 

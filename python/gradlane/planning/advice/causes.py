@@ -1,0 +1,106 @@
+"""What a step waits for, found by simulating it again without one cost at a time.
+
+How busy a port or a thread is does not tell: a port that is used a tenth of the time can be what
+everything waits for, and a busy one can be hidden behind compute. So the same cluster is simulated
+with a host that costs nothing, with a faster link, and with fewer bytes; what shortens the step was
+the bottleneck. This is the question of Zhang et al., "Is network the bottleneck of distributed
+training?" (2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from gradlane.planning.simulation.grid import Row, evaluate
+from gradlane.planning.simulation.profiles import Profile
+from gradlane.planning.simulation.scenarios import SCHEME_STRATEGIES, Cluster
+
+FASTER = 10.0
+"""How many times faster a link, or fewer the bytes, is tried."""
+ENOUGH = 0.5
+"""The share of the waiting that has to go for its cause to be named."""
+NONE, NETWORK, HOST, BOTH = "none", "network", "host", "network and host"
+LATENCY, RANKS, OTHER = "latency", "ranks", "other"
+UNLIMITED_BPS = 1e15
+"""The rate of a link that takes no time, for all that matters here."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What a simulated step waits for."""
+
+    bottleneck: str
+    """`none`: it hardly waits; `network`: the rate of the ports; `host`: the processors that send,
+    receive, add up and encode; `network and host`: each hides behind the other, or each takes a
+    part; `latency`: the way between ports; `ranks`: others that compute more slowly; `other`."""
+    waiting_s: float
+    """Step time beyond compute."""
+    saved_by_free_host_s: float
+    saved_by_faster_link_s: float
+    """By a link `FASTER` times as fast."""
+    saved_by_fewer_bytes_s: float
+    """By gradients of `FASTER` times fewer bytes on the wire."""
+
+
+Explain = Callable[[Row], Cause]
+"""Finds the cause for a row."""
+
+
+def find_cause(profile: Profile, cluster: Cluster, row: Row) -> Cause:
+    """Simulate the cluster of a row again, without the host's costs, with a faster link, with
+    fewer bytes, and where none of these tells, without latency and with equal ranks.
+
+    Args:
+        profile: of a step.
+        cluster: what was simulated; nobody is late in it.
+        row: its result.
+    """
+
+    def saved_s(other: Cluster) -> float:
+        (changed,) = evaluate(profile, [other])
+        return row.step_s - changed.step_s
+
+    waiting_s = row.step_s - row.compute_s
+    free = _with_free_host(cluster)
+    faster = replace(cluster, rate_bps=cluster.rate_bps * FASTER)
+    by_host_s, by_link_s = saved_s(free), saved_s(faster)
+    (fewer,) = evaluate(*_with_fewer_bytes(profile, cluster))
+    by_bytes_s = row.step_s - fewer.step_s
+    enough_s = ENOUGH * waiting_s
+    if by_link_s >= enough_s or by_host_s >= enough_s:
+        both = by_link_s >= enough_s and by_host_s >= enough_s
+        bottleneck = BOTH if both else NETWORK if by_link_s >= enough_s else HOST
+    else:
+        ideal = replace(free, rate_bps=UNLIMITED_BPS)
+        equal = replace(ideal, compute_spread=0.0, compute_jitter=0.0)
+        if saved_s(ideal) >= enough_s:
+            bottleneck = BOTH
+        elif saved_s(replace(ideal, latency_s=0.0)) >= enough_s:
+            bottleneck = LATENCY
+        else:
+            bottleneck = RANKS if saved_s(equal) >= enough_s else OTHER
+    return Cause(bottleneck, waiting_s, by_host_s, by_link_s, by_bytes_s)
+
+
+def any_link_is_enough(profile: Profile, cluster: Cluster, goal: float) -> bool:
+    """Whether the cluster reaches a scaling factor over a link of unlimited rate."""
+    (row,) = evaluate(profile, [replace(cluster, rate_bps=UNLIMITED_BPS)])
+    return row.scaling_factor >= goal
+
+
+def _with_fewer_bytes(profile: Profile, cluster: Cluster) -> tuple[Profile, list[Cluster]]:
+    """Return what is simulated where the same compute has smaller gradients."""
+    if cluster.schemes or cluster.strategy in SCHEME_STRATEGIES:
+        # Factors follow from the shapes of layers; `compression` spares the link alone.
+        return profile, [replace(cluster, compression=cluster.compression * FASTER)]
+    tensors = tuple(
+        replace(tensor, shape=(max(1, int(tensor.numel / FASTER)),)) for tensor in profile.tensors
+    )
+    return replace(profile, tensors=tensors), [cluster]
+
+
+def _with_free_host(cluster: Cluster) -> Cluster:
+    """Return the cluster with hosts that take no time for frames, sums, copies and codecs."""
+    costs = replace(cluster.costs, codecs=dict.fromkeys(cluster.costs.codecs, (0.0, 0.0)))
+    return replace(cluster, free_host=True, costs=costs, additions=())
