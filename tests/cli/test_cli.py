@@ -182,3 +182,22 @@ def test_without_any_way_the_advice_is_given() -> None:
     assert child.returncode == 1
     assert "--cap-add" in child.stderr
     assert "Traceback" not in child.stderr
+
+
+def test_a_reader_that_goes_away_costs_no_result(tmp_path: Path) -> None:
+    """As `gradlane ... | head` does: what was printed before the files are written is not lost."""
+    path = tmp_path / "whatif.json"
+    arguments = ["whatif", "resnet50", "--workers", "4", "--rate", "1gbit", "--json", str(path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    reader, writer = os.pipe()
+    os.close(reader)
+    child = subprocess.run(
+        [sys.executable, "-u", "-m", "gradlane", *arguments],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env=environment,
+        check=False,
+    )
+    os.close(writer)
+    assert (child.returncode, child.stderr) == (0, b"")
+    assert len(json.loads(path.read_text(encoding="utf-8"))["rows"]) == 2

@@ -16,6 +16,7 @@ from gradlane.lab.calibration.prediction import (
     predict,
     replayed_profile,
     summary_of,
+    text_of_left_out,
 )
 from gradlane.lab.calibration.prediction_grid import (
     MEDIAN_ERROR_TARGET,
@@ -25,7 +26,7 @@ from gradlane.lab.calibration.prediction_grid import (
     with_spread,
 )
 from gradlane.lab.runs.cells import with_compute_times
-from gradlane.lab.runs.rows import Row, read_rows
+from gradlane.lab.runs.rows import NO_EVIDENCE, Row, read_rows
 from gradlane.planning.simulation.costs import MachineCosts
 from tests.command_line import run
 from tests.paths import ROOT
@@ -78,6 +79,9 @@ def test_only_replays_of_the_engine_are_predicted() -> None:
     assert not can_predict(row(strategy="none"))
     assert not can_predict(row(workload="digits-cnn"))
     assert not can_predict(row(cpu_bound=True))
+    assert text_of_left_out([row(), row()]) == ""
+    text = text_of_left_out([row(), row(cpu_bound=True), row(strategy="none"), row(codec="f16")])
+    assert text.startswith(f"3 of 4 rows are left out, 1 with {NO_EVIDENCE}; 2 of other kinds: ")
 
 
 def test_a_replay_is_scaled_to_what_was_measured() -> None:

@@ -7,6 +7,7 @@ Machines are made up here, as `tests.lab.fake_runs` says; what ends a run from o
 from __future__ import annotations
 
 import csv
+import html
 import json
 import os
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from gradlane.lab.experiments.preset import Preset, run_preset
 from gradlane.lab.experiments.simulated import Simulation, simulate_missing
 from gradlane.lab.runs.cells import Cell, CellsProgress
 from gradlane.lab.runs.display import runs_progress
-from gradlane.lab.runs.rows import Row, read_rows, save_rows
+from gradlane.lab.runs.rows import NO_EVIDENCE, Row, read_rows, save_rows
 from gradlane.planning.models import ARCHITECTURES
 from gradlane.planning.simulation.bound import port_bytes
 from gradlane.report.time_left import TimeLeft, format_duration
@@ -153,6 +154,8 @@ def test_rows_of_a_busy_machine_are_measured_again(
     preset = replace(BANDWIDTH, cells=[cell], simulations=lambda rows: [])
     with pytest.raises(LabError, match="no evidence"):
         run_made(preset, tmp_path, FakeMachine(busy=True))
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert html.escape(f"In all runs: {NO_EVIDENCE}.") in page
     again = FakeMachine()
     rows = run_made(preset, tmp_path, again)
     assert len(again.runs) == len(rows) == len(cell.strategies)

@@ -56,6 +56,13 @@ def test_what_is_no_rate_is_refused_with_an_example(text: str) -> None:
         parse_rate(text)
 
 
+@pytest.mark.parametrize("text", ["4", "10", "2.5", " 999999 "])
+def test_a_rate_whose_unit_was_forgotten_is_refused_with_one(text: str) -> None:
+    with pytest.raises(ValueError, match=f"{text.strip()}gbit"):
+        parse_rate(text)
+    assert parse_rate(f"{text.strip()}bit") == int(float(text))
+
+
 def test_rates_are_printed_shortly() -> None:
     """Four digits are enough for a table."""
     assert format_rate(3_822_471_000) == "3.822 Gbit/s"

@@ -215,13 +215,21 @@ def lab_predict(
     json_path: JsonPath = None,
 ) -> None:
     """Compare the simulator's predictions with what the lab has measured."""
-    from gradlane.lab.calibration.prediction import can_predict, markdown_of, predict, summary_of
+    from gradlane.lab.calibration.prediction import (
+        can_predict,
+        markdown_of,
+        predict,
+        summary_of,
+        text_of_left_out,
+    )
     from gradlane.lab.runs.rows import rows_of
     from gradlane.planning.simulation.costs import read_costs
 
     require_writable(json_path)
     rows = [row for path in results for row in rows_of(read_rows(path))]
     machine = None if costs is None else read_costs(costs)
+    if left_out := text_of_left_out(rows):
+        typer.echo(left_out)
     predictions = [predict(row, machine) for row in rows if can_predict(row)]
     summary = summary_of(predictions)
     typer.echo(markdown_of(predictions))

@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from gradlane.cli.lab import lab
+from gradlane.cli.lasting_output import lasting_output
 from gradlane.cli.options import (
     HtmlPath,
     JsonPath,
@@ -185,7 +186,8 @@ def main() -> None:
     """Run the command line; never returns."""
     debug = "--debug" in sys.argv[1:]
     try:
-        app()
+        with lasting_output():
+            app()
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(130)

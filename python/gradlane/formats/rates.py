@@ -8,17 +8,23 @@ from __future__ import annotations
 import re
 
 _PREFIX_BITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_RATE = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?)(?:bit(?:/s|ps)?|bps)?")
+_RATE = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?)(bit(?:/s|ps)?|bps)?")
+_LEAST_WITHOUT_UNIT = 10**6
+"""A smaller number without a unit is one whose unit was forgotten."""
 
 
 def parse_rate(text: str) -> int:
     """Return bits a second for texts such as `4gbit`, `500mbit`, `10g`, `2.5Gbps` or `1000000000`.
 
     Raises:
-        ValueError: the text is not a positive rate.
+        ValueError: the text is not a positive rate, or a small number without a unit.
     """
     match = _RATE.fullmatch(text.strip().lower())
     rate_bps = int(float(match[1]) * _PREFIX_BITS[match[2]]) if match else 0
+    if match and not match[2] and not match[3] and 0 < rate_bps < _LEAST_WITHOUT_UNIT:
+        raise ValueError(
+            f"{text!r} has no unit: {match[1]}gbit for 10^9 bits a second, {match[1]}mbit for 10^6"
+        )
     if rate_bps <= 0:
         raise ValueError(
             f"{text!r} is not a rate: write for example 4gbit, 500mbit, 10g, or bits a second"

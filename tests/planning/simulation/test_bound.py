@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradlane.planning.models.timings import Stage, TensorTiming, timings_of
-from gradlane.planning.simulation.bound import bound_step_s, port_bytes, port_loads
+from gradlane.planning.simulation.bound import (
+    bound_step_s,
+    describe_binding,
+    port_bytes,
+    port_loads,
+)
 
 seconds = st.floats(0.0, 10.0, allow_nan=False)
 tensors = st.lists(
@@ -82,6 +87,13 @@ def test_light_layers_hide_behind_compute() -> None:
     assert bound.port_s == pytest.approx(3.0)
     assert bound.step_s == pytest.approx(7.0)
     assert bound.binding == "pair layer0.weight -> layer0.weight"
+    assert describe_binding(bound.binding) == (
+        "layer0.weight, the way from its gradient to the next forward's use of it"
+    )
+    assert describe_binding("pair a.weight -> b.weight") == (
+        "the way of all that is ready from a.weight on and needed by b.weight in the next forward"
+    )
+    assert describe_binding("port") == "the bytes of a step through a port"
 
 
 def test_heavy_last_layer_is_limited_by_compute_or_port() -> None:

@@ -34,11 +34,16 @@ FEW_SAVED = 0.5
 def points(change: Spread) -> str:
     """Return a difference of accuracies in points, with its spread over seeds."""
     noise = " (noise)" if findings.is_noise(change) else ""
-    return f"{100 * change.mean:+.1f} ± {100 * change.deviation:.1f}{noise}"
+    return f"{100 * change.mean:+.1f}{_spread(change)}{noise}"
 
 
 def _percent(values: Spread) -> str:
-    return f"{100 * values.mean:.1f} ± {100 * values.deviation:.1f}"
+    return f"{100 * values.mean:.1f}{_spread(values)}"
+
+
+def _spread(values: Spread) -> str:
+    """Return what stands behind a mean; one seed has no spread."""
+    return f" ± {100 * values.deviation:.1f}" if len(values.values) > 1 else ""
 
 
 def _ratio(rows: Sequence[Result]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradlane.lab.cluster.shaping import PortShape
-from gradlane.lab.runs.rows import Row
+from gradlane.lab.runs.rows import NO_EVIDENCE, Row
 from gradlane.lab.runs.strategy import parse_strategy
 from gradlane.lab.workloads import REPLAY_NAMES
 from gradlane.planning.models import ARCHITECTURES
@@ -70,6 +70,22 @@ def can_predict(row: Row) -> bool:
         and row.codec == "raw"
         and row.is_evidence
     )
+
+
+def text_of_left_out(rows: Sequence[Row]) -> str:
+    """Return how many rows cannot be predicted, and why; empty if all can."""
+    out = [row for row in rows if not can_predict(row)]
+    if not out:
+        return ""
+    busy = sum(row.cpu_bound for row in out)
+    others = len(out) - busy
+    parts = [f"{busy} with {NO_EVIDENCE}"] if busy else []
+    if others:
+        parts.append(
+            f"{others} of other kinds: only unencoded replays by gradlane's strategies are "
+            "predicted"
+        )
+    return f"{len(out)} of {len(rows)} rows are left out, {'; '.join(parts)}"
 
 
 def replayed_profile(workload: str, dilation: float, compute_s: float) -> Profile:

@@ -17,7 +17,13 @@ from rich.progress import track
 
 from gradlane.formats.rates import format_rate
 from gradlane.lab.calibration.grid import cells_of, in_grid_order
-from gradlane.lab.calibration.prediction import Prediction, can_predict, predict, summary_of
+from gradlane.lab.calibration.prediction import (
+    Prediction,
+    can_predict,
+    predict,
+    summary_of,
+    text_of_left_out,
+)
 from gradlane.lab.runs.cells import missing_strategies, with_compute_times
 from gradlane.lab.runs.rows import Row, read_rows
 from gradlane.lab.runs.strategy import Strategy, parse_strategy
@@ -58,12 +64,15 @@ def predict_grid(
     Raises:
         ValueError: there is nothing to predict, or a file makes no sense.
     """
-    rows = with_compute_times(read_rows(path))
+    measured = read_rows(path)
+    rows = with_compute_times(measured)
     chosen = [
         row
         for row in in_grid_order(rows)
         if can_predict(row) and (not workloads or row.workload in workloads)
     ]
+    if left_out := text_of_left_out(measured):
+        console.print(left_out, highlight=False)
     costs = MachineCosts() if costs_path is None else read_costs(costs_path)
     content: dict[str, Any] = {}
     if fit:

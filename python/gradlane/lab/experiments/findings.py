@@ -70,14 +70,17 @@ class Findings:
 
     Attributes:
         rows: all of them.
-        measured: the measured ones that are evidence.
+        measured: the measured ones that are evidence; where none is, all of them.
+        marked: whether these are no evidence, which whatever shows them has to say.
         simulated: the simulated ones.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
         """Compare rows."""
         self.rows = rows
-        self.measured = [row for row in rows if row.is_evidence]
+        evidence = [row for row in rows if row.is_evidence]
+        self.measured = evidence or [row for row in rows if not row.is_simulated]
+        self.marked = bool(self.measured) and not evidence
         self.simulated = [row for row in rows if row.is_simulated]
 
     def of_workload(self, workload: str) -> Findings:

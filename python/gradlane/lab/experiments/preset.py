@@ -169,13 +169,16 @@ class Preset:
             path: the HTML file to write.
 
         Raises:
-            ValueError: no row is evidence.
+            ValueError: no row was measured.
             OSError: the file cannot be written.
         """
         found = Findings(rows)
         if not any(map(self.is_shown, found.measured)):
-            raise ValueError("no row is evidence: measure on an idle machine")
-        blocks = [Figures(list(self.figures(found))), *self.remarks(found), Paragraph(self.text)]
+            raise ValueError("no row was measured")
+        blocks: list[Block] = [Figures(list(self.figures(found)))]
+        if found.marked:
+            blocks.insert(0, Paragraph(f"In all runs: {NO_EVIDENCE}."))
+        blocks += [*self.remarks(found), Paragraph(self.text)]
         sections = [Section("In short", blocks), *self.sections(found)]
         sections += [all_rows(rows), measurement(rows)]
         write_report(path, self.title, sections, summary=self.summary(found))
@@ -212,14 +215,14 @@ def run_preset(preset: Preset, folder: PresetFolder, console: Console) -> list[R
     rows = _simulate(preset, completed(read_rows(folder.results)), folder, console)
     rows = preset.finish(rows)
     save_rows(rows, folder.results)
-    if not any(row.is_evidence for row in rows):
-        raise LabError(
-            f"in all runs: {NO_EVIDENCE}; end what else runs here, and give the same command again"
-        )
     folder.write_table([row.to_json() for row in rows])
     replace_or_say(folder.page, lambda partial: preset.write_page(rows, partial))
     for path in (folder.results, folder.table, folder.page):
         console.print(f"wrote {path}", highlight=False)
+    if not any(row.is_evidence for row in rows):
+        raise LabError(
+            f"in all runs: {NO_EVIDENCE}; end what else runs here, and give the same command again"
+        )
     return rows
 
 

@@ -114,8 +114,8 @@ def _run(
 
 
 def is_shown(row: Row) -> bool:
-    """Return whether a row is evidence of what ports did."""
-    return row.is_evidence and row.communicates and row.activity is not None
+    """Return whether a row says what ports did."""
+    return row.communicates and row.activity is not None
 
 
 def _shown(found: Findings) -> list[Row]:

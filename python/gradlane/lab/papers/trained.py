@@ -39,9 +39,12 @@ def _compared(key: str, schemes: dict[str, str]) -> list[Ours | Curve]:
         for task, facts in trained_content()["tasks"].items():
             points = points_from_p3(task, scheme)
             full = facts["accuracy"][_FULL_PRECISION]
+            seeds = "one seed"
+            if len(points) > 1:
+                seeds = f"{len(points)} seeds: ± {statistics.stdev(points):.1f}"
             why = (
                 f"{facts['what']}, {facts['steps']} steps, {facts['workers']} workers, "
-                f"{len(points)} seeds: ± {statistics.stdev(points):.1f}; P3 itself ends at "
+                f"{seeds}; P3 itself ends at "
                 f"{100.0 * statistics.fmean(full):.1f} %. A small network, not ResNet-110."
             )
             found.append(Ours(key, statistics.fmean(points), why, f"{task}, {setting}"))

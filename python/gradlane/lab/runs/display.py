@@ -26,6 +26,7 @@ from gradlane.lab.runs.cells import CellsProgress
 from gradlane.lab.runs.notes import balance_notes, factor_notes, loss_table
 from gradlane.lab.runs.rows import NO_EVIDENCE, Row
 from gradlane.lab.runs.run import LabProgress
+from gradlane.planning.simulation.bound import describe_binding
 from gradlane.report.console import format_time
 from gradlane.report.time_left import TimeLeft, format_duration
 from gradlane.training.options.server_places import servers_text
@@ -168,7 +169,9 @@ def _caption(row: Row, cpu_bound: bool) -> str:
     elif row.servers is not None:
         text += f"; slices on {row.servers} ranks"
     if row.bound_step_s is not None:
-        text += f", bound {format_time(row.bound_step_s)} ({row.bound_binding})"
+        text += f", bound {format_time(row.bound_step_s)}"
+        if row.bound_binding is not None:
+            text += f" ({describe_binding(row.bound_binding)})"
     if cpu_bound:
         text += f"\n* {NO_EVIDENCE}"
     return text

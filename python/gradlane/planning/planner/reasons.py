@@ -8,7 +8,7 @@ from gradlane.planning.planner.candidates import TIE
 from gradlane.planning.planner.search import Choice, SearchResult, Value
 from gradlane.planning.schemes.costs import Cost, Counts, Layer
 from gradlane.planning.schemes.hybrid import HybridStep
-from gradlane.planning.simulation.bound import Bound
+from gradlane.planning.simulation.bound import Bound, describe_binding
 from gradlane.training.options.codec_choice import RAW
 from gradlane.training.plans.settings import ClusterFacts
 
@@ -128,10 +128,9 @@ def summary_of(found: SearchResult, facts: ClusterFacts, bound: Bound) -> str:
     limit = f"nothing exact can be faster than {_ms(bound.step_s)}"
     if compute_binds:
         return f"{head}; the compute is the bound: {limit}."
-    limiting = "the port" if bound.binding == "port" else f"the {bound.binding}"
     return (
-        f"{head}; {limiting} is the bound: {limit}, unless fewer bytes travel or the "
-        "link is faster."
+        f"{head}; the bound is {describe_binding(bound.binding)}: {limit}, unless fewer bytes "
+        "travel or the link is faster."
     )
 
 

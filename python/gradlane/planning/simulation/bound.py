@@ -247,6 +247,17 @@ def bound_step_s(
     return Bound(step_s, compute_s, port_s, pair_s, binding)
 
 
+def describe_binding(binding: str) -> str:
+    """Return what binds a bound in words, from `Bound.binding`."""
+    kind, _, names = binding.partition(" ")
+    if kind != "pair":
+        return {"port": "the bytes of a step through a port"}.get(kind, f"the {binding}")
+    ready, _, need = names.partition(" -> ")
+    if ready == need:
+        return f"{ready}, the way from its gradient to the next forward's use of it"
+    return f"the way of all that is ready from {ready} on and needed by {need} in the next forward"
+
+
 def _pair_limit(timings: Sequence[TensorTiming], travel_s: Float64Array) -> tuple[float, str]:
     """Return the largest pair term and its pair, in O(n^2): sums over a quadrant of (ready,
     need)."""
