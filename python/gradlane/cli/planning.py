@@ -28,9 +28,10 @@ def whatif(
             "a ring), poseidon and sfb (p3 with factors where they are fewer numbers, or wherever "
             "there are any), adam (factors to one rank, the whole back), hierarchical and "
             "hierarchical-shared (p3 between nodes whose ranks add up first; --ranks-per-node), "
-            "ring-fused (a model of fused buffers and rings)."
+            "ring-fused (a model of fused buffers and rings); if absent wfbp, p3, and "
+            "hierarchical where nodes have several workers."
         ),
-    ] = "wfbp,p3",
+    ] = "",
     codec: Annotated[
         list[str] | None,
         typer.Option(
@@ -112,6 +113,9 @@ def whatif(
 
     require_writable(json_path, html_path, trace)
     numbers = lists.parse_workers(workers)
+    node_sizes = lists.parse_node_sizes(ranks_per_node)
+    # What gradlane does by itself where nodes have several workers.
+    by_default = "wfbp,p3,hierarchical" if max(node_sizes) > 1 else "wfbp,p3"
     prefer_huge_pages(max(numbers))
     rules = lists.parse_rules(stragglers)
     late = straggler is not None or rules != [WAIT]
@@ -122,7 +126,7 @@ def whatif(
         find_profile(profile, batch_time_s),
         workers=numbers,
         rates_bps=lists.parse_rates(rate),
-        strategies=lists.parse_names(strategy, STRATEGIES, "strategy"),
+        strategies=lists.parse_names(strategy or by_default, STRATEGIES, "strategy"),
         compressions=lists.parse_compressions(compression),
         topologies=lists.parse_names(topology, ("flat", "hierarchical"), "topology"),
         base=Cluster(
@@ -143,7 +147,7 @@ def whatif(
         ),
         console=wide_console(),
         codecs=codecs,
-        ranks_per_node=lists.parse_node_sizes(ranks_per_node),
+        ranks_per_node=node_sizes,
         rules=rules,
         trace_path=trace,
         html_path=html_path,

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from gradlane.errors import RendezvousError
 from gradlane.training.core import Channel, CoreModule, Listener, translate_error
+from gradlane.training.log import log
 from gradlane.training.monitoring.observer import ModelWatch, Observer
 from gradlane.training.monitoring.recorder import Recorder
 from gradlane.training.node.channel import NodeChannel
-from gradlane.training.node.layout import agree_on_layout
-from gradlane.training.node.opening import open_node_channel
-from gradlane.training.node.rules import OFF
+from gradlane.training.node.layout import Layout, agree_on_layout
+from gradlane.training.node.opening import open_node_channel, rows_obstacle
+from gradlane.training.node.rules import AUTO, OFF
 from gradlane.training.options.options import FACTOR_SCHEMES, Options
 from gradlane.training.rendezvous import addresses
 from gradlane.training.rendezvous.connecting import connect_channel, wait_until_all_are_connected
@@ -139,9 +140,13 @@ def _open(
         {**row, "scheme": schemes[row["name"]]} if row["name"] in schemes else row for row in rows
     ]
     secret = scope.secret(ctx.secret)
-    if options.local.mode != OFF and rank_info.world_size > 1:
+    mode = options.local.mode
+    obstacle = rows_obstacle(table) if mode == AUTO else ""
+    if mode != OFF and rank_info.world_size > 1:
         layout = agree_on_layout(options, scope, os.environ)
-        if layout is not None:
+        if layout is not None and mode == AUTO and rank_info.rank == 0 and scope.channel == 0:
+            _say_layout(layout, obstacle)
+        if layout is not None and not obstacle:
             inter_node = functools.partial(_connect, ctx, scope, secret, update)
             return open_node_channel(
                 ctx.core,
@@ -155,6 +160,20 @@ def _open(
             )
     ranks = [(first + index) % rank_info.world_size for index in range(rank_info.world_size)]
     return _connect(ctx, scope, secret, update, table, ranks)
+
+
+def _say_layout(layout: Layout, obstacle: str) -> None:
+    """Say how sums are taken, which bits follow from, where the program has not."""
+    nodes = f"{layout.nodes} nodes of {layout.local_size} ranks"
+    if obstacle:
+        log.info("%s, but each rank talks to the network by itself: %s", nodes, obstacle)
+        return
+    log.info(
+        "%s: the ranks of a node add up first, and one of them talks to the network; sums are in "
+        'the order of nodes (local="off": in that of ranks, with %d times the bytes on a port)',
+        nodes,
+        layout.local_size,
+    )
 
 
 def _connect(

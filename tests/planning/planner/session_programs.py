@@ -168,7 +168,7 @@ def _train(
 def _settings_in_force(session: Any) -> dict[str, Any]:
     """What the connection was opened with."""
     (prepared,) = session._models.prepared
-    return Settings.of(prepared._ctx.options).to_json()
+    return replace(Settings.of(prepared._ctx.options), local=None).to_json()
 
 
 def given(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,9 +141,14 @@ def test_the_command_takes_nodes_and_makes_a_page(
     assert "Workers on a node" in page.read_text()
 
 
-def plan_for(profile: Profile, *, any_rounding: bool) -> Plan:
-    facts = ClusterFacts(8, 4e9, ranks_per_node=4)
-    return Coordinator(profile, facts, any_rounding=any_rounding).plan(budget_s=60.0)
+def plan_for(
+    profile: Profile, *, any_rounding: bool = False, base: Settings | None = None, **facts: Any
+) -> Plan:
+    facts = {"ranks_per_node": 4, **facts}
+    coordinator = Coordinator(
+        profile, ClusterFacts(8, 4e9, **facts), any_rounding=any_rounding, base=base
+    )
+    return coordinator.plan(budget_s=60.0)
 
 
 def test_plans_add_up_on_nodes_with_leave_and_say_what_it_would_give_without(
@@ -155,11 +161,22 @@ def test_plans_add_up_on_nodes_with_leave_and_say_what_it_would_give_without(
     assert plan.facts.where == "8 workers on 2 nodes of 4 at 4 Gbit/s"
     read = parse_plan(json.dumps(plan.to_json()), "the plan")
     assert read.settings == plan.settings and read.facts == plan.facts
-    kept = plan_for(profile, any_rounding=False)
+    kept = plan_for(profile, base=Settings(local="off"))
     assert kept.settings.local == "off"
     (choice,) = (choice for choice in kept.choices if choice["setting"] == "local")
     assert "declined: " in choice["reason"] and "leader would give" in choice["reason"]
     assert choice["base_step_s"] > plan.prediction["step_s"]
+
+
+def test_plans_for_nodes_add_up_on_them_as_sessions_do(profile: Profile) -> None:
+    """By default; what does not go with it keeps single ranks, and so does a single node."""
+    plan = plan_for(profile)
+    assert plan.settings.local in ("leader", "shared")
+    off = plan_for(profile, base=Settings(local="off"))
+    assert plan.prediction["base_step_s"] < 0.5 * off.prediction["base_step_s"]
+    assert plan_for(profile, base=Settings(codec="onebit")).settings.local == "off"
+    assert plan_for(profile, update="server").settings.local == "off"
+    assert plan_for(profile, ranks_per_node=1).settings.local is None
 
 
 def test_settings_without_nodes_are_written_as_before() -> None:

@@ -30,6 +30,8 @@ from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.settings import LEARNING_STEPS, ClusterFacts, Settings
 
 LOCAL_SIZE = 2
+PORT_ELEMENTS = 400_000
+"""Of the gradient in `port_bytes`: slices that two and four owners share evenly."""
 
 
 @contextmanager
@@ -386,7 +388,7 @@ def planned(store: Any, rank: int, world_size: int, job: str) -> dict[str, Any]:
     sent = []
     with (
         mock.patch.object(learning, "Coordinator", Decided),
-        opened(store, rank, world_size, job, exact_order=False) as session,
+        opened(store, rank, world_size, job, local="off", exact_order=False) as session,
     ):
         session.prepare(model, optimizer, plan="auto")
         for step in range(LEARNING_STEPS + 3):
@@ -406,3 +408,31 @@ def planned(store: Any, rank: int, world_size: int, job: str) -> dict[str, Any]:
         "sent": sent,
         "digest": hashlib.sha256(weights).hexdigest(),
     }
+
+
+def port_bytes(
+    store: Any, rank: int, world_size: int, job: str, *, local_size: int, **options: Any
+) -> float:
+    """Return the bytes that this rank sends to other nodes in a step."""
+    model = nn.Linear(PORT_ELEMENTS, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps, sent = 3, []
+
+    def to_other_nodes() -> int:
+        own = rank // local_size
+        rows = session.metrics()["peers"]
+        return sum(row["tx_bytes"] for row in rows if row["rank"] // local_size != own)
+
+    with opened(store, rank, world_size, job, local_size=local_size, **options) as session:
+        session.prepare(model, optimizer)
+        for step in range(1 + steps):
+            if step in (0, 1):
+                session.synchronize()
+            if step == 1:
+                sent.append(to_other_nodes())
+            model(torch.full((1, PORT_ELEMENTS), float(rank + step))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.synchronize()
+        sent.append(to_other_nodes())
+    return (sent[1] - sent[0]) / steps

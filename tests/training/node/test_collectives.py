@@ -97,7 +97,7 @@ def test_arrays_are_added_up_in_the_hosts_memory(pool: RankPool) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"local_sums": "collective"}, 'local_sums="collective" with local="off"'),
+        ({"local": "off", "local_sums": "collective"}, 'local_sums="collective" with local="off"'),
         ({"local": "leader", "local_sums": "somewhere"}, "unknown local_sums 'somewhere'"),
         ({"local": "leader", "local_sums": "collective", "update": "server"}, 'update="server"'),
         ({"local": "auto", "local_sums": "collective"}, "opened"),

@@ -90,4 +90,4 @@ def test_collectives_need_ranks_that_add_up() -> None:
     check_sums(Options.of(**keywords_of(local="auto", local_sums="collective")))
     check_sums(Options.of(**keywords_of(local_sums="auto")))
     with pytest.raises(ValueError, match='local_sums="collective" with local="off"'):
-        check_sums(Options.of(**keywords_of(local_sums="collective")))
+        check_sums(Options.of(**keywords_of(local="off", local_sums="collective")))

@@ -46,7 +46,7 @@ def test_means_are_taken_node_by_node_and_are_the_same_everywhere(
 
 def test_training_sends_a_nodes_bytes_once(pool: RankPool) -> None:
     """Layers that some steps leave out, frozen ones, several dtypes, batch statistics."""
-    alone = pool.run(f"{HERE}:trained")
+    alone = pool.run(f"{HERE}:trained", local="off")
     led = pool.run(f"{HERE}:trained", local="leader")
     shared = pool.run(f"{HERE}:trained", local="shared")
     for ranks in (alone, led, shared):
@@ -94,7 +94,7 @@ def test_a_codec_between_nodes(pool: RankPool) -> None:
 
 
 def test_one_node_has_the_bits_of_ranks_alone(pool: RankPool) -> None:
-    alone = pool.run(f"{HERE}:trained", steps=3)
+    alone = pool.run(f"{HERE}:trained", local="off", steps=3)
     led = pool.run(f"{HERE}:trained", local="leader", local_size=4, steps=3)
     assert {rank["digest"] for rank in (*alone, *led)} == {alone[0]["digest"]}
 

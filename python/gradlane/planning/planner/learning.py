@@ -147,6 +147,8 @@ class PlanLearning:
     def _plan(self, profile: Profile | None, slowest_s: float, ranks_per_node: int) -> Plan:
         """Make the plan, on rank 0; without a usable profile the settings stay as they are."""
         base = Settings.of(self._options)
+        if ranks_per_node == 1:
+            base = replace(base, local=None)
         try:
             facts = ClusterFacts(
                 workers=self._links.workers,

@@ -22,7 +22,7 @@ from gradlane.planning.planner.scheme_search import (
 from gradlane.planning.schemes.layers import Schemes
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.profiles import Profile
-from gradlane.training.node.rules import LEADER, OFF, SHARED
+from gradlane.training.node.rules import AUTO, LEADER, OFF, SHARED
 from gradlane.training.options.codec_choice import RAW
 from gradlane.training.options.options import (
     EXACT_STRATEGIES,
@@ -32,7 +32,7 @@ from gradlane.training.options.options import (
     ring_refusal,
 )
 from gradlane.training.options.stragglers import LEAVES_OUT
-from gradlane.training.plans.settings import ClusterFacts, Settings
+from gradlane.training.plans.settings import ClusterFacts, Settings, local_of_session
 
 SLICES = (16_667, 33_334, 100_000, 200_000, 500_000)
 """Slice sizes that are tried besides the base settings': below 50,000 elements those that fill
@@ -156,24 +156,31 @@ def search(
         ValueError: the simulator refuses the profile or the cluster.
     """
     simulator = CandidateSimulator(profile, facts, budget_s, costs, on_simulated)
+    by_default = base.local in (None, AUTO)
+    base = replace(base, local=local_of_session(base, facts))
     given_codec = base.codec
     if given_codec is not None:
         # Encoding is chosen only if it is faster.
         base = replace(base, codec=RAW)
-    if facts.ranks_per_node > 1 and base.local is None:
-        base = replace(base, local=OFF)
     simulator.run([Candidate(base)])
     base_step_s = simulator.step_s(Candidate(base))
     if base_step_s is None:
         return None
     restrictions = SchemeRestrictions.of(facts, any_rounding, given_codec)
-    best = Candidate(base)
-    strategy = _choose_setting(simulator, best, "strategy", _strategies(base, facts, restrictions))
+    # Nodes that add up by default need not, where other roundings are allowed.
+    start = replace(base, local=OFF) if by_default and any_rounding and base.local else base
+    best = Candidate(start)
+    strategy = _choose_setting(simulator, best, "strategy", _strategies(start, facts, restrictions))
     best = _with_setting(best, "strategy", strategy.value)
     choices = [strategy]
     reasons: Mapping[str, str] = {}
     # Only sums on servers can go on without late ranks.
-    if not best.settings.adds_up_on_nodes and not facts.leaves_out:
+    if best.settings.adds_up_on_nodes and by_default and given_codec is None:
+        # All ranks of a node may talk to the network, with the same bits.
+        local = _choose_setting(simulator, best, "local", (LEADER, SHARED))
+        choices.append(local)
+        best = _with_setting(best, "local", local.value)
+    elif not best.settings.adds_up_on_nodes and not facts.leaves_out:
         schemes = choose_schemes(simulator, profile, facts, best, restrictions)
         choices += _scheme_choice(schemes)
         best, reasons = schemes.best, schemes.reasons

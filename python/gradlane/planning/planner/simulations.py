@@ -8,10 +8,10 @@ from gradlane.planning.schemes.layers import Schemes, simulated_schemes
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.scenarios import Cluster, run_scenario, scenario_of
-from gradlane.training.node.rules import AUTO, LEADER, OFF
+from gradlane.training.node.rules import OFF
 from gradlane.training.options.codec_choice import RAW
 from gradlane.training.options.frames import frame_count
-from gradlane.training.plans.settings import ClusterFacts, Settings
+from gradlane.training.plans.settings import ClusterFacts, Settings, local_of_session
 
 _WINDOW_PER_BUFFER_BYTE = 126_000 / 65_536
 """Bytes in flight for each byte of the requested send buffer: the kernel doubles it and subtracts
@@ -50,8 +50,7 @@ def predict_step_s(
         codec=settings.codec or RAW,
         schemes=schemes,
         ranks_per_node=facts.ranks_per_node,
-        # What a session makes of it where nodes have several ranks.
-        local=LEADER if settings.local == AUTO else settings.local or OFF,
+        local=local_of_session(settings, facts) or OFF,
         stragglers=facts.stragglers,
         steps=_steps(facts),
         costs=costs or MachineCosts(),

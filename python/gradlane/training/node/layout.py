@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradlane.errors import RanksDifferError
+from gradlane.training.log import log
 from gradlane.training.node.rules import AUTO, SHARED
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.environment import find_local_rank, find_local_size
@@ -65,6 +66,8 @@ def agree_on_layout(
     obstacle = _block_obstacle(reports)
     size = reports[0][1]
     if options.local.mode == AUTO and (obstacle or size == 1 or size == rank_info.world_size):
+        if obstacle and rank_info.rank == 0:
+            log.warning("each rank talks to the network by itself: %s", obstacle)
         return None
     if obstacle:
         raise RanksDifferError(

@@ -52,7 +52,8 @@ def open_node_channel(
             for and cannot be used.
         RendezvousError: ranks cannot reach each other.
     """
-    _check_rows(rows)
+    if obstacle := rows_obstacle(rows):
+        raise ValueError(f'{obstacle}: use local="off"')
     sum_backend = agree_on_sum_backend(options, scope, layout, gradients)
     parts = cut_into_parts(rows, layout.leaders)
     link = connect(
@@ -111,19 +112,21 @@ def _open_collectives(
     return collectives
 
 
-def _check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+def rows_obstacle(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return why some of a plan's tensors are not added up on nodes; empty if all can be."""
     for row in rows:
         scheme = row.get("scheme", "ps")
         if scheme not in ("ps", "ring"):
-            raise ValueError(
+            return (
                 f"tensor {row['name']!r} goes by scheme {scheme!r}, whose blocks are each rank's "
-                'own and are not added up on nodes: use local="off"'
+                "own and are not added up on nodes"
             )
         if "codec" in row:
             facts = codec_facts(row["codec"], row["dtype"], row["sizes"])
             if facts is not None and facts.residual_width:
-                raise ValueError(
+                return (
                     f"codec {row['codec']!r} of {row['name']!r} keeps what it has lost, which is "
-                    'not kept where a node\'s ranks add up first: use local="off", or a codec '
-                    "without error feedback, such as 'qsgd:bits=8'"
+                    "not kept where a node's ranks add up first (one without error feedback, such "
+                    "as 'qsgd:bits=8', goes)"
                 )
+    return ""

@@ -33,7 +33,7 @@ def with_local(options: Options) -> Options:
     Raises:
         ValueError: sums on nodes were asked for and do not go with another option.
     """
-    refusal = _refusal(options)
+    refusal = nodes_refusal(options)
     if not refusal or options.local.mode == OFF:
         return options
     if options.local.mode == AUTO:
@@ -41,7 +41,7 @@ def with_local(options: Options) -> Options:
     raise ValueError(f'local={options.local!r} with {refusal}; use local="off"')
 
 
-def _refusal(options: Options) -> str:
+def nodes_refusal(options: Options) -> str:
     """Return the option that excludes sums on nodes, with its reason; empty if all go with them."""
     if options.update == "server":
         return 'update="server": owners update from what single ranks send'
@@ -57,6 +57,6 @@ def _refusal(options: Options) -> str:
         return f'scheme="{scheme}": factors are each rank\'s own and are not added up'
     if options.strategy.name in ("kvstore", "deferred-pull"):
         return f"strategy {options.strategy.name!r}: each rank pulls from servers by itself there"
-    if options.local.mode in (SHARED, AUTO) and options.codec != RAW:
+    if options.local.mode == SHARED and options.codec != RAW:
         return f"codec {options.codec!r}: shares of tensors are not encoded"
     return ""

@@ -146,6 +146,13 @@ def _not_empty(text: str, what: str) -> str:
     return text
 
 
+def keeps_residual(rules: CodecRules) -> bool:
+    """Return whether a codec keeps what it has lost of a tensor (error feedback)."""
+    texts = [rules] if isinstance(rules, str) else [text for _, text in rules]
+    facts = [codec_facts(text, "f32", (1 << 12,)) for text in texts if text != RAW]
+    return any(one is not None and one.residual_width > 0 for one in facts)
+
+
 def check_codecs(rules: CodecRules) -> None:
     """Check the texts of all codecs.
 

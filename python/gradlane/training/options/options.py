@@ -206,12 +206,12 @@ class LocalSums(OptionGroup):
     """Whether and where the ranks of a node add up before the network."""
 
     mode: str = option(
-        "off",
+        "auto",
         "`off`: each rank talks to all others by itself; `leader`: the ranks of a node add up in "
         "shared memory, and the first one talks to the network for all; `shared`: each does, for "
         "its share; `auto`: `leader` where there are several nodes of several ranks and it goes "
-        "with the other options. Sums are taken node by node then, another rounding "
-        "(`docs/several-accelerators.md`).",
+        "with the other options, else `off`. Sums are then taken node by node, another rounding "
+        "than in the order of ranks (`docs/several-accelerators.md`).",
         name="local",
         known=LOCALS,
         agreed=True,

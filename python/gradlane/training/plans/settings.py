@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradlane.formats.rates import format_rate
-from gradlane.training.node.rules import OFF, with_local
-from gradlane.training.options.codec_choice import RAW, codec_rules, rules_text
+from gradlane.training.node.rules import AUTO, LEADER, OFF, with_local
+from gradlane.training.options.codec_choice import RAW, codec_rules, keeps_residual, rules_text
 from gradlane.training.options.groups import Network
 from gradlane.training.options.options import (
     SLICE_ELEMS,
@@ -17,7 +17,7 @@ from gradlane.training.options.options import (
     own_slice_elems,
 )
 from gradlane.training.options.server_places import servers_text
-from gradlane.training.options.stragglers import WAIT, parse_stragglers
+from gradlane.training.options.stragglers import WAIT, Stragglers, parse_stragglers
 
 LEARNING_STEPS = 7
 """Training steps after which a session that finds its own plan decides. The first one is not
@@ -71,7 +71,7 @@ class Settings:
             frame_bytes=options.network.frame_bytes,
             send_buffer_bytes=options.network.send_buffer_bytes,
             codec=None if options.codec == RAW else rules_text(options.codec),
-            local=None if options.local.mode == OFF else options.local.mode,
+            local=None if options.local.mode == AUTO else options.local.mode,
         )
 
     def applied_to(self, options: Options) -> Options:
@@ -112,7 +112,8 @@ class Settings:
 
     @property
     def adds_up_on_nodes(self) -> bool:
-        """True if the ranks of a node add up before anything goes to the network."""
+        """True if the ranks of a node add up before anything goes to the network, where there are
+        several of them."""
         return self.local not in (None, OFF)
 
 
@@ -213,3 +214,19 @@ class ClusterFacts:
         if not self.serving:
             del facts["serving"]
         return facts
+
+
+def local_of_session(settings: Settings, facts: ClusterFacts) -> str | None:
+    """Return the sums on nodes of a session with these settings; None without nodes of several
+    ranks."""
+    if facts.ranks_per_node == 1 or facts.nodes == 1:
+        return None
+    if settings.local not in (None, AUTO):
+        return settings.local
+    if settings.codec is not None and keeps_residual(codec_rules(settings.codec)):
+        return OFF
+    options = Options(
+        update=facts.update, servers=facts.servers, stragglers=Stragglers(facts.stragglers)
+    )
+    applied = replace(settings, local=AUTO).applied_to(options)
+    return LEADER if applied.local.mode == AUTO else OFF

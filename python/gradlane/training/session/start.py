@@ -11,10 +11,11 @@ from gradlane.training.arrays.registered import RegisteredArrays
 from gradlane.training.checkpoints.manager import make_checkpoints
 from gradlane.training.connection import SessionContext, listen
 from gradlane.training.core import CoreModule, load_core, translate_error
+from gradlane.training.log import log
 from gradlane.training.model.prepared import PreparedModel
 from gradlane.training.monitoring.observer import make_observer
 from gradlane.training.monitoring.recorder import make_recorder
-from gradlane.training.node.rules import check_sums, with_local
+from gradlane.training.node.rules import AUTO, OFF, check_sums, nodes_refusal, with_local
 from gradlane.training.options.codec_choice import RAW, CodecArgument, check_codecs
 from gradlane.training.options.groups import Checkpoints, Monitoring, Network, Rendezvous
 from gradlane.training.options.options import LocalSums, Options, Strategy
@@ -23,6 +24,7 @@ from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
 from gradlane.training.rendezvous.environment import (
     RankInfo,
+    find_local_size,
     find_rank_info,
     own_processors,
     warn_of_unknown_variables,
@@ -74,9 +76,11 @@ def init(
             of which the first that fits a parameter's name counts. See `docs/low-precision.md`.
         update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, Adam or AdamW, on each
             slice's owner, which keeps the state; see `docs/optimizers.md`.
-        local: what the ranks of a node do before anything goes to the network: `"off"`,
-            `"leader"`, `"shared"` or `"auto"`; or `LocalSums`, which also says where they add up.
-            See `docs/several-accelerators.md`.
+        local: what the ranks of a node do before anything goes to the network: `"auto"`: they add
+            up where several nodes have several ranks, and the order of sums, so the last bits,
+            follows from the layout; `"leader"` or `"shared"`: they do; `"off"`: each rank talks to
+            the network by itself; or `LocalSums`, which also says where they add up. See
+            `docs/several-accelerators.md`.
         stragglers: `"wait"`: each step waits for all ranks; `"backup=1"`: for all but one (or
             more); `"drop"`, `"drop=1.5"`: not for late ones; or `Stragglers`, which also says what
             becomes of late gradients. See `docs/stragglers.md`.
@@ -130,12 +134,15 @@ def open_session(core: CoreModule, options: Options) -> Session:
         RendezvousError: the store cannot be reached.
     """
     check_sums(options)
-    options = with_local(options)
+    given_local, options = options.local.mode, with_local(options)
     if options.codec != RAW:
         check_codecs(options.codec)
     given = options.rendezvous
     place = find_rank_info(os.environ, rank=given.rank, world_size=given.world_size, job=given.job)
     options.check_world(place.world_size)
+    gives_up_nodes = given_local == AUTO and options.local.mode == OFF
+    if gives_up_nodes and find_local_size(os.environ) > 1 and place.rank == 0:
+        log.info("each rank talks to the network by itself: %s", nodes_refusal(options))
     return _assemble(core, options, place.with_workers(options.workers))
 
 
