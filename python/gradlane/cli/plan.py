@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from gradlane.planning.advice.advice import WORTH_A_MOVE
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.planner.reasons import format_value
 from gradlane.planning.planner.search import candidate_count
@@ -63,7 +67,20 @@ def run_plan(
     if rules != RAW:
         print_codecs(console, plan)
     console.print(plan.summary, highlight=False)
+    if text := _beside_ddp(plan.prediction):
+        console.print(text, highlight=False)
     return plan
+
+
+def _beside_ddp(prediction: Mapping[str, Any]) -> str:
+    """Return what DDP would take; empty where the plan has no figures."""
+    ddp_s, step_s = prediction.get("ddp_step_s"), prediction.get("step_s")
+    if ddp_s is None or step_s is None:
+        return ""
+    text = f"DDP with its best bucket size would take {ddp_s * 1e3:.1f} ms a step"
+    if ddp_s / step_s < WORTH_A_MOVE:
+        return f"{text}: stay with DDP."
+    return f"{text}, {ddp_s / step_s:.2f} times as long."
 
 
 def print_schemes(console: Console, coordinator: Coordinator) -> None:

@@ -24,12 +24,12 @@ def whatif(
     strategy: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: p3, slicing, wfbp, kvstore, deferred-pull, asgd, ring (p3 round "
-            "a ring), poseidon and sfb (p3 with factors where they are fewer numbers, or wherever "
-            "there are any), adam (factors to one rank, the whole back), hierarchical and "
-            "hierarchical-shared (p3 between nodes whose ranks add up first; --ranks-per-node), "
-            "ring-fused (a model of fused buffers and rings); if absent wfbp, p3, and "
-            "hierarchical where nodes have several workers."
+            help="Comma-separated: ddp (PyTorch's, with the best bucket size), p3, slicing, wfbp, "
+            "kvstore, deferred-pull, asgd, ring (p3 round a ring), poseidon and sfb (p3 with "
+            "factors where they are fewer numbers, or wherever there are any), adam (factors to "
+            "one rank, the whole back), hierarchical and hierarchical-shared (p3 between nodes "
+            "whose ranks add up first; --ranks-per-node), ring-fused (a model of fused buffers and "
+            "rings); if absent ddp, p3, and hierarchical where nodes have several workers."
         ),
     ] = "",
     codec: Annotated[
@@ -115,7 +115,8 @@ def whatif(
     numbers = lists.parse_workers(workers)
     node_sizes = lists.parse_node_sizes(ranks_per_node)
     # What gradlane does by itself where nodes have several workers.
-    by_default = "wfbp,p3,hierarchical" if max(node_sizes) > 1 else "wfbp,p3"
+    baseline = "wfbp" if straggler is not None else "ddp"
+    by_default = f"{baseline},p3" + (",hierarchical" if max(node_sizes) > 1 else "")
     prefer_huge_pages(max(numbers))
     rules = lists.parse_rules(stragglers)
     late = straggler is not None or rules != [WAIT]

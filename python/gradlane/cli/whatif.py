@@ -26,7 +26,7 @@ from gradlane.planning.advice.causes import any_link_is_enough, find_cause
 from gradlane.planning.advice.pictures import Picture, clusters_with_pictures, picture_of
 from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
 from gradlane.planning.simulation.profiles import Profile
-from gradlane.planning.simulation.scenarios import RING_FUSED, Cluster, run_scenario, scenario_of
+from gradlane.planning.simulation.scenarios import FORMULAS, Cluster, run_scenario, scenario_of
 from gradlane.planning.simulation.timeline import simulated_timeline
 from gradlane.training.options.codec_choice import RAW
 from gradlane.training.options.stragglers import WAIT
@@ -161,8 +161,10 @@ def _write_trace(path: Path, profile: Profile, clusters: Sequence[Cluster]) -> N
             "--strategy p3"
         )
     (cluster,) = clusters
-    if cluster.strategy == RING_FUSED:
-        raise ValueError(f"{RING_FUSED} is a formula and has no timeline: simulate p3, for example")
+    if cluster.strategy in FORMULAS:
+        raise ValueError(
+            f"{cluster.strategy} is a formula and has no timeline: simulate p3, for example"
+        )
     answer = run_scenario(scenario_of(profile, cluster, trace=True))
     facts = {
         "model": profile.model,

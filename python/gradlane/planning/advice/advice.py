@@ -24,7 +24,7 @@ from gradlane.planning.advice.causes import (
     Explain,
 )
 from gradlane.planning.simulation.grid import Row
-from gradlane.planning.simulation.scenarios import RING_FUSED, SCHEME_STRATEGIES
+from gradlane.planning.simulation.scenarios import DDP, RING_FUSED, SCHEME_STRATEGIES
 from gradlane.training.node.rules import NODE_STRATEGIES
 from gradlane.training.options.options import ASGD, RING
 
@@ -32,9 +32,12 @@ GOAL = 0.95
 """The scaling factor that is good enough."""
 WORTHWHILE = 0.01
 """The least gain in scaling factor that counts."""
+WORTH_A_MOVE = 1.02
+"""How many times faster than DDP is worth leaving it."""
 OTHER_ROUNDINGS = (RING, *SCHEME_STRATEGIES, *NODE_STRATEGIES)
 """Strategies whose sums differ from those of servers in the last bits only."""
 BASELINES = (
+    DDP,
     *("wfbp", "slicing", "kvstore", "deferred-pull", "p3"),
     *OTHER_ROUNDINGS,
     *(RING_FUSED, ASGD),
@@ -226,7 +229,7 @@ def _advise_cluster(rows: list[Row], rate_bps: float, explain: Explain) -> Clust
         cheapest=enough[0] if enough else None,
         alternatives=enough[1:],
         not_worth=not_worth,
-        text=_text(baseline, cause, changes, enough, not_worth),
+        text=_text(baseline, plain, cause, changes, enough, not_worth),
     )
 
 
@@ -315,6 +318,7 @@ def _not_worth(rows: list[Row], plain: list[Row], baseline: Row) -> list[str]:
 
 def _text(
     baseline: Row,
+    others: Sequence[Row],
     cause: Cause | None,
     changes: list[Change],
     enough: list[Change],
@@ -346,17 +350,30 @@ def _text(
                 f"The cheapest change that reaches {_percent(GOAL)}: {_change_text(enough[0])}."
             )
             if len(enough) > 1:
-                others = "; ".join(_change_text(change) for change in enough[1:])
-                sentences.append(f"So would: {others}.")
+                further = "; ".join(_change_text(change) for change in enough[1:])
+                sentences.append(f"So would: {further}.")
         else:
             best = max(changes, key=lambda change: change.scaling_factor)
             most = f"; the most is {_change_text(best)}"
             if best.kind == "nothing":
                 most = f", or more than {_strategy_name(baseline)}"
             sentences.append(f"Nothing simulated here reaches {_percent(GOAL)}{most}.")
+    if baseline.strategy == DDP:
+        sentences.append(_beside_ddp(baseline, others))
     if not_worth:
         sentences.append(f"Not worth it: {'; '.join(not_worth)}.")
     return " ".join(sentences)
+
+
+def _beside_ddp(baseline: Row, others: Sequence[Row]) -> str:
+    """Return what gradlane's strategies gain over DDP with the same bytes and link."""
+    best = max(others, key=lambda row: row.scaling_factor, default=baseline)
+    if baseline.step_s / best.step_s < WORTH_A_MOVE:
+        return "Stay with DDP: nothing exact simulated here is 2 % faster over this link."
+    return (
+        f"DDP takes {_ms(baseline.step_s)} a step, {_strategy_name(best)} {_ms(best.step_s)}, "
+        f"{baseline.step_s / best.step_s:.2f}x faster."
+    )
 
 
 def _change_text(change: Change) -> str:

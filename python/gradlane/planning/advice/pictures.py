@@ -8,7 +8,7 @@ from typing import Any
 
 from gradlane.formats.timeline.step import Bar, StepView, view_of_step
 from gradlane.planning.simulation.profiles import Profile
-from gradlane.planning.simulation.scenarios import RING_FUSED, Cluster
+from gradlane.planning.simulation.scenarios import FORMULAS, Cluster
 from gradlane.planning.simulation.timeline import simulated_timeline
 
 PICTURES_MAX = 96
@@ -51,7 +51,7 @@ def clusters_with_pictures(clusters: Sequence[Cluster]) -> list[int]:
     These are all if they are few; else those with the least compression, at evenly chosen numbers
     of workers and rates, each with all strategies.
     """
-    candidates = [number for number, it in enumerate(clusters) if it.strategy != RING_FUSED]
+    candidates = [number for number, it in enumerate(clusters) if it.strategy not in FORMULAS]
     if len(candidates) <= PICTURES_MAX:
         return candidates
     least = min(clusters[number].compression for number in candidates)

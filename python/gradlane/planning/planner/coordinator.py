@@ -27,6 +27,7 @@ from gradlane.planning.schemes.layers import (
 from gradlane.planning.simulation.bound import Bound, bound_step_s
 from gradlane.planning.simulation.codec_costs import codecs_in, wire_bytes
 from gradlane.planning.simulation.costs import MachineCosts
+from gradlane.planning.simulation.ddp import ddp_step_s
 from gradlane.planning.simulation.grid import GOODPUT_SHARE, rebuild_s, traffic
 from gradlane.planning.simulation.profiles import Profile, timings_in
 from gradlane.training.options.codec_choice import RAW, CodecChoice, codec_rules
@@ -388,6 +389,12 @@ def _prediction(
         "compute_s": profile.compute_s,
         "bound_step_s": bound.step_s,
         "bound_binding": bound.binding,
+        "ddp_step_s": ddp_step_s(
+            profile,
+            workers=facts.workers,
+            goodput_bps=facts.rate_bps * GOODPUT_SHARE,
+            latency_s=facts.latency_s,
+        ),
     }
     if found is not None:
         figures |= {

@@ -8,8 +8,10 @@ from typing import Any
 
 from gradlane.planning.simulation.bound import bound_step_s
 from gradlane.planning.simulation.codec_costs import codecs_in, wire_bytes
+from gradlane.planning.simulation.ddp import ddp_step_s
 from gradlane.planning.simulation.profiles import Profile, timings_in
 from gradlane.planning.simulation.scenarios import (
+    DDP,
     RING_FUSED,
     Cluster,
     local_sums,
@@ -120,8 +122,8 @@ def clusters_of(
         for node_size in ranks_per_node
         for rate_bps in rates_bps
         for compression in compressions
-        for codec in codecs
         for strategy in strategies
+        for codec in (codecs if strategy != DDP else (RAW,))
         for topology in (topologies if strategy == RING_FUSED else ("flat",))
         for rule in (rules if strategy in LEAVES_OUT else (WAIT,))
     ]
@@ -159,13 +161,51 @@ def evaluate(
     """
     rows = []
     for number, cluster in enumerate(clusters):
-        result = run_scenario(scenario_of(profile, cluster, trace=number in traced, trace_ranks=1))
+        if cluster.strategy == DDP:
+            result = {"report": _ddp_report(profile, cluster)}
+        else:
+            traced_here = number in traced
+            scenario = scenario_of(profile, cluster, trace=traced_here, trace_ranks=1)
+            result = run_scenario(scenario)
         if "trace" in result:
             on_trace(number, result["trace"])
         row = _row(profile, cluster, result["report"])
         rows.append(row)
         on_row(row)
     return rows
+
+
+def _ddp_report(profile: Profile, cluster: Cluster) -> dict[str, Any]:
+    """Return the figures of DDP on a cluster, as a simulation reports its own.
+
+    Raises:
+        ValueError: the cluster has what the formula does not know.
+    """
+    unknown = {
+        f"codec {cluster.codec}": codec_rules(cluster.codec) != RAW,
+        "a rank that is stopped": cluster.straggler is not None,
+        "local sums": cluster.local != "off",
+    }
+    for what, is_there in unknown.items():
+        if is_there:
+            raise ValueError(f"{DDP} is a formula that knows nothing of {what}: simulate p3")
+    share = cluster.costs.network.get("goodput_share", GOODPUT_SHARE)
+    # Every step waits for the slowest rank.
+    slowest = profile.scaled(1.0 + cluster.compute_spread)
+    step_s = ddp_step_s(
+        slowest,
+        workers=cluster.workers,
+        goodput_bps=cluster.rate_bps * share * (1.0 - cluster.background_share),
+        latency_s=cluster.latency_s,
+        compression=cluster.compression,
+        free_host=cluster.free_host,
+    )
+    sent_bytes = 2 * (cluster.workers - 1) / cluster.workers * profile.size_bytes
+    return {
+        "step_s": step_s,
+        "tx_utilization": 8 * sent_bytes / cluster.compression / cluster.rate_bps / step_s,
+        "tx_bytes_per_step_mean": sent_bytes,
+    }
 
 
 def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
@@ -229,7 +269,7 @@ def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
     """Return the bound for servers, or for slices on a ring."""
     choices = _choices(profile, cluster)
     schemes = tensor_schemes(profile, cluster)
-    default_scheme = RING if cluster.strategy == RING else "ps"
+    default_scheme = RING if cluster.strategy in (RING, DDP) else "ps"
     if local_sums(cluster) != "off":
         default_scheme = "hierarchical"
     travelling, kinds = traffic(profile, wire_bytes(profile, choices), schemes, default_scheme)

@@ -35,9 +35,13 @@ ENGINE_STRATEGIES = options.STRATEGIES
 """Strategies of gradlane's own engine."""
 RING_FUSED = "ring-fused"
 """The model of fused buffers and rings (Zhang et al. 2020, section 3.1)."""
+DDP = "ddp"
+"""PyTorch's DistributedDataParallel, tuned; see `ddp.py`."""
+FORMULAS = (RING_FUSED, DDP)
+"""Strategies that are formulas, without a timeline."""
 SCHEME_STRATEGIES = SCHEME_RULES
 """`p3` with factors for the layers that a rule names: Poseidon's formula, or all that have any."""
-STRATEGIES = (*ENGINE_STRATEGIES, *SCHEME_STRATEGIES, *NODE_STRATEGIES, RING_FUSED)
+STRATEGIES = (*ENGINE_STRATEGIES, *SCHEME_STRATEGIES, *NODE_STRATEGIES, *FORMULAS)
 """All strategies that can be simulated."""
 LOCAL_RATE_BPS = 1e12
 """Default rate between the workers of a node of the hierarchical ring."""
@@ -197,6 +201,8 @@ def scenario_of(
         raise ValueError(
             f"unknown strategy {cluster.strategy!r}; choose from {', '.join(STRATEGIES)}"
         )
+    if cluster.strategy == DDP:
+        raise ValueError(f"{DDP} is a formula and no scenario of the engine")
     if cluster.serving and cluster.strategy in (options.RING, RING_FUSED):
         raise ValueError(
             f"{cluster.strategy} has no servers, and {cluster.serving} ranks are only to serve: "

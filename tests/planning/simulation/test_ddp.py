@@ -1,0 +1,92 @@
+"""The formula for DDP beside every measured row of DDP over Gloo."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any
+
+import pytest
+
+from gradlane.lab.calibration.prediction import replayed_profile
+from gradlane.planning.simulation.ddp import buckets_of, ddp_step_s
+from gradlane.planning.simulation.grid import evaluate
+from gradlane.planning.simulation.profiles import Profile, ProfileTensor, synthetic_profile
+from gradlane.planning.simulation.scenarios import DDP, Cluster
+from tests.paths import ROOT
+
+MB = 1 << 20
+FITTED = "resnet50"
+
+
+def rows() -> list[dict[str, Any]]:
+    content = json.loads((ROOT / "docs" / "predictions.json").read_text(encoding="utf-8"))
+    return [row for row in content if row["strategy"].startswith("ddp-gloo:")]
+
+
+def error(row: dict[str, Any]) -> float:
+    dilation = row["dilation"]
+    step_s = ddp_step_s(
+        replayed_profile(row["workload"], dilation, row["compute_s"]),
+        workers=row["workers"],
+        goodput_bps=row["goodput_bps"] / dilation,
+        buckets_mb=[float(row["strategy"].partition(":")[2])],
+    )
+    return float(step_s / dilation / row["step_s_median"] - 1.0)
+
+
+def test_rows_that_were_not_fitted_are_predicted() -> None:
+    errors = [abs(error(row)) for row in rows() if row["workload"] != FITTED]
+    assert len(errors) >= 18
+    assert statistics.median(errors) < 0.03
+    assert max(errors) < 0.08
+
+
+def test_the_fitted_rows_are_predicted() -> None:
+    errors = [abs(error(row)) for row in rows() if row["workload"] == FITTED]
+    assert len(errors) == 5 and max(errors) < 0.02
+
+
+def tensors(*sizes: int) -> Profile:
+    """Return a profile whose first tensor is ready last, as in backward."""
+    count = len(sizes)
+    return Profile(
+        "sizes",
+        1,
+        1.0,
+        2.0,
+        tuple(
+            ProfileTensor(f"t{index}", (size,), "f32", index / count, 2.0 - index / count)
+            for index, size in enumerate(sizes)
+        ),
+    )
+
+
+def test_buckets_fill_in_the_order_of_backward() -> None:
+    profile = tensors(*[MB // 4] * 30)
+    sizes = [size // MB for _, size in buckets_of(profile, None)]
+    assert sizes == [1, 25, 4], "torch's first bucket holds 1 MB, the others 25"
+    assert [size // MB for _, size in buckets_of(profile, 8.0)] == [8, 8, 8, 6]
+    ready_s = [ready for ready, _ in buckets_of(profile, 8.0)]
+    assert ready_s == sorted(ready_s) and ready_s[-1] == 2.0
+
+
+def test_a_step_is_the_last_bucket_or_the_compute() -> None:
+    profile = tensors(MB // 4, MB // 4)
+    slow: dict[str, Any] = {"workers": 2, "goodput_bps": 8.0 * MB, "free_host": True}
+    slow["buckets_mb"] = [1.0]
+    # The first megabyte is ready at 1.5 s and takes a second, the second one follows.
+    assert ddp_step_s(profile, **slow) == pytest.approx(3.5)
+    assert ddp_step_s(profile, **{**slow, "latency_s": 0.25}) == pytest.approx(4.5)
+    assert ddp_step_s(profile, **{**slow, "compression": 2.0}) == pytest.approx(2.5)
+    assert ddp_step_s(profile, **{**slow, "goodput_bps": 1e15}) == pytest.approx(2.0)
+    assert ddp_step_s(profile, **{**slow, "workers": 1}) == 2.0
+
+
+def test_rows_of_ddp_stand_beside_those_of_the_engine() -> None:
+    profile = synthetic_profile("resnet50")
+    ddp, p3 = evaluate(profile, [Cluster(4, 4e9, DDP), Cluster(4, 4e9, "p3")])
+    assert ddp.step_s > p3.step_s > ddp.bound_step_s * 0.99
+    assert ddp.tx_bytes_per_step == pytest.approx(1.5 * profile.size_bytes)
+    with pytest.raises(ValueError, match="codec"):
+        evaluate(profile, [Cluster(4, 4e9, DDP, codec="qsgd:bits=8")])
