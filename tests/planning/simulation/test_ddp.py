@@ -10,7 +10,7 @@ import pytest
 
 from gradlane.lab.calibration.prediction import replayed_profile
 from gradlane.planning.simulation.ddp import buckets_of, ddp_step_s
-from gradlane.planning.simulation.grid import evaluate
+from gradlane.planning.simulation.grid import GOODPUT_SHARE, evaluate
 from gradlane.planning.simulation.profiles import Profile, ProfileTensor, synthetic_profile
 from gradlane.planning.simulation.scenarios import DDP, Cluster
 from tests.paths import ROOT
@@ -45,6 +45,24 @@ def test_rows_that_were_not_fitted_are_predicted() -> None:
 def test_the_fitted_rows_are_predicted() -> None:
     errors = [abs(error(row)) for row in rows() if row["workload"] == FITTED]
     assert len(errors) == 5 and max(errors) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("workers", "compute_s", "measured_s"),
+    [(2, 0.0447, (0.1124, 0.1159)), (4, 0.0806, (0.1759, 0.1697))],
+)
+def test_steps_on_an_h200_are_predicted(
+    workers: int, compute_s: float, measured_s: tuple[float, float]
+) -> None:
+    """Over Gloo and NCCL, `docs/research/cuda.md`; buckets as torch makes them."""
+    step_s = ddp_step_s(
+        synthetic_profile("resnet50", compute_s),
+        workers=workers,
+        goodput_bps=10e9 * GOODPUT_SHARE,
+        buckets_mb=[None],
+    )
+    for one in measured_s:
+        assert step_s == pytest.approx(one, rel=0.05)
 
 
 def tensors(*sizes: int) -> Profile:
