@@ -33,6 +33,28 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_PROCESS_FIXTURES = {"pool", "programs", "started"}
+_PROCESS_FOLDERS = ("lab", "faults", "loop_fuzzing", "training/serving", "training/node")
+_SLOW_FILES = ("SLOW",)
+"""Files whose tests take more than fifteen seconds together on two processors."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test: `unit` or `integration`, and `slow` and `root` where they apply."""
+    from tests.namespaces import needs_namespaces
+
+    for item in items:
+        file = item.path.relative_to(Path(__file__).parent).as_posix()
+        processes = file.startswith(_PROCESS_FOLDERS) or _PROCESS_FIXTURES.intersection(
+            getattr(item, "fixturenames", ())
+        )
+        item.add_marker("integration" if processes else "unit")
+        if file in _SLOW_FILES:
+            item.add_marker("slow")
+        if needs_namespaces.mark in item.iter_markers():
+            item.add_marker("root")
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Four rank processes for all tests; a scenario that hangs ends them, the next has others."""

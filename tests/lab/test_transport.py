@@ -5,6 +5,7 @@ The test under namespaces judges the order alone; no measured time or rate decid
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -25,7 +26,6 @@ from gradlane.lab.transport.trace import (
     BROADCAST,
     PUSH,
     TraceRow,
-    frames_ahead_limit,
     urgent_slices,
 )
 from gradlane.training.options.frames import frame_count
@@ -38,6 +38,22 @@ MS = 1_000_000
 AROUND = Surroundings(4, 10**9, {}, 0.5)
 LARGE = 1
 """Number of the less urgent tensor in the made-up traces; the urgent one is 0."""
+
+
+def frames_ahead_limit(frame_bytes: int, credit_bytes: int, low_water_bytes: int) -> int:
+    """Return how many less urgent frames may still leave to one rank once an urgent one is ready.
+
+    The engine has chosen at most a credit's worth of frames (one in any case) that the kernel has
+    not taken; and the turn of the I/O thread that is under way may fill the kernel's queue up to
+    its low-water mark, the last frame reaching beyond it.
+
+    Args:
+        frame_bytes: largest payload of a frame.
+        credit_bytes: bytes that may be chosen and not yet in the kernel's hands, a peer.
+        low_water_bytes: bytes that may wait unsent in the kernel, a peer.
+    """
+    chosen = max(1, credit_bytes // frame_bytes)
+    return chosen + math.ceil(low_water_bytes / frame_bytes)
 
 
 def sent(time_ms: int, peer: int, tensor: int, kind: int = PUSH, way: str = "tx") -> TraceRow:

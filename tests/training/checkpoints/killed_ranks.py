@@ -6,6 +6,7 @@ JSON a round: the step that the ranks began at, and the step of the last complet
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -25,6 +26,9 @@ from gradlane.training.checkpoints.shard import read_shard
 from gradlane.training.options.options import keywords_of
 from tests.training.checkpoints.training import train
 
+WAIT_S = 90.0
+"""For the first checkpoint of a round, machines that are busy included."""
+
 
 def main(folder: Path, seed: int, rounds: int, options: dict[str, Any]) -> None:
     """Kill the ranks of so many rounds, whose sessions have these options."""
@@ -38,18 +42,14 @@ def main(folder: Path, seed: int, rounds: int, options: dict[str, Any]) -> None:
         ranks = [
             fork_rank(folder, store.port, rank, world_size, options) for rank in range(world_size)
         ]
-        deadline = time.monotonic() + 60
-        while True:
-            found = newest(folder)
-            if found is not None and found.step > before:
-                break
-            assert time.monotonic() < deadline, "no checkpoint in a minute"
-            time.sleep(0.005)
-        time.sleep(chance.uniform(0.0, 0.15))
-        for process_id in ranks:
-            os.kill(process_id, signal.SIGKILL)
-        for process_id in ranks:
-            os.waitpid(process_id, 0)
+        try:
+            wait_for_checkpoint(folder, before, ranks)
+            time.sleep(chance.uniform(0.0, 0.15))
+        finally:
+            for process_id in ranks:
+                os.kill(process_id, signal.SIGKILL)
+            for process_id in ranks:
+                os.waitpid(process_id, 0)
         found = newest(folder)
         assert found is not None
         for name, _ in found.files:
@@ -59,12 +59,25 @@ def main(folder: Path, seed: int, rounds: int, options: dict[str, Any]) -> None:
         print(json.dumps({"before": before, "begun": begun, "step": found.step}), flush=True)
 
 
+def wait_for_checkpoint(folder: Path, before: int, ranks: list[int]) -> None:
+    """Wait for a checkpoint of a later step; where none comes, the ranks say where they stand."""
+    deadline = time.monotonic() + WAIT_S
+    while (found := newest(folder)) is None or found.step <= before:
+        if time.monotonic() >= deadline:
+            for process_id in ranks:
+                os.kill(process_id, signal.SIGUSR1)
+                time.sleep(1.0)
+            raise AssertionError(f"no checkpoint after step {before} in {WAIT_S:g} s")
+        time.sleep(0.005)
+
+
 def fork_rank(folder: Path, port: int, rank: int, world_size: int, options: dict[str, Any]) -> int:
     """Start a rank; returns its process id."""
     process_id = os.fork()
     if process_id:
         return process_id
     try:
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
         torch.set_num_threads(1)
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         session = gradlane.init(

@@ -6,7 +6,6 @@ times of different ranks are compared where one machine's clock stamped them all
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,22 +54,6 @@ class UrgentSlice:
     less_urgent_within: int
     less_urgent_until_last: int
     saturated: bool
-
-
-def frames_ahead_limit(frame_bytes: int, credit_bytes: int, low_water_bytes: int) -> int:
-    """Return how many less urgent frames may still leave to one rank once an urgent one is ready.
-
-    The engine has chosen at most a credit's worth of frames (one in any case) that the kernel has
-    not taken; and the turn of the I/O thread that is under way may fill the kernel's queue up to
-    its low-water mark, the last frame reaching beyond it.
-
-    Args:
-        frame_bytes: largest payload of a frame.
-        credit_bytes: bytes that may be chosen and not yet in the kernel's hands, a peer.
-        low_water_bytes: bytes that may wait unsent in the kernel, a peer.
-    """
-    chosen = max(1, credit_bytes // frame_bytes)
-    return chosen + math.ceil(low_water_bytes / frame_bytes)
 
 
 def urgent_slices(

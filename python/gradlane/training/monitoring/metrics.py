@@ -195,7 +195,6 @@ _STATES = (
     "owned_bytes",
 )
 _PEERS_ONLY = ("in_flight_bytes", "owned_bytes")
-_MAXIMA = ("plan_version",)
 _STEP_OF_MAX = {"wait_s_max": "wait_step_max", "late_s_max": "late_step_max"}
 """Maximum counters, and the step of each maximum."""
 

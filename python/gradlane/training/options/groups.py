@@ -233,5 +233,5 @@ def _as_path(group: Any, name: str) -> None:
         object.__setattr__(group, name, Path(value))
 
 
-GROUPS: tuple[type[OptionGroup], ...] = (Rendezvous, Network, Checkpoints, Monitoring)
+ENVIRONMENT_GROUPS: tuple[type[OptionGroup], ...] = (Rendezvous, Network, Checkpoints, Monitoring)
 """The objects whose options environment variables give, too."""

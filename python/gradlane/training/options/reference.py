@@ -55,7 +55,7 @@ def options_page() -> str:
 
 def _table(options: type[Any]) -> str:
     """Return the options of a dataclass as a table."""
-    has_variables = options in groups.GROUPS
+    has_variables = options in groups.ENVIRONMENT_GROUPS
     columns = ["option", "default", "allowed", "all ranks", "meaning"]
     if has_variables:
         columns.insert(4, "variable")

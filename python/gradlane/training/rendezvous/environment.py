@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gradlane.training.options.groups import GROUPS
+from gradlane.training.options.groups import ENVIRONMENT_GROUPS
 from gradlane.training.options.option_fields import variables_of
 
 _RANK_VARIABLES = (
@@ -58,31 +58,9 @@ _GRADLANE_VARIABLES = (
     "GRADLANE_INTERFACE",
     "GRADLANE_LAB_USER_NAMESPACE",
     "GRADLANE_SIMD",
-    *(variable for group in GROUPS for variable in variables_of(group)),
+    *(variable for group in ENVIRONMENT_GROUPS for variable in variables_of(group)),
 )
 """All variables that gradlane reads besides the launchers'."""
-
-
-def is_enabled(argument: bool | None, environment: Mapping[str, str], variable: str) -> bool:
-    """Return whether a feature that is on by default is enabled.
-
-    Args:
-        argument: the program's; None: not given.
-        environment: read if the argument is None.
-        variable: of the environment; 0, no, off, false or an empty text mean no, 1, yes, on or true
-            yes.
-
-    Raises:
-        ValueError: the variable is something else.
-    """
-    if argument is not None:
-        return argument
-    text = environment.get(variable, "1").lower()
-    if text in ("", "0", "no", "off", "false"):
-        return False
-    if text in ("1", "yes", "on", "true"):
-        return True
-    raise ValueError(f"{variable} is {environment[variable]!r}; it must be 1 or 0")
 
 
 def warn_of_unknown_variables(environment: Mapping[str, str]) -> None:

@@ -137,8 +137,7 @@ def open_session(core: CoreModule, options: Options) -> Session:
     given_local, options = options.local.mode, with_local(options)
     if options.codec != RAW:
         check_codecs(options.codec)
-    given = options.rendezvous
-    place = find_rank_info(os.environ, rank=given.rank, world_size=given.world_size, job=given.job)
+    place = _find_rank_info(options)
     options.check_world(place.world_size)
     gives_up_nodes = given_local == AUTO and options.local.mode == OFF
     if gives_up_nodes and find_local_size(os.environ) > 1 and place.rank == 0:
@@ -169,8 +168,7 @@ def init_serving(
     )
     warn_of_unknown_variables(os.environ)
     core = load_core()
-    given = options.rendezvous
-    place = find_rank_info(os.environ, rank=given.rank, world_size=given.world_size, job=given.job)
+    place = _find_rank_info(options)
     if place.rank == 0:
         raise ValueError(
             f"rank 0 of {place.world_size} trains, and ranks that serve come after all that train: "
@@ -178,6 +176,11 @@ def init_serving(
         )
     # Who trains is for rank 0 to say.
     return _assemble(core, options, place.with_workers(0))
+
+
+def _find_rank_info(options: Options) -> RankInfo:
+    given = options.rendezvous
+    return find_rank_info(os.environ, rank=given.rank, world_size=given.world_size, job=given.job)
 
 
 def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
@@ -197,7 +200,6 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
         place,
         network.connect_timeout_s,
     )
-    announces = registry is not None and place.rank == 0
     ctx = SessionContext(
         core,
         options,
@@ -209,10 +211,10 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
         observer,
         checkpoints,
         recorder,
-        announcements=JobAnnouncements(registry) if registry is not None and announces else None,
+        announcements=JobAnnouncements(registry) if registry and place.rank == 0 else None,
     )
     server = None
-    if registry is not None and place.serves:
+    if registry and place.serves:
         work_threads, io_threads = network.thread_counts(own_processors(os.environ))
         server = Server(
             core,
