@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import struct
 import sys
 import time
 from pathlib import Path
@@ -37,11 +38,12 @@ def main(folder: Path, seed: int, rounds: int, options: dict[str, Any]) -> None:
         world_size = chance.choice((2, 3) if "stragglers" in options else (1, 2, 2, 3, 3))
         found = newest(folder)
         before = found.step if found else 0
-        # Held here, where nobody is killed.
+        ports, port = os.pipe()
+        ranks = [fork_rank(folder, ports, rank, world_size, options) for rank in range(world_size)]
+        # Held here, where nobody is killed, and only now: a fork beside its threads could inherit
+        # a lock that one of them has, and wait for it for ever.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ranks = [
-            fork_rank(folder, store.port, rank, world_size, options) for rank in range(world_size)
-        ]
+        os.write(port, struct.pack("H", store.port) * world_size)
         try:
             wait_for_checkpoint(folder, before, ranks)
             time.sleep(chance.uniform(0.0, 0.15))
@@ -50,6 +52,9 @@ def main(folder: Path, seed: int, rounds: int, options: dict[str, Any]) -> None:
                 os.kill(process_id, signal.SIGKILL)
             for process_id in ranks:
                 os.waitpid(process_id, 0)
+        del store
+        os.close(ports)
+        os.close(port)
         found = newest(folder)
         assert found is not None
         for name, _ in found.files:
@@ -71,14 +76,15 @@ def wait_for_checkpoint(folder: Path, before: int, ranks: list[int]) -> None:
         time.sleep(0.005)
 
 
-def fork_rank(folder: Path, port: int, rank: int, world_size: int, options: dict[str, Any]) -> int:
-    """Start a rank; returns its process id."""
+def fork_rank(folder: Path, ports: int, rank: int, world_size: int, options: dict[str, Any]) -> int:
+    """Start a rank, which reads the store's port from a pipe; returns its process id."""
     process_id = os.fork()
     if process_id:
         return process_id
     try:
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         torch.set_num_threads(1)
+        (port,) = struct.unpack("H", os.read(ports, 2))
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         session = gradlane.init(
             **keywords_of(

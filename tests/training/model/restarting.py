@@ -50,7 +50,8 @@ if __name__ == "__main__":
             rdzv_endpoint=f"127.0.0.1:{sys.argv[1]}",
             max_restarts=1,
             monitor_interval=0.1,
-            start_method="fork",
+            # A fork beside the threads of the store could inherit a lock that one of them has.
+            start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         elastic_launch(config, main)()
