@@ -48,6 +48,7 @@ from gradlane.training.model.gradient_exchange import GradientExchange
 from gradlane.training.model.hooks import HookManager
 from gradlane.training.model.late_gradients import LateGradientBuffer
 from gradlane.training.model.lazy_parameters import Exemption
+from gradlane.training.model.momentum_takeover import MomentumTakeover
 from gradlane.training.model.residual_state import ResidualState
 from gradlane.training.model.server_state import AsyncContext, ServerState
 from gradlane.training.model.server_updates import ServerUpdates
@@ -410,11 +411,16 @@ class PreparedModel:
         consistency = ConsistencyCheck(
             self._agreement, Hyperparameters(optimizer), self._failure, exempt
         )
+        takeover = None
+        if self._momentum_codecs and ctx.options.update == "worker":
+            takeover = MomentumTakeover(
+                self._connected.carrier, optimizer, self._trained, self._momentum_codecs
+            )
         carries_late = ctx.options.stragglers.late == "carry" and place.world_size > 1
         exchange = GradientExchange(
             ctx.core,
             self.channel,
-            self._connected.carrier,
+            takeover or self._connected.carrier,
             self._layout,
             consistency,
             self._failure,
@@ -430,6 +436,7 @@ class PreparedModel:
             self._index_of,
             is_known=optimizers.is_known(optimizer),
             may_defer=self._defer,
+            **({"groups_for_step": takeover.groups_for_step} if takeover else {}),
         )
         return StepMachine(
             exchange,
@@ -500,6 +507,7 @@ class PreparedModel:
             UsageError: they were changed.
         """
         self.hook_manager.check_unchanged()
-        check_momentum(self._optimizer, self._momentum_codecs)
+        may_take_over = self._ctx.options.update == "worker"
+        check_momentum(self._optimizer, self._momentum_codecs, may_take_over=may_take_over)
         if self._layout.form is not None:
             self._layout.form.check()

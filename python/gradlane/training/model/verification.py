@@ -100,7 +100,8 @@ def verify_model_across_ranks(
         ranks = ring_ranks(ctx.options.strategy.name, ctx.rank_info.world_size)
         coded = [entry.coded() for entry in trained]
         codecs = without_codecs(choose_codecs(ctx.options.codec, coded, ranks), factored)
-        check_momentum(optimizer, _momentum_codecs(trained, codecs))
+        may_take_over = ctx.options.update == "worker"
+        check_momentum(optimizer, _momentum_codecs(trained, codecs), may_take_over=may_take_over)
         if ctx.options.update == "server":
             check_server_optimizer(optimizer, entries)
             _check_apart(trained)

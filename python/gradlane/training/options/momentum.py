@@ -1,7 +1,9 @@
-"""Check that momentum is applied once: by the codec, or by the optimizer.
+"""Who applies momentum: a codec, or the optimizer; never both.
 
 `dgc` accumulates momentum before it selects values (Lin et al. 2018, section 3.1). An optimizer
-that applies momentum again moves parameters by up to 1 / (1 - momentum) times as far.
+that applies momentum again moves parameters by up to 1 / (1 - momentum) times as far. Where it is
+torch's SGD with the codec's own momentum, a session lets the codec apply it in SGD's place
+(`training/model/momentum_takeover.py`); everything else that would apply it twice is refused.
 """
 
 from __future__ import annotations
@@ -9,19 +11,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from gradlane.errors import UsageError
+
+
+def momentum_of(codec: str) -> float:
+    """Return the momentum that a codec, given by its canonical text, applies; 0 for none."""
+    name, _, rest = codec.partition(":")
+    options = dict(option.split("=", 1) for option in rest.split(",") if option)
+    if name != "dgc" or options.get("residual") == "off":
+        return 0.0
+    return float(options["momentum"])
 
 
 def keeps_momentum(codec: str) -> bool:
     """Return whether a codec, given by its canonical text, adds momentum to gradients."""
-    name, _, rest = codec.partition(":")
-    options = dict(option.split("=", 1) for option in rest.split(",") if option)
-    if name != "dgc" or options.get("residual") == "off":
-        return False
-    return float(options["momentum"]) != 0.0
+    return momentum_of(codec) != 0.0
 
 
-def check_momentum(optimizer: Any, codecs: Mapping[int, str]) -> None:
+def check_momentum(
+    optimizer: Any, codecs: Mapping[int, str], *, may_take_over: bool = False
+) -> None:
     """Check that no parameter gets momentum from its codec and from the optimizer.
 
     `torch.optim.SGD` with `momentum=0` passes, and so do optimizers from outside torch with
@@ -30,6 +41,7 @@ def check_momentum(optimizer: Any, codecs: Mapping[int, str]) -> None:
     Args:
         optimizer: with `param_groups`.
         codecs: canonical text of the codec of each parameter whose codec keeps momentum, by `id`.
+        may_take_over: whether the codec may apply the momentum of torch's SGD in its place.
 
     Raises:
         UsageError: a parameter gets both; the message names group, setting and codec.
@@ -41,13 +53,40 @@ def check_momentum(optimizer: Any, codecs: Mapping[int, str]) -> None:
         if not reason:
             continue
         for parameter in list.__iter__(group["params"]):
-            if id(parameter) in codecs:
+            codec = codecs.get(id(parameter))
+            if codec is None:
+                continue
+            advice = (
+                "use torch.optim.SGD(..., momentum=0) without a scheduler that cycles momentum, or "
+                "momentum=0 in the codec"
+            )
+            if may_take_over:
+                advice = _takeover_obstacle(optimizer, group, parameter, codec)
+            if advice:
                 raise UsageError(
                     f"group {number} of the optimizer ({type(optimizer).__name__}) {reason}, and "
-                    f"codec {codecs[id(parameter)]!r} applies the momentum of SGD itself: use "
-                    "torch.optim.SGD(..., momentum=0) without a scheduler that cycles momentum, or "
-                    "momentum=0 in the codec"
+                    f"codec {codec!r} applies the momentum of SGD itself: {advice}"
                 )
+
+
+def _takeover_obstacle(optimizer: Any, group: Mapping[str, Any], parameter: Any, codec: str) -> str:
+    """Return what keeps a codec from applying a group's momentum in SGD's place, as advice."""
+    own = momentum_of(codec)
+    if type(optimizer) is not torch.optim.SGD:
+        return "use torch.optim.SGD, whose momentum it takes over, or momentum=0 in the codec"
+    if float(group["momentum"]) != own:
+        return (
+            f"the two have to be equal, so that it can take SGD's over: dgc:momentum="
+            f"{float(group['momentum']):g}, without a scheduler that cycles momentum"
+        )
+    for name in ("nesterov", "dampening", "maximize"):
+        if group.get(name):
+            return f"it cannot take over {name}={group[name]}: leave that out, or the codec"
+    if optimizer.state.get(parameter, {}).get("momentum_buffer") is not None:
+        return (
+            "the optimizer has momentum already, from steps without it: begin with a new optimizer"
+        )
+    return ""
 
 
 def _own_momentum(optimizer: Any, group: Mapping[str, Any]) -> str:

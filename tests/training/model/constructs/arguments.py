@@ -101,6 +101,19 @@ def momentum(
     return check
 
 
+class OtherSgd(torch.optim.SGD):
+    """SGD that may step otherwise."""
+
+
+def stepped_before(model: nn.Module) -> Optimizer:
+    """Return an optimizer that has momentum from a step before it was prepared."""
+    optimizer = sgd(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
 def biased(model: Any) -> list[dict[str, Any]]:
     """Return groups of which the bias's has momentum."""
     return [{"params": [model.weight]}, {"params": [model.bias], "momentum": 0.9}]
@@ -167,9 +180,25 @@ MISTAKES: dict[str, tuple[Make, str]] = {
 }
 MOMENTUM: dict[str, tuple[Callable[[bool | None], None], str | None]] = {
     "`SGD` without momentum": (momentum(lambda model: sgd(model.parameters(), lr=0.1)), None),
-    "`SGD` with momentum": (
+    "`SGD` with the codec's momentum, 0.9": (
         momentum(lambda model: sgd(model.parameters(), lr=0.1, momentum=0.9)),
-        "group 0 of the optimizer (SGD) has momentum=0.9, and codec 'dgc:",
+        None,
+    ),
+    "`SGD` with another momentum": (
+        momentum(lambda model: sgd(model.parameters(), lr=0.1, momentum=0.8)),
+        "the two have to be equal, so that it can take SGD's over: dgc:momentum=0.8",
+    ),
+    "`SGD` with Nesterov's momentum": (
+        momentum(lambda model: sgd(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)),
+        "it cannot take over nesterov=True: leave that out, or the codec",
+    ),
+    "a subclass of `SGD` with momentum": (
+        momentum(lambda model: OtherSgd(model.parameters(), lr=0.1, momentum=0.9)),
+        "use torch.optim.SGD, whose momentum it takes over, or momentum=0 in the codec",
+    ),
+    "`SGD` that has stepped with momentum before": (
+        momentum(stepped_before),
+        "the optimizer has momentum already, from steps without it: begin with a new optimizer",
     ),
     '`SGD` with momentum and `update="server"`': (
         momentum(lambda model: sgd(model.parameters(), lr=0.1, momentum=0.9), update="server"),
@@ -180,7 +209,7 @@ MOMENTUM: dict[str, tuple[Callable[[bool | None], None], str | None]] = {
             lambda model: sgd(model.parameters(), lr=0.1, momentum=0.9),
             codec={"weight": "dgc", "*": "raw"},
         ),
-        "group 0 of the optimizer (SGD) has momentum=0.9, and codec 'dgc:",
+        None,
     ),
     "`SGD` with momentum, for none of its tensors": (
         momentum(
