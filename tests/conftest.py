@@ -35,12 +35,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 _PROCESS_FIXTURES = {"pool", "programs", "started"}
 _PROCESS_FOLDERS = ("lab", "faults", "loop_fuzzing", "training/serving", "training/node")
-_SLOW_FILES = ("SLOW",)
-"""Files whose tests take more than fifteen seconds together on two processors."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test: `unit` or `integration`, and `slow` and `root` where they apply."""
+    """Mark each test: `unit` or `integration`, and `root` where it applies."""
     from tests.namespaces import needs_namespaces
 
     for item in items:
@@ -49,8 +47,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             getattr(item, "fixturenames", ())
         )
         item.add_marker("integration" if processes else "unit")
-        if file in _SLOW_FILES:
-            item.add_marker("slow")
         if needs_namespaces.mark in item.iter_markers():
             item.add_marker("root")
 
