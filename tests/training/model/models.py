@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 _generator = threading.Lock()
 
 
-def seeded(build: type[nn.Module], seed: int = 7) -> nn.Module:
+def seeded(build: Callable[[], nn.Module], seed: int = 7) -> nn.Module:
     """Build a model from a seed; ranks that are threads share torch's generator and take turns."""
     with _generator, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradlane.training.core import load_core
+from tests.training.model.models import seeded
 from tests.training.model.ranks import run_ranks
 
 RANKS, ELEMENTS, STEPS = 3, 400, 60
@@ -94,11 +95,10 @@ def test_other_tensors_of_a_group_keep_the_momentum_of_sgd() -> None:
     """The weight is encoded; the bias goes as it is, and SGD applies its momentum."""
 
     def body(session: Any) -> list[Tensor]:
-        torch.manual_seed(2)
-        model = nn.Linear(60, 40)
+        # Ranks are threads that draw from one generator: `seeded` lets them take turns.
+        model: Any = seeded(lambda: nn.Linear(60, 40))
+        codec_free: Any = seeded(lambda: nn.Linear(60, 40))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=MOMENTUM)
-        codec_free = nn.Linear(60, 40)
-        codec_free.load_state_dict(model.state_dict())
         plain = torch.optim.SGD([codec_free.bias], lr=0.1, momentum=MOMENTUM)
         session.prepare(model, optimizer)
         for step in range(8):
@@ -112,3 +112,28 @@ def test_other_tensors_of_a_group_keep_the_momentum_of_sgd() -> None:
     codec = {"weight": CODEC, "*": "raw"}
     for bias, expected in run_ranks(2, body, core=load_core(), codec=codec, summary=False):  # type: ignore[arg-type]
         assert torch.equal(bias, expected)
+
+
+@pytest.mark.parametrize("buffers", ["broadcast", "average", "local"])
+@pytest.mark.parametrize("momentum", [0.0, MOMENTUM])
+def test_a_model_with_buffers_trains_under_the_codec(buffers: str, momentum: float) -> None:
+    """The packed buffers go the same way as gradients, and belong to no parameter."""
+
+    def body(session: Any) -> list[Tensor]:
+        model: Any = seeded(
+            lambda: nn.Sequential(nn.Linear(8, 50), nn.BatchNorm1d(50), nn.Linear(50, 2))
+        )
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=momentum, weight_decay=DECAY
+        )
+        session.prepare(model, optimizer, buffers=buffers)
+        for step in range(4):
+            draw = torch.Generator().manual_seed(10 * step + session.rank)
+            model(torch.randn(6, 8, generator=draw)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [one.detach().clone() for one in model.parameters()]
+
+    first, second = run_ranks(2, body, core=load_core(), codec=CODEC, summary=False)  # type: ignore[arg-type]
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)

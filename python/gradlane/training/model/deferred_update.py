@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradlane.errors import UsageError
 from gradlane.training.model.lazy_state import plain_state
+from gradlane.training.model.momentum_takeover import MomentumTakeover
 from gradlane.training.model.optimizers import has_step_hooks, mixes_first_steps
 from gradlane.training.modules.gradient_intake import raw_grad, set_raw_grad
 
-_Groups = list[dict[str, Any]]
 _POSITION = operator.itemgetter(0)
 
 
@@ -41,7 +41,7 @@ class DeferredUpdate:
         *,
         is_known: bool,
         may_defer: bool = True,
-        groups_for_step: Callable[[_Groups], _Groups] = lambda groups: groups,
+        takeover: MomentumTakeover | None = None,
     ) -> None:
         """Drive an optimizer.
 
@@ -54,9 +54,9 @@ class DeferredUpdate:
             is_known: the optimizer is torch's own. Any other is stepped whole once, and then in
                 parts if it has written nothing but parameters and their state.
             may_defer: whether updates may happen later than the user's call.
-            groups_for_step: turns groups of a step into those that the optimizer steps.
+            takeover: says whose momentum has been applied on the way, or None.
         """
-        self._groups_for_step = groups_for_step
+        self._takeover = takeover
         self._may_defer = may_defer
         self._is_known = is_known
         self.in_parts = is_known
@@ -154,7 +154,10 @@ class DeferredUpdate:
     def step_whole(self) -> None:
         """Step the optimizer on `.grad`, as the program would."""
         before = None if self._judged else _settings(self._optimizer)
-        self._step_with(self._groups_for_step(self._optimizer.param_groups))
+        groups = self._optimizer.param_groups
+        if self._takeover is not None:
+            groups = self._takeover.groups_for_step(groups)
+        self._step_with(groups)
         if before is not None:
             written = differing(before, _settings(self._optimizer))
             self.in_parts, self._judged = not written, True
@@ -240,7 +243,8 @@ class DeferredUpdate:
             }
             for number in sorted(members)
         ]
-        groups = self._groups_for_step(groups)
+        if self._takeover is not None:
+            groups = self._takeover.groups_for_step(groups)
         try:
             with undisturbed():
                 before = None if self._is_known else _settings(self._optimizer, groups)

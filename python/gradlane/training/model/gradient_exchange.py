@@ -24,6 +24,7 @@ from gradlane.training.factors.sending import FactorExchange
 from gradlane.training.model.consistency_check import ConsistencyCheck, RankStatus
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.late_gradients import LateGradientBuffer
+from gradlane.training.model.momentum_takeover import MomentumTakeover
 from gradlane.training.model.step_layout import StepLayout
 from gradlane.training.modules.forward_order import ForwardOrder
 from gradlane.training.modules.gradient_intake import GradientIntake, raw_grad
@@ -63,6 +64,7 @@ class GradientExchange:
         waiting: Waiting,
         rank: int = 0,
         late: LateGradientBuffer | None = None,
+        takeover: MomentumTakeover | None = None,
     ) -> None:
         """Start after step 0.
 
@@ -76,6 +78,7 @@ class GradientExchange:
             waiting: a context around every wait for a step's tensors, or for the step.
             rank: this rank.
             late: keeps gradients that come too late for their step, or None.
+            takeover: prepares gradients for codecs that apply SGD's momentum, or None.
         """
         self._core = core
         self._channel = channel
@@ -85,6 +88,7 @@ class GradientExchange:
         self._failure = failure
         self._waiting = waiting
         self._late = late
+        self._takeover = takeover
         self._trained = layout.trained
         self._factored = layout.factored
         self._intake = GradientIntake(layout.trained)
@@ -182,6 +186,8 @@ class GradientExchange:
             if factored:
                 self._factors.submit(index, self.step)
                 return
+            if self._takeover is not None:
+                self._takeover.before_submit(self._trained[index].tensor, self.step, gradient)
             if self._late is not None:
                 self._late.before_submit(index, gradient)
             self._carrier.submit(index, self.step, gradient)

@@ -7,53 +7,44 @@ momentum or weight decay. The groups of the optimizer keep their values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradlane.training.carrier import Carrier
-from gradlane.training.rendezvous.tensor_table import TensorEntry
-
 
 class MomentumTakeover:
-    """Carries gradients with their weight decay, and steps what arrives without momentum."""
+    """Gives gradients their weight decay, and steps what arrives without momentum."""
 
-    def __init__(
-        self,
-        carrier: Carrier,
-        optimizer: Optimizer,
-        trained: Sequence[TensorEntry],
-        codecs: Mapping[int, str],
-    ) -> None:
-        """Stand between the steps of a model and its carrier.
+    def __init__(self, optimizer: Optimizer, codecs: Mapping[int, str]) -> None:
+        """Take momentum over.
 
         Args:
-            carrier: of the gradients.
             optimizer: the user's; torch's SGD where it has momentum.
-            trained: table entries by tensor number.
             codecs: codecs that keep momentum, by `id` of the parameter.
         """
-        self._carrier = carrier
         self._optimizer = optimizer
-        self._trained = trained
         self._codecs = codecs
         self._step = -1
         self._decays: dict[int, float] = {}
         """Weight decay that goes with a gradient of this step, by `id` of the parameter."""
 
-    def submit(self, index: int, step: int, gradient: Tensor) -> None:
-        """Submit a gradient, with the weight decay of a group that has momentum."""
+    def before_submit(self, parameter: Tensor, step: int, gradient: Tensor) -> None:
+        """Add the weight decay of a group that has momentum to a fresh gradient, in place.
+
+        Args:
+            parameter: the tensor that is trained.
+            step: number of the step.
+            gradient: about to be submitted.
+        """
         if step != self._step:
             self._step, self._decays = step, self._find_decays()
-        parameter = self._trained[index].tensor
         decay = self._decays.get(id(parameter), 0.0)
         if decay:
-            with torch.no_grad():
+            with torch.no_grad(), torch.inference_mode(False):
                 gradient.add_(parameter.detach(), alpha=decay)
-        self._carrier.submit(index, step, gradient)
 
     def _find_decays(self) -> dict[int, float]:
         return {
@@ -63,24 +54,6 @@ class MomentumTakeover:
             for parameter in list.__iter__(group["params"])
             if id(parameter) in self._codecs
         }
-
-    def submit_absent(self, index: int, step: int) -> Tensor:
-        """Submit the absence of a gradient."""
-        return self._carrier.submit_absent(index, step)
-
-    def collect(self, arrived: Sequence[tuple[int, Tensor]]) -> None:
-        """Make results readable."""
-        self._carrier.collect(arrived)
-
-    def broadcast_initial(
-        self, entries: Sequence[TensorEntry], first: bool, without: Collection[int] = ()
-    ) -> None:
-        """Run step 0."""
-        self._carrier.broadcast_initial(entries, first, without)
-
-    def close(self) -> None:
-        """Stop using the channel."""
-        self._carrier.close()
 
     def groups_for_step(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return groups in which parameters whose momentum has been applied have none.

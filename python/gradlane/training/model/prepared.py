@@ -111,6 +111,9 @@ class PreparedModel:
         self.hook_manager = HookManager(
             model, optimizer, self._entries, pack.owners if pack is not None else set()
         )
+        self._takeover = None
+        if self._momentum_codecs and ctx.options.update == "worker":
+            self._takeover = MomentumTakeover(optimizer, self._momentum_codecs)
         self._updates = self._make_server_updates()
         self.steps = self._make_steps()
         self.hook_manager.install(self.steps)
@@ -411,22 +414,18 @@ class PreparedModel:
         consistency = ConsistencyCheck(
             self._agreement, Hyperparameters(optimizer), self._failure, exempt
         )
-        takeover = None
-        if self._momentum_codecs and ctx.options.update == "worker":
-            takeover = MomentumTakeover(
-                self._connected.carrier, optimizer, self._trained, self._momentum_codecs
-            )
         carries_late = ctx.options.stragglers.late == "carry" and place.world_size > 1
         exchange = GradientExchange(
             ctx.core,
             self.channel,
-            takeover or self._connected.carrier,
+            self._connected.carrier,
             self._layout,
             consistency,
             self._failure,
             functools.partial(ctx.deadlocks.waiting, self._meeting.name),
             place.rank,
             LateGradientBuffer() if carries_late else None,
+            self._takeover,
         )
         update = DeferredUpdate(
             optimizer,
@@ -436,7 +435,7 @@ class PreparedModel:
             self._index_of,
             is_known=optimizers.is_known(optimizer),
             may_defer=self._defer,
-            **({"groups_for_step": takeover.groups_for_step} if takeover else {}),
+            takeover=self._takeover,
         )
         return StepMachine(
             exchange,
@@ -507,7 +506,7 @@ class PreparedModel:
             UsageError: they were changed.
         """
         self.hook_manager.check_unchanged()
-        may_take_over = self._ctx.options.update == "worker"
+        may_take_over = self._takeover is not None
         check_momentum(self._optimizer, self._momentum_codecs, may_take_over=may_take_over)
         if self._layout.form is not None:
             self._layout.form.check()

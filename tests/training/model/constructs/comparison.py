@@ -90,7 +90,7 @@ def compare(
 
     def run(session: Any) -> list[Tensor]:
         torch.manual_seed(5)
-        model = seeded(build)  # type: ignore[arg-type]
+        model = seeded(build)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
         if session is not None:
             session.prepare(model, optimizer, defer=defer)

@@ -73,7 +73,7 @@ def checkpointed_more_often(session: Any, defer: bool | None) -> None:
 
 
 def laid_out_apart(session: Any, defer: bool | None) -> None:
-    model: Any = seeded(lambda: nn.Conv2d(4, 4, 3))  # type: ignore[arg-type]
+    model: Any = seeded(lambda: nn.Conv2d(4, 4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session.prepare(model, optimizer, defer=defer)
     if session.rank == 0:
