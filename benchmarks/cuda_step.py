@@ -28,6 +28,7 @@ from typing import Any
 
 WAYS = ("none", "p3", "wfbp", "ddp-gloo", "ddp-nccl")
 PORT = 29_400
+WARM_UP_STEPS = 3
 
 
 def main() -> None:
@@ -55,7 +56,7 @@ def main() -> None:
     for way, seconds in steps.items():
         print(
             f"{way:<10} {statistics.median(seconds) * 1e3:>10.1f} {min(seconds) * 1e3:>8.1f} "
-            f"{max(seconds) * 1e3:>8.1f}  {report['same_on_all_ranks'][way]}"
+            f"{max(seconds) * 1e3:>8.1f}  {report['same_on_all_ranks'].get(way, '-')}"
         )
     if arguments.json_path is not None:
         arguments.json_path.write_text(json.dumps(report, indent=1), encoding="utf-8")
@@ -155,14 +156,16 @@ def train(arguments: argparse.Namespace) -> None:
         for way in ways:
             model, loss = build(arguments.model, arguments.batch, device)
             gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-            seconds, digest = take_turn(way, model, loss, nccl, arguments.steps, turn)
-            steps[way] += seconds
-            digests: list[Any] = [None] * world_size
-            dist.all_gather_object(digests, digest)
-            same[way] = same.get(way, True) and len(set(digests)) == 1
+            job = f"cuda-step-{turn}-{way}"
+            step_s, digest = take_turn(way, model, loss, nccl, arguments.steps, job)
+            steps[way].append(step_s)
+            if way != "none":
+                digests: list[Any] = [None] * world_size
+                dist.all_gather_object(digests, digest)
+                same[way] = same.get(way, True) and len(set(digests)) == 1
             if rank == 0:
                 print(
-                    f"turn {turn + 1}: {way}: {statistics.median(seconds) * 1e3:.1f} ms",
+                    f"turn {turn + 1}: {way}: {step_s * 1e3:.1f} ms",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -188,8 +191,8 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def take_turn(
-    way: str, model: Any, loss: Callable[[Any], Any], nccl: Any, count: int, turn: int
-) -> tuple[list[float], str]:
+    way: str, model: Any, loss: Callable[[Any], Any], nccl: Any, count: int, job: str
+) -> tuple[float, int]:
     """Train some steps in one way; returns seconds a step, and a digest of the parameters."""
     import torch
     import torch.distributed as dist
@@ -205,35 +208,31 @@ def take_turn(
         devices = None if device.type == "cpu" else [device.index]
         module = DistributedDataParallel(model, device_ids=devices, process_group=group)
     elif way != "none":
-        job = f"cuda-step-{turn}"
         session = gradlane.init(strategy=way, rendezvous=gradlane.Rendezvous(job=job))
         session.prepare(model, optimizer)
-    seconds = []
-    for step in range(3 + count):
-        if step in (0, 3):
-            # The first steps find buffers and kernels; the rest are one piece, ends included.
-            if session is not None:
-                session.synchronize()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            dist.barrier()
-            begin = time.perf_counter()
-        loss(module).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if session is not None:
-        session.synchronize()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    seconds.append((time.perf_counter() - begin) / count)
-    digest = 0
-    if way != "none":
-        with torch.no_grad():
-            for parameter in model.parameters():
-                digest = hash((digest, parameter.double().sum().item()))
+
+    def train_steps(steps: int) -> None:
+        """Train, until everything that was sent has been used."""
+        for _ in range(steps):
+            loss(module).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if session is not None:
+            session.synchronize()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    # The first steps find buffers and kernels; the rest are one piece, ends included.
+    train_steps(WARM_UP_STEPS)
+    dist.barrier()
+    begin_s = time.perf_counter()
+    train_steps(count)
+    step_s = (time.perf_counter() - begin_s) / count
+    with torch.no_grad():
+        sums = [parameter.double().sum().item() for parameter in model.parameters()]
     if session is not None:
         session.close()
-    return seconds, str(digest)
+    return step_s, hash(tuple(sums))
 
 
 if __name__ == "__main__":
