@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from gradlane.planning.simulation.bound import port_bytes
 from gradlane.planning.simulation.profiles import Profile, timings_in
+from gradlane.training.options.options import RING
 
 BUCKET_S = 1.0e-3
 """Seconds of the host for each bucket."""
@@ -70,9 +72,8 @@ def ddp_step_s(
     """
     if workers == 1:
         return profile.compute_s
-    wire_byte_s = 2 * (workers - 1) / workers * 8 / (goodput_bps * compression)
+    byte_s = 8 * port_bytes(1.0, workers=workers, scheme=RING) / (goodput_bps * compression)
     bucket_s = 2 * (workers - 1) * latency_s
-    byte_s = wire_byte_s
     if not free_host:
         bucket_s, byte_s = bucket_s + BUCKET_S, byte_s + BYTE_S
 

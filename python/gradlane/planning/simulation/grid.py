@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradlane.planning.simulation.bound import bound_step_s
+from gradlane.planning.simulation.bound import bound_step_s, port_bytes
 from gradlane.planning.simulation.codec_costs import codecs_in, wire_bytes
 from gradlane.planning.simulation.ddp import ddp_step_s
 from gradlane.planning.simulation.profiles import Profile, timings_in
@@ -164,9 +164,8 @@ def evaluate(
         if cluster.strategy == DDP:
             result = {"report": _ddp_report(profile, cluster)}
         else:
-            traced_here = number in traced
-            scenario = scenario_of(profile, cluster, trace=traced_here, trace_ranks=1)
-            result = run_scenario(scenario)
+            is_traced = number in traced
+            result = run_scenario(scenario_of(profile, cluster, trace=is_traced, trace_ranks=1))
         if "trace" in result:
             on_trace(number, result["trace"])
         row = _row(profile, cluster, result["report"])
@@ -200,7 +199,7 @@ def _ddp_report(profile: Profile, cluster: Cluster) -> dict[str, Any]:
         compression=cluster.compression,
         free_host=cluster.free_host,
     )
-    sent_bytes = 2 * (cluster.workers - 1) / cluster.workers * profile.size_bytes
+    sent_bytes = port_bytes(profile.size_bytes, workers=cluster.workers, scheme=RING)
     return {
         "step_s": step_s,
         "tx_utilization": 8 * sent_bytes / cluster.compression / cluster.rate_bps / step_s,
