@@ -146,10 +146,15 @@ def _not_empty(text: str, what: str) -> str:
     return text
 
 
+def _codecs_of(rules: CodecRules) -> list[str]:
+    """Return the codecs of rules, without `raw`."""
+    texts = [rules] if isinstance(rules, str) else [text for _, text in rules]
+    return [text for text in texts if text != RAW]
+
+
 def keeps_residual(rules: CodecRules) -> bool:
     """Return whether a codec keeps what it has lost of a tensor (error feedback)."""
-    texts = [rules] if isinstance(rules, str) else [text for _, text in rules]
-    facts = [codec_facts(text, "f32", (1 << 12,)) for text in texts if text != RAW]
+    facts = [codec_facts(text, "f32", (1 << 12,)) for text in _codecs_of(rules)]
     return any(one is not None and one.residual_width > 0 for one in facts)
 
 
@@ -159,9 +164,8 @@ def check_codecs(rules: CodecRules) -> None:
     Raises:
         ValueError: a codec or one of its options is unknown; the message lists the known.
     """
-    for text in [rules] if isinstance(rules, str) else [text for _, text in rules]:
-        if text != RAW:
-            codec_facts(text, "f32", (1,))
+    for text in _codecs_of(rules):
+        codec_facts(text, "f32", (1,))
 
 
 def codec_facts(
