@@ -140,13 +140,15 @@ def _open(
         {**row, "scheme": schemes[row["name"]]} if row["name"] in schemes else row for row in rows
     ]
     secret = scope.secret(ctx.secret)
-    mode = options.local.mode
-    obstacle = rows_obstacle(table) if mode == AUTO else ""
-    if mode != OFF and rank_info.world_size > 1:
+    layout = None
+    if options.local.mode != OFF and rank_info.world_size > 1:
         layout = agree_on_layout(options, scope, os.environ)
-        if layout is not None and mode == AUTO and rank_info.rank == 0 and scope.channel == 0:
+    if layout is not None:
+        is_default = options.local.mode == AUTO
+        obstacle = rows_obstacle(table) if is_default else ""
+        if is_default and rank_info.rank == 0 and scope.channel == 0:
             _say_layout(layout, obstacle)
-        if layout is not None and not obstacle:
+        if not obstacle:
             inter_node = functools.partial(_connect, ctx, scope, secret, update)
             return open_node_channel(
                 ctx.core,
