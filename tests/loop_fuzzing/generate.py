@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.loop_fuzzing import description as d
-from tests.loop_fuzzing.models import EXTRAS, KINDS, NORMS, TIES
+from tests.loop_fuzzing.models import EXTRAS, KINDS, NORMS, OLD_NORMS, TIES
 from tests.loop_fuzzing.odd_loops import add_oddities
 from tests.loop_fuzzing.optimizers import SCHEDULERS
 from tests.loop_fuzzing.program import READS
@@ -42,7 +42,6 @@ _TENSOR_LR = ("Adam", "AdamW", "SGD", "RMSprop", "Adadelta", "Adamax", "NAdam", 
 _NO_FOREACH = ("Adafactor", "Muon")
 _SIMPLE = ("linear", "linear_no_bias", "narrow", "uncalled", "listed")
 _MATRICES = ("linear_no_bias", "words")
-_OLD_NORMS = ("old_weight_norm", "old_spectral_norm")
 
 
 class Generator:
@@ -181,14 +180,14 @@ class Generator:
             ["plain", "residual", "checkpoint", "reentrant", "functional", "no_grad", "never"],
             [50, 15, 9, 5, 8, 5, 4],
         )[0]
-        if norm in _OLD_NORMS and call in ("functional", "checkpoint", "reentrant"):
+        if norm in OLD_NORMS and call in ("functional", "checkpoint", "reentrant"):
             call = "plain"
         when = None
         if self.chance(0.15):
             modulus = self.random.choice([2, 3])
             when = (modulus, self.random.randrange(modulus), self.chance(0.5))
         frozen = tied_to is None and self.chance(0.1)
-        if frozen and norm in _OLD_NORMS:
+        if frozen and norm in OLD_NORMS:
             frozen = False
         return d.Block(kind, call, norm, frozen, tied_to, None, when)
 

@@ -162,6 +162,8 @@ NORMS: dict[str, Callable[[nn.Module], Any]] = {
     "old_spectral_norm": lambda module: old_spectral_norm(module),
     "symmetric": lambda module: parametrize.register_parametrization(module, "weight", Symmetric()),
 }
+OLD_NORMS = ("old_weight_norm", "old_spectral_norm")
+"""Those whose weight is what a forward has computed."""
 CALLS = (
     "plain",
     "residual",

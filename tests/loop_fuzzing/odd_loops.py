@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.loop_fuzzing import description as d
 from tests.loop_fuzzing import oddities
-from tests.loop_fuzzing.models import EXPANDED, ODD_BUFFERS
+from tests.loop_fuzzing.models import EXPANDED, ODD_BUFFERS, OLD_NORMS
 
 _BUFFERED = ("batch_norm",)
 _NORMS_WITH_BUFFERS = ("spectral_norm", "old_spectral_norm")
@@ -67,12 +67,13 @@ class OddLoop:
     def is_raced(self, model: int) -> bool:
         """Whether two backwards at once give what depends on which is faster, in torch, too.
 
-        What a hook changes twice does, a sum of more than two gradients, and what forwards write
-        into buffers.
+        What a hook changes twice does, a sum of more than two gradients, what forwards write into
+        buffers, and joined parameters: torch may give one of them a view of memory that this graph
+        has yet to read for another one, and the other thread then adds to it.
         """
-        learns = set(self.loop.models[model].extras) & set(_LEARNED)
-        hooked = any(one.do == "hook" for one in self.actions)
-        return hooked or bool(learns) or self.forgets(model)
+        raced = {*_LEARNED, "joined"} & set(self.loop.models[model].extras)
+        changed = any(one.do in ("hook", "change_gradients") for one in self.actions)
+        return changed or bool(raced) or self.forgets(model)
 
     def has_own_steps(self) -> bool:
         """Whether a wrapper made after `prepare` would see this rank's own gradients, or does."""
@@ -546,7 +547,7 @@ class OddLoop:
                 given = {"how": self.draw(oddities.ASIDES), "times": self.random.randint(1, 4)}
                 if self.loop.serves and given["how"] in ("optimizer", "state"):
                     given["how"] = "state_dict"
-                if given["how"] == "deepcopy" and "old_weight_norm" in norms:
+                if given["how"] == "deepcopy" and norms & set(OLD_NORMS):
                     # Torch copies no module whose weight a forward has computed.
                     given["how"] = "state_dict"
                 look = d.Action("look_aside", model, self.ranks(), given)

@@ -213,7 +213,10 @@ class Program(Oddities):
             self.scalers[model].unscale_(self.optimizers[model])
         parameters = self.models[model].parameters()
         if how == "value":
-            nn.utils.clip_grad_value_(parameters, limit)
+            # Some versions of torch fail where no parameter has a gradient.
+            with_gradients = [one for one in parameters if one.grad is not None]
+            if with_gradients:
+                nn.utils.clip_grad_value_(with_gradients, limit)
         else:
             norm = nn.utils.clip_grad_norm_(parameters, limit, foreach=how == "norm-foreach")
             self.note("norm", [norm])

@@ -28,7 +28,7 @@ REFUSALS: dict[str, str] = {
     "reformat": r"was converted after prepare",
 }
 """Constructs that may be refused, and the words of the refusal."""
-LATE = ("thawed", "all_inside")
+LATE = ("all_inside",)
 """Those that are refused at `optimizer.step()`, when the program may have seen wrong gradients."""
 
 

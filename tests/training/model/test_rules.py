@@ -117,7 +117,9 @@ def test_frozen_parameter_that_is_trained_later() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         session.prepare(model, optimizer)
         model[0].requires_grad_(True)
-        backward(model)
+        # Before anything is read or stepped, by hand or otherwise.
+        with pytest.raises(gradlane.UsageError, match=r"'0\.weight' was frozen"):
+            backward(model)
         with pytest.raises(gradlane.UsageError, match=r"'0\.weight' was frozen"):
             optimizer.step()
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +90,15 @@ def listening(answer: bytes | None) -> Iterator[int]:
                 if answer is None:
                     kept.append(client)
                     continue
-                client.sendall(answer)
-                client.close()
+                # The caller may have gone already.
+                with client, suppress(OSError):
+                    client.sendall(answer)
 
-        threading.Thread(target=serve, daemon=True).start()
+        server = threading.Thread(target=serve, daemon=True)
+        server.start()
         yield listener.getsockname()[1]
         listener.shutdown(socket.SHUT_RDWR)
+        server.join(PATIENCE_S)
         for client in kept:
             client.close()
 

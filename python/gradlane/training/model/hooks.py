@@ -194,6 +194,7 @@ class HookManager:
         self._optimizer = optimizer
         self._entries = entries
         self._trained = [entry for entry in entries if entry.trained]
+        self._frozen = [entry for entry in entries if not entry.trained]
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
         self._modules = list(model.modules())
         self._children = [tuple(module._modules.values()) for module in self._modules]
@@ -401,8 +402,16 @@ class HookManager:
         for module, children, owned in zip(self._modules, self._children, self._owned, strict=True):
             if not _same(module._modules, children) or not _same(module._parameters, owned):
                 raise UsageError(self._describe_change())
-        for entry in self._entries:
-            if not entry.trained and entry.tensor.requires_grad:
+        self.check_still_frozen()
+
+    def check_still_frozen(self) -> None:
+        """Check that no parameter is trained that was frozen: no gradient of it is averaged.
+
+        Raises:
+            UsageError: one is.
+        """
+        for entry in self._frozen:
+            if entry.tensor.requires_grad:
                 raise UsageError(
                     f"parameter {entry.name!r} was frozen when the model was prepared and is "
                     "trained now: call session.prepare(model, optimizer) again, on all ranks"

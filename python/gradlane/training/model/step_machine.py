@@ -66,6 +66,13 @@ class ModelHooks(Protocol):
             Whether the hook of this parameter is called again later in this backward.
         """
 
+    def check_still_frozen(self) -> None:
+        """Check that no parameter is trained that was frozen; called as a backward begins.
+
+        Raises:
+            UsageError: one is.
+        """
+
     def mark_stale(self) -> None:
         """Have compiled code wait before it uses any parameter again."""
 
@@ -273,6 +280,7 @@ class StepMachine:
         task = torch._C._current_graph_task_id()
         if task in self._running_backwards or task == -1:
             return False
+        self._hooks.check_still_frozen()
         self._running_backwards.add(task)
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(functools.partial(self._running_backwards.discard, task))

@@ -231,6 +231,18 @@ def frozen_between(defer: bool | None) -> None:
     run_ranks(2, lambda session: frozen(session, defer))
 
 
+def thawed(session: Any, defer: bool | None) -> None:
+    model: Any = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    model[0].requires_grad_(False)
+    session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), defer=defer)
+    model[0].requires_grad_(True)
+    model(torch.ones(1, 1)).sum().backward()
+
+
+def trained_though_frozen_in_prepare(defer: bool | None) -> None:
+    run_ranks(2, lambda session: thawed(session, defer))
+
+
 def cleared(one: Training) -> None:
     one.optimizer.state.clear()
 
@@ -319,6 +331,13 @@ CONSTRUCTS = [
         "`requires_grad_(False)` between forward and backward",
         frozen_between,
         note="no gradient, as in torch",
+    ),
+    Construct(
+        "Gradients by hand",
+        "`requires_grad_(True)` after `prepare`, on a parameter that was frozen",
+        trained_though_frozen_in_prepare,
+        refused="was frozen when the model was prepared",
+        note="in `backward()`",
     ),
     *(
         Construct("The optimizer's state by hand", name, _state_changed(change))
