@@ -31,6 +31,7 @@ mod float_dtype;
 mod reduce;
 mod sgd;
 mod sparse;
+mod squares;
 mod tensor_codec;
 mod variant;
 
@@ -49,5 +50,6 @@ pub use sgd::{
     SgdStep,
 };
 pub use sparse::{DgcOptions, SparseError, TopkOptions};
+pub use squares::square_sum;
 pub use tensor_codec::TensorCodec;
 pub use variant::{Variant, VariantError};

@@ -7,6 +7,7 @@ use crate::jobs::{JobQueue, Running, Task, Then};
 use crate::plan::Plan;
 use crate::rank_set::RankSet;
 use crate::session::Clock;
+use crate::squares::Squares;
 use crate::transmit::{Body, EncodeQueue, Message, OrderKey, OrderKeys, PriorityTable, Scheduler};
 use crate::worker::{Install, Worker};
 use alloc::collections::VecDeque;
@@ -31,6 +32,7 @@ pub(crate) struct Cx {
     pub(crate) buffers: BufferTable,
     pub(crate) events: VecDeque<Event>,
     pub(crate) worker: Worker,
+    pub(crate) squares: Squares,
     /// Why a component cannot go on: the engine ends the session.
     pub(crate) abort: Option<String>,
 }
@@ -59,6 +61,22 @@ impl Cx {
     /// Key of a slice's message or job in the strategy's order.
     pub(crate) fn slice_key(&mut self, step: Step, priority: Priority, slice: SliceId) -> OrderKey {
         self.keys.slice(step, priority, self.plan.slice(slice).tensor, slice)
+    }
+
+    /// Key of a reduced slice's message. Where the norm of all gradients is awaited, means go after
+    /// what has still to be reduced: until then nobody can use them.
+    pub(crate) fn result_key(
+        &mut self,
+        step: Step,
+        priority: Priority,
+        slice: SliceId,
+    ) -> OrderKey {
+        let key = self.slice_key(step, priority, slice);
+        if self.squares.are_measured(step) {
+            key.on_second_leg()
+        } else {
+            key
+        }
     }
 
     /// "Push of slice 7 of "fc.weight" in step 3".
@@ -231,8 +249,27 @@ impl Cx {
         }
     }
 
-    /// A slice's result is in place, or there is none.
+    /// A slice's result is in place, or there is none. Its squares are added up first, where this
+    /// rank owes them.
     pub(crate) fn slice_done(&mut self, slice: SliceId, has_value: bool) {
+        if self.owes_squares(slice) {
+            if has_value {
+                return self.queue_job(slice, self.worker.step(), Task::AddSquares);
+            }
+            self.add_squares(None);
+        }
+        self.finish_slice(slice, has_value);
+    }
+
+    /// Starts to add up the squares of an owned slice.
+    pub(crate) fn start_squares(&mut self, slice: SliceId, step: Step) -> Job {
+        let operation = Operation::AddSquares { input: self.gradient_region(slice) };
+        let (spent, then) = (Vec::new(), Then::AddedSquares);
+        self.start(operation, Running { slice, step, spent, then })
+    }
+
+    /// A slice's result may be released.
+    pub(crate) fn finish_slice(&mut self, slice: SliceId, has_value: bool) {
         self.worker.finish(&self.plan, slice, has_value, &mut self.events);
     }
 

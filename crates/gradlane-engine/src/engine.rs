@@ -13,6 +13,7 @@ use crate::plan::Plan;
 use crate::ps::{lacks_initial, StepEntry};
 use crate::schemes::Schemes;
 use crate::session::{Blame, Clock, PrioritySwitch, Session, REASON_BYTES_MAX};
+use crate::squares::Squares;
 use crate::transmit::{EncodeQueue, OrderKey, OrderKeys, PendingEncode, PriorityTable, Scheduler};
 use crate::violation::{violation, Validated};
 use crate::worker::{Submission, Worker};
@@ -21,7 +22,7 @@ use alloc::format;
 use alloc::string::{String, ToString};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
-use gradlane_units::{Priority, Rank, Step, TensorId, Time};
+use gradlane_units::{Priority, Rank, SquareSum, Step, TensorId, Time};
 use gradlane_wire::{escaped, FrameFlags, FrameHeader, FrameKind, PayloadForm, MAX_FRAME_BYTES};
 
 /// One rank's communication engine.
@@ -65,6 +66,7 @@ impl Engine {
                 buffers: BufferTable::default(),
                 events: VecDeque::new(),
                 worker: Worker::new(&plan),
+                squares: Squares::default(),
                 abort: None,
                 plan,
             },
@@ -161,6 +163,10 @@ impl Engine {
                 Ok(())
             }
             Input::SendRaw(step) => self.send_raw(step),
+            Input::MeasureSquares(tensors, step) => {
+                self.check_step("measure_squares", step)?;
+                self.cx.measure_squares(step, tensors)
+            }
             Input::StepEnd(step) => self.end_step(step),
             Input::SwitchPriorities(priorities) => {
                 self.session.check_open()?;
@@ -193,6 +199,7 @@ impl Engine {
         }
         self.check_complete(step)?;
         self.cx.worker.begin(&self.cx.plan);
+        self.cx.squares.enter(step);
         self.cx.clock.progressed();
         self.cx.enter_priorities(step);
         self.check_departed();
@@ -280,6 +287,7 @@ impl Engine {
             return Err(UsageError::Twice { name: name.clone(), step });
         }
         self.cx.worker.submit(tensor, submission);
+        self.cx.check_squares_are_wanted();
         self.cx.clock.progressed();
         if !self.switch.holds(step, tensor) {
             self.contribute(tensor);
@@ -403,6 +411,8 @@ impl Engine {
                 self.peer_aborted(from, payload);
                 Ok(())
             }
+            FrameKind::SquareSum if self.session.has_ended() => Ok(()),
+            FrameKind::SquareSum => self.cx.take_squares(from, header, payload),
             FrameKind::Suspect => self.session.take_suspicion(&mut self.cx, from, payload),
             _ => Ok(()),
         }
@@ -452,6 +462,7 @@ impl Engine {
         let (slice, step) = (job.slice, job.step);
         Some(match job.task {
             Task::Install(buffer) => self.cx.start_install(slice, step, buffer),
+            Task::AddSquares => self.cx.start_squares(slice, step),
             Task::Ps(task) => self.schemes.ps.start(&mut self.cx, slice, step, task),
             Task::Ring(task) => self.schemes.ring.start(&mut self.cx, slice, step, task),
         })
@@ -472,7 +483,8 @@ impl Engine {
     /// # Panics
     /// When the job was never handed out or is reported twice.
     pub fn handle_job_done(&mut self, id: JobId) {
-        self.finish_job(id, None);
+        let running = self.take_running(id);
+        self.finish_job(running, None, None);
     }
 
     /// The driver has done a job whose output is an encoding of this many bytes. Where all are equally
@@ -481,12 +493,25 @@ impl Engine {
     /// # Panics
     /// As [`Engine::handle_job_done`]; when there is no room for as many bytes.
     pub fn handle_encoded(&mut self, id: JobId, bytes: u64) {
-        self.finish_job(id, Some(bytes));
+        let running = self.take_running(id);
+        self.finish_job(running, Some(bytes), None);
     }
 
-    fn finish_job(&mut self, id: JobId, bytes: Option<u64>) {
-        let running =
-            self.cx.jobs.finish(id).expect("a job is reported once, after it was handed out");
+    /// The driver has added up squares ([`Operation::AddSquares`]); reported with
+    /// [`Engine::handle_job_done`], they count nothing.
+    ///
+    /// # Panics
+    /// As [`Engine::handle_job_done`].
+    pub fn handle_squares(&mut self, id: JobId, sum: &SquareSum) {
+        let running = self.take_running(id);
+        self.finish_job(running, None, Some(sum));
+    }
+
+    fn take_running(&mut self, id: JobId) -> Running {
+        self.cx.jobs.finish(id).expect("a job is reported once, after it was handed out")
+    }
+
+    fn finish_job(&mut self, running: Running, bytes: Option<u64>, squares: Option<&SquareSum>) {
         if self.session.has_ended() {
             return;
         }
@@ -495,6 +520,10 @@ impl Engine {
         spent.into_iter().for_each(|buffer| self.cx.release(buffer));
         match then {
             Then::Installed => self.cx.slice_done(slice, true),
+            Then::AddedSquares => {
+                self.cx.add_squares(squares);
+                self.cx.finish_slice(slice, true);
+            }
             Then::Wrote(output, written) => {
                 let done = Done { slice, step, output: output.fitted(bytes) };
                 self.job_wrote(done, written);

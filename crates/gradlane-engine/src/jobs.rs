@@ -13,6 +13,8 @@ use gradlane_units::{SliceId, Step};
 pub(crate) enum Task {
     /// Copy or decode a result from scratch into the tensor's memory.
     Install(BufferRef),
+    /// Add up the squares of an owned slice's mean.
+    AddSquares,
     Ps(ps::Task),
     Ring(ring::Task),
 }
@@ -30,6 +32,8 @@ pub(crate) struct Queued {
 pub(crate) enum Then {
     /// The result is in the tensor's memory.
     Installed,
+    /// The squares of an owned slice are added up.
+    AddedSquares,
     /// The buffer is written.
     Wrote(BufferRef, Written),
 }

@@ -28,6 +28,7 @@ mod rank_set;
 mod ring;
 mod schemes;
 mod session;
+mod squares;
 mod transmit;
 mod validate;
 mod violation;

@@ -500,7 +500,7 @@ impl ParameterServer {
         self.owner.keep(slice, step, pending);
         if unasked {
             let message = result_message(cx, slice, step, (buffer, form), priority);
-            let key = cx.slice_key(step, priority, slice);
+            let key = cx.result_key(step, priority, slice);
             cx.tx.push_shared(others, key, message);
         } else if cx.plan.strategy.pull == PullRule::AfterNotice {
             let header = cx.slice_header(FrameKind::Notify, step, slice, priority);
@@ -521,7 +521,7 @@ impl ParameterServer {
         if let Some(pending) = self.owner.pull(slice, step, rank) {
             let (result, priority) = ((pending.buffer, pending.form), pending.priority);
             let message = result_message(cx, slice, step, result, priority);
-            let key = cx.slice_key(step, priority, slice);
+            let key = cx.result_key(step, priority, slice);
             cx.tx.push(rank, key, message);
         }
     }

@@ -446,7 +446,10 @@ impl Ring {
         if let Some((Region { memory: Memory::Buffer(buffer), .. }, _)) = from {
             self.sending.insert((slice, step, kind), buffer);
         }
-        let key = cx.slice_key(step, priority, slice);
+        let key = match kind {
+            FrameKind::RingBroadcast => cx.result_key(step, priority, slice),
+            _ => cx.slice_key(step, priority, slice),
+        };
         cx.tx.push(topology.next(), key, Message { header, body });
     }
 

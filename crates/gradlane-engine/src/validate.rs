@@ -7,7 +7,7 @@ use crate::cx::Cx;
 use crate::session::{PrioritySwitch, Session};
 use crate::violation::{violation, Validated};
 use alloc::format;
-use gradlane_units::Rank;
+use gradlane_units::{Rank, SquareSum};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 
 /// Longest reason in an abort frame.
@@ -32,6 +32,13 @@ impl Cx {
         match kind {
             FrameKind::Abort if length <= ABORT_TEXT_BYTES_MAX => Ok(()),
             FrameKind::Abort => violation(format!("an abort with a reason of {length} bytes")),
+            FrameKind::SquareSum => {
+                let bytes = SquareSum::BYTES_MIN as u32..=SquareSum::BYTES_MAX as u32;
+                if bytes.contains(&length) {
+                    return Ok(());
+                }
+                violation(format!("a sum of squares of {length} bytes"))
+            }
             FrameKind::Suspect if length == 4 => Ok(()),
             FrameKind::Suspect => violation(format!("a suspicion of {length} bytes")),
             FrameKind::PlanSwitch => {

@@ -3,6 +3,7 @@
 use crate::blocks::Blocks;
 use crate::errors::{translate, Signals};
 use crate::listener::{spent, Listener};
+use crate::squares::SquareSum;
 use gradlane_net::{
     AdamOptions, Channel as CoreChannel, ChannelError as CoreError, ChannelOptions, Direction,
     SgdOptions, StateKind, StateRead, UpdateRule, UserMemory,
@@ -284,6 +285,24 @@ impl Channel {
     /// Let this rank's contributions to the step that has just begun travel as they are.
     fn send_raw(&self, step: u64) -> PyResult<()> {
         self.channel.send_raw(Step(step)).map_err(translate)
+    }
+
+    /// Have the owners add up the squares of the gradients of the first so many tensors in the step that
+    /// has just begun.
+    fn measure_squares(&self, tensors: u32, step: u64) -> PyResult<()> {
+        self.channel.measure_squares(TensorId(tensors), Step(step)).map_err(translate)
+    }
+
+    /// Wait for the sum of the squares of a step's gradients; means may still be on their way.
+    fn wait_squares(&self, py: Python<'_>, step: u64) -> PyResult<SquareSum> {
+        let sum = self
+            .waiting(py, move |channel, interrupt| channel.wait_squares(Step(step), interrupt))?;
+        Ok(SquareSum::of(sum))
+    }
+
+    /// Whether the owners can do that for the first so many tensors.
+    fn has_measurable_squares(&self, tensors: u32) -> bool {
+        self.channel.plan().has_measurable_squares(TensorId(tensors))
     }
 
     /// Copy what encoding this rank's contributions to a tensor has lost to an address with room for

@@ -32,7 +32,7 @@ fn values<'a>(pointer: usize, count: usize) -> PyResult<&'a mut [f32]> {
 }
 
 /// Bytes at an address that Python vouches for.
-fn bytes<'a>(pointer: usize, count: usize) -> PyResult<&'a mut [u8]> {
+pub(crate) fn bytes<'a>(pointer: usize, count: usize) -> PyResult<&'a mut [u8]> {
     if count == 0 {
         return Ok(&mut []);
     }

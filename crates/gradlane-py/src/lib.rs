@@ -14,6 +14,7 @@ mod log_to_stderr;
 mod plan;
 mod pulse;
 mod simulate;
+mod squares;
 
 /// The compiled core of gradlane.
 #[pyo3::pymodule]
@@ -36,6 +37,8 @@ mod _core {
     use crate::pulse::Pulse;
     #[pymodule_export]
     use crate::simulate::simulate;
+    #[pymodule_export]
+    use crate::squares::SquareSum;
 
     /// Runs when the module is imported.
     #[pymodule_init]

@@ -202,7 +202,8 @@ impl Run {
             | Event::LeftOut { .. } => {
                 self.noted_pace(rank, &event, time);
             }
-            Event::PlanSwitched { .. }
+            Event::SquaresReady { .. }
+            | Event::PlanSwitched { .. }
             | Event::Late { .. }
             | Event::BufferFree(_)
             | Event::Suspected { .. }
@@ -248,6 +249,7 @@ impl Run {
             | Operation::ReduceApply { inputs, output, .. } => {
                 charges.reduce_byte * inputs.len() as f64 * copies * output.length as f64
             }
+            Operation::AddSquares { input } => charges.reduce_byte * input.length as f64,
             Operation::Encode { .. } => encode,
             Operation::Decode { .. } => decode,
             Operation::DecodeReduceEncode { inputs, copy_to, .. } => {

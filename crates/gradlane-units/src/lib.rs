@@ -12,9 +12,11 @@ mod dtype;
 mod identity;
 mod quantity;
 mod rng;
+mod square_sum;
 
 pub use codec_sizes::{CodecSizes, RingBytes};
 pub use dtype::Dtype;
 pub use identity::{Priority, Rank, SliceId, Step, TensorId};
 pub use quantity::{Bytes, Rate, Time};
 pub use rng::Rng;
+pub use square_sum::SquareSum;

@@ -47,6 +47,9 @@ wire_enum! {
         Abort = 9,
         /// The sender has heard nothing from a rank for too long. Payload: the rank as `u32`.
         Suspect = 10,
+        /// The squares of all means that the sender has reduced in the header's step, added up. Payload: as
+        /// `SquareSum` of `gradlane-units` writes it.
+        SquareSum = 11,
         /// Piece of a slice's sum so far, from a rank to the next one of the ring. `hop` counts the
         /// contributions in it.
         RingReduce = 16,
@@ -84,6 +87,7 @@ impl FrameKind {
             FrameKind::Goodbye => "goodbye",
             FrameKind::Abort => "abort",
             FrameKind::Suspect => "suspect",
+            FrameKind::SquareSum => "squaresum",
             FrameKind::RingReduce => "ring-reduce",
             FrameKind::RingBroadcast => "ring-gather",
             FrameKind::Block => "block",

@@ -4,7 +4,7 @@
 use crate::api::{BufferRef, Failure, Region};
 use alloc::vec::Vec;
 use core::time::Duration;
-use gradlane_units::{Rank, SliceId, Step, TensorId};
+use gradlane_units::{Rank, SliceId, SquareSum, Step, TensorId};
 
 /// An event.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,6 +47,13 @@ pub enum Event {
         version: u64,
         /// Updates of the slice since the version that the rank had received.
         staleness: u64,
+    },
+    /// The squares of all gradients of a step are added up, exactly
+    /// ([`Input::MeasureSquares`](crate::Input::MeasureSquares)); means may still be on their way.
+    SquaresReady {
+        step: Step,
+        /// Over all ranks' slices; the same on all ranks.
+        sum: SquareSum,
     },
     /// The contributors of a step are known (synchrony `BackupWorkers`).
     ContributorsDecided {

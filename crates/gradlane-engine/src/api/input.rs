@@ -34,6 +34,10 @@ pub enum Input {
     /// In this step this rank's contributions travel as they are, whatever the plan says. It precedes
     /// the step's first contribution, on all ranks.
     SendRaw(Step),
+    /// In this step the squares of the means of the tensors before this one are added up by their
+    /// owners: [`Event::SquaresReady`](crate::Event::SquaresReady). It precedes the step's first
+    /// contribution, on all ranks.
+    MeasureSquares(TensorId, Step),
     /// The application has ended the step (`optimizer.step()`): with updates on the server,
     /// parameters may be written from now on.
     StepEnd(Step),

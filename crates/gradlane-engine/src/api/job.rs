@@ -131,6 +131,12 @@ pub enum Operation {
         /// On the last rank, where the mean that `sums` then stands for goes, in the same pass.
         copy_to: Option<Region>,
     },
+    /// The exact sum of the squares of `input`. To be reported with the sum
+    /// ([`Engine::handle_squares`](crate::Engine::handle_squares)).
+    AddSquares {
+        /// The mean of an owned slice.
+        input: Region,
+    },
     /// `to = decode(from)`.
     Decode {
         /// An encoded slice.

@@ -14,7 +14,7 @@ use alloc::string::{String, ToString};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::ops::Deref;
-use gradlane_units::{Rank, Time};
+use gradlane_units::{Rank, SquareSum, Time};
 use gradlane_wire::FrameHeader;
 
 /// A call of the driver.
@@ -30,6 +30,7 @@ pub enum Call {
     Control(Rank, FrameHeader, Vec<u8>),
     JobDone(JobId),
     Encoded(JobId, u64),
+    Squares(JobId, SquareSum),
     Now(Time),
     PeerLost(Rank, String),
     Suspect(Rank),
@@ -142,6 +143,7 @@ fn note(engine: &mut Engine, call: &Call) {
         Call::Sent(transmit) => engine.handle_sent(transmit),
         Call::JobDone(id) => engine.handle_job_done(*id),
         Call::Encoded(id, bytes) => engine.handle_encoded(*id, *bytes),
+        Call::Squares(id, sum) => engine.handle_squares(*id, sum),
         Call::Now(now) => engine.handle_time(*now),
         Call::PeerLost(peer, reason) => engine.handle_peer_lost(*peer, reason),
         Call::Suspect(peer) => drop(engine.suspect(*peer)),
@@ -248,6 +250,8 @@ impl JournaledEngine {
             Call::Control(from, *header, payload.to_vec()), protocol_of;
         handle_job_done(id: JobId), Call::JobDone(id), |&()| Decision::Done;
         handle_encoded(id: JobId, bytes: u64), Call::Encoded(id, bytes), |&()| Decision::Done;
+        handle_squares(id: JobId, sum: &SquareSum),
+            Call::Squares(id, sum.clone()), |&()| Decision::Done;
         handle_time(now: Time), Call::Now(now), |&()| Decision::Done;
         handle_peer_lost(peer: Rank, reason: &str),
             Call::PeerLost(peer, reason.to_string()), |&()| Decision::Done;

@@ -3,11 +3,13 @@
 use crate::plan::Order;
 use gradlane_units::{Priority, SliceId, Step, TensorId};
 
-/// Position in the order of sending: a strict order, smaller first. Older steps first, then larger
-/// priority (or earlier arrival), then tensor and slice, then arrival.
+/// Position in the order of sending: a strict order, smaller first. Older steps first; then the first
+/// leg, where the second one waits for it; then larger priority (or earlier arrival), then tensor and
+/// slice, then arrival.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct OrderKey {
     step: Step,
+    is_second_leg: bool,
     urgency: i64,
     tensor: TensorId,
     slice: SliceId,
@@ -44,13 +46,27 @@ impl OrderKeys {
             Order::Priority => -i64::from(priority.0),
             Order::Arrival => self.sequence as i64,
         };
-        OrderKey { step, urgency, tensor, slice, sequence: self.sequence }
+        let sequence = self.sequence;
+        OrderKey { step, is_second_leg: false, urgency, tensor, slice, sequence }
     }
 
     /// Key of a control message, a request or a notice: before every slice.
     pub(crate) fn control(&mut self) -> OrderKey {
         self.sequence += 1;
-        let (tensor, slice) = (TensorId(0), SliceId(0));
-        OrderKey { step: Step(0), urgency: i64::MIN, tensor, slice, sequence: self.sequence }
+        OrderKey {
+            step: Step(0),
+            is_second_leg: false,
+            urgency: i64::MIN,
+            tensor: TensorId(0),
+            slice: SliceId(0),
+            sequence: self.sequence,
+        }
+    }
+}
+
+impl OrderKey {
+    /// The same, after everything of its step that has still to be reduced.
+    pub(crate) fn on_second_leg(self) -> OrderKey {
+        OrderKey { is_second_leg: true, ..self }
     }
 }

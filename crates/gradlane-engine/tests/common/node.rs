@@ -5,7 +5,7 @@ use gradlane_engine::{
     Engine, EngineOptions, Event, Failure, Input, Job, Memory, Operation, PayloadDest, Plan,
     Region, Transmit,
 };
-use gradlane_units::{Rank, SliceId, Step, TensorId};
+use gradlane_units::{Rank, SliceId, SquareSum, Step, TensorId};
 use gradlane_wire::FrameHeader;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -33,6 +33,8 @@ pub struct Node {
     pub blocks: BTreeMap<(TensorId, Step), Vec<Option<Block>>>,
     /// Tensors whose blocks are all here and that this rank owes an answer.
     pub root_requests: Vec<(TensorId, Step)>,
+    /// Sums of squares of all gradients, by step.
+    pub squares: Vec<(Step, SquareSum)>,
     pub failure: Option<Failure>,
     pub suspicions: Vec<(Rank, Rank)>,
     pub closed: bool,
@@ -83,6 +85,7 @@ impl Node {
             left_out: Vec::new(),
             blocks: BTreeMap::new(),
             root_requests: Vec::new(),
+            squares: Vec::new(),
             failure: None,
             suspicions: Vec::new(),
             closed: false,
@@ -294,6 +297,13 @@ impl Node {
         }
     }
 
+    /// The sum of the squares of a region's values.
+    pub(super) fn square_sum(&self, region: Region) -> SquareSum {
+        let mut sum = SquareSum::default();
+        self.floats(region).iter().for_each(|&value| sum.add_square_of(f64::from(value)));
+        sum
+    }
+
     pub fn take_events(&mut self) {
         while let Some(event) = self.engine.poll_event() {
             match event {
@@ -316,6 +326,7 @@ impl Node {
                     }
                     self.decided.push((step, contributors));
                 }
+                Event::SquaresReady { step, sum } => self.squares.push((step, sum)),
                 Event::LeftOut { step, behind } => self.left_out.push((step, behind)),
                 Event::Late { .. } => {}
                 Event::PlanSwitched { version, step } => self.switched.push((version, step)),

@@ -4,7 +4,7 @@
 //! takes a lock only while a thread waits.
 
 use crate::sys::lock;
-use gradlane_units::{Step, TensorId};
+use gradlane_units::{SquareSum, Step, TensorId};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -17,6 +17,8 @@ pub(crate) enum WaitTarget {
     Step(Step),
     /// The choice of a step's contributors.
     Contributors(Step),
+    /// The sum of the squares of a step's gradients.
+    Squares(Step),
     /// Any tensor that became ready in a step and was not taken yet.
     AnyTensor(Step),
     /// Blocks of a tensor whose root this rank is.
@@ -41,6 +43,10 @@ pub(crate) struct CompletionTable {
     complete: AtomicU64,
     /// One more than the last step whose contributors are known.
     decided: AtomicU64,
+    /// One more than the last step whose squares are known.
+    measured: AtomicU64,
+    /// That step, and the sum.
+    squares: Mutex<Option<(Step, SquareSum)>>,
     /// Not zero when the session is over.
     ended: AtomicU64,
     finished: Mutex<VecDeque<(Step, TensorId, bool)>>,
@@ -57,6 +63,8 @@ impl CompletionTable {
             newest: AtomicU32::new(0),
             complete: AtomicU64::new(0),
             decided: AtomicU64::new(0),
+            measured: AtomicU64::new(0),
+            squares: Mutex::default(),
             ended: AtomicU64::new(0),
             finished: Mutex::default(),
             root_requests: Mutex::default(),
@@ -74,6 +82,7 @@ impl CompletionTable {
             },
             WaitTarget::Step(step) => (&self.complete, step),
             WaitTarget::Contributors(step) => (&self.decided, step),
+            WaitTarget::Squares(step) => (&self.measured, step),
             WaitTarget::AnyTensor(step) => {
                 return lock(&self.finished).iter().any(|&(at, ..)| at == step)
             }
@@ -130,6 +139,19 @@ impl CompletionTable {
     pub(crate) fn publish_contributors(&self, step: Step) {
         self.decided.store(step.0 + 1, Ordering::SeqCst);
         self.signal(WaitTarget::Contributors(step));
+    }
+
+    /// Publishes the sum of the squares of a step's gradients.
+    pub(crate) fn publish_squares(&self, step: Step, sum: SquareSum) {
+        *lock(&self.squares) = Some((step, sum));
+        self.measured.store(step.0 + 1, Ordering::SeqCst);
+        self.signal(WaitTarget::Squares(step));
+    }
+
+    /// Returns the sum of the squares of a step's gradients, until the next step's is there.
+    pub(crate) fn squares(&self, step: Step) -> Option<SquareSum> {
+        let known = lock(&self.squares);
+        known.as_ref().filter(|(at, _)| *at == step).map(|(_, sum)| sum.clone())
     }
 
     /// Publishes the end of the session and wakes every thread that waits.

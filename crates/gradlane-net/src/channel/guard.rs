@@ -12,12 +12,14 @@ pub(crate) struct ApiGuard {
     current: Option<Step>,
     /// By tensor: one more than the last step of a contribution.
     contributed: Vec<u64>,
+    /// The step in which squares are added up.
+    measured: Option<Step>,
 }
 
 impl ApiGuard {
     /// Makes the guard of a session before step 0.
     pub(crate) fn new(tensors: usize) -> ApiGuard {
-        ApiGuard { current: None, contributed: vec![0; tensors] }
+        ApiGuard { current: None, contributed: vec![0; tensors], measured: None }
     }
 
     /// Returns the step in force; step 0 before any.
@@ -51,6 +53,34 @@ impl ApiGuard {
             return Ok(());
         }
         Err(UsageError::WrongStep { call, step, current: self.current() })
+    }
+
+    /// Checks that squares may be added up in a step, and notes it.
+    pub(crate) fn measure_squares(
+        &mut self,
+        plan: &Plan,
+        tensors: TensorId,
+        step: Step,
+    ) -> Result<(), UsageError> {
+        self.check_step("measure_squares", step)?;
+        if tensors.index() > plan.tensors.len() || !plan.has_measurable_squares(tensors) {
+            let what = "squares cannot be added up by the owners of this plan's slices";
+            return Err(UsageError::Argument(what.to_owned()));
+        }
+        if self.contributed.contains(&(step.0 + 1)) {
+            let what = "measure_squares comes before the step's first contribution";
+            return Err(UsageError::Argument(what.to_owned()));
+        }
+        self.measured = Some(step);
+        Ok(())
+    }
+
+    /// Checks that squares are added up in a step.
+    pub(crate) fn check_measured(&self, step: Step) -> Result<(), UsageError> {
+        if self.measured == Some(step) {
+            return Ok(());
+        }
+        Err(UsageError::Argument(format!("no squares are added up in {step}")))
     }
 
     /// Checks that a tensor exists.

@@ -185,6 +185,20 @@ impl Channel {
         (missing.len(), name.unwrap_or_default())
     }
 
+    /// Makes the owners add up the squares of the gradients of the tensors before this one in the step
+    /// that has just begun: [`Channel::wait_squares`]. Every rank calls it, before its first
+    /// contribution.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] for another step, a call that comes too late, and plans whose owners
+    /// cannot do it ([`Plan::has_measurable_squares`]).
+    pub fn measure_squares(&self, tensors: TensorId, step: Step) -> Result<(), ChannelError> {
+        self.check()?;
+        lock(&self.guard).measure_squares(&self.plan, tensors, step)?;
+        self.shared.command(Command::Engine(Input::MeasureSquares(tensors, step)));
+        Ok(())
+    }
+
     /// Hands over a tensor's gradient (in step 0 the tensor itself). The channel owns the memory
     /// until the tensor is ready in this step; then it holds the result.
     ///

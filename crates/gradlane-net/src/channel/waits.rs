@@ -7,7 +7,7 @@ use crate::channel::shared::Command;
 use crate::error::ChannelError;
 use crate::sys::lock;
 use gradlane_engine::UsageError;
-use gradlane_units::{Step, TensorId};
+use gradlane_units::{SquareSum, Step, TensorId};
 use std::time::{Duration, Instant};
 
 /// Interval of the interrupt function while a call waits: within what a person notices, and too
@@ -95,6 +95,24 @@ impl Channel {
         }
         lock(&self.guard).check_step("wait_decided", step)?;
         self.wait_for(WaitTarget::Contributors(step), interrupt)
+    }
+
+    /// Waits until the squares of a step's gradients are added up, and returns their sum; means may
+    /// still be on their way.
+    ///
+    /// # Errors
+    /// As [`Channel::wait`]; [`ChannelError::Usage`] for a step without
+    /// [`Channel::measure_squares`].
+    pub fn wait_squares(
+        &self,
+        step: Step,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<SquareSum, ChannelError> {
+        self.check()?;
+        lock(&self.guard).check_measured(step)?;
+        self.wait_for(WaitTarget::Squares(step), interrupt)?;
+        let gone = || UsageError::Argument(format!("the squares of {step} are known no more"));
+        self.shared.completion.squares(step).ok_or_else(|| gone().into())
     }
 
     fn wait_for(

@@ -5,7 +5,7 @@ use super::optimizer::SliceState;
 use super::residual::WorkerResidual;
 use crate::metrics::JobKind;
 use gradlane_engine::{Job as Request, JobId};
-use gradlane_units::{SliceId, Step};
+use gradlane_units::{SliceId, SquareSum, Step};
 use std::fmt;
 
 /// The part of a slice's state that a job takes along and gives back. A late rank may encode its
@@ -17,11 +17,19 @@ pub(crate) enum JobState {
     OwnerResidual(Vec<f32>),
 }
 
+/// What a job tells the engine.
+#[derive(Debug)]
+pub(crate) enum Finding {
+    Nothing,
+    /// The length of the encoding that it has made.
+    EncodedBytes(u64),
+    Squares(SquareSum),
+}
+
 /// The outcome of a job.
 #[derive(Debug)]
 pub(crate) struct Outcome {
-    /// The length of an encoding, of jobs that make one.
-    pub(crate) result: Result<Option<u64>, JobError>,
+    pub(crate) result: Result<Finding, JobError>,
     pub(crate) state: Option<JobState>,
 }
 

@@ -1,7 +1,7 @@
 //! The jobs between the engine and the threads: started when the engine asks, reported when finished.
 
 use super::error::JobError;
-use super::job::FinishedJob;
+use super::job::{Finding, FinishedJob};
 use super::job_queue::JobQueue;
 use super::state::ComputeState;
 use crate::channel::shared::Shared;
@@ -91,8 +91,9 @@ impl JobRunner {
             self.state.store_state(job.slice, state);
         }
         match job.outcome.result {
-            Ok(Some(bytes)) => engine.handle_encoded(job.id, bytes),
-            Ok(None) => engine.handle_job_done(job.id),
+            Ok(Finding::EncodedBytes(bytes)) => engine.handle_encoded(job.id, bytes),
+            Ok(Finding::Squares(sum)) => engine.handle_squares(job.id, &sum),
+            Ok(Finding::Nothing) => engine.handle_job_done(job.id),
             Err(error) => return Err(self.failed(job.slice, error)),
         }
         Ok(())

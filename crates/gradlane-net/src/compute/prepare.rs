@@ -3,14 +3,14 @@
 
 use super::encoded::{self, EncodedParts, SliceCodec};
 use super::error::JobError;
-use super::job::{Job, JobState, Outcome};
+use super::job::{Finding, Job, JobState, Outcome};
 use super::kernels::{self, Averaging, ReduceMemory};
 use super::optimizer::{SliceState, StateKind};
 use super::quantized_ring;
 use super::state::ComputeState;
 use crate::memory::{InPlace, MemoryTable, ReadSpan, Span, WriteSpan};
 use crate::metrics::JobKind;
-use gradlane_codec::{FloatDtype, Place};
+use gradlane_codec::{square_sum, FloatDtype, Place};
 use gradlane_engine::{Job as Request, Operation, Region};
 
 /// Lends the memory of one operation.
@@ -80,15 +80,15 @@ impl Lender<'_> {
 }
 
 fn outcome(result: Result<(), JobError>, state: SliceState) -> Outcome {
-    Outcome { result: result.map(|()| None), state: Some(JobState::Slice(state)) }
+    Outcome { result: result.map(|()| Finding::Nothing), state: Some(JobState::Slice(state)) }
 }
 
 fn stateless(result: Result<(), JobError>) -> Outcome {
-    Outcome { result: result.map(|()| None), state: None }
+    Outcome { result: result.map(|()| Finding::Nothing), state: None }
 }
 
 fn encoding(result: Result<u64, JobError>, state: JobState) -> Outcome {
-    Outcome { result: result.map(Some), state: Some(state) }
+    Outcome { result: result.map(Finding::EncodedBytes), state: Some(state) }
 }
 
 /// The residual of this rank's contributions, where the codec keeps one.
@@ -115,6 +115,14 @@ impl ComputeState {
                 Ok(Job::new(request, JobKind::Copy, bytes, move || {
                     memory.seed_dest();
                     stateless(Ok(()))
+                }))
+            }
+            Operation::AddSquares { input } => {
+                let input = lend.read(input)?;
+                let dtype = FloatDtype::of(dtype).ok_or(JobError::PlainBytes)?;
+                Ok(Job::new(request, JobKind::Reduce, input.len(), move || {
+                    let sum = square_sum(dtype, &input);
+                    Outcome { result: Ok(Finding::Squares(sum)), state: None }
                 }))
             }
             Operation::Reduce { output, .. } | Operation::ReduceApply { output, .. }

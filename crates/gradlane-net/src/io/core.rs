@@ -160,6 +160,7 @@ impl Core {
                 self.store_blocks(tensor, step, &blocks);
                 self.shared.completion.publish_root_request(tensor, step);
             }
+            Event::SquaresReady { step, sum } => completion.publish_squares(step, sum),
             Event::StepComplete { step } => completion.publish_step(step),
             Event::Applied { rank, staleness, .. } => {
                 lock(&self.shared.metrics.staleness).note(rank, staleness);

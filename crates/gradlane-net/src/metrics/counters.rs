@@ -207,6 +207,7 @@ impl Metrics {
                 }
             }
             WaitTarget::AnyTensor(_)
+            | WaitTarget::Squares(_)
             | WaitTarget::Contributors(_)
             | WaitTarget::RootRequest
             | WaitTarget::End => {}
