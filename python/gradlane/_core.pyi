@@ -37,6 +37,27 @@ class Listener:
     def close(self) -> None:
         """Stop listening. A listener that a channel has taken stops with the channel."""
 
+class SquareSum:
+    """An exact sum of squares: no order of additions changes a bit of it."""
+
+    def __init__(self) -> None:
+        """Nothing is added up yet."""
+
+    def add(self, dtype: str, pointer: int, nbytes: int) -> None:
+        """Add the squares of contiguous elements, without the GIL.
+
+        Args:
+            dtype: `f32`, `f64`, `f16` or `bf16`.
+            pointer: address of the first element, to be read during the call.
+            nbytes: whole elements.
+
+        Raises:
+            ValueError: another dtype, or an address of 0.
+        """
+
+    def root(self) -> float:
+        """Return the square root of the sum: infinite or NaN where a summand is."""
+
 class Pulse:
     """Counts up in memory, on a thread that needs no GIL, until it is stopped or collected."""
 
@@ -285,6 +306,28 @@ class Channel:
         """Let this rank's contributions travel as they are in a step that has just begun.
 
         Every rank has to say so before its first contribution; a session whose ranks do not fails.
+        """
+
+    def has_measurable_squares(self, tensors: int) -> bool:
+        """Return whether owners can add up the squares of the first so many tensors."""
+
+    def measure_squares(self, tensors: int, step: int) -> None:
+        """Have the owners add up squares of the first tensors in a step that has just begun.
+
+        Every rank calls it, before its first contribution; a session whose ranks do not fails.
+
+        Raises:
+            ValueError: the plan's owners cannot do it, or the call comes too late.
+        """
+
+    def wait_squares(self, step: int) -> SquareSum:
+        """Wait, without the GIL, for the sum of the squares of a step's gradients.
+
+        Means may be still to come. The sum is there until that of the next step is.
+
+        Raises:
+            ValueError: no squares are added up in this step.
+            ChannelError: the channel has failed.
         """
 
     def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:

@@ -234,7 +234,9 @@ class Generator:
             "zero": self.random.choice(["start", "between", "end", "end"]),
             "whose": self.random.choice(["model", "optimizer"]),
             "to_none": self.chance(0.85),
-            "clip": self.random.choice([None, None, "norm", "norm-foreach", "value"]),
+            "clip": self.random.choice(
+                [None, None, "norm", "norm-foreach", "value", "session", "session"]
+            ),
             "read": self.random.choice([0.0, 0.15, 0.5]),
             "autocast": self.chance(0.12),
             "closure": self.chance(0.08),

@@ -271,6 +271,9 @@ class OddLoop:
         model = self.model()
         if not self.is_simple(model) or self.is_sparse():
             return
+        if set(EXPANDED) & set(self.loop.models[model].extras):
+            # Torch writes no memory that several elements share.
+            return
         for first, step in self.some_steps(model):
             given = self.actions[first].given
             if not set(given) <= {"through", "data"} or self.accumulates(first, step):

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from gradlane.training.core import load_core
+from gradlane.training.model.clipping import exact_norm
 from tests.loop_fuzzing.description import Action, Loop
 from tests.loop_fuzzing.models import BATCH, TOKENS, WIDTH, Stranger, build_model
 from tests.loop_fuzzing.oddities import Oddities
@@ -217,9 +219,23 @@ class Program(Oddities):
             with_gradients = [one for one in parameters if one.grad is not None]
             if with_gradients:
                 nn.utils.clip_grad_value_(with_gradients, limit)
+        elif how == "session":
+            self.note("norm", [self.clip_by_session(model, limit)])
         else:
             norm = nn.utils.clip_grad_norm_(parameters, limit, foreach=how == "norm-foreach")
             self.note("norm", [norm])
+
+    def clip_by_session(self, model: int, limit: float) -> Tensor:
+        """Clip as a session does: by torch's rule and the exact norm."""
+        parameters = self.models[model].parameters()
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        wide = any(one.dtype is torch.float64 for one in gradients)
+        dtype = torch.float64 if wide else torch.float32
+        norm = torch.tensor(exact_norm(load_core(), gradients), dtype=dtype, device="cpu")
+        factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor)
+        return norm
 
     # ---- updates
 

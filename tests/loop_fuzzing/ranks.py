@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 import gradlane
@@ -53,6 +54,10 @@ class RankProgram(Program):
 
     def synchronize(self, model: int) -> None:
         self.session.synchronize()
+
+    def clip_by_session(self, model: int, limit: float) -> Tensor:
+        norm: Tensor = self.session.clip_grad_norm_(limit, model=self.models[model])
+        return norm
 
     def connect(self, model: int) -> None:
         with self.default_device("prepare"):

@@ -135,7 +135,9 @@ class Reference:
             # A scaler looks for infinities in averages, also where all backwards were apart.
             if given.get("closure") is None:
                 self._average(action.model)
-        elif self._sees_gradients(action) and self._begun[action.model]:
+        elif (given.get("how") == "session" and action.do == "clip") or (
+            self._sees_gradients(action) and self._begun[action.model]
+        ):
             self._average(action.model)
 
     def _before_rank(self, rank: int, action: Action) -> None:

@@ -79,8 +79,12 @@ def compare(loop: Loop, expected: list[list[Note]], outcomes: list[Outcome]) -> 
     refusal = _refused_oddity(loop, expected, outcomes)
     if refusal is not None:
         return refusal
+    # Whoever is refused a gradient tells the others, who may have seen its first part by then.
+    refused = [one.action for one in outcomes if _is_refusal(one.error, loop.strange)]
+    ended = all(one.error is not None for one in outcomes)
+    until = min(refused) if refused and ended else None
     for rank, (wanted, outcome) in enumerate(zip(expected, outcomes, strict=True)):
-        difference = _first_difference(loop, wanted, outcome)
+        difference = _first_difference(loop, wanted, outcome, before=until)
         if difference is not None:
             return Verdict(difference[0], f"rank {rank}: {difference[1]}")
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]

@@ -37,6 +37,23 @@ class Blocks(Protocol):
         """Release the blocks; their memory may not be read afterwards."""
 
 
+class SquareSum(Protocol):
+    """An exact sum of squares."""
+
+    def add(self, dtype: str, pointer: int, nbytes: int) -> None:
+        """Add the squares of contiguous elements of dtype `f32`, `f64`, `f16` or `bf16`."""
+
+    def root(self) -> float:
+        """Return the square root of the sum: infinite or NaN where a summand is."""
+
+
+class SquareSumType(Protocol):
+    """The constructor of sums of squares."""
+
+    def __call__(self) -> SquareSum:
+        """Make a sum of nothing."""
+
+
 class Channel(Protocol):
     """Connections to all ranks and an engine on its own threads, for one prepared model."""
 
@@ -89,6 +106,16 @@ class Channel(Protocol):
 
     def send_raw(self, step: int) -> None:
         """Send this rank's contributions to a step that has just begun without codecs."""
+
+    def has_measurable_squares(self, tensors: int) -> bool:
+        """Return whether the owners of slices can add up the squares of the first tensors."""
+
+    def measure_squares(self, tensors: int, step: int) -> None:
+        """Have the owners add up the squares of the first tensors in the step that has just begun;
+        all ranks call it, before their first contribution."""
+
+    def wait_squares(self, step: int) -> SquareSum:
+        """Wait for the sum of the squares of a step's gradients; means may be still to come."""
 
     def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
         """Copy the residual of this rank's encoding of a tensor to `count` f32 values."""
@@ -277,6 +304,10 @@ class CoreModule(Protocol):
     @property
     def ChannelTimeout(self) -> type[Exception]:  # noqa: N802
         """Raised when there was no progress in time; arguments as for `ChannelError`."""
+
+    @property
+    def SquareSum(self) -> SquareSumType:  # noqa: N802
+        """The class of sums of squares."""
 
     @property
     def plan_json(self) -> PlanBuilder:

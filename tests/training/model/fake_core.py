@@ -20,6 +20,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from gradlane._core import SquareSum
 from gradlane.training.core import CoreRow
 
 _TORCH_DTYPES = {
@@ -29,6 +30,9 @@ _TORCH_DTYPES = {
     "f64": torch.float64,
     "u8": torch.uint8,
 }
+
+
+_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
 class ChannelError(Exception):
@@ -270,6 +274,7 @@ class FakeChannel:
         self.timeout_s = timeout_s
         self.step = -1
         self.own_failure: str | None = None
+        self.measured = (0, -1)
         with world.changed:
             world.joined.add(rank)
             world.changed.notify_all()
@@ -365,6 +370,33 @@ class FakeChannel:
 
     def send_raw(self, step: int) -> None:
         self._check()
+
+    def has_measurable_squares(self, tensors: int) -> bool:
+        gathers = any(self.world.gathers(tensor) for tensor in range(tensors))
+        return self.world.plan["update"] == "worker" and not gathers
+
+    def measure_squares(self, tensors: int, step: int) -> None:
+        self._check()
+        assert step == self.step and not self.world.round(step).ready
+        self.measured = (tensors, step)
+
+    def wait_squares(self, step: int) -> SquareSum:
+        tensors, measured = self.measured
+        assert step == measured
+        with self.world.changed:
+            lent, ranks = self.world.round(step).lent, self.world.world_size
+            self._wait_for(
+                lambda: all(len(lent.get(tensor, ())) == ranks for tensor in range(tensors))
+            )
+            means = [
+                self.world.mean(step, tensor, lent[tensor])
+                for tensor in range(tensors)
+                if any(one.values is not None for one in lent[tensor].values())
+            ]
+        squares = SquareSum()
+        for mean in means:
+            squares.add(_NAMES[mean.dtype], mean.data_ptr(), mean.nbytes)
+        return squares
 
     def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
         raise AssertionError("nothing is encoded here, so nothing is kept of it")
@@ -467,6 +499,8 @@ class FakeChannel:
 
 class FakeCore:
     """Stands in for the module `gradlane._core`; shared by the threads of one test."""
+
+    SquareSum = SquareSum
 
     Listener: Any = FakeListener
     Pulse: Any = None

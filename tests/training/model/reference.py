@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import fractions
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,6 +41,18 @@ def mean_in_rank_order(gradients: Sequence[Tensor | None]) -> Tensor | None:
         total = term if total is None else total + term
     assert total is not None
     return (total / len(gradients)).to(known.dtype)
+
+
+def exact_norm(gradients: Sequence[Tensor]) -> float:
+    """Return the norm of all values, rounded once: fractions have no other rounding."""
+    total = fractions.Fraction(0)
+    for gradient in gradients:
+        values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        for value in values.double().flatten().tolist():
+            if not math.isfinite(value):
+                return math.nan if math.isnan(value) else math.inf
+            total += fractions.Fraction(value) ** 2
+    return math.sqrt(float(total))
 
 
 def train_reference(
@@ -153,6 +167,19 @@ class ReferenceSession:
         for position, parameter in enumerate(model.parameters()):
             mean = mean_in_rank_order([one[position] for one in everyone])
             parameter.grad = None if mean is None else mean.clone()
+
+    def clip_grad_norm_(self, max_norm: float, *, model: nn.Module) -> Tensor:
+        """Average, and clip by the exact norm as torch does."""
+        if id(model) not in self._averaged:
+            self.average(model)
+        gradients = [one.grad for one in model.parameters() if one.grad is not None]
+        wide = any(one.dtype in (torch.float64, torch.complex128) for one in gradients)
+        exact = exact_norm(gradients)
+        norm = torch.tensor(exact, dtype=torch.float64 if wide else torch.float32)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor)
+        return norm
 
     def forget(self) -> None:
         """Forget that gradients were averaged: the step is not taken."""

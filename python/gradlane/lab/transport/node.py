@@ -31,7 +31,14 @@ from gradlane.lab.cluster.machine import IDLE, SOFTIRQ, STOLEN, WAITING, machine
 from gradlane.lab.cluster.namespaces import INTERFACE
 from gradlane.planning.probe.stream import run_stream
 from gradlane.training import core as core_module
-from gradlane.training.core import Channel, CoreModule, ListenerType, PlanBuilder, PulseType
+from gradlane.training.core import (
+    Channel,
+    CoreModule,
+    ListenerType,
+    PlanBuilder,
+    PulseType,
+    SquareSumType,
+)
 from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.session.start import open_session
 
@@ -70,6 +77,10 @@ class _KeepingCore:
     @property
     def ChannelTimeout(self) -> type[Exception]:  # noqa: N802
         return self._core.ChannelTimeout
+
+    @property
+    def SquareSum(self) -> SquareSumType:  # noqa: N802
+        return self._core.SquareSum
 
     @property
     def plan_json(self) -> PlanBuilder:

@@ -186,9 +186,13 @@ class ConsistencyCheck:
         sample = 0 if step is None else self._agreement.sample(step)
         return RankStatus(self.ending, shadow, self.digest, sample=sample)
 
-    def note_hyperparameters(self) -> None:
-        """Take the digest of the hyper-parameters for this step."""
-        self.digest = self._hyperparameters.digest()
+    def note_hyperparameters(self, clipping: tuple[float, ...] = ()) -> None:
+        """Take the digest of the hyper-parameters for this step.
+
+        Args:
+            clipping: how its gradients are clipped.
+        """
+        self.digest = self._hyperparameters.digest(clipping)
 
     def compares_after(self, step: int) -> bool:
         """Return whether all ranks meet after a step to compare their parameters."""
@@ -262,8 +266,8 @@ def check_endings(statuses: Sequence[RankStatus], step: int) -> None:
             f"the optimizer's hyper-parameters in step {step} differ between {told}: set them "
             "alike on all ranks (a scheduler that looks at a loss needs the same loss "
             "everywhere; one that counts batches needs the same count; the memory formats of "
-            "parameters count, too), and restart from the "
-            "last checkpoint",
+            "parameters and the norm that gradients are clipped to count, too), and restart from "
+            "the last checkpoint",
             step - 1,
         )
 
@@ -307,8 +311,12 @@ class Hyperparameters:
         self._last: list[tuple[object, ...]] = []
         self._digest = 0
 
-    def digest(self) -> int:
-        """Return a number of 24 bits, never 0; tensors among the hyper-parameters are left out."""
+    def digest(self, clipping: tuple[float, ...] = ()) -> int:
+        """Return a number of 24 bits, never 0; tensors among the hyper-parameters are left out.
+
+        Args:
+            clipping: how the gradients of this step are clipped.
+        """
         names = self._optimizer.defaults
         now = [
             tuple(group[name] for name in names if _is_numeric(group.get(name)))
@@ -317,6 +325,7 @@ class Hyperparameters:
         # Norms and factored moments add up in the order of the memory, so that it must be alike.
         for group in self._optimizer.param_groups:
             now.append(tuple(one.stride() for one in list.__iter__(group["params"])))
+        now.append(clipping)
         if self._digest == 0 or now != self._last:
             self._last = now
             self._digest = zlib.crc32(repr(now).encode()) % ((1 << _DIGEST_BITS) - 1) + 1

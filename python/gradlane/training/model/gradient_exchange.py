@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -21,6 +21,7 @@ from gradlane.training.carrier import Carrier
 from gradlane.training.core import Channel, CoreModule, translate_error
 from gradlane.training.factors.block import BlockError, Dense, Part
 from gradlane.training.factors.sending import FactorExchange
+from gradlane.training.model.clipping import exact_norm
 from gradlane.training.model.consistency_check import ConsistencyCheck, RankStatus
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.late_gradients import LateGradientBuffer
@@ -105,6 +106,12 @@ class GradientExchange:
         self._statuses: list[RankStatus] | None = None
         self._judged_step = 0
         self.step = 0
+        self.may_measure = not layout.factored and channel.has_measurable_squares(
+            len(layout.trained)
+        )
+        """Whether the norm of all gradients can be had before their means."""
+        self.measures = False
+        """Whether it can in this step."""
 
     @property
     def layout(self) -> StepLayout:
@@ -123,7 +130,12 @@ class GradientExchange:
     # ---- to the channel
 
     def begin(
-        self, status: RankStatus, optimizer: str | None = None, *, passes: bool = False
+        self,
+        status: RankStatus,
+        optimizer: str | None = None,
+        *,
+        passes: bool = False,
+        measures: bool = False,
     ) -> None:
         """Begin the next step, once the one before is complete everywhere.
 
@@ -131,6 +143,7 @@ class GradientExchange:
             status: this rank's.
             optimizer: hyper-parameters for updates on the servers, as JSON.
             passes: this rank takes no part in the step.
+            measures: the norm of all gradients will be asked for, on all ranks.
         """
         try:
             # Every tensor may be ready a moment before the channel counts the step as complete.
@@ -146,6 +159,9 @@ class GradientExchange:
             self.is_submitted = [False] * len(self._trained)
             self._submitted_buffers = self._layout.buffers is None
             self.step += 1
+            self.measures = measures
+            if measures:
+                self._channel.measure_squares(len(self._trained), self.step)
             if optimizer is not None:
                 self._channel.set_optimizer(self.step, optimizer)
             if self._layout.status is not None:
@@ -339,6 +355,18 @@ class GradientExchange:
         arrived.gradients += rebuilt
         self._match_layouts(arrived)
         return arrived
+
+    def wait_norm(self) -> float:
+        """Wait for the norm of all averaged gradients of this step; means may be still to come."""
+        try:
+            with WAIT_NOTIFIER, self._waiting(self.step, None):
+                return self._channel.wait_squares(self.step).root()
+        except self._core.ChannelError as error:
+            self._raise_failed(error, "waiting for the norm of all gradients")
+
+    def norm_of(self, gradients: Sequence[Tensor]) -> float:
+        """Return the norm of gradients that are here: the same bits as `wait_norm`."""
+        return exact_norm(self._core, gradients)
 
     def _rebuilt(self, index: int, *, wanted: bool) -> Tensor | None:
         """Return the mean that all ranks' factors make, if it is wanted."""

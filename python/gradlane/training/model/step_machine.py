@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from gradlane.errors import GradlaneError, SessionFailedError, UsageError
 from gradlane.training.factors.block import Part
 from gradlane.training.model.backward_passes import BackwardPassCounter
+from gradlane.training.model.clipping import StepClipping, norm_dtype
 from gradlane.training.model.consistency_check import ConsistencyCheck, RankStatus, StepEnding
 from gradlane.training.model.deferred_update import DeferredUpdate, undisturbed
 from gradlane.training.model.failure_latch import FailureLatch
@@ -139,6 +140,10 @@ class StepMachine:
         """Tensors of which the running backward gave factors."""
         self._server_settings = ""
         self._discards = False
+        self._clipping: StepClipping | None = None
+        """How the means of this step are clipped as they arrive."""
+        self._clipped_to: tuple[float, ...] = ()
+        """The norms that gradients of this step were clipped to, for all ranks to compare."""
         self._zeroed = True
         self._adds_up_on_means = False
         self._steps_whole = False
@@ -268,6 +273,9 @@ class StepMachine:
 
     def _check_in_time(self, index: int) -> None:
         """Begin a step with its first gradient, and refuse one that comes too late."""
+        if self._awaits_step:
+            # A backward of a forward before clipping.
+            self.attach()
         if self._phase is not Phase.BACKWARD:
             self._begin_local()
             if not self.accumulates:
@@ -322,7 +330,17 @@ class StepMachine:
         if self._server is not None:
             self._server_settings = self.exempt.run(self._server.checked_rows)
         status = self._consistency.status_for(None if shadow else self.step, shadow=shadow)
-        self._exchange.begin(status, self._server_settings if self.serves else None)
+        if self._clipping is not None:
+            # Nothing needed it, but the program may still read it.
+            self._clipping.norm.resolve()
+            self._clipping = None
+        # Whoever has clipped the last step clips this one: so do all ranks, at the same step.
+        measures = self._exchange.may_measure and bool(self._clipped_to)
+        if not shadow:
+            self._clipped_to = ()
+        self._exchange.begin(
+            status, self._server_settings if self.serves else None, measures=measures
+        )
         if self._order is not None and not self._order.is_empty:
             order, self._order = self._order, None
             self._exchange.switch_priorities(order)
@@ -348,6 +366,84 @@ class StepMachine:
                 self._failure.raise_failure()
                 self._local.check(self.step + 1)
                 self._begin_step()
+
+    # ---- clip_grad_norm_()
+
+    @property
+    def _awaits_step(self) -> bool:
+        """Whether the step's means will be clipped as they arrive, and it has not ended."""
+        return self._clipping is not None and self._phase is Phase.BACKWARD
+
+    def clip(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the averaged gradients of this step by the norm of all of them, as torch does.
+
+        Where the last step was clipped as well, nothing waits: the norm is there once every slice
+        is reduced, and means are clipped as they arrive. Otherwise all means are waited for.
+
+        Args:
+            max_norm: the largest norm that gradients keep.
+            norm_type: p of the p-norm; others than 2 wait for all means.
+            error_if_nonfinite: wait for the norm, and refuse one that is infinite or NaN.
+
+        Returns:
+            The norm before clipping, of no dimensions; it waits when it is read.
+
+        Raises:
+            RuntimeError: `error_if_nonfinite`, and the norm is not finite.
+            UsageError: the means cannot be had here or now.
+            GradlaneError: the session has failed.
+        """
+        with self._lock:
+            self._failure.raise_failure()
+            if self._server is not None:
+                raise UsageError(f"clip_grad_norm_() in step {self.step}: {_ON_SERVERS}")
+            if inside_backward() or self.accumulates:
+                where = "inside backward()" if inside_backward() else "inside session.no_sync()"
+                raise UsageError(
+                    f"clip_grad_norm_() {where} after step {self.step}: gradients are still to "
+                    "come; clip before optimizer.step(), outside of both"
+                )
+            if self._take_by_hand() and self._phase is Phase.LOCAL:
+                self.average_local()
+            self._running_backwards.clear()
+            clips_again = self._clipping is not None
+            self._clipped_to += (max_norm, norm_type)
+            if (
+                self._phase is Phase.BACKWARD
+                and norm_type == 2.0
+                and self._exchange.measures
+                and self._update.defers()
+                and not clips_again
+            ):
+                self._submit_rest()
+                dtype = norm_dtype(entry.dtype for entry in self._trained)
+                clipping = StepClipping(max_norm, dtype, self._exchange.wait_norm)
+                self._clipping = clipping
+                self._refresh()
+            else:
+                clipping = self._clip_now(max_norm, norm_type)
+            if error_if_nonfinite:
+                clipping.check_finite()
+            return clipping.norm
+
+    def _clip_now(self, max_norm: float, norm_type: float) -> StepClipping:
+        """Clip the gradients in `.grad`, after all means are there."""
+        self.attach()
+        self.settle()
+        found = [raw_grad(entry.tensor) for entry in self._trained]
+        gradients = [gradient for gradient in found if gradient is not None]
+        if norm_type == 2.0:
+            norm = self._exchange.norm_of(gradients)
+        else:
+            norms = [torch.linalg.vector_norm(one.detach(), norm_type).cpu() for one in gradients]
+            together = torch.stack(norms) if norms else torch.zeros(1)
+            norm = float(torch.linalg.vector_norm(together, norm_type))
+        dtype = norm_dtype(gradient.dtype for gradient in gradients)
+        clipping = StepClipping(max_norm, dtype, lambda: norm)
+        clipping.scale(gradients)
+        return clipping
 
     # ---- optimizer.step()
 
@@ -388,17 +484,12 @@ class StepMachine:
         """Bring a step to where it can be applied: all submitted, or the mean in `.grad`."""
         self._failure.raise_failure()
         self._running_backwards.clear()
-        if self._phase in (Phase.IDLE, Phase.PENDING):
-            self.settle()
-            if all(raw_grad(entry.tensor) is None for entry in self._trained):
-                raise UsageError(
-                    f"optimizer.step() without any gradient since step {self.step}: every rank "
-                    "must run backward() on at least one trained parameter in each step, or put "
-                    "gradients into .grad"
-                )
-            self._local.clear()
-            self._adds_up_on_means = False
-            self._phase = Phase.LOCAL
+        if not self._take_by_hand():
+            raise UsageError(
+                f"optimizer.step() without any gradient since step {self.step}: every rank "
+                "must run backward() on at least one trained parameter in each step, or put "
+                "gradients into .grad"
+            )
         self._check_unchanged()
         if self._adds_up_on_means:
             warnings.warn(
@@ -416,7 +507,23 @@ class StepMachine:
         elif self._phase is Phase.BACKWARD and not self._update.defers():
             self.attach()
         self._passes.learn()
-        self._consistency.note_hyperparameters()
+        self._consistency.note_hyperparameters(self._clipped_to)
+
+    def _take_by_hand(self) -> bool:
+        """Take gradients in `.grad` for local ones where no backward made them.
+
+        Returns:
+            Whether there are gradients of any kind.
+        """
+        if self._phase not in (Phase.IDLE, Phase.PENDING):
+            return True
+        self.settle()
+        if all(raw_grad(entry.tensor) is None for entry in self._trained):
+            return False
+        self._local.clear()
+        self._adds_up_on_means = False
+        self._phase = Phase.LOCAL
+        return True
 
     def _check_server_settings(self, settings: str) -> None:
         if settings != self._server_settings:
@@ -449,6 +556,9 @@ class StepMachine:
             warnings.warn(notice, UserWarning, stacklevel=4)
 
     def _submit_rest(self) -> None:
+        """Submit what is left of this step, once."""
+        if self._clipping is not None:
+            return
         # A list of parameters made in inference mode must not leave such tensors in `.grad`.
         with torch.inference_mode(False), torch.no_grad():
             self._exchange.submit_rest()
@@ -540,8 +650,9 @@ class StepMachine:
 
     def _submit_nothing_more(self, *, shadow: bool) -> None:
         self._discards = True
-        self._exchange.submit_rest(discards=True)
-        self._exchange.submit_buffers(shadow=shadow)
+        if self._clipping is None:
+            self._exchange.submit_rest(discards=True)
+            self._exchange.submit_buffers(shadow=shadow)
 
     # ---- steps that this rank takes no part in, or that are none of training
 
@@ -653,11 +764,24 @@ class StepMachine:
             if self._phase is not Phase.BACKWARD:
                 return
             self._submit_rest()
-            for index, gradient in self._exchange.take(None).gradients:
-                set_raw_grad(self._trained[index].tensor, gradient)
+            arrived = self._exchange.take(None).gradients
+            self._clip_arrived(arrived)
+            self._clipping = None
+            for index, gradient in arrived:
+                parameter = self._trained[index].tensor
+                fresh = raw_grad(parameter)
+                if fresh is not None:
+                    # Of a backward after clipping: it adds up on the mean.
+                    with torch.no_grad(), torch.inference_mode(False):
+                        gradient.add_(fresh)
+                set_raw_grad(parameter, gradient)
             self._phase = Phase.ATTACHED
             self._lazy.settle()
             self._refresh()
+
+    def _clip_arrived(self, arrived: list[tuple[int, Tensor]]) -> None:
+        if self._clipping is not None:
+            self._clipping.scale([gradient for _, gradient in arrived])
 
     def settle(self) -> None:
         """Wait until every parameter has its update."""
@@ -685,6 +809,7 @@ class StepMachine:
 
     def _take_and_apply(self, needed: list[int] | None) -> None:
         arrived = self._exchange.take(needed, discards=self._discards or self.serves)
+        self._clip_arrived(arrived.gradients)
         if self._server is not None:
             for index in arrived.averaged:
                 self._server.note_update(index)
@@ -758,6 +883,9 @@ class StepMachine:
             self._order.note(indices, training=training is not False)
         if training and self._servers_update and torch.is_grad_enabled() and not inside_backward():
             self._refuse_begun_update("a forward after backward() and before optimizer.step()")
+        if training and self._awaits_step and torch.is_grad_enabled() and not inside_backward():
+            # Another backward before optimizer.step(): its gradients add up on the clipped means.
+            self.attach()
         if self._pending:
             self._settle_some(indices)
 
@@ -896,4 +1024,4 @@ class StepMachine:
         """Bring the two flags up to date that keep reads fast while nothing is under way."""
         failed = self._failure.error is not None
         self.lists_wait = failed or bool(self._pending) or self._order is not None
-        self.reads_wait = self.lists_wait or self._servers_update
+        self.reads_wait = self.lists_wait or self._servers_update or self._awaits_step

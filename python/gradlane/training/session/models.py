@@ -145,6 +145,29 @@ class PreparedModels:
             )
         return model, optimizer
 
+    def find(self, model: nn.Module | None, call: str) -> PreparedModel:
+        """Return a prepared model.
+
+        Args:
+            model: the user's; None: the only one.
+            call: what it is for, as the program has written it.
+
+        Raises:
+            UsageError: it was not prepared, or none or several were.
+        """
+        if model is None and len(self.prepared) == 1:
+            return self.prepared[0]
+        if model is None:
+            count = len(self.prepared) or "no"
+            raise UsageError(f"{call} with {count} prepared models: say which one by model=")
+        for prepared in self.prepared:
+            if prepared.model is model:
+                return prepared
+        raise UsageError(
+            f"{call} of a model ({type(model).__name__}) that this session has not prepared: give "
+            "the object that was given to session.prepare()"
+        )
+
     def _prepared_before(self, model: nn.Module) -> PreparedModel | None:
         """Return an earlier preparation of a model; refuse a model that shares parameters."""
         again = next((one for one in self.prepared if one.model is model), None)

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from torch import Tensor, nn
+
 from gradlane.errors import GradlaneError, SessionClosedError, UsageError
 from gradlane.formats.link_report import LinkReport
 from gradlane.training.arrays.exchange import ArrayExchange
@@ -243,6 +245,46 @@ class Session:
         finally:
             for steps, accumulates in before:
                 steps.accumulates = accumulates
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        model: nn.Module | None = None,
+    ) -> Tensor:
+        """Clip a model's averaged gradients by the norm of all of them; between backward and step.
+
+        As `torch.nn.utils.clip_grad_norm_`, which is right as well but waits for all means in each
+        step. Here the owners of slices add up the squares of what they have reduced: the norm is
+        known before the means are everywhere, and each mean is clipped as it arrives, during the
+        next forward. The first step that is clipped still waits, and so do other norms than the
+        2-norm, ranks that share a node's channel (`local`), stragglers and factors. All ranks clip
+        alike.
+
+        Args:
+            max_norm: the largest norm that gradients keep.
+            norm_type: p of the p-norm.
+            error_if_nonfinite: wait for the norm, and refuse one that is infinite or NaN.
+            model: the prepared model; None: the only one.
+
+        Returns:
+            The norm before clipping: of no dimensions, f32 or, with f64 gradients, f64, on the CPU.
+            It waits when it is read. Exact sums of squares, rounded once: the same bits whatever
+            the plan.
+
+        Raises:
+            RuntimeError: `error_if_nonfinite`, and the norm is not finite.
+            UsageError: no model, or one of several, is meant; inside `no_sync()` or `backward()`;
+                or updates run on the servers, where averaged gradients stay.
+            GradlaneError: the session has failed.
+        """
+        self._check_open()
+        prepared = self._models.find(model, "clip_grad_norm_()")
+        return prepared.steps.clip(
+            float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
+        )
 
     def join(self, *, throw_on_early_termination: bool = False) -> Join:
         """Return a context for loops over uneven data; all ranks run theirs inside.
