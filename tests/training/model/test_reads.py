@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -505,3 +506,56 @@ def test_a_session_that_was_given_up_disturbs_no_registration() -> None:
     finally:
         handle.remove()
     assert not given_up
+
+
+class SlowSGD(torch.optim.Optimizer):
+    """Tells when it is in the middle of a step, and stays there for a while."""
+
+    steps_per_parameter = True
+
+    def __init__(self, parameters: Any, entered: threading.Event) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+        self.entered = entered
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.entered.set()
+        time.sleep(0.2)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad)
+
+
+@pytest.mark.parametrize("of_model", [True, False])
+def test_no_thread_forgets_gradients_in_the_middle_of_another_ones_update(
+    of_model: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update begins when `zero_grad()` has been noted, and gradients are still there."""
+    bypass = StepMachine.bypass
+
+    def body(session: Any) -> float:
+        model: Any = nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(5.0)
+        entered = threading.Event()
+        optimizer = SlowSGD(model.parameters(), entered)
+        session.prepare(model, optimizer)
+
+        def saved_first(steps: StepMachine, call: Callable[[], None]) -> None:
+            entered.clear()
+            saving = threading.Thread(target=model.state_dict)
+            saving.start()
+            # In the first step there is nothing to wait for.
+            entered.wait(0.5)
+            bypass(steps, call)
+            saving.join(20)
+
+        monkeypatch.setattr(StepMachine, "bypass", saved_first)
+        for _ in range(3):
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            (model if of_model else optimizer).zero_grad()
+        return float(model.weight.item())
+
+    assert run_ranks(1, body) == [2.0]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradlane.training.modules.compiled import is_read_by_compiler
-from gradlane.training.modules.gradient_intake import raw_grad, set_raw_grad
+from gradlane.training.modules.gradient_intake import raw_grad
 
 _Result = TypeVar("_Result")
 
@@ -45,8 +45,11 @@ class AccessGuard(Protocol):
     def before_operation(self, parameter: Tensor) -> None:
         """Wait until a parameter's value may be used, or raise."""
 
-    def before_grad(self, parameter: Tensor, *, write: bool) -> None:
-        """Wait until `.grad` of a parameter may be read or written, or raise."""
+    def before_grad(self, parameter: Tensor) -> None:
+        """Wait until `.grad` of a parameter may be read, or raise."""
+
+    def write_grad(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Set `.grad` of a parameter once it may be written, or raise."""
 
 
 _PROPERTIES = """
@@ -95,12 +98,11 @@ def _classes_for(own: type[Tensor], guard: AccessGuard) -> tuple[type[Tensor], t
 
     def get_grad(self: Tensor) -> Tensor | None:
         if not exempt.depth and not is_read_by_compiler():
-            guard.before_grad(self, write=False)
+            guard.before_grad(self)
         return raw_grad(self)
 
     def set_grad(self: Tensor, gradient: Tensor | None) -> None:
-        guard.before_grad(self, write=True)
-        set_raw_grad(self, gradient)
+        guard.write_grad(self, gradient)
 
     def delete_grad(self: Tensor) -> None:
         set_grad(self, None)

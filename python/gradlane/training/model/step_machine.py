@@ -852,8 +852,9 @@ class StepMachine:
 
     def bypass(self, call: Callable[[], None]) -> None:
         """Run a call whose reads of parameters need no update, such as the model's `zero_grad`."""
-        # Neither pending updates nor its class matter; without this each read is a detour.
-        with torch._C.DisableTorchFunctionSubclass():
+        # Neither pending updates nor its class matter; without this each read is a detour. Another
+        # thread may be in the middle of an update, which needs gradients that must not go now.
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
             self.exempt.run(call)
 
     def before_read(self, parameter: Tensor, evaluates: bool = False) -> None:
@@ -957,8 +958,25 @@ class StepMachine:
             "call optimizer.step() first"
         )
 
-    def before_grad(self, parameter: Tensor, *, write: bool) -> None:
-        """Make `.grad` of a parameter right before it is read or written.
+    def write_grad(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Set `.grad` of a parameter, once it may be written.
+
+        Raises:
+            UsageError: the mean cannot be had here or now.
+        """
+        # Not in the middle of an update that another thread makes.
+        with self._lock:
+            if not self.exempt.depth:
+                self._failure.raise_failure()
+                index = self._index_of[id(parameter)]
+                if self._phase is Phase.BACKWARD:
+                    self._attach_for(index)
+                else:
+                    self._update.note_written(index)
+            set_raw_grad(parameter, gradient)
+
+    def before_grad(self, parameter: Tensor) -> None:
+        """Make `.grad` of a parameter right before it is read.
 
         After backward it is the mean over all ranks, and stays so until it is reset.
 
@@ -971,9 +989,6 @@ class StepMachine:
         index = self._index_of[id(parameter)]
         if self._phase is Phase.BACKWARD:
             self._attach_for(index)
-        elif write:
-            with self._lock:
-                self._update.note_written(index)
         else:
             self._settle_some((index,))
             moves = sys._getframe(2).f_code is _MOVES
