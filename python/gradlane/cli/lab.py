@@ -104,6 +104,12 @@ def lab_run(
         str | None,
         typer.Option(help="Stop a rank in bursts, such as rank=3,share=0.1 (burst=SECONDS, 0.5)."),
     ] = None,
+    clip: Annotated[
+        float | None,
+        typer.Option(
+            help="Clip to this norm: gradlane's by the session, others by torch."
+        ),
+    ] = None,
     json_path: JsonPath = None,
     html_path: HtmlPath = None,
 ) -> None:
@@ -137,6 +143,7 @@ def lab_run(
         servers=places.servers,
         serving=places.serving,
         straggler=None if straggler is None else parse_straggler(straggler),
+        clip_norm=clip,
     )
     require_writable(json_path, html_path, trace)
     _run_and_show(options, json_path, html_path)

@@ -36,6 +36,15 @@ class Communication(Protocol):
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return what the training loop shall use in place of the model and the optimizer."""
 
+    def clip(self, model: nn.Module, max_norm: float, *, replays: bool) -> None:
+        """Clip the averaged gradients by the norm of all of them, before the update.
+
+        Args:
+            model: the workload's own.
+            max_norm: the largest norm that gradients keep.
+            replays: an accelerator that is not here would do it in no time of the host's.
+        """
+
     def settle(self) -> None:
         """Wait until every parameter holds the last step's update."""
 
@@ -63,6 +72,11 @@ def prefixed(request: TrialRequest, store: "Store") -> "Store":
 
 class _Uncounted:
     """What nobody knows of communication that is none of gradlane's."""
+
+    def clip(self, model: nn.Module, max_norm: float, *, replays: bool) -> None:
+        """Clip by torch: all gradients are there."""
+        if not replays:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     def settle(self) -> None:
         """Nothing is under way: DDP, too, finishes inside backward."""
@@ -193,6 +207,10 @@ class Gradlane:
             model, optimizer, plan=self._plan
         )
         return prepared
+
+    def clip(self, model: nn.Module, max_norm: float, *, replays: bool) -> None:
+        """Clip by the session, as means arrive."""
+        self._session.clip_grad_norm_(max_norm)
 
     def keep_pace(self, steps: Iterable[int], on_pass: Callable[[], None]) -> Iterator[int]:
         """Go through those steps that this rank takes part in."""

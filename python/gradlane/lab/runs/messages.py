@@ -35,6 +35,7 @@ class TrialRequest:
         server_addresses: of those.
         straggles: whether a rank is stopped now and then; it does not make up for that.
         rate_bps: nominal rate of every port, for plans to say.
+        clip_norm: gradients are clipped to this norm before each update, or None.
     """
 
     job: str
@@ -57,6 +58,7 @@ class TrialRequest:
     server_addresses: list[str] = field(default_factory=list)
     straggles: bool = False
     rate_bps: float = 1e9
+    clip_norm: float | None = None
 
     @property
     def counted_steps(self) -> int:

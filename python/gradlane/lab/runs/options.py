@@ -44,6 +44,10 @@ class LabOptions:
         serving: so many ranks beside the workers, each a node of its own, own all slices of
             gradlane's strategies, and train nothing.
         straggler: the rank that is stopped now and then, or None.
+        clip_norm: clip gradients to this norm before each update, or None: gradlane's by the
+            session, others by torch. Where the accelerator is replayed the norm binds nothing, so
+            that gradients can be verified; others clip in no time, as they would there, and
+            gradlane adds up squares on the host, as it does with any accelerator.
     """
 
     workload: str
@@ -66,6 +70,7 @@ class LabOptions:
     servers: int | None = option(None, least=1)
     serving: int = option(0, least=0, most=NODES_MAX)
     straggler: StragglerSpec | None = None
+    clip_norm: float | None = option(None, above=0)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run.
@@ -115,6 +120,10 @@ class LabOptions:
                 f"a timeline shows one run of gradlane's and these are {runs}: name one of its "
                 "strategies and one rate, and repeat once, such as --strategy none,p3 --rate 4gbit"
             )
+        if self.clip_norm is not None:
+            alone = next((one.text for one in self.strategies if one.is_asynchronous), None)
+            if alone is not None:
+                raise ValueError(f"strategy {alone} clips nothing: run it without --clip")
         if self.profile_path is not None and not Path(self.profile_path).is_file():
             raise ValueError(f"there is no profile file {self.profile_path}")
 

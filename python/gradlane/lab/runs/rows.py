@@ -167,6 +167,7 @@ class Row:
         serving: so many ranks beside the workers own all slices, and only serve.
         straggler: `rank`, `share` and `burst_s` (real seconds) of the rank that was stopped now and
             then, or None. `step_s` and all that follows from it is of the other ranks then.
+        clip_norm: the norm that gradients were clipped to, or None.
         speedup_over_ddp: best DDP's step time of this repeat over this one's.
         step_over_bound: step time over the bound.
         over_repeats: medians over the repeats.
@@ -226,6 +227,7 @@ class Row:
     servers: int | None = None
     serving: int = 0
     straggler: dict[str, Any] | None = None
+    clip_norm: float | None = None
     speedup_over_ddp: float | None = None
     step_over_bound: float | None = None
     expected_tx_bytes: float | None = None
@@ -238,7 +240,15 @@ class Row:
     planned_slice_elems: int | None = None
     absent: frozenset[str] = field(
         default=frozenset(
-            ["preset", "source", "is_real", "io_utilization", "activity", "planned_slice_elems"]
+            [
+                "preset",
+                "source",
+                "is_real",
+                "io_utilization",
+                "activity",
+                "planned_slice_elems",
+                "clip_norm",
+            ]
         ),
         repr=False,
         compare=False,

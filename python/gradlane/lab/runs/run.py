@@ -197,6 +197,7 @@ class _Runner:
             serving=serving,
             straggles=options.straggler is not None,
             rate_bps=rate_bps,
+            clip_norm=options.clip_norm,
         )
         reported = 0
         processes = self._pool.processes()
@@ -328,6 +329,7 @@ class _Runner:
             servers=options.servers if strategy.family == "gradlane" else None,
             serving=options.serving if strategy.family == "gradlane" else 0,
             straggler=None if options.straggler is None else options.straggler.to_json(),
+            clip_norm=options.clip_norm,
             versions=self._versions,
             machine=self._machine,
         )

@@ -10,6 +10,7 @@ import ctypes
 import datetime
 import gc
 import hashlib
+import math
 import random
 import resource
 import time
@@ -239,6 +240,10 @@ def _train(
         workload.begin_step(step)
         loss = workload.loss(model, workload.batch(step))
         loss.backward()  # type: ignore[no-untyped-call]
+        if request.clip_norm is not None:
+            # A replay's gradients keep their values, which are known in advance.
+            max_norm = math.inf if workload.replays else request.clip_norm
+            communication.clip(workload.model, max_norm, replays=workload.replays)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())

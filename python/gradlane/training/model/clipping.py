@@ -105,17 +105,19 @@ class StepClipping:
         self._max_norm = max_norm
         self.norm = LazyNorm.of(dtype, wait)
         self._factor: Tensor | None = None
+        self._changes = True
 
     def factor(self) -> Tensor:
         """Wait for the norm; return what gradients are multiplied with."""
         if self._factor is None:
             self._factor = torch.clamp(self._max_norm / (self.norm + _EPSILON), max=1.0)
+            self._changes = self._factor.item() != 1.0
         return self._factor
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
         """Clip gradients in place, once each; waits for the norm."""
-        if gradients:
-            factor = self.factor()
+        factor = self.factor() if gradients else None
+        if factor is not None and self._changes:
             with torch.no_grad(), torch.inference_mode(False):
                 for gradient in gradients:
                     gradient.mul_(factor.to(gradient.device))
