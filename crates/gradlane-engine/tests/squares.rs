@@ -39,7 +39,7 @@ fn submit(cluster: &mut Cluster, sizes: &[u64], step: u64, holes: bool) {
             let node = &mut cluster.nodes[rank as usize];
             let id = TensorId(tensor as u32);
             // One tensor has a gradient on no rank.
-            if holes && (tensor == 1 || (tensor as u32 + rank) % 3 == 0) {
+            if holes && (tensor == 1 || (tensor as u32 + rank).is_multiple_of(3)) {
                 node.engine.handle(Input::TensorAbsent(id, Step(step))).expect("an absence");
             } else {
                 node.tensors[tensor] = gradient(rank, tensor, step, sizes[tensor]);

@@ -2,11 +2,11 @@
 
 use crate::event_queue::EventKind;
 use crate::node::IoTask;
-use crate::simulation::Run;
+use crate::simulation::{Clipping, Run};
 use crate::straggling::pass;
 use crate::trace::{Lane, Subject};
-use gradlane_engine::{Engine, Event, Job, Operation, PayloadDest, Scheme};
-use gradlane_units::{Priority, Rank, Time};
+use gradlane_engine::{Engine, Event, Input, Job, Operation, PayloadDest, Scheme};
+use gradlane_units::{Priority, Rank, TensorId, Time};
 use gradlane_wire::{FrameHeader, HEADER_BYTES};
 use std::cmp::Reverse;
 
@@ -82,7 +82,15 @@ impl Run {
                 Ok(())
             }
             IoTask::Begin(step) => {
-                engine.handle(gradlane_engine::Input::StepBegin(step)).map_err(|it| it.to_string())
+                let begun = engine.handle(Input::StepBegin(step));
+                let measured = match self.clipping {
+                    Some(Clipping::Measured) => {
+                        let tensors = TensorId(engine.plan().tensors.len() as u32);
+                        engine.handle(Input::MeasureSquares(tensors, step))
+                    }
+                    _ => Ok(()),
+                };
+                begun.and(measured).map_err(|it| it.to_string())
             }
             IoTask::Gradient(tensor, step) => {
                 time += charges.command;
@@ -91,21 +99,21 @@ impl Run {
                     // A profile knows no sizes of single steps: blocks are as large as they may be.
                     Scheme::AllGather => {
                         let bytes = planned.spec.numel * planned.spec.dtype.bytes();
-                        engine.handle(gradlane_engine::Input::BlockReady(tensor, step, bytes))
+                        engine.handle(Input::BlockReady(tensor, step, bytes))
                     }
                     Scheme::GatherToRoot => {
                         let whole = planned.spec.numel * planned.spec.dtype.bytes();
                         let root = self.root_tensors[tensor.index()];
                         let bytes = root.map_or(whole, |it| it.block_bytes);
-                        engine.handle(gradlane_engine::Input::BlockReady(tensor, step, bytes))
+                        engine.handle(Input::BlockReady(tensor, step, bytes))
                     }
-                    _ => engine.handle(gradlane_engine::Input::GradientReady(tensor, step)),
+                    _ => engine.handle(Input::GradientReady(tensor, step)),
                 };
                 given.map_err(|it| it.to_string())
             }
             IoTask::Needed(tensor, step) => {
                 // Need is a wish: a tensor that became ready in the meantime needs nothing.
-                let _ = engine.handle(gradlane_engine::Input::TensorNeeded(tensor, step));
+                let _ = engine.handle(Input::TensorNeeded(tensor, step));
                 Ok(())
             }
             IoTask::Answer(tensor, step) => {
@@ -114,15 +122,13 @@ impl Run {
                 let bytes = self.root_tensors[tensor.index()]
                     .map_or(planned.numel * planned.dtype.bytes(), |it| it.result_bytes);
                 engine
-                    .handle(gradlane_engine::Input::RootResultReady(tensor, step, bytes))
+                    .handle(Input::RootResultReady(tensor, step, bytes))
                     .map_err(|it| it.to_string())
             }
             IoTask::Pass(step) => pass(engine, step).map_err(|it| it.to_string()),
             // The clock was read above.
             IoTask::Clock => Ok(()),
-            IoTask::End(step) => {
-                engine.handle(gradlane_engine::Input::StepEnd(step)).map_err(|it| it.to_string())
-            }
+            IoTask::End(step) => engine.handle(Input::StepEnd(step)).map_err(|it| it.to_string()),
         };
         if let Err(reason) = result {
             self.fail(rank, reason);
@@ -175,17 +181,13 @@ impl Run {
             }
             Event::BlocksReady { tensor, step, .. } => {
                 let engine = &mut self.nodes[rank as usize].engine;
-                if let Err(error) =
-                    engine.handle(gradlane_engine::Input::ReleaseBlocks(tensor, step))
-                {
+                if let Err(error) = engine.handle(Input::ReleaseBlocks(tensor, step)) {
                     self.fail(rank, error.to_string());
                 }
             }
             Event::RootRequest { tensor, step, .. } => {
                 let node = &mut self.nodes[rank as usize];
-                if let Err(error) =
-                    node.engine.handle(gradlane_engine::Input::ReleaseBlocks(tensor, step))
-                {
+                if let Err(error) = node.engine.handle(Input::ReleaseBlocks(tensor, step)) {
                     return self.fail(rank, error.to_string());
                 }
                 let takes = self.root_tensors[tensor.index()].map_or(0, |it| it.rebuild_ns);
@@ -202,8 +204,10 @@ impl Run {
             | Event::LeftOut { .. } => {
                 self.noted_pace(rank, &event, time);
             }
-            Event::SquaresReady { .. }
-            | Event::PlanSwitched { .. }
+            Event::SquaresReady { step, .. } => {
+                self.norm_is_known(rank, step, time + self.charges.wake);
+            }
+            Event::PlanSwitched { .. }
             | Event::Late { .. }
             | Event::BufferFree(_)
             | Event::Suspected { .. }

@@ -74,6 +74,10 @@ pub(crate) struct Node {
     pub(crate) stopped_until: u64,
     /// When it looks at its clock next.
     pub(crate) clock_at: u64,
+    /// Last step whose norm is known, where gradients are clipped.
+    pub(crate) clipped_step: u64,
+    /// Tensors that wait for the norm, since when they are here.
+    pub(crate) unclipped: Vec<(TensorId, u64)>,
     /// Slowness of this rank: 1 is the profile's time.
     pub(crate) slowness: f64,
 }

@@ -266,6 +266,9 @@ pub struct Scenario {
     /// rank.
     #[serde(default)]
     pub representatives: u32,
+    /// Gradients are clipped by the norm of all of them: no parameter is updated before that is known.
+    #[serde(default)]
+    pub clips: bool,
     /// Contents of the outcome.
     #[serde(default)]
     pub outputs: Outputs,
@@ -313,6 +316,7 @@ impl Scenario {
             compute_spread: 0.0,
             compute_jitter: 0.0,
             representatives: 0,
+            clips: false,
             outputs: Outputs::default(),
         }
     }
@@ -339,6 +343,11 @@ impl Scenario {
         self.costs.validate()?;
         if self.workers == 0 || self.workers > WORKERS_MAX {
             return refuse(format!("workers is {}: use 1 to {WORKERS_MAX}", self.workers));
+        }
+        if self.clips && self.update == Update::Server {
+            return refuse(
+                "clips cannot be used with updates on servers: they need no norm".into(),
+            );
         }
         if let Some(nodes) = &self.nodes {
             nodes.validate(self)?;

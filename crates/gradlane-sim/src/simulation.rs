@@ -74,6 +74,7 @@ pub(crate) struct Run {
     pub(crate) root_tensors: Vec<Option<RootTensor>>,
     pub(crate) charges: Charges,
     pub(crate) groups: RankGroups,
+    pub(crate) clipping: Option<Clipping>,
     /// Of the scenario; fewer may be simulated.
     pub(crate) ranks: u32,
     pub(crate) ns_per_byte: f64,
@@ -103,6 +104,24 @@ pub(crate) struct Run {
     pub(crate) staleness: Staleness,
     pub(crate) trace: Option<Trace>,
     pub(crate) failure: Option<SimError>,
+}
+
+/// How ranks know the norm of all gradients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Clipping {
+    /// By the owners' sums of squares.
+    Measured,
+    /// By all means: each rank waits for them.
+    Whole,
+}
+
+impl Clipping {
+    fn of(scenario: &Scenario, channels: &Channels) -> Option<Clipping> {
+        let plan = channels.plan(0);
+        let tensors = TensorId(plan.tensors.len() as u32);
+        let measured = scenario.nodes.is_none() && plan.has_measurable_squares(tensors);
+        scenario.clips.then_some(if measured { Clipping::Measured } else { Clipping::Whole })
+    }
 }
 
 /// Other traffic: bursts of `bytes`, `interval_ns` apart on average.
@@ -210,6 +229,7 @@ impl Run {
             trace: scenario.outputs.trace.then(|| Trace::new(&scenario.outputs)),
             failure: None,
             intra_node: IntraNode::of(scenario, &channels),
+            clipping: Clipping::of(scenario, &channels),
             channels,
             groups,
         })
@@ -357,6 +377,28 @@ impl Run {
 
     /// A rank has the result of a tensor from a time on.
     pub(crate) fn tensor_is_here(&mut self, rank: u32, tensor: TensorId, step: Step, time: u64) {
+        let node = &mut self.nodes[rank as usize];
+        if self.clipping.is_some() && node.clipped_step < step.0 {
+            node.unclipped.push((tensor, time));
+            let is_whole = node.unclipped.len() == self.root_tensors.len();
+            if is_whole && self.clipping == Some(Clipping::Whole) {
+                self.norm_is_known(rank, step, time);
+            }
+            return;
+        }
+        self.tensor_is_usable(rank, tensor, step, time);
+    }
+
+    /// A rank has the norm of a step's gradients: the means that are here may be used.
+    pub(crate) fn norm_is_known(&mut self, rank: u32, step: Step, time: u64) {
+        let node = &mut self.nodes[rank as usize];
+        node.clipped_step = step.0;
+        for (tensor, since) in std::mem::take(&mut node.unclipped) {
+            self.tensor_is_usable(rank, tensor, step, time.max(since));
+        }
+    }
+
+    fn tensor_is_usable(&mut self, rank: u32, tensor: TensorId, step: Step, time: u64) {
         let accelerator = &mut self.nodes[rank as usize].accelerator;
         if accelerator.result(tensor, step.0, time) {
             self.events.at(time, EventKind::Compute, rank);
@@ -452,6 +494,8 @@ fn new_node(
         pace: Pace::default(),
         stopped_until: 0,
         clock_at: 0,
+        clipped_step: 0,
+        unclipped: Vec::new(),
         slowness,
     }
 }

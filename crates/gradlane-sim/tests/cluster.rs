@@ -56,6 +56,36 @@ fn layers(sizes: &[u64]) -> Profile {
     }
 }
 
+/// The last layer travels last, is used last, and is needed for the norm: only its first leg delays the
+/// first layer, where owners add up squares; its second one as well, where all means are waited for.
+#[test]
+fn clipping_waits_for_first_legs_alone() {
+    let profile = layers(&[100_000, 100_000, 300_000]);
+    let mut steps_s = Vec::new();
+    for (name, clips) in [("p3", false), ("p3", true), ("slicing", true), ("wfbp", true)] {
+        let network = ideal(32.0 * 100_000.0 / UNIT_S);
+        let scenario = Scenario { clips, steps: 6, ..free(profile.clone(), 2, name, network) };
+        steps_s.push(run(&scenario).step_s);
+    }
+    let [plain, clipped, slicing, wfbp] = steps_s[..] else { unreachable!() };
+    assert!(plain <= clipped && clipped < slicing && slicing <= wfbp + 1e-9, "{steps_s:?}");
+    // Backward ends after 6 units, the last first leg half a unit later, and the first layer's second
+    // one another half; the third layer's is over a unit and a half after the second's.
+    near(clipped, 7.5 * UNIT_S, 0.01 * UNIT_S);
+    near(plain, clipped, 0.01 * UNIT_S);
+}
+
+#[test]
+fn clipping_with_updates_on_servers_is_refused() {
+    let scenario = Scenario {
+        clips: true,
+        update: Update::Server,
+        ..free(layers(&[10]), 2, "p3", ideal(1e6))
+    };
+    let error = simulate(&scenario).expect_err("refused").to_string();
+    assert!(error.contains("clips cannot be used with updates on servers"), "{error}");
+}
+
 #[test]
 fn p3_halves_the_delay_of_the_three_layer_example() {
     // P3, figure 4: forward and backward of each of three layers take 1, synchronization takes 2.

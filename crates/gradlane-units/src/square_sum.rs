@@ -184,7 +184,8 @@ mod tests {
     /// Numbers of every size, with long and short significands.
     fn numbers(count: usize, seed: u64) -> Vec<f64> {
         let mut rng = Rng::new(seed);
-        let number = |bits: u64| f64::from_bits(bits & !(0x7ff << 52) | (bits >> 3) % 0x7ff << 52);
+        let number =
+            |bits: u64| f64::from_bits(bits & !(0x7ff << 52) | ((bits >> 3) % 0x7ff) << 52);
         (0..count).map(|_| number(rng.next_u64())).collect()
     }
 
@@ -276,7 +277,7 @@ mod tests {
             assert_eq!(SquareSum::from_bytes(&bytes[..bytes.len() - 1]), None);
         }
         for wrong in
-            [&[2, 0, 0, 0][..], &[1, 0, 0, 1], &[1, 135, 1, 0, 0, 0, 0, 0], &[1, 0, 0, 0, 9]]
+            [&[4, 0, 0, 0][..], &[1, 0, 0, 1], &[1, 135, 1, 0, 0, 0, 0, 0], &[1, 0, 0, 0, 9]]
         {
             assert_eq!(SquareSum::from_bytes(wrong), None, "{wrong:?}");
         }

@@ -106,9 +106,7 @@ def lab_run(
     ] = None,
     clip: Annotated[
         float | None,
-        typer.Option(
-            help="Clip to this norm: gradlane's by the session, others by torch."
-        ),
+        typer.Option(help="Clip to this norm: gradlane's by the session, others by torch."),
     ] = None,
     json_path: JsonPath = None,
     html_path: HtmlPath = None,

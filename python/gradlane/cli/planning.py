@@ -84,6 +84,10 @@ def whatif(
     batch_time_s: Annotated[
         float | None, typer.Option(help="Compute time of a batch, in place of the profile's.")
     ] = None,
+    clip: Annotated[
+        bool,
+        typer.Option("--clip", help="Gradients are clipped by the norm of all of them."),
+    ] = False,
     free_host: Annotated[
         bool, typer.Option("--free-host", help="Charge the host no time for frames and sums.")
     ] = False,
@@ -140,6 +144,7 @@ def whatif(
             steps=LATE_STEPS if late else Cluster.steps,
             compute_jitter=LATE_JITTER if late else 0.0,
             straggler=None if straggler is None else parse_straggler(straggler),
+            clip=clip,
             free_host=free_host,
             costs=MachineCosts() if costs is None else read_costs(costs),
             workers_per_node=workers_per_node,

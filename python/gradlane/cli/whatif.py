@@ -194,7 +194,8 @@ def _print(
     console.print(
         f"{profile.model}: {profile.size_bytes / 1e6:.1f} MB of gradients in "
         f"{len(profile.tensors)} tensors, {profile.compute_s * 1e3:.1f} ms of compute for "
-        f"{profile.batch_size} samples",
+        f"{profile.batch_size} samples"
+        + (", gradients clipped by the norm of all of them" if any(it.clip for it in rows) else ""),
         highlight=False,
     )
     table = Table()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradlane.planning.models.timings import Stage, TensorTiming, timings_of
 from gradlane.planning.simulation.bound import (
+    CLIPPED,
     bound_step_s,
     describe_binding,
     port_bytes,
     port_loads,
 )
+from gradlane.planning.simulation.grid import evaluate
+from gradlane.planning.simulation.profiles import find_profile
+from gradlane.planning.simulation.scenarios import Cluster
 
 seconds = st.floats(0.0, 10.0, allow_nan=False)
 tensors = st.lists(
@@ -65,6 +71,37 @@ def test_bound_equals_brute_force(
     bound = bound_step_s(timings, workers=workers, goodput_bps=goodput_bps, compute_s=1.0)
     assert bound.pair_s == pytest.approx(brute_force_pair_s(timings, workers, goodput_bps))
     assert bound.step_s == max(1.0, bound.port_s, bound.pair_s)
+
+
+@given(tensors, st.integers(2, 64), st.floats(1e3, 1e11), st.sampled_from([CLIPPED, 1.0]))
+def test_with_clipping_the_first_legs_of_all_others_come_first(
+    timings: list[TensorTiming], workers: int, goodput_bps: float, first_leg: float
+) -> None:
+    bound = bound_step_s(
+        timings, workers=workers, goodput_bps=goodput_bps, compute_s=0.0, first_leg=first_leg
+    )
+    best = 0.0
+    for first in timings:
+        later = [timing for timing in timings if timing.ready_s >= first.ready_s]
+        for last in timings:
+            used = sum(one.size_bytes for one in later if one.need_s <= last.need_s)
+            size = first_leg * sum(one.size_bytes for one in later) + (1 - first_leg) * used
+            travel_s = 2.0 * (workers - 1) / workers * size * 8.0 / goodput_bps
+            best = max(best, first.ready_s + travel_s - last.need_s)
+    assert bound.pair_s == pytest.approx(best)
+    plain = bound_step_s(timings, workers=workers, goodput_bps=goodput_bps, compute_s=0.0)
+    assert bound.step_s >= plain.step_s
+
+
+@pytest.mark.parametrize("strategy", ["p3", "wfbp", "ring"])
+def test_no_simulated_clipping_beats_its_bound(strategy: str) -> None:
+    profile = find_profile("resnet50", None)
+    for rate_bps in (1e9, 4e9):
+        cluster = Cluster(4, rate_bps, strategy, clip=True, free_host=True, steps=4)
+        (row,) = evaluate(profile, [cluster])
+        assert row.clip and row.step_s >= row.bound_step_s
+        (whole,) = evaluate(profile, [replace(cluster, strategy="hierarchical", ranks_per_node=2)])
+        assert whole.step_s >= whole.bound_step_s
 
 
 @given(tensors, st.integers(2, 64), st.floats(1e3, 1e11))

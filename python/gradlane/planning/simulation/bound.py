@@ -22,6 +22,10 @@ SCHEMES = ("ps", "ring", "sfb", "adam", "hierarchical")
 every other one or to one that sends the whole back, sums of nodes on sharded servers."""
 
 
+CLIPPED = 0.5
+"""The first leg of servers on all ranks and of rings: half of the bytes of a port."""
+
+
 @dataclass(frozen=True)
 class Bound:
     """The bound and the three limits whose largest it is, in nominal seconds."""
@@ -185,13 +189,16 @@ def bound_step_s(
     local_ranks: int = 1,
     servers: int | None = None,
     serving: int = 0,
+    first_leg: float = 0.0,
 ) -> Bound:
     """Compute the perfect-overlap bound on the step time.
 
     It is the largest of three limits. The step computes for `compute_s`. Each port carries the
     bytes of all tensors. And for every pair of tensors (i, k): all tensors that become ready no
     earlier than i and are needed no later than k must travel between ready_i of this step and
-    need_k of the next, so step >= ready_i + their time on a port - need_k.
+    need_k of the next, so step >= ready_i + their time on a port - need_k. Where gradients are
+    clipped by the norm of all of them, the first leg of all others that are ready no earlier than
+    i must be over by then as well.
 
     Args:
         timings: when each gradient is ready and its parameter needed, nominal seconds.
@@ -205,6 +212,9 @@ def bound_step_s(
         local_ranks: ranks of a node, which share its port.
         servers: so many ranks are servers; None: all.
         serving: so many ranks beside the workers are the servers instead.
+        first_leg: the share of a tensor's bytes that travels before its mean is known somewhere, if
+            no tensor may be used before all are: `CLIPPED` or, where the norm needs all means, 1;
+            0 without clipping.
 
     Returns:
         The bound, its parts, and which of them binds.
@@ -235,7 +245,7 @@ def bound_step_s(
     )
     travel_s = 8.0 * loads / goodput_bps
     port_s = float(travel_s.sum(axis=1).max())
-    pairs = [_pair_limit(timings, port) for port in travel_s if port.sum() > 0.0]
+    pairs = [_pair_limit(timings, port, first_leg) for port in travel_s if port.sum() > 0.0]
     pair_s, pair = max(pairs, default=(0.0, ""))
     step_s = max(compute_s, port_s, pair_s)
     if step_s == compute_s:
@@ -258,7 +268,9 @@ def describe_binding(binding: str) -> str:
     return f"the way of all that is ready from {ready} on and needed by {need} in the next forward"
 
 
-def _pair_limit(timings: Sequence[TensorTiming], travel_s: Float64Array) -> tuple[float, str]:
+def _pair_limit(
+    timings: Sequence[TensorTiming], travel_s: Float64Array, first_leg: float
+) -> tuple[float, str]:
     """Return the largest pair term and its pair, in O(n^2): sums over a quadrant of (ready,
     need)."""
     ready_s, ready_at = np.unique([timing.ready_s for timing in timings], return_inverse=True)
@@ -270,9 +282,12 @@ def _pair_limit(timings: Sequence[TensorTiming], travel_s: Float64Array) -> tupl
     # Entry (i, k) becomes the sum over ready no earlier than i and need no later than k.
     seconds = seconds[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
     tensors = tensors[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
+    # Of all that is ready no earlier the first leg, and of what is needed by then the rest.
+    seconds = first_leg * seconds[:, -1:] + (1.0 - first_leg) * seconds
     limits = ready_s[:, np.newaxis] + seconds - need_s[np.newaxis, :]
-    # A pair without tensors between is no limit.
-    limits[tensors == 0] = -np.inf
+    if not first_leg:
+        # A pair without tensors between is no limit.
+        limits[tensors == 0] = -np.inf
     first, last = np.unravel_index(int(limits.argmax()), limits.shape)
     ready_name = timings[int(np.flatnonzero(ready_at == first)[0])].name
     need_name = timings[int(np.flatnonzero(need_at == last)[0])].name

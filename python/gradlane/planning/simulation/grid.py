@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradlane.planning.simulation.bound import bound_step_s, port_bytes
+from gradlane.planning.simulation.bound import CLIPPED, bound_step_s, port_bytes
 from gradlane.planning.simulation.codec_costs import codecs_in, wire_bytes
 from gradlane.planning.simulation.ddp import ddp_step_s
 from gradlane.planning.simulation.profiles import Profile, timings_in
@@ -78,6 +78,8 @@ class Row:
     """By rank, the share of steps without it."""
     passed_share: list[float] | None = None
     """By rank, the share of steps that it passed."""
+    clip: bool = False
+    """Whether gradients are clipped by the norm of all of them."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row with the units in its keys."""
@@ -244,6 +246,7 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
         straggler=None if cluster.straggler is None else cluster.straggler.to_json(),
         left_out_share=left_out_share,
         passed_share=_shares(late, "passed_steps", cluster.steps),
+        clip=cluster.clip,
     )
 
 
@@ -282,7 +285,16 @@ def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
         servers=cluster.servers,
         serving=cluster.serving,
         local_ranks=cluster.ranks_per_node,
+        first_leg=_first_leg(cluster, schemes),
     ).step_s
+
+
+def _first_leg(cluster: Cluster, schemes: TensorSchemes) -> float:
+    """Return the share of a tensor's bytes that travels before the norm of all is known."""
+    if not cluster.clip:
+        return 0.0
+    whole = schemes or cluster.serving or cluster.servers or local_sums(cluster) != "off"
+    return 1.0 if whole or cluster.ranks_per_node > 1 else CLIPPED
 
 
 def rebuild_s(schemes: TensorSchemes) -> float:

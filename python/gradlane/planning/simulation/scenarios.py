@@ -79,6 +79,9 @@ class Cluster:
     latency_s: float = 0.0
     slice_elems: int | None = None
     steps: int = 3
+    clip: bool = False
+    """True if gradients are clipped by the norm of all of them, as `session.clip_grad_norm_`
+    does, or, of DDP, torch's own function."""
     free_host: bool = False
     """True if the host takes no time for frames and reductions."""
     costs: MachineCosts = field(default_factory=MachineCosts)
@@ -236,6 +239,7 @@ def scenario_of(
         "compute_spread": cluster.compute_spread,
         "steps": cluster.steps,
         "seed": cluster.seed,
+        "clips": cluster.clip,
         "outputs": {"trace": trace, "trace_ranks": trace_ranks},
     }
     if cluster.free_host:
