@@ -1,8 +1,8 @@
 """Hugging Face Accelerate: `torchrun --nproc-per-node=2 examples/accelerate_loop.py`.
 
 The session prepares model and optimizer, Accelerate everything else: the loader, the optimizer's
-wrapper, mixed precision, metrics. The model is not given to `accelerator.prepare`, which would wrap
-it in DistributedDataParallel; gradlane refuses such a wrapped model.
+wrapper, mixed precision, metrics. `attach` has the accelerator leave models unwrapped, and clip and
+accumulate through the session.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import gradlane
 from common import arguments, build_data, build_model, digest, leave
+from gradlane.integrations.accelerate import attach
 
 
 def main() -> None:
@@ -25,10 +26,9 @@ def main() -> None:
     loader = DataLoader(build_data(), batch_size=8)
     session = gradlane.init() if engine == "gradlane" else None
     if session is not None:
+        attach(accelerator, session)
         session.prepare(model, optimizer)
-        optimizer, loader = accelerator.prepare(optimizer, loader)
-    else:
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for _ in range(2):
         for points, labels in loader:
             accelerator.backward(nn.functional.cross_entropy(model(points), labels))

@@ -33,11 +33,12 @@ def build_data(count: int = 64) -> TensorDataset:
 
 
 def digest(tensors: list[Tensor]) -> str:
-    """Return a hash of the bits of some tensors."""
+    """Return a hash of the bits of some tensors, and their norm with five digits."""
     state = hashlib.sha256()
     for tensor in tensors:
         state.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return state.hexdigest()[:16]
+    norm = torch.cat([tensor.detach().double().flatten() for tensor in tensors]).norm()
+    return f"{state.hexdigest()[:16]} {norm:.5g}"
 
 
 def leave(engine: str) -> None:

@@ -8,6 +8,6 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
     """Load an adapter, and its framework, when it is first asked for."""
-    if name in ("lightning", "transformers"):
+    if name in ("accelerate", "lightning", "transformers"):
         return importlib.import_module(f"gradlane.integrations.{name}")
     raise AttributeError(f"module 'gradlane.integrations' has no attribute {name!r}")

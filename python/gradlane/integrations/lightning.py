@@ -19,8 +19,9 @@ from gradlane.training.session.session import Session
 class GradlaneStrategy(DDPStrategy):  # type: ignore[misc]
     """Trains a module with one optimizer, with automatic optimization.
 
-    `Trainer(strategy=GradlaneStrategy(), ...)`. Clipping, and hooks that look at gradients, make
-    every update wait for all gradients, as the global norm needs them all.
+    `Trainer(strategy=GradlaneStrategy(), ...)`. `gradient_clip_val` clips by the session, which
+    waits for no mean. Hooks that look at gradients, and clipping by value, make every update wait
+    for all of them.
     """
 
     def __init__(self, *, defer: bool | None = None, options: Any = None, **settings: Any) -> None:
@@ -61,6 +62,13 @@ class GradlaneStrategy(DDPStrategy):  # type: ignore[misc]
         self._session.prepare(
             module, getattr(optimizer, "_optimizer", optimizer), defer=self._defer
         )
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_session
+
+    def _clip_by_session(self, optimizer: Any, clip_val: float) -> None:
+        """Clip the averaged gradients, in place of `Precision.clip_grad_by_norm`."""
+        assert self._session is not None, "gradients are clipped while fitting"
+        if clip_val > 0:
+            self._session.clip_grad_norm_(clip_val)
 
     def teardown(self) -> None:
         """Close the session, then everything else."""

@@ -1,17 +1,18 @@
 """Hugging Face's `Trainer`: the loop is its own, gradients are averaged by gradlane.
 
 The trainer goes on to divide the data, evaluate and save through torch.distributed; only its
-wrapping of the model in `DistributedDataParallel` is left out. It clips gradients by default, which
-makes every update wait for all gradients: `max_grad_norm=0` lets them overlap with the forward.
+wrapping of the model in `DistributedDataParallel` is left out. Gradients are clipped, by default
+too, by `session.clip_grad_norm_`, which waits for no mean.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from torch import nn
 from transformers import Trainer, TrainerCallback
 
+from gradlane.integrations.accelerate import attach as attach_accelerator
 from gradlane.training.session.session import Session
 
 
@@ -24,12 +25,16 @@ class _PrepareOnTrainBegin(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Prepare the trainer's model and the optimizer behind Accelerate's wrapper of it."""
-        optimizer = objects["optimizer"]
-        self._session.prepare(objects["model"], getattr(optimizer, "optimizer", optimizer))
+        model, optimizer = objects["model"], objects["optimizer"]
+        self._session.prepare(model, getattr(optimizer, "optimizer", optimizer))
+        if hasattr(model, "num_parameters"):
+            # The trainer counts them in each step, for its count of operations.
+            model.num_parameters = functools.cache(model.num_parameters)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Have every parameter right before the trainer saves or returns."""
         self._session.synchronize()
+        objects["model"].__dict__.pop("num_parameters", None)
 
 
 def attach(trainer: Trainer, session: Session) -> Trainer:
@@ -46,30 +51,13 @@ def attach(trainer: Trainer, session: Session) -> Trainer:
         The same trainer.
 
     Raises:
-        ValueError: the trainer shards the model, or accumulates gradients.
+        ValueError: the trainer shards the model.
     """
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ValueError(
             "the trainer shards its model (FSDP or DeepSpeed); gradlane keeps whole parameters on "
             "every rank: leave these options out"
         )
-    no_sync = getattr(session, "no_sync", None)
-    if trainer.args.gradient_accumulation_steps > 1 and no_sync is None:
-        raise ValueError("gradient_accumulation_steps > 1 needs session.no_sync(): use 1")
-    accelerator = trainer.accelerator
-    prepare_model = accelerator.prepare_model
-
-    def prepare_unwrapped(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
-        """Place the model, without wrapping it for torch.distributed."""
-        prepared: nn.Module = prepare_model(model, *arguments, **{**options, **_UNWRAPPED})
-        return prepared
-
-    accelerator.prepare_model = prepare_unwrapped
-    if no_sync is not None:
-        accelerator.no_sync = lambda model=None: no_sync()
+    attach_accelerator(trainer.accelerator, session)
     trainer.add_callback(_PrepareOnTrainBegin(session))
     return trainer
-
-
-_UNWRAPPED = {"evaluation_mode": True}
-"""What keeps `Accelerator.prepare_model` from wrapping."""

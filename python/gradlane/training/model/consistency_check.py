@@ -266,7 +266,7 @@ def check_endings(statuses: Sequence[RankStatus], step: int) -> None:
             f"the optimizer's hyper-parameters in step {step} differ between {told}: set them "
             "alike on all ranks (a scheduler that looks at a loss needs the same loss "
             "everywhere; one that counts batches needs the same count; the memory formats of "
-            "parameters and the norm that gradients are clipped to count, too), and restart from "
+            "parameters count, too, and the norm that gradients are clipped to), and restart from "
             "the last checkpoint",
             step - 1,
         )

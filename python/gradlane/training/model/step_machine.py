@@ -438,8 +438,7 @@ class StepMachine:
             norm = self._exchange.norm_of(gradients)
         else:
             norms = [torch.linalg.vector_norm(one.detach(), norm_type).cpu() for one in gradients]
-            together = torch.stack(norms) if norms else torch.zeros(1)
-            norm = float(torch.linalg.vector_norm(together, norm_type))
+            norm = float(torch.linalg.vector_norm(torch.stack(norms), norm_type)) if norms else 0.0
         dtype = norm_dtype(gradient.dtype for gradient in gradients)
         clipping = StepClipping(max_norm, dtype, lambda: norm)
         clipping.scale(gradients)

@@ -183,6 +183,11 @@ class Session:
         return self._models.prepare(model, optimizer, defer=defer, buffers=buffers, plan=plan)
 
     @property
+    def models(self) -> list[nn.Module]:
+        """The prepared models, in the order of `prepare`."""
+        return [prepared.model for prepared in self._models.prepared]
+
+    @property
     def codecs(self) -> list[CodecChoice]:
         """The codec of each trained tensor and of each array, with the reason."""
         return [choice for part in self._parts() for choice in part.codecs]

@@ -1,0 +1,69 @@
+"""Hugging Face's Accelerate: loop and accelerator stay, gradients are averaged by gradlane."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from gradlane.training.session.session import Session
+
+_UNWRAPPED = {"evaluation_mode": True}
+"""What keeps `Accelerator.prepare_model` from wrapping."""
+
+
+def attach(accelerator: Accelerator, session: Session) -> Accelerator:
+    """Have an accelerator leave models unwrapped, and clip and accumulate through a session.
+
+    Call it before `accelerator.prepare(...)`, on every rank; prepare the model and its optimizer in
+    the session as well. `accelerator.clip_grad_norm_` then is `session.clip_grad_norm_`, which
+    waits for no mean, and `accelerator.no_sync` and `accelerate` are `session.no_sync`.
+
+    Args:
+        accelerator: without FSDP or DeepSpeed.
+        session: an open one.
+
+    Returns:
+        The same accelerator.
+
+    Raises:
+        ValueError: the accelerator shards models.
+    """
+    if getattr(accelerator, "is_fsdp2", False) or str(accelerator.distributed_type).endswith(
+        ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+    ):
+        raise ValueError(
+            f"the accelerator shards its models ({accelerator.distributed_type}); gradlane keeps "
+            "whole parameters on every rank: leave these options out"
+        )
+    prepare_model, clip_by_torch = accelerator.prepare_model, accelerator.clip_grad_norm_
+
+    def prepare_unwrapped(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
+        """Place the model, without wrapping it for torch.distributed."""
+        prepared: nn.Module = prepare_model(model, *arguments, **{**options, **_UNWRAPPED})
+        return prepared
+
+    def clip_by_session(
+        parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
+        """Clip the gradients of a prepared model by the session, and any others by torch."""
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        trained = {id(parameter) for parameter in given if parameter.requires_grad}
+        for model in session.models:
+            if trained == {id(one) for one in model.parameters() if one.requires_grad}:
+                accelerator.unscale_gradients()
+                return session.clip_grad_norm_(max_norm, norm_type, model=model)
+        norm: Tensor | None = clip_by_torch(given, max_norm, norm_type)
+        return norm
+
+    def no_sync(model: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Let gradients add up on this rank."""
+        return session.no_sync()
+
+    accelerator.prepare_model = prepare_unwrapped
+    accelerator.clip_grad_norm_ = clip_by_session
+    accelerator.no_sync = no_sync
+    return accelerator
