@@ -101,6 +101,12 @@ def clips_the_norm(session: Any, model: Any, optimizer: Any, step: int) -> None:
     finish(optimizer)
 
 
+def clips_by_the_session(session: Any, model: Any, optimizer: Any, step: int) -> None:
+    loss(model, session, step).backward()
+    session.clip_grad_norm_(0.01, model=model)
+    finish(optimizer)
+
+
 def clips_values(session: Any, model: Any, optimizer: Any, step: int) -> None:
     loss(model, session, step).backward()
     average(session, model)
@@ -337,7 +343,18 @@ CONSTRUCTS = [
         alone(one_backward_more),
         refused="session.no_sync()",
     ),
-    Construct(_GRADIENTS, "`clip_grad_norm_(model.parameters(), ...)`", equal(clips_the_norm)),
+    Construct(
+        _GRADIENTS,
+        "`clip_grad_norm_(model.parameters(), ...)`",
+        equal(clips_the_norm),
+        note="waits for all means; `session.clip_grad_norm_` does not",
+    ),
+    Construct(
+        _GRADIENTS,
+        "`session.clip_grad_norm_(...)`",
+        equal(clips_by_the_session),
+        note="means are clipped as they arrive; the norm is rounded once",
+    ),
     Construct(_GRADIENTS, "`clip_grad_value_(model.parameters(), ...)`", equal(clips_values)),
     Construct(
         _GRADIENTS, "penalties with `torch.autograd.grad(create_graph=True)`", equal(penalizes)
