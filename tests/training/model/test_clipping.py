@@ -384,3 +384,25 @@ def test_the_reference_clips_by_the_exact_norm() -> None:
         return norm.item()
 
     assert run_reference(2, body) == [5.0, 5.0]
+
+
+def test_a_line_that_makes_each_step_wait_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    def body(session: Any, clips_by_torch: bool) -> None:
+        model: Any = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.prepare(model, optimizer)
+        for _ in range(6):
+            model(torch.ones(1, 2)).sum().backward()
+            if clips_by_torch:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            else:
+                session.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with caplog.at_level("INFO", logger="gradlane"):
+        run_ranks(1, lambda session: body(session, False))
+        assert "waits for all gradients" not in caplog.text
+        run_ranks(1, lambda session: body(session, True))
+    told = [line for line in caplog.messages if "waits for all gradients" in line]
+    assert len(told) == 1 and "test_clipping.py:" in told[0], told

@@ -30,6 +30,7 @@ from gradlane.training.model.gradient_exchange import GradientExchange
 from gradlane.training.model.lazy_parameters import Exemption, LazyParameters
 from gradlane.training.model.local_gradients import LocalGradients
 from gradlane.training.model.server_updates import ServerUpdates
+from gradlane.training.model.whole_waits import WholeWaits
 from gradlane.training.modules.forward_order import ForwardOrder, inside_backward
 from gradlane.training.modules.gradient_intake import check_gradient, raw_grad, set_raw_grad
 from gradlane.training.modules.shared_storage import SharedMemoryGroups
@@ -147,6 +148,7 @@ class StepMachine:
         self._zeroed = True
         self._adds_up_on_means = False
         self._steps_whole = False
+        self._whole_waits = WholeWaits()
         self.accumulates = False
         """Whether gradients only add up on this rank, as inside `session.no_sync()`."""
         self.reads_averages = False
@@ -1021,6 +1023,8 @@ class StepMachine:
                 "it has no mean before that ends; wait for the thread first",
             )
         self.reads_averages = True
+        if self._update.defers():
+            self._whole_waits.note(self.step)
         self.attach()
 
     def _refuse_grad(self, index: int, when: str, why: str) -> NoReturn:
