@@ -262,6 +262,8 @@ class OddLoop:
         for action in reversed(self.actions[:place]):
             if model in action.given.get("through", ()):
                 return True
+            if action.model == model and action.given.get("what") == "functional":
+                return True
             if action.model == model and action.do in (*_STEPS, "joined", "prepare_again"):
                 return False
         return False

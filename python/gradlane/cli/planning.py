@@ -222,6 +222,10 @@ def plan(
     batch_time_s: Annotated[
         float | None, typer.Option(help="Compute time of a batch, in place of the profile's.")
     ] = None,
+    clip: Annotated[
+        bool,
+        typer.Option("--clip", help="Gradients are clipped by the norm of all of them."),
+    ] = False,
     budget_s: Annotated[float, typer.Option(help="Seconds that simulations may take.")] = 60.0,
     rule: Annotated[
         str,
@@ -271,6 +275,7 @@ def plan(
             servers=parse_servers(servers).servers,
             ranks_per_node=ranks_per_node,
             serving=parse_servers(servers).serving,
+            clips=clip,
         ),
         budget_s=budget_s,
         console=wide_console(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,21 @@ def test_what_is_saved_is_read_again(plan: Plan, tmp_path: Path) -> None:
     assert again.to_json() == plan.to_json()
     assert again.digest == plan.digest
     assert [one.name for one in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_clipping_is_a_fact_of_the_cluster(tmp_path: Path) -> None:
+    plain, clipped = (
+        Coordinator(SMALL, replace(FACTS, clips=clips)).plan() for clips in (False, True)
+    )
+    assert "clips" not in plain.to_json()["cluster"]
+    assert clipped.to_json()["cluster"]["clips"] is True
+    clipped.save(tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json").facts == replace(FACTS, clips=True)
+    # The bound and each candidate know it.
+    assert clipped.prediction["bound_step_s"] >= plain.prediction["bound_step_s"]
+    assert clipped.facts.where.endswith("with clipping")
+    with pytest.raises(ValueError, match="cannot be clipped"):
+        replace(FACTS, clips=True, update="server")
 
 
 def test_the_digest_is_of_what_counts_for_a_training(plan: Plan) -> None:
@@ -57,6 +73,7 @@ def refusal_of(content: Any) -> str:
         (("version",), True, "version: expected an integer"),
         (("model",), "", "model: expected a text"),
         (("cluster", "workers"), 0, "cluster.workers: expected an integer of 1"),
+        (("cluster", "clips"), 1, "cluster.clips: is 1, expected true or false"),
         (("cluster", "rate_bps"), float("nan"), "cluster.rate_bps: must be finite"),
         (("cluster", "rate_bps"), -5, "cluster: rate_bps is -5"),
         (("cluster", "latency_s"), "1", "cluster.latency_s: expected a number"),

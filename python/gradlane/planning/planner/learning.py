@@ -158,6 +158,7 @@ class PlanLearning:
                 servers=self._options.servers,
                 ranks_per_node=ranks_per_node,
                 stragglers=self._options.stragglers.rule,
+                clips=self._learner.steps.clips,
             )
             if profile is not None and profile.compute_s > 0.0:
                 # Every step waits for the slowest rank.

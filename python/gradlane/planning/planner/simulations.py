@@ -52,6 +52,7 @@ def predict_step_s(
         ranks_per_node=facts.ranks_per_node,
         local=local_of_session(settings, facts) or OFF,
         stragglers=facts.stragglers,
+        clip=facts.clips,
         steps=_steps(facts),
         costs=costs or MachineCosts(),
     )

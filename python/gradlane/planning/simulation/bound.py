@@ -257,6 +257,18 @@ def bound_step_s(
     return Bound(step_s, compute_s, port_s, pair_s, binding)
 
 
+def first_leg_share(schemes: Sequence[str], *, local_ranks: int, all_serve: bool) -> float:
+    """Return `first_leg` of gradients that are clipped by the norm of all of them.
+
+    Args:
+        schemes: of the tensors.
+        local_ranks: ranks of a node, which share its port.
+        all_serve: whether every rank owns slices, and no other rank does.
+    """
+    owned = all(scheme in ("ps", "ring") for scheme in schemes)
+    return CLIPPED if owned and local_ranks == 1 and all_serve else 1.0
+
+
 def describe_binding(binding: str) -> str:
     """Return what binds a bound in words, from `Bound.binding`."""
     kind, _, names = binding.partition(" ")

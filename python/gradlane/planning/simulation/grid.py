@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradlane.planning.simulation.bound import CLIPPED, bound_step_s, port_bytes
+from gradlane.planning.simulation.bound import bound_step_s, first_leg_share, port_bytes
 from gradlane.planning.simulation.codec_costs import codecs_in, wire_bytes
 from gradlane.planning.simulation.ddp import ddp_step_s
 from gradlane.planning.simulation.profiles import Profile, timings_in
@@ -285,16 +285,14 @@ def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
         servers=cluster.servers,
         serving=cluster.serving,
         local_ranks=cluster.ranks_per_node,
-        first_leg=_first_leg(cluster, schemes),
+        first_leg=first_leg_share(
+            kinds,
+            local_ranks=cluster.ranks_per_node,
+            all_serve=not cluster.serving and cluster.servers is None,
+        )
+        if cluster.clip
+        else 0.0,
     ).step_s
-
-
-def _first_leg(cluster: Cluster, schemes: TensorSchemes) -> float:
-    """Return the share of a tensor's bytes that travels before the norm of all is known."""
-    if not cluster.clip:
-        return 0.0
-    whole = schemes or cluster.serving or cluster.servers or local_sums(cluster) != "off"
-    return 1.0 if whole or cluster.ranks_per_node > 1 else CLIPPED
 
 
 def rebuild_s(schemes: TensorSchemes) -> float:

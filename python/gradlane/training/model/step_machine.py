@@ -372,6 +372,11 @@ class StepMachine:
     # ---- clip_grad_norm_()
 
     @property
+    def clips(self) -> bool:
+        """Whether the gradients of this step were clipped by `clip_grad_norm_`."""
+        return bool(self._clipped_to)
+
+    @property
     def _awaits_step(self) -> bool:
         """Whether the step's means will be clipped as they arrive, and it has not ended."""
         return self._clipping is not None and self._phase is Phase.BACKWARD

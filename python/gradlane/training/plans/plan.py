@@ -198,6 +198,7 @@ def parse_plan(text: str, where: str) -> Plan:
                 else 1,
                 stragglers=cluster.text("stragglers") if "stragglers" in cluster.source else WAIT,
                 serving=cluster.integer("serving", least=0) if "serving" in cluster.source else 0,
+                clips=cluster.flag("clips") if "clips" in cluster.source else False,
             )
         ),
         source=cluster.text("source"),
@@ -304,6 +305,13 @@ class _Fields:
         value = self._get(name)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**62:
             raise self.error(name, f"expected an integer of {least} or more, got {value!r:.60}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """Return true or false."""
+        value = self._get(name)
+        if not isinstance(value, bool):
+            raise self.error(name, f"is {value!r}, expected true or false")
         return value
 
     def optional_integer(self, name: str) -> int | None:

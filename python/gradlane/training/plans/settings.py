@@ -130,6 +130,7 @@ class ClusterFacts:
         ranks_per_node: ranks on each node, which share its port.
         stragglers: rule for late ranks, as in `gradlane.init`.
         serving: number of dedicated servers, which then own all slices.
+        clips: whether gradients are clipped by the norm of all of them.
     """
 
     workers: int
@@ -140,6 +141,7 @@ class ClusterFacts:
     ranks_per_node: int = 1
     stragglers: str = WAIT
     serving: int = 0
+    clips: bool = False
 
     def __post_init__(self) -> None:
         """Check every fact.
@@ -149,6 +151,10 @@ class ClusterFacts:
         """
         if not 1 <= self.workers <= _WORKERS_MOST:
             raise ValueError(f"workers is {self.workers}; use 1 to {_WORKERS_MOST:,}")
+        if self.clips and self.update != "worker":
+            raise ValueError(
+                f'gradients cannot be clipped with update="{self.update}": they stay on the servers'
+            )
         if not 1e3 <= self.rate_bps <= 1e15:
             raise ValueError(f"rate_bps is {self.rate_bps}; use 1e3 to 1e15 bits a second")
         if not 0.0 <= self.latency_s <= 10.0:
@@ -198,12 +204,13 @@ class ClusterFacts:
         owners = owners and f", {owners},"
         if self.ranks_per_node > 1:
             owners = f" on {self.nodes} nodes of {self.ranks_per_node}"
-        return f"{self.workers} workers{owners} at {format_rate(self.rate_bps)}"
+        clips = " with clipping" if self.clips else ""
+        return f"{self.workers} workers{owners} at {format_rate(self.rate_bps)}{clips}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts by name, without those that have their usual value: `servers` if all
-        ranks are, `serving` if all ranks train, `ranks_per_node` if it is 1, and `stragglers` if
-        all are waited for."""
+        ranks are, `serving` if all ranks train, `ranks_per_node` if it is 1, `stragglers` if all
+        are waited for, and `clips` if nothing is clipped."""
         facts = asdict(self)
         if not self.leaves_out:
             del facts["stragglers"]
@@ -213,6 +220,8 @@ class ClusterFacts:
             del facts["servers"]
         if not self.serving:
             del facts["serving"]
+        if not self.clips:
+            del facts["clips"]
         return facts
 
 
