@@ -320,10 +320,10 @@ class Channel:
             ValueError: the plan's owners cannot do it, or the call comes too late.
         """
 
-    def wait_squares(self, step: int) -> SquareSum:
-        """Wait, without the GIL, for the sum of the squares of a step's gradients.
+    def wait_norm(self, step: int) -> float:
+        """Wait, without the GIL, for the norm of a step's gradients: infinite or NaN where one is.
 
-        Means may be still to come. The sum is there until that of the next step is.
+        Means may be still to come. The norm is there until that of the next step is.
 
         Raises:
             ValueError: no squares are added up in this step.

@@ -3,7 +3,7 @@
 use crate::blocks::Blocks;
 use crate::errors::{translate, Signals};
 use crate::listener::{spent, Listener};
-use crate::squares::SquareSum;
+use crate::squares::root;
 use gradlane_net::{
     AdamOptions, Channel as CoreChannel, ChannelError as CoreError, ChannelOptions, Direction,
     SgdOptions, StateKind, StateRead, UpdateRule, UserMemory,
@@ -293,11 +293,11 @@ impl Channel {
         self.channel.measure_squares(TensorId(tensors), Step(step)).map_err(translate)
     }
 
-    /// Wait for the sum of the squares of a step's gradients; means may still be on their way.
-    fn wait_squares(&self, py: Python<'_>, step: u64) -> PyResult<SquareSum> {
+    /// Wait for the norm of a step's gradients; means may still be on their way.
+    fn wait_norm(&self, py: Python<'_>, step: u64) -> PyResult<f64> {
         let sum = self
             .waiting(py, move |channel, interrupt| channel.wait_squares(Step(step), interrupt))?;
-        Ok(SquareSum::of(sum))
+        Ok(root(&sum))
     }
 
     /// Whether the owners can do that for the first so many tensors.

@@ -12,18 +12,12 @@ pub(crate) struct SquareSum {
     sum: CoreSquareSum,
 }
 
-impl SquareSum {
-    pub(crate) fn of(sum: CoreSquareSum) -> SquareSum {
-        SquareSum { sum }
-    }
-}
-
 #[pymethods]
 impl SquareSum {
     /// Nothing is added up yet.
     #[new]
     fn new() -> SquareSum {
-        SquareSum::of(CoreSquareSum::default())
+        SquareSum { sum: CoreSquareSum::default() }
     }
 
     /// Add the squares of contiguous elements at an address.
@@ -39,18 +33,23 @@ impl SquareSum {
 
     /// The square root of the sum: infinite or NaN where a summand is.
     fn root(&self) -> f64 {
-        if self.sum.is_nan() {
-            return f64::NAN;
-        }
-        if self.sum.is_infinite() {
-            return f64::INFINITY;
-        }
-        let (integer, exponent) = self.sum.rounded();
-        // An even power of two is taken out of the root, in two parts: neither leaves the range of f64.
-        let odd = exponent & 1;
-        let root = (integer as f64 * f64::from(1 + odd)).sqrt();
-        let half = (exponent - odd) / 2;
-        let first = half / 2;
-        root * 2_f64.powi(first) * 2_f64.powi(half - first)
+        root(&self.sum)
     }
+}
+
+/// The square root of a sum of squares: infinite or NaN where a summand is.
+pub(crate) fn root(sum: &CoreSquareSum) -> f64 {
+    if sum.is_nan() {
+        return f64::NAN;
+    }
+    if sum.is_infinite() {
+        return f64::INFINITY;
+    }
+    let (integer, exponent) = sum.rounded();
+    // An even power of two is taken out of the root, in two parts: neither leaves the range of f64.
+    let odd = exponent & 1;
+    let root = (integer as f64 * f64::from(1 + odd)).sqrt();
+    let half = (exponent - odd) / 2;
+    let first = half / 2;
+    root * 2_f64.powi(first) * 2_f64.powi(half - first)
 }

@@ -114,8 +114,8 @@ class Channel(Protocol):
         """Have the owners add up the squares of the first tensors in the step that has just begun;
         all ranks call it, before their first contribution."""
 
-    def wait_squares(self, step: int) -> SquareSum:
-        """Wait for the sum of the squares of a step's gradients; means may be still to come."""
+    def wait_norm(self, step: int) -> float:
+        """Wait for the norm of a step's gradients; means may be still to come."""
 
     def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
         """Copy the residual of this rank's encoding of a tensor to `count` f32 values."""

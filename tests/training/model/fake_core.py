@@ -380,7 +380,7 @@ class FakeChannel:
         assert step == self.step and not self.world.round(step).ready
         self.measured = (tensors, step)
 
-    def wait_squares(self, step: int) -> SquareSum:
+    def wait_norm(self, step: int) -> float:
         tensors, measured = self.measured
         assert step == measured
         with self.world.changed:
@@ -396,7 +396,7 @@ class FakeChannel:
         squares = SquareSum()
         for mean in means:
             squares.add(_NAMES[mean.dtype], mean.data_ptr(), mean.nbytes)
-        return squares
+        return squares.root()
 
     def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
         raise AssertionError("nothing is encoded here, so nothing is kept of it")

@@ -126,6 +126,7 @@ def trained(
     steps: int = 5,
     accumulate: int = 1,
     clip: float = 0.0,
+    clip_by_session: float = 0.0,
     buffers: str = "broadcast",
     defer: bool | None = None,
     on_cuda: bool = False,
@@ -140,7 +141,7 @@ def trained(
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         session.prepare(model, optimizer, buffers=buffers, defer=defer)
         begun = digest(model)
-        losses = []
+        losses, norms = [], []
         for step in range(1, steps + 1):
             for part in range(accumulate - 1):
                 with session.no_sync():
@@ -148,6 +149,8 @@ def trained(
             loss = loss_of(model, rank, step) / accumulate
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())
+            if clip_by_session:
+                norms.append(session.clip_grad_norm_(clip_by_session))
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
@@ -159,6 +162,7 @@ def trained(
         "begun": begun,
         "digest": digest(model),
         "losses": losses,
+        "norms": [norm.item() for norm in norms],
         "tx": metrics["tx_payload_bytes"],
         "peers": [row["tx_payload_bytes"] for row in metrics["peers"]],
         "waits": metrics["tensor_waits"],

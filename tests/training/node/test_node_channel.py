@@ -88,6 +88,17 @@ def test_clipping_accumulation_and_strategies(pool: RankPool, options: dict[str,
     assert len({rank["digest"] for rank in (*led, *shared)}) == 1
 
 
+@pytest.mark.parametrize("local", ["leader", "shared"])
+def test_clipping_as_means_arrive_and_whole_gives_the_same_bits(pool: RankPool, local: str) -> None:
+    options: dict[str, Any] = {"local": local, "clip_by_session": 0.2, "steps": 6}
+    arriving = pool.run(f"{HERE}:trained", **options)
+    whole = pool.run(f"{HERE}:trained", defer=False, **options)
+    for one, other in zip(arriving, whole, strict=True):
+        assert one["digest"] == other["digest"] == arriving[0]["digest"]
+        assert one["norms"] == other["norms"] == arriving[0]["norms"]
+        assert min(one["norms"]) > 0.2
+
+
 def test_a_codec_between_nodes(pool: RankPool) -> None:
     led = pool.run(f"{HERE}:trained", local="leader", codec="qsgd:bits=8", steps=3)
     assert len({rank["digest"] for rank in led}) == 1

@@ -360,7 +360,7 @@ class GradientExchange:
         """Wait for the norm of all averaged gradients of this step; means may be still to come."""
         try:
             with WAIT_NOTIFIER, self._waiting(self.step, None):
-                return self._channel.wait_squares(self.step).root()
+                return self._channel.wait_norm(self.step)
         except self._core.ChannelError as error:
             self._raise_failed(error, "waiting for the norm of all gradients")
 

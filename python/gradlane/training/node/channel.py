@@ -13,6 +13,7 @@ on all others. A rank whose process stands still fails it after the silence time
 from __future__ import annotations
 
 import array
+import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ from gradlane.training.node.link import (
     CONTRIBUTION,
     DISCONNECTED,
     FAILED,
+    NORM,
     ORDER,
     RESULT,
     LocalLink,
@@ -45,6 +47,8 @@ from gradlane.training.node.wait_stats import WaitStats
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 
 _POLL_S = 1.0
+_NORM = struct.Struct("<qd")
+"""A step, and the norm of its gradients."""
 
 
 class NodeChannel(UnsupportedCalls, ChannelReports):
@@ -102,6 +106,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         self._pointers = [0] * len(rows)
         self._landed = LandedParts(rows, parts, self._changed)
         self._waits = WaitStats(self._names)
+        self._norm = (-1, 0.0)
         self._local_bytes = 0
         node, source = divmod(source_rank, self._layout.local_size)
         self._leader = (
@@ -219,6 +224,48 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
     def wait_step(self, step: int) -> None:
         """Wait until the whole step is complete."""
         self._wait_for(self._landed.tensors_in_step(step), step, whole_step=True)
+
+    def has_measurable_squares(self, tensors: int) -> bool:
+        """Return whether the nodes can add up squares: where one leader has tensors whole."""
+        return self._layout.leaders == 1
+
+    def measure_squares(self, tensors: int, step: int) -> None:
+        """Have the nodes add up the squares of the first tensors in the step that has begun."""
+        self._call_leader(lambda leader: leader.measure_squares(tensors, step))
+
+    def distribute_norm(self, step: int, norm: float) -> None:
+        """Send the norm of a step's gradients to all ranks of this node."""
+        for peer in self._link.peers:
+            self._link.send_text(peer, NORM, _NORM.pack(step, norm))
+        self._take_norm(step, norm)
+
+    def _take_norm(self, step: int, norm: float) -> None:
+        with self._changed:
+            self._norm = (step, norm)
+            self._changed.notify_all()
+
+    def wait_norm(self, step: int) -> float:
+        """Wait for the norm of a step's gradients; means may be still to come."""
+        self._check()
+        deadline = SuspendAwareDeadline(self._timeout_s)
+        with self._changed:
+            while self._norm[0] != step and not self._failure and not deadline.is_over(_POLL_S):
+                self._changed.wait(_POLL_S)
+            known, norm = self._norm
+        self._check()
+        if known != step:
+            self.fail(
+                Failure(
+                    f"no progress for {self._timeout_s:g} s: rank {self._rank} waits for the norm "
+                    f"of all gradients of step {step}; a rank of its node, or another node, does "
+                    "not take part (progress_timeout_s, on all ranks)",
+                    self._landed.last_complete,
+                    None,
+                    timed_out=True,
+                )
+            )
+            self._check()
+        return norm
 
     def needed(self, tensor: int, step: int) -> None:
         """Do nothing: results are not requested here."""
@@ -448,6 +495,8 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             )
         elif message.kind == ORDER and self._leader is not None:
             self._leader.reorder(array.array("i", message.text).tolist())
+        elif message.kind == NORM:
+            self._take_norm(*_NORM.unpack(message.text))
         elif message.kind == FAILED:
             self.fail(Failure.from_bytes(message.text))
         elif message.kind == BYE:

@@ -1,9 +1,9 @@
 """The leader of parts: it adds up the node's contributions, submits the sum, and distributes the
 mean.
 
-Of its two threads, one adds up and submits parts in the order in which their contributions are
-complete. The other waits for means and passes them to the ranks of the node. Means of collectives
-arrive already added up.
+Of its three threads, one adds up and submits parts in the order in which their contributions are
+complete. The other two wait, for means and for the norm of all gradients, and pass them to the
+ranks of the node. Means of collectives arrive already added up.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ class MeanSink(Protocol):
 
     def distribute_mean(self, part: Part, step: int, absent: bool) -> None:
         """Take the mean over nodes, which is in the leader's memory, for all ranks of the node."""
+
+    def distribute_norm(self, step: int, norm: float) -> None:
+        """Take the norm of all gradients of a step, for all ranks of the node."""
 
     def fail(self, failure: Failure) -> None:
         """Take a failure; no means follow."""
@@ -110,6 +113,7 @@ class NodeLeader:
         self._progress = [_PartProgress() for _ in self.own_parts]
         self._inbox: queue.SimpleQueue[Contribution | NodeMean | int | None] = queue.SimpleQueue()
         self._begun_steps: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._measured_steps: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._sum_lock = threading.Lock()
         self._may_read = True
         self._submitted = 0
@@ -120,6 +124,7 @@ class NodeLeader:
             for run, name in (
                 (self._sum_loop, "gradlane-node-sum"),
                 (self._result_loop, "gradlane-node"),
+                (self._norm_loop, "gradlane-node-norm"),
             )
         ]
         for thread in self._threads:
@@ -134,6 +139,16 @@ class NodeLeader:
         self._step_ended.clear()
         self.channel.step_begin(step)
         self._begun_steps.put(step)
+
+    def measure_squares(self, tensors: int, step: int) -> None:
+        """Have the nodes add up squares in the step that has just begun.
+
+        Args:
+            tensors: number of leading tensors, which are as many leading parts of a single leader.
+            step: number of the step.
+        """
+        self.channel.measure_squares(tensors, step)
+        self._measured_steps.put(step)
 
     def submit(self, item: Contribution | NodeMean) -> None:
         """Queue a contribution of a rank of the node, or a node's mean; returns at once."""
@@ -156,6 +171,7 @@ class NodeLeader:
         """End the threads; the channel must have ended, or its last step be complete."""
         self._inbox.put(None)
         self._begun_steps.put(None)
+        self._measured_steps.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -243,3 +259,7 @@ class NodeLeader:
                 for index, absent in self.channel.next_ready(step):
                     self._sink.distribute_mean(self.own_parts[index], step, absent)
                     left -= 1
+
+    def _norm_loop(self) -> None:
+        while (step := self._measured_steps.get()) is not None:
+            self._sink.distribute_norm(step, self.channel.wait_norm(step))

@@ -34,6 +34,8 @@ READY, MEAN, SUM, BROADCAST = range(6, 10)
 """Kinds for collectives. To the coordinator: the sender's gradient of a tensor is on its device;
 the sender has the mean of a part over all nodes. From the coordinator: all ranks add up a tensor
 now; all ranks receive the mean of a part now."""
+NORM = 10
+"""From the leader: the norm of all gradients of a step."""
 COLLECTIVE_KINDS = (READY, MEAN, SUM, BROADCAST)
 _HEADER = struct.Struct("<BBHIq")
 _MESSAGE_BYTES_MAX = 1 << 20
@@ -47,11 +49,11 @@ class Message:
 
     Attributes:
         sender: its local rank.
-        kind: `CONTRIBUTION` to `BROADCAST`.
+        kind: `CONTRIBUTION` to `NORM`.
         absent: True if there is no gradient or mean.
         part: number of the part; of `READY` and `SUM`, of the tensor.
         step: number of the step.
-        text: of `ORDER` and `FAILED`.
+        text: of `ORDER`, `FAILED` and `NORM`.
     """
 
     sender: int
@@ -133,7 +135,7 @@ class LocalLink:
 
         Args:
             peer: its local rank.
-            kind: `ORDER` or `FAILED`.
+            kind: `ORDER`, `FAILED` or `NORM`.
             text: at most a megabyte.
             waits: whether to wait for room; if not, a full socket drops the text.
         """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from gradlane.training.core import Blocks, SquareSum
+from gradlane.training.core import Blocks
 
 
 class UnsupportedCalls:
@@ -49,18 +49,6 @@ class UnsupportedCalls:
     def take_blocks(self, tensor: int, step: int) -> Blocks | None:
         """Refuse: blocks are each rank's own."""
         _refuse("sending blocks")
-
-    def has_measurable_squares(self, tensors: int) -> bool:
-        """Return False: owners are nodes here, and a rank has its mean later."""
-        return False
-
-    def measure_squares(self, tensors: int, step: int) -> None:
-        """Refuse: owners are nodes."""
-        _refuse("adding up squares")
-
-    def wait_squares(self, step: int) -> SquareSum:
-        """Refuse: owners are nodes."""
-        _refuse("adding up squares")
 
     def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
         """Refuse: what a rank sends is not encoded."""
