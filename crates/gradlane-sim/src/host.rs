@@ -205,7 +205,7 @@ impl Run {
                 self.noted_pace(rank, &event, time);
             }
             Event::SquaresReady { step, .. } => {
-                self.norm_is_known(rank, step, time + self.charges.wake);
+                self.tell_norm(rank, step, time + self.charges.wake);
             }
             Event::PlanSwitched { .. }
             | Event::Late { .. }

@@ -173,6 +173,19 @@ impl Run {
         }
     }
 
+    /// A rank has the norm of a step's gradients: it tells those of its node whose means it passes on.
+    pub(crate) fn tell_norm(&mut self, rank: u32, step: Step, time: u64) {
+        let topology = self.channels.topology;
+        let Some(word) = self.intra_node.as_ref().map(|sums| sums.charges.word) else {
+            return self.norm_is_known(rank, step, time);
+        };
+        let first = rank - topology.local(rank);
+        for other in first..first + topology.per_node {
+            let told = if other == rank { time } else { time + word };
+            self.norm_is_known(other, step, told);
+        }
+    }
+
     /// It is time for something on a rank.
     pub(crate) fn act_on_node(&mut self, rank: u32) {
         let Some(Reverse((_, _, doing))) = self.node_sums().ranks[rank as usize].due.pop() else {

@@ -172,7 +172,6 @@ class Coordinator:
             local_ranks=self._facts.ranks_per_node,
             first_leg=first_leg_share(
                 kinds,
-                local_ranks=self._facts.ranks_per_node,
                 all_serve=not self._facts.serving and self._facts.servers is None,
             )
             if self._facts.clips

@@ -23,7 +23,7 @@ every other one or to one that sends the whole back, sums of nodes on sharded se
 
 
 CLIPPED = 0.5
-"""The first leg of servers on all ranks and of rings: half of the bytes of a port."""
+"""The first leg of servers on all ranks, of rings and of nodes: half of the bytes of a port."""
 
 
 @dataclass(frozen=True)
@@ -257,16 +257,15 @@ def bound_step_s(
     return Bound(step_s, compute_s, port_s, pair_s, binding)
 
 
-def first_leg_share(schemes: Sequence[str], *, local_ranks: int, all_serve: bool) -> float:
+def first_leg_share(schemes: Sequence[str], *, all_serve: bool) -> float:
     """Return `first_leg` of gradients that are clipped by the norm of all of them.
 
     Args:
         schemes: of the tensors.
-        local_ranks: ranks of a node, which share its port.
         all_serve: whether every rank owns slices, and no other rank does.
     """
-    owned = all(scheme in ("ps", "ring") for scheme in schemes)
-    return CLIPPED if owned and local_ranks == 1 and all_serve else 1.0
+    owned = all(scheme in ("ps", "ring", "hierarchical") for scheme in schemes)
+    return CLIPPED if owned and all_serve else 1.0
 
 
 def describe_binding(binding: str) -> str:

@@ -287,7 +287,6 @@ def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
         local_ranks=cluster.ranks_per_node,
         first_leg=first_leg_share(
             kinds,
-            local_ranks=cluster.ranks_per_node,
             all_serve=not cluster.serving and cluster.servers is None,
         )
         if cluster.clip
