@@ -58,6 +58,12 @@ class OddLoop:
             else one
             for one in self.actions
         ]
+        self.actions = [
+            dataclasses.replace(one, given={**one.given, "made": "new"})
+            if one.do == "step_other" and self.loop.optimizers[one.model].counts
+            else one
+            for one in self.actions
+        ]
         wraps = any(one.do == "wrap_step" for one in self.actions)
         if wraps or any(one.wrapped or one.derived for one in self.loop.optimizers):
             # With `defer=True` the program says itself that its step may be done in parts.
@@ -587,6 +593,9 @@ class OddLoop:
         model = self.model()
         described = self.loop.models[model]
         extra = self.draw(("tally", "tally", "tally", *ODD_BUFFERS))
+        if extra == "expanded_frozen" and self.loop.optimizers[model].kind == "Muon":
+            # It takes matrices alone.
+            return
         if self.is_odd_for(extra):
             return
         models = list(self.loop.models)
