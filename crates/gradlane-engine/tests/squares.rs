@@ -6,8 +6,8 @@ mod common;
 use common::toy::{encoded_plan, Toy};
 use common::{plan, tensors, Cluster};
 use gradlane_engine::{Input, Plan, Roles, Strategy, Update};
-use gradlane_units::{Rng, SquareSum, Step, TensorId};
-use gradlane_wire::FrameKind;
+use gradlane_units::{Rank, Rng, SquareSum, Step, TensorId};
+use gradlane_wire::{FrameHeader, FrameKind};
 use proptest::prelude::*;
 use std::sync::Arc;
 
@@ -226,4 +226,40 @@ fn plans_without_owners_that_wait_for_all_refuse() {
     let late = Input::MeasureSquares(TensorId(4), Step(1));
     let error = cluster.nodes[0].engine.handle(late).expect_err("too late").to_string();
     assert!(error.contains("before the step's first contribution"), "{error}");
+}
+
+/// What no correct peer sends is refused by name, and changes nothing.
+#[test]
+fn sums_that_make_no_sense_are_refused() {
+    let plan = plan(&SIZES, "p3", 50, 3);
+    let mut cluster = Cluster::new(&plan, 64, 300, 1);
+    cluster.step_zero();
+    begin(&mut cluster, 1, SIZES.len());
+    let engine = &mut cluster.nodes[0].engine;
+    let mut sum = SquareSum::default();
+    sum.add_square_of(3.0);
+    let payload = sum.to_bytes();
+    let header = |step: u64, payload: &[u8]| FrameHeader {
+        step: Step(step),
+        length: payload.len() as u32,
+        ..common::frame(FrameKind::SquareSum, Rank(1))
+    };
+    let too_long = vec![0; SquareSum::BYTES_MAX + 1];
+    for payload in [&[][..], &[0; 3], &too_long] {
+        let error = engine.handle_header(Rank(1), &header(1, payload)).expect_err("refused");
+        assert!(error.to_string().contains("a sum of squares of"), "{error}");
+    }
+    for wrong in [&[9, 0, 0, 0][..], &[0, 0, 1, 0], &[0, 200, 1, 0, 1, 0, 0, 0]] {
+        engine.handle_header(Rank(1), &header(1, wrong)).expect("of a possible length");
+        let error = engine.handle_control(Rank(1), &header(1, wrong), wrong).expect_err("refused");
+        assert!(error.to_string().contains("a sum of squares that is none"), "{error}");
+    }
+    for step in [0, 3, u64::MAX] {
+        let taken = engine.handle_control(Rank(1), &header(step, &payload), &payload);
+        // Steps before the current one are done with, whatever their sums.
+        assert_eq!(taken.is_err(), step != 0, "step {step}");
+    }
+    engine.handle_control(Rank(1), &header(1, &payload), &payload).expect("the first one");
+    let error = engine.handle_control(Rank(1), &header(1, &payload), &payload);
+    assert!(error.expect_err("twice").to_string().contains("this rank is in step 1"));
 }
