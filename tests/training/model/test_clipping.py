@@ -298,6 +298,47 @@ def test_the_norm_is_torchs_but_for_rounding() -> None:
     run_ranks(2, body)
 
 
+def test_two_hundred_clipped_steps_learn_what_one_process_learns() -> None:
+    """One process that is given the mean in rank order and clips by torch: but for rounding."""
+    steps = 200
+
+    def body(session: Any) -> tuple[list[float], list[Tensor]]:
+        model = seeded(Attention)
+        optimizer = sgd(model)
+        session.prepare(model, optimizer)
+        losses, norms = [], []
+        for step in range(1, steps + 1):
+            loss = attention_loss(model, session.rank, step)
+            loss.backward()
+            norms.append(session.clip_grad_norm_(0.02, model=model))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert all(norm > 0.02 for norm in norms)
+        return losses, snapshot(model)
+
+    def alone(session: Any) -> tuple[list[float], list[Tensor]]:
+        model = seeded(Attention)
+        optimizer = sgd(model)
+        session.prepare(model, optimizer)
+        losses = []
+        for step in range(1, steps + 1):
+            loss = attention_loss(model, session.rank, step)
+            loss.backward()
+            session.average(model)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.02)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, snapshot(model)
+
+    ours = run_ranks(2, body, core=CORE, local="off")
+    exact, torchs = run_reference(2, body), run_reference(2, alone)
+    for rank in range(2):
+        assert ours[rank][0] == exact[rank][0] and same_bits(ours[rank][1], exact[rank][1])
+        assert ours[rank][0] == pytest.approx(torchs[rank][0], rel=1e-5, abs=1e-6)
+
+
 def test_a_norm_is_used_like_any_tensor() -> None:
     def body(session: Any) -> None:
         model: Any = nn.Linear(2, 1, bias=False)
