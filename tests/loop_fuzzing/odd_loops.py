@@ -232,7 +232,8 @@ class OddLoop:
                 via = self.draw(oddities.VIAS)
                 assign = {"through": [model], "data": given["data"], "via": via}
                 self.actions[first] = d.Action("assign_gradients", model, None, assign)
-            else:
+            elif given["through"] == [model]:
+                # A model that gets no gradient at all has no step, and keeps its own buffers.
                 inputs = {**given, "inputs": self.random.randint(1, 3)}
                 self.actions[first] = d.Action("backward", model, None, inputs)
 

@@ -28,8 +28,9 @@ REAL = LabOptions(
     dilation=1.0,
     steps=50,
     warmup=3,
+    clip_norm=1.0,
 )
-"""A transformer of a million parameters that learns to write Python."""
+"""A transformer of a million parameters that learns to write Python, with gradients clipped."""
 
 REPLAY = LabOptions(
     workload="resnet50",
@@ -65,7 +66,8 @@ def run_demo(
     for number, options in enumerate(parts, start=1):
         console.print(
             f"[bold]{number}/{len(parts)}[/bold]  {options.workload} on {options.workers} emulated "
-            f"nodes at {format_rate(options.rates_bps[0])}",
+            f"nodes at {format_rate(options.rates_bps[0])}"
+            + ("" if options.clip_norm is None else ", gradients clipped by their global norm"),
             highlight=False,
         )
 
