@@ -228,7 +228,8 @@ class OddLoop:
             given = self.actions[first].given
             if not set(given) <= {"through", "data", "detach"} or self.accumulates(first, step):
                 continue
-            if self.chance(0.7) and given["through"] == [model]:
+            if self.chance(0.7) and given["through"] == [model] and not self.is_seen(first, model):
+                # On top of averages of a step that was not taken, a rank steps with its own.
                 via = self.draw(oddities.VIAS)
                 assign = {"through": [model], "data": given["data"], "via": via}
                 self.actions[first] = d.Action("assign_gradients", model, None, assign)

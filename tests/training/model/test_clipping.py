@@ -183,6 +183,22 @@ def test_some_steps_are_clipped_and_others_not() -> None:
             assert same_bits(parameters, expected[0])
 
 
+def test_a_clipped_step_that_is_forgotten_leaves_zeros_where_gradients_were() -> None:
+    def body(session: Any) -> None:
+        model: Any = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.prepare(model, optimizer)
+        for _ in range(3):
+            # The last layer is not used.
+            model[0](torch.ones(1, 2)).sum().backward()
+            session.clip_grad_norm_(0.1)
+            optimizer.zero_grad(set_to_none=False)
+        assert all(bool((one.grad == 0).all()) for one in model[0].parameters())
+        assert all(one.grad is None for one in model[1].parameters())
+
+    run_ranks(2, body)
+
+
 def test_accumulation_is_clipped_as_one_step() -> None:
     def body(session: Any) -> list[Tensor]:
         model = seeded(SmallCnn)

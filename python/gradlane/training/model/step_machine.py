@@ -143,6 +143,8 @@ class StepMachine:
         self._discards = False
         self._clipping: StepClipping | None = None
         """How the means of this step are clipped as they arrive."""
+        self._clipped: list[int] = []
+        """Parameters that had a gradient on this rank by then."""
         self._clipped_to: tuple[float, ...] = ()
         """The norms that gradients of this step were clipped to, for all ranks to compare."""
         self._zeroed = True
@@ -424,6 +426,7 @@ class StepMachine:
                 and self._update.defers()
                 and not clips_again
             ):
+                self._clipped = self._with_gradients()
                 self._submit_rest()
                 dtype = norm_dtype(entry.dtype for entry in self._trained)
                 clipping = StepClipping(max_norm, dtype, self._exchange.wait_norm)
@@ -434,6 +437,14 @@ class StepMachine:
             if error_if_nonfinite:
                 clipping.check_finite()
             return clipping.norm
+
+    def _with_gradients(self) -> list[int]:
+        """Return the parameters with a gradient in this step, before the rest is submitted."""
+        return [
+            index
+            for index, entry in enumerate(self._trained)
+            if self._exchange.has_taken(index) or raw_grad(entry.tensor) is not None
+        ]
 
     def _clip_now(self, max_norm: float, norm_type: float) -> StepClipping:
         """Clip the gradients in `.grad`, after all means are there."""
@@ -643,7 +654,7 @@ class StepMachine:
         if self._server is not None:
             self._refuse_begun_update("zero_grad() after backward()")
         if not set_to_none:
-            for index in self._exchange.present():
+            for index in self._clipped if self._awaits_step else self._exchange.present():
                 parameter = self._trained[index].tensor
                 set_raw_grad(parameter, torch.zeros_like(parameter))
         self._end_with_nothing()
