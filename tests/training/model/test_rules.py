@@ -126,6 +126,23 @@ def test_frozen_parameter_that_is_trained_later() -> None:
     run_alone(body)
 
 
+def test_a_scaler_that_judges_own_gradients_of_a_fused_optimizer() -> None:
+    def body(session: Any) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        session.prepare(model, optimizer)
+        # A plain list: nothing sees who looks at its gradients.
+        group = optimizer.param_groups[0]
+        group["params"] = group["params"][:]
+        scaler = torch.amp.GradScaler("cpu")
+        with session.no_sync():
+            scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        with pytest.raises(gradlane.UsageError, match="GradScaler has looked at this rank's own"):
+            scaler.step(optimizer)
+
+    run_alone(body)
+
+
 def test_trained_parameter_that_is_frozen_later() -> None:
     def body(session: Any) -> None:
         model, optimizer = prepared(session)

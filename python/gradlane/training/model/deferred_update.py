@@ -118,6 +118,22 @@ class DeferredUpdate:
             and not mixes_first_steps(self._optimizer)
         )
 
+    def check_unscaled(self, step: int) -> None:
+        """Check that no scaler has judged gradients before they are averaged.
+
+        Args:
+            step: number of the step that is to begin.
+
+        Raises:
+            UsageError: `GradScaler` steps a fused optimizer, and has seen own gradients.
+        """
+        if getattr(self._optimizer, "found_inf", None) is not None:
+            raise UsageError(
+                f"GradScaler has looked at this rank's own gradients for step {step}: every "
+                "backward() of the step was inside session.no_sync(), and the optimizer's groups "
+                "were rebuilt; run the last backward() outside of it"
+            )
+
     def zero_in_place(self) -> None:
         """Do what `zero_grad(set_to_none=False)` means for gradients that are not in `.grad` yet.
 

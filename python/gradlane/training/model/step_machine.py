@@ -517,6 +517,7 @@ class StepMachine:
             )
         if self._phase is Phase.LOCAL:
             self._local.check(self.step + 1)
+            self._update.check_unscaled(self.step + 1)
             self._begin_step()
         self.exempt.run(self._update.record)
         if self._server is not None:
