@@ -159,15 +159,22 @@ class LocalLink:
                 peer = key.data
                 if peer is None:
                     return
-                packet = b""
-                with contextlib.suppress(OSError):
-                    packet = self._sockets[peer].recv(_MESSAGE_BYTES_MAX)
+                packet = self._receive(peer)
                 if len(packet) < _HEADER.size:
                     self._selector.unregister(self._sockets[peer])
                     yield Message(peer, DISCONNECTED, False, 0, 0, b"")
                     continue
                 kind, absent, _, part, step = _HEADER.unpack_from(packet)
                 yield Message(peer, kind, bool(absent), part, step, packet[_HEADER.size :])
+
+    def _receive(self, peer: int) -> bytes:
+        """Return the next packet of a rank; empty: it has ended."""
+        # A peer that closes before it has read everything resets the connection. Linux says so
+        # once, and before what the peer has sent last, which tells why it ends.
+        for _ in range(2):
+            with contextlib.suppress(OSError):
+                return self._sockets[peer].recv(_MESSAGE_BYTES_MAX)
+        return b""
 
     def stop(self) -> None:
         """End `messages`, from any thread."""
