@@ -42,6 +42,8 @@ import gradlane
 from gradlane.training.options.options import keywords_of
 
 SAMPLES = 40
+MEETING_TIMEOUT_S = 120.0
+"""Longest wait for the other ranks between two sessions."""
 MEASURES = (
     "rss_bytes",
     "heap_bytes",
@@ -230,6 +232,17 @@ def follow(
     return [dict(zip(("step", *MEASURES), row, strict=True)) for row in rows]
 
 
+def _meet(store: Any, key: str, arrivals: int) -> None:
+    """Wait until so many ranks have come here, over all steps."""
+    deadline_s = time.monotonic() + MEETING_TIMEOUT_S
+    found = store.add(key, 1)
+    while found < arrivals:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{found} of {arrivals} arrivals at {key}")
+        time.sleep(0.001)
+        found = store.add(key, 0)
+
+
 def _train(
     how: Case,
     store: Any,
@@ -247,7 +260,10 @@ def _train(
             with _opened(how, store, rank, world_size, job, folder) as (session, model, optimizer):
                 for _ in range(2):
                     _step(how, session, model, optimizer, inputs)
+            # The store is all ranks': none may open the next session while another one looks.
+            _meet(store, f"{job}/closed", step * world_size)
             look(step, None)
+            _meet(store, f"{job}/looked", step * world_size)
         return
     with _opened(how, store, rank, world_size, job, folder) as (session, model, optimizer):
         session.log_to(_Nowhere(), every=10)
