@@ -132,14 +132,7 @@ fn add_apart(sum: &mut SquareSum, values: &[f32; BLOCK], top: i32) {
     let is_small = |value: f32| exponent(value.to_bits() & !SIGN) < top - EXPONENTS;
     add_alike(sum, &values.map(|value| if is_small(value) { 0.0 } else { value }), top);
     let small = values.map(|value| if is_small(value) { value } else { 0.0 });
-    let bits = small.iter().map(|value| value.to_bits() & !SIGN);
-    let (largest, smallest) = (bits.clone().max(), bits.filter(|&bits| bits > 0).min());
-    let (top, bottom) = (exponent(largest.unwrap_or(0)), exponent(smallest.unwrap_or(0)));
-    if bottom < top - EXPONENTS {
-        add_apart(sum, &small, top);
-    } else {
-        add_alike(sum, &small, top);
-    }
+    add_block(sum, &small);
 }
 
 /// The exponent of a number's first bit; of the smallest normal one, where there is none.

@@ -483,8 +483,7 @@ impl Engine {
     /// # Panics
     /// When the job was never handed out or is reported twice.
     pub fn handle_job_done(&mut self, id: JobId) {
-        let running = self.take_running(id);
-        self.finish_job(running, None, None);
+        self.finish_job(id, None, None);
     }
 
     /// The driver has done a job whose output is an encoding of this many bytes. Where all are equally
@@ -493,8 +492,7 @@ impl Engine {
     /// # Panics
     /// As [`Engine::handle_job_done`]; when there is no room for as many bytes.
     pub fn handle_encoded(&mut self, id: JobId, bytes: u64) {
-        let running = self.take_running(id);
-        self.finish_job(running, Some(bytes), None);
+        self.finish_job(id, Some(bytes), None);
     }
 
     /// The driver has added up squares ([`Operation::AddSquares`]); reported with
@@ -503,15 +501,12 @@ impl Engine {
     /// # Panics
     /// As [`Engine::handle_job_done`].
     pub fn handle_squares(&mut self, id: JobId, sum: &SquareSum) {
-        let running = self.take_running(id);
-        self.finish_job(running, None, Some(sum));
+        self.finish_job(id, None, Some(sum));
     }
 
-    fn take_running(&mut self, id: JobId) -> Running {
-        self.cx.jobs.finish(id).expect("a job is reported once, after it was handed out")
-    }
-
-    fn finish_job(&mut self, running: Running, bytes: Option<u64>, squares: Option<&SquareSum>) {
+    fn finish_job(&mut self, id: JobId, bytes: Option<u64>, squares: Option<&SquareSum>) {
+        let running = self.cx.jobs.finish(id);
+        let running = running.expect("a job is reported once, after it was handed out");
         if self.session.has_ended() {
             return;
         }

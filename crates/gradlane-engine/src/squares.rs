@@ -11,7 +11,6 @@ use crate::transmit::Body;
 use crate::violation::{violation, Validated};
 use alloc::collections::BTreeMap;
 use alloc::format;
-use alloc::string::String;
 use gradlane_units::{Rank, SliceId, SquareSum, Step, TensorId};
 use gradlane_wire::{FrameHeader, FrameKind};
 
@@ -60,27 +59,30 @@ impl Squares {
     }
 }
 
-/// Why a plan has no owners that could add up squares, or `None` if it has.
-fn obstacle(plan: &Plan, tensors: TensorId) -> Option<String> {
-    let strategy = &plan.strategy;
-    let gathered = (0..tensors.0).map(TensorId).find(|&it| plan.tensor(it).scheme.has_blocks());
-    if strategy.synchrony != Synchrony::Bulk {
-        Some("steps do not wait for all ranks".into())
-    } else if plan.updates_on_server(Step(1)) {
-        Some("updates run on the servers".into())
-    } else if plan.dedicated_servers > 0 {
-        Some("dedicated servers own the slices".into())
-    } else {
-        gathered.map(|tensor| format!("{:?} has no owner", plan.tensor(tensor).spec.name))
-    }
-}
-
 impl Plan {
-    /// Whether the owners of slices can add up the squares of the first `tensors` gradients, before
+    /// Checks that the owners of slices can add up the squares of the first `tensors` gradients before
     /// the means are everywhere: [`Input::MeasureSquares`](crate::Input::MeasureSquares).
-    #[must_use]
-    pub fn has_measurable_squares(&self, tensors: TensorId) -> bool {
-        obstacle(self, tensors).is_none()
+    ///
+    /// # Errors
+    ///
+    /// There are fewer tensors, or nobody has the mean of one in time; says why.
+    pub fn check_measurable_squares(&self, tensors: TensorId) -> Result<(), UsageError> {
+        let Some(gradients) = self.tensors.get(..tensors.index()) else {
+            let count = self.tensors.len();
+            return Err(UsageError::UnknownTensor { tensor: tensors.0, count });
+        };
+        let why = if self.strategy.synchrony != Synchrony::Bulk {
+            "steps do not wait for all ranks".into()
+        } else if self.updates_on_server(Step(1)) {
+            "updates run on the servers".into()
+        } else if self.dedicated_servers > 0 {
+            "dedicated servers own the slices".into()
+        } else if let Some(it) = gradients.iter().find(|it| it.scheme.has_blocks()) {
+            format!("{:?} has no owner", it.spec.name)
+        } else {
+            return Ok(());
+        };
+        Err(UsageError::Argument(format!("squares cannot be added up: {why}")))
     }
 }
 
@@ -92,13 +94,7 @@ impl Cx {
         tensors: TensorId,
     ) -> Result<(), UsageError> {
         let plan = &self.plan;
-        if let Some(why) = obstacle(plan, tensors) {
-            return Err(UsageError::Argument(format!("squares cannot be added up: {why}")));
-        }
-        if tensors.index() > plan.tensors.len() {
-            let count = plan.tensors.len();
-            return Err(UsageError::UnknownTensor { tensor: tensors.0, count });
-        }
+        plan.check_measurable_squares(tensors)?;
         if self.worker.has_submitted() {
             let text = "measure_squares comes before the step's first contribution";
             return Err(UsageError::Argument(text.into()));

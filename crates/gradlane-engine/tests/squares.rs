@@ -211,7 +211,7 @@ fn plans_without_owners_that_wait_for_all_refuse() {
         (build(named("p3"), Update::Worker, Roles::dedicated(2, 1)), "dedicated servers"),
     ];
     for (plan, words) in plans {
-        assert!(!plan.has_measurable_squares(TensorId(4)), "{words}");
+        assert!(plan.check_measurable_squares(TensorId(4)).is_err(), "{words}");
         let plan = Arc::new(plan);
         let mut cluster = Cluster::new(&plan, 64, 300, 1);
         cluster.nodes[0].engine.handle(Input::StepBegin(Step(0))).expect("step 0 begins");
@@ -219,7 +219,10 @@ fn plans_without_owners_that_wait_for_all_refuse() {
         let error = cluster.nodes[0].engine.handle(input).expect_err("refused").to_string();
         assert!(error.contains(words), "{error}");
     }
-    let mut cluster = Cluster::new(&plan(&SIZES, "p3", 50, 2), 64, 300, 1);
+    let plan = plan(&SIZES, "p3", 50, 2);
+    let error = plan.check_measurable_squares(TensorId(9)).expect_err("too many").to_string();
+    assert!(error.contains("tensor 9"), "{error}");
+    let mut cluster = Cluster::new(&plan, 64, 300, 1);
     cluster.step_zero();
     begin(&mut cluster, 1, 4);
     submit(&mut cluster, &SIZES, 1, false);

@@ -302,7 +302,7 @@ impl Channel {
 
     /// Whether the owners can do that for the first so many tensors.
     fn has_measurable_squares(&self, tensors: u32) -> bool {
-        self.channel.plan().has_measurable_squares(TensorId(tensors))
+        self.channel.plan().check_measurable_squares(TensorId(tensors)).is_ok()
     }
 
     /// Copy what encoding this rank's contributions to a tensor has lost to an address with room for

@@ -121,7 +121,7 @@ impl Clipping {
         let tensors = TensorId(plan.tensors.len() as u32);
         // Several leaders of a node have parts of tensors, and none knows all squares.
         let leaders = scenario.nodes.as_ref().map_or(0, |nodes| nodes.carried.len());
-        let measured = leaders < 2 && plan.has_measurable_squares(tensors);
+        let measured = leaders < 2 && plan.check_measurable_squares(tensors).is_ok();
         scenario.clips.then_some(if measured { Clipping::Measured } else { Clipping::Whole })
     }
 }

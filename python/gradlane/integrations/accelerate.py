@@ -20,7 +20,7 @@ def attach(accelerator: Accelerator, session: Session) -> Accelerator:
 
     Call it before `accelerator.prepare(...)`, on every rank; prepare the model and its optimizer in
     the session as well. `accelerator.clip_grad_norm_` then is `session.clip_grad_norm_`, which
-    waits for no mean, and `accelerator.no_sync` and `accelerate` are `session.no_sync`.
+    waits for no mean, and `accelerator.no_sync` and `accumulate` are `session.no_sync`.
 
     Args:
         accelerator: without FSDP or DeepSpeed.

@@ -63,10 +63,7 @@ impl ApiGuard {
         step: Step,
     ) -> Result<(), UsageError> {
         self.check_step("measure_squares", step)?;
-        if tensors.index() > plan.tensors.len() || !plan.has_measurable_squares(tensors) {
-            let what = "squares cannot be added up by the owners of this plan's slices";
-            return Err(UsageError::Argument(what.to_owned()));
-        }
+        plan.check_measurable_squares(tensors)?;
         if self.contributed.contains(&(step.0 + 1)) {
             let what = "measure_squares comes before the step's first contribution";
             return Err(UsageError::Argument(what.to_owned()));

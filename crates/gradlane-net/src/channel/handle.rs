@@ -191,7 +191,7 @@ impl Channel {
     ///
     /// # Errors
     /// [`ChannelError::Usage`] for another step, a call that comes too late, and plans whose owners
-    /// cannot do it ([`Plan::has_measurable_squares`]).
+    /// cannot do it ([`Plan::check_measurable_squares`]).
     pub fn measure_squares(&self, tensors: TensorId, step: Step) -> Result<(), ChannelError> {
         self.check()?;
         lock(&self.guard).measure_squares(&self.plan, tensors, step)?;

@@ -94,30 +94,36 @@ def norm_dtype(gradients: Iterable[torch.dtype]) -> torch.dtype:
 class StepClipping:
     """How the gradients of one step are clipped."""
 
-    def __init__(self, max_norm: float, dtype: torch.dtype, wait: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        max_norm: float,
+        dtype: torch.dtype,
+        wait: Callable[[], float],
+        clipped: Sequence[int] = (),
+    ) -> None:
         """Clip to a norm.
 
         Args:
             max_norm: the largest norm that gradients keep.
             dtype: of the norm, in which the factor is computed.
             wait: returns the norm of all gradients, once it is known.
+            clipped: numbers of the parameters that had a gradient on this rank by then.
         """
         self._max_norm = max_norm
         self.norm = LazyNorm.of(dtype, wait)
+        self.clipped = clipped
         self._factor: Tensor | None = None
-        self._changes = True
 
     def factor(self) -> Tensor:
         """Wait for the norm; return what gradients are multiplied with."""
         if self._factor is None:
             self._factor = torch.clamp(self._max_norm / (self.norm + _EPSILON), max=1.0)
-            self._changes = self._factor.item() != 1.0
         return self._factor
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
         """Clip gradients in place, once each; waits for the norm."""
         factor = self.factor() if gradients else None
-        if factor is not None and self._changes:
+        if factor is not None and factor.item() != 1.0:
             with torch.no_grad(), torch.inference_mode(False):
                 for gradient in gradients:
                     gradient.mul_(factor.to(gradient.device))

@@ -252,13 +252,13 @@ class GradientExchange:
             self._raise_failed(error, "ending a step")
 
     def submit_buffers(self, *, shadow: bool) -> None:
-        """Submit the buffers.
+        """Submit the buffers, if they were not yet.
 
         Args:
             shadow: this rank has seen no data in this step and has nothing to say about them.
         """
         pack = self._layout.buffers
-        if pack is None:
+        if pack is None or self._submitted_buffers:
             return
         packed = pack.pack(silent=shadow)
         index = self._layout.buffers_index

@@ -143,8 +143,6 @@ class StepMachine:
         self._discards = False
         self._clipping: StepClipping | None = None
         """How the means of this step are clipped as they arrive."""
-        self._clipped: list[int] = []
-        """Parameters that had a gradient on this rank by then."""
         self._clipped_to: tuple[float, ...] = ()
         """The norms that gradients of this step were clipped to, for all ranks to compare."""
         self._zeroed = True
@@ -417,19 +415,18 @@ class StepMachine:
             if self._take_by_hand() and self._phase is Phase.LOCAL:
                 self.average_local()
             self._running_backwards.clear()
-            clips_again = self._clipping is not None
             self._clipped_to += (max_norm, norm_type)
             if (
                 self._phase is Phase.BACKWARD
                 and norm_type == 2.0
                 and self._exchange.measures
                 and self._update.defers()
-                and not clips_again
+                and self._clipping is None
             ):
-                self._clipped = self._with_gradients()
+                clipped = self._with_gradients()
                 self._submit_rest()
                 dtype = norm_dtype(entry.dtype for entry in self._trained)
-                clipping = StepClipping(max_norm, dtype, self._exchange.wait_norm)
+                clipping = StepClipping(max_norm, dtype, self._exchange.wait_norm, clipped)
                 self._clipping = clipping
                 self._refresh()
             else:
@@ -574,9 +571,7 @@ class StepMachine:
             warnings.warn(notice, UserWarning, stacklevel=4)
 
     def _submit_rest(self) -> None:
-        """Submit what is left of this step, once."""
-        if self._clipping is not None:
-            return
+        """Submit what is left of this step."""
         # A list of parameters made in inference mode must not leave such tensors in `.grad`.
         with torch.inference_mode(False), torch.no_grad():
             self._exchange.submit_rest()
@@ -655,7 +650,8 @@ class StepMachine:
         if self._server is not None:
             self._refuse_begun_update("zero_grad() after backward()")
         if not set_to_none:
-            for index in self._clipped if self._awaits_step else self._exchange.present():
+            clipping = self._clipping
+            for index in self._exchange.present() if clipping is None else clipping.clipped:
                 parameter = self._trained[index].tensor
                 set_raw_grad(parameter, torch.zeros_like(parameter))
         self._end_with_nothing()
@@ -668,9 +664,8 @@ class StepMachine:
 
     def _submit_nothing_more(self, *, shadow: bool) -> None:
         self._discards = True
-        if self._clipping is None:
-            self._exchange.submit_rest(discards=True)
-            self._exchange.submit_buffers(shadow=shadow)
+        self._exchange.submit_rest(discards=True)
+        self._exchange.submit_buffers(shadow=shadow)
 
     # ---- steps that this rank takes no part in, or that are none of training
 

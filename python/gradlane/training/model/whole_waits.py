@@ -25,15 +25,16 @@ class WholeWaits:
         """Nothing was seen yet."""
         self._last_step = 0
         self._steps = 0
+        self._was_told = False
 
     def note(self, step: int) -> None:
         """Note that a line of the program, which called this, has looked at gradients of a step."""
-        if self._steps > _STEPS or step == self._last_step:
+        if self._was_told or step == self._last_step:
             return
         self._steps = self._steps + 1 if step == self._last_step + 1 else 1
         self._last_step = step
         if self._steps == _STEPS:
-            self._steps += 1
+            self._was_told = True
             log.info(
                 "each step waits for all gradients before it updates any: %s looks at .grad "
                 "between backward() and optimizer.step(); to clip by the global norm without that "

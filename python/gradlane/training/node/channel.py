@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -254,17 +254,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             known, norm = self._norm
         self._check()
         if known != step:
-            self.fail(
-                Failure(
-                    f"no progress for {self._timeout_s:g} s: rank {self._rank} waits for the norm "
-                    f"of all gradients of step {step}; a rank of its node, or another node, does "
-                    "not take part (progress_timeout_s, on all ranks)",
-                    self._landed.last_complete,
-                    None,
-                    timed_out=True,
-                )
-            )
-            self._check()
+            self._fail_without_progress(f"the norm of all gradients in step {step}")
         return norm
 
     def needed(self, tensor: int, step: int) -> None:
@@ -311,22 +301,25 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             last_ready = landed_parts.last_ready
         self._check()
         if tensor is not None:
-            self.fail(
-                Failure(
-                    f"no progress for {self._timeout_s:g} s: rank {self._rank} waits for "
-                    f"{self._names[tensor]!r} in step {step}; a rank of its node, or another "
-                    "node, does not take part (if it evaluates, saves or loads for longer than "
-                    "that: progress_timeout_s, on all ranks)",
-                    self._landed.last_complete,
-                    None,
-                    timed_out=True,
-                )
-            )
-            self._check()
+            self._fail_without_progress(f"{self._names[tensor]!r} in step {step}")
         waited_ns = time.monotonic_ns() - since_ns
         self._waits.record(
             last_ready if whole_step else tensors[0], step, waited_ns, whole_step=whole_step
         )
+
+    def _fail_without_progress(self, awaited: str) -> NoReturn:
+        self.fail(
+            Failure(
+                f"no progress for {self._timeout_s:g} s: rank {self._rank} waits for {awaited}; a "
+                "rank of its node, or another node, does not take part (if it evaluates, saves or "
+                "loads for longer than that: progress_timeout_s, on all ranks)",
+                self._landed.last_complete,
+                None,
+                timed_out=True,
+            )
+        )
+        self._check()
+        raise AssertionError("a failed channel passed its check")
 
     # ---- order
 

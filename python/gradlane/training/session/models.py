@@ -160,17 +160,20 @@ class PreparedModels:
         if model is None:
             count = len(self.prepared) or "no"
             raise UsageError(f"{call} with {count} prepared models: say which one by model=")
-        for prepared in self.prepared:
-            if prepared.model is model:
-                return prepared
+        prepared = self._prepared_of(model)
+        if prepared is not None:
+            return prepared
         raise UsageError(
             f"{call} of a model ({type(model).__name__}) that this session has not prepared: give "
             "the object that was given to session.prepare()"
         )
 
+    def _prepared_of(self, model: nn.Module | None) -> PreparedModel | None:
+        return next((one for one in self.prepared if one.model is model), None)
+
     def _prepared_before(self, model: nn.Module) -> PreparedModel | None:
         """Return an earlier preparation of a model; refuse a model that shares parameters."""
-        again = next((one for one in self.prepared if one.model is model), None)
+        again = self._prepared_of(model)
         for other in self.prepared:
             if other is not again and other.shares_with(model):
                 raise ValueError(
