@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from gradlane.planning.models.timings import Stage, TensorTiming, timings_of
 from gradlane.planning.simulation.bound import (
-    CLIPPED,
     bound_step_s,
     describe_binding,
     port_bytes,
@@ -73,12 +72,20 @@ def test_bound_equals_brute_force(
     assert bound.step_s == max(1.0, bound.port_s, bound.pair_s)
 
 
-@given(tensors, st.integers(2, 64), st.floats(1e3, 1e11), st.sampled_from([CLIPPED, 1.0]))
+@given(tensors, st.integers(2, 64), st.floats(1e3, 1e11), st.booleans())
 def test_with_clipping_the_first_legs_of_all_others_come_first(
-    timings: list[TensorTiming], workers: int, goodput_bps: float, first_leg: float
+    timings: list[TensorTiming], workers: int, goodput_bps: float, serves_apart: bool
 ) -> None:
+    serving = workers if serves_apart else 0
+    first_leg = 1.0 if serves_apart else 0.5
+    load = 1.0 if serves_apart else 2.0 * (workers - 1) / workers
     bound = bound_step_s(
-        timings, workers=workers, goodput_bps=goodput_bps, compute_s=0.0, first_leg=first_leg
+        timings,
+        workers=workers,
+        goodput_bps=goodput_bps,
+        compute_s=0.0,
+        serving=serving,
+        clips=True,
     )
     best = 0.0
     for first in timings:
@@ -86,10 +93,12 @@ def test_with_clipping_the_first_legs_of_all_others_come_first(
         for last in timings:
             used = sum(one.size_bytes for one in later if one.need_s <= last.need_s)
             size = first_leg * sum(one.size_bytes for one in later) + (1 - first_leg) * used
-            travel_s = 2.0 * (workers - 1) / workers * size * 8.0 / goodput_bps
+            travel_s = load * size * 8.0 / goodput_bps
             best = max(best, first.ready_s + travel_s - last.need_s)
     assert bound.pair_s == pytest.approx(best)
-    plain = bound_step_s(timings, workers=workers, goodput_bps=goodput_bps, compute_s=0.0)
+    plain = bound_step_s(
+        timings, workers=workers, goodput_bps=goodput_bps, compute_s=0.0, serving=serving
+    )
     assert bound.step_s >= plain.step_s
 
 
@@ -102,6 +111,9 @@ def test_no_simulated_clipping_beats_its_bound(strategy: str) -> None:
         assert row.clip and row.step_s >= row.bound_step_s
         (whole,) = evaluate(profile, [replace(cluster, strategy="hierarchical", ranks_per_node=2)])
         assert whole.step_s >= whole.bound_step_s
+        for servers in () if strategy == "ring" else (1, 2, 3):
+            (served,) = evaluate(profile, [replace(cluster, servers=servers)])
+            assert served.step_s >= served.bound_step_s
 
 
 @given(tensors, st.integers(2, 64), st.floats(1e3, 1e11))

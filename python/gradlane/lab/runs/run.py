@@ -37,7 +37,7 @@ from gradlane.lab.runs.rows import STOLEN_SHARE_MAX, Row, measures_machine, summ
 from gradlane.lab.runs.strategy import Strategy, parse_strategy
 from gradlane.lab.runs.traffic import OwnerCounters, balance_of
 from gradlane.planning.models.timings import TensorTiming
-from gradlane.planning.simulation.bound import CLIPPED, bound_step_s, port_bytes
+from gradlane.planning.simulation.bound import bound_step_s, port_bytes
 from gradlane.training.monitoring.recorded import rank_path
 from gradlane.training.options.codec_choice import RAW
 from gradlane.training.options.options import ASGD
@@ -378,6 +378,6 @@ class _Runner:
             local_ranks=row.ranks_per_node,
             servers=row.servers,
             serving=row.serving,
-            first_leg=0.0 if row.clip_norm is None else CLIPPED,
+            clips=row.clip_norm is not None,
         )
         return replace(row, bound_step_s=bound.step_s, bound_binding=bound.binding)

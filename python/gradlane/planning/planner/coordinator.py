@@ -24,7 +24,7 @@ from gradlane.planning.schemes.layers import (
     operations_per_s,
     simulated_schemes,
 )
-from gradlane.planning.simulation.bound import Bound, bound_step_s, first_leg_share
+from gradlane.planning.simulation.bound import Bound, bound_step_s
 from gradlane.planning.simulation.codec_costs import codecs_in, wire_bytes
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.ddp import ddp_step_s
@@ -170,12 +170,7 @@ class Coordinator:
             servers=self._facts.servers,
             serving=self._facts.serving,
             local_ranks=self._facts.ranks_per_node,
-            first_leg=first_leg_share(
-                kinds,
-                all_serve=not self._facts.serving and self._facts.servers is None,
-            )
-            if self._facts.clips
-            else 0.0,
+            clips=self._facts.clips,
         )
 
     def plan(

@@ -22,10 +22,6 @@ SCHEMES = ("ps", "ring", "sfb", "adam", "hierarchical")
 every other one or to one that sends the whole back, sums of nodes on sharded servers."""
 
 
-CLIPPED = 0.5
-"""The first leg of servers on all ranks, of rings and of nodes: half of the bytes of a port."""
-
-
 @dataclass(frozen=True)
 class Bound:
     """The bound and the three limits whose largest it is, in nominal seconds."""
@@ -189,7 +185,7 @@ def bound_step_s(
     local_ranks: int = 1,
     servers: int | None = None,
     serving: int = 0,
-    first_leg: float = 0.0,
+    clips: bool = False,
 ) -> Bound:
     """Compute the perfect-overlap bound on the step time.
 
@@ -212,9 +208,8 @@ def bound_step_s(
         local_ranks: ranks of a node, which share its port.
         servers: so many ranks are servers; None: all.
         serving: so many ranks beside the workers are the servers instead.
-        first_leg: the share of a tensor's bytes that travels before its mean is known somewhere, if
-            no tensor may be used before all are: `CLIPPED` or, where the norm needs all means, 1;
-            0 without clipping.
+        clips: gradients are clipped by the norm of all of them, so no parameter is used before the
+            first legs of all are over.
 
     Returns:
         The bound, its parts, and which of them binds.
@@ -245,6 +240,7 @@ def bound_step_s(
     )
     travel_s = 8.0 * loads / goodput_bps
     port_s = float(travel_s.sum(axis=1).max())
+    first_leg = _first_leg(of_each, workers, servers, serving) if clips else 0.0
     pairs = [_pair_limit(timings, port, first_leg) for port in travel_s if port.sum() > 0.0]
     pair_s, pair = max(pairs, default=(0.0, ""))
     step_s = max(compute_s, port_s, pair_s)
@@ -257,15 +253,16 @@ def bound_step_s(
     return Bound(step_s, compute_s, port_s, pair_s, binding)
 
 
-def first_leg_share(schemes: Sequence[str], *, all_serve: bool) -> float:
-    """Return `first_leg` of gradients that are clipped by the norm of all of them.
+def _first_leg(schemes: Sequence[str], workers: int, servers: int | None, serving: int) -> float:
+    """Return the share of a tensor's bytes through the busiest port before its mean is anywhere.
 
-    Args:
-        schemes: of the tensors.
-        all_serve: whether every rank owns slices, and no other rank does.
+    It is half with servers on all ranks, rings and nodes. Where S of N ranks are servers, each
+    receives N-1 gradients of its slices and the S-1 means of the others. All is in the first leg
+    where the norm needs all means: with factors, or with servers that do not train.
     """
-    owned = all(scheme in ("ps", "ring", "hierarchical") for scheme in schemes)
-    return CLIPPED if owned and all_serve else 1.0
+    if serving or any(scheme in ("sfb", "adam") for scheme in schemes):
+        return 1.0
+    return (workers - 1.0) / (workers + (servers or workers) - 2.0) if workers > 1 else 0.0
 
 
 def describe_binding(binding: str) -> str:

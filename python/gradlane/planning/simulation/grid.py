@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradlane.planning.simulation.bound import bound_step_s, first_leg_share, port_bytes
+from gradlane.planning.simulation.bound import bound_step_s, port_bytes
 from gradlane.planning.simulation.codec_costs import codecs_in, wire_bytes
 from gradlane.planning.simulation.ddp import ddp_step_s
 from gradlane.planning.simulation.profiles import Profile, timings_in
@@ -285,12 +285,7 @@ def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
         servers=cluster.servers,
         serving=cluster.serving,
         local_ranks=cluster.ranks_per_node,
-        first_leg=first_leg_share(
-            kinds,
-            all_serve=not cluster.serving and cluster.servers is None,
-        )
-        if cluster.clip
-        else 0.0,
+        clips=cluster.clip,
     ).step_s
 
 
