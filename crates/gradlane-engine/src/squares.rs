@@ -173,7 +173,7 @@ impl Cx {
             if let Some(rank) = others {
                 self.abort(format!(
                     "{rank} clips gradients by their norm in {step} and {} does not: \
-                     clip_grad_norm_ has to be called on all ranks or on none",
+                     clip_grad_norm_ and GradScaler have to be used on all ranks or on none",
                     self.rank
                 ));
             }

@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients, without a wait for their means.
+"""Clipping by the norm of all gradients, and `GradScaler`'s unscaling, without a wait for means.
 
 The owners of slices add up the squares of the means that they have made, and tell all ranks one
 number each (`engine/src/squares.rs`). So the norm is known once the last slice is *reduced*, and
@@ -6,6 +6,7 @@ updates go on as means arrive, during the next forward, as without clipping. The
 neither plan, slice size nor order of arrival changes a bit of the norm.
 
 The factor is that of `torch.nn.utils.clip_grad_norm_`: `max_norm / (norm + 1e-6)`, at most 1.
+The norm is finite just where all means are, which is what `GradScaler` asks for.
 """
 
 from __future__ import annotations
@@ -91,27 +92,67 @@ def norm_dtype(gradients: Iterable[torch.dtype]) -> torch.dtype:
     return torch.float64 if wide & set(gradients) else torch.float32
 
 
+class StepUnscaling:
+    """How `GradScaler` unscales the gradients of one step.
+
+    It finds stand-ins in place of the gradients that are under way: ones, if all means are finite,
+    else infinities. What it multiplies them with is what each gradient is multiplied with when it
+    arrives, by the same operation.
+    """
+
+    def __init__(self, devices: Iterable[torch.device], *, finite: bool) -> None:
+        """Make the stand-ins.
+
+        Args:
+            devices: of the gradients.
+            finite: whether all means are.
+        """
+        value = 1.0 if finite else torch.inf
+        self._factors = {
+            device: torch.full((), value, dtype=torch.float32, device=device)
+            for device in dict.fromkeys(devices)
+        }
+
+    def stand_ins(self) -> list[Tensor]:
+        """Return tensors whose `.grad` is to be checked and unscaled."""
+        found = []
+        for factor in self._factors.values():
+            stand_in = torch.empty_like(factor)
+            stand_in.grad = factor
+            found.append(stand_in)
+        return found
+
+    @property
+    def factor(self) -> float:
+        """What gradients are multiplied with, once `GradScaler` has done so to the stand-ins."""
+        return next(iter(self._factors.values())).item()
+
+    def scale(self, gradients: Sequence[Tensor]) -> None:
+        """Unscale gradients in place, once each."""
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for gradient in gradients:
+            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        with torch.no_grad(), torch.inference_mode(False):
+            for (device, _), some in alike.items():
+                factor = self._factors[device]
+                torch._amp_foreach_non_finite_check_and_unscale_(
+                    some, torch.zeros_like(factor), factor
+                )
+
+
 class StepClipping:
     """How the gradients of one step are clipped."""
 
-    def __init__(
-        self,
-        max_norm: float,
-        dtype: torch.dtype,
-        wait: Callable[[], float],
-        clipped: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, max_norm: float, dtype: torch.dtype, wait: Callable[[], float]) -> None:
         """Clip to a norm.
 
         Args:
             max_norm: the largest norm that gradients keep.
             dtype: of the norm, in which the factor is computed.
             wait: returns the norm of all gradients, once it is known.
-            clipped: numbers of the parameters that had a gradient on this rank by then.
         """
         self._max_norm = max_norm
         self.norm = LazyNorm.of(dtype, wait)
-        self.clipped = clipped
         self._factor: Tensor | None = None
 
     def factor(self) -> Tensor:

@@ -118,6 +118,15 @@ class DeferredUpdate:
             and not mixes_first_steps(self._optimizer)
         )
 
+    @property
+    def unscales_all(self) -> bool:
+        """Whether a scaler that unscales the optimizer's gradients does so with all, before `step`.
+
+        Fused optimizers unscale in `step`.
+        """
+        fused = getattr(self._optimizer, "_step_supports_amp_scaling", False)
+        return not fused and len(self._place) == len(self._parameters)
+
     def check_unscaled(self, step: int) -> None:
         """Check that no scaler has judged gradients before they are averaged.
 

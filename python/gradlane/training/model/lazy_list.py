@@ -38,14 +38,10 @@ class LazyParameterList(list[Tensor]):
             self._steps.before_list(list(super().__iter__()))
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Go through the parameters once they are right.
-
-        Gradients that only accumulated here are averaged before `GradScaler` looks at them:
-        ranks that each looked at their own gradients would skip different steps.
-        """
+        """Go through the parameters once they are right, or through what `GradScaler` needs."""
         self._wait()
-        if self._steps.phase is Phase.LOCAL and sys._getframe(1).f_code is _UNSCALES:
-            self._steps.average_local()
+        if self._steps.phase in _UNSCALED and sys._getframe(1).f_code is _UNSCALES:
+            return iter(self._steps.unscale(self))
         return super().__iter__()
 
     def __reversed__(self) -> Iterator[Tensor]:
@@ -88,6 +84,7 @@ class LazyParameterList(list[Tensor]):
         return list, (self.copy(),)
 
 
+_UNSCALED = (Phase.LOCAL, Phase.BACKWARD)
 _UNSCALES = torch.amp.GradScaler._unscale_grads_.__code__
 
 

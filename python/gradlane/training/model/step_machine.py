@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import sys
 import threading
 import warnings
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from gradlane.errors import GradlaneError, SessionFailedError, UsageError
 from gradlane.training.factors.block import Part
 from gradlane.training.model.backward_passes import BackwardPassCounter
-from gradlane.training.model.clipping import StepClipping, norm_dtype
+from gradlane.training.model.clipping import StepClipping, StepUnscaling, norm_dtype
 from gradlane.training.model.consistency_check import ConsistencyCheck, RankStatus, StepEnding
 from gradlane.training.model.deferred_update import DeferredUpdate, undisturbed
 from gradlane.training.model.failure_latch import FailureLatch
@@ -41,6 +42,10 @@ _ON_SERVERS = (
     'with update="server" the averaged gradients stay on the servers, so nothing can be clipped '
     'or read; use update="worker" for that'
 )
+
+
+_UNSCALED_DTYPES = {torch.float32, torch.float64, torch.bfloat16}
+"""`GradScaler` refuses f16 gradients, and knows no complex ones."""
 
 
 class Phase(enum.Enum):
@@ -141,8 +146,12 @@ class StepMachine:
         """Tensors of which the running backward gave factors."""
         self._server_settings = ""
         self._discards = False
-        self._clipping: StepClipping | None = None
-        """How the means of this step are clipped as they arrive."""
+        self._scalings: list[StepUnscaling | StepClipping] = []
+        """How the means of this step are unscaled and clipped as they arrive."""
+        self._scaled: list[int] = []
+        """Parameters that had a gradient on this rank when that began."""
+        self._unscaled: set[int] = set()
+        """Lists of parameters that a scaler has seen in this step, by `id`."""
         self._clipped_to: tuple[float, ...] = ()
         """The norms that gradients of this step were clipped to, for all ranks to compare."""
         self._zeroed = True
@@ -332,14 +341,18 @@ class StepMachine:
         if self._server is not None:
             self._server_settings = self.exempt.run(self._server.checked_rows)
         status = self._consistency.status_for(None if shadow else self.step, shadow=shadow)
-        if self._clipping is not None:
-            # Nothing needed it, but the program may still read it.
-            self._clipping.norm.resolve()
-            self._clipping = None
-        # Whoever has clipped the last step clips this one: so do all ranks, at the same step.
-        measures = self._exchange.may_measure and bool(self._clipped_to)
+        for scaling in self._scalings:
+            if isinstance(scaling, StepClipping):
+                # Nothing needed it, but the program may still read it.
+                scaling.norm.resolve()
+        self._scalings = []
+        # Whoever has clipped or unscaled the last step does so in this one: so do all ranks, at
+        # the same step.
+        scales = self._clipped_to or (self._unscaled and self._unscales_all())
+        measures = self._exchange.may_measure and bool(scales)
         if not shadow:
             self._clipped_to = ()
+            self._unscaled = set()
         self._exchange.begin(
             status, self._server_settings if self.serves else None, measures=measures
         )
@@ -378,8 +391,62 @@ class StepMachine:
 
     @property
     def _awaits_step(self) -> bool:
-        """Whether the step's means will be clipped as they arrive, and it has not ended."""
-        return self._clipping is not None and self._phase is Phase.BACKWARD
+        """Whether the step's means will be scaled as they arrive, and it has not ended."""
+        return bool(self._scalings) and self._phase is Phase.BACKWARD
+
+    def _may_scale_arriving(self) -> bool:
+        """Return whether means may be scaled by their norm as they arrive."""
+        return self._phase is Phase.BACKWARD and self._exchange.measures and self._update.defers()
+
+    def _submit_scaled(self) -> None:
+        """Submit the rest of a step whose means are scaled as they arrive."""
+        if not self._scalings:
+            self._scaled = [
+                index
+                for index, entry in enumerate(self._trained)
+                if self._exchange.has_taken(index) or raw_grad(entry.tensor) is not None
+            ]
+            self._submit_rest()
+
+    def unscale(self, group: list[Tensor]) -> list[Tensor]:
+        """Return what `GradScaler` is to find in a group of the optimizer.
+
+        Gradients that only accumulated here are averaged before: ranks that each looked at their
+        own would skip different steps. Where the last step was unscaled as well, no mean is waited
+        for: the scaler finds stand-ins once the norm says whether all means are finite, and each
+        mean is unscaled as it arrives.
+
+        Args:
+            group: the optimizer's own list of parameters.
+
+        Raises:
+            UsageError: the gradients were changed since backward.
+            GradlaneError: the session has failed.
+        """
+        plain = list(list.__iter__(group))
+        with self._lock:
+            if self._phase is Phase.LOCAL:
+                self.average_local()
+            if self.exempt.depth or self.accumulates or self._running_backwards:
+                return plain
+            again = id(group) in self._unscaled
+            self._unscaled.add(id(group))
+            is_begun = any(isinstance(scaling, StepUnscaling) for scaling in self._scalings)
+            may_begin = not self._scalings and self._may_scale_arriving() and self._unscales_all()
+            if again or not (is_begun or may_begin):
+                return plain
+            self._submit_scaled()
+            finite = math.isfinite(self._exchange.wait_norm())
+            unscaling = StepUnscaling((one.device for one in plain), finite=finite)
+            if not is_begun:
+                self._scalings.append(unscaling)
+                self._refresh()
+            return unscaling.stand_ins()
+
+    def _unscales_all(self) -> bool:
+        """Return whether a scaler unscales all means, before `optimizer.step()`."""
+        dtypes = {entry.dtype for entry in self._trained}
+        return self._update.unscales_all and dtypes <= _UNSCALED_DTYPES
 
     def clip(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -416,18 +483,14 @@ class StepMachine:
                 self.average_local()
             self._running_backwards.clear()
             self._clipped_to += (max_norm, norm_type)
-            if (
-                self._phase is Phase.BACKWARD
-                and norm_type == 2.0
-                and self._exchange.measures
-                and self._update.defers()
-                and self._clipping is None
-            ):
-                clipped = self._with_gradients()
-                self._submit_rest()
+            inverse_scale = self._inverse_scale()
+            if norm_type == 2.0 and self._may_scale_arriving() and inverse_scale is not None:
+                self._submit_scaled()
                 dtype = norm_dtype(entry.dtype for entry in self._trained)
-                clipping = StepClipping(max_norm, dtype, self._exchange.wait_norm, clipped)
-                self._clipping = clipping
+                clipping = StepClipping(
+                    max_norm, dtype, lambda: inverse_scale * self._exchange.wait_norm()
+                )
+                self._scalings.append(clipping)
                 self._refresh()
             else:
                 clipping = self._clip_now(max_norm, norm_type)
@@ -435,13 +498,18 @@ class StepMachine:
                 clipping.check_finite()
             return clipping.norm
 
-    def _with_gradients(self) -> list[int]:
-        """Return the parameters with a gradient in this step, before the rest is submitted."""
-        return [
-            index
-            for index, entry in enumerate(self._trained)
-            if self._exchange.has_taken(index) or raw_grad(entry.tensor) is not None
-        ]
+    def _inverse_scale(self) -> float | None:
+        """Return the one number that arriving means are multiplied with so far; None: not known.
+
+        It is a power of two, so the norm of what is multiplied has the same bits.
+        """
+        match self._scalings:
+            case []:
+                return 1.0
+            case [StepUnscaling(factor=factor)] if math.frexp(factor)[0] == 0.5:
+                return factor
+            case _:
+                return None
 
     def _clip_now(self, max_norm: float, norm_type: float) -> StepClipping:
         """Clip the gradients in `.grad`, after all means are there."""
@@ -650,8 +718,7 @@ class StepMachine:
         if self._server is not None:
             self._refuse_begun_update("zero_grad() after backward()")
         if not set_to_none:
-            clipping = self._clipping
-            for index in self._exchange.present() if clipping is None else clipping.clipped:
+            for index in self._scaled if self._awaits_step else self._exchange.present():
                 parameter = self._trained[index].tensor
                 set_raw_grad(parameter, torch.zeros_like(parameter))
         self._end_with_nothing()
@@ -778,8 +845,8 @@ class StepMachine:
                 return
             self._submit_rest()
             arrived = self._exchange.take(None).gradients
-            self._clip_arrived(arrived)
-            self._clipping = None
+            self._scale_arrived(arrived)
+            self._scalings = []
             for index, gradient in arrived:
                 parameter = self._trained[index].tensor
                 fresh = raw_grad(parameter)
@@ -792,9 +859,9 @@ class StepMachine:
             self._lazy.settle()
             self._refresh()
 
-    def _clip_arrived(self, arrived: list[tuple[int, Tensor]]) -> None:
-        if self._clipping is not None:
-            self._clipping.scale([gradient for _, gradient in arrived])
+    def _scale_arrived(self, arrived: list[tuple[int, Tensor]]) -> None:
+        for scaling in self._scalings:
+            scaling.scale([gradient for _, gradient in arrived])
 
     def settle(self) -> None:
         """Wait until every parameter has its update."""
@@ -822,7 +889,7 @@ class StepMachine:
 
     def _take_and_apply(self, needed: list[int] | None) -> None:
         arrived = self._exchange.take(needed, discards=self._discards or self.serves)
-        self._clip_arrived(arrived.gradients)
+        self._scale_arrived(arrived.gradients)
         if self._server is not None:
             for index in arrived.averaged:
                 self._server.note_update(index)

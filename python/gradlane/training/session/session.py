@@ -136,8 +136,9 @@ class Session:
         before or after.
 
         After `backward()`, `.grad` is the averaged gradient. Any access to one, by any reference,
-        waits for all of them, so that `torch.nn.utils.clip_grad_norm_` and `GradScaler` are right;
-        the update then waits, too. After `step()` any access to a parameter waits for its update,
+        waits for all of them, so that `torch.nn.utils.clip_grad_norm_` is right; the update then
+        waits, too (the session's `clip_grad_norm_` and `GradScaler` wait for the norm alone).
+        After `step()` any access to a parameter waits for its update,
         and `.grad` stays until `zero_grad()`.
 
         A model may get several gradients in a step, from several losses or backward calls: gradlane

@@ -1,0 +1,211 @@
+"""`GradScaler`: the bits of torch's unscaling, and no wait for means."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradlane
+from gradlane.training.core import load_core
+from tests.training.model import test_training
+from tests.training.model.fake_core import FakeCore
+from tests.training.model.models import Awkward, SmallCnn, seeded
+from tests.training.model.ranks import run_ranks
+from tests.training.model.reference import (
+    ReferenceSession,
+    average,
+    run_reference,
+    same_bits,
+    snapshot,
+)
+from tests.training.model.test_training import batch, sgd
+
+STEPS = 8
+awkward_loss: Any = test_training.awkward_loss
+cnn_loss: Any = test_training.cnn_loss
+
+
+def scales(
+    session: Any,
+    build: type[nn.Module],
+    loss: Any,
+    *,
+    clipped: str = "",
+    init_scale: float = 1024.0,
+    growth: float = 2.0,
+    unscales: bool = True,
+    **given: Any,
+) -> tuple[list[Tensor], list[Tensor], list[float]]:
+    """Train with a scaler and an infinity on one rank; return norms, parameters and scales."""
+    model = seeded(build)
+    optimizer = sgd(model)
+    session.prepare(model, optimizer, **given)
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=init_scale, growth_interval=2, growth_factor=growth
+    )
+    norms, seen = [], []
+    for step in range(STEPS):
+        value = loss(model, session.rank, step)
+        if value is not None:
+            if step == 4 and session.rank == session.world_size - 1:
+                value = value * float("inf")
+            scaler.scale(value).backward()
+        if isinstance(session, ReferenceSession):
+            average(session, model)
+        if unscales or clipped:
+            scaler.unscale_(optimizer)
+        if clipped == "session":
+            norms.append(session.clip_grad_norm_(0.05, model=model))
+        elif clipped == "torch":
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(scaler.get_scale())
+        optimizer.zero_grad()
+        if isinstance(session, ReferenceSession):
+            session.forget()
+    return [norm.clone() for norm in norms], snapshot(model), seen
+
+
+def assert_scales_like_the_reference(
+    build: Any, loss: Any, world_size: int, options: dict[str, Any], **given: Any
+) -> None:
+    def body(session: Any) -> Any:
+        return scales(session, build, loss, **given)
+
+    expected = run_reference(world_size, body)
+    for rank, (norms, parameters, seen) in enumerate(run_ranks(world_size, body, **options)):
+        assert seen == expected[rank][2]
+        # The step with the infinity is skipped.
+        assert seen[4] < seen[3]
+        assert same_bits(norms, expected[rank][0])
+        assert same_bits(parameters, expected[rank][1])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("clipped", ["", "session", "torch"])
+@pytest.mark.parametrize("defer", [None, False])
+def test_updates_have_the_bits_of_the_reference(
+    world_size: int, clipped: str, defer: bool | None
+) -> None:
+    given = {"clipped": clipped, "defer": defer}
+    assert_scales_like_the_reference(SmallCnn, cnn_loss, world_size, {}, **given)
+
+
+@pytest.mark.parametrize("clipped", ["", "session"])
+@pytest.mark.parametrize("unscales", [True, False])
+def test_scales_that_are_no_powers_of_two(clipped: str, unscales: bool) -> None:
+    given = {"clipped": clipped, "unscales": unscales, "init_scale": 1000.0, "growth": 1.7}
+    assert_scales_like_the_reference(SmallCnn, cnn_loss, 2, {}, **given)
+
+
+def test_the_real_core_and_groups() -> None:
+    options = {"core": load_core(), "local": "off"}
+    assert_scales_like_the_reference(SmallCnn, cnn_loss, 2, options, clipped="session")
+
+
+def test_complex_parameters_are_unscaled_whole() -> None:
+    def body(session: Any) -> Any:
+        return scales(session, Awkward, awkward_loss)
+
+    def outcome(run: Any, world_size: int) -> str:
+        try:
+            run(world_size, body)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    assert outcome(run_ranks, 2) == outcome(run_reference, 2)
+
+
+def test_two_groups_and_a_second_look() -> None:
+    def body(session: Any) -> Any:
+        model = seeded(SmallCnn)
+        first, *rest = model.parameters()
+        optimizer = torch.optim.SGD(
+            [{"params": [first], "lr": 0.3}, {"params": rest}], lr=0.1, momentum=0.9
+        )
+        session.prepare(model, optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
+        for step in range(STEPS):
+            scaler.scale(cnn_loss(model, session.rank, step)).backward()
+            if isinstance(session, ReferenceSession):
+                average(session, model)
+            scaler.unscale_(optimizer)
+            if step == 4:
+                # Another scaler scales again, as torch does.
+                again = torch.amp.GradScaler("cpu", init_scale=2.0)
+                again.scale(torch.ones(()))
+                again.unscale_(optimizer)
+            if step == 5:
+                # A backward after unscaling adds up on it.
+                cnn_loss(model, session.rank, 100 + step).backward()
+                if isinstance(session, ReferenceSession):
+                    average(session, model)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        return snapshot(model)
+
+    expected = run_reference(2, body)
+    for rank, parameters in enumerate(run_ranks(2, body)):
+        assert same_bits(parameters, expected[rank])
+
+
+def test_a_scaled_step_waits_for_the_norm_alone() -> None:
+    core = FakeCore()
+    stepped: dict[int, float] = {}
+    may_release = threading.Barrier(3)
+
+    def body(session: Any) -> None:
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.prepare(model, optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(4):
+            scaler.scale(model(batch((2, 4), session.rank, step)).sum()).backward()
+            if step == 3:
+                may_release.wait(20)
+            scaler.unscale_(optimizer)
+            norm = session.clip_grad_norm_(0.01)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if step == 3:
+                # No mean of the first layer is here.
+                stepped[session.rank] = norm.item()
+                may_release.wait(20)
+        assert model[0].weight.grad is None
+
+    thread = threading.Thread(target=run_ranks, args=(2, body), kwargs={"core": core}, daemon=True)
+    thread.start()
+    may_release.wait(20)
+    (world,) = core.worlds.values()
+    world.held.update({0, 1})
+    may_release.wait(20)
+    assert stepped[0] == stepped[1] > 0
+    world.release(0, 1)
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_one_rank_alone_with_a_scaler_is_named() -> None:
+    def body(session: Any) -> None:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.prepare(model, optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=session.rank == 0)
+        for step in range(4):
+            scaler.scale(model(batch((2, 4), session.rank, step)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        session.synchronize()
+
+    core = load_core()
+    with pytest.raises(gradlane.GradlaneError, match="GradScaler have to be used on all ranks"):
+        run_ranks(2, body, core=core, local="off")
