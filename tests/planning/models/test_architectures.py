@@ -35,6 +35,8 @@ PARAMETERS = {
     "gpt2_medium": (354_823_168, 292),
     "bert_base": (109_482_240, 199),
     "llama_1b": (1_100_048_384, 201),
+    # peft's count for LoraConfig(r=16, target_modules="all-linear") on TinyLlama-1.1B.
+    "llama_1b_lora": (12_615_680, 308),
 }
 MULTIPLICATIONS = {
     # GFLOPS (multiplications with their additions) of torchvision's model cards.

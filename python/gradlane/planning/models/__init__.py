@@ -18,6 +18,7 @@ from gradlane.planning.models.transformers import (
     gpt2_medium,
     gpt2_small,
     llama_1b,
+    llama_1b_lora,
     vit_b16,
 )
 from gradlane.planning.models.translation import sockeye
@@ -53,6 +54,7 @@ ARCHITECTURES: dict[str, Callable[[], Architecture]] = {
     "bert_base": bert_base,
     "vit_b16": vit_b16,
     "llama_1b": llama_1b,
+    "llama_1b_lora": llama_1b_lora,
     "dlrm": dlrm,
 }
 """Function that describes each architecture, by the name of its workload."""
@@ -72,6 +74,7 @@ __all__ = [
     "gpt2_small",
     "inception_v3",
     "llama_1b",
+    "llama_1b_lora",
     "lstm_speech",
     "resnet50",
     "resnet101",

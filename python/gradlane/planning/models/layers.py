@@ -55,6 +55,9 @@ class Architecture:
     batch_time_s: float
     """Default time of forward and backward of one batch, on the accelerator that `device` names."""
     device: str = "a slow GPU"
+    forward_share: float = 1 / 3
+    """Forward's part of the batch time; backward computes two gradients for each product of
+    forward, or one where weights are frozen."""
 
     @property
     def parameters(self) -> tuple[ParameterShape, ...]:

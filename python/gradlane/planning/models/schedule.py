@@ -17,8 +17,6 @@ from gradlane.formats.profile import FORMAT, Profile, ProfileTensor, read_profil
 from gradlane.planning.models import Architecture, ParameterShape
 from gradlane.planning.models.timings import Stage
 
-FORWARD_SHARE = 1 / 3
-"""Forward's part of a step; backward computes two gradients for each product of forward."""
 MINIMUM_LAYER_SHARE = 0.001
 """Least part of forward that a layer takes however few its operations: memory traffic and
 starting a kernel cost time, too."""
@@ -56,7 +54,7 @@ def layers_from_architecture(
     Args:
         architecture: the layers in forward order.
         batch_time_s: forward and backward of one batch together; the architecture's default
-            where it is None. A third is forward.
+            where it is None.
 
     Returns:
         The layers in forward order; each has at least about `MINIMUM_LAYER_SHARE` of the time.
@@ -68,7 +66,7 @@ def layers_from_architecture(
     _check_batch_time(batch_time_s)
     operations = [layer.operations for layer in architecture.layers]
     shares = _shares_with_floor([float(count) for count in operations])
-    forward_s = batch_time_s * FORWARD_SHARE
+    forward_s = batch_time_s * architecture.forward_share
     backward_s = batch_time_s - forward_s
     return [
         ReplayLayer(

@@ -1,4 +1,4 @@
-"""Transformers of today: GPT-2, BERT-base, ViT-B/16, a Llama-style model of a billion parameters.
+"""Transformers of today: GPT-2, BERT-base, ViT-B/16, a Llama-style model, and LoRA adapters for it.
 
 Names and shapes follow the packages that most people load them from (ViT: torchvision). Where
 input and output embedding are one tensor, its layer comes first, as its gradient is whole only
@@ -9,6 +9,8 @@ step uses 40 %.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from gradlane.planning.models.layers import Architecture, FeatureMap, LayerList
 
@@ -22,6 +24,18 @@ TRAINING_OPERATIONS = 3
 GPT2_WORDS = 50_257
 SEQUENCE = 1024
 LLAMA_SEQUENCE = 2048
+LLAMA_BLOCKS = 22
+LORA_RANK = 16
+_LLAMA_PRODUCTS = (
+    ("self_attn.q_proj", 2048, 2048),
+    ("self_attn.k_proj", 2048, 256),
+    ("self_attn.v_proj", 2048, 256),
+    ("self_attn.o_proj", 2048, 2048),
+    ("mlp.gate_proj", 2048, 5632),
+    ("mlp.up_proj", 2048, 5632),
+    ("mlp.down_proj", 5632, 2048),
+)
+"""Products of a block: name, inputs, outputs."""
 
 
 def h100_batch_time_s(operations: int, utilization: float = H100_UTILIZATION) -> float:
@@ -125,29 +139,61 @@ def llama_1b() -> Architecture:
     gated layer of 5,632, and 32,000 words in separate input and output embeddings.
     """
     layers = LayerList()
-    words, width, gated, keys, vocabulary = LLAMA_SEQUENCE, 2048, 5632, 256, 32_000
+    words, width, vocabulary = LLAMA_SEQUENCE, 2048, 32_000
     layers.embedding("model.embed_tokens", vocabulary, width, positions=words)
-    for block in range(22):
+    for block in range(LLAMA_BLOCKS):
         path = f"model.layers.{block}"
         _rms_norm(layers, f"{path}.input_layernorm", width, words)
-        for part, outputs in (("q", width), ("k", keys), ("v", keys)):
-            name = f"{path}.self_attn.{part}_proj"
-            layers.linear(name, width, outputs, positions=words, bias=False)
-        layers.linear(
-            f"{path}.self_attn.o_proj",
-            width,
-            width,
-            positions=words,
-            bias=False,
-            more_operations=_attention_operations(words, width, causal=True),
-        )
-        _rms_norm(layers, f"{path}.post_attention_layernorm", width, words)
-        for part in ("gate", "up"):
-            layers.linear(f"{path}.mlp.{part}_proj", width, gated, positions=words, bias=False)
-        layers.linear(f"{path}.mlp.down_proj", gated, width, positions=words, bias=False)
+        for name, inputs, outputs in _LLAMA_PRODUCTS:
+            if name == "mlp.gate_proj":
+                _rms_norm(layers, f"{path}.post_attention_layernorm", width, words)
+            layers.linear(
+                f"{path}.{name}",
+                inputs,
+                outputs,
+                positions=words,
+                bias=False,
+                more_operations=_llama_attention(name, words, width),
+            )
     _rms_norm(layers, "model.norm", width, words)
     layers.linear("lm_head", width, vocabulary, positions=words, bias=False)
     return _on_h100("llama_1b", layers, 4)
+
+
+def llama_1b_lora() -> Architecture:
+    """A LoRA fine-tuning of `llama_1b`: 12,615,680 parameters in 308 tensors (Hu et al. 2021).
+
+    Adapters of rank 16 beside every product of the blocks; all else is frozen. Few parameters,
+    scattered over the whole of a step: backward computes one gradient for each frozen product, that
+    of its input.
+    """
+    layers = LayerList()
+    words, width, vocabulary = LLAMA_SEQUENCE, 2048, 32_000
+    head = 2 * words * width * vocabulary
+    for block in range(LLAMA_BLOCKS):
+        for name, inputs, outputs in _LLAMA_PRODUCTS:
+            more = _llama_attention(name, words, width)
+            if (block, name) == (LLAMA_BLOCKS - 1, _LLAMA_PRODUCTS[-1][0]):
+                more += head
+            frozen = 2 * words * inputs * outputs
+            adapters = 2 * words * LORA_RANK * (inputs + outputs)
+            layers.add(
+                f"model.layers.{block}.{name}",
+                frozen + adapters + more,
+                "LoraLinear",
+                words,
+                lora_A=(LORA_RANK, inputs),
+                lora_B=(outputs, LORA_RANK),
+            )
+    whole = _on_h100("llama_1b_lora", layers, 4)
+    # A product of forward and one of backward, in place of two.
+    time_s = whole.batch_time_s * 2 / TRAINING_OPERATIONS
+    return replace(whole, batch_time_s=time_s, forward_share=1 / 2)
+
+
+def _llama_attention(name: str, words: int, width: int) -> int:
+    """Return the operations of attention, which come before its output's product."""
+    return _attention_operations(words, width, causal=True) if name == "self_attn.o_proj" else 0
 
 
 def _rms_norm(layers: LayerList, name: str, width: int, words: int) -> None:
