@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from typing import Any
 
 import pytest
 
-from gradlane.lab.calibration.prediction import replayed_profile
+from gradlane.lab.calibration.prediction import predicted_ddp_step_s
+from gradlane.lab.runs.rows import Row, read_rows
 from gradlane.planning.simulation.ddp import buckets_of, ddp_step_s
 from gradlane.planning.simulation.grid import GOODPUT_SHARE, evaluate
 from gradlane.planning.simulation.profiles import Profile, ProfileTensor, synthetic_profile
@@ -19,31 +19,24 @@ MB = 1 << 20
 FITTED = "resnet50"
 
 
-def rows() -> list[dict[str, Any]]:
-    content = json.loads((ROOT / "docs" / "predictions.json").read_text(encoding="utf-8"))
-    return [row for row in content if row["strategy"].startswith("ddp-gloo:")]
+def rows() -> list[Row]:
+    content = read_rows(ROOT / "docs" / "predictions.json")
+    return [row for row in content if row.strategy.startswith("ddp-gloo:")]
 
 
-def error(row: dict[str, Any]) -> float:
-    dilation = row["dilation"]
-    step_s = ddp_step_s(
-        replayed_profile(row["workload"], dilation, row["compute_s"]),
-        workers=row["workers"],
-        goodput_bps=row["goodput_bps"] / dilation,
-        buckets_mb=[float(row["strategy"].partition(":")[2])],
-    )
-    return float(step_s / dilation / row["step_s_median"] - 1.0)
+def error(row: Row) -> float:
+    return predicted_ddp_step_s(row) / row.step_s_median - 1.0
 
 
 def test_rows_that_were_not_fitted_are_predicted() -> None:
-    errors = [abs(error(row)) for row in rows() if row["workload"] != FITTED]
+    errors = [abs(error(row)) for row in rows() if row.workload != FITTED]
     assert len(errors) >= 18
     assert statistics.median(errors) < 0.03
     assert max(errors) < 0.08
 
 
 def test_the_fitted_rows_are_predicted() -> None:
-    errors = [abs(error(row)) for row in rows() if row["workload"] == FITTED]
+    errors = [abs(error(row)) for row in rows() if row.workload == FITTED]
     assert len(errors) == 5 and max(errors) < 0.02
 
 

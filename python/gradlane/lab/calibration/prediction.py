@@ -18,6 +18,7 @@ from gradlane.lab.workloads import REPLAY_NAMES
 from gradlane.planning.models import ARCHITECTURES
 from gradlane.planning.models.schedule import layers_from_architecture, merge_short_layers
 from gradlane.planning.simulation.costs import MachineCosts
+from gradlane.planning.simulation.ddp import ddp_step_s
 from gradlane.planning.simulation.profiles import Profile, profile_of_layers
 from gradlane.planning.simulation.scenarios import (
     ENGINE_STRATEGIES,
@@ -70,6 +71,21 @@ def can_predict(row: Row) -> bool:
         and row.codec == "raw"
         and row.is_evidence
     )
+
+
+def predicted_ddp_step_s(row: Row) -> float:
+    """Return the step of a row of DDP by `gradlane.planning.simulation.ddp`, in nominal seconds.
+
+    Args:
+        row: a replay with a rank a node, not encoded; compute and goodput are its own.
+    """
+    step_s = ddp_step_s(
+        replayed_profile(row.workload, row.dilation, row.compute_s),
+        workers=row.workers,
+        goodput_bps=row.goodput_bps / row.dilation,
+        buckets_mb=[parse_strategy(row.strategy).bucket_mb],
+    )
+    return step_s / row.dilation
 
 
 def text_of_left_out(rows: Sequence[Row]) -> str:

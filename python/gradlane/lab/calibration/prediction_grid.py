@@ -21,6 +21,7 @@ from gradlane.lab.calibration.prediction import (
     Prediction,
     can_predict,
     predict,
+    predicted_ddp_step_s,
     summary_of,
     text_of_left_out,
 )
@@ -221,9 +222,8 @@ def page_of(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
         parts += ["## Not measured yet\n", "\n".join(missing) + "\n"]
     if baselines:
         parts += [
-            "## Beside them\n",
-            "DDP over Gloo, the fastest that was measured in the same cells; the simulator has no "
-            "model of it.\n",
+            "## DDP\n",
+            _ddp_verdict(baselines) + " Below, the fastest that was measured in each cell.\n",
             _baseline_table(baselines, predictions),
         ]
     return "\n".join(parts).rstrip() + "\n"
@@ -312,9 +312,29 @@ def _baseline_table(baselines: Sequence[Row], predictions: Sequence[Prediction])
                 f"{row.compute_s * 1e3:.1f} ms",
                 f"{row.step_s_median * 1e3:.1f} ms",
                 f"{parse_strategy(row.strategy).bucket_mb:g} MB",
+                f"{predicted_ddp_step_s(row) * 1e3:.1f} ms",
+                f"{_ddp_error(row) * 100:+.1f} %",
                 None if p3_s is None else f"{p3_s * 1e3:.1f} ms",
                 None if p3_s is None else f"{row.step_s_median / p3_s:.2f}",
             )
         )
-    columns = ("workload", "rate", "compute", "DDP", "buckets", "p3", "DDP over p3")
-    return markdown_table(columns, lines, numbers="-nnnnnn")
+    columns = (
+        *("workload", "rate", "compute", "DDP", "buckets", "predicted", "error"),
+        *("p3", "DDP over p3"),
+    )
+    return markdown_table(columns, lines, numbers="-nnnnnnnn")
+
+
+def _ddp_error(row: Row) -> float:
+    return predicted_ddp_step_s(row) / row.step_s_median - 1.0
+
+
+def _ddp_verdict(baselines: Sequence[Row]) -> str:
+    errors = [abs(_ddp_error(row)) for row in baselines]
+    tested = [abs(_ddp_error(row)) for row in baselines if row.workload != FITTED_WORKLOAD]
+    return (
+        f"DDP over Gloo by its formula (`gradlane.planning.simulation.ddp`): {len(errors)} rows, "
+        f"all bucket sizes, within {statistics.median(errors) * 100:.1f} % in the median and "
+        f"{max(errors) * 100:.1f} % at worst; the {len(tested)} that nothing was fitted to within "
+        f"{statistics.median(tested) * 100:.1f} and {max(tested) * 100:.1f} %."
+    )
