@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from gradlane.cli.huge_pages import prefer_huge_pages
-from gradlane.cli.options import CostsPath, HtmlPath, JsonPath, require_writable, write_json
+from gradlane.cli.options import (
+    CostsPath,
+    HtmlPath,
+    JsonPath,
+    given_options,
+    require_writable,
+    session_option,
+    write_json,
+)
+from gradlane.training.options.groups import Network
 from gradlane.training.options.server_places import SERVERS_HELP, parse_servers
 
 
@@ -319,9 +328,45 @@ def probe(
         typer.echo(f"wrote {json_path}")
 
 
+def doctor(
+    window_s: Annotated[float, typer.Option(help="Seconds that each stream is measured.")] = 1.0,
+    interface: Annotated[str | None, session_option(Network, "interface")] = None,
+    advertise: Annotated[str | None, session_option(Network, "advertise")] = None,
+    ports: Annotated[str | None, session_option(Network, "ports")] = None,
+    connect_timeout_s: Annotated[float, typer.Option(help="How long to wait for ranks.")] = 60.0,
+    json_path: JsonPath = None,
+) -> None:
+    """Say what would keep a training from starting or from being fast, and what to do.
+
+    On one machine as it is; on all, as a training is started: `torchrun ... -m gradlane doctor`.
+    The exit status is 1 where there is a fault.
+    """
+    from gradlane.cli.doctor import run_doctor
+    from gradlane.report.console import wide_console
+    from gradlane.training.options.option_fields import read_ports
+
+    require_writable(json_path)
+    network = given_options(
+        Network,
+        interface=interface,
+        advertise=advertise,
+        ports=None if ports is None else read_ports(ports),
+        connect_timeout_s=connect_timeout_s,
+    )
+    found = run_doctor(network=network, window_s=window_s, console=wide_console())
+    if found is None:
+        return
+    if json_path is not None:
+        write_json(json_path, found.to_json())
+        typer.echo(f"wrote {json_path}")
+    if not found.is_fit:
+        raise typer.Exit(1)
+
+
 def add_planning(app: typer.Typer) -> None:
     """Put the commands among those of `gradlane`."""
     app.command()(whatif)
     app.command(context_settings={"allow_interspersed_args": False})(profile)
     app.command()(plan)
     app.command()(probe)
+    app.command()(doctor)

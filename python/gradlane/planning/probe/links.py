@@ -8,7 +8,6 @@ the same way, and all ranks raise the same error. Every wait has a limit.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -75,7 +74,7 @@ def probe(
             "both": both,
             "one_way": one_way,
         }
-        return _report(phases.exchange(own_results), rank_info.world_size, window_s)
+        return _report(scope.exchange(own_results), rank_info.world_size, window_s)
 
 
 class _Phases:
@@ -154,19 +153,6 @@ class _Phases:
                 "Network(interface=...) or advertise=, or GRADLANE_INTERFACE"
             )
         return result
-
-    def exchange(self, own_results: dict[str, Any]) -> list[dict[str, Any]]:
-        """Exchange the results of all ranks."""
-        self._scope.put(f"measured/{self.rank}", json.dumps(own_results))
-        results = [
-            json.loads(self._scope.get(f"measured/{rank}", rank)) for rank in range(self.world_size)
-        ]
-        # Rank 0 may host the store: it stays until everyone has read.
-        self._scope.put(f"left/{self.rank}", "")
-        if self.rank == 0:
-            for rank in range(self.world_size):
-                self._scope.get(f"left/{rank}", rank)
-        return results
 
 
 def _measure_round_trips(phases: _Phases) -> dict[int, float]:

@@ -537,6 +537,24 @@ class RendezvousScope:
                 ) from error
         return peers
 
+    def exchange(self, value: Any) -> list[Any]:
+        """Return a value of each rank, in rank order; a collective call, once a scope.
+
+        Args:
+            value: this rank's; JSON-serializable.
+
+        Raises:
+            RendezvousError: a rank did not appear.
+        """
+        rank, everyone = self.rank_info.rank, range(self.rank_info.world_size)
+        self.put(f"value/{rank}", json.dumps(value))
+        values = self.get_all({other: f"value/{other}" for other in everyone})
+        # Rank 0 may host the store: it stays until everyone has read.
+        self.put(f"left/{rank}", "")
+        if rank == 0:
+            self.get_all({other: f"left/{other}" for other in everyone})
+        return [json.loads(one) for one in values]
+
     def delete(self, key: str) -> None:
         """Delete a key that no rank reads any more, if the store supports it."""
         self._written.discard(key)

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -67,6 +67,10 @@ class PreparedModels:
             directions=directions,
             on_phase=on_phase,
         )
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Exchange a JSON value with all ranks."""
+        return self._meet().exchange(value)
 
     def prepare(
         self,

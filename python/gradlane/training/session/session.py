@@ -232,6 +232,22 @@ class Session:
             window_s=window_s, directions=directions, on_phase=on_phase
         )
 
+    def exchange(self, value: Any) -> list[Any]:
+        """Exchange a small value with all ranks through the job's store; a collective call.
+
+        Args:
+            value: this rank's; JSON-serializable.
+
+        Returns:
+            The values of all ranks, in rank order, the same on every rank.
+
+        Raises:
+            TypeError: the value is not JSON-serializable.
+            RendezvousError: a rank did not come.
+        """
+        self._check_open()
+        return self._models.exchange(value)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients add up in `.grad` without sending them, for accumulation over batches.

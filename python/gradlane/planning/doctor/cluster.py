@@ -1,0 +1,231 @@
+"""Checks of a cluster: what differs between ranks, who reaches whom, what their ports carry."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradlane.formats.link_report import LinkReport
+from gradlane.formats.rates import format_rate
+from gradlane.formats.untrusted import escaped
+from gradlane.planning.doctor.findings import Finding, Verdict, fault, merged, ok, warning
+from gradlane.planning.doctor.machine import Machine, MachineFacts
+from gradlane.planning.doctor.reach import Doorstep, unreached
+from gradlane.training.options.groups import Network
+from gradlane.training.rendezvous.addresses import endpoint
+from gradlane.training.session.session import Session
+
+CLOCKS_APART_S = 1.0
+SLOW_SHARE = 0.7
+"""A port below this share of its nominal rate is worth a warning."""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What was found on all ranks.
+
+    Attributes:
+        findings: of all checks; equal ones of several ranks once.
+        ranks: facts of each rank, in rank order.
+        links: what the ports carry; None where it was not measured.
+    """
+
+    findings: list[Finding]
+    ranks: list[dict[str, Any]]
+    links: LinkReport | None = None
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether a training can start."""
+        return not any(one.verdict is Verdict.FAULT for one in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything, with units in the keys."""
+        return {
+            "fit": self.is_fit,
+            "findings": [one.to_json() for one in self.findings],
+            "ranks": self.ranks,
+            "links": None if self.links is None else self.links.to_json(),
+        }
+
+
+def examine_alone(machine: Machine) -> Examination:
+    """Examine this machine alone."""
+    return Examination(machine.examine(), [machine.facts().to_json()])
+
+
+def examine_all(
+    session: Session,
+    machine: Machine,
+    network: Network,
+    *,
+    window_s: float,
+    on_phase: Callable[[str], None],
+) -> Examination:
+    """Examine the machines of all ranks and the links between them; a collective call.
+
+    Args:
+        session: of all ranks, without a model.
+        machine: this rank's.
+        network: as the session was given it.
+        window_s: seconds that each stream is measured.
+        on_phase: called with the name of each phase.
+
+    Returns:
+        The same on every rank.
+
+    Raises:
+        RendezvousError: a rank did not come.
+    """
+    on_phase("machines")
+    facts, own = machine.facts(), machine.examine()
+    sent_s = time.time()
+    rows = session.exchange(
+        {
+            "facts": facts.to_json(),
+            "findings": [one.to_json() for one in own],
+            "time_s": sent_s,
+            "secret": network.read_secret() is not None,
+        }
+    )
+    everyone = [MachineFacts(**row["facts"]) for row in rows]
+    findings = merged([[Finding.from_json(one) for one in row["findings"]] for row in rows])
+    findings += differences(everyone, [row["secret"] for row in rows])
+    findings.append(clocks([row["time_s"] for row in rows]))
+    on_phase("connections between all pairs")
+    reached = _reach(session, facts, network)
+    findings += reached
+    links = None
+    if all(one.verdict is Verdict.OK for one in reached):
+        links = session.probe(window_s=window_s, on_phase=on_phase)
+        findings += goodputs(links, everyone)
+    return Examination(findings, [one.to_json() for one in everyone], links)
+
+
+def differences(everyone: Sequence[MachineFacts], secrets: Sequence[bool]) -> list[Finding]:
+    """Compare what ranks have to have alike."""
+    found = []
+    for name, verdict, remedy in (
+        ("build", fault, "install the same build of gradlane on all machines"),
+        ("torch", warning, "install the same torch everywhere: bits of results depend on it"),
+        ("python", warning, "use the same Python everywhere"),
+        ("mtu", warning, "give all ports the same MTU, switches too, or long packets are dropped"),
+    ):
+        by_value: dict[str, list[int]] = {}
+        for rank, facts in enumerate(everyone):
+            by_value.setdefault(str(getattr(facts, name)), []).append(rank)
+        if len(by_value) > 1:
+            text = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+            found.append(verdict(f"the same {name}", escaped(text), remedy))
+        else:
+            found.append(ok(f"the same {name}", f"{escaped(next(iter(by_value)))} on all ranks"))
+    hosts = {facts.host for facts in everyone}
+    if len(set(secrets)) > 1:
+        without = [rank for rank, has in enumerate(secrets) if not has]
+        found.append(fault("the same secret", f"none on {_ranks(without)}", "set it on every rank"))
+    elif len(hosts) > 1 and not any(secrets):
+        found.append(
+            warning(
+                "the same secret",
+                f"none, with ranks on {len(hosts)} machines",
+                "on a network with strangers give all ranks GRADLANE_SECRET_FILE",
+            )
+        )
+    return found
+
+
+def clocks(times_s: Sequence[float]) -> Finding:
+    """Compare the clocks; ranks have read them one after the other."""
+    apart_s = max(times_s) - min(times_s)
+    if apart_s > CLOCKS_APART_S:
+        last = max(range(len(times_s)), key=times_s.__getitem__)
+        return warning(
+            "clocks",
+            f"up to {apart_s:.1f} s apart (rank {last} the latest), the time of coming here "
+            "included",
+            "synchronize them (chrony), so that logs and timelines agree",
+        )
+    return ok("clocks", f"at most {apart_s:.1f} s apart")
+
+
+def _reach(session: Session, facts: MachineFacts, network: Network) -> list[Finding]:
+    """Connect each rank to each other one; both directions of a pair are two connections."""
+    check = "connections"
+    with contextlib.ExitStack() as stack:
+        own: list[Any] = [None, ""]
+        try:
+            doorstep = stack.enter_context(Doorstep(facts.address, network))
+            own = [[network.advertise or facts.address, doorstep.port], ""]
+        except OSError as error:
+            own = [None, str(error)]
+        doors, obstacles = zip(*session.exchange(own), strict=True)
+        peers = {
+            rank: _door(door) for rank, door in enumerate(doors) if rank != session.rank and door
+        }
+        failed = session.exchange({str(rank): why for rank, why in unreached(peers).items()})
+    found = [
+        fault(
+            check,
+            escaped(f"rank {rank} does not reach rank {peer} at {endpoint(*_door(door))}: {why}"),
+            _firewall(network),
+        )
+        for rank, failures in enumerate(failed)
+        for peer, why in failures.items()
+        if (door := doors[int(peer)])
+    ]
+    found += [
+        fault(check, escaped(f"rank {rank} {why}"), "give other Network(ports=...)")
+        for rank, why in enumerate(obstacles)
+        if why
+    ]
+    count = len(doors) * (len(doors) - 1)
+    return found or [ok(check, f"all {count} (each pair, both ways)")]
+
+
+def _door(door: Sequence[Any]) -> tuple[str, int]:
+    return str(door[0]), int(door[1])
+
+
+def _firewall(network: Network) -> str:
+    if network.ports is None:
+        return (
+            "a firewall, or an address of another network: give Network(ports=(20000, 20100)) and "
+            "open these between all machines, or Network(interface=...)"
+        )
+    low, high = network.ports
+    return f"open TCP ports {low} to {high} between all machines, or give Network(interface=...)"
+
+
+def goodputs(links: LinkReport, everyone: Sequence[MachineFacts]) -> list[Finding]:
+    """Compare what ports carry with what they are called."""
+    rates = {port.rank: min(port.both_send_bps, port.both_receive_bps) for port in links.ports}
+    slow = []
+    for rank, goodput_bps in rates.items():
+        nominal_bps = everyone[rank].rate_bps
+        if nominal_bps and goodput_bps < SLOW_SHARE * nominal_bps:
+            slow.append(
+                warning(
+                    "port goodput",
+                    f"rank {rank} ({everyone[rank].interface}) carries {format_rate(goodput_bps)} "
+                    f"both ways at once; it is called {format_rate(nominal_bps)}",
+                    "is it shared, another card than you think, or is the processor the limit? "
+                    f"simulate with what it carries: --rate {goodput_bps / 1e6:.0f}mbit",
+                )
+            )
+    if slow:
+        return slow
+    least = min(rates.values())
+    return [
+        ok(
+            "port goodput",
+            f"at least {format_rate(least)} both ways at once, {links.latency_s * 1e3:.3g} ms one "
+            "way",
+        )
+    ]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

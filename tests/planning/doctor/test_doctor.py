@@ -1,0 +1,198 @@
+"""`gradlane doctor`: each check on a machine made for it, and real ranks with a fault between."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradlane.formats.link_report import LinkReport, PortFigures, RoundTrip
+from gradlane.planning.doctor import cluster, machine
+from gradlane.planning.doctor.findings import Finding, Verdict, merged, ok, warning
+from gradlane.planning.doctor.machine import Machine, MachineFacts
+from gradlane.planning.doctor.reach import Doorstep, unreached
+from gradlane.training.options.groups import Network
+from tests.built import needs_core
+from tests.paths import ROOT
+from tests.ports import reserve_port
+
+FACTS = MachineFacts("a", "0123", "3.11.7", "2.15.0", "ens5f0", "10.0.0.1", 1500, 10e9)
+
+
+def findings_of(
+    root: Path, environment: dict[str, str] | None = None, **network: Any
+) -> dict[str, Finding]:
+    found = Machine(environment or {}, Network(**network), root).examine()
+    return {one.check: one for one in found}
+
+
+def write(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+@needs_core
+def test_a_machine_that_lacks_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_version", lambda package: "2.1.0+cpu")
+    monkeypatch.setattr(machine, "_clock_state", lambda: 5)
+    monkeypatch.setattr("resource.getrlimit", lambda which: (256, 4096))
+    write(tmp_path, "proc/sys/net/core/wmem_max", "65536\n")
+    write(tmp_path, "proc/driver/nvidia/version", "NVRM version: 570.86\n")
+    write(tmp_path, "sys/class/net/lo/mtu", "1280\n")
+    write(tmp_path, "sys/fs/cgroup/cpu.max", "100000 100000\n")
+    found = findings_of(
+        tmp_path, {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}, secret="short"
+    )
+    assert found["torch"].verdict is Verdict.FAULT
+    assert "2.4 or newer" in found["torch"].remedy
+    for check, words in {
+        "accelerators": "NVRM version: 570.86",
+        "network interface": "reaches this machine only",
+        "MTU": "1280 bytes on lo",
+        "send buffers": "net.core.wmem_max is 65,536 bytes",
+        "/dev/shm": "missing",
+        "open files": "at most 256",
+        "processors": "limited to 1, for 2 ranks",
+        "clock": "not synchronized",
+        "secret": "5 characters",
+    }.items():
+        assert found[check].verdict is Verdict.WARNING, check
+        assert words in found[check].found
+        assert found[check].remedy
+
+
+@needs_core
+def test_an_interface_that_is_not_there_and_a_secret_file_that_is_not(tmp_path: Path) -> None:
+    found = findings_of(tmp_path, interface="nonesuch0", secret_file=str(tmp_path / "key"))
+    assert found["network interface"].verdict is Verdict.FAULT
+    assert "'nonesuch0'; this machine has" in found["network interface"].found
+    assert found["secret"].verdict is Verdict.FAULT
+    assert "cannot be read" in found["secret"].found
+
+
+@needs_core
+def test_this_machine_can_train() -> None:
+    found = findings_of(Path("/"), {"MASTER_ADDR": "127.0.0.1"})
+    assert not [one for one in found.values() if one.verdict is Verdict.FAULT]
+
+
+def test_differences_between_ranks_are_named() -> None:
+    other = replace(FACTS, host="b", build="4567", torch="2.14.0", mtu=9000)
+    found = cluster.differences([FACTS, FACTS, other], [True, True, False])
+    by_check = {one.check: one for one in found}
+    assert by_check["the same build"].verdict is Verdict.FAULT
+    assert by_check["the same build"].found == "0123 on ranks 0, 1; 4567 on rank 2"
+    assert by_check["the same torch"].verdict is Verdict.WARNING
+    assert by_check["the same mtu"].found == "1500 on ranks 0, 1; 9000 on rank 2"
+    assert by_check["the same python"].verdict is Verdict.OK
+    assert by_check["the same secret"].found == "none on rank 2"
+    (unprotected,) = [
+        one
+        for one in cluster.differences([FACTS, other], [False, False])
+        if one.check == "the same secret"
+    ]
+    assert "ranks on 2 machines" in unprotected.found
+    assert cluster.clocks([100.0, 103.5, 100.1]).found.startswith("up to 3.5 s apart (rank 1")
+    assert cluster.clocks([100.0, 100.1]).verdict is Verdict.OK
+
+
+def test_a_port_below_its_name_is_found() -> None:
+    ports = (PortFigures(0, None, None, 9e9, 9.1e9), PortFigures(1, None, None, 9e9, 1.2e9))
+    links = LinkReport(2, 1.0, ports, (RoundTrip(0, 1, 1e-4),))
+    (slow,) = cluster.goodputs(links, [FACTS, FACTS])
+    assert slow.verdict is Verdict.WARNING
+    assert "rank 1 (ens5f0) carries 1.2 Gbit/s" in slow.found and "10 Gbit/s" in slow.found
+    assert "--rate 1200mbit" in slow.remedy
+    unknown = replace(FACTS, rate_bps=0.0)
+    (well,) = cluster.goodputs(links, [unknown, unknown])
+    assert well.verdict is Verdict.OK
+
+
+def test_equal_findings_are_joined_and_texts_of_ranks_escaped() -> None:
+    one, other = ok("clock", "synchronized"), warning("clock", "not synchronized", "run chrony")
+    assert [(found.found, found.ranks) for found in merged([[one], [other], [one]])] == [
+        ("synchronized", (0, 2)),
+        ("not synchronized", (1,)),
+    ]
+    sent = {"check": "\x1b[2J", "verdict": "ok", "found": "a\nb", "remedy": ""}
+    assert Finding.from_json(sent) == ok("\\x1b[2J", "a\\nb")
+    with pytest.raises(ValueError, match="without 'found'"):
+        Finding.from_json({"check": "", "verdict": "ok"})
+
+
+def test_ranks_that_are_not_reached_are_told_with_the_reason() -> None:
+    with Doorstep("127.0.0.1", Network()) as doorstep:
+        closed = reserve_port()
+        found = unreached({1: ("127.0.0.1", doorstep.port), 2: ("127.0.0.1", closed)})
+    assert list(found) == [2] and "refused" in found[2]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1, ports {port} to {port}"):
+            Doorstep("127.0.0.1", Network(ports=(port, port)))
+
+
+BLOCKED = """
+import os
+from gradlane.planning.doctor import cluster
+real = cluster.unreached
+def unreached(peers):
+    found = real(peers)
+    if os.environ["RANK"] == "1":
+        found[0] = "timed out"
+    return found
+cluster.unreached = unreached
+from gradlane.cli.main import main
+main()
+"""
+
+
+def ranks(folder: Path, program: list[str], count: int = 2) -> list[tuple[int, str, str]]:
+    port = str(reserve_port())
+    started = [
+        subprocess.Popen(
+            [sys.executable, *program, "doctor", "--window-s", "0.1", "--json", "found.json"],
+            cwd=folder,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT / "python"),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(count),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    ended = [one.communicate(timeout=120) for one in started]
+    return [(one.returncode, out, err) for one, (out, err) in zip(started, ended, strict=True)]
+
+
+@needs_core
+def test_real_ranks_are_examined_together(tmp_path: Path) -> None:
+    (first, out, err), (second, silent, _) = ranks(tmp_path, ["-m", "gradlane"])
+    assert (first, second) == (0, 0), err
+    assert "all 2 (each pair, both ways)" in out and "Ready to train" in out
+    assert not silent
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["fit"] and len(found["ranks"]) == 2 and found["links"]["rate_bps"] > 0
+
+
+@needs_core
+def test_a_blocked_direction_is_a_fault_that_names_both(tmp_path: Path) -> None:
+    (tmp_path / "blocked.py").write_text(BLOCKED)
+    (first, out, _), _ = ranks(tmp_path, ["blocked.py"])
+    assert first == 1 and "Not ready: 1 fault" in out
+    found = json.loads((tmp_path / "found.json").read_text())
+    (fault,) = [one for one in found["findings"] if one["verdict"] == "fault"]
+    assert fault["found"].startswith("rank 1 does not reach rank 0 at 127.0.0.1:")
+    assert "ports=(20000, 20100)" in fault["remedy"] and found["links"] is None
