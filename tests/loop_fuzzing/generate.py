@@ -244,6 +244,7 @@ class Generator:
             "no_sync": self.chance(0.8),
             "scaled": self.chance(0.07),
             "penalty": self.chance(0.06) and self._is_smooth(),
+            "weighs": self.chance(0.2),
         }
         self.forgets = self.chance(0.02)
         if self.serves:
@@ -264,6 +265,13 @@ class Generator:
             self.style.update(closure=False, penalty=False)
         if count == 2 or self.style["accumulate"] > 1 or self.style["autocast"]:
             self.style["closure"] = False
+        if self.serves or count == 2 or self.ranks == 1 or "float16" in dtypes:
+            self.style["weighs"] = False
+        if self.style["weighs"]:
+            self.style["closure"] = False
+            if self.style["clip"] == "session":
+                # The norm of weighted means is that of means times a factor: other roundings.
+                self.style["clip"] = "norm"
         actions: list[d.Action] = []
         for _ in range(self.random.randint(2, 5)):
             actions += self.reads(count)
@@ -296,7 +304,7 @@ class Generator:
             return actions if style["zero"] != "end" else [*actions, zero]
         if self.chance(0.08) and not self.serves:
             # A step that is skipped: the gradients are forgotten.
-            skipped = self.backward(through, detach)
+            skipped = {**self.backward(through, detach), **self.weighed()}
             if style["zero"] == "between" and count == 1:
                 skipped["zero"] = style["whose"]
             actions.append(d.Action("backward", number, None, skipped))
@@ -308,6 +316,8 @@ class Generator:
         rounds = style["accumulate"] if not self.serves else 1
         for turn in range(rounds):
             given = self.backward(through, detach)
+            if turn == 0:
+                given |= self.weighed()
             if style["zero"] == "between" and count == 1 and turn == 0:
                 given["zero"] = style["whose"]
             if turn < rounds - 1:
@@ -362,6 +372,10 @@ class Generator:
         if self.style["penalty"] and len(through) == 1:
             given["penalty"] = True
         return given
+
+    def weighed(self) -> dict[str, Any]:
+        """Return what makes a backward the first of a step that averages over samples."""
+        return {"weighs": True} if self.style["weighs"] else {}
 
     def route(self, number: int, count: int) -> tuple[list[int], bool]:
         """Draw which models a batch goes through: model 1 judges what model 0 makes."""

@@ -78,6 +78,7 @@ class Program(Oddities):
                 how, inside = optimizer.wrapped
                 self.wrap_step(number, how=how, inside=inside)
         self.averages: dict[int, AveragedModel] = {}
+        self.weights: dict[int, int | None] = {}
         self.kept: dict[int, dict[str, Tensor]] = {}
         self.scalers = [
             torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in self.models
@@ -164,6 +165,7 @@ class Program(Oddities):
         explodes: int | None = None,
         toggled: int | None = None,
         inputs: int | None = None,
+        weighs: bool = False,
         **how: Any,
     ) -> float:
         """Run forward and backward.
@@ -179,6 +181,7 @@ class Program(Oddities):
             explodes: a rank whose loss is infinite.
             toggled: a block that is frozen between forward and backward.
             inputs: give gradients to every so many parameters alone.
+            weighs: whether the step averages over samples.
             how: for `forward`.
         """
         with self.without_exchange() if no_sync else contextlib.nullcontext():
@@ -188,6 +191,8 @@ class Program(Oddities):
                 loss = loss * torch.inf
             if zero is not None:
                 self.zero(model, whose=zero)
+            if weighs:
+                self.weigh(model, (7 * data + 5 * self.rank) % 11 + (self.rank == 0))
             total = self.scalers[model].scale(loss) if scaled else loss
             chosen = None
             if inputs is not None:
@@ -203,6 +208,10 @@ class Program(Oddities):
             for one in frozen:
                 one.requires_grad_(True)
         return float(loss.detach())
+
+    def weigh(self, model: int, samples: int) -> None:
+        """Have the next average count so many samples of this rank."""
+        self.weights[model] = samples
 
     def zero(self, model: int, *, whose: str, to_none: bool = True) -> None:
         """Zero the gradients of a model."""

@@ -59,6 +59,9 @@ class RankProgram(Program):
         norm: Tensor = self.session.clip_grad_norm_(limit, model=self.models[model])
         return norm
 
+    def weigh(self, model: int, samples: int) -> None:
+        self.session.weight(samples, model=self.models[model])
+
     def connect(self, model: int) -> None:
         with self.default_device("prepare"):
             self.session.prepare(

@@ -164,6 +164,8 @@ class Reference:
     def _zero(self, number: int) -> None:
         self._zeroed[number] = True
         if self._begun[number]:
+            for program in self.programs:
+                program.weights.pop(number, None)
             self._buffers[number].finish()
         self._begun[number] = False
 
@@ -249,12 +251,19 @@ class Reference:
             return
         self._averaged[number] = True
         everywhere = [program.models[number].parameters() for program in self.programs]
+        weights = [program.weights.pop(number, None) for program in self.programs]
         for copies in zip(*everywhere, strict=True):
-            gradients = [one.grad for one in copies]
+            gradients = [
+                one.grad if one.grad is None or weight is None else one.grad * weight
+                for one, weight in zip(copies, weights, strict=True)
+            ]
             known = next((one for one in gradients if one is not None), None)
             if known is None or known.numel() == 0:
                 continue
             mean = _mean_in_rank_order(gradients, known)
+            total = sum(weight or 0 for weight in weights)
+            if total:
+                mean.mul_(len(weights) / total)
             for one in copies:
                 # Fused optimizers take gradients and parameters for memory in the same order.
                 own = known if one.grad is None else one.grad

@@ -129,6 +129,11 @@ class ReferenceSession:
         self.world_size = shared.barrier.parties
         self._shared = shared
         self._averaged: set[int] = set()
+        self._samples: int | None = None
+
+    def weight(self, samples: int) -> None:
+        """Have the next average count so many samples of this rank."""
+        self._samples = samples
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, **_: Any
@@ -161,12 +166,19 @@ class ReferenceSession:
     def average(self, model: nn.Module) -> None:
         """Average now, as reading a gradient does in gradlane."""
         self._averaged.add(id(model))
-        everyone = self._shared.exchange(
-            self.rank, [parameter.grad for parameter in model.parameters()]
-        )
+        samples, self._samples = self._samples, None
+        if self.world_size == 1:
+            samples = None
+        own = [parameter.grad for parameter in model.parameters()]
+        if samples is not None:
+            own = [None if one is None else one * samples for one in own]
+        everyone = self._shared.exchange(self.rank, (own, samples or 0))
+        total = sum(samples for _, samples in everyone)
         for position, parameter in enumerate(model.parameters()):
-            mean = mean_in_rank_order([one[position] for one in everyone])
+            mean = mean_in_rank_order([gradients[position] for gradients, _ in everyone])
             parameter.grad = None if mean is None else mean.clone()
+            if total and parameter.grad is not None:
+                parameter.grad.mul_(self.world_size / total)
 
     def clip_grad_norm_(self, max_norm: float, *, model: nn.Module) -> Tensor:
         """Average, and clip by the exact norm as torch does."""

@@ -126,9 +126,8 @@ def test_two_groups_and_a_second_look() -> None:
     def body(session: Any) -> Any:
         model = seeded(SmallCnn)
         first, *rest = model.parameters()
-        optimizer = torch.optim.SGD(
-            [{"params": [first], "lr": 0.3}, {"params": rest}], lr=0.1, momentum=0.9
-        )
+        groups: list[dict[str, Any]] = [{"params": [first], "lr": 0.3}, {"params": rest}]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
         session.prepare(model, optimizer)
         scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
         for step in range(STEPS):
@@ -206,6 +205,6 @@ def test_one_rank_alone_with_a_scaler_is_named() -> None:
             optimizer.zero_grad()
         session.synchronize()
 
-    core = load_core()
+    core: Any = load_core()
     with pytest.raises(gradlane.GradlaneError, match="GradScaler have to be used on all ranks"):
         run_ranks(2, body, core=core, local="off")

@@ -1,9 +1,10 @@
-"""Clipping by the norm of all gradients, and `GradScaler`'s unscaling, without a wait for means.
+"""Factors of means, applied as they arrive: weights, `GradScaler`'s, and that of clipping.
 
-The owners of slices add up the squares of the means that they have made, and tell all ranks one
-number each (`engine/src/squares.rs`). So the norm is known once the last slice is *reduced*, and
-updates go on as means arrive, during the next forward, as without clipping. The sum is exact:
-neither plan, slice size nor order of arrival changes a bit of the norm.
+Clipping and unscaling need no wait for means. The owners of slices add up the squares of the means
+that they have made, and tell all ranks one number each (`engine/src/squares.rs`). So the norm is
+known once the last slice is *reduced*, and updates go on as means arrive, during the next forward,
+as without clipping. The sum is exact: neither plan, slice size nor order of arrival changes a bit
+of the norm.
 
 The factor is that of `torch.nn.utils.clip_grad_norm_`: `max_norm / (norm + 1e-6)`, at most 1.
 The norm is finite just where all means are, which is what `GradScaler` asks for.
@@ -90,6 +91,35 @@ def norm_dtype(gradients: Iterable[torch.dtype]) -> torch.dtype:
     """Return the dtype of a norm: f64 if a gradient has it, and f32 otherwise."""
     wide = {torch.float64, torch.complex128}
     return torch.float64 if wide & set(gradients) else torch.float32
+
+
+class StepWeighting:
+    """How the means of one step become means over all samples.
+
+    Each rank has multiplied its gradients with its number of samples, and the mean over N ranks has
+    divided their sum by N in place of by the samples of all ranks.
+    """
+
+    def __init__(self, wait: Callable[[], float]) -> None:
+        """Weigh means.
+
+        Args:
+            wait: returns N over the samples of all ranks, once these are known.
+        """
+        self._wait = wait
+        self._factor: float | None = None
+
+    def factor(self) -> float:
+        """Wait for all ranks' samples; return what means are multiplied with."""
+        if self._factor is None:
+            self._factor = self._wait()
+        return self._factor
+
+    def scale(self, gradients: Sequence[Tensor]) -> None:
+        """Weigh means in place, once each."""
+        with torch.no_grad(), torch.inference_mode(False):
+            for gradient in gradients:
+                gradient.mul_(self.factor())
 
 
 class StepUnscaling:

@@ -9,7 +9,9 @@ tensor travels while backward runs and is read before the first update of the st
 never mixes unlike ranks.
 
 Every `SAMPLE_EVERY` steps a second lane holds a digest of a sample of the rank's parameters: an
-update past gradlane, or a hand-written change on one rank, is found there instead of drifting.
+update past gradlane, or a hand-written change on one rank, is found there instead of drifting. A
+third one holds the samples that the rank's gradients of the step are the mean of, where the program
+has said so: `session.weight()`.
 
 A lane is an integer below 2^48 that one rank contributes and all others leave at 0, so the mean
 times the number of ranks gives it back exactly.
@@ -70,6 +72,7 @@ class RankStatus:
         changes: of its buffers since that step, as `BufferPack.changes` counts them.
         changed: name of the first buffer that was changed, or empty.
         sample: digest of a sample of its parameters after that step; 0 if it took none.
+        weight: samples behind its gradients of this step; None: it has not said.
     """
 
     ending: StepEnding
@@ -78,10 +81,11 @@ class RankStatus:
     changes: int = UNKNOWN
     changed: str = ""
     sample: int = 0
+    weight: int | None = None
 
 
 class StatusTensor:
-    """Holds one lane for each rank, and one more for its sample."""
+    """Holds one lane for each rank, one more for its sample, and one for its weight."""
 
     def __init__(self, rank: int, world_size: int, buffers: BufferPack | None = None) -> None:
         """Make the tensor, whose memory is lent to the core for a whole step at a time.
@@ -95,7 +99,7 @@ class StatusTensor:
         self._buffers = buffers
         self._world_size = world_size
         with torch.inference_mode(False):
-            self.tensor = torch.zeros(2 * world_size, dtype=torch.float64, device="cpu")
+            self.tensor = torch.zeros(3 * world_size, dtype=torch.float64, device="cpu")
             # The same memory: torch 2.4 reads no tensor inside torch.func.
             self._lanes = self.tensor.numpy()
 
@@ -108,21 +112,25 @@ class StatusTensor:
             self.tensor.zero_()
             self.tensor[self._rank] = float(lane)
             self.tensor[self._world_size + self._rank] = float(status.sample)
+            if status.weight is not None:
+                self.tensor[2 * self._world_size + self._rank] = float(status.weight + 1)
         return self.tensor
 
     def read(self) -> list[RankStatus]:
         """Read all ranks' lanes from the mean that has arrived."""
         lanes = [round(mean * self._world_size) for mean in self._lanes.tolist()]
-        own, samples = lanes[: self._world_size], lanes[self._world_size :]
-        return [self._status(lane, sample) for lane, sample in zip(own, samples, strict=True)]
+        count = self._world_size
+        each = zip(lanes[:count], lanes[count : 2 * count], lanes[2 * count :], strict=True)
+        return [self._status(lane, sample, weight) for lane, sample, weight in each]
 
-    def _status(self, lane: int, sample: int) -> RankStatus:
+    def _status(self, lane: int, sample: int, weight: int) -> RankStatus:
         digest, changes = lane % _CHANGES_UNIT // _DIGEST_UNIT, lane // _CHANGES_UNIT
         changed = ""
         if self._buffers is not None and changes > UNCHANGED:
             changed = self._buffers.first_changed(changes)
         ending = StepEnding(lane % _SHADOW)
-        return RankStatus(ending, bool(lane & _SHADOW), digest, changes, changed, sample)
+        said = weight - 1 if weight else None
+        return RankStatus(ending, bool(lane & _SHADOW), digest, changes, changed, sample, said)
 
 
 class JoinWatch(Protocol):
@@ -176,15 +184,18 @@ class ConsistencyCheck:
         """End `session.join()`."""
         self.join = None
 
-    def status_for(self, step: int | None, *, shadow: bool = False) -> RankStatus:
+    def status_for(
+        self, step: int | None, *, shadow: bool = False, weight: int | None = None
+    ) -> RankStatus:
         """Return this rank's status for the next step.
 
         Args:
             step: number of the last one, of which a sample may be due; None: take no sample.
             shadow: this rank has no data for the next step.
+            weight: samples behind its gradients of the next step; None: the program has not said.
         """
         sample = 0 if step is None else self._agreement.sample(step)
-        return RankStatus(self.ending, shadow, self.digest, sample=sample)
+        return RankStatus(self.ending, shadow, self.digest, sample=sample, weight=weight)
 
     def note_hyperparameters(self, clipping: tuple[float, ...] = ()) -> None:
         """Take the digest of the hyper-parameters for this step.
@@ -217,6 +228,7 @@ class ConsistencyCheck:
             )
         try:
             check_endings(statuses, step - 1)
+            check_weights(statuses, step)
         except SessionFailedError as error:
             self._failure.fail_and_raise(error)
         differing = differing_samples(statuses)
@@ -268,6 +280,29 @@ def check_endings(statuses: Sequence[RankStatus], step: int) -> None:
             "everywhere; one that counts batches needs the same count; the memory formats of "
             "parameters count, too, and the norm that gradients are clipped to), and restart from "
             "the last checkpoint",
+            step - 1,
+        )
+
+
+def check_weights(statuses: Sequence[RankStatus], step: int) -> None:
+    """Check that all ranks with data weigh their gradients in a step, or none.
+
+    Raises:
+        SessionFailedError: some do, or there are no samples; the message names the ranks.
+    """
+    there = [(rank, status.weight) for rank, status in enumerate(statuses) if not status.shadow]
+    silent = [rank for rank, weight in there if weight is None]
+    if silent and len(silent) < len(there):
+        told = [rank for rank, weight in there if weight is not None]
+        raise SessionFailedError(
+            f"{_ranks(told)} called session.weight() for step {step} and {_ranks(silent)} did not: "
+            "call it on all ranks in a step, or on none",
+            step - 1,
+        )
+    if there and not silent and not any(weight for _, weight in there):
+        raise SessionFailedError(
+            f"session.weight(0) on all ranks in step {step}: there is no mean over no samples; "
+            "skip the step on all ranks",
             step - 1,
         )
 

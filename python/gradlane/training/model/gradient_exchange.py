@@ -112,6 +112,7 @@ class GradientExchange:
         """Whether the norm of all gradients can be had before their means."""
         self.measures = False
         """Whether it can in this step."""
+        self._weight: int | None = None
 
     @property
     def layout(self) -> StepLayout:
@@ -160,6 +161,7 @@ class GradientExchange:
             self._submitted_buffers = self._layout.buffers is None
             self.step += 1
             self.measures = measures
+            self._weight = status.weight
             if measures:
                 self._channel.measure_squares(len(self._trained), self.step)
             if optimizer is not None:
@@ -195,6 +197,9 @@ class GradientExchange:
         factored = index in self._factored
         if not factored:
             gradient = self._intake.take(index, self._trained[index].tensor)
+            if self._weight is not None:
+                with torch.no_grad():
+                    gradient.mul_(self._weight)
             self._gradients[index] = gradient
         self.is_submitted[index] = True
         self.pushes[index] += 1
@@ -416,6 +421,11 @@ class GradientExchange:
         except self._core.ChannelError as error:
             self._raise_failed(error, "waiting for the other ranks' statuses")
         return self.statuses()
+
+    def wait_for_weighting(self) -> float:
+        """Wait for all ranks' samples in this step; return the number of ranks over their sum."""
+        statuses = self.wait_for_statuses()
+        return len(statuses) / sum(status.weight or 0 for status in statuses)
 
     def _wait_for_status_tensor(self) -> None:
         """Wait for the statuses; they were the first to leave, so they mostly are here already."""

@@ -23,7 +23,12 @@ from torch import Tensor, nn
 from gradlane.errors import GradlaneError, SessionFailedError, UsageError
 from gradlane.training.factors.block import Part
 from gradlane.training.model.backward_passes import BackwardPassCounter
-from gradlane.training.model.clipping import StepClipping, StepUnscaling, norm_dtype
+from gradlane.training.model.clipping import (
+    StepClipping,
+    StepUnscaling,
+    StepWeighting,
+    norm_dtype,
+)
 from gradlane.training.model.consistency_check import ConsistencyCheck, RankStatus, StepEnding
 from gradlane.training.model.deferred_update import DeferredUpdate, undisturbed
 from gradlane.training.model.failure_latch import FailureLatch
@@ -146,6 +151,10 @@ class StepMachine:
         """Tensors of which the running backward gave factors."""
         self._server_settings = ""
         self._discards = False
+        self._weight: int | None = None
+        """Samples behind this rank's gradients of the next step; None: the program has not said."""
+        self._weighting: StepWeighting | None = None
+        """How the means of this step become means over all samples."""
         self._scalings: list[StepUnscaling | StepClipping] = []
         """How the means of this step are unscaled and clipped as they arrive."""
         self._scaled: list[int] = []
@@ -340,12 +349,20 @@ class StepMachine:
             self._on_step_begin(self.step + 1)
         if self._server is not None:
             self._server_settings = self.exempt.run(self._server.checked_rows)
-        status = self._consistency.status_for(None if shadow else self.step, shadow=shadow)
+        weight = None
+        if not shadow:
+            weight, self._weight = self._weight, None
+        status = self._consistency.status_for(
+            None if shadow else self.step, shadow=shadow, weight=weight
+        )
         for scaling in self._scalings:
             if isinstance(scaling, StepClipping):
                 # Nothing needed it, but the program may still read it.
                 scaling.norm.resolve()
         self._scalings = []
+        self._weighting = None
+        if weight is not None:
+            self._weighting = StepWeighting(self._exchange.wait_for_weighting)
         # Whoever has clipped or unscaled the last step does so in this one: so do all ranks, at
         # the same step.
         scales = self._clipped_to or (self._unscaled and self._unscales_all())
@@ -381,6 +398,46 @@ class StepMachine:
                 self._failure.raise_failure()
                 self._local.check(self.step + 1)
                 self._begin_step()
+
+    # ---- weight()
+
+    def weigh(self, samples: int) -> None:
+        """Have the next step average over samples in place of over ranks.
+
+        Args:
+            samples: behind this rank's gradients.
+
+        Raises:
+            UsageError: gradients of a step are under way, or it does not go with how they travel.
+            GradlaneError: the session has failed.
+        """
+        with self._lock:
+            self._failure.raise_failure()
+            if self._phase in (Phase.BACKWARD, Phase.ATTACHED):
+                raise UsageError(
+                    f"session.weight() after backward() in step {self.step}: gradients have begun "
+                    "to leave unweighted; call it before the first backward() whose gradients "
+                    "leave"
+                )
+            halves = [entry.name for entry in self._trained if entry.dtype is torch.float16]
+            if halves:
+                raise UsageError(
+                    f"session.weight() with parameter {halves[0]!r} of float16: gradients times "
+                    "samples would overflow; train in float32 or bfloat16"
+                )
+            if self._factored:
+                index = next(iter(self._factored))
+                raise UsageError(
+                    f"session.weight() with {self._trained[index].name!r}, which travels as "
+                    "factors: these are not weighted; use a scheme without factors"
+                )
+            if self._exchange.layout.status is None:
+                raise UsageError(
+                    'session.weight() with update="server", stragglers or asgd: the mean is made '
+                    'there before all ranks\' samples are known; use update="worker" and '
+                    'stragglers="wait"'
+                )
+            self._weight = samples
 
     # ---- clip_grad_norm_()
 
@@ -483,13 +540,16 @@ class StepMachine:
                 self.average_local()
             self._running_backwards.clear()
             self._clipped_to += (max_norm, norm_type)
-            inverse_scale = self._inverse_scale()
+            inverse_scale, weighting = self._inverse_scale(), self._weighting
             if norm_type == 2.0 and self._may_scale_arriving() and inverse_scale is not None:
+
+                def wait() -> float:
+                    factor = 1.0 if weighting is None else weighting.factor()
+                    return inverse_scale * factor * self._exchange.wait_norm()
+
                 self._submit_scaled()
                 dtype = norm_dtype(entry.dtype for entry in self._trained)
-                clipping = StepClipping(
-                    max_norm, dtype, lambda: inverse_scale * self._exchange.wait_norm()
-                )
+                clipping = StepClipping(max_norm, dtype, wait)
                 self._scalings.append(clipping)
                 self._refresh()
             else:
@@ -847,6 +907,7 @@ class StepMachine:
             arrived = self._exchange.take(None).gradients
             self._scale_arrived(arrived)
             self._scalings = []
+            self._weighting = None
             for index, gradient in arrived:
                 parameter = self._trained[index].tensor
                 fresh = raw_grad(parameter)
@@ -860,8 +921,11 @@ class StepMachine:
             self._refresh()
 
     def _scale_arrived(self, arrived: list[tuple[int, Tensor]]) -> None:
+        gradients = [gradient for _, gradient in arrived]
+        if self._weighting is not None:
+            self._weighting.scale(gradients)
         for scaling in self._scalings:
-            scaling.scale([gradient for _, gradient in arrived])
+            scaling.scale(gradients)
 
     def settle(self) -> None:
         """Wait until every parameter has its update."""

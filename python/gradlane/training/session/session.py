@@ -53,6 +53,10 @@ _TOLD_EVERY_S = 0.5
 """Seconds between two reports of a rank that serves."""
 
 
+_SAMPLES_MAX = 1 << 46
+"""A rank's status holds numbers below 2^48."""
+
+
 class Session:
     """A rank's part in a training job; made by `gradlane.init`.
 
@@ -267,6 +271,35 @@ class Session:
         finally:
             for steps, accumulates in before:
                 steps.accumulates = accumulates
+
+    def weight(self, samples: int, *, model: nn.Module | None = None) -> None:
+        """Have the next step average over all ranks' samples in place of over ranks.
+
+        Without it every rank counts the same, as with DDP, so that a sample in a small batch counts
+        more than one in a large batch. With it the mean is ((g0 s0 + g1 s1) + ...) / (s0 + s1 +
+        ...), in rank order, where g is the rank's gradient of its *mean* loss and s its samples,
+        or its tokens. Call it before `backward()` in each step, on all ranks that have data.
+
+        Args:
+            samples: behind this rank's gradients of the next step, all its batches together; 0 is
+                a rank that counts nothing.
+            model: the prepared model; None: all of them.
+
+        Raises:
+            ValueError: a negative number, or over 2^46.
+            UsageError: gradients are under way already; float16, factors, stragglers or
+                `update="server"`; no such model.
+            GradlaneError: the session has failed.
+        """
+        self._check_open()
+        if not (isinstance(samples, int) and 0 <= samples <= _SAMPLES_MAX):
+            raise ValueError(f"weight({samples!r}): give a number of samples, 0 to 2^46")
+        found = self._models.prepared
+        if model is not None or not found:
+            found = [self._models.find(model, "weight()")]
+        for prepared in found:
+            if self.world_size > 1:
+                prepared.steps.weigh(samples)
 
     def clip_grad_norm_(
         self,

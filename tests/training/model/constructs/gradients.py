@@ -107,6 +107,12 @@ def clips_by_the_session(session: Any, model: Any, optimizer: Any, step: int) ->
     finish(optimizer)
 
 
+def weighs(session: Any, model: Any, optimizer: Any, step: int) -> None:
+    session.weight(1 + (5 * session.rank + step) % 7)
+    loss(model, session, step).backward()
+    finish(optimizer)
+
+
 def clips_values(session: Any, model: Any, optimizer: Any, step: int) -> None:
     loss(model, session, step).backward()
     average(session, model)
@@ -354,6 +360,12 @@ CONSTRUCTS = [
         "`session.clip_grad_norm_(...)`",
         equal(clips_by_the_session),
         note="means are clipped as they arrive; the norm is rounded once",
+    ),
+    Construct(
+        _GRADIENTS,
+        "`session.weight(samples)` before `backward()`",
+        equal(weighs),
+        note="the mean over all ranks' samples, see [uneven-data.md](uneven-data.md)",
     ),
     Construct(_GRADIENTS, "`clip_grad_value_(model.parameters(), ...)`", equal(clips_values)),
     Construct(
