@@ -125,3 +125,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{page.name} links to {path}"
         assert not heading or heading in headings_of(target), f"{page.name}: {path}#{heading}"
+
+
+def test_the_index_has_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages == {name for name in re.findall(r"\]\(([^)/]+\.md)\)", index)}
+
+
+def test_the_front_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

@@ -1,0 +1,43 @@
+"""The chart of the README, drawn from the committed rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from gradlane.formats.atomic_io import atomic_write_text
+from gradlane.lab.experiments.front_chart import panel_of, write_charts
+from gradlane.lab.runs.rows import read_rows
+from tests.paths import ROOT
+
+RESULTS = ROOT / "docs" / "predictions.json"
+IMAGES = ROOT / "docs" / "images"
+
+
+def test_the_committed_charts_are_those_of_the_rows(tmp_path: Path) -> None:
+    drawn = write_charts(RESULTS, tmp_path, atomic_write_text)
+    assert sorted(path.name for path in drawn) == ["steps-dark.svg", "steps-light.svg"]
+    for path in drawn:
+        assert path.read_text() == (IMAGES / path.name).read_text(), (
+            "run: python -m gradlane.lab.experiments.front_chart docs/predictions.json docs/images"
+        )
+        root = ElementTree.parse(path).getroot()
+        assert "10 Gbit/s DDP 944, gradlane 756" in root.attrib["aria-label"]
+
+
+def test_a_panel_has_the_fastest_of_each_and_rates_with_all() -> None:
+    rows = read_rows(RESULTS)
+    panel = panel_of(rows, "vgg19", "VGG-19")
+    assert list(panel.rates) == [5, 7.5, 10, 15, 30]
+    ddp = [
+        row.step_s_median * 1e3
+        for row in rows
+        if row.workload == "vgg19" and row.strategy.startswith("ddp") and row.rate_bps == 10e9
+    ]
+    assert len(ddp) > 1 and panel.lines["DDP, best buckets"][2] == min(ddp)
+    for ours, bound in zip(panel.lines["gradlane"], panel.lines["bound"], strict=True):
+        assert ours > bound
+    with pytest.raises(ValueError, match="no row of gpt2_small"):
+        panel_of(rows, "gpt2_small", "GPT-2")
