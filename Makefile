@@ -19,7 +19,7 @@ $(shell printf 'PYTHON ?= %s\nCONSTRAINTS ?= %s\n' '$(PYTHON)' '$(CONSTRAINTS)' 
 	cmp -s $(CHOICE).new $(CHOICE) && rm $(CHOICE).new || mv $(CHOICE).new $(CHOICE))
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml
 
-.PHONY: demo test test-rust test-python test-neon faults lint bench format clean build
+.PHONY: demo test test-rust test-python test-neon faults lint bench format wheels clean build
 
 demo: build
 	$(BIN)/gradlane demo
@@ -57,6 +57,10 @@ lint: build
 bench: .cache/tools
 	cargo bench -p gradlane-codec --bench kernels -- --json $(CURDIR)/bench.json
 
+# What a release publishes, into `dist`: wheels that need no Rust, and the source.
+wheels: .cache/tools
+	PYTHON="$(PYTHON)" bash scripts/make-wheels dist
+
 format: build
 	cargo fmt --all
 	$(BIN)/ruff check --fix python tests examples benchmarks
@@ -79,4 +83,4 @@ $(STAMP): .cache/tools pyproject.toml $(CONSTRAINTS) scripts/make-venv $(CHOICE)
 
 clean:
 	cargo clean
-	rm -rf $(VENV) .cache bench.json demo.html
+	rm -rf $(VENV) .cache dist bench.json demo.html

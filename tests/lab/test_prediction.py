@@ -138,6 +138,7 @@ def test_a_page_names_errors_baselines_and_what_is_missing() -> None:
             machine={"processors": 2},
             versions={"kernel": "6", "torch": "2"},
             cpu_share=0.2,
+            goodput_bps=3.8e9,
         )
         for name, elems in (("p3", 50_000), ("ddp-gloo:4", None), ("ddp-gloo:25", None))
     ]

@@ -244,7 +244,8 @@ class Generator:
             "no_sync": self.chance(0.8),
             "scaled": self.chance(0.07),
             "penalty": self.chance(0.06) and self._is_smooth(),
-            "weighs": self.chance(0.2),
+            # Drawn apart, so that what a seed gives otherwise stays.
+            "weighs": random.Random(f"weights {self.seed}").random() < 0.15,
         }
         self.forgets = self.chance(0.02)
         if self.serves:

@@ -222,7 +222,7 @@ def page_of(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
         parts += ["## Not measured yet\n", "\n".join(missing) + "\n"]
     if baselines:
         parts += [
-            "## DDP\n",
+            "## Beside them\n",
             _ddp_verdict(baselines) + " Below, the fastest that was measured in each cell.\n",
             _baseline_table(baselines, predictions),
         ]
@@ -332,9 +332,14 @@ def _ddp_error(row: Row) -> float:
 def _ddp_verdict(baselines: Sequence[Row]) -> str:
     errors = [abs(_ddp_error(row)) for row in baselines]
     tested = [abs(_ddp_error(row)) for row in baselines if row.workload != FITTED_WORKLOAD]
-    return (
+    text = (
         f"DDP over Gloo by its formula (`gradlane.planning.simulation.ddp`): {len(errors)} rows, "
         f"all bucket sizes, within {statistics.median(errors) * 100:.1f} % in the median and "
-        f"{max(errors) * 100:.1f} % at worst; the {len(tested)} that nothing was fitted to within "
-        f"{statistics.median(tested) * 100:.1f} and {max(tested) * 100:.1f} %."
+        f"{max(errors) * 100:.1f} % at worst"
     )
+    if tested:
+        text += (
+            f"; the {len(tested)} that nothing was fitted to within "
+            f"{statistics.median(tested) * 100:.1f} and {max(tested) * 100:.1f} %"
+        )
+    return text + "."
