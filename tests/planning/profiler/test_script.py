@@ -246,6 +246,15 @@ def test_the_command_fails_in_one_sentence(
     )
     assert status == 2 and "fails.py failed: RuntimeError: my own mistake" in err
     assert "Traceback" in err
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    script.write_text(
+        "import torch\ntorch.distributed.init_process_group('gloo')", encoding="utf-8"
+    )
+    status, _, err = run_command(
+        monkeypatch, capsys, "profile", "--json", str(tmp_path / "x.json"), str(script)
+    )
+    assert status == 2 and "torchrun --nproc-per-node 1 -m gradlane profile" in err
 
 
 def test_a_model_that_cannot_be_called_again_has_no_operations(

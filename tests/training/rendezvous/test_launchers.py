@@ -81,6 +81,15 @@ def test_a_batch_script_without_srun_is_no_rank() -> None:
     assert find_rank_info({**BATCH_SCRIPT, "SLURM_NTASKS": "1"}).world_size == 1
 
 
+@pytest.mark.parametrize(
+    "given", [{"RANK": "0"}, {"RANK": "1"}, {"WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": ""}]
+)
+def test_half_of_a_launcher_is_refused(given: dict[str, str]) -> None:
+    """Rank 0 would train alone, and nobody would notice."""
+    with pytest.raises(ValueError, match="set both, or start the program with torchrun"):
+        find_rank_info(given)
+
+
 def test_stores() -> None:
     step = {**BATCH_SCRIPT, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu04"}
     assert find_store_address(step) == ("gpu04", 29577)

@@ -120,7 +120,14 @@ def run_script(
         raise
     except Exception as error:
         traceback.print_exc()
-        raise ProfileError(f"{target} failed: {type(error).__name__}: {error}") from error
+        advice = ""
+        if "RANK expected" in str(error):
+            words = " ".join(["-m" if is_module else "", target, *arguments]).strip()
+            advice = (
+                "; it wants a launcher: torchrun --nproc-per-node 1 -m gradlane profile --json "
+                f"profile.json {words}"
+            )
+        raise ProfileError(f"{target} failed: {type(error).__name__}: {error}{advice}") from error
     finally:
         watcher.end()
         sys.argv, sys.path = before

@@ -28,7 +28,7 @@ from gradlane.training.model.lazy_parameter_dict import (
 from gradlane.training.model.lazy_state import LazyState, install_lazy_state, remove_lazy_state
 from gradlane.training.model.other_optimizers import OtherOptimizers
 from gradlane.training.model.step_machine import StepMachine
-from gradlane.training.model.validation import refuse_assignment
+from gradlane.training.model.validation import refuse_assignment, refuse_wrapping
 from gradlane.training.modules.compiled import (
     StaleFlag,
     compile_disabled,
@@ -225,6 +225,7 @@ class HookManager:
 
     def install(self, steps: StepMachine) -> None:
         """Install all hooks."""
+        refuse_wrapping()
         self._steps = steps
         self._used_by = {module: self._indices_used(module, steps) for module in self._modules}
         for module in self._modules:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -112,6 +113,42 @@ def check_model(model: nn.Module) -> None:
                 f"{where} has parameters of a model that is already prepared: close that session "
                 "first, or prepare one module that holds everything"
             )
+
+
+def refuse_wrapping() -> None:
+    """Have torch's wrappers refuse modules that are prepared, as they take them in."""
+    global _refuses_wrapping
+    if not _refuses_wrapping:
+        _refuses_wrapping = True
+        register_module_module_registration_hook(_check_wrapper)
+
+
+_refuses_wrapping = False
+
+
+def _check_wrapper(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Hook on the registration of submodules.
+
+    Raises:
+        UsageError: a wrapper that exchanges gradients itself takes in a prepared module.
+    """
+    kind = next(
+        (
+            base.__name__
+            for base in type(wrapper).__mro__
+            if base.__module__.startswith("torch.") and base.__name__ in _WRAPPERS
+        ),
+        None,
+    )
+    if kind is None or module is None:
+        return
+    if any(
+        isinstance(one.__dict__.get("_parameters"), LazyParameterDict) for one in module.modules()
+    ):
+        raise UsageError(
+            f"{kind} was given a model that gradlane has prepared: its gradients would be "
+            "exchanged twice; leave the wrapper out"
+        )
 
 
 def refuse_assignment(

@@ -212,7 +212,7 @@ def _rank_from_launcher(environment: Mapping[str, str]) -> tuple[int, int]:
             if rank_name == "SLURM_PROCID":
                 _check_started_by_srun(environment, world_name)
             return _integer(environment, rank_name), _integer(environment, world_name)
-    if environment.get("WORLD_SIZE", "1") != "1" or environment.get("RANK", "0") != "0":
+    if environment.get("WORLD_SIZE", "1") != "1" or environment.get("RANK"):
         raise ValueError(
             f"RANK={environment.get('RANK')} and WORLD_SIZE={environment.get('WORLD_SIZE')}: "
             "set both, or start the program with torchrun"

@@ -167,6 +167,10 @@ CHANGED: dict[str, tuple[Callable[[Any], Any], str]] = {
         prepare_part,
         "has parameters of a model that is already prepared",
     ),
+    "`DistributedDataParallel`, `DataParallel` around a prepared model": (
+        nn.DataParallel,
+        "DataParallel was given a model that gradlane has prepared",
+    ),
     "one module for parameters of two prepared models": (
         share_with,
         "belongs to another prepared model",
