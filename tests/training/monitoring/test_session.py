@@ -259,3 +259,17 @@ def test_forked_children_report_nothing() -> None:
         return os.waitstatus_to_exitcode(status)
 
     assert run(1, body, prometheus=0) == [0]
+
+
+def test_a_session_in_which_nothing_was_prepared_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    core: Any = load_core()
+    run_ranks(2, lambda session: None, core=core)
+    assert sorted(caplog.messages) == [
+        f"rank {rank} closes a session in which nothing was prepared: no gradient was averaged; "
+        "call session.prepare(model, optimizer)"
+        for rank in (0, 1)
+    ]
+    caplog.clear()
+    run_ranks(2, lambda session: session.exchange(session.rank), core=core)
+    run_ranks(1, lambda session: None, core=core)
+    assert caplog.messages == []

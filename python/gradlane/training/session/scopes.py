@@ -41,6 +41,11 @@ class SessionScopes:
         self._look = look
         self._opened: list[RendezvousScope] = []
 
+    @property
+    def has_met(self) -> bool:
+        """Whether any was opened."""
+        return bool(self._opened)
+
     def open(self) -> RendezvousScope:
         """Open the next scope."""
         place = self._place

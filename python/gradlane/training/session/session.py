@@ -686,6 +686,12 @@ class Session:
         self._ended = "closed"
         lifecycle.unwatch(self)
         self._models.plans.stop()
+        if self.world_size > 1 and not self._scopes.has_met and not self.serves:
+            log.warning(
+                "rank %d closes a session in which nothing was prepared: no gradient was averaged; "
+                "call session.prepare(model, optimizer)",
+                self.rank,
+            )
         errors: list[GradlaneError] = []
         for part in self._parts():
             try:
