@@ -13,7 +13,8 @@ from gradlane.formats.rates import format_rate
 from gradlane.formats.untrusted import escaped
 from gradlane.planning.doctor.findings import Finding, Verdict, fault, merged, ok, warning
 from gradlane.planning.doctor.machine import Machine, MachineFacts
-from gradlane.planning.doctor.reach import Doorstep, unreached
+from gradlane.planning.doctor.reach import unreached
+from gradlane.planning.probe.streams import listen_on
 from gradlane.training.options.groups import Network
 from gradlane.training.rendezvous.addresses import endpoint
 from gradlane.training.session.session import Session
@@ -157,36 +158,41 @@ def _reach(session: Session, facts: MachineFacts, network: Network) -> list[Find
     with contextlib.ExitStack() as stack:
         own: list[Any] = [None, ""]
         try:
-            doorstep = stack.enter_context(Doorstep(facts.address, network))
-            own = [[network.advertise or facts.address, doorstep.port], ""]
+            listener = stack.enter_context(listen_on([facts.address], network.ports))
+            own = [[network.advertise or facts.address, listener.getsockname()[1]], ""]
         except OSError as error:
             own = [None, str(error)]
-        doors, obstacles = zip(*session.exchange(own), strict=True)
+        addresses, obstacles = zip(*session.exchange(own), strict=True)
         peers = {
-            rank: _door(door) for rank, door in enumerate(doors) if rank != session.rank and door
+            rank: _host_and_port(address)
+            for rank, address in enumerate(addresses)
+            if rank != session.rank and address
         }
         failed = session.exchange({str(rank): why for rank, why in unreached(peers).items()})
     found = [
         fault(
             check,
-            escaped(f"rank {rank} does not reach rank {peer} at {endpoint(*_door(door))}: {why}"),
+            escaped(
+                f"rank {rank} does not reach rank {peer} at "
+                f"{endpoint(*_host_and_port(address))}: {why}"
+            ),
             _firewall(network),
         )
         for rank, failures in enumerate(failed)
         for peer, why in failures.items()
-        if (door := doors[int(peer)])
+        if (address := addresses[int(peer)])
     ]
     found += [
         fault(check, escaped(f"rank {rank} {why}"), "give other Network(ports=...)")
         for rank, why in enumerate(obstacles)
         if why
     ]
-    count = len(doors) * (len(doors) - 1)
+    count = len(addresses) * (len(addresses) - 1)
     return found or [ok(check, f"all {count} (each pair, both ways)")]
 
 
-def _door(door: Sequence[Any]) -> tuple[str, int]:
-    return str(door[0]), int(door[1])
+def _host_and_port(address: Sequence[Any]) -> tuple[str, int]:
+    return str(address[0]), int(address[1])
 
 
 def _firewall(network: Network) -> str:

@@ -6,52 +6,9 @@ import concurrent.futures
 import contextlib
 import socket
 from collections.abc import Mapping
-from types import TracebackType
-
-from gradlane.training.options.groups import Network
 
 CONNECT_TIMEOUT_S = 5.0
 _AT_ONCE = 16
-
-
-class Doorstep:
-    """A listening socket, as a session would have it; the kernel accepts for it."""
-
-    def __init__(self, address: str, network: Network) -> None:
-        """Listen.
-
-        Args:
-            address: of the interface that a session would take.
-            network: with the ports that it would take.
-
-        Raises:
-            OSError: no port is free, or this machine has no such address.
-        """
-        low, high = network.ports or (0, 0)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        error: OSError | None = None
-        for port in range(low, high + 1):
-            try:
-                self._socket = socket.create_server((address, port), family=family, backlog=1024)
-                break
-            except OSError as reason:
-                error = reason
-        else:
-            raise OSError(f"cannot listen on {address}, ports {low} to {high}: {error}")
-        self.port: int = self._socket.getsockname()[1]
-
-    def __enter__(self) -> Doorstep:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Stop listening."""
-        self._socket.close()
 
 
 def unreached(peers: Mapping[int, tuple[str, int]]) -> dict[int, str]:

@@ -61,7 +61,7 @@ class StreamEndpoint:
         self._rank = rank
         self._secret = secret
         self._window_s = window_s
-        self._listener = _listen(hosts, ports)
+        self._listener = listen_on(hosts, ports)
         self._listener.setblocking(False)
         self.host: str = self._listener.getsockname()[0]
         self.port: int = self._listener.getsockname()[1]
@@ -277,7 +277,12 @@ def _echo_bytes(connections: Sequence[socket.socket], count: int) -> None:
                 connection.sendall(b"!")
 
 
-def _listen(hosts: Sequence[str], ports: tuple[int, int] | None) -> socket.socket:
+def listen_on(hosts: Sequence[str], ports: tuple[int, int] | None) -> socket.socket:
+    """Return a socket that listens on the first address and port that are free.
+
+    Raises:
+        OSError: none is.
+    """
     last: OSError | None = None
     for host in hosts:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
