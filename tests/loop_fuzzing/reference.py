@@ -254,7 +254,7 @@ class Reference:
         weights = [program.weights.pop(number, None) for program in self.programs]
         for copies in zip(*everywhere, strict=True):
             gradients = [
-                one.grad if one.grad is None or weight is None else one.grad * weight
+                one.grad if one.grad is None or weight is None else one.grad.to_dense() * weight
                 for one, weight in zip(copies, weights, strict=True)
             ]
             known = next((one for one in gradients if one is not None), None)

@@ -171,7 +171,7 @@ class ReferenceSession:
             samples = None
         own = [parameter.grad for parameter in model.parameters()]
         if samples is not None:
-            own = [None if one is None else one * samples for one in own]
+            own = [None if one is None else one.to_dense() * samples for one in own]
         everyone = self._shared.exchange(self.rank, (own, samples or 0))
         total = sum(samples for _, samples in everyone)
         for position, parameter in enumerate(model.parameters()):

@@ -122,7 +122,10 @@ def test_complex_parameters_are_unscaled_whole() -> None:
     assert outcome(run_ranks, 2) == outcome(run_reference, 2)
 
 
-def test_two_groups_and_a_second_look() -> None:
+@pytest.mark.parametrize("rebuilds", [False, True])
+def test_two_groups_and_a_second_look(rebuilds: bool) -> None:
+    """Also where the program has put a plain list in place of a group's."""
+
     def body(session: Any) -> Any:
         model = seeded(SmallCnn)
         first, *rest = model.parameters()
@@ -134,6 +137,9 @@ def test_two_groups_and_a_second_look() -> None:
             scaler.scale(cnn_loss(model, session.rank, step)).backward()
             if isinstance(session, ReferenceSession):
                 average(session, model)
+            if rebuilds:
+                group = optimizer.param_groups.pop()
+                optimizer.param_groups.append({**group, "params": list(group["params"])})
             scaler.unscale_(optimizer)
             if step == 4:
                 # Another scaler scales again, as torch does.

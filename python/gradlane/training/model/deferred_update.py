@@ -122,10 +122,12 @@ class DeferredUpdate:
     def unscales_all(self) -> bool:
         """Whether a scaler that unscales the optimizer's gradients does so with all, before `step`.
 
-        Fused optimizers unscale in `step`.
+        Fused optimizers unscale in `step`. Of groups that the program has rebuilt it reads the
+        gradients themselves: their lists are plain ones.
         """
         fused = getattr(self._optimizer, "_step_supports_amp_scaling", False)
-        return not fused and len(self._place) == len(self._parameters)
+        guarded = all(type(group["params"]) is not list for group in self._optimizer.param_groups)
+        return not fused and guarded and len(self._place) == len(self._parameters)
 
     def check_unscaled(self, step: int) -> None:
         """Check that no scaler has judged gradients before they are averaged.
