@@ -38,11 +38,12 @@ def run_doctor(
     """
     options = Options.of(network=network, environment=os.environ)
     machine = Machine(os.environ, options.network, Path("/"))
-    if find_rank_info(os.environ).world_size == 1:
+    rank_info = find_rank_info(os.environ)
+    rank = rank_info.rank
+    if rank_info.world_size == 1:
         examination = examine_alone(machine)
         print_examination(console, examination)
         return examination
-    rank = find_rank_info(os.environ).rank
 
     def tell(text: str) -> None:
         if rank == 0:

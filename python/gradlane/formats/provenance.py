@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+NOT_INSTALLED = "not installed"
+
 
 def package_versions() -> dict[str, str]:
     """Return the versions of gradlane and its dependencies, by name."""
@@ -18,7 +20,7 @@ def package_versions() -> dict[str, str]:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
+            versions[package] = NOT_INSTALLED
     return versions
 
 

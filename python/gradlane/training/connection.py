@@ -295,19 +295,11 @@ def listening_hosts(ctx: SessionContext) -> tuple[list[str], str | None]:
     Raises:
         RendezvousError: none is found.
     """
-    options = ctx.options
-    advertised = options.network.advertise
-    interface = options.network.interface
+    network = ctx.options.network
+    store = None if ctx.rank_info.ranks == 1 else (ctx.store_host, ctx.store_port)
     try:
-        if interface:
-            return [addresses.interface_address(interface)], advertised
-        if advertised:
-            literal = addresses.resolve(advertised)
-            # Behind address translation this machine does not have the advertised address.
-            return [literal, "::" if ":" in literal else "0.0.0.0"], advertised
-        if ctx.rank_info.ranks == 1:
-            return ["127.0.0.1"], None
-        return [addresses.address_towards(ctx.store_host, ctx.store_port)], None
+        hosts = addresses.listening_addresses(network.interface, network.advertise, store)
+        return hosts, network.advertise
     except OSError as error:
         raise RendezvousError(
             f"rank {ctx.rank_info.rank} finds no address to listen on ({error}): give "

@@ -41,7 +41,8 @@ def write(root: Path, path: str, text: str) -> None:
 
 @needs_core
 def test_a_machine_that_lacks_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_version", lambda package: "2.1.0+cpu")
+    versions = {"python": "3.11.7", "torch": "2.1.0+cpu", "gradlane": "0.1.0"}
+    monkeypatch.setattr(machine, "package_versions", lambda: versions)
     monkeypatch.setattr(machine, "_clock_state", lambda: 5)
     monkeypatch.setattr("resource.getrlimit", lambda which: (256, 4096))
     write(tmp_path, "proc/sys/net/core/wmem_max", "65536\n")
@@ -82,6 +83,14 @@ def test_an_interface_that_is_not_there_and_a_secret_file_that_is_not(tmp_path: 
 def test_this_machine_can_train() -> None:
     found = findings_of(Path("/"), {"MASTER_ADDR": "127.0.0.1"})
     assert not [one for one in found.values() if one.verdict is Verdict.FAULT]
+
+
+def test_behind_address_translation_all_addresses_are_listened_on() -> None:
+    """The advertised address is not one of this machine's, for a session and for the doctor."""
+    found = Machine({}, Network(advertise="192.0.2.55"), Path("/")).listening_addresses()
+    assert found == ["192.0.2.55", "0.0.0.0"]
+    with listen_on(found, None) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
 
 
 def test_differences_between_ranks_are_named() -> None:

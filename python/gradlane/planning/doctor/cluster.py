@@ -97,7 +97,7 @@ def examine_all(
     findings += differences(everyone, [row["secret"] for row in rows])
     findings.append(clocks([row["time_s"] for row in rows]))
     on_phase("connections between all pairs")
-    reached = _reach(session, facts, network)
+    reached = _reach(session, machine, facts, network)
     findings += reached
     links = None
     if all(one.verdict is Verdict.OK for one in reached):
@@ -152,14 +152,15 @@ def clocks(times_s: Sequence[float]) -> Finding:
     return ok("clocks", f"at most {apart_s:.1f} s apart")
 
 
-def _reach(session: Session, facts: MachineFacts, network: Network) -> list[Finding]:
+def _reach(
+    session: Session, machine: Machine, facts: MachineFacts, network: Network
+) -> list[Finding]:
     """Connect each rank to each other one; both directions of a pair are two connections."""
     check = "connections"
     with contextlib.ExitStack() as stack:
-        own: list[Any] = [None, ""]
         try:
-            listener = stack.enter_context(listen_on([facts.address], network.ports))
-            own = [[network.advertise or facts.address, listener.getsockname()[1]], ""]
+            listener = stack.enter_context(listen_on(machine.listening_addresses(), network.ports))
+            own: list[Any] = [[network.advertise or facts.address, listener.getsockname()[1]], ""]
         except OSError as error:
             own = [None, str(error)]
         addresses, obstacles = zip(*session.exchange(own), strict=True)

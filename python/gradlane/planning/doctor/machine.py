@@ -12,14 +12,15 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from gradlane.formats.provenance import NOT_INSTALLED, package_versions
 from gradlane.formats.rates import format_rate
 from gradlane.planning.doctor.findings import Finding, fault, ok, warning
 from gradlane.training.options.groups import Network
 from gradlane.training.rendezvous import addresses
+from gradlane.training.rendezvous.environment import find_store_address
 
 OLDEST_TORCH = (2, 4)
 SEND_BUFFER_BYTES = 73_728
@@ -28,8 +29,6 @@ SHARED_MEMORY_BYTES = 1 << 30
 """Gradients of a node's ranks are added up there."""
 DESCRIPTORS = 1024
 SECRET_CHARACTERS = 16
-_ANYWHERE = ("192.0.2.1", 9)
-"""An address reserved for documentation: a look at its route sends nothing."""
 _ADJTIMEX_UNSYNCHRONIZED = 5
 
 
@@ -39,9 +38,9 @@ class MachineFacts:
 
     Attributes:
         host: name of the machine.
-        build: digest of the compiled core and version of gradlane.
+        build: digest of the compiled core.
         python: version.
-        torch: version; empty without torch.
+        torch: version.
         interface: the network interface that is taken; empty where none is known.
         address: its address.
         mtu: its largest packet, in bytes; 0 if unknown.
@@ -84,7 +83,7 @@ class Machine:
             platform.node(),
             _build(),
             platform.python_version(),
-            _version("torch"),
+            package_versions()["torch"],
             interface,
             address,
             self._number(f"sys/class/net/{interface}/mtu") if interface else 0,
@@ -112,10 +111,10 @@ class Machine:
         ]
 
     def _versions(self) -> list[Finding]:
-        found = [ok("Python", platform.python_version())]
-        torch = _version("torch")
-        if not torch:
-            return [*found, fault("torch", "not installed", "pip install torch")]
+        versions = package_versions()
+        found, torch = [ok("Python", versions["python"])], versions["torch"]
+        if torch == NOT_INSTALLED:
+            return [*found, fault("torch", torch, "pip install torch")]
         parts = torch.split("+")[0].split(".")
         known = tuple(int(part) for part in parts[:2] if part.isdigit())
         if known < OLDEST_TORCH:
@@ -125,7 +124,7 @@ class Machine:
             )
         else:
             found.append(ok("torch", torch))
-        found.append(ok("gradlane", f"{_version('gradlane') or 'not installed'}, core {_build()}"))
+        found.append(ok("gradlane", f"{versions['gradlane']}, core {_build()}"))
         return found
 
     def _accelerators(self) -> Finding:
@@ -146,27 +145,24 @@ class Machine:
             )
         return ok(check, "none; training runs on the processors")
 
-    def _taken(self) -> tuple[str, str]:
-        """Return address and interface that a session would take; empty where there is none."""
+    def listening_addresses(self) -> list[str]:
+        """Return the addresses that a session would try to listen on; none without a route."""
         network = self._network
         try:
-            if network.interface:
-                return addresses.interface_address(network.interface), network.interface
-            if network.advertise:
-                address = addresses.resolve(network.advertise)
-            else:
-                host = self._environment.get("MASTER_ADDR", _ANYWHERE[0])
-                port = int(self._environment.get("MASTER_PORT", _ANYWHERE[1]))
-                address = addresses.address_towards(host, port)
+            store = find_store_address(self._environment)
+        except ValueError:
+            # No launcher: what is asked is which way leads out.
+            store = addresses.UNROUTED
+        try:
+            return addresses.listening_addresses(network.interface, network.advertise, store)
         except (OSError, ValueError):
-            return "", ""
-        for _, name in socket.if_nameindex():
-            try:
-                if addresses.interface_address(name) == address:
-                    return address, name
-            except ValueError:
-                continue
-        return address, ""
+            return []
+
+    def _taken(self) -> tuple[str, str]:
+        """Return address and interface that a session would take; empty where there is none."""
+        address = next(iter(self.listening_addresses()), "")
+        names = (name for _, name in socket.if_nameindex() if _address_of(name) == address)
+        return address, next(names, "") if address else ""
 
     def _interface(self) -> Finding:
         check = "network interface"
@@ -309,13 +305,6 @@ def _address_of(interface: str) -> str:
     try:
         return addresses.interface_address(interface)
     except ValueError:
-        return ""
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
         return ""
 
 

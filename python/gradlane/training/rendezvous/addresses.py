@@ -13,7 +13,7 @@ import struct
 from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
-_UNROUTED = "192.0.2.1"
+UNROUTED = ("192.0.2.1", 9)
 """An address reserved for documentation: looking up its route sends nothing."""
 
 
@@ -62,12 +62,33 @@ def address_towards(host: str, port: int) -> str:
     if is_loopback(local) and not (is_loopback(host) or host == "localhost"):
         # Some systems map a machine's own name to loopback, where no other machine can reach it.
         try:
-            return _local_address(
-                socket.AF_INET, socket.SOCK_DGRAM, socket.IPPROTO_UDP, (_UNROUTED, 9)
-            )
+            return _local_address(socket.AF_INET, socket.SOCK_DGRAM, socket.IPPROTO_UDP, UNROUTED)
         except OSError:
             return local
     return local
+
+
+def listening_addresses(
+    interface: str | None, advertised: str | None, store: tuple[str, int] | None
+) -> list[str]:
+    """Return the addresses for a rank to listen on, the one to try first in front.
+
+    Args:
+        interface: network interface to use, or None.
+        advertised: address that other ranks reach this one at, or None.
+        store: host and port of the rendezvous store; None: other ranks are on this machine.
+
+    Raises:
+        ValueError: there is no such interface, or it has no address.
+        OSError: a host is unknown or cannot be reached.
+    """
+    if interface:
+        return [interface_address(interface)]
+    if advertised:
+        literal = resolve(advertised)
+        # Behind address translation this machine does not have the advertised address.
+        return [literal, "::" if ":" in literal else "0.0.0.0"]
+    return ["127.0.0.1"] if store is None else [address_towards(*store)]
 
 
 def resolve(host: str) -> str:
