@@ -7,7 +7,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from gradlane.formats.atomic_io import atomic_write_text
 from gradlane.lab.experiments.front_chart import panel_of, write_charts
 from gradlane.lab.runs.rows import read_rows
 from tests.paths import ROOT
@@ -17,7 +16,7 @@ IMAGES = ROOT / "docs" / "images"
 
 
 def test_the_committed_charts_are_those_of_the_rows(tmp_path: Path) -> None:
-    drawn = write_charts(RESULTS, tmp_path, atomic_write_text)
+    drawn = write_charts(RESULTS, tmp_path)
     assert sorted(path.name for path in drawn) == ["steps-dark.svg", "steps-light.svg"]
     for path in drawn:
         assert path.read_text() == (IMAGES / path.name).read_text(), (

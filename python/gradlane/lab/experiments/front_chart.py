@@ -7,7 +7,7 @@ for light and one for dark pages; a test compares them with what is committed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -171,23 +171,22 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: int =
     )
 
 
-def write_charts(results: Path, folder: Path, write: Callable[[Path, str], None]) -> list[Path]:
+def write_charts(results: Path, folder: Path) -> list[Path]:
     """Draw the chart for each theme, and write the files.
 
     Args:
         results: a file of rows.
         folder: where the files go.
-        write: writes one.
     """
     rows = read_rows(results)
     panels = [panel_of(rows, *named) for named in WORKLOADS]
     written = []
     for name, theme in THEMES.items():
         path = folder / f"steps-{name}.svg"
-        write(path, draw(panels, theme))
+        atomic_write_text(path, draw(panels, theme))
         written.append(path)
     return written
 
 
 if __name__ == "__main__":
-    write_charts(Path(sys.argv[1]), Path(sys.argv[2]), atomic_write_text)
+    write_charts(Path(sys.argv[1]), Path(sys.argv[2]))

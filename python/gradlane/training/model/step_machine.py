@@ -135,6 +135,7 @@ class StepMachine:
         self._server = server
         self._order = order
         self._trained = exchange.layout.trained
+        self._dtypes = {entry.dtype for entry in self._trained}
         self._factored = exchange.layout.factored
         self._buffers_index = exchange.layout.buffers_index
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
@@ -419,10 +420,10 @@ class StepMachine:
                     "to leave unweighted; call it before the first backward() whose gradients "
                     "leave"
                 )
-            halves = [entry.name for entry in self._trained if entry.dtype is torch.float16]
-            if halves:
+            if torch.float16 in self._dtypes:
+                name = next(one.name for one in self._trained if one.dtype is torch.float16)
                 raise UsageError(
-                    f"session.weight() with parameter {halves[0]!r} of float16: gradients times "
+                    f"session.weight() with parameter {name!r} of float16: gradients times "
                     "samples would overflow; train in float32 or bfloat16"
                 )
             if self._factored:
@@ -502,8 +503,7 @@ class StepMachine:
 
     def _unscales_all(self) -> bool:
         """Return whether a scaler unscales all means, before `optimizer.step()`."""
-        dtypes = {entry.dtype for entry in self._trained}
-        return self._update.unscales_all and dtypes <= _UNSCALED_DTYPES
+        return self._update.unscales_all and self._dtypes <= _UNSCALED_DTYPES
 
     def clip(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

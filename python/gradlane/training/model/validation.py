@@ -105,14 +105,20 @@ def check_model(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         where = f"module {name!r} of the model" if name else "the model"
-        for base in type(module).__mro__:
-            if base.__module__.startswith("torch.") and base.__name__ in _WRAPPERS:
-                raise ValueError(f"{where} {_WRAPPERS[base.__name__]}")
+        kind = _wrapper_kind(module)
+        if kind is not None:
+            raise ValueError(f"{where} {_WRAPPERS[kind]}")
         if isinstance(module.__dict__.get("_parameters"), LazyParameterDict):
             raise ValueError(
                 f"{where} has parameters of a model that is already prepared: close that session "
                 "first, or prepare one module that holds everything"
             )
+
+
+def _wrapper_kind(module: nn.Module) -> str | None:
+    """Return which of torch's wrappers a module is, or None."""
+    bases = (base for base in type(module).__mro__ if base.__module__.startswith("torch."))
+    return next((base.__name__ for base in bases if base.__name__ in _WRAPPERS), None)
 
 
 def refuse_wrapping() -> None:
@@ -132,14 +138,7 @@ def _check_wrapper(wrapper: nn.Module, name: str, module: nn.Module | None) -> N
     Raises:
         UsageError: a wrapper that exchanges gradients itself takes in a prepared module.
     """
-    kind = next(
-        (
-            base.__name__
-            for base in type(wrapper).__mro__
-            if base.__module__.startswith("torch.") and base.__name__ in _WRAPPERS
-        ),
-        None,
-    )
+    kind = _wrapper_kind(wrapper)
     if kind is None or module is None:
         return
     if any(
