@@ -53,6 +53,11 @@ def run_plan(
         raise ValueError(f"budget-s is {budget_s}; give a number of seconds above 0")
     rules = codec_rules(codec)
     check_codecs(rules)
+    if any_rounding and rule != "auto":
+        raise ValueError(
+            f"any-rounding has no effect with plan {rule}, whose rule says the scheme of each "
+            "layer: leave it out, or use plan auto"
+        )
     base = Settings() if rules == RAW else Settings(codec=rules_text(rules))
     coordinator = Coordinator(
         profile, facts, base=base, rule=rule, costs=costs, any_rounding=any_rounding

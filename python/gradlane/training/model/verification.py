@@ -15,7 +15,7 @@ from gradlane.training.model.optimizers import check_optimizer, check_server_opt
 from gradlane.training.model.state_checks import check_taken_over
 from gradlane.training.model.validation import check_model
 from gradlane.training.modules.shared_storage import SharedMemoryGroups
-from gradlane.training.options.codec_choice import CodecChoice, choose_codecs
+from gradlane.training.options.codec_choice import CodecChoice, choose_codecs, local_clip
 from gradlane.training.options.momentum import check_momentum, keeps_momentum
 from gradlane.training.options.options import ring_ranks
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
@@ -100,6 +100,7 @@ def verify_model_across_ranks(
         ranks = ring_ranks(ctx.options.strategy.name, ctx.rank_info.world_size)
         coded = [entry.coded() for entry in trained]
         codecs = without_codecs(choose_codecs(ctx.options.codec, coded, ranks), factored)
+        _check_all_clipped(factored, codecs, trained)
         may_take_over = ctx.options.update == "worker"
         check_momentum(optimizer, _momentum_codecs(trained, codecs), may_take_over=may_take_over)
         if ctx.options.update == "server":
@@ -142,6 +143,20 @@ def _check_loadable(model: nn.Module, entries: Sequence[TensorEntry]) -> None:
         raise ValueError(
             f"{names_of(saved)} would be in checkpoints and torch loads no expanded tensor "
             "(stride 0): replace it by its .clone(), or register it with persistent=False"
+        )
+
+
+def _check_all_clipped(
+    factored: Mapping[int, Factored], codecs: Sequence[CodecChoice], trained: Sequence[TensorEntry]
+) -> None:
+    """Check that a codec that clips by the norm of all gradients has all of them."""
+    clipping = next((one.codec for one in codecs if local_clip(one.codec)), None)
+    if clipping is not None and factored:
+        name = trained[next(iter(factored))].name
+        raise ValueError(
+            f"codec {clipping!r} clips by the norm of all gradients, and {name!r} travels as "
+            "factors, whose gradient no rank has: leave the clip out, or use a scheme without "
+            "factors"
         )
 
 
