@@ -339,13 +339,9 @@ def _check_used(codecs: Iterable[str], route: str) -> None:
         ValueError: one has.
     """
     for codec in codecs:
-        # Gathered, gradients are not encoded again, as with updates on servers.
-        update = "server" if route == "gather" else "worker"
-        if unused_codec_option(codec, "p3", update):
-            raise ValueError(
-                f"codec {codec!r}: DDP's hook has no ring, and on the route {route!r} "
-                "no means are encoded: leave ring= and broadcast_ratio= out"
-            )
+        unused = unused_codec_option(codec, has_ring=False, encodes_means=route != "gather")
+        if unused:
+            raise ValueError(unused)
 
 
 def _choose_route(route: str, codec: Codec, world_size: int) -> str:

@@ -331,6 +331,14 @@ impl FromStr for CodecSpec {
             if let Some(residual) = options.choice("residual", "on or off", &choices)? {
                 spec.residual = residual;
             }
+            if !spec.residual && matches!(spec.method, Method::Dgc(_)) {
+                return Err(CodecSpecError::BadValue {
+                    codec: "dgc",
+                    option: "residual",
+                    found: "off".to_owned(),
+                    allowed: "on, where its momentum lies, too; topk takes residual=off",
+                });
+            }
         }
         options.finish()?;
         Ok(spec)

@@ -139,6 +139,7 @@ mod tests {
             "topk:ratio=1.5",
             "topk:ratio=nan",
             "topk:momentum=0.9",
+            "dgc:residual=off",
             "dgc:momentum=1",
             "dgc:clip=-1",
             "dgc:clip=inf",

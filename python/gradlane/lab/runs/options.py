@@ -11,9 +11,14 @@ from gradlane.lab.cluster.shaping import PortShape
 from gradlane.lab.runs.strategy import Strategy
 from gradlane.lab.workloads import NAMES, REPLAY_NAMES, SIMULATED_NAMES
 from gradlane.planning.simulation.straggler import StragglerSpec
-from gradlane.training.options.codec_choice import RAW, check_codecs, codec_rules
+from gradlane.training.options.codec_choice import (
+    RAW,
+    check_codecs,
+    codec_rules,
+    unused_codec_option,
+)
 from gradlane.training.options.option_fields import check_options, on_command_line, option
-from gradlane.training.options.options import Options
+from gradlane.training.options.options import RING, Options
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,10 @@ class LabOptions:
                 f"--{unused[0]} has no effect without one of gradlane's strategies: leave it out, "
                 "or add p3 (DDP's gradients are encoded by ddp-gloo+CODEC)"
             )
+        has_ring = any(one.setting == RING or one.any_rounding for one in ours)
+        reason = unused_codec_option(codec_rules(self.codec), has_ring=has_ring)
+        if reason:
+            raise ValueError(reason)
         for one in ours:
             Options.of(
                 strategy=one.session_strategy(self.slice_elems),

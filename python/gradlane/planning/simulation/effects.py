@@ -10,7 +10,6 @@ from gradlane.planning.simulation.scenarios import (
     FORMULAS,
     RING_FUSED,
     Cluster,
-    engine_strategy,
 )
 from gradlane.training.options.codec_choice import RAW, codec_rules, unused_codec_option
 from gradlane.training.options.options import ASGD, RING
@@ -85,14 +84,10 @@ def check_effects(
                 f"{option} has no effect with --strategy {','.join(strategies)}: leave it out, or "
                 f"add {remedy}"
             )
+    has_ring, encodes_means = RING in engine, any(one != ASGD for one in engine)
     for codec in codecs:
-        reasons = [
-            unused_codec_option(
-                codec_rules(codec),
-                engine_strategy(one),
-                "server" if one == ASGD else "worker",
-            )
-            for one in engine
-        ]
-        if reasons and all(reasons):
-            raise ValueError(reasons[0])
+        unused = unused_codec_option(
+            codec_rules(codec), has_ring=has_ring, encodes_means=encodes_means
+        )
+        if unused:
+            raise ValueError(unused)

@@ -15,9 +15,14 @@ from gradlane.training.model.optimizers import check_optimizer, check_server_opt
 from gradlane.training.model.state_checks import check_taken_over
 from gradlane.training.model.validation import check_model
 from gradlane.training.modules.shared_storage import SharedMemoryGroups
-from gradlane.training.options.codec_choice import CodecChoice, choose_codecs, local_clip
+from gradlane.training.options.codec_choice import (
+    CodecChoice,
+    choose_codecs,
+    local_clip,
+    unused_codec_option,
+)
 from gradlane.training.options.momentum import check_momentum, keeps_momentum
-from gradlane.training.options.options import ring_ranks
+from gradlane.training.options.options import RING, ring_ranks
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.tensor_table import (
     TensorEntry,
@@ -100,6 +105,10 @@ def verify_model_across_ranks(
         ranks = ring_ranks(ctx.options.strategy.name, ctx.rank_info.world_size)
         coded = [entry.coded() for entry in trained]
         codecs = without_codecs(choose_codecs(ctx.options.codec, coded, ranks), factored)
+        has_ring = ranks is not None or RING in ctx.schemes.values()
+        unused = unused_codec_option(ctx.options.codec, has_ring=has_ring)
+        if unused:
+            raise ValueError(unused)
         _check_all_clipped(factored, codecs, trained)
         may_take_over = ctx.options.update == "worker"
         check_momentum(optimizer, _momentum_codecs(trained, codecs), may_take_over=may_take_over)

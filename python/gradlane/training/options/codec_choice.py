@@ -195,27 +195,29 @@ def without_clip(codec: str) -> str:
     return _CLIP.sub("clip=0", codec)
 
 
-def unused_codec_option(rules: CodecRules, strategy: str, update: str) -> str:
+def unused_codec_option(
+    rules: CodecRules, *, has_ring: bool = True, encodes_means: bool = True
+) -> str:
     """Return which option of a codec would have no effect, and why; empty if all have one.
 
     Args:
         rules: checked.
-        strategy: of a session.
-        update: where its optimizer runs, `"worker"` or `"server"`.
+        has_ring: whether some tensors go round a ring.
+        encodes_means: whether means are encoded on their way back.
     """
     for text in _codecs_of(rules):
         given = {key.strip(): value.strip() for key, _, value in _options_of(text)}
-        if given.get("ring") == "integer" and strategy != "ring":
+        if given.get("ring") == "integer" and not has_ring:
             return (
-                f"codec {text!r} with strategy {strategy!r}: ring=integer is how a ring adds up; "
-                "leave it out, or use strategy 'ring'"
+                f"codec {text!r} without a ring: ring=integer is how one adds up; leave it out, or "
+                "use strategy 'ring'"
             )
         # Without one it is the other.
         broadcast = given.get("broadcast_ratio", given.get("ratio"))
-        if update == "server" and broadcast != given.get("ratio"):
+        if not encodes_means and broadcast != given.get("ratio"):
             return (
-                f"codec {text!r} with update='server': broadcast_ratio is of encoded means, and "
-                "updated parameters are not encoded; leave it out, or use update='worker'"
+                f"codec {text!r} where means are not encoded (update='server', asgd, gathering "
+                "hooks): broadcast_ratio is theirs; leave it out"
             )
     return ""
 

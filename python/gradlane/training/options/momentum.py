@@ -21,9 +21,7 @@ def momentum_of(codec: str) -> float:
     """Return the momentum that a codec, given by its canonical text, applies; 0 for none."""
     name, _, rest = codec.partition(":")
     options = dict(option.split("=", 1) for option in rest.split(",") if option)
-    if name != "dgc" or options.get("residual") == "off":
-        return 0.0
-    return float(options["momentum"])
+    return float(options["momentum"]) if name == "dgc" else 0.0
 
 
 def keeps_momentum(codec: str) -> bool:

@@ -361,7 +361,7 @@ class Options:
             why = factors_refusal(self.strategy.name, self.update)
             if why:
                 raise ValueError(f"scheme is {self.strategy.factors!r}, but {why}")
-        unused = unused_codec_option(self.codec, self.strategy.name, self.update)
+        unused = unused_codec_option(self.codec, encodes_means=self.update == "worker")
         if unused:
             raise ValueError(unused)
         others: dict[str, object] = {
