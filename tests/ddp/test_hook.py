@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -188,7 +190,8 @@ def test_momentum_is_applied_once(pool: FirstRanks) -> None:
 
 def test_dgc_is_the_papers(pool: FirstRanks) -> None:
     """All five techniques, over several buckets a step, whose norm is taken together."""
-    steps, options = 24, {"ratio": 0.02, "momentum": 0.9, "clip": 0.4, "warmup": 8}
+    steps = 24
+    options: dict[str, Any] = {"ratio": 0.02, "momentum": 0.9, "clip": 0.4, "warmup": 8}
     spec = "dgc:" + ",".join(f"{name}={value}" for name, value in options.items())
     sizes = [one.numel() for one in make_model().parameters()]
     expected = train_by_oracle(3, DgcOracle(sizes, ranks=3, **options), steps)

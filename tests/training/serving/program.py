@@ -14,11 +14,12 @@ from torch import nn
 import gradlane
 
 
-def main(steps: int) -> None:
+def main(steps: int, update: str) -> None:
     """Train so many steps, or serve those who do."""
     torch.set_num_threads(1)
     session = gradlane.init(
         workers=2,
+        update=update,
         network=gradlane.Network(
             silence_timeout_s=3.0, connect_timeout_s=60.0, advertise="127.0.0.1"
         ),
@@ -41,4 +42,4 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *(sys.argv[2:] or ["worker"]))

@@ -94,7 +94,14 @@ def test_who_disagrees_is_named_everywhere(pool: RankPool) -> None:
 class Program:
     """Two ranks that train and one that serves, as programs."""
 
-    def __init__(self, programs: ForkedPrograms, folder: Path, steps: int, command: bool) -> None:
+    def __init__(
+        self,
+        programs: ForkedPrograms,
+        folder: Path,
+        steps: int,
+        command: bool,
+        update: str = "worker",
+    ) -> None:
         self._programs = programs
         self._folder = folder
         port = reserve_port()
@@ -102,11 +109,12 @@ class Program:
         for rank in range(3):
             serves = command and rank == 2
             report = ["serve", "--advertise", "127.0.0.1", "--json", str(folder / "served.json")]
+            report += ["--connect-timeout-s", "8"]
             self.pids.append(
                 programs.start(
                     self._name(rank),
                     program="gradlane" if serves else "tests.training.serving.program",
-                    arguments=report if serves else [str(steps)],
+                    arguments=report if serves else [str(steps), update],
                     output=str(folder / f"output-{rank}"),
                     errors=str(folder / f"errors-{rank}"),
                     environment={
@@ -172,6 +180,21 @@ def test_the_command_serves_a_program_that_it_does_not_have(
     assert told["rank"] == 2
     (channel,) = told["channels"]
     assert (channel["steps"], channel["owned_bytes"]) == (6, channel["total_bytes"])
+
+
+def test_optimizer_state_on_ranks_without_a_program_is_refused_and_they_end(
+    programs: ForkedPrograms, tmp_path: Path
+) -> None:
+    """Ranks that train say so at once; the command, which hears nothing of it, ends in time."""
+    program = Program(programs, tmp_path, 6, command=True, update="server")
+    try:
+        for rank in range(2):
+            assert program.wait(rank) == 1
+            assert "update is 'server'" in program.errors(rank)
+            assert "servers= among the ranks that train" in program.errors(rank)
+        assert program.wait(2) != 0, program.output(2)
+    finally:
+        program.kill_all()
 
 
 def test_places_split_into_ranks_that_train_and_ranks_that_serve() -> None:
