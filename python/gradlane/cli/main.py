@@ -26,6 +26,7 @@ from gradlane.cli.options import (
     write_json,
 )
 from gradlane.cli.planning import add_planning
+from gradlane.cli.secret import secret
 from gradlane.cli.serve import serve
 from gradlane.formats.reported import ReportedError
 from gradlane.formats.signals import Terminated, unwind_on_sigterm
@@ -38,6 +39,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(lab, name="lab")
+app.add_typer(secret, name="secret")
 trace_commands = typer.Typer(help="Timelines of runs.", no_args_is_help=True)
 app.add_typer(trace_commands, name="trace")
 

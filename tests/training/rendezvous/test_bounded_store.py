@@ -139,7 +139,7 @@ def test_a_port_without_a_listener_is_named() -> None:
     [
         lambda scope: scope.put("word", "1"),
         lambda scope: scope.get("word", 0),
-        lambda scope: scope.peek("word"),
+        lambda scope: scope.peek("word", 0),
         lambda scope: scope.secret(None),
         lambda scope: scope.agree({"options": {}, "tensors": []}),
         lambda scope: scope.exchange_addresses("127.0.0.1", 1),
@@ -171,7 +171,7 @@ def test_waits_for_the_store_end_with_the_session() -> None:
     with pytest.raises(PeerLostError, match="silent"):
         scope.put("word", "1")
     with pytest.raises(PeerLostError, match="silent"):
-        scope.peek("word")
+        scope.peek("word", 0)
 
 
 def test_a_store_that_is_gone_is_the_loss_of_the_rank_that_the_channel_names() -> None:
@@ -187,11 +187,11 @@ def test_a_store_that_is_gone_is_the_loss_of_the_rank_that_the_channel_names() -
 
     store = BoundedStore.wrapping(Gone(), 1, "at host:5, which rank 0 keeps", 1.0)  # type: ignore[arg-type]
     with pytest.raises(StoreLostError) as told:
-        store.read("word")
+        store.read("word", 0)
     assert str(told.value).endswith("(Connection reset by peer)")
     assert "rank 1 lost the rendezvous store at host:5, which rank 0 keeps:" in str(told.value)
     with pytest.raises(PeerLostError, match="it closed"):
-        store.read("word", on_poll=lost)
+        store.read("word", 0, on_poll=lost)
 
 
 def test_a_store_that_does_not_answer_may_be_a_cut_link_that_the_channel_names() -> None:
@@ -204,7 +204,7 @@ def test_a_store_that_does_not_answer_may_be_a_cut_link_that_the_channel_names()
 
     for call in (
         lambda: store.increment("word", on_poll=on_poll),
-        lambda: store.read("word", on_poll=on_poll),
+        lambda: store.read("word", 0, on_poll=on_poll),
     ):
         with pytest.raises(PeerLostError, match="link"):
             call()
@@ -236,12 +236,12 @@ def test_the_thread_ends_with_its_store() -> None:
     store = bounded()
     store.set("word", "1")
     store.with_prefix("part").set("word", "2")
-    assert store.read_first("part/word", "word") == ("part/word", b"2")
+    assert store.read_first({"part/word": 0, "word": 0}) == ("part/word", b"2")
     assert store.set_if_absent("word", "3") == "1" and store.set_if_absent("new", "3") == "3"
     store.close()
     assert len(names()) == before
     with pytest.raises(StoreLostError):
-        store.read("word")
+        store.read("word", 0)
 
 
 def test_an_earlier_key_written_meanwhile_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def test_an_earlier_key_written_meanwhile_comes_first(monkeypatch: pytest.Monkey
 
     store = bounded()
     monkeypatch.setattr(HashStore, "check", then_write)
-    assert store.read_first("verdict", "reason") == ("verdict", b"why")
+    assert store.read_first({"verdict": 0, "reason": None}) == ("verdict", b"why")
     store.close()
 
 

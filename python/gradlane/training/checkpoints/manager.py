@@ -378,7 +378,7 @@ class Checkpoints:
             CheckpointError: it has failed, or does not say anything in time.
         """
         patience, has_failed = SuspendAwareDeadline(self._timeout_s), False
-        while (said := meeting.peek(key)) is None:
+        while (said := meeting.peek(key, rank)) is None:
             if self._stopping.is_set() or patience.is_over(_POLL_S):
                 raise CheckpointError(f"rank {rank} {missing}")
             if not has_failed and self._prepared is not None and self._prepared.steps.failure:
