@@ -30,7 +30,7 @@ from gradlane.cli.secret import secret
 from gradlane.cli.serve import serve
 from gradlane.formats.reported import ReportedError
 from gradlane.formats.signals import Terminated, unwind_on_sigterm
-from gradlane.formats.untrusted import escaped_lines
+from gradlane.formats.untrusted import escaped, escaped_lines
 
 app = typer.Typer(
     help="Data-parallel training at the speed of the compute, over networks that are slower.",
@@ -150,7 +150,7 @@ def trace_merge(
     timeline = merge([read_chrome(path) for path in files])
     write_chrome(timeline, output)
     for note in timeline.notes:
-        typer.echo(note)
+        typer.echo(escaped(note))
     typer.echo(f"wrote {output}")
 
 

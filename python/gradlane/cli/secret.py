@@ -1,7 +1,8 @@
-"""The commands `gradlane secret ...`: files that hold the secret of a job."""
+"""The commands `gradlane secret ...`: files that hold the secret of a job, and signatures."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,12 +11,6 @@ import typer
 from gradlane.cli.options import JsonPath, require_writable, write_json
 
 secret = typer.Typer(help="The secret that keeps strangers out of a job.", no_args_is_help=True)
-
-
-@secret.callback()
-def _group() -> None:
-    # A group of one command would be that command.
-    pass
 
 
 @secret.command()
@@ -41,4 +36,40 @@ def new(
     if json_path is not None:
         variable = {"GRADLANE_SECRET_FILE": str(whole)}
         write_json(json_path, {"path": str(whole), "bits": DRAWN_BITS, "environment": variable})
+        typer.echo(f"wrote {json_path}")
+
+
+@secret.command()
+def sign(
+    folder: Annotated[Path, typer.Argument(help="The folder of checkpoints.")],
+    earlier: Annotated[
+        Path | None,
+        typer.Option(help="File of the secret that signed them; none did if absent."),
+    ] = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Sign checkpoints that you know to be yours with the secret of GRADLANE_SECRET_FILE.
+
+    After a job was given a secret, or another one; no training may write into the folder meanwhile.
+    """
+    from gradlane.training.checkpoints.signing import sign_checkpoints
+    from gradlane.training.options.groups import Network
+    from gradlane.training.options.option_fields import with_environment
+    from gradlane.training.options.secret import read_secret_file
+
+    require_writable(json_path)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder")
+    own = with_environment(Network(), os.environ).read_secret()
+    if own is None:
+        raise ValueError("there is no secret to sign with: set GRADLANE_SECRET_FILE")
+    old = None if earlier is None else read_secret_file(earlier, "--earlier")
+    signed = []
+    for path in sign_checkpoints(folder, own, old):
+        signed.append(str(path))
+        typer.echo(f"signed {path}")
+    if not signed:
+        typer.echo(f"nothing to sign: {folder} has no complete checkpoint without this signature")
+    if json_path is not None:
+        write_json(json_path, {"signed": signed})
         typer.echo(f"wrote {json_path}")

@@ -77,15 +77,15 @@ class ManInTheMiddle:
                     caller, _ = listener.accept()
                     called = socket.create_connection(("127.0.0.1", port))
                     self._sockets += [caller, called]
-                    self._start(lambda a=caller, b=called: _pass(a, b, learn))
-                    self._start(lambda a=called, b=caller: _pass(a, b, change))
+                    self._start(_pass, caller, called, learn)
+                    self._start(_pass, called, caller, change)
 
         self._start(accept)
         found: int = listener.getsockname()[1]
         return found
 
-    def _start(self, work: Callable[[], None]) -> None:
-        threading.Thread(target=work, daemon=True).start()
+    def _start(self, work: Callable[..., None], *arguments: object) -> None:
+        threading.Thread(target=work, args=arguments, daemon=True).start()
 
 
 def _pass(source: socket.socket, target: socket.socket, seen: Callable[[bytes], bytes]) -> None:

@@ -28,6 +28,7 @@ from gradlane.training.rendezvous.rendezvous import RendezvousScope, open_store
 from gradlane.training.session.start import open_session
 from tests.forked_programs import SOURCES, ForkedPrograms
 from tests.paths import PACKAGE, ROOT
+from tests.ports import reserve_port
 from tests.training.model.fake_core import FakeCore
 from tests.training.rendezvous.stores import bounded
 from tests.waiting import eventually
@@ -332,3 +333,32 @@ def test_no_other_module_calls_a_store() -> None:
             if {"Store", "TCPStore", "HashStore", "FileStore", "PrefixStore"}.intersection(names):
                 found.add(str(Path(path).relative_to(PACKAGE)))
     assert found == MAKERS
+
+
+LISTENER = """
+import os, sys
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.rendezvous import open_store
+
+environment = {"MASTER_ADDR": sys.argv[1], "MASTER_PORT": sys.argv[2]}
+stores = [open_store(RankInfo(0, 2, "job", 0), environment, 30.0, 5.0) for _ in range(2)]
+stores[0].set("word", "1")
+assert stores[1].read("word", 0) == b"1"
+inodes = {os.readlink(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd")
+          if os.path.exists(f"/proc/self/fd/{one}")}
+for name in ("tcp", "tcp6"):
+    for line in open(f"/proc/self/net/{name}").readlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+            print(fields[1].split(":")[0])
+"""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_store_at_a_loopback_address_listens_there_alone(
+    programs: ForkedPrograms, tmp_path: Path, host: str
+) -> None:
+    program = tmp_path / "listener.py"
+    program.write_text(LISTENER)
+    (printed,) = programs.run_all(tmp_path, str(program), [host, str(reserve_port())], [{}])
+    assert printed.split() == ["0100007F"]

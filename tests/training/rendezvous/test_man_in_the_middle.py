@@ -88,9 +88,7 @@ def test_ranks_with_different_secrets_are_told_so_at_once(
     programs: ForkedPrograms, tmp_path: Path, other: str | None
 ) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    (first, told), (second, also_told) = run_ranks(
-        programs, tmp_path, store.port, [SECRET, other]
-    )
+    (first, told), (second, also_told) = run_ranks(programs, tmp_path, store.port, [SECRET, other])
     assert (first, second) == (3, 3)
     assert "start/asked/1', which rank 1 writes" in told and "GRADLANE_SECRET_FILE" in told
     assert "start/told/1', which rank 0 writes" in also_told

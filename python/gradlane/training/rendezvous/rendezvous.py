@@ -59,7 +59,8 @@ def open_store(
 ) -> BoundedStore:
     """Return torch.distributed's default store, or open the one that torchrun would use.
 
-    Rank 0 hosts it, unless torchrun's agent does.
+    Rank 0 hosts it, unless torchrun's agent does: on the loopback interface alone where
+    `MASTER_ADDR` is a loopback address or `localhost`, else on all addresses.
 
     Args:
         rank_info: this rank.
@@ -93,19 +94,26 @@ def open_store(
     bounded = BoundedStore(
         rank_info.rank, f"at {at}, {host_text}", store_timeout_s, job=rank_info.job, secret=secret
     )
-    try:
-        opened = bounded.connect(
-            lambda: TCPStore(
-                host,
-                port,
-                rank_info.ranks,
-                is_master=is_host,
-                timeout=datetime.timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-                multi_tenant=True,
-            ),
-            timeout_s,
+
+    def connect() -> TCPStore:
+        listening: dict[str, Any] = {}
+        if is_host and addresses.names_loopback(host):
+            # The port is taken where this process has opened the store before: torch shares it.
+            with contextlib.suppress(OSError):
+                listening = listening_on(addresses.bind_loopback(host, port))
+        return TCPStore(
+            host,
+            port,
+            rank_info.ranks,
+            is_master=is_host,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+            **listening,
         )
+
+    try:
+        opened = bounded.connect(connect, timeout_s)
     except (RuntimeError, TimeoutError) as error:
         if is_host:
             raise RendezvousError(
@@ -123,6 +131,14 @@ def open_store(
             "running"
         )
     return bounded
+
+
+def listening_on(bound: socket.socket) -> dict[str, Any]:
+    """Return the arguments for a `TCPStore` that listens on a socket, which it then owns.
+
+    By itself it would listen on all addresses. Torch 2.4 takes a socket with libuv off only.
+    """
+    return {"master_listen_fd": bound.detach(), "use_libuv": False}
 
 
 def store_timeout_s(options: Options) -> float:

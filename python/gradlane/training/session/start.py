@@ -199,6 +199,7 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
         options.checkpoints.keep,
         place,
         network.connect_timeout_s,
+        secret,
     )
     ctx = SessionContext(
         core,
