@@ -41,6 +41,6 @@ def mac(key: bytes, *parts: bytes | memoryview) -> bytes:
     return code.digest()
 
 
-def same_mac(one: bytes, other: bytes) -> bool:
-    """Compare two codes in a time that does not depend on where they differ."""
-    return hmac.compare_digest(one, other)
+def same_mac(found: str, expected: str) -> bool:
+    """Compare a code that was found, any text, in a time that does not depend on the difference."""
+    return hmac.compare_digest(found.encode("utf-8", "surrogatepass"), expected.encode())

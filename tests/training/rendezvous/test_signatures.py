@@ -5,20 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch._C._distributed_c10d import HashStore, Store
 
-from gradlane.errors import RendezvousError, SessionFailedError
+from gradlane.errors import GradlaneError, RendezvousError, SessionFailedError
 from gradlane.formats.authentication import derived_key, mac
+from gradlane.training.core import load_core
 from gradlane.training.rendezvous import rendezvous
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.incarnation import Incarnation, agree_on_incarnation
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.signatures import StoreSigner, StoreValueRefusedError
+from tests.built import needs_core
+from tests.training.model.ranks import run_ranks
 from tests.training.rendezvous.stores import bounded
 
 SECRET, OTHER = "5ec2e7" * 8, "07he2 secret of 128 bits"
@@ -280,3 +286,32 @@ def test_what_is_refused_at_the_end_is_raised() -> None:
     store.set("gradlane/job/0-aa/0/ending/1", "[1, 0, 0]")
     with pytest.raises((RendezvousError, SessionFailedError), match="ending/1"):
         compare_endings(first)
+
+
+@needs_core
+def test_a_forged_value_ends_a_training_by_name_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sign = StoreSigner.sign
+
+    def unsigned(self: StoreSigner, path: str, value: str | bytes) -> bytes:
+        stored = sign(self, path, value)
+        return stored.split(b" ", 4)[4] if "checksums/2/1" in path else stored
+
+    monkeypatch.setattr(StoreSigner, "sign", unsigned)
+
+    def body(session: Any) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.prepare(model, optimizer)
+        for _ in range(4):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    core: Any = load_core()
+    errors = run_ranks(3, body, core=core, expect_errors=True, secret=SECRET, check_every=1)
+    for error in errors:
+        assert isinstance(error, GradlaneError)
+        assert "checksums/2/1', which rank 1 writes" in str(error), errors
+        assert "it is not signed" in str(error)

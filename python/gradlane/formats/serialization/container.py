@@ -249,7 +249,8 @@ def check_mac(found: object, key: bytes, *parts: bytes | memoryview) -> None:
     """
     if found is None:
         raise SignatureError("it is not signed, and the job has a secret")
-    if not isinstance(found, str) or not same_mac(found.encode(), mac(key, *parts).hex().encode()):
+    expected = mac(key, *parts).hex()
+    if not isinstance(found, str) or not same_mac(found, expected):
         raise SignatureError("its signature is wrong: it was changed, or has another secret")
 
 

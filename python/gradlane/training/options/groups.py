@@ -155,7 +155,7 @@ class Network(OptionGroup):
                 f"GRADLANE_SECRET_FILE) {self.secret_file}; give one of them"
             )
         if self.secret is not None:
-            return check_secret(self.secret, "the secret of secret= or GRADLANE_SECRET")
+            return check_secret(self.secret.strip(), "the secret of secret= or GRADLANE_SECRET")
         return None if self.secret_file is None else read_secret_file(Path(self.secret_file))
 
 

@@ -87,8 +87,8 @@ class StoreSigner:
         code_text, space, content = rest.partition(b" ")
         if space and len(code_text) == 2 * MAC_BYTES and rank_text.isdigit():
             rank = int(rank_text[:9])
-            expected = self._code(self.key, path, rank, content).hex().encode()
-            if same_mac(code_text, expected) and writer in (None, rank):
+            expected = self._code(self.key, path, rank, content).hex()
+            if same_mac(code_text.decode("latin-1"), expected) and writer in (None, rank):
                 return content
         raise self._refused(
             path,
