@@ -17,33 +17,39 @@ SECRET = "5ec2e7" * 8
 PATIENCE_S = 120.0
 
 
+def start(programs: ForkedPrograms, folder: Path, port: int, rank: int, secret: str | None) -> None:
+    """Start one of two ranks, which find the store at a port."""
+    environment = {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "attacked",
+    }
+    programs.start(
+        f"{folder}-{rank}",
+        program=PROGRAM,
+        arguments=[],
+        output=str(folder / f"output-{rank}"),
+        errors=str(folder / f"errors-{rank}"),
+        environment=environment if secret is None else {**environment, "GRADLANE_SECRET": secret},
+    )
+
+
+def end(programs: ForkedPrograms, folder: Path, rank: int) -> tuple[int, str]:
+    """Return exit status and output of a rank."""
+    status = programs.wait(f"{folder}-{rank}", PATIENCE_S)
+    return status, (folder / f"output-{rank}").read_text()
+
+
 def run_ranks(
     programs: ForkedPrograms, folder: Path, port: int, secrets: list[str | None]
 ) -> list[tuple[int, str]]:
-    """Return exit status and output of ranks that find the store at a port."""
+    """Return exit status and output of both ranks."""
     for rank, secret in enumerate(secrets):
-        environment = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(secrets)),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RUN_ID": "attacked",
-        }
-        programs.start(
-            f"{folder}-{rank}",
-            program=PROGRAM,
-            arguments=[],
-            output=str(folder / f"output-{rank}"),
-            errors=str(folder / f"errors-{rank}"),
-            environment=environment if secret is None else {**environment, **variables(secret)},
-        )
-    ends = [programs.wait(f"{folder}-{rank}", PATIENCE_S) for rank in range(len(secrets))]
-    return [(end, (folder / f"output-{rank}").read_text()) for rank, end in enumerate(ends)]
-
-
-def variables(secret: str) -> dict[str, str]:
-    return {"GRADLANE_SECRET": secret}
+        start(programs, folder, port, rank, secret)
+    return [end(programs, folder, rank) for rank in range(2)]
 
 
 def attacked(
@@ -72,6 +78,22 @@ def test_with_a_secret_all_ranks_refuse_him_by_name(
         assert "refuses the value of 'gradlane/attacked/" in text
         assert "/address/" in text and "its signature is wrong" in text
     assert relayed_bytes == 0
+
+
+def test_a_stranger_who_writes_the_store_is_refused_by_name_on_all_ranks(
+    programs: ForkedPrograms, tmp_path: Path
+) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stranger = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    stranger.set("gradlane/attacked/start/told/1", '["0123456789abcdef", "0-ab", 0]')
+    # Before rank 0 can write over it.
+    start(programs, tmp_path, store.port, 1, SECRET)
+    second = end(programs, tmp_path, 1)
+    start(programs, tmp_path, store.port, 0, SECRET)
+    for status, text in (second, end(programs, tmp_path, 0)):
+        assert status == 3
+        assert "rank 1 refuses the value of 'gradlane/attacked/start/told/1'" in text
+        assert "it is not signed" in text
 
 
 def test_with_a_secret_and_nobody_between_them_ranks_train(

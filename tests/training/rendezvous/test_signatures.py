@@ -14,13 +14,17 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._C._distributed_c10d import HashStore, Store
 
-from gradlane.errors import GradlaneError, RendezvousError, SessionFailedError
+from gradlane.errors import GradlaneError, RendezvousError, SessionFailedError, UsageError
 from gradlane.formats.authentication import derived_key, mac
 from gradlane.training.core import load_core
 from gradlane.training.rendezvous import rendezvous
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
 from gradlane.training.rendezvous.environment import RankInfo
-from gradlane.training.rendezvous.incarnation import Incarnation, agree_on_incarnation
+from gradlane.training.rendezvous.incarnation import (
+    Incarnation,
+    agree_on_incarnation,
+    incarnation_of,
+)
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.signatures import StoreSigner, StoreValueRefusedError
 from tests.built import needs_core
@@ -220,6 +224,17 @@ def test_a_replayed_acknowledgement_of_an_earlier_start_is_never_taken() -> None
     key = "gradlane/job/start/heard/1"
     errors = agree(Replaying(key, earlier.get(key)), [SECRET, SECRET], timeout_s=0.3)
     assert all("waited 0.3 s for rank 1" in str(error) for error in errors)
+
+
+def test_sessions_of_a_process_have_a_secret_or_have_none() -> None:
+    """A name that strangers may have chosen is not taken over by a session with a secret."""
+    store = HashStore()
+    for first, second in ((None, SECRET), (SECRET, None)):
+        place = RankInfo(0, 1, f"mixed {first}", 0)
+        found = incarnation_of(bounded(store, secret=first), place, FAR_S)
+        assert incarnation_of(bounded(store, secret=first), place, FAR_S) == found
+        with pytest.raises(UsageError, match="give all sessions of a process the same secret"):
+            incarnation_of(bounded(store, secret=second), place, FAR_S)
 
 
 def test_the_names_of_two_starts_differ() -> None:

@@ -23,7 +23,7 @@ import secrets
 import time
 from dataclasses import dataclass
 
-from gradlane.errors import RendezvousError
+from gradlane.errors import RendezvousError, UsageError
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.environment import RankInfo
@@ -49,18 +49,32 @@ class Incarnation:
     generation: int
 
 
-_incarnations: dict[RankInfo, Incarnation] = {}
-"""The agreed incarnation, by this rank's info."""
+_incarnations: dict[RankInfo, tuple[Incarnation, bool]] = {}
+"""The agreed incarnation, by this rank's info, and whether the agreement was signed."""
 
 
 def incarnation_of(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> Incarnation:
     """Return the incarnation of this process; the first call asks the other ranks.
 
     Args and errors: as for `agree_on_incarnation`.
+
+    Raises:
+        UsageError: an earlier session of this process had no secret, and this one has, or the other
+            way round.
     """
     if rank_info not in _incarnations:
-        _incarnations[rank_info] = agree_on_incarnation(store, rank_info, timeout_s)
-    return _incarnations[rank_info]
+        agreed = agree_on_incarnation(store, rank_info, timeout_s)
+        _incarnations[rank_info] = (agreed, store.is_signed)
+    incarnation, was_signed = _incarnations[rank_info]
+    if was_signed != store.is_signed:
+        # Strangers may have chosen the name where nobody signed it.
+        raise UsageError(
+            f"rank {rank_info.rank} has opened a session of job {rank_info.job!r} "
+            f"{'with' if was_signed else 'without'} a secret before, and this one has "
+            f"{'none' if was_signed else 'one'}: give all sessions of a process the same secret, "
+            "or another job name"
+        )
+    return incarnation
 
 
 def agree_on_incarnation(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> Incarnation:
