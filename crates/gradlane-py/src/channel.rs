@@ -8,7 +8,7 @@ use gradlane_net::{
     AdamOptions, Channel as CoreChannel, ChannelError as CoreError, ChannelOptions, Direction,
     SgdOptions, StateKind, StateRead, UpdateRule, UserMemory,
 };
-use gradlane_units::{Priority, Step, TensorId};
+use gradlane_units::{Priority, SliceId, Step, TensorId};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use serde::Deserialize;
@@ -329,6 +329,21 @@ impl Channel {
         // this is what the stub file asks of callers. The address is aligned and not null.
         unsafe { room.copy_from_nonoverlapping(values.as_ptr(), count) };
         Ok(())
+    }
+
+    /// The squared norms of this rank's residuals: (tensor, slice, squares) from a slice on, until about so
+    /// many numbers are read, and the slice to go on with.
+    fn residual_squares(
+        &self,
+        py: Python<'_>,
+        first: u32,
+        elements_max: usize,
+    ) -> PyResult<(Vec<(u32, u32, f64)>, u32)> {
+        let found = self.waiting(py, move |channel, interrupt| {
+            channel.residual_squares(SliceId(first), elements_max, interrupt)
+        })?;
+        let rows = found.rows.iter().map(|(tensor, slice, squares)| (tensor.0, slice.0, *squares));
+        Ok((rows.collect(), found.next.0))
     }
 
     /// Forget all optimizer state.

@@ -112,9 +112,9 @@ def _read_again(host: str, port: int, last: LiveState, error: _NoAnswerError) ->
         with suppress(_NoAnswerError):
             return _read(host, port, "")
     raise ReportedError(
-        f"rank {last['rank']} answers no more, after step {last['step']}, and has not said that its "
-        f"session ends ({error}): its process was killed or its machine is gone; what the program "
-        "has printed may say why"
+        f"rank {last['rank']} answers no more, after step {last['step']}, and has not said that "
+        f"its session ends ({error}): its process was killed or its machine is gone; what the "
+        "program has printed may say why"
     ) from error
 
 
@@ -129,15 +129,18 @@ def _read(host: str, port: int, query: str) -> LiveState:
     connection = http.client.HTTPConnection(host, port, timeout=REQUEST_TIMEOUT_S)
     try:
         connection.request("GET", STATE_PATH + query)
-        answer = connection.getresponse()
-        content = answer.read(STATE_BYTES_MAX + 1)
+        with connection.getresponse() as answer:
+            content = answer.read(STATE_BYTES_MAX + 1)
+            if answer.length and len(content) <= STATE_BYTES_MAX:
+                raise ConnectionError("the answer breaks off")
+    except OSError as error:
+        reason = error.strerror or error
+        raise _NoAnswerError(f"nobody answers at {place}: {reason}") from error
     except http.client.HTTPException as error:
         raise ReportedError(
             f"{place} does not answer as a live page does ({type(error).__name__}): is it the port "
             "of Monitoring(dashboard=...)?"
         ) from error
-    except OSError as error:
-        raise _NoAnswerError(f"nobody answers at {place}: {error.strerror or error}") from error
     finally:
         connection.close()
     if answer.status != 200:

@@ -24,16 +24,10 @@ def serve_dashboard(host: str, port: int, view: LiveView, rank: int) -> Endpoint
     Raises:
         ValueError: the address cannot be listened on; the message names it.
     """
-    page = live_page()
-    headers = tuple(f"{name}: {value}" for name, value in page.headers.items())
-    pages = {
-        "/": Page("text/html; charset=utf-8", lambda: page.content, headers),
-        STATE_PATH: Page("application/json", lambda: dumps(view.state())),
-    }
     endpoint = open_endpoint(
         host,
         port,
-        pages,
+        pages_of(view),
         name=f"the live page of rank {rank}",
         option="dashboard",
         remedy=", or 0 for any port that is free; another session may have this one",
@@ -48,6 +42,16 @@ def serve_dashboard(host: str, port: int, view: LiveView, rank: int) -> Endpoint
             address,
         )
     return endpoint
+
+
+def pages_of(view: LiveView) -> dict[str, Page]:
+    """Return the page and its state, by path."""
+    page = live_page()
+    headers = tuple(f"{name}: {value}" for name, value in page.headers.items())
+    return {
+        "/": Page("text/html; charset=utf-8", lambda: page.content, headers),
+        STATE_PATH: Page("application/json", lambda: dumps(view.state())),
+    }
 
 
 def url_of(endpoint: Endpoint) -> str:

@@ -9,6 +9,7 @@ here (DNS rebinding) reads nothing.
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import select
 import socket
@@ -90,6 +91,7 @@ class Endpoint:
         self._made: dict[Page, tuple[float, bytes]] = {}
         self._clients: list[_Client] = []
         self._closing = threading.Event()
+        self._closed_s = -math.inf
         self._absent, self._left_s = 0, 0.0
         """Followers between two requests, and when the last of them was answered."""
         self._listener = _listen(host, port)
@@ -108,6 +110,7 @@ class Endpoint:
         """Stop, and disconnect all clients; those who follow a page get it once more."""
         if self._wakeup is None:
             return
+        self._closed_s = time.monotonic()
         self._closing.set()
         os.write(self._wakeup[1], b"1")
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -273,9 +276,8 @@ class Endpoint:
         return len(hosts) == 1
 
     def _content(self, page: Page) -> bytes:
-        made_s, content = self._made.get(page, (None, b""))
-        is_old = made_s is None or time.monotonic() - made_s >= PAGE_AGE_S
-        if is_old or self._closing.is_set():
+        made_s, content = self._made.get(page, (-math.inf, b""))
+        if time.monotonic() - made_s >= PAGE_AGE_S or made_s < self._closed_s:
             content = page.make()
             self._made[page] = time.monotonic(), content
         return content

@@ -30,6 +30,7 @@ from gradlane.training.monitoring.metrics import (
     renumber_steps,
 )
 from gradlane.training.monitoring.prometheus import serve, wanted_address
+from gradlane.training.monitoring.residual_norms import ResidualNorms
 from gradlane.training.monitoring.step_timer import StepTimer
 from gradlane.training.monitoring.summary import LateRank, late_ranks, summary_line
 from gradlane.training.monitoring.tensorboard import ScalarLog, ScalarWriter
@@ -61,15 +62,22 @@ _WAITS_SHOWN = 8
 class ModelWatch:
     """The observation of one model, across channels."""
 
-    def __init__(self, number: int, after_step: Callable[[ModelWatch, int], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        after_step: Callable[[ModelWatch, int], None],
+        *,
+        keeps_history: bool = False,
+    ) -> None:
         """Start without a channel.
 
         Args:
             number: of the model, in the order of preparation, from 1.
             after_step: called with this and the number of each finished training step.
+            keeps_history: whether the step times of the whole run are kept.
         """
         self.number = number
-        self.step_timer = StepTimer()
+        self.step_timer = StepTimer(keeps_history=keeps_history)
         self.peer_reports: list[Reading] = []
         """The other ranks' reports at their close, on rank 0."""
         self.name = ""
@@ -77,6 +85,8 @@ class ModelWatch:
         self.tensors: Sequence[str] = ()
         """Names of the channel's tensors, by number."""
         self.codecs: Sequence[CodecChoice] = ()
+        self.residuals: ResidualNorms | None = None
+        """Norms of what was not sent yet, where a codec keeps that."""
         self._after_step = after_step
         self._channel: Channel | None = None
         self._steps: StepNumbers | None = None
@@ -181,11 +191,16 @@ class Observer:
         """
         watch = self._numbers.get(model)
         if watch is None:
-            watch = ModelWatch(len(self._watches) + 1, self._after_step)
+            watch = ModelWatch(
+                len(self._watches) + 1, self._after_step, keeps_history=self._live is not None
+            )
             self._numbers[model] = watch
             self._watches.append(watch)
         watch.follow(channel, steps)
         watch.name, watch.tensors, watch.codecs = name, tensors, codecs
+        watch.residuals = None
+        if any(choice.facts is not None and choice.facts.residual_width for choice in codecs):
+            watch.residuals = ResidualNorms(channel, tensors)
         if self._live is not None:
             self._live.add_event(f"model {watch.number} is connected: {len(codecs)} tensors")
         return watch
@@ -241,7 +256,12 @@ class Observer:
 
     def residual_norms(self) -> Mapping[tuple[int, str], float]:
         """Return the norms of residuals that are known, by model and tensor."""
-        return {}
+        return {
+            (watch.number, tensor): norm
+            for watch in list(self._watches)
+            if watch.residuals is not None
+            for tensor, norm in watch.residuals.read().items()
+        }
 
     def log_to(self, writer: ScalarWriter, every: int) -> None:
         """Write scalars after every so many training steps of the first model.

@@ -1,8 +1,8 @@
 """Step times of a model, and the share of them that its program waited for other ranks.
 
 One clock reading and one counter of the core a step, when the first gradient of a step is there and
-the previous step is finished. Listeners that act between two steps are called then. The history of
-the whole run is kept in a bounded number of rows.
+the previous step is finished. Listeners that act between two steps are called then. A history
+of the whole run, for a live page, has a bounded number of rows.
 """
 
 from __future__ import annotations
@@ -70,11 +70,17 @@ class StepHistory:
 class StepTimer:
     """The step times of one model, across channels."""
 
-    def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(
+        self,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+        *,
+        keeps_history: bool = False,
+    ) -> None:
         """Start before the first step.
 
         Args:
             clock_ns: a clock that only goes forward, in nanoseconds.
+            keeps_history: whether the history of the whole run is kept, too.
         """
         self._clock_ns = clock_ns
         self._waited_ns: Callable[[], int] = lambda: 0
@@ -83,7 +89,7 @@ class StepTimer:
         self._step_begin_ns: int | None = None
         self._waited_before_ns = 0
         self._recent: deque[tuple[int, int, int]] = deque(maxlen=RECENT_STEPS)
-        self._history = StepHistory()
+        self._history = StepHistory() if keeps_history else None
         self._count = 0
         self._sum_ns = 0
         self._max_ns = 0
@@ -105,7 +111,8 @@ class StepTimer:
             took_ns, wait_ns = now_ns - self._step_begin_ns, waited_ns - self._waited_before_ns
             with self._lock:
                 self._recent.append((now_ns, took_ns, wait_ns))
-                self._history.add(now_ns, took_ns, wait_ns)
+                if self._history is not None:
+                    self._history.add(now_ns, took_ns, wait_ns)
                 self._count += 1
                 self._sum_ns += took_ns
                 self._max_ns = max(self._max_ns, took_ns)
@@ -150,9 +157,10 @@ class StepTimer:
         return _step_rows((_Row(*one) for one in recent), before, start_ns)
 
     def history_rows(self, start_ns: int) -> list[StepRow]:
-        """Return the whole run; times are since a start on the timer's clock."""
+        """Return the whole run, if its history is kept; times are since a start on the clock."""
         with self._lock:
-            return _step_rows(self._history.rows, 0, start_ns)
+            rows = [] if self._history is None else self._history.rows
+            return _step_rows(rows, 0, start_ns)
 
 
 def _step_rows(rows: Iterable[_Row], before: int, start_ns: int) -> list[StepRow]:
