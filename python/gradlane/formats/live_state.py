@@ -145,8 +145,7 @@ class LiveState(TypedDict):
 
     `ending` is empty until the session ends; then `closed`, or why it was given up. `quiet_s` is
     the time since the last step began, and `is_stalled` whether that is long. `layers` and
-    `residuals` have the largest rows, of `layer_count` and `residual_count`. `time_unix_s` is the
-    rank's clock.
+    `residuals` have the largest rows, of `layer_count` and `residual_count`.
     """
 
     format: str
@@ -160,7 +159,6 @@ class LiveState(TypedDict):
     strategy: str
     update: str
     stragglers: str
-    time_unix_s: float
     uptime_s: float
     ending: str
     step: int

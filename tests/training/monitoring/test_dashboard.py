@@ -18,6 +18,7 @@ import torch
 
 import gradlane
 from gradlane.formats.live_state import LiveState, read_state
+from gradlane.training.monitoring import endpoint
 from gradlane.training.monitoring.metrics import Metrics
 from gradlane.training.monitoring.residual_norms import ResidualNorms
 from gradlane.training.options.groups import Monitoring
@@ -36,6 +37,12 @@ def read(session: gradlane.Session, query: str = "") -> LiveState:
     with urllib.request.urlopen(f"{url}state.json{query}", timeout=30) as answer:
         assert answer.headers["Content-Type"] == "application/json"
         return read_state(answer.read())
+
+
+@pytest.fixture
+def patient_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions that wait for their readers for as long as a busy machine takes."""
+    monkeypatch.setattr(endpoint, "_FAREWELL_S", 60.0)
 
 
 class Reader:
@@ -60,6 +67,7 @@ class Reader:
         return self.states
 
 
+@pytest.mark.usefixtures("patient_end")
 def test_a_page_is_polled_while_two_ranks_train_and_hears_the_end() -> None:
     readers: list[Reader] = []
 
@@ -129,6 +137,7 @@ def test_a_rank_that_is_waited_for_is_seen_while_it_is_late() -> None:
     }
 
 
+@pytest.mark.usefixtures("patient_end")
 def test_a_session_that_is_given_up_says_why() -> None:
     readers: list[Reader] = []
 

@@ -86,7 +86,7 @@
   const chart = (svg, times, lines, format, cursor) => {
     const [width, height] = [svg.clientWidth, svg.clientHeight];
     if (!width || times.length < 2) return svg.replaceChildren();
-    const [left, right, top, bottom] = [64, 8, 8, 22];
+    const [left, right, top, bottom] = [82, 8, 8, 22];
     const values = lines.flatMap((line) => line.values);
     const most = Math.min(Math.max(...values), 5 * (median(lines.at(-1).values) || Infinity)) || 1;
     const [first, last] = [times[0], times[times.length - 1]];
@@ -207,7 +207,7 @@
       row.max_step.toLocaleString("en"),
     ]), "No layer was waited for.");
     const unseen = state.layer_count - state.layers.length;
-    byId("layers-note").textContent = `Recent waits are those ${length}, of this rank's program.` +
+    byId("layers-note").textContent = `Shares and waits a step are those ${length}, of this rank's program.` +
       (unseen > 0 ? ` ${count(unseen, "more layer")} had shorter ones.` : "");
     const most = Math.max(1, ...state.ranks.flatMap((row) => [row.tx_bytes_per_s, row.rx_bytes_per_s]));
     const roles = { self: " (this one)", trains: "", serves: " (serves)" };

@@ -163,7 +163,6 @@ class LiveView:
             "strategy": options.strategy.name,
             "update": options.update,
             "stragglers": options.stragglers.rule,
-            "time_unix_s": time.time(),
             "uptime_s": now.at_s,
             "ending": self._ending,
             "step": metrics["step"],
