@@ -108,8 +108,12 @@ def test_json_is_one_state_a_line_until_the_session_closes(
     ("ending", "status", "message"),
     [
         ("closed", 0, "The session closed in order after 20 steps and 20 s."),
-        ("given up: ValueError: \x1bno", 1, r"the session was given up: ValueError: \x1bno, after"),
-        ("failed: rank 1 is lost", 1, "gradlane: the session was failed: rank 1 is lost, after 20"),
+        ("given up: ValueError: \x1bno", 1, r"20 steps and 20 s: given up: ValueError: \x1bno"),
+        (
+            "failed: rank 1 is lost",
+            1,
+            "the session has ended after 20 steps and 20 s: failed: rank 1",
+        ),
     ],
 )
 def test_it_ends_with_the_session_and_says_how(
@@ -149,14 +153,18 @@ def test_nobody_there_and_other_servers_are_said_to_be(watch: Watch) -> None:
     assert status == 1 and f"nobody answers at 127.0.0.1:{port}: Connection refused" in errors
     assert "Monitoring(dashboard=...)" in errors and "ssh -L" in errors
     metrics = Endpoint("127.0.0.1", 0, {"/metrics": Page("text/plain", lambda: b"a 1\n")})
+    unable = Endpoint("127.0.0.1", 0, {"/state.json": Page("a/b", lambda: bytes(1 // 0))})
     other = Endpoint("127.0.0.1", 0, {"/state.json": Page("text/plain", lambda: b'{"format": 1}')})
     try:
         status, _, errors = watch(str(metrics.port))
         assert status == 1 and "answers /state.json with 404" in errors
+        status, _, errors = watch(str(unable.port))
+        assert status == 1 and "has no state at present" in errors
         status, _, errors = watch(str(other.port))
         assert status == 1 and "no state of a session" in errors
     finally:
         metrics.close()
+        unable.close()
         other.close()
     status, _, errors = watch("host:port")
     assert status == 2 and "must be PORT" in errors

@@ -101,7 +101,9 @@ def test_a_stall_an_end_and_another_version_are_said(source: FakeSource, tmp_pat
     say = 'say(document.getElementById("status").textContent)'
     text = shown(tmp_path, say, [stalled])
     assert text.startswith("no news since 1 min 4") and "waits for fc.weight of step 601" in text
-    assert shown(tmp_path, say, [stalled, ended]) == "the session was given up: ValueError: no"
+    assert (
+        shown(tmp_path, say, [stalled, ended]) == "the session has ended: given up: ValueError: no"
+    )
     assert "another version" in shown(tmp_path, say, [stalled, other])
 
 

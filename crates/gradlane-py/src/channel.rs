@@ -136,6 +136,9 @@ impl Channel {
     }
 }
 
+/// Tensor, slice, and the sum of the squares of its residual.
+type SliceSquares = (u32, u32, f64);
+
 /// The memory at an address that Python vouches for.
 fn memory(pointer: usize, nbytes: usize) -> UserMemory {
     // SAFETY: the adapter keeps the tensor alive and untouched until it is ready or the channel has
@@ -338,7 +341,7 @@ impl Channel {
         py: Python<'_>,
         first: u32,
         elements_max: usize,
-    ) -> PyResult<(Vec<(u32, u32, f64)>, u32)> {
+    ) -> PyResult<(Vec<SliceSquares>, u32)> {
         let found = self.waiting(py, move |channel, interrupt| {
             channel.residual_squares(SliceId(first), elements_max, interrupt)
         })?;

@@ -74,11 +74,11 @@ def _tell_ending(state: LiveState, *, is_quiet: bool) -> None:
     Raises:
         ReportedError: it did not close in order.
     """
-    steps = f"after {state['step']} steps and {_span(state['uptime_s'])}"
+    when = f"after {state['step']} steps and {_span(state['uptime_s'])}"
     if state["ending"] != "closed":
-        raise ReportedError(f"the session was {escaped(state['ending'])}, {steps}")
+        raise ReportedError(f"the session has ended {when}: {escaped(state['ending'])}")
     if not is_quiet:
-        typer.echo(f"The session closed in order {steps}.")
+        typer.echo(f"The session closed in order {when}.")
 
 
 def _follow(host: str, port: int) -> Iterator[LiveState]:
@@ -143,7 +143,9 @@ def _read(host: str, port: int, query: str) -> LiveState:
         ) from error
     finally:
         connection.close()
-    if answer.status != 200:
+    if answer.status == http.client.SERVICE_UNAVAILABLE:
+        raise _NoAnswerError(f"the session at {place} has no state at present")
+    if answer.status != http.client.OK:
         raise ReportedError(
             f"{place} answers {STATE_PATH} with {answer.status}: is it the port of "
             "Monitoring(dashboard=...)?"
@@ -264,7 +266,7 @@ def _span(seconds: float) -> str:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(show_edge=False, pad_edge=False, title=None, header_style="dim")
+    table = Table(show_edge=False, pad_edge=False, header_style="dim")
     table.add_column(title, overflow="ellipsis", no_wrap=True, max_width=44)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)

@@ -132,7 +132,7 @@
     let [text, tone] = ["waiting for the first state", ""];
     if (mismatch) [text, tone] = [mismatch, "bad"];
     else if (state && state.ending) {
-      text = state.ending === "closed" ? "the session closed in order" : `the session was ${state.ending}`;
+      text = state.ending === "closed" ? "the session closed in order" : `the session has ended: ${state.ending}`;
       tone = state.ending === "closed" ? "" : "bad";
     } else if (isLost) [text, tone] = [`no news since ${span(silentS)}: the session does not answer`, "bad"];
     else if (state) {

@@ -161,10 +161,10 @@ class Endpoint:
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         times_s = []
-        if self._wakeup is not None and not self._closing.is_set():
-            poll.register(self._wakeup[0], select.POLLIN)
         if self._closing.is_set():
-            times_s.append(time.monotonic() + _LOOP_MIN_S)
+            times_s.append(time.monotonic())
+        elif self._wakeup is not None:
+            poll.register(self._wakeup[0], select.POLLIN)
         for client in self._clients:
             poll.register(client.connection, client.poll_events)
             times_s.append(client.deadline_s if client.due_s is None else client.due_s)

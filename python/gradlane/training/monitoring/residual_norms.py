@@ -38,6 +38,7 @@ class ResidualNorms:
         try:
             rows, self._next = self._channel.residual_squares(self._next, ELEMENTS_MAX)
         except Exception:
+            # The channel has ended or failed, which its program hears of; a report ends nothing.
             rows = []
         else:
             self._is_complete = self._is_complete or self._next == 0
