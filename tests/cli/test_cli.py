@@ -53,6 +53,32 @@ def test_version_prints_what_it_writes(
     assert run(monkeypatch, capsys, "--version") == (0, out, "")
 
 
+def test_a_new_secret_is_its_owners_alone_and_is_not_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, written = tmp_path / "job.secret", tmp_path / "secret.json"
+    before = os.umask(0)
+    try:
+        status, out, _ = run(
+            monkeypatch, capsys, "secret", "new", str(path), "--json", str(written)
+        )
+    finally:
+        os.umask(before)
+    assert status == 0 and path.stat().st_mode & 0o777 == 0o600
+    secret = path.read_text().strip()
+    assert len(secret) == 64 and int(secret, 16)
+    assert secret not in out and f"export GRADLANE_SECRET_FILE={path}" in out
+    content = json.loads(written.read_text())
+    assert content == {
+        "path": str(path),
+        "bits": 256,
+        "environment": {"GRADLANE_SECRET_FILE": str(path)},
+    }
+    status, _, errors = run(monkeypatch, capsys, "secret", "new", str(path))
+    assert status == 2 and "exists; give another path" in errors
+    assert path.read_text().strip() == secret
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

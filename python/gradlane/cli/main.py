@@ -26,10 +26,11 @@ from gradlane.cli.options import (
     write_json,
 )
 from gradlane.cli.planning import add_planning
+from gradlane.cli.secret import secret
 from gradlane.cli.serve import serve
 from gradlane.formats.reported import ReportedError
 from gradlane.formats.signals import Terminated, unwind_on_sigterm
-from gradlane.formats.untrusted import escaped_lines
+from gradlane.formats.untrusted import escaped, escaped_lines
 
 app = typer.Typer(
     help="Data-parallel training at the speed of the compute, over networks that are slower.",
@@ -38,6 +39,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(lab, name="lab")
+app.add_typer(secret, name="secret")
 trace_commands = typer.Typer(help="Timelines of runs.", no_args_is_help=True)
 app.add_typer(trace_commands, name="trace")
 
@@ -168,7 +170,7 @@ def trace_merge(
     timeline = merge([read_chrome(path) for path in files])
     write_chrome(timeline, output)
     for note in timeline.notes:
-        typer.echo(note)
+        typer.echo(escaped(note))
     typer.echo(f"wrote {output}")
 
 

@@ -39,6 +39,7 @@ from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.deadlock import Wait
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.rendezvous.signatures import StoreValueRefusedError
 
 
 class StepNumbers(Protocol):
@@ -131,14 +132,19 @@ class ModelWatch:
         if scope.rank_info.rank != 0 or scope.rank_info.world_size == 1:
             return
         self.peer_reports = []
-        with contextlib.suppress(RendezvousError):
+        try:
             for rank in range(scope.rank_info.world_size):
-                record = scope.peek(f"metrics/{rank}")
-                # Any process may have written it: an invalid report is dropped.
+                record = scope.peek(f"metrics/{rank}", rank)
+                # Without a secret any process may have written it: an invalid report is dropped.
                 with contextlib.suppress(Exception):
                     peer_reports = json.loads(record or b"")
                     late_ranks([peer_reports])
                     self.peer_reports.append(peer_reports)
+        except StoreValueRefusedError as error:
+            log.warning("%s; the line at the end lacks it", error)
+        except RendezvousError:
+            # The store may end with the last training rank.
+            return
 
 
 class Observer:

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from gradlane.errors import RendezvousError
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.signatures import StoreValueRefusedError
 
 _TICK_S = 0.5
 
@@ -125,14 +126,19 @@ class DeadlockDetector:
                 last, samples = wait, []
                 continue
             count += 1
-            # A store that is gone ends the session in other ways.
-            with contextlib.suppress(RendezvousError):
+            try:
                 report = json.dumps(self._report(wait, count))
                 if self.wait is not wait:
                     # The wait ended during the report, which may mix two waits.
                     continue
                 self._store.set(str(self._rank_info.rank), report, on_poll=self._raise_if_closing)
                 samples = [*samples[-2:], self._read_reports()]
+            except StoreValueRefusedError as error:
+                self._fail(str(error))
+                return
+            except RendezvousError:
+                # A store that is gone ends the session in other ways.
+                pass
             cycle = find_cycle(samples, self._rank_info.rank)
             if cycle and wait is self.wait:
                 self._report_deadlock(cycle)
@@ -153,7 +159,7 @@ class DeadlockDetector:
 
     def _read_reports(self) -> dict[int, dict[str, Any]]:
         texts = {
-            rank: self._store.read(str(rank), on_poll=self._raise_if_closing)
+            rank: self._store.read(str(rank), rank, on_poll=self._raise_if_closing)
             for rank in range(self._rank_info.world_size)
         }
         return {rank: json.loads(report) for rank, report in texts.items() if report is not None}
@@ -177,6 +183,9 @@ class DeadlockDetector:
             "optimizer.step(), such as listing parameters, was done on some ranks only or in "
             "another order: do it on all ranks alike, or after optimizer.step()"
         )
+        self._fail(reason)
+
+    def _fail(self, reason: str) -> None:
         for _, on_deadlock in list(self._models.values()):
             on_deadlock(reason)
 

@@ -185,9 +185,9 @@ def _find_rank_info(options: Options) -> RankInfo:
 
 def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
     """Connect to the store and make the parts of a session."""
-    store = _open_store(options, place)
     network = options.network
     secret = network.read_secret()
+    store = _open_store(options, place, secret)
     host, port = store_address(store.store, os.environ)
     registry = ServerRegistry(store, place, network.connect_timeout_s) if place.serving else None
     folder = None if place.serves else options.checkpoints.folder
@@ -200,6 +200,7 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
         options.checkpoints.keep,
         place,
         network.connect_timeout_s,
+        secret,
     )
     ctx = SessionContext(
         core,
@@ -247,9 +248,9 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
     return session
 
 
-def _open_store(options: Options, place: RankInfo) -> BoundedStore:
+def _open_store(options: Options, place: RankInfo, secret: str | None) -> BoundedStore:
     """Return the store that is given, torch.distributed's, or the launcher's."""
     store, limit_s = options.rendezvous.store, store_timeout_s(options)
     if store is not None:
-        return wrap_store(store, place, os.environ, limit_s)
-    return open_store(place, os.environ, options.network.connect_timeout_s, limit_s)
+        return wrap_store(store, place, os.environ, limit_s, secret)
+    return open_store(place, os.environ, options.network.connect_timeout_s, limit_s, secret)
