@@ -8,6 +8,7 @@ here (DNS rebinding) reads nothing.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import math
 import os
@@ -114,6 +115,9 @@ class Endpoint:
         self._closing.set()
         os.write(self._wakeup[1], b"1")
         self._thread.join(_CLOSE_TIMEOUT_S)
+        with contextlib.suppress(OSError):
+            # Children that were forked a moment ago may still hold it.
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._close_sockets()
 
     def forget_in_child(self) -> None:
