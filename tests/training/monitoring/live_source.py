@@ -41,6 +41,7 @@ class FakeSource:
         self.wait: WaitNow | None = None
         self.norms: dict[tuple[int, str], float] = {}
         self.step = 0
+        self.refusals: list[dict[str, str]] = []
         self.view = LiveView(
             self, Options(), RankInfo(0, 2, "a job", 0), clock_ns=lambda: self.now_ns
         )
@@ -63,6 +64,8 @@ class FakeSource:
             "raw_bytes": 80,
             "encoded_bytes": 20,
             "wait_s": wait_s,
+            "refused_connections": len(self.refusals),
+            "refusals": self.refusals,
             "gathered_slices": 10 * self.step,
             "peers": [peer(0, 0), peer(1_000_000 * self.step, 500_000 * self.step)],
             "waits": [

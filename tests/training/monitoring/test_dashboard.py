@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +173,19 @@ def test_norms_of_residuals_are_those_that_a_checkpoint_has() -> None:
         assert raw["residual_norm"] is None
 
     run(2, body, dashboard_everywhere=True, dashboard=0, codec="topk:ratio=0.1")
+
+
+def test_checkpoints_are_events(tmp_path: Path) -> None:
+    def body(session: gradlane.Session) -> None:
+        train(session, seeded(Model), steps=4)
+        if session.rank == 0:
+            texts = [f"the checkpoint of step {step} is complete" for step in (2, 4)]
+            assert eventually(
+                lambda: {event["text"] for event in read(session)["events"]} >= {*texts},
+                within_s=60.0,
+            )
+
+    run(2, body, dashboard=0, checkpoint_folder=tmp_path, checkpoint_every=2)
 
 
 class SlowResiduals:

@@ -90,6 +90,17 @@ def test_events_are_what_the_session_says_and_how_it_ends(source: FakeSource) ->
     assert not [one for one in log.handlers if type(one).__name__ == "_EventHandler"]
 
 
+def test_refused_connections_are_events_once(source: FakeSource) -> None:
+    source.refusals += [{"address": "10.0.0.9:1", "reason": "another job"}] * 2
+    read(source)
+    read(source)
+    source.refusals.append({"address": "10.0.0.7:2", "reason": "\x1b[2J"})
+    assert [event["text"] for event in read(source)["events"]] == [
+        "connections refused: 2; the last one from 10.0.0.9:1: another job",
+        r"connections refused: 1; the last one from 10.0.0.7:2: \x1b[2J",
+    ]
+
+
 def test_names_and_events_are_bounded_and_printable(source: FakeSource) -> None:
     for number in range(3 * EVENTS_MAX):
         source.view.add_event(f"{number} " + "x" * 10_000)

@@ -1,8 +1,8 @@
 """The state of a session for its live page, made when someone looks and never otherwise.
 
 Each reading is kept as a sample for some seconds, so that the next one has rates and recent waits.
-Events are noted as they happen: records of the logger `gradlane`, models that were connected, and
-the end.
+Events are noted as they happen: records of the logger `gradlane`, models that were connected,
+checkpoints, and the end; refused connections when someone looks.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ class LiveView:
         self._clock_ns = clock_ns
         self._start_ns = clock_ns()
         self._ending = ""
+        self._refused = 0
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
         self._samples: deque[_Sample] = deque([_Sample()])
         self._handler = _EventHandler(self.add_event)
@@ -138,6 +139,7 @@ class LiveView:
     def state(self) -> LiveState:
         """Return the state of now; called by one thread, at most once a second."""
         metrics = self._source.metrics()
+        self._note_refusals(metrics)
         now = self._sample(metrics)
         before = self._before(now)
         timer = self._source.main_timer()
@@ -219,6 +221,16 @@ class LiveView:
         before = self._samples[0]
         self._samples.append(now)
         return before
+
+    def _note_refusals(self, metrics: Metrics) -> None:
+        """Note connections that the core has refused since someone last looked."""
+        count = metrics["refused_connections"] - self._refused
+        if count < 1:
+            return
+        self._refused = metrics["refused_connections"]
+        last = [refusal for one in metrics["channels"] for refusal in one.get("refusals", ())][-1:]
+        named = "".join(f"; the last one from {one['address']}: {one['reason']}" for one in last)
+        self.add_event(f"connections refused: {count}{named}", "warning")
 
     def _rank_rows(self, metrics: Metrics, before: _Sample, now: _Sample) -> list[RankRow]:
         length_s = now.at_s - before.at_s

@@ -207,9 +207,13 @@ class Observer:
         watch.residuals = None
         if any(choice.facts is not None and choice.facts.residual_width for choice in codecs):
             watch.residuals = ResidualNorms(channel, tensors)
-        if self._live is not None:
-            self._live.add_event(f"model {watch.number} is connected: {len(codecs)} tensors")
+        self.add_event(f"model {watch.number} is connected: {len(codecs)} tensors", "info")
         return watch
+
+    def add_event(self, text: str, level: str) -> None:
+        """Note an event for the live page, if there is one; `level` is as in `Event`."""
+        if self._live is not None:
+            self._live.add_event(text, level)
 
     def add_step_listener(self, after_step: AfterStep) -> None:
         """Call a function after each training step of the first model."""

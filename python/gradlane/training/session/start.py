@@ -201,6 +201,7 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
         place,
         network.connect_timeout_s,
         secret,
+        observer.add_event,
     )
     ctx = SessionContext(
         core,
