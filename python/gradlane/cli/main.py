@@ -97,6 +97,26 @@ app.command()(serve)
 
 
 @app.command()
+def watch(
+    address: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="Of the live page, as the session logs it.")
+    ],
+    once: Annotated[bool, typer.Option("--once", help="Show the state once, and end.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each state as one line of JSON.")
+    ] = False,
+) -> None:
+    """Show a running training, until its session ends or Ctrl-C.
+
+    The session is opened with gradlane.Monitoring(dashboard="HOST:PORT"). The status is 0 if the
+    session closes in order, else 1.
+    """
+    from gradlane.cli.watch import run_watch
+
+    run_watch(address, once=once, as_json=as_json)
+
+
+@app.command()
 def reproduce(
     figures: Annotated[
         list[str] | None,

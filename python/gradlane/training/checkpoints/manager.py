@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,7 @@ class Checkpoints:
         place: RankInfo,
         timeout_s: float,
         secret: str | None = None,
+        on_event: Callable[[str, str], None] = lambda text, level: None,
     ) -> None:
         """Write into a folder, which all ranks share.
 
@@ -74,6 +75,8 @@ class Checkpoints:
             place: this rank's.
             timeout_s: how long rank 0 waits for the other ranks' files.
             secret: of the user, which signs checkpoints; None: they are not signed.
+            on_event: called, also in another thread, with what has happened and `info` or
+                `warning`.
 
         Raises:
             ValueError: the folder cannot be made.
@@ -88,6 +91,7 @@ class Checkpoints:
         self._place = place
         self._timeout_s = timeout_s
         self._key = None if secret is None else checkpoint_key(secret)
+        self._on_event = on_event
         self._prepared: PreparedModel | None = None
         self._meeting: RendezvousScope | None = None
         self._run = secrets.token_hex(8)
@@ -366,6 +370,7 @@ class Checkpoints:
         files = [(word["file"], word["bytes"]) for word in words]
         folders.commit(self._root, step, self._incarnation, self._run, files, self._key)
         folders.prune(self._root, self._keep, self._run, self._incarnation, self._key)
+        self._on_event(f"the checkpoint of step {step} is complete", "info")
 
     def _tell(self, meeting: RendezvousScope, key: str, word: Mapping[str, Any]) -> None:
         meeting.put(key, json.dumps(word))
@@ -405,6 +410,7 @@ class Checkpoints:
     def _warn(self) -> None:
         while self._failures:
             text = self._failures.popleft()
+            self._on_event(text, "warning")
             warnings.warn(
                 f"{text}; the training goes on, and the checkpoint before it stays",
                 RuntimeWarning,
@@ -441,10 +447,11 @@ def make_checkpoints(
     place: RankInfo,
     timeout_s: float,
     secret: str | None = None,
+    on_event: Callable[[str, str], None] = lambda text, level: None,
 ) -> Checkpoints | None:
     """Return what takes a session's checkpoints, or None where none are wanted."""
     if root is None:
         return None
     with contextlib.suppress(OSError):
         root = root.resolve()
-    return Checkpoints(root, every, keep, place, timeout_s, secret)
+    return Checkpoints(root, every, keep, place, timeout_s, secret, on_event)

@@ -122,7 +122,14 @@ class PreparedModel:
             self.hook_manager.follow(BufferWatch(pack, self.steps.before_buffers))
         if connected.recording is not None:
             connected.recording.watch(model)
-        self._watch = ctx.observer.watch(model, self.channel, self.steps)
+        self._watch = ctx.observer.watch(
+            model,
+            self.channel,
+            self.steps,
+            name=meeting.name,
+            tensors=[entry.name for entry in (*self._entries, *connected.extras)],
+            codecs=self.codecs,
+        )
         self._barrier: Barrier | None = None
         if ctx.options.is_asynchronous:
             limit_s = ctx.options.network.progress_timeout_s

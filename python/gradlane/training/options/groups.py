@@ -203,6 +203,14 @@ class Monitoring(OptionGroup):
         "Port of the loopback interface at which this rank answers Prometheus, plus its local "
         "rank; 0: any; or `HOST:PORT`; no endpoint if absent.",
     )
+    dashboard: int | str | None = option(
+        None,
+        "Port of the loopback interface at which rank 0 serves a live page, which `gradlane watch` "
+        "reads, too; 0: any; or `HOST:PORT`; no page if absent.",
+    )
+    dashboard_everywhere: bool = option(
+        False, "Every rank serves a live page, at the port of `dashboard` plus its local rank."
+    )
     trace: str | Path | None = option(
         None,
         "File of a timeline, written when the session ends: each rank writes its own, "
@@ -221,10 +229,12 @@ class Monitoring(OptionGroup):
             ValueError: an address is none, or the timeline's folder does not exist.
         """
         super().__post_init__()
-        if isinstance(self.prometheus, str):
-            parse_address(self.prometheus, "prometheus")
-        elif self.prometheus is not None and not 0 <= self.prometheus <= 65535:
-            raise ValueError(f"prometheus is {self.prometheus}; it must be 0 to 65535")
+        for name in ("prometheus", "dashboard"):
+            address = getattr(self, name)
+            if isinstance(address, str):
+                parse_address(address, name)
+            elif address is not None and not 0 <= address <= 65535:
+                raise ValueError(f"{name} is {address}; it must be 0 to 65535")
         _as_path(self, "trace")
         if self.trace is not None and not Path(self.trace).absolute().parent.is_dir():
             raise ValueError(f"trace is {self.trace}, whose folder does not exist")

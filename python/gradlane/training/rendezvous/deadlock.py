@@ -40,7 +40,16 @@ class WatchedExchange(Protocol):
 
 
 @dataclass(frozen=True)
-class _Wait:
+class Wait:
+    """A wait of this rank's program.
+
+    Attributes:
+        number: counts all waits of the session.
+        model: the model's name among those that are watched.
+        step: of its channel.
+        needed: numbers of tensors; None: the whole step.
+    """
+
     number: int
     model: str
     step: int
@@ -62,7 +71,8 @@ class DeadlockDetector:
         self.use_incarnation(str(rank_info.restart))
         self._models: dict[str, tuple[WatchedExchange, Callable[[str], None]]] = {}
         self._numbers = itertools.count(1)
-        self._wait: _Wait | None = None
+        self.wait: Wait | None = None
+        """The wait of this moment."""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -99,28 +109,26 @@ class DeadlockDetector:
     @contextlib.contextmanager
     def waiting(self, name: str, step: int, needed: list[int] | None) -> Iterator[None]:
         """Record that this rank waits for tensors of a step, or for all of them (None)."""
-        outer = self._wait
-        self._wait = _Wait(
-            next(self._numbers), name, step, None if needed is None else tuple(needed)
-        )
+        outer = self.wait
+        self.wait = Wait(next(self._numbers), name, step, None if needed is None else tuple(needed))
         try:
             yield
         finally:
-            self._wait = outer
+            self.wait = outer
 
     def _run(self) -> None:
-        last: _Wait | None = None
+        last: Wait | None = None
         count = 0
         samples: list[dict[int, dict[str, Any]]] = []
         while not self._closing.wait(_TICK_S):
-            wait = self._wait
+            wait = self.wait
             if wait is None or wait is not last:
                 last, samples = wait, []
                 continue
             count += 1
             try:
                 report = json.dumps(self._report(wait, count))
-                if self._wait is not wait:
+                if self.wait is not wait:
                     # The wait ended during the report, which may mix two waits.
                     continue
                 self._store.set(str(self._rank_info.rank), report, on_poll=self._raise_if_closing)
@@ -132,11 +140,11 @@ class DeadlockDetector:
                 # A store that is gone ends the session in other ways.
                 pass
             cycle = find_cycle(samples, self._rank_info.rank)
-            if cycle and wait is self._wait:
+            if cycle and wait is self.wait:
                 self._report_deadlock(cycle)
                 return
 
-    def _report(self, wait: _Wait, count: int) -> dict[str, Any]:
+    def _report(self, wait: Wait, count: int) -> dict[str, Any]:
         models = {
             name: [model.step, model.unsubmitted_tensors()]
             for name, (model, _) in list(self._models.items())

@@ -615,6 +615,11 @@ class Session:
         """Port that this rank answers Prometheus at, or None."""
         return self._ctx.observer.prometheus_port
 
+    @property
+    def dashboard_url(self) -> str | None:
+        """URL of the live page that this rank serves, or None."""
+        return self._ctx.observer.dashboard_url
+
     def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
         """Return and forget the trace of frames, one list for all models.
 
@@ -706,7 +711,7 @@ class Session:
         if parts and all(part.has_parted for part in parts):
             self._scopes.leave()
         self._store.close()
-        self._write_reports()
+        self._write_reports(f"failed: {errors[0]}" if errors else "closed")
         if errors:
             raise errors[0]
 
@@ -730,7 +735,7 @@ class Session:
             self._scopes.give_up(f"rank {self.rank} gave up: {reason}")
         self._ctx.deadlocks.close()
         self._stop_serving(reason)
-        self._write_reports()
+        self._write_reports(self._ended)
 
     def __enter__(self) -> Session:
         """Return the session itself."""
@@ -770,8 +775,8 @@ class Session:
         exchange = self._arrays.exchange
         return [*self._models.prepared, *([exchange] if exchange is not None else [])]
 
-    def _write_reports(self) -> None:
-        self._ctx.observer.close()
+    def _write_reports(self, ending: str) -> None:
+        self._ctx.observer.close(ending)
         if self._ctx.recorder is not None:
             self._ctx.recorder.write()
 

@@ -93,7 +93,7 @@ def init(
         rendezvous: the store, rank, world size and job, in place of the launcher's.
         network: interface, addresses, ports, secret, time-outs, frames, buffers and threads.
         checkpoints: the folder of checkpoints, how often they are taken, and how many stay.
-        monitoring: Prometheus, timelines, the line at the end.
+        monitoring: Prometheus, a live page, timelines, the line at the end.
 
     Returns:
         The session. It is also a context manager: an exception inside tells the other ranks.
@@ -192,7 +192,8 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
     registry = ServerRegistry(store, place, network.connect_timeout_s) if place.serving else None
     folder = None if place.serves else options.checkpoints.folder
     recorder = None if place.serves else make_recorder(options, place)
-    observer = make_observer(options, place)
+    deadlocks = DeadlockDetector(store, place)
+    observer = make_observer(options, place, lambda: deadlocks.wait)
     checkpoints = make_checkpoints(
         None if folder is None else Path(folder),
         options.checkpoints.every,
@@ -200,6 +201,7 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
         place,
         network.connect_timeout_s,
         secret,
+        observer.add_event,
     )
     ctx = SessionContext(
         core,
@@ -208,7 +210,7 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
         host,
         port,
         secret,
-        DeadlockDetector(store, place),
+        deadlocks,
         observer,
         checkpoints,
         recorder,
