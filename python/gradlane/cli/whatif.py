@@ -15,14 +15,13 @@ from rich.table import Table
 from gradlane.formats.rates import format_rate
 from gradlane.formats.timeline.chrome import write_chrome
 from gradlane.planning.advice.advice import (
-    GOAL,
     ClusterAdvice,
     RequiredLink,
     advise,
     required_links,
     text_of_required_links,
 )
-from gradlane.planning.advice.causes import any_link_is_enough, find_cause
+from gradlane.planning.advice.causes import find_cause, limit_beyond_link
 from gradlane.planning.advice.pictures import Picture, clusters_with_pictures, picture_of
 from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
 from gradlane.planning.simulation.profiles import Profile
@@ -104,9 +103,15 @@ def run_whatif(
     cluster_of = {id(row): cluster for row, cluster in zip(rows, clusters, strict=True)}
     punctual = [row for row in rows if row.left_out_share is None]
     with console.status("finding what steps wait for"):
-        answers = advise(punctual, lambda row: find_cause(profile, cluster_of[id(row)], row))
         needs = required_links(
-            punctual, lambda row: any_link_is_enough(profile, cluster_of[id(row)], GOAL)
+            punctual, lambda row: limit_beyond_link(profile, cluster_of[id(row)])
+        )
+        answers = advise(
+            punctual,
+            needs,
+            lambda row, link_is_enough: find_cause(
+                profile, cluster_of[id(row)], row, link_is_enough=link_is_enough
+            ),
         )
     _print(console, profile, rows, answers, needs)
     content = {

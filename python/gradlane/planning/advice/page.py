@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradlane.formats.rates import format_rate
+from gradlane.planning.advice.causes import GOAL
 from gradlane.report.page import (
     Block,
     Cell,
@@ -26,7 +27,6 @@ from gradlane.report.page import (
 )
 
 Row = Mapping[str, Any]
-GOAL = 0.95
 RING_FUSED = "ring-fused"
 """The strategy that is a formula."""
 REQUIRED = (
