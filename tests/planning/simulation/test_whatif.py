@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -292,6 +293,20 @@ def test_wrong_arguments_end_with_status_2(
     status, _, err = run(monkeypatch, capsys, "whatif", *arguments)
     assert status == 2
     assert named in err
+
+
+def test_raw_and_encoded_steps_stand_in_tables_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    arguments = ["whatif", "resnet50", "--workers", "4", "--rate", "1gbit", "--strategy", "p3"]
+    codecs = ["--codec", "raw", "--codec", "qsgd:bits=4"]
+    status, out, _ = run(monkeypatch, capsys, *arguments, *codecs, "--html", str(page))
+    assert status == 0
+    raw, encoded = out.split("gradients in qsgd:bits=4")
+    for table in (raw, encoded):
+        assert len(re.findall(r"│ p3 ", table)) == 1
+    assert page.read_text(encoding="utf-8").count("Gradients in qsgd:bits=4. Scaling") == 1
 
 
 def test_simulating_does_not_import_torch() -> None:

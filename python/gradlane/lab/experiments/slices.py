@@ -220,7 +220,6 @@ def _rows(sweep: Sweep, found: Findings) -> Table:
         parts.ERROR,
         parts.PORTS,
         parts.CPU,
-        parts.BUSY,
         ("", lambda row, _: ", ".join(sweep.marks(row))),
     )
     runs = [row for row in found.rows if row.cluster == sweep.cluster and not row.is_simulated]
@@ -234,7 +233,8 @@ def _tables(found: Findings) -> Iterator[TextTable]:
     for sweep in sweeps_of(found):
 
         def size(row: Row, sweep: Sweep = sweep) -> str:
-            mark = " best" if row is sweep.best else ""
+            mark = " *" if row.cpu_bound else ""
+            mark += " best" if row is sweep.best else ""
             return f"{_size(row):,}{mark}" + (" planned" if row is sweep.planned else "")
 
         def to_best(row: Row, sweep: Sweep = sweep) -> str:
