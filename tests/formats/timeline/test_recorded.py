@@ -117,8 +117,10 @@ def test_encoding_and_decoding_are_in_lanes_of_their_own(tmp_path: Path, strateg
             optimizer.zero_grad()
         session.synchronize()
 
-    options = {"codec": "qsgd:bits=8", "slice_elems": 250_000, "strategy": strategy}
-    run_ranks(2, train_wide, core=load_core(), trace=path, work_threads=1, **options)
+    core: Any = load_core()
+    options: dict[str, Any] = {"codec": "qsgd:bits=8", "slice_elems": 250_000}
+    options |= {"strategy": strategy, "work_threads": 1}
+    run_ranks(2, train_wide, core=core, trace=path, **options)
     for rank in range(2):
         timeline = read_chrome(rank_path(path, rank))
         lanes = {span.lane for span in timeline.spans}

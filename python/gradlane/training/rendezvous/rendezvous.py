@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
@@ -28,6 +28,17 @@ from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLostEr
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.environment import RankInfo, find_store_address
 from gradlane.training.rendezvous.incarnation import Incarnation
+
+
+class PublishedAddress(TypedDict):
+    """Where a rank listens, as all ranks read it."""
+
+    host: str
+    """Name or address that the others reach it at."""
+    port: int
+    node: str
+    """Name of its machine."""
+
 
 _OWN_SECRET = b"private"
 """Stored in place of a secret that every rank has from `GRADLANE_SECRET`."""
@@ -536,6 +547,16 @@ class RendezvousScope:
                     f"{self.rank_info.rank}: {error}"
                 ) from error
         return peers
+
+    def published_address(self, rank: int) -> PublishedAddress | None:
+        """Return where a rank listens for this scope's channels; None if it does not.
+
+        Raises:
+            RendezvousError: the store is gone or does not answer.
+        """
+        published = self.peek(f"address/{rank}")
+        found: PublishedAddress | None = None if published is None else json.loads(published)
+        return found
 
     def exchange(self, value: Any) -> list[Any]:
         """Return a value of each rank, in rank order; a collective call, once a scope.
