@@ -418,7 +418,7 @@ def test_a_stopped_rank_is_left_out_and_all_hold_the_same_in_the_end() -> None:
         warmup=2,
         servers=2,
         paced=False,
-        straggler=parse_straggler("rank=2,share=0.5,burst=0.01"),
+        straggler=parse_straggler("rank=2,share=0.5,burst=10ms"),
     )
     rows = {one.strategy: one for one in run_lab(options)}
     assert list(rows) == ["p3", "p3/drop", "p3/backup=1:carry"]

@@ -102,7 +102,7 @@ def lab_run(
     ] = "wait",
     straggler: Annotated[
         str | None,
-        typer.Option(help="Stop a rank in bursts, such as rank=3,share=0.1 (burst=SECONDS, 0.5)."),
+        typer.Option(help="Stop a rank in bursts, such as rank=3,share=0.1,burst=500ms."),
     ] = None,
     clip: Annotated[
         float | None,

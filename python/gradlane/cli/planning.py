@@ -85,9 +85,7 @@ def whatif(
     ] = "wait",
     straggler: Annotated[
         str | None,
-        typer.Option(
-            help="A rank that is stopped for moments: rank=3,share=0.1,burst=0.5 (seconds)."
-        ),
+        typer.Option(help="A rank that is stopped for moments: rank=3,share=0.1,burst=500ms."),
     ] = None,
     batch_time_s: Annotated[
         float | None, typer.Option(help="Compute time of a batch, in place of the profile's.")

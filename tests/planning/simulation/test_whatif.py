@@ -105,6 +105,11 @@ def test_the_same_scenario_gives_the_same_report() -> None:
 def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="p4"):
         scenario_of(SMALL, Cluster(4, 1e9, "p4"))
+    for latency_s in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"latency-s is .*use 0 to 10 seconds"):
+            Cluster(4, 1e9, latency_s=latency_s)
+    with pytest.raises(ValueError, match="workers-per-node is 0"):
+        Cluster(4, 1e9, "ring-fused", topology="hierarchical", workers_per_node=0)
     with pytest.raises(ValueError, match="nodes of 8"):
         scenario_of(SMALL, Cluster(12, 1e9, "ring-fused", topology="hierarchical"))
     with pytest.raises(ValueError, match="rate_bps"):
