@@ -197,6 +197,16 @@ def sweep_rows(steps_s: Mapping[int, float]) -> list[Row]:
     return completed(rows)
 
 
+def test_a_sweep_of_a_busy_machine_is_marked(tmp_path: Path) -> None:
+    busy = [replace(row, cpu_bound=True) for row in sweep_rows({1_000: 0.5, 50_000: 0.34})]
+    out = printed(SWEEP, busy)
+    assert "1,000 *" in out and "50,000 best *" in out
+    page = tmp_path / "report.html"
+    SWEEP.write_page(busy, page)
+    text = page.read_text(encoding="utf-8")
+    assert "best measured, *" in text and html.escape(f"In 2 of 2 runs: {NO_EVIDENCE}") in text
+
+
 def test_a_sweep_points_out_its_optimum_and_the_plan() -> None:
     rows = sweep_rows({1_000: 0.5, 50_000: 0.34, 200_000: 0.335, 1_000_000: 0.4})
     rows = [replace(row, planned_slice_elems=50_000) for row in rows]
