@@ -127,17 +127,30 @@ def print_plan(console: Console, plan: Plan) -> None:
         highlight=False,
     )
     table = Table()
-    for name in ("setting", "choice", "step ms", "reason"):
-        table.add_column(name, justify="right" if name == "step ms" else "left")
-    for choice in plan.choices:
+    # Encoded steps are other steps: each kind has a column of its own.
+    steps = [_steps_ms(choice) for choice in plan.choices]
+    codecs = list(dict.fromkeys(codec for by_codec in steps for codec in by_codec))
+    columns = ["step ms" if codec == RAW else f"in {codec}" for codec in codecs]
+    for name in ("setting", "choice", *columns, "reason"):
+        table.add_column(name, justify="right" if name in columns else "left")
+    for choice, by_codec in zip(plan.choices, steps, strict=True):
         table.add_row(
             choice["setting"],
             format_value(choice["value"]),
-            f"{choice['step_s'] * 1e3:.1f}",
+            *(by_codec.get(codec, "") for codec in codecs),
             choice["reason"],
         )
     for scheme in sorted({tensor.scheme for tensor in plan.tensors}):
         here = [tensor for tensor in plan.tensors if tensor.scheme == scheme]
         slices = sum(tensor.slices for tensor in here)
-        table.add_row("scheme", scheme, "", f"tensors: {len(here)}, slices: {slices}")
+        empty = ("" for _ in codecs)
+        table.add_row("scheme", scheme, *empty, f"tensors: {len(here)}, slices: {slices}")
     console.print(table)
+
+
+def _steps_ms(choice: Mapping[str, Any]) -> dict[str, str]:
+    """Return the steps of a choice by their codec: of the choice of one, those of both."""
+    steps_s = {choice["codec"]: choice["step_s"]}
+    if choice["setting"] == "codec":
+        steps_s = {one["value"]: one["step_s"] for one in choice["tried"]}
+    return {codec: f"{step_s * 1e3:.1f}" for codec, step_s in steps_s.items()}

@@ -374,6 +374,7 @@ def _choice_row(choice: Choice) -> dict[str, Any]:
         "setting": choice.setting,
         "value": choice.value,
         "base": choice.base,
+        "codec": choice.codec,
         "step_s": choice.step_s,
         "base_step_s": choice.base_step_s,
         "runner_up": runner_up.value if runner_up else None,
