@@ -30,6 +30,7 @@ from gradlane.planning.schemes.layers import layers_of
 from gradlane.training.factors.choice import layers_by_weight
 from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.options.options import PLAN_RULES, RING, Options
+from gradlane.training.rendezvous.addresses import endpoint
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import PublishedAddress
 from gradlane.training.rendezvous.tensor_table import TensorEntry
@@ -177,7 +178,7 @@ def session_book(
         "workers": place.world_size,
         "servers": sum(role != WORKER for role in roles),
         "roles": tuple(roles),
-        "addresses": tuple(it and f"{it['host']}:{it['port']}" for it in addresses),
+        "addresses": tuple(it and endpoint(it["host"], it["port"]) for it in addresses),
         "nodes": tuple(it and it["node"] for it in addresses),
         "strategy": options.strategy.name,
         "update": options.update,
