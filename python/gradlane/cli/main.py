@@ -69,10 +69,10 @@ def version(json_path: JsonPath = None) -> None:
     from gradlane.formats.provenance import package_versions
 
     versions = package_versions()
-    for name, text in versions.items():
-        typer.echo(f"{name} {text}")
     if json_path is not None:
         write_json(json_path, versions)
+    for name, text in versions.items():
+        typer.echo(f"{name} {text}")
 
 
 @app.command()
@@ -180,14 +180,16 @@ def report(
     html_path: HtmlPath = None,
 ) -> None:
     """Make an HTML page with plots of a results file."""
+    from gradlane.lab.experiments.findings import Findings
     from gradlane.lab.experiments.presets import is_of_preset, report_from_preset
-    from gradlane.lab.experiments.runs_page import report_from_results
+    from gradlane.lab.experiments.runs_page import report_from_results, text_of_marked
     from gradlane.lab.runs.rows import rows_of
     from gradlane.planning.advice.page import report_from_whatif
 
     content = read_json(results)
     target = html_path or results.with_suffix(".html")
     require_writable(target)
+    note = ""
     if isinstance(content, dict) and "rows" in content and "answers" in content:
         report_from_whatif(content, target)
     elif isinstance(content, list) and is_of_preset(content):
@@ -198,9 +200,15 @@ def report(
 
             write_page(results_of(content), target)
         else:
-            report_from_preset(rows_of(content), target)
+            rows = rows_of(content)
+            report_from_preset(rows, target)
+            note = Findings(rows).note
     else:
-        report_from_results(rows_of(rows_in(content, results)), target)
+        rows = rows_of(rows_in(content, results))
+        report_from_results(rows, target)
+        note = text_of_marked(rows)
+    if note:
+        typer.echo(note)
     typer.echo(f"wrote {target}")
 
 

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
@@ -31,6 +31,17 @@ from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.environment import RankInfo, find_store_address
 from gradlane.training.rendezvous.incarnation import Incarnation
 from gradlane.training.rendezvous.signatures import StoreValueRefusedError
+
+
+class PublishedAddress(TypedDict):
+    """Where a rank listens, as all ranks read it."""
+
+    host: str
+    """Name or address that the others reach it at."""
+    port: int
+    node: str
+    """Name of its machine."""
+
 
 _SECRET_BYTES = 32
 _warned: set[Incarnation] = set()
@@ -583,6 +594,16 @@ class RendezvousScope:
             "writes a secret; set GRADLANE_SECRET_FILE to it on every rank",
             rank,
         )
+
+    def published_address(self, rank: int) -> PublishedAddress | None:
+        """Return where a rank listens for this scope's channels; None if it does not.
+
+        Raises:
+            RendezvousError: the store is gone or does not answer.
+        """
+        published = self.peek(f"address/{rank}", rank)
+        found: PublishedAddress | None = None if published is None else json.loads(published)
+        return found
 
     def exchange(self, value: Any) -> list[Any]:
         """Return a value of each rank, in rank order; a collective call, once a scope.
