@@ -120,7 +120,7 @@ def watch(
 def reproduce(
     figures: Annotated[
         list[str] | None,
-        typer.Argument(help="Such as p3:fig7; p3 for all of a paper's; all; or modern."),
+        typer.Argument(help="Such as p3:fig7; p3 for all of a paper's; all; modern; or published."),
     ] = None,
     list_them: Annotated[
         bool, typer.Option("--list", help="Show all figures, and what those not there yet need.")
@@ -141,7 +141,9 @@ def reproduce(
     if list_them:
         content = command.run_list(wide_console())
     elif not figures:
-        raise ValueError("name a figure, a paper, all or modern; --list shows what there is")
+        raise ValueError(
+            "name a figure, a paper, all, modern or published; --list shows what there is"
+        )
     else:
         content = command.run_reproduce(
             figures,
