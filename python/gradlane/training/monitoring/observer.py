@@ -29,7 +29,7 @@ from gradlane.training.monitoring.metrics import (
 from gradlane.training.monitoring.prometheus import serve, wanted_address
 from gradlane.training.monitoring.step_timer import StepTimer
 from gradlane.training.monitoring.summary import LateRank, late_ranks, summary_line
-from gradlane.training.monitoring.tensorboard import ScalarLog, ScalarWriter
+from gradlane.training.monitoring.tensorboard import ScalarFunction, ScalarLog, ScalarWriter
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
@@ -163,12 +163,12 @@ class Observer:
         readings = [watch.reading() for watch in watches]
         return metrics_of(rank_info.rank, rank_info.world_size, steps, readings)
 
-    def log_to(self, writer: ScalarWriter, every: int) -> None:
+    def log_to(self, writer: ScalarWriter | ScalarFunction, every: int) -> None:
         """Write scalars after every so many training steps of the first model.
 
         Raises:
             ValueError: `every` is below 1.
-            TypeError: the writer has no `add_scalar`.
+            TypeError: the writer is no function and has no `add_scalar`.
         """
         self.add_step_listener(ScalarLog(writer, every, self.metrics).after_step)
 

@@ -1,0 +1,201 @@
+"""A rank that runs a Python program of a page: `block_program NUMBER FOLDER`.
+
+The names that a block takes from its reader's program (`model`, `loader`, …) are small real
+objects; `SUBSTITUTES` are all other changes to what the page prints.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import gradlane
+from gradlane.training.plans.plan import Plan
+from gradlane.training.plans.settings import ClusterFacts, Settings
+from tests.documents.blocks import PROGRAMS, Program
+
+SUBSTITUTES = {
+    "/shared/": "{folder}/",
+    "prometheus=9400": "prometheus=0",
+    'interface="eth1"': 'interface="lo"',
+    '"nccl"': '"gloo"',
+    "device_ids=[device]": "device_ids=None",
+    'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))': "",
+    "model.cuda()": "model",
+}
+"""Texts of pages, and what a machine without accelerators and with any free port runs instead."""
+
+
+class Model(nn.Sequential):
+    """A classifier of a few hundred parameters."""
+
+    def __init__(self) -> None:
+        """Make it, the same on every rank."""
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+class SummaryWriter:
+    """In place of TensorBoard's, which is not installed with gradlane."""
+
+    def __init__(self, folder: str) -> None:
+        """Take the folder of a run."""
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Keep a scalar."""
+        self.scalars.append((tag, value, step))
+
+
+def _data() -> TensorDataset:
+    points = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(points, points[:, :3].argmax(1))
+
+
+def _backward(points: Any, labels: Any) -> list[tuple[str, Any]]:
+    return [("second", np.ones(5, np.float32)), ("first", np.ones((3, 4), np.float32))]
+
+
+STAND_INS: dict[str, Callable[[Names], Any]] = {
+    "AdamW": lambda _: torch.optim.AdamW,
+    "DDP": lambda _: DistributedDataParallel,
+    "DistributedSampler": lambda _: DistributedSampler,
+    "Model": lambda _: Model,
+    "SummaryWriter": lambda _: SummaryWriter,
+    "backward": lambda _: _backward,
+    "batch": lambda _: next(iter(DataLoader(_data(), 4))),
+    "batches": lambda names: names["loader"],
+    "clip_grad_norm_": lambda _: nn.utils.clip_grad_norm_,
+    "data": lambda _: _data(),
+    "device": lambda _: "cpu",
+    "dist": lambda _: dist,
+    "epochs": lambda _: 2,
+    "example": lambda names: names["batch"][0],
+    "f": lambda _: "model.pt",
+    "gradlane": lambda _: gradlane,
+    "loader": lambda _: DataLoader(_data(), batch_size=8),
+    "loss": lambda names: names["loss_fn"](names["model"](names["example"]), names["batch"][1]),
+    "loss_fn": lambda _: nn.functional.cross_entropy,
+    "model": lambda _: Model(),
+    "optimizer": lambda names: torch.optim.SGD(names["model"].parameters(), lr=0.1),
+    "os": lambda _: os,
+    "parameters": lambda _: {
+        "first": np.ones((3, 4), np.float32),
+        "second": np.ones(5, np.float32),
+    },
+    "rate": lambda _: 0.1,
+    "scheduler": lambda names: torch.optim.lr_scheduler.StepLR(names["optimizer"], 1),
+    "session": lambda names: names.open_session(),
+    "steps": lambda _: 3,
+    "torch": lambda _: torch,
+    "wandb": lambda _: types.SimpleNamespace(log=lambda values, step: None),
+}
+
+
+def jax_stand_ins() -> dict[str, Callable[[Names], Any]]:
+    """Return the stand-ins of programs that use JAX."""
+    import jax
+
+    class Sgd:
+        """In place of an optimizer of optax."""
+
+        def update(self, gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
+            """Return what to add to the parameters, and the state."""
+            return jax.tree.map(lambda one: -0.1 * one, gradients), state
+
+    def loss(params: Any, points: Any, labels: Any) -> Any:
+        return ((points @ params["weight"] + params["bias"] - labels) ** 2).mean()
+
+    points, labels = np.ones((4, 3), np.float32), np.ones(4, np.float32)
+    optax = types.SimpleNamespace(
+        apply_updates=lambda params, updates: jax.tree.map(np.add, params, updates)
+    )
+    return {
+        "batches": lambda _: [(points, labels)] * 3,
+        "jax": lambda _: jax,
+        "labels": lambda _: labels,
+        "loss": lambda _: loss,
+        "optax": lambda _: optax,
+        "optimizer": lambda _: Sgd(),
+        "params": lambda _: {"weight": np.zeros(3, np.float32), "bias": np.float32(0.0)},
+        "points": lambda _: points,
+        "state": lambda _: None,
+    }
+
+
+class Names(dict[str, Any]):
+    """The global names of a block; those of its reader's program are made when first read."""
+
+    def __init__(self, stand_ins: Mapping[str, Callable[[Names], Any]], *, prepares: bool) -> None:
+        """Start empty.
+
+        Args:
+            stand_ins: makers of values, by name.
+            prepares: whether the block prepares its model itself.
+        """
+        super().__init__(__name__="__main__")
+        self._stand_ins = stand_ins
+        self._prepares = prepares
+
+    def __missing__(self, name: str) -> Any:
+        """Make a stand-in."""
+        self[name] = self._stand_ins[name](self)
+        return self[name]
+
+    def open_session(self) -> gradlane.Session:
+        """Return a session, in which the model is prepared unless the block does that."""
+        session = gradlane.init()
+        if not self._prepares:
+            session.prepare(self["model"], self["optimizer"])
+        return session
+
+
+def run(program: Program, folder: Path) -> None:
+    """Run a program of a page, and close the sessions that it leaves open.
+
+    Raises:
+        RuntimeError: it failed; the message says where.
+    """
+    text = program.text
+    for printed, runs in SUBSTITUTES.items():
+        text = text.replace(printed, runs.format(folder=folder))
+    names = Names(
+        STAND_INS | (jax_stand_ins() if program.uses_jax else {}), prepares=".prepare(" in text
+    )
+    try:
+        exec(compile(text, program.place, "exec"), names)
+    except Exception as error:
+        raise RuntimeError(f"{program.place}: {type(error).__name__}: {error}") from error
+    for value in list(names.values()):
+        if isinstance(value, gradlane.Session):
+            value.close()
+
+
+def main() -> None:
+    """Run a program by its number, in a folder with the files that pages name."""
+    program, folder = PROGRAMS[int(sys.argv[1])], Path(sys.argv[2])
+    os.chdir(folder)
+    Plan("a test", ClusterFacts(2, 1e9), "-", Settings("slicing")).save("plan.json")
+    run(program, folder)
+    print(f"\nran {program.place}", flush=True)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    if "DDP(" in program.text or "DistributedDataParallel(" in program.text:
+        # Gloo's threads may outlive the interpreter, see `leave` in `examples/common.py`.
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
