@@ -67,12 +67,53 @@ def _backward(points: Any, labels: Any) -> list[tuple[str, Any]]:
     return [("second", np.ones(5, np.float32)), ("first", np.ones((3, 4), np.float32))]
 
 
+def _accelerator(_: Names) -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True)
+
+
+def _lightning_module(names: Names) -> Any:
+    from lightning.pytorch import LightningModule
+
+    class Classifier(LightningModule):  # type: ignore[misc]
+        """The model and its loss."""
+
+        def __init__(self) -> None:
+            """Make the model."""
+            super().__init__()
+            self.model = Model()
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            """Return a batch's loss."""
+            return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            """Return the optimizer."""
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Classifier()
+
+
+def _trainer(_: Names) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    settings = TrainingArguments(
+        "trainer", max_steps=2, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
+    )
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(16, (32, 8))]
+    return Trainer(GPT2LMHeadModel(GPT2Config(**sizes)), settings, train_dataset=data)
+
+
 STAND_INS: dict[str, Callable[[Names], Any]] = {
     "AdamW": lambda _: torch.optim.AdamW,
     "DDP": lambda _: DistributedDataParallel,
     "DistributedSampler": lambda _: DistributedSampler,
     "Model": lambda _: Model,
     "SummaryWriter": lambda _: SummaryWriter,
+    "accelerator": _accelerator,
     "backward": lambda _: _backward,
     "batch": lambda _: next(iter(DataLoader(_data(), 4))),
     "batches": lambda names: names["loader"],
@@ -88,6 +129,7 @@ STAND_INS: dict[str, Callable[[Names], Any]] = {
     "loss": lambda names: names["loss_fn"](names["model"](names["example"]), names["batch"][1]),
     "loss_fn": lambda _: nn.functional.cross_entropy,
     "model": lambda _: Model(),
+    "module": _lightning_module,
     "optimizer": lambda names: torch.optim.SGD(names["model"].parameters(), lr=0.1),
     "os": lambda _: os,
     "parameters": lambda _: {
@@ -99,6 +141,7 @@ STAND_INS: dict[str, Callable[[Names], Any]] = {
     "session": lambda names: names.open_session(),
     "steps": lambda _: 3,
     "torch": lambda _: torch,
+    "trainer": _trainer,
     "wandb": lambda _: types.SimpleNamespace(log=lambda values, step: None),
 }
 
@@ -170,9 +213,8 @@ def run(program: Program, folder: Path) -> None:
     text = program.text
     for printed, runs in SUBSTITUTES.items():
         text = text.replace(printed, runs.format(folder=folder))
-    names = Names(
-        STAND_INS | (jax_stand_ins() if program.uses_jax else {}), prepares=".prepare(" in text
-    )
+    stand_ins = STAND_INS | (jax_stand_ins() if "jax" in program.packages else {})
+    names = Names(stand_ins, prepares="session.prepare(" in text)
     try:
         exec(compile(text, program.place, "exec"), names)
     except Exception as error:
@@ -192,7 +234,7 @@ def main() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    if "DDP(" in program.text or "DistributedDataParallel(" in program.text:
+    if program.packages or "DDP(" in program.text or "DataParallel(" in program.text:
         # Gloo's threads may outlive the interpreter, see `leave` in `examples/common.py`.
         os._exit(0)
 

@@ -14,6 +14,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 LANGUAGES = {"python", "sh", "json", "text"}
 _BLOCK = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 
+_PACKAGES = ("accelerate", "jax", "lightning", "transformers")
 _SPAN = re.compile(
     r"`((?:[A-Z_]+=\S+ )*(?:gradlane|make|pip|python3?|torchrun|cargo|srun|mpirun) [^`]+)`"
 )
@@ -89,9 +90,9 @@ class Program:
         return f"{self.block.place}{self.name and '-'}{self.name}"
 
     @property
-    def uses_jax(self) -> bool:
-        """Return whether the program needs JAX."""
-        return "jax." in self.text
+    def packages(self) -> list[str]:
+        """Names of the packages that the program needs and gradlane does not install."""
+        return [name for name in _PACKAGES if re.search(rf"\b{name}\b", self.text)]
 
 
 def programs_of(block: Block) -> list[Program]:

@@ -20,12 +20,14 @@ RANKS = {"docs/servers.md": 6}
 @pytest.mark.parametrize("number", range(len(PROGRAMS)), ids=[one.place for one in PROGRAMS])
 def test_a_python_block_runs(number: int, tmp_path: Path, programs: ForkedPrograms) -> None:
     program: Program = PROGRAMS[number]
-    if program.uses_jax:
-        pytest.importorskip("jax")
+    for package in program.packages:
+        pytest.importorskip(package)
     world_size = RANKS.get(program.block.page, 2)
     size = str(world_size)
     launched = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
     launched["MASTER_PORT"] = str(reserve_port())
+    # As torchrun sets it, which Lightning looks for.
+    launched["TORCHELASTIC_RUN_ID"] = f"block-{number}"
     environments = [
         {"RANK": str(rank), "LOCAL_RANK": str(rank), **launched} for rank in range(world_size)
     ]

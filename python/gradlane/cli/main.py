@@ -35,7 +35,6 @@ app = typer.Typer(
     help="Data-parallel training at the speed of the compute, over networks that are slower.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 app.add_typer(lab, name="lab")
 trace_commands = typer.Typer(help="Timelines of runs.", no_args_is_help=True)

@@ -142,7 +142,8 @@ def test_scalars_are_of_the_steps_in_between() -> None:
 
 
 def test_a_function_takes_all_scalars_of_a_step_at_once() -> None:
-    later = {**metrics(tx_bytes=500), "steps": {**STEPS, "count": 8}}
+    later = metrics(tx_bytes=500)
+    later["steps"] = {**STEPS, "count": 8}
     samples = [metrics(), later, metrics(), later]
     writer, calls = Writer(), list[tuple[dict[str, float], int]]()
     for target in (writer, lambda values, step: calls.append((values, step))):
