@@ -9,9 +9,13 @@ import shlex
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import typer.main
+from typer.core import TyperGroup
+
+from gradlane.cli.main import app
 from tests.paths import ROOT
-from tests.test_documents import check as gradlane_refusal
 
 _SEPARATORS = re.compile(r"\s(?:&&|;|\|\||\|)\s")
 _REDIRECTION = re.compile(r"\s\d?>\s*\S+")
@@ -39,11 +43,45 @@ def _refusal(words: list[str]) -> str | None:
 
 
 def _gradlane(words: list[str]) -> str | None:
-    return gradlane_refusal(shlex.join(["gradlane", *words]))
+    """Return what is wrong with a command; what is left out in prose is not."""
+    command: Any = typer.main.get_command(app)
+    context = command.context_class(command, info_name="gradlane")
+    words = list(words)
+    while isinstance(command, TyperGroup) and words and not words[0].startswith("-"):
+        name = words.pop(0)
+        found = command.get_command(context, name)
+        if name.isupper():
+            return None
+        if found is None:
+            return f"{context.info_name} has no command {name!r}"
+        command = found
+        context = command.context_class(command, info_name=name, parent=context)
+    known = {"--help"}.union(*(one.opts + one.secondary_opts for one in command.params))
+    passes_on = command.context_settings.get("ignore_unknown_options", False)
+    passes_on |= not command.context_settings.get("allow_interspersed_args", True)
+    for word in () if passes_on else words:
+        if word.startswith("--") and word.partition("=")[0] not in known:
+            return f"{context.info_name} has no option {word}"
+    if isinstance(command, TyperGroup) or "--help" in words:
+        return None
+    try:
+        command.make_context(context.info_name, list(words), parent=context.parent)
+    except Exception as error:
+        # Typer has its own copy of click from some version on.
+        kind = type(error).__name__
+        if kind == "MissingParameter" or kind == "Exit":
+            return None
+        text = str(error.format_message()) if hasattr(error, "format_message") else repr(error)
+        # A file of the reader's, or a word in capitals in place of a number.
+        is_placeholder = any(re.fullmatch(r"[A-Z_]+", word) for word in words)
+        return None if "does not exist" in text or is_placeholder else text
+    return None
 
 
 def _python(words: list[str]) -> str | None:
     """Check `python -m MODULE …` and `python FILE …`; files of the reader's are not here."""
+    if words == ["-m"]:
+        return None
     if words[:1] == ["-m"]:
         module, arguments = words[1], words[2:]
         if module == "gradlane":

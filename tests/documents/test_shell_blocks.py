@@ -41,7 +41,10 @@ def test_commands_within_sentences_are_taken() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("gradlane doctor --jsn a", "--jsn"),
+        ("gradlane lab nothing", "no command 'nothing'"),
+        ("gradlane lab run --wokload resnet50", "--wokload"),
+        ("gradlane lab run --workers two", "valid integer"),
+        ("gradlane version now", "extra argument"),
         ("make dmo", "Makefile has no target dmo"),
         ("make test SEEDS=1", "SEEDS"),
         ("torchrun --nnode-count 4 train.py", "--nnode-count"),
