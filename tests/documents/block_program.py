@@ -24,6 +24,7 @@ import gradlane
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.settings import ClusterFacts, Settings
 from tests.documents.blocks import PROGRAMS, Program
+from tests.waiting import eventually
 
 SUBSTITUTES = {
     "/shared/": "{folder}/",
@@ -231,6 +232,11 @@ def main() -> None:
     Plan("a test", ClusterFacts(2, 1e9), "-", Settings("slicing")).save("plan.json")
     run(program, folder)
     print(f"\nran {program.place}", flush=True)
+    # Rank 0 keeps the store: a rank that starts late, and trains nothing, may still look for it.
+    (folder / f"ran-{os.environ['RANK']}").touch()
+    assert eventually(
+        lambda: len(list(folder.glob("ran-*"))) == int(os.environ["WORLD_SIZE"]), 60.0
+    )
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -36,6 +36,5 @@ def test_a_python_block_runs(number: int, tmp_path: Path, programs: ForkedProgra
         "tests.documents.block_program",
         [str(number), str(tmp_path)],
         environments,
-        timeout_s=60.0,
     )
     assert [text.splitlines()[-1] for text in printed] == [f"ran {program.place}"] * world_size
