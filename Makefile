@@ -58,10 +58,11 @@ lint: build
 bench: .cache/tools
 	cargo bench -p gradlane-codec --bench kernels -- --json $(CURDIR)/bench.json
 
-# The site, into `site`, which opens without a network; a warning of MkDocs is an error. The package is
-# read, not imported: nothing of torch is loaded.
-docs: $(DOCS)
+# The site, into `site`, which opens without a network. A warning of MkDocs is an error, and tests look
+# for what would come from other hosts.
+docs: build $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m pytest -q tests/documents/test_site.py
 	@echo "wrote site/index.html"
 
 $(DOCS): $(STAMP)

@@ -133,7 +133,8 @@ def run_demo(
         print_tables(console, part)
         for sentence in verdict(part):
             console.print(f"  {sentence}", highlight=False, soft_wrap=True)
-        console.print(f"\n[bold]In words:[/bold] {in_words(part)}\n", highlight=False)
+        text = f"\n[bold]In words:[/bold] {in_words(part)}\n"
+        console.print(text, highlight=False, soft_wrap=True)
     if json_path is not None:
         save_rows(rows, json_path)
         console.print(f"wrote {json_path}", highlight=False)
