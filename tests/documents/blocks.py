@@ -14,6 +14,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 LANGUAGES = {"python", "sh", "json", "text"}
 _BLOCK = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 
+_HERE_DOCUMENT = re.compile(r"^(.*) <<(\w+)\n.*?^\2\n", re.MULTILINE | re.DOTALL)
 _PACKAGES = ("accelerate", "jax", "lightning", "transformers")
 _SPAN = re.compile(
     r"`((?:[A-Z_]+=\S+ )*(?:gradlane|make|pip|python3?|torchrun|cargo|srun|mpirun) [^`]+)`"
@@ -58,8 +59,12 @@ def all_blocks(language: str) -> list[Block]:
 
 
 def shell_lines(block: Block) -> Iterator[str]:
-    """Yield the command lines of a block: joined at `\\`, without comments and empty lines."""
-    for line in block.text.replace("\\\n", " ").splitlines():
+    """Yield the command lines of a block: joined at `\\`, without comments and empty lines.
+
+    What a command reads from the block itself (`<<END`) is none.
+    """
+    text = _HERE_DOCUMENT.sub(r"\1\n", block.text.replace("\\\n", " "))
+    for line in text.splitlines():
         if command := re.sub(r"(^|\s)#.*", "", line).strip():
             yield command
 

@@ -18,7 +18,7 @@ from gradlane.cli.main import app
 from tests.paths import ROOT
 
 _SEPARATORS = re.compile(r"\s(?:&&|;|\|\||\|)\s")
-_REDIRECTION = re.compile(r"\s\d?>\s*\S+")
+_REDIRECTION = re.compile(r"\s\d?[<>]\s*\S+")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]+=\S*$")
 _OMITTED = {"...", "…"}
 PYTHON = re.compile(r"(?:\S*/)?python3?$")
@@ -180,6 +180,22 @@ def _elsewhere(words: list[str]) -> str | None:
     return None
 
 
+_OF_THE_SYSTEM = (
+    *(
+        "apt-get",
+        "cat",
+        "cd",
+        "chmod",
+        "export",
+        "git",
+        "iptables",
+        "mpirun",
+        "ping",
+        "rm",
+        "rustup",
+    ),
+    *("scp", "srun", "ssh", "umask", "wg", "wg-quick"),
+)
 _CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     "cargo": _cargo,
     "gradlane": _gradlane,
@@ -187,5 +203,5 @@ _CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     "pip": _pip,
     "python": _python,
     "torchrun": _torchrun,
-    **dict.fromkeys(("cd", "export", "git", "mpirun", "srun", "rustup", "apt-get"), _elsewhere),
+    **dict.fromkeys(_OF_THE_SYSTEM, _elsewhere),
 }

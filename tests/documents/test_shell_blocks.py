@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,15 @@ def test_there_are_lines_and_spans() -> None:
 @pytest.mark.parametrize(("place", "line"), LINES)
 def test_a_line_is_taken_by_its_program(place: str, line: str) -> None:
     assert (found := refusal_of(line)) is None, f"{place}: {line}: {found}"
+
+
+def test_blocks_are_shell() -> None:
+    if (bash := shutil.which("bash")) is None:
+        pytest.skip("needs bash")
+    for block in all_blocks("sh"):
+        text = block.text.replace("…", "...")
+        done = subprocess.run([bash, "-n"], input=text, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{block.place}: {done.stderr}"
 
 
 def test_commands_within_sentences_are_taken() -> None:

@@ -439,6 +439,9 @@ class Generator:
         if "conv2d_channels_last" in kinds and self.chance(0.3):
             given = {"channels_last": self.chance(0.3)}
             some = self.some_ranks()
+            if some is not None:
+                # It reads gradients, which waits for all where another model began the step.
+                choices.append(d.Action("zero", number, None, {"whose": "optimizer"}))
             choices.append(d.Action("reformat", number, some, given))
             if self.serves:
                 self.strange.add("reformat")

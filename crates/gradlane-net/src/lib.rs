@@ -43,7 +43,7 @@ mod options;
 mod sys;
 
 pub use channel::{Block, Blocks, Channel};
-pub use compute::{StateKind, StateRead, UpdateRule, UpdateRuleError};
+pub use compute::{ResidualSquares, StateKind, StateRead, UpdateRule, UpdateRuleError};
 pub use connect::Listener;
 pub use error::{ChannelError, ChannelFailure};
 pub use gradlane_codec::{AdamOptions, CodecSpecError, SgdOptions, TensorCodec};

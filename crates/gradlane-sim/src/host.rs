@@ -238,7 +238,7 @@ impl Run {
         let tensor = self.channels.tensor(rank, plan.slice(job.slice).tensor);
         let (slice, priority) = (job.slice, Priority(0));
         let subject = Subject::Slice { kind: None, tensor, slice, peer: rank, bytes, priority };
-        self.span(rank, Lane::Reduce, job.step, subject, begin, end);
+        self.span(rank, Lane::of_job(&job.operation), job.step, subject, begin, end);
     }
 
     /// The time of a job, where `copies` ranks stand for one.

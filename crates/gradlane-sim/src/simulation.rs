@@ -7,7 +7,7 @@ use crate::connections::Connections;
 use crate::costs::PACKET_BYTES;
 use crate::error::SimError;
 use crate::event_queue::{EventKind, EventQueue};
-use crate::frames::FrameTable;
+use crate::frame_table::FrameTable;
 use crate::intra_node::{IntraNode, LocalCharges};
 use crate::node::{IoTask, IoThread, Node};
 use crate::nodes::Channels;

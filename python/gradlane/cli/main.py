@@ -26,10 +26,11 @@ from gradlane.cli.options import (
     write_json,
 )
 from gradlane.cli.planning import add_planning
+from gradlane.cli.secret import secret
 from gradlane.cli.serve import serve
 from gradlane.formats.reported import ReportedError
 from gradlane.formats.signals import Terminated, unwind_on_sigterm
-from gradlane.formats.untrusted import escaped_lines
+from gradlane.formats.untrusted import escaped, escaped_lines
 
 app = typer.Typer(
     help="Data-parallel training at the speed of the compute, over networks that are slower.",
@@ -37,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(lab, name="lab")
+app.add_typer(secret, name="secret")
 trace_commands = typer.Typer(help="Timelines of runs.", no_args_is_help=True)
 app.add_typer(trace_commands, name="trace")
 
@@ -66,10 +68,10 @@ def version(json_path: JsonPath = None) -> None:
     from gradlane.formats.provenance import package_versions
 
     versions = package_versions()
-    for name, text in versions.items():
-        typer.echo(f"{name} {text}")
     if json_path is not None:
         write_json(json_path, versions)
+    for name, text in versions.items():
+        typer.echo(f"{name} {text}")
 
 
 @app.command()
@@ -104,6 +106,26 @@ def demo(
 
 add_planning(app)
 app.command()(serve)
+
+
+@app.command()
+def watch(
+    address: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="Of the live page, as the session logs it.")
+    ],
+    once: Annotated[bool, typer.Option("--once", help="Show the state once, and end.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each state as one line of JSON.")
+    ] = False,
+) -> None:
+    """Show a running training, until its session ends or Ctrl-C.
+
+    The session is opened with gradlane.Monitoring(dashboard="HOST:PORT"). The status is 0 if the
+    session closes in order, else 1.
+    """
+    from gradlane.cli.watch import run_watch
+
+    run_watch(address, once=once, as_json=as_json)
 
 
 @app.command()
@@ -160,7 +182,7 @@ def trace_merge(
     timeline = merge([read_chrome(path) for path in files])
     write_chrome(timeline, output)
     for note in timeline.notes:
-        typer.echo(note)
+        typer.echo(escaped(note))
     typer.echo(f"wrote {output}")
 
 
@@ -170,14 +192,16 @@ def report(
     html_path: HtmlPath = None,
 ) -> None:
     """Make an HTML page with plots of a results file."""
+    from gradlane.lab.experiments.findings import Findings
     from gradlane.lab.experiments.presets import is_of_preset, report_from_preset
-    from gradlane.lab.experiments.runs_page import report_from_results
+    from gradlane.lab.experiments.runs_page import report_from_results, text_of_marked
     from gradlane.lab.runs.rows import rows_of
     from gradlane.planning.advice.page import report_from_whatif
 
     content = read_json(results)
     target = html_path or results.with_suffix(".html")
     require_writable(target)
+    note = ""
     if isinstance(content, dict) and "rows" in content and "answers" in content:
         report_from_whatif(content, target)
     elif isinstance(content, list) and is_of_preset(content):
@@ -188,9 +212,15 @@ def report(
 
             write_page(results_of(content), target)
         else:
-            report_from_preset(rows_of(content), target)
+            rows = rows_of(content)
+            report_from_preset(rows, target)
+            note = Findings(rows).note
     else:
-        report_from_results(rows_of(rows_in(content, results)), target)
+        rows = rows_of(rows_in(content, results))
+        report_from_results(rows, target)
+        note = text_of_marked(rows)
+    if note:
+        typer.echo(note)
     typer.echo(f"wrote {target}")
 
 

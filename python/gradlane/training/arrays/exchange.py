@@ -71,7 +71,14 @@ class ArrayExchange:
             if isinstance(error, ctx.core.ChannelError):
                 raise translate_error(ctx.core, error, "spreading rank 0's values") from error
             raise
-        self._watch = ctx.observer.watch(self, self.channel, self)
+        self._watch = ctx.observer.watch(
+            self,
+            self.channel,
+            self,
+            name=meeting.name,
+            tensors=[slot.name for slot in self.slots],
+            codecs=self.codecs,
+        )
         self.has_parted = False
         """Whether every rank has said goodbye."""
         ctx.deadlocks.watch(meeting.name, self, self._on_deadlock)

@@ -284,7 +284,9 @@ class Options:
         Network(), "Addresses, secret, time-outs, frames, buffers and threads."
     )
     checkpoints: Checkpoints = option(Checkpoints(), "Where and when checkpoints are written.")
-    monitoring: Monitoring = option(Monitoring(), "Prometheus, timelines, the line at the end.")
+    monitoring: Monitoring = option(
+        Monitoring(), "Prometheus, a live page, timelines, the line at the end."
+    )
 
     @classmethod
     def of(

@@ -30,8 +30,9 @@ A value out of its range is refused by name. *All ranks* marks options that must
 every rank; a session in which they differ is refused on all of them.
 
 Options of `Rendezvous`, `Network`, `Checkpoints` and `Monitoring` that the program does not give
-are read from their variables: an empty one says no to `pacing` and `summary`, and nothing to the
-others. gradlane warns of a variable that begins with `GRADLANE_` and is unknown.
+are read from their variables: an empty one says no to `pacing` and `summary`, is refused for
+`secret` and `secret_file`, and says nothing to the others. gradlane warns of a variable that begins
+with `GRADLANE_` and is unknown.
 
 `python -m gradlane.training.options.reference` writes this page.
 """

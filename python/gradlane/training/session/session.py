@@ -40,6 +40,7 @@ from gradlane.training.monitoring.tensorboard import ScalarFunction, ScalarWrite
 from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.plans.agreement import PlanArgument
 from gradlane.training.plans.plan import Plan
+from gradlane.training.plans.planning_wing import SchemeChoice
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.serving import ServedStats, Server
 from gradlane.training.session import lifecycle
@@ -235,6 +236,62 @@ class Session:
         return self._models.measure_links(
             window_s=window_s, directions=directions, on_phase=on_phase
         )
+
+    def query(self, *names: str, model: nn.Module | None = None) -> Any:
+        """Read the coordinator's information book: what all ranks know, the same on every rank.
+
+        No rank waits for another. After Poseidon's `Query` (Zhang et al. 2017, table 2).
+
+        Args:
+            names: `job`, `ranks`, `workers`, `servers` (ranks that own slices), `roles` and
+                `addresses` (by rank: `worker`, `server` or `worker and server`; `host:port`, None
+                for one that only talks to its own node), `nodes` (names of their machines),
+                `strategy`, `update`, `model`, `gradient_bytes`, `layers`, `schemes` and `codecs`
+                (in force, by tensor); `rate_bps` and `latency_s` once `probe()` has measured them;
+                or a layer's name, which gives its `Layer`.
+            model: the prepared model; None: the only one.
+
+        Returns:
+            The value of one name, or a tuple of those of several.
+
+        Raises:
+            ValueError: no name is given, or one is unknown.
+            UsageError: the model is not prepared, or this rank only serves.
+        """
+        self._check_open()
+        return self._models.book(model, "query()").query(*names)
+
+    def best_scheme(
+        self,
+        layer: str | int,
+        *,
+        batch_size: int,
+        rule: str = "poseidon",
+        model: nn.Module | None = None,
+    ) -> SchemeChoice:
+        """Return the scheme that moves the fewest numbers for a layer, the same on every rank.
+
+        No rank waits for another, and nothing changes: `prepare(plan="poseidon")` puts schemes in
+        force. After Poseidon's `BestScheme` (Zhang et al. 2017, algorithm 1).
+
+        Args:
+            layer: its name, or its index in `query("layers")`.
+            batch_size: vectors that a worker applies the layer to in a step: its samples, times
+                words or patches where there are any. Give the same on every rank.
+            rule: `poseidon`, the paper's, or `auto`, among all schemes that sessions run.
+            model: the prepared model; None: the only one.
+
+        Returns:
+            `scheme`, `costs` (numbers that the busiest node sends and receives in each scheme that
+            fits, the cheapest first) and `reason`.
+
+        Raises:
+            ValueError: there is no such layer or rule, or the batch is empty.
+            UsageError: the model is not prepared, or this rank only serves.
+        """
+        self._check_open()
+        book = self._models.book(model, "best_scheme()")
+        return book.best_scheme(book.layer(layer), batch_size=batch_size, rule=rule)
 
     def exchange(self, value: Any) -> list[Any]:
         """Exchange a small value with all ranks through the job's store; a collective call.
@@ -617,6 +674,11 @@ class Session:
         """Port that this rank answers Prometheus at, or None."""
         return self._ctx.observer.prometheus_port
 
+    @property
+    def dashboard_url(self) -> str | None:
+        """URL of the live page that this rank serves, or None."""
+        return self._ctx.observer.dashboard_url
+
     def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
         """Return and forget the trace of frames, one list for all models.
 
@@ -708,7 +770,7 @@ class Session:
         if parts and all(part.has_parted for part in parts):
             self._scopes.leave()
         self._store.close()
-        self._write_reports()
+        self._write_reports(f"failed: {errors[0]}" if errors else "closed")
         if errors:
             raise errors[0]
 
@@ -732,7 +794,7 @@ class Session:
             self._scopes.give_up(f"rank {self.rank} gave up: {reason}")
         self._ctx.deadlocks.close()
         self._stop_serving(reason)
-        self._write_reports()
+        self._write_reports(self._ended)
 
     def __enter__(self) -> Session:
         """Return the session itself."""
@@ -772,8 +834,8 @@ class Session:
         exchange = self._arrays.exchange
         return [*self._models.prepared, *([exchange] if exchange is not None else [])]
 
-    def _write_reports(self) -> None:
-        self._ctx.observer.close()
+    def _write_reports(self, ending: str) -> None:
+        self._ctx.observer.close(ending)
         if self._ctx.recorder is not None:
             self._ctx.recorder.write()
 
