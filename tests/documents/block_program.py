@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ class Model(nn.Sequential):
     def __init__(self) -> None:
         """Make it, the same on every rank."""
         torch.manual_seed(0)
-        super().__init__(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+        layers = {"hidden": nn.Linear(8, 16), "relu": nn.ReLU(), "fc": nn.Linear(16, 3)}
+        super().__init__(OrderedDict(layers))
 
 
 class SummaryWriter:
