@@ -120,6 +120,11 @@ def test_a_missing_optional_package_is_named(
     """Without the lab's extras, the message says how to install them."""
     monkeypatch.setitem(sys.modules, "pyroute2", None)
     for name in [name for name in sys.modules if name.startswith("gradlane.lab.")]:
+        # A package keeps its modules as attributes too: those come back with them.
+        parent, _, child = name.rpartition(".")
+        if hasattr(sys.modules[parent], child):
+            monkeypatch.setattr(sys.modules[parent], child, sys.modules[name])
+    for name in [name for name in sys.modules if name.startswith("gradlane.lab.")]:
         monkeypatch.delitem(sys.modules, name)
     status, _, errors = run(monkeypatch, capsys, "lab", "run", "--workload", "resnet50")
     assert status == 1
@@ -231,8 +236,10 @@ MEASURES: dict[str, tuple[str, str, str, Any]] = {
     ),
 }
 """Commands that measure first: the package, what measures, the module that prints, a result."""
-OTHERS = {"lab run", "demo", "probe", "profile", "reproduce", "serve"}
-"""Those whose file is there since their first run (`lab run`, `demo`), or that need other ranks."""
+OTHERS = {"lab run", "demo", "probe", "profile", "reproduce", "serve", "watch"}
+OTHERS |= {"secret new", "secret sign"}
+"""Those whose file is there since their first run (`lab run`, `demo`), or that need other ranks, a
+session or checkpoints."""
 
 
 def test_commands_with_a_file_are_all_known() -> None:

@@ -36,7 +36,6 @@ app = typer.Typer(
     help="Data-parallel training at the speed of the compute, over networks that are slower.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 app.add_typer(lab, name="lab")
 app.add_typer(secret, name="secret")
@@ -78,18 +77,31 @@ def version(json_path: JsonPath = None) -> None:
 @app.command()
 def demo(
     context: typer.Context,
+    workload: Annotated[
+        str | None,
+        typer.Option(help="Train this instead, such as gpt2_small, as in `gradlane lab run`."),
+    ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            help="Rate of every port, such as 1gbit; of a given workload by default one "
+            "at which its gradients take as long as its compute."
+        ),
+    ] = None,
     html_path: HtmlPath = Path("demo.html"),
     json_path: JsonPath = None,
 ) -> None:
     """Train a real model on four emulated nodes, with DDP beside gradlane, in a few minutes."""
+    from gradlane.formats.rates import parse_rate
     from gradlane.lab.cluster.privilege import ensure_namespaces
-    from gradlane.lab.experiments.demo import run_demo
+    from gradlane.lab.experiments.demo import parts_of, run_demo
     from gradlane.report.console import wide_console
 
+    parts = parts_of(workload, None if rate is None else parse_rate(rate))
     require_writable(json_path, html_path)
     unwind_on_sigterm(context)
     ensure_namespaces(sys.argv[1:])
-    run_demo(wide_console(), json_path=json_path, html_path=html_path)
+    run_demo(wide_console(), json_path=json_path, html_path=html_path, parts=parts)
 
 
 add_planning(app)

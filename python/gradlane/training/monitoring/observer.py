@@ -33,7 +33,7 @@ from gradlane.training.monitoring.prometheus import serve, wanted_address
 from gradlane.training.monitoring.residual_norms import ResidualNorms
 from gradlane.training.monitoring.step_timer import StepTimer
 from gradlane.training.monitoring.summary import LateRank, late_ranks, summary_line
-from gradlane.training.monitoring.tensorboard import ScalarLog, ScalarWriter
+from gradlane.training.monitoring.tensorboard import ScalarFunction, ScalarLog, ScalarWriter
 from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.deadlock import Wait
@@ -273,12 +273,12 @@ class Observer:
             for tensor, norm in watch.residuals.read().items()
         }
 
-    def log_to(self, writer: ScalarWriter, every: int) -> None:
+    def log_to(self, writer: ScalarWriter | ScalarFunction, every: int) -> None:
         """Write scalars after every so many training steps of the first model.
 
         Raises:
             ValueError: `every` is below 1.
-            TypeError: the writer has no `add_scalar`.
+            TypeError: the writer is no function and has no `add_scalar`.
         """
         self.add_step_listener(ScalarLog(writer, every, self.metrics).after_step)
 

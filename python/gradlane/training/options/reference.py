@@ -36,13 +36,10 @@ with `GRADLANE_` and is unknown.
 
 `python -m gradlane.training.options.reference` writes this page.
 """
-_TAIL = """
-## Further variables
-
-| variable | meaning |
-| --- | --- |
-| `GRADLANE_SIMD` | Instruction set of the kernels; the best of the machine if absent. |
-"""
+FURTHER_VARIABLES = {
+    "GRADLANE_SIMD": "Instruction set of the kernels; the best of the machine if absent.",
+}
+"""Meanings of the environment variables that give no option."""
 
 
 def options_page() -> str:
@@ -51,7 +48,9 @@ def options_page() -> str:
     for kind in GROUPS.values():
         words = (kind.__doc__ or "").strip()
         parts.append(f"\n## `gradlane.{kind.__name__}`\n\n{words}\n\n{_table(kind)}")
-    return "".join([*parts, _TAIL])
+    parts.append("\n## Further variables\n\n| variable | meaning |\n| --- | --- |\n")
+    parts += [f"| `{name}` | {meaning} |\n" for name, meaning in FURTHER_VARIABLES.items()]
+    return "".join(parts)
 
 
 def _table(options: type[Any]) -> str:

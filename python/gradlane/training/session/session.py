@@ -36,7 +36,7 @@ from gradlane.training.log import log
 from gradlane.training.model.join import Join
 from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
 from gradlane.training.monitoring.metrics import Metrics
-from gradlane.training.monitoring.tensorboard import ScalarWriter
+from gradlane.training.monitoring.tensorboard import ScalarFunction, ScalarWriter
 from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.plans.agreement import PlanArgument
 from gradlane.training.plans.plan import Plan
@@ -650,18 +650,20 @@ class Session:
         """
         return self._ctx.observer.metrics()
 
-    def log_to(self, writer: ScalarWriter, every: int = 10) -> None:
-        """Write scalars for TensorBoard at every n-th training step of the first model.
+    def log_to(self, writer: ScalarWriter | ScalarFunction, every: int = 10) -> None:
+        """Give scalars to a logger at every n-th training step of the first model.
 
         A failing writer is warned of and left out; training goes on.
 
         Args:
-            writer: a `torch.utils.tensorboard.SummaryWriter`, or an object with its `add_scalar`.
+            writer: a function of (values by tag, step), such as `wandb.log` or
+                `mlflow.log_metrics`; a `torch.utils.tensorboard.SummaryWriter`, or an object with
+                its `add_scalar`.
             every: steps between two writes.
 
         Raises:
             ValueError: `every` is below 1.
-            TypeError: the writer has no `add_scalar`.
+            TypeError: the writer is no function and has no `add_scalar`.
             SessionClosedError: the session has ended.
         """
         self._check_open()
