@@ -22,7 +22,7 @@ from gradlane.formats.timeline.spans import Span, Timeline
 from gradlane.training.core import load_core
 from gradlane.training.monitoring.recorded import Mark, rank_path, recorded_timeline
 from tests.command_line import run
-from tests.formats.timeline.test_simulated import assert_double_buffering
+from tests.formats.timeline.test_simulated import check_codec_spans
 from tests.training.model.ranks import run_ranks
 
 STEPS = 4
@@ -133,7 +133,7 @@ def test_encoding_and_decoding_are_in_lanes_of_their_own(tmp_path: Path, strateg
         }
         if strategy == "p3":
             weights = ("0.weight", "1.weight")
-            assert_double_buffering([it for it in timeline.spans if it.name in weights])
+            check_codec_spans([it for it in timeline.spans if it.name in weights])
 
 
 def test_each_step_computes_once_and_in_order(timelines: list[Timeline]) -> None:
