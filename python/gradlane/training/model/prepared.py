@@ -119,7 +119,7 @@ class PreparedModel:
         self._updates = self._make_server_updates()
         self.steps = self._make_steps()
         self.hook_manager.install(self.steps)
-        self.hook_manager.follow(FactorHooks(self._layout.factored, self.steps))
+        self.hook_manager.follow(FactorHooks(self._layout.captured, self.steps))
         if pack is not None:
             self.hook_manager.follow(BufferWatch(pack, self.steps.before_buffers))
         if connected.recording is not None:

@@ -652,11 +652,13 @@ def first_difference(first: dict[str, Any], own: dict[str, Any], rank: int) -> s
         if own["options"].get(name) != value:
             return f"rank 0 has {name}={value!r}, rank {rank} has {own['options'].get(name)!r}"
     for index, (theirs, mine) in enumerate(zip(first["tensors"], own["tensors"], strict=False)):
-        for key in ("name", "shape", "dtype", "stride", "role"):
-            if theirs[key] != mine[key]:
+        for key in ("name", "shape", "dtype", "stride", "role", "scheme"):
+            # Rows without a scheme have the strategy's own.
+            first_value, own_value = (row.get(key, "of the strategy") for row in (theirs, mine))
+            if first_value != own_value:
                 return (
-                    f"tensor {index} ({theirs['name']!r}) has {key} {theirs[key]!r} on rank 0, "
-                    f"but tensor {index} ({mine['name']!r}) has {key} {mine[key]!r} on rank {rank}"
+                    f"tensor {index} ({theirs['name']!r}) has {key} {first_value!r} on rank 0, "
+                    f"but tensor {index} ({mine['name']!r}) has {key} {own_value!r} on rank {rank}"
                 )
     if len(first["tensors"]) != len(own["tensors"]):
         longer = max(first["tensors"], own["tensors"], key=len)

@@ -155,10 +155,11 @@ class Session:
 
         Args:
             model: on CPU or CUDA; parameters f32, f16, bf16, f64 or complex. Frozen parameters are
-                sent once, as they are. Sparse gradients are made dense.
-            optimizer: any of `torch.optim` except LBFGS and SparseAdam; others step whole, see
-                `defer`. With `update="server"` its `state_dict()` and `load_state_dict()` are
-                collective calls, too.
+                sent once, as they are. Gradients of sparse embeddings travel as rows (see
+                `docs/sparse.md`), other sparse ones dense.
+            optimizer: any of `torch.optim` except LBFGS; others step whole, see `defer`. With
+                `update="server"` its `state_dict()` and `load_state_dict()` are collective calls,
+                too.
             defer: True: update parameters as their gradients arrive, which asks for an optimizer
                 that treats each parameter by itself; False: `step()` waits for all gradients and
                 updates there; None: True for optimizers that are known to allow it (those of
@@ -200,7 +201,10 @@ class Session:
 
     @property
     def schemes(self) -> dict[str, str]:
-        """How each trained tensor of the models is aggregated: `ps`, `ring` or `sfb`, by name."""
+        """How each trained tensor of the models is aggregated, by name.
+
+        `ps`, `ring`, `sfb` or `adam`, or `rows` of a sparse gradient.
+        """
         found: dict[str, str] = {}
         for prepared in self._models.prepared:
             found.update(prepared.schemes)
@@ -372,7 +376,8 @@ class Session:
         step. Here the owners of slices add up the squares of what they have reduced: the norm is
         known before the means are everywhere, and each mean is clipped as it arrives, during the
         next forward. The first step that is clipped still waits, and so do other norms than the
-        2-norm, `local="shared"`, stragglers and factors. All ranks clip alike.
+        2-norm, `local="shared"`, stragglers, factors and rows. All ranks
+        clip alike.
 
         Args:
             max_norm: the largest norm that gradients keep.
