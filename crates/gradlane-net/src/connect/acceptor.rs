@@ -4,7 +4,7 @@
 //! joiners are refused with the reason while training goes on. Where many call at once, places are
 //! shared between the networks that they call from, so that one network cannot keep another out.
 
-use crate::connect::handshake::{self, HandshakeError, Identity};
+use crate::connect::handshake::{self, FrameSeals, HandshakeError, Identity};
 use crate::metrics::counters::Metrics;
 use crate::sys::descriptors::ForkTracked;
 use crate::sys::lock;
@@ -29,11 +29,19 @@ const EVICT_AFTER: Duration = Duration::from_secs(1);
 /// Threads of callers, including those that were evicted and are about to end.
 const CALLER_THREADS_MAX: usize = 2 * CALLERS_MAX;
 
+/// A stream after the handshake.
+#[derive(Debug)]
+pub(crate) struct MeshStream {
+    pub(crate) stream: ForkTracked<TcpStream>,
+    /// `None` where frames are not sealed.
+    pub(crate) seals: Option<FrameSeals>,
+}
+
 /// The connections made so far.
 #[derive(Debug, Default)]
 pub(crate) struct MeshState {
     /// By rank, until the mesh takes them.
-    pub(crate) streams: Vec<Option<ForkTracked<TcpStream>>>,
+    pub(crate) streams: Vec<Option<MeshStream>>,
     /// By rank: whether it is connected or about to be.
     pub(crate) taken: Vec<bool>,
     /// A refusal that ends the attempt to connect.
@@ -138,7 +146,7 @@ impl PendingMesh {
     }
 
     /// Adds a connected stream.
-    pub(crate) fn deposit(&self, rank: Rank, stream: ForkTracked<TcpStream>) {
+    pub(crate) fn deposit(&self, rank: Rank, stream: MeshStream) {
         let mut state = lock(&self.state);
         state.taken[rank.index()] = true;
         state.streams[rank.index()] = Some(stream);
@@ -174,9 +182,9 @@ impl PendingMesh {
         match (result, Arc::into_inner(stream)) {
             // An evicted caller was refused already.
             _ if !was_active => {}
-            (Ok((rank, mut reservation)), Some(stream)) => {
+            (Ok((rank, mut reservation, seals)), Some(stream)) => {
                 reservation.kept = true;
-                self.deposit(rank, stream);
+                self.deposit(rank, MeshStream { stream, seals });
             }
             (Ok(_), None) => unreachable!("a removed caller's stream has no other holder"),
             (Err(HandshakeError::Cancelled), _) => {}
