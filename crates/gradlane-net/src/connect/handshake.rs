@@ -67,6 +67,9 @@ pub(crate) enum HandshakeError {
     /// This rank refuses the other side.
     #[error("{}", .0.text)]
     Refused(Reject),
+    /// This rank refuses another one, which has proved that it knows the secret.
+    #[error("{rank} was refused: {}", .reject.text)]
+    RefusedRank { rank: Rank, reject: Reject },
     /// A rank of this job, with its secret, refuses this one.
     #[error("it refused this rank: {}", .0.text)]
     RefusedByPeer(Reject),
@@ -514,7 +517,8 @@ fn accept_sealed<R>(
         return Err(HandshakeError::NotGradlane);
     }
     if let Some(reject) = identity.sealed_mismatch(&preamble, &hello) {
-        return Err(timed.refuse(theirs, reject));
+        timed.refuse(theirs, reject.clone());
+        return Err(HandshakeError::RefusedRank { rank: preamble.caller, reject });
     }
     let (SealedPeer { mut sealer, mut opener, .. }, reply) =
         accepter.reply(&identity.sealed_hello(&preamble)?)?;

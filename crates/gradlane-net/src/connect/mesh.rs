@@ -51,7 +51,7 @@ pub(crate) fn assemble(
     let own = identity.rank;
     let deadline = Instant::now() + options.connect_timeout();
     let system = |error: io::Error| ChannelError::system("cannot start to connect", &error);
-    let pending = Arc::new(PendingMesh::new(identity, Arc::clone(metrics)).map_err(system)?);
+    let pending = Arc::new(PendingMesh::new(identity, peers, Arc::clone(metrics)).map_err(system)?);
     let acceptor = Acceptor::start(&pending, listener.into_socket()).map_err(system)?;
     let mut call_threads = CallThreads { pending: Arc::clone(&pending), threads: Vec::new() };
     for (rank, address) in peers.iter().enumerate().take(own.index()) {
