@@ -114,8 +114,8 @@ impl Costs {
         receive_frame_s: 3.8e-6,
         receive_byte_s: 0.30e-9,
         // Decision 58: sealed and not, in turn, over loopback.
-        seal_byte_s: 0.10e-9,
-        open_byte_s: 0.10e-9,
+        seal_byte_s: 0.14e-9,
+        open_byte_s: 0.14e-9,
         work_s: 54e-6,
         reduce_byte_s: 0.041e-9,
         // Those of 8-bit QSGD; a scenario with another codec says its own.

@@ -156,6 +156,7 @@ type TestPeer = (Arc<MemorySocket>, Option<FrameSeals>);
 
 /// One rank, driven turn by turn.
 struct TestRank {
+    owned: *mut Mutex<Core>,
     core: &'static Mutex<Core>,
     thread: IoThread<'static>,
     shared: Arc<Shared>,
@@ -181,12 +182,14 @@ impl TestRank {
         let links = peers.into_iter().map(|peer| peer.map(link)).collect();
         let driver = Driver::new(options, plan, links, true, shared.clone());
         let Driver { core, mut connections } = driver.expect("a driver");
-        // A thread borrows its core for longer than this value can.
-        let core: &'static Mutex<Core> = Box::leak(Box::new(core));
+        // A thread borrows its core for longer than this value can: `end` frees it.
+        let owned = Box::into_raw(Box::new(core));
+        // SAFETY: it stays until `end`, or for good.
+        let core: &'static Mutex<Core> = unsafe { &*owned };
         let thread = IoThread::new(0, core, connections.remove(0));
         let tensors = plan.tensors.iter().map(|it| vec![0.0; it.spec.numel as usize]).collect();
         let now = Instant::now();
-        TestRank { core, thread, shared, sockets, tensors, now }
+        TestRank { owned, core, thread, shared, sockets, tensors, now }
     }
 
     fn call(&self, input: Input) {
@@ -231,6 +234,14 @@ impl TestRank {
         let reports: Vec<_> = self.sockets.iter().enumerate().filter_map(report).collect();
         self.thread.handle_reports(self.now, sleep, &reports);
         true
+    }
+
+    /// Frees everything, for tests with thousands of ranks.
+    fn end(self) {
+        let TestRank { owned, thread, .. } = self;
+        drop(thread);
+        // SAFETY: it came from `Box::into_raw`, and the thread was the last that borrowed it.
+        drop(unsafe { Box::from_raw(owned) });
     }
 
     fn failure(&self) -> String {
@@ -386,6 +397,7 @@ fn somebody_on_the_path_changes_no_value_of_a_sealed_connection() {
             }
         }
         if step == MEANS.len() {
+            ranks.into_iter().for_each(TestRank::end);
             continue;
         }
         failed += 1;
@@ -398,6 +410,7 @@ fn somebody_on_the_path_changes_no_value_of_a_sealed_connection() {
             let is_known = rank.tensors.iter().flatten().all(|it| known.contains(it));
             assert!(is_known, "case {case}: {change:?} at {at}: {:?}", rank.tensors);
         }
+        ranks.into_iter().for_each(TestRank::end);
     }
     assert!(failed > 0);
 }
