@@ -20,7 +20,7 @@ $(shell printf 'PYTHON ?= %s\nCONSTRAINTS ?= %s\n' '$(PYTHON)' '$(CONSTRAINTS)' 
 	cmp -s $(CHOICE).new $(CHOICE) && rm $(CHOICE).new || mv $(CHOICE).new $(CHOICE))
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml
 
-.PHONY: demo test test-rust test-python test-neon faults lint bench docs format wheels clean build
+.PHONY: demo test test-rust test-python test-neon faults fuzz lint bench docs format wheels clean build
 
 demo: build
 	$(BIN)/gradlane demo
@@ -57,6 +57,12 @@ lint: build
 
 bench: .cache/tools
 	cargo bench -p gradlane-codec --bench kernels -- --json $(CURDIR)/bench.json
+	cargo bench -p gradlane-seal --bench sealing -- --json $(CURDIR)/bench-seal.json
+
+# An hour a target, or FUZZ_S seconds; CI takes a minute each.
+FUZZ_S ?= 3600
+fuzz: .cache/tools
+	bash scripts/fuzz $(FUZZ_S)
 
 # The site, into `site`, which opens without a network. A warning of MkDocs is an error, and tests look
 # for what would come from other hosts.
@@ -96,4 +102,4 @@ $(STAMP): .cache/tools pyproject.toml $(CONSTRAINTS) scripts/make-venv $(CHOICE)
 
 clean:
 	cargo clean
-	rm -rf $(VENV) .cache dist site bench.json demo.html
+	rm -rf $(VENV) .cache dist site bench.json bench-seal.json demo.html

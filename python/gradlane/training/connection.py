@@ -255,6 +255,8 @@ def _channel_options(
         "low_water_bytes": options.network.low_water_bytes,
         "send_buffer_bytes": options.network.send_buffer_bytes,
         "pacing": options.network.pacing,
+        # A secret that rank 0 has left in the store is no secret.
+        "seal": options.network.seal and ctx.secret is not None,
         "receive_buffer_bytes": 0,
         "work_depth": max(2, 2 * work_threads),
         "work_threads": work_threads,

@@ -106,6 +106,12 @@ class Network(OptionGroup):
         "Hold each connection to its part of the rate that this rank's port has carried, so that "
         "no queue of the network overflows.",
     )
+    seal: bool = option(
+        True,
+        "Encrypt and authenticate all that ranks send each other, where the user has given a "
+        "secret; False: the secret is proved when they connect, and then bytes go in the clear.",
+        agreed=True,
+    )
     work_threads: int | None = option(
         None,
         "Threads that add gradients up; 0: the threads that drive the sockets do. If absent, as "

@@ -545,7 +545,7 @@ class RendezvousScope:
 
     def exchange_addresses(
         self, host: str, port: int, ranks: Sequence[int] | None = None
-    ) -> list[str]:
+    ) -> tuple[list[str], list[str]]:
         """Publish this rank's address and return all ranks', as `host:port`.
 
         Args:
@@ -553,17 +553,25 @@ class RendezvousScope:
             port: this rank's.
             ranks: of the channel, in the order of the result; None: all.
 
+        Returns:
+            The addresses to call, and those as published, whose hosts may be names. What this rank
+            has published is not read back: whoever changes it in the store changes it for others.
+
         Raises:
             RendezvousError: a rank did not appear, or published what cannot be reached from here.
             RanksDifferError: a rank that is to serve cannot.
         """
         node = node_name()
-        own = {"host": host, "port": port, "node": node, "machine": machine_name()}
+        own: dict[str, Any] = {"host": host, "port": port, "node": node, "machine": machine_name()}
         self.put(f"address/{self.rank_info.rank}", json.dumps(own))
         peers = []
         everyone = range(self.rank_info.world_size) if ranks is None else ranks
-        published = self.get_all({rank: f"address/{rank}" for rank in everyone})
-        for rank, peer in zip(everyone, map(json.loads, published), strict=True):
+        found = self.get_all({rank: f"address/{rank}" for rank in everyone})
+        rows = [
+            own if rank == self.rank_info.rank else json.loads(row)
+            for rank, row in zip(everyone, found, strict=True)
+        ]
+        for rank, peer in zip(everyone, rows, strict=True):
             if "refused" in peer:
                 raise RanksDifferError(f"rank {rank} cannot serve: {peer['refused']}")
             if addresses.is_loopback(peer["host"]) and peer["node"] != node:
@@ -581,7 +589,7 @@ class RendezvousScope:
                 ) from error
             if peer.get("machine", own["machine"]) != own["machine"]:
                 self._warn_without_secret(rank)
-        return peers
+        return peers, [addresses.endpoint(row["host"], row["port"]) for row in rows]
 
     def _warn_without_secret(self, rank: int) -> None:
         """Warn on rank 0, once a start, that a rank elsewhere is reached without a secret."""
