@@ -133,6 +133,7 @@ STAND_INS: dict[str, Callable[[Names], Any]] = {
     "loss_fn": lambda _: nn.functional.cross_entropy,
     "model": lambda _: Model(),
     "module": _lightning_module,
+    "nn": lambda _: nn,
     "optimizer": lambda names: torch.optim.SGD(names["model"].parameters(), lr=0.1),
     "os": lambda _: os,
     "parameters": lambda _: {
