@@ -30,8 +30,8 @@ test: test-rust test-python
 test-rust: .cache/tools
 	cargo test --workspace --exclude gradlane-py
 
-# Two files at a time: much of what tests do is waiting for others. `TEST_JOBS=0` runs one after another.
-TEST_JOBS ?= 2
+# Three files at a time: much of what tests do is waiting for others. `TEST_JOBS=0` runs one after another.
+TEST_JOBS ?= 3
 test-python: build
 	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile
 
