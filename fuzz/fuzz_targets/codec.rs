@@ -13,6 +13,8 @@ const TEXTS: &[&str] = &[
     "onebit",
     "onebit:bucket=64",
     "onebit:bucket=tensor",
+    "onebit:packing=cntk",
+    "onebit:bucket=64,packing=cntk",
     "qsgd:bits=2",
     "qsgd:bits=4",
     "qsgd:bits=8,levels=uniform",

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradlane.training.core import load_codecs
+from gradlane.training.options.codec_choice import local_clip
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +35,17 @@ class Codec:
             (`onebit` by columns).
 
     Raises:
-        ValueError: the text names no codec; the message lists valid ones.
+        ValueError: the text names no codec, and the message lists valid ones; or it has `clip`,
+            which sessions and DDP's hook apply to all gradients together.
     """
 
     def __init__(self, spec: str, shape: Sequence[int] = ()) -> None:
         self._codec = load_codecs().Codec(spec, list(shape))
+        if local_clip(spec):
+            raise ValueError(
+                f"codec {spec!r} by itself clips nothing: the norm is that of all gradients of a "
+                "rank, of which it sees a part; leave clip out and scale the gradients before"
+            )
         self.spec: str = self._codec.spec
         """The canonical text."""
         self.granule: int = self._codec.granule

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -116,3 +117,54 @@ def test_what_is_wrong_is_said() -> None:
         codec.decode(np.zeros(3, dtype=np.uint8), 8)
     with pytest.raises(ValueError, match="neither a rank"):
         codec.encode(torch.zeros(8), leg=-2)
+
+
+def cntk_column(values: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.uint32], list[float]]:
+    """Quantize a column as CNTK does (`ColumnQuantizer.h`, one bit, zero as its threshold).
+
+    Returns:
+        The words, and what bits 0 and 1 stand for.
+    """
+    plus = values >= 0.0
+    mean0 = float(values[~plus].sum()) / max(int((~plus).sum()), 1)
+    mean1 = float(values[plus].sum()) / max(int(plus.sum()), 1)
+    middle = 0.5 * (mean0 + mean1)
+    radius = 2.0 * (mean1 - middle)
+    lower, upper = middle - radius, middle + radius
+    # A bit b stands for the middle of the b-th half of the range.
+    levels = [lower + (b + 0.5) * (upper - lower) / 2.0 for b in (0, 1)]
+    words = np.zeros(-(-len(values) // 32), np.uint32)
+    for index, bit in enumerate(plus):
+        words[index % len(words)] |= np.uint32(bit) << np.uint32(index // len(words))
+    return words, levels
+
+
+@pytest.mark.parametrize("rows", [1, 3, 31, 32, 33, 64, 65, 1_100, 4_096])
+@pytest.mark.parametrize("packing", ["bytes", "cntk"])
+def test_onebit_by_columns_is_cntks(rows: int, packing: str) -> None:
+    """Values are CNTK's in either packing; its own has its words, too, of 32 bits a column."""
+    codec = Codec(f"onebit:packing={packing}", (5, rows))
+    column_bytes = 8 + (-(-rows // 8) if packing == "bytes" else 4 * -(-rows // 32))
+    assert codec.wire_bytes_max(5 * rows) == 5 * column_bytes
+    residual = np.zeros((5, rows), np.float32)
+    for step in range(3):
+        values = gradient(5 * rows, step).numpy().reshape(5, rows) + np.float32(0.2)
+        wanted = values + residual
+        wire = codec.encode(values, residual=residual)
+        assert isinstance(wire, np.ndarray)
+        decoded = codec.decode(wire, 5 * rows)
+        assert isinstance(decoded, np.ndarray)
+        for column, own in enumerate(wire.reshape(5, column_bytes)):
+            words, levels = cntk_column(wanted[column])
+            expected = np.where(wanted[column] >= 0.0, levels[1], levels[0])
+            np.testing.assert_allclose(decoded.reshape(5, rows)[column], expected, rtol=1e-5)
+            np.testing.assert_allclose(
+                residual[column], wanted[column] - expected, rtol=1e-4, atol=1e-5
+            )
+            if packing == "cntk":
+                assert np.array_equal(own[8:].view("<u4"), words)
+
+
+def test_a_codec_by_itself_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(ValueError, match="of which it sees a part"):
+        Codec("dgc:clip=1")

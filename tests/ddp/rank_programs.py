@@ -18,6 +18,9 @@ import gradlane.ddp
 from gradlane.lab.accuracy.exchange import Exchange
 from gradlane.lab.runs.communication import mean_in_rank_order
 from gradlane.lab.runs.ddp_hooks import register_hook
+from tests.dgc_oracle import DgcOracle
+
+DGC_RATE = 0.02
 
 
 def make_model(seed: int = 0) -> nn.Sequential:
@@ -288,6 +291,40 @@ def train_with_momentum(store: Store, rank: int, world_size: int, job: str) -> l
     return said
 
 
+def train_by_dgc(
+    store: Store, rank: int, world_size: int, job: str, *, spec: str, steps: int
+) -> list[torch.Tensor]:
+    """Train under DDP with the hook's `dgc`, several buckets a step, and return the parameters."""
+    with _Group(store, rank, world_size, job):
+        model = make_model()
+        ddp = _wrapped(model)
+        state, hook = gradlane.ddp.ddp_hook(spec, model=ddp)
+        ddp.register_comm_hook(state, hook)
+        _train(ddp, rank, 0, steps, DGC_RATE)
+        state.close()
+        del ddp
+    return [one.detach().clone() for one in model.parameters()]
+
+
+def train_by_oracle(world_size: int, dgc: DgcOracle, steps: int) -> list[torch.Tensor]:
+    """Do the same in one process, by the oracle."""
+    model = make_model()
+    parameters = list(model.parameters())
+    for step in range(steps):
+        gradients = []
+        for rank in range(world_size):
+            inputs, targets = _batch(rank, step)
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            gradients.append(
+                [one.flatten().numpy() for one in torch.autograd.grad(loss, parameters)]
+            )
+        means = dgc.step(step, gradients, [0.0] * len(parameters))
+        with torch.no_grad():
+            for one, mean in zip(parameters, means, strict=True):
+                one.sub_(DGC_RATE * torch.from_numpy(mean).view_as(one))
+    return [one.detach().clone() for one in parameters]
+
+
 def train_in_lab(
     store: Store, rank: int, world_size: int, job: str, *, hooks: list[str]
 ) -> list[str]:
@@ -322,3 +359,13 @@ def emulate(spec: str, *, workers: int, steps: int, lr: float = 0.05) -> str:
         optimizer.step()
     torch.set_num_threads(threads)
     return _digest(model)
+
+
+def refusal_of(store: Store, rank: int, world_size: int, job: str, *, spec: str) -> str:
+    """Return what is said of a codec that the hook refuses."""
+    with _Group(store, rank, world_size, job):
+        try:
+            gradlane.ddp.ddp_hook(spec)
+        except ValueError as error:
+            return str(error)
+    return ""

@@ -14,7 +14,8 @@ from gradlane.ddp.residuals import Residuals
 from gradlane.lab.runs.strategy import parse_strategies, parse_strategy
 from gradlane.training.options.codec_choice import smallest_encoded
 from tests.built import needs_core
-from tests.ddp.rank_programs import emulate, make_model
+from tests.ddp.rank_programs import emulate, make_model, train_by_oracle
+from tests.dgc_oracle import DgcOracle
 from tests.training.model.pool import FirstRanks, RankPool
 
 pytestmark = needs_core
@@ -183,6 +184,26 @@ def test_momentum_is_applied_once(pool: FirstRanks) -> None:
         assert "group 0 of the optimizer (SGD) has momentum=0.9, and codec 'dgc:" in sgd
         assert "group 0 of the optimizer (AdamW) has betas=(0.9, 0.999), and codec 'dgc:" in adamw
         assert "group 0 of the optimizer (SGD) has momentum=0.95, and codec 'dgc:" in cycled
+
+
+def test_dgc_is_the_papers(pool: FirstRanks) -> None:
+    """All five techniques, over several buckets a step, whose norm is taken together."""
+    steps = 24
+    options: dict[str, Any] = {"ratio": 0.02, "momentum": 0.9, "clip": 0.4, "warmup": 8}
+    spec = "dgc:" + ",".join(f"{name}={value}" for name, value in options.items())
+    sizes = [one.numel() for one in make_model().parameters()]
+    expected = train_by_oracle(3, DgcOracle(sizes, ranks=3, **options), steps)
+    unclipped = train_by_oracle(3, DgcOracle(sizes, ranks=3, **{**options, "clip": 1e9}), steps)
+    assert (expected[2] - unclipped[2]).abs().max() > 0.004, "the clip binds"
+    for found in pool.run(f"{PROGRAMS}:train_by_dgc", ranks=3, spec=spec, steps=steps):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_options_of_codecs_that_mean_nothing_to_a_hook_are_refused(pool: FirstRanks) -> None:
+    for spec in ("qsgd:ring=integer", "dgc:ratio=0.01,broadcast_ratio=0.02"):
+        for said in pool.run(f"{PROGRAMS}:refusal_of", ranks=2, spec=spec):
+            assert "leave it out" in said and spec in said
 
 
 def test_the_lab_names_hooks_of_ddp() -> None:

@@ -116,7 +116,7 @@ def test_strategies_are_parsed() -> None:
     own = [strategy.slice_elems(None) for strategy in strategies]
     assert own == [None] * 4 + [50_000, None, 16_384]
     assert strategies[-1].slice_elems(None, encoded=True) == 65_536
-    assert [strategy.slice_elems(7) for strategy in strategies] == [None] * 4 + [7, None, 7]
+    assert [strategy.slice_elems(7) for strategy in strategies] == [None] * 4 + [7, 7, 7]
     assert [strategy.sums_in_rank_order for strategy in strategies] == [0, 0, 0, 1, 1, 1, 0]
 
 
@@ -155,6 +155,14 @@ def test_wrong_strategies_are_refused(text: str, message: str) -> None:
         ({"profile_path": "/nowhere/profile.json"}, "/nowhere"),
         ({"strategies": []}, "strategy"),
         ({"trace_path": Path("t.json")}, "these are 0"),
+        ({"slice_elems": 9}, "--slice-elems has no effect without one of gradlane's strategies"),
+        ({"codec": "qsgd"}, r"--codec has no effect .* ddp-gloo\+CODEC"),
+        ({"servers": 2}, "--servers has no effect"),
+        ({"servers": 2, "strategies": parse_strategies("ring")}, "which has no servers"),
+        (
+            {"codec": "qsgd:ring=integer", "strategies": parse_strategies("p3")},
+            "ring=integer is how one adds up",
+        ),
         ({"trace_path": Path("t.json"), "strategies": parse_strategies("p3,wfbp")}, "these are 2"),
     ],
 )
@@ -180,6 +188,17 @@ def row(strategy: str, repeat: int, step_s: float, **change: Any) -> Row:
         "cpu_share": 0.25,
     }
     return Row(**{**values, **change})
+
+
+def test_a_rule_for_stragglers_needs_a_strategy_that_knows_it() -> None:
+    with pytest.raises(ValueError, match="--stragglers drop has no effect"):
+        with_rules(parse_strategies("none,ddp-gloo:25"), "drop")
+
+
+def test_the_size_from_which_on_kvstore_splits_stands_in_rows() -> None:
+    (kvstore,) = parse_strategies("kvstore")
+    assert kvstore.slice_elems(None) is None
+    assert kvstore.slice_elems(5_000) == 5_000
 
 
 def test_ratios_are_taken_within_a_repeat_against_the_best_ddp() -> None:

@@ -30,7 +30,9 @@ use thiserror::Error;
 pub use memory::{narrow, widen};
 pub use qsgd::IntegerSums;
 pub(crate) use spec::Options;
-pub use spec::{Bucket, CodecSpec, CodecSpecError, Levels, Method, Norm, QsgdOptions, RingSums};
+pub use spec::{
+    Bucket, CodecSpec, CodecSpecError, Levels, Method, Norm, Packing, QsgdOptions, RingSums,
+};
 
 use crate::sparse::{Dgc, SparseError, Topk};
 use crate::Variant;
@@ -189,8 +191,9 @@ pub fn build(spec: &CodecSpec, shape: &TensorShape) -> Arc<dyn Codec> {
 pub fn build_with(variant: Variant, spec: &CodecSpec, shape: &TensorShape) -> Arc<dyn Codec> {
     match &spec.method {
         Method::F32 | Method::Bf16 | Method::F16 => Arc::new(cast::Cast::new(variant, spec)),
-        Method::OneBit(bucket) => {
-            Arc::new(Bucketed::new(variant, spec, bucket.elements(shape), onebit::OneBit))
+        Method::OneBit(bucket, packing) => {
+            let quantizer = onebit::OneBit::new(*packing);
+            Arc::new(Bucketed::new(variant, spec, bucket.elements(shape), quantizer))
         }
         Method::Qsgd(options) => {
             let quantizer = qsgd::Qsgd::new(*options);

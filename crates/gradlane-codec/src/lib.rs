@@ -41,7 +41,7 @@ pub use adam::{
 };
 pub use encode::{
     build, build_with, narrow, widen, Bucket, Codec, CodecSpec, CodecSpecError, DecodeError,
-    IntegerSums, Levels, Method, Norm, Place, QsgdOptions, RingSums, TensorShape,
+    IntegerSums, Levels, Method, Norm, Packing, Place, QsgdOptions, RingSums, TensorShape,
 };
 pub use float_dtype::FloatDtype;
 pub use reduce::{reduce_mean, reduce_mean_slices, reduce_mean_with, Buffer, Mean, ReduceError};

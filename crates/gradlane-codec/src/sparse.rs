@@ -2,8 +2,7 @@
 //!
 //! `topk` sends the largest of values and residual (Aji and Heafield 2017). `dgc` is deep gradient
 //! compression (Lin et al. 2018): momentum is taken before the selection, an element that was sent
-//! begins without momentum, gradients are clipped before they are added, and the first steps send
-//! more. What always holds:
+//! begins without momentum, and the first steps send more. What always holds:
 //!
 //! - The selection is exact: the `ratio` of the elements that are encoded at once, rounded up, and of
 //!   equal magnitudes those that come first. A cut into slices is part of the result.

@@ -253,6 +253,7 @@ fn ratios_are_those_of_the_layouts() {
         ("qsgd:bits=16", 4.0 * 8192.0 / (4.0 + 16384.0)),
         ("onebit:bucket=64", 16.0),
         ("onebit", 4.0 * 1000.0 / (8.0 + 125.0)),
+        ("onebit:packing=cntk", 4.0 * 1000.0 / (8.0 + 128.0)),
         ("int8", 4.0 * 512.0 / (8.0 + 512.0)),
     ] {
         assert!((ratio(text) / expected - 1.0).abs() < 1e-4, "{text}: {}", ratio(text));

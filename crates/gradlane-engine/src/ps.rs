@@ -253,6 +253,8 @@ impl ParameterServer {
         let expected = self.expected_step(cx, from, header)?;
         let has_body = !header.flags.contains(FrameFlags::ABSENT);
         let what = || cx.describe(header);
+        // A push that is applied alone is like no other.
+        let is_async = cx.plan.is_async(header.step);
         let owned = self.owner.get_mut(header.slice).ok_or("not owned")?;
         if expected != header.step || owned.is_reducing() || !contributes {
             let state = if owned.is_reducing() { "reduces" } else { "collects for" };
@@ -263,7 +265,7 @@ impl ParameterServer {
             let offset = header.offset;
             return violation(format!("{} at offset {offset} after {arrived} bytes", what()));
         }
-        if has_body && !owned.accepts_form(header.form) {
+        if has_body && !is_async && !owned.accepts_form(header.form) {
             let form = header.form;
             return violation(format!("{} as {form:?}, unlike other contributions", what()));
         }

@@ -128,12 +128,23 @@ proptest! {
 
 #[test]
 fn large_tensors_are_split_over_all_servers_by_kvstore() {
-    let plan = plan(&[2_000_001, 10], "kvstore", 1, 4);
+    let specs = common::tensors(&[2_000_001, 10]);
+    let strategy = Strategy::named("kvstore", None, 7).expect("a strategy");
+    let plan = Plan::build(specs, strategy, Update::Worker, 4).expect("a plan");
     let owners: Vec<u32> = plan.slices.iter().map(|slice| slice.owner.0).collect();
     assert_eq!(owners[..4], [0, 1, 2, 3]);
     let lengths: Vec<u64> = plan.slices.iter().map(|slice| slice.length).collect();
     assert_eq!(lengths.iter().sum::<u64>(), 2_000_011);
     assert!(lengths[..4].iter().all(|&length| length == 500_000 || length == 500_001));
+}
+
+#[test]
+fn the_size_from_which_on_tensors_are_split_can_be_set() {
+    for name in ["kvstore", "deferred-pull"] {
+        let plan = plan(&[100, 99], name, 100, 4);
+        let lengths: Vec<u64> = plan.slices.iter().map(|slice| slice.length).collect();
+        assert_eq!(lengths, [25, 25, 25, 25, 99], "{name}");
+    }
 }
 
 #[test]

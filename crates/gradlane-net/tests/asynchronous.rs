@@ -2,12 +2,15 @@
 //! do not tear, an end that waits for everybody.
 
 mod support;
+#[path = "support/encoded.rs"]
+mod support_encoded;
 
 use gradlane_engine::Update;
 use gradlane_net::{Channel, SgdOptions, UpdateRule};
 use gradlane_units::{Dtype, Step, TensorId};
 use std::time::Duration;
 use support::{deadline, each_rank, never, plan_for, tensor, world, Tensor, TEST_TIMEOUT};
+use support_encoded::plan_encoded;
 
 const NUMELS: [u64; 3] = [40_000, 3, 2_500];
 
@@ -40,10 +43,21 @@ fn step(channel: &Channel, number: u64, value: Option<f32>) {
 
 #[test]
 fn every_push_counts_once_and_ranks_end_alike_after_steps_of_their_own() {
+    counts_every_push_once("f32");
+}
+
+/// Codecs that lose nothing of powers of two, of a fixed and of a varying size.
+#[test]
+fn every_encoded_push_counts_once() {
+    counts_every_push_once("bf16");
+    counts_every_push_once("topk:ratio=1");
+}
+
+fn counts_every_push_once(codec: &str) {
     const STEPS: [u64; 3] = [40, 3, 17];
     let specs = NUMELS.iter().enumerate();
     let specs = specs.map(|(index, &numel)| tensor(&format!("t{index}"), numel, Dtype::F32));
-    let plan = plan_for(specs.collect(), "asgd", 900, 3, Update::Server);
+    let plan = plan_encoded(specs.collect(), codec, "asgd", 900, 3, Update::Server);
     let slices: u64 = NUMELS.iter().map(|numel| numel.div_ceil(900)).sum();
     let channels = world(3, &plan);
     let pulled = std::sync::Arc::new(std::sync::Barrier::new(3));

@@ -17,7 +17,13 @@ from gradlane.planning.planner.search import candidate_count
 from gradlane.planning.schemes.costs import SCHEMES
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.profiles import Profile
-from gradlane.training.options.codec_choice import RAW, check_codecs, codec_rules, rules_text
+from gradlane.training.options.codec_choice import (
+    RAW,
+    check_codecs,
+    codec_rules,
+    rules_text,
+    unused_codec_option,
+)
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.settings import ClusterFacts, Settings
 
@@ -56,6 +62,15 @@ def run_plan(
         raise ValueError(f"budget-s is {budget_s}; give a number of seconds above 0")
     rules = codec_rules(codec)
     check_codecs(rules)
+    # With a codec no plan changes between servers and a ring.
+    unused = unused_codec_option(rules, has_ring=False, encodes_means=facts.update == "worker")
+    if unused:
+        raise ValueError(unused)
+    if any_rounding and rule != "auto":
+        raise ValueError(
+            f"any-rounding has no effect with plan {rule}, whose rule says the scheme of each "
+            "layer: leave it out, or use plan auto"
+        )
     base = Settings() if rules == RAW else Settings(codec=rules_text(rules))
     coordinator = Coordinator(
         profile, facts, base=base, rule=rule, costs=costs, any_rounding=any_rounding

@@ -24,6 +24,7 @@ from gradlane.planning.advice.advice import (
 )
 from gradlane.planning.advice.causes import find_cause, limit_beyond_link
 from gradlane.planning.advice.pictures import Picture, clusters_with_pictures, picture_of
+from gradlane.planning.simulation.effects import check_effects
 from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.scenarios import FORMULAS, Cluster, run_scenario, scenario_of
@@ -71,6 +72,14 @@ def run_whatif(
     Raises:
         ValueError: a combination makes no sense, or several are to have one timeline.
     """
+    check_effects(
+        strategies,
+        base,
+        topologies=topologies,
+        ranks_per_node=ranks_per_node,
+        codecs=codecs,
+        rules=rules,
+    )
     clusters = clusters_of(
         workers=workers,
         rates_bps=rates_bps,

@@ -7,7 +7,7 @@ of backward, as always. All ranks get the same bits.
 # Annotations are evaluated here: DDP compares those of a communication hook with its own types.
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,13 +21,21 @@ from gradlane.ddp.parameters import UNNAMED, BucketParameters
 from gradlane.ddp.pipeline import Pipeline
 from gradlane.ddp.residuals import OwnerKey, Residuals
 from gradlane.ddp.routes import BucketExchange, GatherRoute, Peers, Route, ShardCodec, ShardRoute
+from gradlane.training.model.local_clipping import clip_together
 from gradlane.training.model.optimizers import gradlane_hook
+from gradlane.training.options.codec_choice import (
+    check_codecs,
+    is_sparse,
+    local_clip,
+    local_limit,
+    unused_codec_option,
+    without_clip,
+)
 from gradlane.training.options.momentum import check_momentum, keeps_momentum
 
 FORMAT = 1
 """Format version of a state dict."""
 ROUTES = ("auto", "gather", "shards")
-SPARSE = ("topk", "dgc")
 
 Hook = Callable[
     ["HookState", dist.GradBucket],  # type: ignore[name-defined]
@@ -64,24 +72,31 @@ class HookState:
             raise ValueError(f"small_elems is {small_elems}, but must be at least 0")
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed is {seed}, but must be a number of 64 bits")
-        codec = Codec(_with_feedback(spec, error_feedback))
-        self.spec = codec.spec
+        spec = _with_feedback(spec, error_feedback)
+        overrides = {name: _with_feedback(text, error_feedback) for name, text in codecs.items()}
+        check_codecs((*overrides.items(), ("*", spec)))
+        codec = Codec(without_clip(spec))
+        self.spec = codec.spec.replace("clip=0,", f"clip={local_clip(spec):g},")
         self.seed = seed
         self.step = 0
         self._parameters = BucketParameters(
-            self.spec,
+            codec.spec,
             names=() if model is None else _unwrap(model).named_parameters(),
-            overrides={name: _with_feedback(text, error_feedback) for name, text in codecs.items()},
+            overrides={name: without_clip(text) for name, text in overrides.items()},
             small_elems=small_elems,
         )
         peers = _peers(group)
         self.route = _choose_route(route, codec, peers.world_size)
+        _check_used((*overrides.values(), spec), self.route)
         self._residuals = Residuals(peers.world_size)
         self._shard_codec = ShardCodec(peers, self._residuals, seed)
         self._routes: dict[tuple[int, ...], Route] = {}
         self._pipeline = Pipeline()
-        texts = [self.spec, *codecs.values()]
-        keeps = any(keeps_momentum(Codec(text).spec) for text in texts)
+        texts = [spec, *overrides.values()]
+        self._local_limit = local_limit(texts, peers.world_size)
+        self._held: list[tuple[Route, BucketExchange]] = []
+        """Buckets of this step that wait for the norm of all."""
+        keeps = any(keeps_momentum(Codec(without_clip(text)).spec) for text in texts)
         self._watch = _watch_momentum(self._parameters) if keeps else None
 
     @property
@@ -114,7 +129,18 @@ class HookState:
         exchange = BucketExchange(values, target, self.step)
         if bucket.is_last():
             self.step += 1
-        return self._pipeline.submit(route, exchange)
+        if not self._local_limit:
+            return self._pipeline.submit(route, exchange)
+        if bucket.index() == 0:
+            # A backward that was broken off has left some.
+            self._held.clear()
+        self._held.append((route, exchange))
+        if bucket.is_last():
+            held, self._held = self._held, []
+            clip_together([one.values for _, one in held], self._local_limit)
+            for held_route, one in held:
+                self._pipeline.submit(held_route, one)
+        return exchange.done
 
     def _route_of(self, parts: tuple[BucketParameter, ...]) -> Route:
         """Return the route of a bucket; buckets that it replaces are dropped."""
@@ -232,7 +258,8 @@ def ddp_hook(
             up a part and sends the mean encoded again, which is fewer bytes from three ranks on;
             `"auto"`: `gather` for two ranks and for sparse codecs, else `shards`.
         small_elems: parameters with fewer elements stay f32. None: if the model is given, as many
-            as leave more than 99 % of all elements encoded; else none.
+            as leave more than 99 % of all elements encoded, or, of `topk` and `dgc`, those of a
+            single value; else none.
         codecs: codecs by patterns of parameter names, such as `{"*.bias": "f32"}`; needs `model`.
         model: the model, wrapped or not, for the names of parameters.
         group: the process group that DDP averages over; None: the default one.
@@ -305,12 +332,24 @@ def _peers(group: dist.ProcessGroup | None) -> Peers:
     return Peers(dist.get_rank(group), len(ranks), open_leg(), open_leg())
 
 
+def _check_used(codecs: Iterable[str], route: str) -> None:
+    """Check that no codec has an option that means nothing here.
+
+    Raises:
+        ValueError: one has.
+    """
+    for codec in codecs:
+        unused = unused_codec_option(codec, has_ring=False, encodes_means=route != "gather")
+        if unused:
+            raise ValueError(unused)
+
+
 def _choose_route(route: str, codec: Codec, world_size: int) -> str:
-    is_sparse = codec.name in SPARSE
+    sparse = is_sparse(codec.spec)
     if route == "auto":
         # The sum of sparse gradients is less sparse: a second leg would save nothing or lose more.
-        return "gather" if is_sparse or world_size <= 2 else "shards"
-    if route == "shards" and is_sparse:
+        return "gather" if sparse or world_size <= 2 else "shards"
+    if route == "shards" and sparse:
         warnings.warn(
             f"{codec.name} over shards drops again from the mean what does not fit its ratio",
             stacklevel=4,

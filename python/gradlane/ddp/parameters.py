@@ -13,7 +13,7 @@ import torch
 
 from gradlane.codecs import Codec
 from gradlane.ddp.layout import BucketParameter
-from gradlane.training.options.codec_choice import smallest_encoded
+from gradlane.training.options.codec_choice import smallest_for
 from gradlane.training.options.momentum import keeps_momentum
 
 UNNAMED = "parameter "
@@ -37,8 +37,8 @@ class BucketParameters:
             spec: codec of the others.
             names: parameters and their names, in the model's order; may be empty.
             overrides: codecs by patterns of names; the first match counts.
-            small_elems: parameters with fewer elements stay f32; None: the 99 % rule if the
-                parameters are known in advance, else 0.
+            small_elems: parameters with fewer elements stay f32; None: the codec's rule
+                (`smallest_for`) if the parameters are known in advance, else 0.
 
         Raises:
             ValueError: a text names no codec, or patterns are given without names.
@@ -56,7 +56,7 @@ class BucketParameters:
         if self._overrides and not known:
             raise ValueError("codecs by name need the model: ddp_hook(..., model=model)")
         self.small_elems = (
-            smallest_encoded(one.numel() for _, one in known)
+            smallest_for(spec, (one.numel() for _, one in known))
             if small_elems is None
             else small_elems
         )

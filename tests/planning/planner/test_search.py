@@ -205,7 +205,8 @@ def test_settings_are_those_of_a_session() -> None:
     assert settings.applied_to(Options.of(**keywords_of(seed=7))) == options
     # One's own slice size is the same setting whether it is written or not.
     assert Settings(slice_elems=50_000) == Settings()
-    assert Settings(strategy="kvstore", slice_elems=9) == Settings(strategy="kvstore")
+    # Of kvstore it is the size from which on tensors are split, and has no other way in.
+    assert Settings(strategy="kvstore", slice_elems=9).slice_elems_in_force == 9
 
 
 def run_command(

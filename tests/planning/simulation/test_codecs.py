@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gradlane.lab.workloads.codec_error import largest_error, mean_error
 from gradlane.planning.planner.coordinator import Coordinator
-from gradlane.planning.simulation.codec_costs import USUAL_COSTS, CodecCost, cost_of, measure_cost
+from gradlane.planning.simulation.codec_costs import (
+    USUAL_COSTS,
+    CodecCost,
+    codecs_in,
+    cost_of,
+    measure_cost,
+    wire_bytes,
+)
 from gradlane.planning.simulation.costs import CostsError, MachineCosts, read_costs
 from gradlane.planning.simulation.grid import clusters_of, evaluate
-from gradlane.planning.simulation.profiles import Profile, ProfileTensor
+from gradlane.planning.simulation.profiles import Profile, ProfileTensor, synthetic_profile
 from gradlane.planning.simulation.scenarios import Cluster, scenario_of
+from gradlane.training.options.codec_choice import codec_rules
 from gradlane.training.options.options import Options
 from gradlane.training.plans.plan import PlanError, parse_plan, read_plan
 from gradlane.training.plans.settings import ClusterFacts, Settings
@@ -57,6 +66,33 @@ def test_rows_name_their_codec_and_take_fewer_bytes() -> None:
     assert raw.bound_step_s / eight.bound_step_s == pytest.approx(3.97, rel=0.06)
     assert raw.step_s / eight.step_s > 3.0
     assert four.step_s < eight.step_s
+
+
+def sent_mib(model: str, codec: Any) -> float:
+    """Return the encoded gradient of a model in MiB."""
+    profile = synthetic_profile(model)
+    return sum(wire_bytes(profile, codecs_in(profile, codec_rules(codec)))) / 2**20
+
+
+def test_dgc_sends_a_600th_of_resnet_50() -> None:
+    """Every layer is sparse: what is left in full precision would be most of the bytes."""
+    dense = synthetic_profile("resnet50").size_bytes / 2**20
+    assert 600 < dense / sent_mib("resnet50", "dgc") < 670
+    # Of a quantizer, less than 1 % of all parameters stay as they are: that alone is 1 / 108.
+    assert dense / sent_mib("resnet50", "onebit:bucket=64") < 32
+
+
+@pytest.mark.parametrize(("model", "mib"), [("resnet50", 0.35), ("alexnet", 0.39)])
+def test_the_papers_sizes_are_those_of_matrices_alone(model: str, mib: float) -> None:
+    """Table 3 of Lin et al. 2018, 277 and 597 times fewer bytes: vectors stay as they are."""
+    vectors = {one.name: "raw" for one in synthetic_profile(model).tensors if len(one.shape) < 2}
+    assert round(sent_mib(model, {**vectors, "*": "dgc"}), 2) == mib
+
+
+def test_gradients_wait_for_their_norm_where_dgc_clips() -> None:
+    scenario = scenario_of(SMALL, Cluster(4, 1e7, codec="dgc:clip=1"))
+    ready = {tensor["ready_s"] for tensor in scenario["profile"]["tensors"]}
+    assert ready == {max(tensor.ready_s for tensor in SMALL.tensors)}
 
 
 def test_a_ring_encodes_at_each_hop_or_adds_codes() -> None:

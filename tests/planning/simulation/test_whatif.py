@@ -287,6 +287,23 @@ def test_the_command_prints_and_writes(
         (["resnet50", "--workers", "many"], "many"),
         (["resnet50", "--strategy", "ring-fused", "--trace", "trace.json"], "are 20"),
         (["resnet50", "--json", "/no/such/folder/x.json"], "folder"),
+        *(
+            (["resnet50", "--strategy", strategy, *option], f"{option[0]} has no effect")
+            for strategy, option in (
+                ("ddp", ("--slice-elems", "5000")),
+                ("ddp", ("--codec", "qsgd:bits=8")),
+                ("ddp,ring", ("--servers", "2")),
+                ("kvstore,ddp", ("--stragglers", "drop")),
+                ("ring-fused", ("--straggler", "rank=1,share=0.1")),
+                ("p3", ("--topology", "hierarchical")),
+                ("p3", ("--workers-per-node", "4")),
+                ("p3", ("--local-rate", "100gbit")),
+                ("ring-fused", ("--latency-s", "0.001")),
+                ("ring-fused", ("--clip",)),
+                ("ring-fused", ("--free-host",)),
+            )
+        ),
+        (["resnet50", "--strategy", "p3", "--codec", "qsgd:ring=integer"], "ring=integer"),
     ],
 )
 def test_wrong_arguments_end_with_status_2(
@@ -312,6 +329,18 @@ def test_raw_and_encoded_steps_stand_in_tables_of_their_own(
     for table in (raw, encoded):
         assert len(re.findall(r"│ p3 ", table)) == 1
     assert page.read_text(encoding="utf-8").count("Gradients in qsgd:bits=4. Scaling") == 1
+
+
+def test_kvstore_splits_from_a_size_on() -> None:
+    """Split tensors spread over all servers; whole ones wait for one of them."""
+
+    def step_s(slice_elems: int | None) -> float:
+        cluster = Cluster(4, 2e8, "kvstore", slice_elems=slice_elems)
+        return float(run_scenario(scenario_of(SMALL, cluster))["report"]["step_s"])
+
+    whole = step_s(None)
+    assert step_s(1_000_000) == whole
+    assert step_s(1_000) < 0.95 * whole
 
 
 def test_simulating_does_not_import_torch() -> None:

@@ -187,6 +187,52 @@ def test_adam_counts_every_rank_s_pushes_and_its_state_goes_out_and_comes_in() -
         assert same_bits(parameters, results[0][2])
 
 
+CODECS = {
+    "bf16": 0.05,
+    "int8": 0.05,
+    "qsgd:bits=4": 0.05,
+    "onebit:bucket=64": 0.05,
+    "topk:ratio=0.05": 0.05,
+    "dgc:ratio=0.05,momentum=0": 0.05,
+    # With momentum steps are up to ten times as long.
+    "dgc:ratio=0.05,momentum=0.9,clip=2": 0.005,
+}
+"""Codecs, and the learning rate for each."""
+
+
+def train_encoded(codec: str, lr: float) -> tuple[float, float, int]:
+    """Train three ranks; return the first loss, the last one, and bytes that all have sent."""
+
+    def body(session: Any) -> tuple[float, float, int]:
+        model = seeded(Network)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        session.prepare(model, optimizer)
+        first = float(loss_of(model, 7, 0).detach())
+        for step in range(60):
+            loss_of(model, session.rank, step).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        session.synchronize()
+        last = float(loss_of(model, 7, 0).detach())
+        state = session.state_dict()
+        session.load_state_dict(state)
+        return first, last, sum(peer["tx_bytes"] for peer in session.metrics()["peers"])
+
+    results = run_apart(3, body, codec=codec, slice_elems=700, summary=False)
+    assert len({last for _, last, _ in results}) == 1, "all have the same in the end"
+    return results[0][0], results[0][1], sum(sent for _, _, sent in results)
+
+
+def test_encoded_pushes_learn_as_raw_ones_do_in_fewer_bytes() -> None:
+    """Every codec; replies are parameters and travel as they are: half of the bytes stay."""
+    first, plain, raw_bytes = train_encoded("raw", 0.05)
+    assert plain < 0.02 * first
+    for codec, lr in CODECS.items():
+        _, last, sent = train_encoded(codec, lr)
+        assert last < 0.04 * first, f"{codec}: {first} to {last}, and {plain} without"
+        assert sent < (0.8 if codec == "bf16" else 0.68) * raw_bytes, codec
+
+
 def test_a_rank_that_gives_up_is_named_by_those_that_wait_for_all() -> None:
     def body(session: Any) -> None:
         model = seeded(Network)

@@ -6,11 +6,12 @@
 
 mod kernel;
 mod oracle;
+mod words;
 
 use super::bucketed::Quantizer;
 use super::lanes::Lanes;
 use super::source::Source;
-use super::Place;
+use super::{Packing, Place};
 
 /// Bytes of the two averages, each an f32, before the bits.
 const AVERAGES_BYTES: usize = 8;
@@ -19,7 +20,43 @@ const RUN: usize = 1024;
 
 /// Signs and averages of a bucket.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct OneBit;
+pub(super) struct OneBit {
+    packing: Packing,
+}
+
+impl OneBit {
+    pub(super) fn new(packing: Packing) -> OneBit {
+        OneBit { packing }
+    }
+
+    /// Has a bucket encoded in bytes, and packs its bits into `out`.
+    #[inline(always)]
+    fn pack(self, elements: usize, out: &mut [u8], encode: impl FnOnce(&mut [u8])) {
+        match self.packing {
+            Packing::Bytes => encode(out),
+            Packing::Cntk => {
+                let mut plain = vec![0; AVERAGES_BYTES + elements.div_ceil(8)];
+                encode(&mut plain);
+                out[..AVERAGES_BYTES].copy_from_slice(&plain[..AVERAGES_BYTES]);
+                words::pack(elements, &plain[AVERAGES_BYTES..], &mut out[AVERAGES_BYTES..]);
+            }
+        }
+    }
+
+    /// Has a bucket decoded from its encoding in bytes.
+    #[inline(always)]
+    fn unpack(self, elements: usize, bytes: &[u8], decode: impl FnOnce(&[u8])) {
+        match self.packing {
+            Packing::Bytes => decode(bytes),
+            Packing::Cntk => {
+                let mut plain = vec![0; AVERAGES_BYTES + elements.div_ceil(8)];
+                plain[..AVERAGES_BYTES].copy_from_slice(&bytes[..AVERAGES_BYTES]);
+                words::unpack(elements, &bytes[AVERAGES_BYTES..], &mut plain[AVERAGES_BYTES..]);
+                decode(&plain);
+            }
+        }
+    }
+}
 
 /// The average of values by their sum and number; zero without values.
 #[allow(clippy::cast_possible_truncation)]
@@ -36,7 +73,11 @@ impl Quantizer for OneBit {
     const IS_UNBIASED: bool = false;
 
     fn bucket_bytes(self, elements: usize) -> usize {
-        AVERAGES_BYTES + elements.div_ceil(8)
+        AVERAGES_BYTES
+            + match self.packing {
+                Packing::Bytes => elements.div_ceil(8),
+                Packing::Cntk => words::bytes(elements),
+            }
     }
 
     fn encode_plainly(
@@ -46,11 +87,11 @@ impl Quantizer for OneBit {
         residual: Option<&mut [f32]>,
         out: &mut [u8],
     ) {
-        oracle::encode(values, residual, out);
+        self.pack(values.len(), out, |plain| oracle::encode(values, residual, plain));
     }
 
     fn decode_plainly(self, bytes: &[u8], out: &mut [f32], set: fn(&mut f32, f32)) {
-        oracle::decode(bytes, out, set);
+        self.unpack(out.len(), bytes, |plain| oracle::decode(plain, out, set));
     }
 
     #[inline(always)]
@@ -61,8 +102,15 @@ impl Quantizer for OneBit {
         elements: usize,
         out: &mut [u8],
     ) {
-        // SAFETY: forwarded, the caller's promise covers it.
-        unsafe { kernel::encode::<R, N, KEEP>(source, elements, out) }
+        self.pack(
+            elements,
+            out,
+            #[inline(always)]
+            |plain| {
+                // SAFETY: forwarded, the caller's promise covers it.
+                unsafe { kernel::encode::<R, N, KEEP>(source, elements, plain) }
+            },
+        );
     }
 
     #[inline(always)]
@@ -71,7 +119,14 @@ impl Quantizer for OneBit {
         bytes: &[u8],
         out: &mut [f32],
     ) {
-        // SAFETY: forwarded, the caller's promise covers it.
-        unsafe { kernel::decode::<R, N, ADD>(bytes, out) }
+        self.unpack(
+            out.len(),
+            bytes,
+            #[inline(always)]
+            |plain| {
+                // SAFETY: forwarded, the caller's promise covers it.
+                unsafe { kernel::decode::<R, N, ADD>(plain, out) }
+            },
+        );
     }
 }

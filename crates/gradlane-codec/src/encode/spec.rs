@@ -62,6 +62,16 @@ impl fmt::Display for Bucket {
     }
 }
 
+/// How the bits of a bucket lie on the wire.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Packing {
+    /// In as few bytes as hold them.
+    #[default]
+    Bytes,
+    /// In words of 32 bits, as CNTK packs a column.
+    Cntk,
+}
+
 /// How a ring adds up what it encodes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum RingSums {
@@ -107,8 +117,8 @@ pub enum Method {
     Bf16,
     /// IEEE 754 binary16, rounded to nearest even; what is too large becomes infinity.
     F16,
-    /// Signs and two averages of every bucket (Seide et al. 2014).
-    OneBit(Bucket),
+    /// Signs and two averages of every bucket (Seide et al. 2014), and how the signs are packed.
+    OneBit(Bucket, Packing),
     /// Stochastic rounding to few levels (Alistarh et al. 2017).
     Qsgd(QsgdOptions),
     /// Eight bits between the least and the greatest value of every bucket.
@@ -126,7 +136,7 @@ impl Method {
             Method::F32 => "f32",
             Method::Bf16 => "bf16",
             Method::F16 => "f16",
-            Method::OneBit(_) => "onebit",
+            Method::OneBit(..) => "onebit",
             Method::Qsgd(_) => "qsgd",
             Method::Int8(_) => "int8",
             Method::Topk(_) => "topk",
@@ -138,7 +148,7 @@ impl Method {
     /// otherwise: where the method is biased by more than rounding.
     pub const fn keeps_residual_by_default(&self) -> bool {
         match self {
-            Method::OneBit(_) => true,
+            Method::OneBit(..) => true,
             Method::F32 | Method::Bf16 | Method::F16 | Method::Qsgd(_) | Method::Int8(_) => false,
             Method::Topk(_) | Method::Dgc(_) => true,
         }
@@ -178,7 +188,14 @@ impl fmt::Display for CodecSpec {
         let mut separator = ":";
         match &self.method {
             Method::F32 | Method::Bf16 | Method::F16 => {}
-            Method::OneBit(bucket) | Method::Int8(bucket) => {
+            Method::OneBit(bucket, packing) => {
+                write!(formatter, ":bucket={bucket}")?;
+                if *packing == Packing::Cntk {
+                    formatter.write_str(",packing=cntk")?;
+                }
+                separator = ",";
+            }
+            Method::Int8(bucket) => {
                 write!(formatter, ":bucket={bucket}")?;
                 separator = ",";
             }
@@ -284,7 +301,10 @@ impl FromStr for CodecSpec {
             "onebit" => {
                 let mut options = Options::split("onebit", rest)?;
                 let bucket = options.parsed("bucket", BUCKET, parse_bucket)?;
-                (Method::OneBit(bucket.unwrap_or(Bucket::Column)), options)
+                let packings = [("bytes", Packing::Bytes), ("cntk", Packing::Cntk)];
+                let packing = options.choice("packing", "bytes or cntk", &packings)?;
+                let bucket = bucket.unwrap_or(Bucket::Column);
+                (Method::OneBit(bucket, packing.unwrap_or_default()), options)
             }
             "qsgd" => {
                 let mut options = Options::split("qsgd", rest)?;
@@ -310,6 +330,14 @@ impl FromStr for CodecSpec {
             let choices = [("on", true), ("off", false)];
             if let Some(residual) = options.choice("residual", "on or off", &choices)? {
                 spec.residual = residual;
+            }
+            if !spec.residual && matches!(spec.method, Method::Dgc(_)) {
+                return Err(CodecSpecError::BadValue {
+                    codec: "dgc",
+                    option: "residual",
+                    found: "off".to_owned(),
+                    allowed: "on, where its momentum lies, too; topk takes residual=off",
+                });
             }
         }
         options.finish()?;

@@ -1,9 +1,10 @@
 //! `dgc`: deep gradient compression (Lin et al. 2018, algorithm 4) on top of `topk`.
 //!
 //! A worker keeps two numbers for each element, one after the other: what was not sent yet, `v`, and
-//! the momentum, `u`. The gradient `g` of a step is clipped; then `u = momentum * u + g`, `v = v + u`,
-//! the largest `v` are sent, and `u` and `v` are zero there. An owner, whose values are means and have
-//! their momentum already, keeps `v` alone.
+//! the momentum, `u`. With the gradient `g` of a step, `u = momentum * u + g`, `v = v + u`, the largest
+//! `v` are sent, and `u` and `v` are zero there. An owner, whose values are means and have their
+//! momentum already, keeps `v` alone. The gradient is clipped by the norm of all of a rank's
+//! gradients, of which a codec sees a part: the caller clips.
 
 use super::options::DgcOptions;
 use super::selection::count_of;
@@ -27,20 +28,6 @@ pub(crate) struct Dgc {
 impl Dgc {
     pub(crate) fn new(variant: Variant, spec: &CodecSpec, options: DgcOptions) -> Dgc {
         Dgc { spec: spec.clone(), variant, options }
-    }
-
-    /// What the values are multiplied with so that their 2-norm is within the limit.
-    fn clipping(&self, values: &[f32]) -> f32 {
-        if self.options.clip == 0.0 {
-            return 1.0;
-        }
-        let norm = norm_of(values);
-        // A norm that is no number clips nothing: the values say what is wrong.
-        if norm.is_finite() && norm > self.options.clip {
-            (self.options.clip / norm) as f32
-        } else {
-            1.0
-        }
     }
 }
 
@@ -91,8 +78,7 @@ impl Codec for Dgc {
                 kept[0] += value;
             }
         } else {
-            let factors = Factors { momentum: self.options.momentum, clip: self.clipping(values) };
-            accumulate(self.variant, factors, values, kept);
+            accumulate(self.variant, self.options.momentum, values, kept);
         }
         topk::send_kept(self.variant, kept, count, out)
     }
@@ -106,47 +92,24 @@ impl Codec for Dgc {
     }
 }
 
-/// The 2-norm, added up in sixteen lanes whatever the registers: the same bits everywhere.
-fn norm_of(values: &[f32]) -> f64 {
-    const LANES: usize = 16;
-    let mut squares = [0.0_f64; LANES];
-    let (blocks, rest) = values.as_chunks::<LANES>();
-    for block in blocks {
-        for (sum, &value) in squares.iter_mut().zip(block) {
-            *sum += f64::from(value) * f64::from(value);
-        }
-    }
-    for (sum, &value) in squares.iter_mut().zip(rest) {
-        *sum += f64::from(value) * f64::from(value);
-    }
-    squares.iter().sum::<f64>().sqrt()
-}
-
-/// What old momentum and new gradients are multiplied with.
-#[derive(Clone, Copy)]
-struct Factors {
-    momentum: f32,
-    clip: f32,
-}
-
 /// Takes a step's gradient into momentum and what was not sent; each operation is rounded on its own.
-fn accumulate(variant: Variant, factors: Factors, values: &[f32], kept: &mut [[f32; KEPT]]) {
+fn accumulate(variant: Variant, momentum: f32, values: &[f32], kept: &mut [[f32; KEPT]]) {
     match variant.instructions() {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a variant exists only where the machine has its instructions.
-        Instructions::Avx2 => unsafe { accumulate_avx2(factors, values, kept) },
+        Instructions::Avx2 => unsafe { accumulate_avx2(momentum, values, kept) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a variant exists only where the machine has its instructions.
-        Instructions::Avx512 => unsafe { accumulate_avx512(factors, values, kept) },
-        _ => accumulate_in_lanes(factors, values, kept),
+        Instructions::Avx512 => unsafe { accumulate_avx512(momentum, values, kept) },
+        _ => accumulate_in_lanes(momentum, values, kept),
     }
 }
 
 #[inline(always)]
-fn accumulate_in_lanes(factors: Factors, values: &[f32], kept: &mut [[f32; KEPT]]) {
+fn accumulate_in_lanes(momentum: f32, values: &[f32], kept: &mut [[f32; KEPT]]) {
     for (&value, kept) in values.iter().zip(kept) {
-        let momentum = factors.momentum * kept[1] + factors.clip * value;
-        *kept = [kept[0] + momentum, momentum];
+        let velocity = momentum * kept[1] + value;
+        *kept = [kept[0] + velocity, velocity];
     }
 }
 
@@ -155,8 +118,8 @@ fn accumulate_in_lanes(factors: Factors, values: &[f32], kept: &mut [[f32; KEPT]
 /// The machine has AVX2.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-unsafe fn accumulate_avx2(factors: Factors, values: &[f32], kept: &mut [[f32; KEPT]]) {
-    accumulate_in_lanes(factors, values, kept);
+unsafe fn accumulate_avx2(momentum: f32, values: &[f32], kept: &mut [[f32; KEPT]]) {
+    accumulate_in_lanes(momentum, values, kept);
 }
 
 /// # Safety
@@ -164,6 +127,6 @@ unsafe fn accumulate_avx2(factors: Factors, values: &[f32], kept: &mut [[f32; KE
 /// The machine has AVX-512F.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn accumulate_avx512(factors: Factors, values: &[f32], kept: &mut [[f32; KEPT]]) {
-    accumulate_in_lanes(factors, values, kept);
+unsafe fn accumulate_avx512(momentum: f32, values: &[f32], kept: &mut [[f32; KEPT]]) {
+    accumulate_in_lanes(momentum, values, kept);
 }

@@ -55,8 +55,8 @@ pub struct DgcOptions {
     pub topk: TopkOptions,
     /// Momentum that is taken before the selection; the optimizer has none then.
     pub momentum: f32,
-    /// Largest 2-norm of the gradient that is encoded at once, 0 for no limit. Lin et al. divide the
-    /// usual limit by the square root of the number of workers.
+    /// Largest 2-norm of a step's gradient, 0 for no limit. The caller clips all gradients of a rank
+    /// together to this over the square root of the number of ranks (Lin et al. 2018, section 3.2).
     pub clip: f64,
     /// Steps over which what is sent falls from a quarter to the ratio, in four parts.
     pub warmup: u64,
@@ -139,6 +139,7 @@ mod tests {
             "topk:ratio=1.5",
             "topk:ratio=nan",
             "topk:momentum=0.9",
+            "dgc:residual=off",
             "dgc:momentum=1",
             "dgc:clip=-1",
             "dgc:clip=inf",

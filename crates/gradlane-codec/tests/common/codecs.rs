@@ -14,6 +14,8 @@ pub const SPECS: &[&str] = &[
     "onebit:bucket=64",
     "onebit:bucket=column",
     "onebit:bucket=tensor",
+    "onebit:packing=cntk",
+    "onebit:bucket=64,packing=cntk",
     "qsgd:bits=2",
     "qsgd:bits=4",
     "qsgd:bits=8",

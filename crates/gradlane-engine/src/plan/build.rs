@@ -4,8 +4,8 @@ use crate::api::PlanError;
 use crate::plan::placement::{Dealt, LeastLoaded, Placer};
 use crate::plan::ring_chunks::{encoded_chunk_elems, RingPlacer};
 use crate::plan::{
-    CodecPlan, Granularity, Plan, Roles, Scheme, Slice, Strategy, Synchrony, TensorKind,
-    TensorPlan, TensorSetting, TensorSpec, Update, RING_CHUNK_ELEMS,
+    CodecPlan, Granularity, Plan, Roles, Scheme, Slice, Strategy, TensorKind, TensorPlan,
+    TensorSetting, TensorSpec, Update, RING_CHUNK_ELEMS,
 };
 use alloc::format;
 use alloc::vec::Vec;
@@ -77,7 +77,7 @@ impl Plan {
             check_tensor(&spec, update)?;
             scheme.check(&spec, &plan.strategy, update, workers)?;
             if let Some(codec) = &codec {
-                check_coding(&spec, scheme, plan.strategy.synchrony, codec.as_ref())?;
+                check_coding(&spec, scheme, codec.as_ref())?;
             }
             let alone = if scheme == Scheme::Ps { world_size == 1 } else { workers == 1 };
             let codec = codec.filter(|_| !alone);
@@ -191,16 +191,9 @@ fn check_tensor(spec: &TensorSpec, update: Update) -> Result<(), PlanError> {
 fn check_coding(
     spec: &TensorSpec,
     scheme: Scheme,
-    synchrony: Synchrony,
     codec: &dyn CodecSizes,
 ) -> Result<(), PlanError> {
     let (name, codec) = (&spec.name, codec.name());
-    if synchrony == Synchrony::Async {
-        return Err(PlanError::new(format!(
-            "tensor {name:?} has codec {codec:?}, but pushes that are applied alone cannot be encoded: \
-             use synchronous training, or no codec"
-        )));
-    }
     if scheme.has_blocks() {
         return Err(PlanError::new(format!(
             "tensor {name:?} has scheme {} and codec {codec:?}, but only what is added up can be \

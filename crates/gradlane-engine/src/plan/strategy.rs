@@ -16,7 +16,7 @@ pub enum Granularity {
         /// Most elements in a slice.
         elems: u64,
     },
-    /// Whole tensors below the threshold; larger ones split equally over all servers (MXNet's
+    /// Whole tensors below the threshold; all others split equally over all servers (MXNet's
     /// `KVStore`).
     SplitAbove {
         /// First size, in elements, that is split.
@@ -155,7 +155,8 @@ pub struct Strategy {
 
 /// Elements in a slice by default: the best value in the P3 paper (section 5.7).
 pub const SLICE_ELEMS: u64 = 50_000;
-/// Tensors of this many elements and more are split by MXNet's `KVStore`.
+/// Tensors of this many elements and more are split by MXNet's `KVStore` unless it is told another
+/// number (`MXNET_KVSTORE_BIGARRAY_BOUND`).
 pub const KVSTORE_SPLIT_ELEMS: u64 = 1_000_000;
 /// Poseidon's key-value pairs: 2 MB of f32.
 pub const POSEIDON_PAIR_ELEMS: u64 = (2 << 20) / 4;
@@ -173,8 +174,8 @@ impl Strategy {
     /// everything but the synchrony is P3's). `slice_elems` replaces the slice size of `p3`,
     /// `slicing`, `wfbp`, `ring` and `asgd` (`None`: 50,000, 2 MB for `wfbp`, and for `ring` the most
     /// that it has: whole blocks, of [`RING_ENCODED_CHUNK_ELEMS`] where slices are encoded and of
-    /// [`RING_CHUNK_ELEMS`](crate::RING_CHUNK_ELEMS) where not); `seed` places whole tensors in the
-    /// other two.
+    /// [`RING_CHUNK_ELEMS`](crate::RING_CHUNK_ELEMS) where not). In the other two it is the first size
+    /// that is split ([`KVSTORE_SPLIT_ELEMS`]), and `seed` places whole tensors.
     ///
     /// # Errors
     /// When the name is unknown or the slice size is zero.
@@ -193,8 +194,9 @@ impl Strategy {
             release: Release::Tensor,
             scheme: Scheme::Ps,
         };
+        let split_above = slice_elems.unwrap_or(KVSTORE_SPLIT_ELEMS);
         let kvstore = Strategy {
-            granularity: Granularity::SplitAbove { elems: KVSTORE_SPLIT_ELEMS },
+            granularity: Granularity::SplitAbove { elems: split_above },
             order: Order::Arrival,
             placement: Placement::Random { seed },
             pull: PullRule::AfterNotice,

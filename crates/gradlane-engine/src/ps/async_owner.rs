@@ -205,21 +205,27 @@ impl AsyncOwners {
     }
 
     pub(super) fn start(&mut self, cx: &mut Cx, slice: SliceId, push: Push) -> Job {
-        let (input, buffer) = match push.contribution {
-            Contribution::Buffer(buffer) => (buffer.whole(), buffer),
-            _ => (cx.gradient_region(slice), cx.buffers.acquire(cx.plan.slice_bytes(slice))),
+        let bytes = cx.plan.slice_bytes(slice);
+        let (input, buffer, spent) = match push.contribution {
+            Contribution::Buffer(buffer) => (buffer.whole(), buffer, Vec::new()),
+            Contribution::Encoded(buffer) => {
+                (buffer.whole(), cx.buffers.acquire(bytes), Vec::from([buffer]))
+            }
+            _ => (cx.gradient_region(slice), cx.buffers.acquire(bytes), Vec::new()),
         };
         let owned = self.owned.get(&slice).expect("a state is there after step 0");
-        let operation = Operation::ReduceApply {
-            inputs: Vec::from([input]),
-            absent: false,
-            // The learning rate was chosen for gradients of this size: one rank's own mean.
-            divisor: 1,
-            parameters: owned.state.whole(),
-            output: buffer.whole(),
+        let (inputs, output) = (Vec::from([input]), buffer.whole());
+        let parameters = owned.state.whole();
+        // The learning rate was chosen for gradients of this size: one rank's own mean.
+        let (absent, divisor) = (false, 1);
+        let operation = match push.contribution.form() {
+            Some(PayloadForm::Encoded) => {
+                Operation::DecodeReduceApply { inputs, absent, divisor, parameters, output }
+            }
+            _ => Operation::ReduceApply { inputs, absent, divisor, parameters, output },
         };
         let then = Then::Wrote(buffer, jobs::Written::Ps(Written::State(push)));
-        cx.start(operation, Running { slice, step: push.step, spent: Vec::new(), then })
+        cx.start(operation, Running { slice, step: push.step, spent, then })
     }
 
     /// An update is done: its result is the slice's state, and the reply to the rank that pushed.

@@ -125,7 +125,9 @@ impl ComputeState {
                     Outcome { result: Ok(Finding::Squares(sum)), state: None }
                 }))
             }
-            Operation::Reduce { output, .. } | Operation::ReduceApply { output, .. }
+            Operation::Reduce { output, .. }
+            | Operation::ReduceApply { output, .. }
+            | Operation::DecodeReduceApply { output, .. }
                 if read.is_some() =>
             {
                 let copy_to = match &request.operation {
@@ -198,6 +200,7 @@ impl ComputeState {
                 let parts = lend.parts(inputs, *absent, *divisor)?;
                 let (parameters, mut output) = (lend.read(parameters)?, lend.write(output)?);
                 let mut state = self.take_state(slice);
+                let rule = if self.is_async { state.count(rule) } else { rule };
                 let bytes = (inputs.len() + 3) * output.len();
                 Ok(Job::new(request, JobKind::Update, bytes, move || {
                     let result = encoded::decoded_mean(&codec, &parts).and_then(|mean| {

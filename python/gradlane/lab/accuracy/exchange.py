@@ -59,7 +59,8 @@ class Exchange:
             workers: how many send.
             seed: of the draws of stochastic codecs.
             only_convolutions: keep everything but the weights of convolutions in full precision.
-            small_elems: tensors with fewer elements stay f32; None: the 99 % rule.
+            small_elems: tensors with fewer elements stay f32; None: the 99 % rule, whatever the
+                codec, so that all codecs are compared on the same tensors.
         """
         self.workers = workers
         self.seed = seed

@@ -178,16 +178,10 @@ class Gradlane:
 
         strategy = parse_strategy(request.strategy)
         self._plan = "auto" if strategy.is_planned else plan
-        own = strategy.is_planned or strategy.sends_factors
         self._session: Any = gradlane.init(
-            strategy=gradlane.Strategy(
-                gradlane.Strategy.name if own else strategy.setting,
-                scheme=strategy.scheme,
-                slice_elems=request.slice_elems,
-                exact_order=not strategy.any_rounding,
-            ),
+            strategy=strategy.session_strategy(request.slice_elems),
             codec=request.codec,
-            update="server" if strategy.is_asynchronous else "worker",
+            update=strategy.update,
             local=gradlane.LocalSums(strategy.local, where=strategy.local_sums),
             stragglers=gradlane.Stragglers(strategy.stragglers, late=strategy.late),
             servers=request.servers,

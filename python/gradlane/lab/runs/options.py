@@ -11,9 +11,14 @@ from gradlane.lab.cluster.shaping import PortShape
 from gradlane.lab.runs.strategy import Strategy
 from gradlane.lab.workloads import NAMES, REPLAY_NAMES, SIMULATED_NAMES
 from gradlane.planning.simulation.straggler import StragglerSpec
-from gradlane.training.options.codec_choice import RAW, check_codecs, codec_rules
+from gradlane.training.options.codec_choice import (
+    RAW,
+    check_codecs,
+    codec_rules,
+    unused_codec_option,
+)
 from gradlane.training.options.option_fields import check_options, on_command_line, option
-from gradlane.training.options.options import ASGD
+from gradlane.training.options.options import RING, Options
 
 
 @dataclass(frozen=True)
@@ -108,11 +113,8 @@ class LabOptions:
                 f"strategy {factored} is for replayed models, and {self.workload} computes: its "
                 "layers have forwards of their own, from which no factors can be taken"
             )
-        if codec_rules(self.codec) != RAW:
-            check_codecs(codec_rules(self.codec))
-            alone = next((one.text for one in self.strategies if one.setting == ASGD), None)
-            if alone is not None:
-                raise ValueError(f"strategy {alone} takes no codec: run it without --codec")
+        check_codecs(codec_rules(self.codec))
+        self._check_sessions()
         traced = [strategy for strategy in self.strategies if strategy.family == "gradlane"]
         runs = len(traced) * len(self.rates_bps) * self.repeat
         if self.trace_path is not None and runs != 1:
@@ -126,6 +128,32 @@ class LabOptions:
                 raise ValueError(f"strategy {alone} clips nothing: run it without --clip")
         if self.profile_path is not None and not Path(self.profile_path).is_file():
             raise ValueError(f"there is no profile file {self.profile_path}")
+
+    def _check_sessions(self) -> None:
+        """Check that sessions take their options, and that there are some to take them."""
+        ours = [one for one in self.strategies if one.family == "gradlane"]
+        of_sessions = {
+            "slice-elems": self.slice_elems is not None,
+            "codec": codec_rules(self.codec) != RAW,
+            "servers": self.servers is not None or self.serving > 0,
+        }
+        unused = [option for option, is_given in of_sessions.items() if is_given]
+        if unused and not ours:
+            raise ValueError(
+                f"--{unused[0]} has no effect without one of gradlane's strategies: leave it out, "
+                "or add p3 (DDP's gradients are encoded by ddp-gloo+CODEC)"
+            )
+        has_ring = any(one.setting == RING or one.any_rounding for one in ours)
+        reason = unused_codec_option(codec_rules(self.codec), has_ring=has_ring)
+        if reason:
+            raise ValueError(reason)
+        for one in ours:
+            Options.of(
+                strategy=one.session_strategy(self.slice_elems),
+                codec=self.codec,
+                update=one.update,
+                servers=self.servers,
+            )
 
     def _check_nodes(self) -> None:
         each = self.ranks_per_node

@@ -100,8 +100,29 @@ class Strategy:
             wanted: what was asked for, or None for the strategy's own.
             encoded: whether gradients travel in a codec.
         """
+        if self.family != "gradlane" or self.is_planned:
+            return None
         own = own_slice_elems(SessionStrategy.name if self.sends_factors else self.setting, encoded)
-        return own if own is None or wanted is None else wanted
+        return own if wanted is None else wanted
+
+    def session_strategy(self, slice_elems: int | None) -> SessionStrategy:
+        """Return the strategy of its session: where a plan decides, the one to begin with.
+
+        Args:
+            slice_elems: as for `gradlane.init`.
+        """
+        own = self.is_planned or self.sends_factors
+        return SessionStrategy(
+            SessionStrategy.name if own else self.setting,
+            scheme=self.scheme,
+            slice_elems=slice_elems,
+            exact_order=not self.any_rounding,
+        )
+
+    @property
+    def update(self) -> str:
+        """Where its session updates parameters."""
+        return "server" if self.is_asynchronous else "worker"
 
     @property
     def is_planned(self) -> bool:
@@ -254,4 +275,9 @@ def with_rules(strategies: list[Strategy], rules: str) -> list[Strategy]:
             found += [strategy.with_stragglers(rule) for rule in named]
         else:
             found.append(strategy)
+    if named != [WAIT] and all(one.family != "gradlane" for one in strategies):
+        raise ValueError(
+            f"--stragglers {rules} has no effect without one of gradlane's strategies: leave it "
+            "out, or add p3"
+        )
     return list(dict.fromkeys(found))

@@ -11,6 +11,7 @@ from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.scenarios import Cluster, run_scenario, scenario_of
 from gradlane.training.node.rules import OFF
 from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.options import SPLITTING_STRATEGIES
 from gradlane.training.plans.settings import ClusterFacts, Settings, local_of_session
 
 _WINDOW_PER_BUFFER_BYTE = 126_000 / 65_536
@@ -75,7 +76,8 @@ def frames_to_simulate(
     profile: Profile, facts: ClusterFacts, settings: Settings, schemes: Schemes = ()
 ) -> int:
     """Return the approximate number of frames of a simulation, which decides its cost."""
-    split = settings.slice_elems_in_force
+    splits = settings.strategy in SPLITTING_STRATEGIES
+    split = None if splits else settings.slice_elems_in_force
     frames = 0
     factored = {
         name: scheme["block_bytes"]

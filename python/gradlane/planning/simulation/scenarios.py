@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gradlane.planning.schemes.layers import (
@@ -23,7 +23,7 @@ from gradlane.planning.simulation.straggler import StragglerSpec
 from gradlane.training.node.parts import cut_into_parts
 from gradlane.training.node.rules import NODE_STRATEGIES
 from gradlane.training.options import options
-from gradlane.training.options.codec_choice import RAW, codec_rules
+from gradlane.training.options.codec_choice import RAW, codec_rules, local_clip
 from gradlane.training.options.stragglers import (
     AHEAD_STEPS,
     WAIT,
@@ -273,6 +273,8 @@ def scenario_of(
             if choice.codec != RAW
             and schemes.get(choice.tensor, {}).get("scheme") not in options.FACTOR_SCHEMES
         }
+        if any(local_clip(choice.codec) for choice in choices):
+            scenario["profile"] = _ready_together(profile).to_scenario()
         measured = {text: CodecCost(*cost) for text, cost in cluster.costs.codecs.items()}
         cost = mean_cost(profile, choices, measured)
         if cost is not None and not cluster.free_host:
@@ -286,6 +288,14 @@ def scenario_of(
     if cluster.workers > 1000 and alike and cluster.strategy in ("p3", "slicing", "wfbp"):
         scenario["representatives"] = REPRESENTATIVES
     return scenario
+
+
+def _ready_together(profile: Profile) -> Profile:
+    """Return a profile whose gradients wait for the last one, as for their norm."""
+    last_s = max(tensor.ready_s for tensor in profile.tensors)
+    return replace(
+        profile, tensors=tuple(replace(tensor, ready_s=last_s) for tensor in profile.tensors)
+    )
 
 
 def ring_node_size(cluster: Cluster) -> int:

@@ -129,6 +129,11 @@ class DeferredUpdate:
         guarded = all(type(group["params"]) is not list for group in self._optimizer.param_groups)
         return not fused and guarded and len(self._place) == len(self._parameters)
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a scaler has the optimizer unscale gradients itself, in `step`."""
+        return getattr(self._optimizer, "grad_scale", None) is not None
+
     def check_unscaled(self, step: int) -> None:
         """Check that no scaler has judged gradients before they are averaged.
 

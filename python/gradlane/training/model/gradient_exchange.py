@@ -25,6 +25,7 @@ from gradlane.training.model.clipping import exact_norm
 from gradlane.training.model.consistency_check import ConsistencyCheck, RankStatus
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.late_gradients import LateGradientBuffer
+from gradlane.training.model.local_clipping import LocalClipping
 from gradlane.training.model.momentum_takeover import MomentumTakeover
 from gradlane.training.model.step_layout import StepLayout
 from gradlane.training.modules.forward_order import ForwardOrder
@@ -66,6 +67,7 @@ class GradientExchange:
         rank: int = 0,
         late: LateGradientBuffer | None = None,
         takeover: MomentumTakeover | None = None,
+        clipping: LocalClipping | None = None,
     ) -> None:
         """Start after step 0.
 
@@ -80,6 +82,7 @@ class GradientExchange:
             rank: this rank.
             late: keeps gradients that come too late for their step, or None.
             takeover: prepares gradients for codecs that apply SGD's momentum, or None.
+            clipping: clips this rank's gradients before they are encoded, or None.
         """
         self._core = core
         self._channel = channel
@@ -90,6 +93,7 @@ class GradientExchange:
         self._waiting = waiting
         self._late = late
         self._takeover = takeover
+        self._clipping = clipping
         self._trained = layout.trained
         self._factored = layout.factored
         self._captured = layout.captured
@@ -200,20 +204,35 @@ class GradientExchange:
             self._factors.hold(index, self._take_rows(index))
         elif not factored:
             gradient = self._intake.take(index, self._trained[index].tensor)
-            if self._weight is not None:
-                with torch.no_grad():
-                    gradient.mul_(self._weight)
             self._gradients[index] = gradient
         self.is_submitted[index] = True
         self.pushes[index] += 1
-        try:
-            if factored:
+        if factored:
+            try:
                 self._factors.submit(index, self.step)
-                return
-            if self._takeover is not None:
-                self._takeover.before_submit(self._trained[index].tensor, self.step, gradient)
-            if self._late is not None:
-                self._late.before_submit(index, gradient)
+            except self._core.ChannelError as error:
+                self._raise_failed(error, "handing over", index)
+        elif self._clipping is None:
+            self._hand_over(index, gradient)
+        else:
+            self._clipping.hold(index, gradient)
+            if all(self.is_submitted):
+                self._hand_over_held()
+
+    def _hand_over_held(self) -> None:
+        if self._clipping is not None:
+            for index, gradient in self._clipping.release():
+                self._hand_over(index, gradient)
+
+    def _hand_over(self, index: int, gradient: Tensor) -> None:
+        if self._takeover is not None:
+            self._takeover.before_submit(self._trained[index].tensor, self.step, gradient)
+        if self._weight is not None:
+            with torch.no_grad():
+                gradient.mul_(self._weight)
+        if self._late is not None:
+            self._late.before_submit(index, gradient)
+        try:
             self._carrier.submit(index, self.step, gradient)
         except self._core.ChannelError as error:
             self._raise_failed(error, "handing over", index)
@@ -244,6 +263,8 @@ class GradientExchange:
     def unsubmitted_tensors(self) -> list[int]:
         """Return the tensors that were not submitted in this step, also to another thread."""
         held = [index for index, submitted in enumerate(self.is_submitted) if not submitted]
+        if self._clipping is not None:
+            held += self._clipping.held
         return held if self._submitted_buffers else [*held, self._layout.buffers_index]
 
     def present(self) -> list[int]:
@@ -268,6 +289,7 @@ class GradientExchange:
                     self.submit(index)
                     continue
             absent.append(index)
+        self._hand_over_held()
         try:
             for index in absent:
                 if index in self._factored:

@@ -1,4 +1,4 @@
-"""The codec `dgc` applies the momentum of torch's SGD in its place (Lin et al. 2018, section 3.1).
+"""The codec `dgc` applies the momentum of torch's SGD in its place (Lin et al. 2018, section 3.2).
 
 SGD adds `weight_decay * parameter` to the gradient before its momentum, so it is added here before
 the codec's; what arrives is the velocity, which the update takes off the parameter without another

@@ -48,13 +48,15 @@ from gradlane.training.model.gradient_exchange import GradientExchange
 from gradlane.training.model.hooks import HookManager
 from gradlane.training.model.late_gradients import LateGradientBuffer
 from gradlane.training.model.lazy_parameters import Exemption
+from gradlane.training.model.local_clipping import LocalClipping
 from gradlane.training.model.momentum_takeover import MomentumTakeover
 from gradlane.training.model.residual_state import ResidualState
 from gradlane.training.model.server_state import AsyncContext, ServerState
 from gradlane.training.model.server_updates import ServerUpdates
 from gradlane.training.model.step_machine import Phase, StepMachine
 from gradlane.training.modules.forward_order import ForwardOrder
-from gradlane.training.options.momentum import check_momentum
+from gradlane.training.options.codec_choice import local_limit
+from gradlane.training.options.momentum import adding_up, check_momentum
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.parameter_check import ParameterCheck
 from gradlane.training.rendezvous.rendezvous import PublishedAddress, RendezvousScope
@@ -105,7 +107,9 @@ class PreparedModel:
         self.channel, self.codecs = connected.channel, connected.codecs
         self._layout, self._served = connected.layout, connected.served
         self._entries, self._trained = connected.spec.entries, connected.spec.trained
-        self._momentum_codecs = connected.spec.momentum_codecs
+        # Alone, a rank encodes nothing, and its optimizer keeps its momentum.
+        encodes = ctx.rank_info.ranks > 1
+        self._momentum_codecs = connected.spec.momentum_codecs if encodes else {}
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
         self._failure = FailureLatch()
         self._agreement = ParameterCheck(meeting, self._trained, ctx.options.check_every)
@@ -114,6 +118,9 @@ class PreparedModel:
             model, optimizer, self._entries, pack.owners if pack is not None else set()
         )
         self._takeover = None
+        self._local_limit = local_limit(
+            (choice.codec for choice in self.codecs), ctx.rank_info.world_size
+        )
         if self._momentum_codecs and ctx.options.update == "worker":
             self._takeover = MomentumTakeover(optimizer, self._momentum_codecs)
         self._updates = self._make_server_updates()
@@ -456,6 +463,7 @@ class PreparedModel:
             place.rank,
             LateGradientBuffer() if carries_late else None,
             self._takeover,
+            LocalClipping(self._local_limit) if self._local_limit else None,
         )
         update = DeferredUpdate(
             optimizer,
@@ -478,6 +486,7 @@ class PreparedModel:
             self._on_step_begin,
             server=self._updates,
             order=ForwardOrder() if place.rank == 0 and place.ranks > 1 else None,
+            adding_up=adding_up(choice.codec for choice in self.codecs),
         )
 
     def _make_server_updates(self) -> ServerUpdates | None:
@@ -536,7 +545,7 @@ class PreparedModel:
             UsageError: they were changed.
         """
         self.hook_manager.check_unchanged()
-        may_take_over = self._takeover is not None
+        may_take_over = self._ctx.options.update == "worker"
         check_momentum(self._optimizer, self._momentum_codecs, may_take_over=may_take_over)
         if self._layout.form is not None:
             self._layout.form.check()

@@ -115,6 +115,7 @@ class StepMachine:
         *,
         server: ServerUpdates | None = None,
         order: ForwardOrder | None = None,
+        adding_up: str = "",
     ) -> None:
         """Start after step 0.
 
@@ -129,6 +130,7 @@ class StepMachine:
             on_step_begin: called with the number of a step before it begins; all is settled then.
             server: updates of `update="server"`, or None where each rank updates.
             order: notes the first training forward, for priorities, or None.
+            adding_up: the codec that adds gradients of several steps up with momentum, or empty.
         """
         self._exchange = exchange
         self._update = update
@@ -140,6 +142,7 @@ class StepMachine:
         self._on_step_begin = on_step_begin
         self._server = server
         self._order = order
+        self._adding_up = adding_up
         self._trained = exchange.layout.trained
         self._dtypes = {entry.dtype for entry in self._trained}
         self._captured = exchange.layout.captured
@@ -493,6 +496,7 @@ class StepMachine:
                 self.average_local()
             if self.exempt.depth or self.accumulates or self._running_backwards:
                 return plain
+            self._check_scaled(is_scaled=True)
             again = id(group) in self._unscaled
             self._unscaled.add(id(group))
             is_begun = any(isinstance(scaling, StepUnscaling) for scaling in self._scalings)
@@ -506,6 +510,14 @@ class StepMachine:
                 self._scalings.append(unscaling)
                 self._refresh()
             return unscaling.stand_ins()
+
+    def _check_scaled(self, *, is_scaled: bool) -> None:
+        if is_scaled and self._adding_up:
+            raise UsageError(
+                f"GradScaler in step {self.step}: codec {self._adding_up!r} adds up gradients of "
+                "several steps, whose scales differ; train without the scaler, in bfloat16 for "
+                "example"
+            )
 
     def _unscales_all(self) -> bool:
         """Return whether a scaler unscales all means, before `optimizer.step()`."""
@@ -536,6 +548,13 @@ class StepMachine:
             self._failure.raise_failure()
             if self._server is not None:
                 raise UsageError(f"clip_grad_norm_() in step {self.step}: {_ON_SERVERS}")
+            if self._adding_up:
+                raise UsageError(
+                    f"clip_grad_norm_() in step {self.step}: codec {self._adding_up!r} has added "
+                    "up gradients of several steps, and their means are no gradients of one; "
+                    f"leave the call out and give the codec clip={max_norm:g}, which clips each "
+                    "rank's gradient before"
+                )
             if inside_backward() or self.accumulates:
                 where = "inside backward()" if inside_backward() else "inside session.no_sync()"
                 raise UsageError(
@@ -640,6 +659,7 @@ class StepMachine:
                 "gradients into .grad"
             )
         self._check_unchanged()
+        self._check_scaled(is_scaled=self._update.is_scaled)
         if self._adds_up_on_means:
             warnings.warn(
                 "zero_grad() was not called since the last optimizer.step(); with "

@@ -22,9 +22,14 @@ from gradlane.training.model.optimizers import (
 from gradlane.training.model.state_checks import check_taken_over
 from gradlane.training.model.validation import check_model
 from gradlane.training.modules.shared_storage import SharedMemoryGroups
-from gradlane.training.options.codec_choice import CodecChoice, choose_codecs
+from gradlane.training.options.codec_choice import (
+    CodecChoice,
+    choose_codecs,
+    local_clip,
+    unused_codec_option,
+)
 from gradlane.training.options.momentum import check_momentum, keeps_momentum
-from gradlane.training.options.options import ring_ranks
+from gradlane.training.options.options import RING, ring_ranks
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.tensor_table import (
     TensorEntry,
@@ -121,6 +126,11 @@ def verify_model_across_ranks(
         ranks = ring_ranks(ctx.options.strategy.name, ctx.rank_info.world_size)
         coded = [entry.coded() for entry in trained]
         spec = ModelSpec(entries, factored, choose_codecs(ctx.options.codec, coded, ranks))
+        has_ring = ranks is not None or RING in ctx.schemes.values()
+        unused = unused_codec_option(ctx.options.codec, has_ring=has_ring)
+        if unused:
+            raise ValueError(unused)
+        _check_all_clipped(spec)
         may_take_over = ctx.options.update == "worker"
         check_momentum(optimizer, spec.momentum_codecs, may_take_over=may_take_over)
         if ctx.options.update == "server":
@@ -163,6 +173,18 @@ def _check_loadable(model: nn.Module, entries: Sequence[TensorEntry]) -> None:
         raise ValueError(
             f"{names_of(saved)} would be in checkpoints and torch loads no expanded tensor "
             "(stride 0): replace it by its .clone(), or register it with persistent=False"
+        )
+
+
+def _check_all_clipped(spec: ModelSpec) -> None:
+    """Check that a codec that clips by the norm of all gradients has all of them."""
+    clipping = next((one.codec for one in spec.codecs if local_clip(one.codec)), None)
+    if clipping is not None and spec.factored:
+        index, one = next(iter(spec.factored.items()))
+        raise ValueError(
+            f"codec {clipping!r} clips by the norm of all gradients, and "
+            f"{spec.trained[index].name!r} travels as {one.parts}, which it does not see: leave "
+            "the clip out, or send that gradient whole"
         )
 
 

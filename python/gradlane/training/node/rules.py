@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gradlane.training.options.codec_choice import RAW
-from gradlane.training.options.options import Options
+from gradlane.training.options.options import SPLITTING_STRATEGIES, Options
 
 LEADER, SHARED, OFF, AUTO = "leader", "shared", "off", "auto"
 HOST, COLLECTIVE = "host", "collective"
@@ -55,7 +55,7 @@ def nodes_refusal(options: Options) -> str:
     if options.strategy.factors:
         scheme = options.strategy.factors
         return f'scheme="{scheme}": factors are each rank\'s own and are not added up'
-    if options.strategy.name in ("kvstore", "deferred-pull"):
+    if options.strategy.name in SPLITTING_STRATEGIES:
         return f"strategy {options.strategy.name!r}: each rank pulls from servers by itself there"
     if options.local.mode == SHARED and options.codec != RAW:
         return f"codec {options.codec!r}: shares of tensors are not encoded"

@@ -1,15 +1,19 @@
 """The codec of each tensor: one for all but the smallest tensors, or one by pattern.
 
 A codec is written as `name:option=value,...`, such as `qsgd:bits=4`; `raw` (or `f32`) is none.
-Given alone, it is for all tensors but the smallest, which are left in full precision as long as
-more than 99 % of all parameters are encoded (Grubic et al. 2018, section 3.2.2): biases and norms
-hardly cost bytes, and they suffer most. Given by pattern, the first pattern that fits a tensor's
-name counts, and nothing else: tensors that no pattern fits are left alone.
+Given alone, it is for all tensors but the smallest. Of a quantizer these are left in full precision
+as long as more than 99 % of all parameters are encoded (Grubic et al. 2018, section 3.2.2): biases
+and norms hardly cost bytes, and they suffer most. A sparse codec is for every layer (Lin et al.
+2018, algorithm 1), but for tensors of one value: 1 % in full precision would be ten times as many
+bytes as everything else. Given by pattern, the first pattern that fits a tensor's name counts, and
+nothing else: tensors that no pattern fits are left alone.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,8 +24,13 @@ from gradlane.training.core import load_codecs
 RAW = "raw"
 """No codec: the bytes of the elements themselves."""
 LOSSLESS = (RAW, "f32")
+_CLIP = re.compile(r"\bclip\s*=\s*([^,\s]+)")
 QUANTIZED_SHARE = 0.99
 """More than this share of all parameters is encoded where one codec is given for all."""
+SPARSE = ("topk", "dgc")
+"""Codecs that send the largest values alone."""
+SMALLEST_SPARSE = 2
+"""Elements of the smallest tensor that a sparse codec is for: of one value none can be left out."""
 ENCODED_DTYPES = ("f32", "f16", "bf16")
 """Dtypes that codecs encode; others travel as they are."""
 
@@ -166,6 +175,68 @@ def check_codecs(rules: CodecRules) -> None:
     """
     for text in _codecs_of(rules):
         codec_facts(text, "f32", (1,))
+    limits = {text: local_clip(text) for text in _codecs_of(rules)}
+    clipped = {text: limit for text, limit in limits.items() if limit}
+    if len(set(clipped.values())) > 1:
+        raise ValueError(
+            f"codecs {' and '.join(map(repr, clipped))} clip to different norms, and the norm is "
+            "that of all gradients of a rank: give all the same clip"
+        )
+
+
+def local_clip(codec: str) -> float:
+    """Return the `clip` of a codec: the norm that a step's gradient is clipped to; 0 for none."""
+    given = _CLIP.search(codec)
+    return float(given[1]) if given else 0.0
+
+
+def without_clip(codec: str) -> str:
+    """Return a codec's text without its `clip`."""
+    return _CLIP.sub("clip=0", codec)
+
+
+def unused_codec_option(
+    rules: CodecRules, *, has_ring: bool = True, encodes_means: bool = True
+) -> str:
+    """Return which option of a codec would have no effect, and why; empty if all have one.
+
+    Args:
+        rules: checked.
+        has_ring: whether some tensors go round a ring.
+        encodes_means: whether means are encoded on their way back.
+    """
+    for text in _codecs_of(rules):
+        given = {key.strip(): value.strip() for key, _, value in _options_of(text)}
+        if given.get("ring") == "integer" and not has_ring:
+            return (
+                f"codec {text!r} without a ring: ring=integer is how one adds up; leave it out, or "
+                "use strategy 'ring'"
+            )
+        # Without one it is the other.
+        broadcast = given.get("broadcast_ratio", given.get("ratio"))
+        if not encodes_means and broadcast != given.get("ratio"):
+            return (
+                f"codec {text!r} where means are not encoded (update='server', asgd, gathering "
+                "hooks): broadcast_ratio is theirs; leave it out"
+            )
+    return ""
+
+
+def _options_of(codec: str) -> list[tuple[str, str, str]]:
+    return [one.partition("=") for one in codec.partition(":")[2].split(",")]
+
+
+def local_limit(codecs: Iterable[str], ranks: int) -> float:
+    """Return the largest norm of all gradients of a rank before they are encoded; 0 for no limit.
+
+    The norm of a mean of independent gradients is smaller than theirs by the square root of their
+    number, so that a rank's own has the limit over that root (Lin et al. 2018, section 3.2).
+
+    Args:
+        codecs: of a model's tensors.
+        ranks: that train.
+    """
+    return max(map(local_clip, codecs), default=0.0) / math.sqrt(ranks)
 
 
 def codec_facts(
@@ -203,9 +274,27 @@ def choose_codecs(
         return [CodecChoice(tensor.name, RAW, "no codec is given") for tensor in tensors]
     if isinstance(rules, str):
         encodable = (one.numel for one in tensors if one.dtype in ENCODED_DTYPES)
-        smallest = smallest_encoded(encodable)
+        smallest = smallest_for(rules, encodable)
         return [_by_size(rules, tensor, smallest, ring_ranks) for tensor in tensors]
     return [_by_pattern(rules, tensor, ring_ranks) for tensor in tensors]
+
+
+def smallest_for(codec: str, numels: Iterable[int]) -> int:
+    """Return the least number of elements of a tensor that a codec for all tensors is for.
+
+    Args:
+        codec: its text. A sparse one is for all of `SMALLEST_SPARSE` and more, any other for so
+            many that over 99 % of all elements are encoded.
+        numels: elements of each tensor that can be encoded.
+    """
+    if is_sparse(codec):
+        return SMALLEST_SPARSE
+    return smallest_encoded(numels)
+
+
+def is_sparse(codec: str) -> bool:
+    """Return whether a codec sends the largest values alone."""
+    return codec.partition(":")[0].strip() in SPARSE
 
 
 def smallest_encoded(numels: Iterable[int]) -> int:
@@ -227,6 +316,8 @@ def smallest_encoded(numels: Iterable[int]) -> int:
 def _by_size(text: str, tensor: CodedTensor, smallest: int, ring_ranks: int | None) -> CodecChoice:
     if tensor.dtype in ENCODED_DTYPES and tensor.numel < smallest:
         reason = f"below {smallest:,} elements; the others are over 99 % of all"
+        if is_sparse(text):
+            reason = "a single value, of which none can be left out"
         return CodecChoice(tensor.name, RAW, reason)
     return _made(text, tensor, "the codec for all", ring_ranks)
 

@@ -1,6 +1,6 @@
 """Who applies momentum: a codec, or the optimizer; never both.
 
-`dgc` accumulates momentum before it selects values (Lin et al. 2018, section 3.1). An optimizer
+`dgc` accumulates momentum before it selects values (Lin et al. 2018, section 3.2). An optimizer
 that applies momentum again moves parameters by up to 1 / (1 - momentum) times as far. Where it is
 torch's SGD with the codec's own momentum, a session lets the codec apply it in SGD's place
 (`training/model/momentum_takeover.py`); everything else that would apply it twice is refused.
@@ -8,26 +8,40 @@ torch's SGD with the codec's own momentum, a session lets the codec apply it in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from gradlane.errors import UsageError
+from gradlane.training.options.codec_choice import local_clip
 
 
 def momentum_of(codec: str) -> float:
     """Return the momentum that a codec, given by its canonical text, applies; 0 for none."""
     name, _, rest = codec.partition(":")
     options = dict(option.split("=", 1) for option in rest.split(",") if option)
-    if name != "dgc" or options.get("residual") == "off":
-        return 0.0
-    return float(options["momentum"])
+    return float(options["momentum"]) if name == "dgc" else 0.0
 
 
 def keeps_momentum(codec: str) -> bool:
     """Return whether a codec, given by its canonical text, adds momentum to gradients."""
     return momentum_of(codec) != 0.0
+
+
+def adding_up(codecs: Iterable[str]) -> str:
+    """Return a codec that adds gradients of several steps up with momentum, or clips them before.
+
+    Their means are velocities: to scale gradients before, or to clip the means, is another update
+    than without the codec.
+
+    Args:
+        codecs: by their canonical texts.
+
+    Returns:
+        The first such codec; empty if there is none.
+    """
+    return next((one for one in codecs if keeps_momentum(one) or local_clip(one)), "")
 
 
 def check_momentum(

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from gradlane.training.options.codec_choice import RAW, CodecArgument, CodecRules, codec_rules
+from gradlane.training.options.codec_choice import (
+    RAW,
+    CodecArgument,
+    CodecRules,
+    codec_rules,
+    unused_codec_option,
+)
 from gradlane.training.options.groups import Checkpoints, Monitoring, Network, Rendezvous
 from gradlane.training.options.option_fields import (
     OptionGroup,
@@ -36,6 +42,9 @@ SLICE_ELEMS = {
 }
 """The engine's own slice sizes of the strategies that cut every tensor into slices; a ring's slices
 are never larger."""
+SPLITTING_STRATEGIES = ("kvstore", "deferred-pull")
+"""Strategies that split only tensors of a size or more, as MXNet's KVStore does, so that slices
+have no common size. Workers pull results from their servers."""
 RING_ENCODED_SLICE_ELEMS = 65_536
 """The same for encoded slices: a hop costs a host as much for few bytes as for many."""
 UPDATES = ("worker", "server")
@@ -146,7 +155,7 @@ def _serverless_refusal(strategy: str, update: str, why: str) -> str:
             "update is 'server', which keeps optimizer state on the servers that own slices, and "
             f"{why}: use update='worker'"
         )
-    if strategy in ("kvstore", "deferred-pull"):
+    if strategy in SPLITTING_STRATEGIES:
         return f"in strategy {strategy!r} workers pull from servers, and {why}"
     return ""
 
@@ -181,7 +190,9 @@ class Strategy(OptionGroup):
     )
     slice_elems: int | None = option(
         None,
-        "Elements in a slice at most; the strategy's own if absent.",
+        "Elements in a slice at most; with `kvstore` and `deferred-pull`, the first size of a "
+        "tensor that is split, one part a server, where smaller ones go whole. The strategy's own "
+        "if absent (1,000,000 in these two).",
         unit="elements",
         least=1,
         agreed=True,
@@ -367,6 +378,9 @@ class Options:
             why = factors_refusal(self.strategy.name, self.update)
             if why:
                 raise ValueError(f"scheme is {self.strategy.factors!r}, but {why}")
+        unused = unused_codec_option(self.codec, encodes_means=self.update == "worker")
+        if unused:
+            raise ValueError(unused)
         others: dict[str, object] = {
             "strategy": self.strategy.name,
             "scheme": self.strategy.factors,
@@ -389,11 +403,6 @@ class Options:
                 f'strategy="asgd" with update={self.update!r}: each gradient is applied alone, '
                 'where the parameters are kept for all ranks, so it asks for update="server"; '
                 "otherwise every rank would train a model of its own"
-            )
-        if self.codec != RAW:
-            raise ValueError(
-                f'codec {self.codec!r} with strategy="asgd": pushes that are applied alone are not '
-                "encoded; use another strategy, or no codec"
             )
         if self.check_every:
             raise ValueError(

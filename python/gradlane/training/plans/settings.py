@@ -10,7 +10,6 @@ from gradlane.training.node.rules import AUTO, LEADER, OFF, with_local
 from gradlane.training.options.codec_choice import RAW, codec_rules, keeps_residual, rules_text
 from gradlane.training.options.groups import Network
 from gradlane.training.options.options import (
-    SLICE_ELEMS,
     UPDATES,
     Options,
     Strategy,
@@ -59,7 +58,7 @@ class Settings:
         self.applied_to(Options())
         if not 64 <= self.frame_bytes <= _FRAME_BYTES_MOST:
             raise ValueError(f"frame_bytes is {self.frame_bytes}; use 64 to {_FRAME_BYTES_MOST}")
-        if self.slice_elems == self._own_slice_elems or self.strategy not in SLICE_ELEMS:
+        if self.slice_elems == self._own_slice_elems:
             object.__setattr__(self, "slice_elems", None)
 
     @classmethod

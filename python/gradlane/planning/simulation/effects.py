@@ -1,0 +1,93 @@
+"""Options of a simulation that none of its strategies would take any notice of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradlane.planning.simulation.costs import MachineCosts
+from gradlane.planning.simulation.scenarios import (
+    ENGINE_STRATEGIES,
+    FORMULAS,
+    RING_FUSED,
+    Cluster,
+)
+from gradlane.training.options.codec_choice import RAW, codec_rules, unused_codec_option
+from gradlane.training.options.options import ASGD, RING
+from gradlane.training.options.stragglers import LEAVES_OUT, WAIT
+
+
+def check_effects(
+    strategies: Sequence[str],
+    base: Cluster,
+    *,
+    topologies: Sequence[str],
+    ranks_per_node: Sequence[int],
+    codecs: Sequence[str],
+    rules: Sequence[str],
+) -> None:
+    """Check that every option that was given has an effect on one of the strategies.
+
+    Args:
+        strategies: that will be simulated.
+        base: with everything that all clusters have in common; a default was not given.
+        topologies: of `ring-fused`.
+        ranks_per_node: in turn.
+        codecs: in turn.
+        rules: for late ranks, in turn.
+
+    Raises:
+        ValueError: one has none; the message names it and a strategy that it is for.
+    """
+    engine = [one for one in strategies if one not in FORMULAS]
+    with_servers = [one for one in engine if one != RING]
+    is_fused = RING_FUSED in strategies
+    is_hierarchical = is_fused and "hierarchical" in topologies
+    has_nodes = max(ranks_per_node) > 1
+    # The formula of fused rings knows the rate of ports, and no more of the cluster.
+    knows_hosts = any(one != RING_FUSED for one in strategies)
+    servers = base.servers is not None or base.serving > 0
+    encoded = any(codec_rules(codec) != RAW for codec in codecs)
+    any_engine = f"one of {', '.join(ENGINE_STRATEGIES)}"
+    given: tuple[tuple[str, bool, bool, str], ...] = (
+        ("--slice-elems", base.slice_elems is not None, bool(engine), any_engine),
+        ("--codec", encoded, bool(engine) or is_fused, any_engine),
+        ("--servers", servers, bool(with_servers), "p3, or another strategy with servers"),
+        (
+            "--stragglers",
+            any(rule != WAIT for rule in rules),
+            bool({*LEAVES_OUT} & {*engine}),
+            "p3",
+        ),
+        ("--straggler", base.straggler is not None, knows_hosts, any_engine),
+        ("--topology", any(one != "flat" for one in topologies), is_fused, RING_FUSED),
+        ("--additions", bool(base.additions), is_fused, RING_FUSED),
+        (
+            "--workers-per-node",
+            base.workers_per_node != Cluster.workers_per_node,
+            is_hierarchical and not has_nodes,
+            f"{RING_FUSED} with --topology hierarchical and without --ranks-per-node",
+        ),
+        (
+            "--local-rate",
+            base.local_rate_bps is not None,
+            has_nodes or is_hierarchical,
+            "--ranks-per-node",
+        ),
+        ("--latency-s", base.latency_s != 0.0, knows_hosts, any_engine),
+        ("--clip", base.clip, knows_hosts, any_engine),
+        ("--free-host", base.free_host, knows_hosts, any_engine),
+        ("--costs", base.costs != MachineCosts(), knows_hosts, any_engine),
+    )
+    for option, is_given, has_effect, remedy in given:
+        if is_given and not has_effect:
+            raise ValueError(
+                f"{option} has no effect with --strategy {','.join(strategies)}: leave it out, or "
+                f"add {remedy}"
+            )
+    has_ring, encodes_means = RING in engine, any(one != ASGD for one in engine)
+    for codec in codecs:
+        unused = unused_codec_option(
+            codec_rules(codec), has_ring=has_ring, encodes_means=encodes_means
+        )
+        if unused:
+            raise ValueError(unused)
