@@ -264,7 +264,8 @@ class Options:
     codec: CodecRules = option(
         RAW,
         "How gradients travel: as they are if absent; a codec such as `qsgd:bits=8`: in fewer "
-        "bytes, at a loss, but for the smallest tensors, less than 1 % of all parameters; a "
+        "bytes, at a loss, but for the smallest tensors (of quantizers less than 1 % of all "
+        "parameters, of `topk` and `dgc` those of one value); a "
         "dictionary of patterns and codecs, of which the first that fits a parameter's name counts "
         "(`docs/low-precision.md`).",
         agreed=True,
