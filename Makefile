@@ -15,11 +15,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTENSION := $(VENV)/.extension
+DOCS := $(VENV)/.docs
 $(shell printf 'PYTHON ?= %s\nCONSTRAINTS ?= %s\n' '$(PYTHON)' '$(CONSTRAINTS)' >$(CHOICE).new; \
 	cmp -s $(CHOICE).new $(CHOICE) && rm $(CHOICE).new || mv $(CHOICE).new $(CHOICE))
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml
 
-.PHONY: demo test test-rust test-python test-neon faults lint bench format wheels clean build
+.PHONY: demo test test-rust test-python test-neon faults fuzz lint bench docs format wheels clean build
 
 demo: build
 	$(BIN)/gradlane demo
@@ -29,8 +30,8 @@ test: test-rust test-python
 test-rust: .cache/tools
 	cargo test --workspace --exclude gradlane-py
 
-# Two files at a time: much of what tests do is waiting for others. `TEST_JOBS=0` runs one after another.
-TEST_JOBS ?= 2
+# Three files at a time: much of what tests do is waiting for others. `TEST_JOBS=0` runs one after another.
+TEST_JOBS ?= 3
 test-python: build
 	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile
 
@@ -56,6 +57,24 @@ lint: build
 
 bench: .cache/tools
 	cargo bench -p gradlane-codec --bench kernels -- --json $(CURDIR)/bench.json
+	cargo bench -p gradlane-seal --bench sealing -- --json $(CURDIR)/bench-seal.json
+
+# An hour a target, or FUZZ_S seconds; CI takes a minute each.
+FUZZ_S ?= 3600
+fuzz: .cache/tools
+	bash scripts/fuzz $(FUZZ_S)
+
+# The site, into `site`, which opens without a network. A warning of MkDocs is an error, and tests look
+# for what would come from other hosts.
+docs: build $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m pytest -q tests/documents/test_site.py
+	@echo "wrote site/index.html"
+
+$(DOCS): $(STAMP)
+	$(BIN)/python scripts/extra-requirements docs | $(BIN)/python -m pip install --quiet \
+		--disable-pip-version-check --constraint $(VENV)/constraints.txt --requirement /dev/stdin
+	@touch $@
 
 # What a release publishes, into `dist`: wheels that need no Rust, and the source.
 wheels: .cache/tools
@@ -83,4 +102,4 @@ $(STAMP): .cache/tools pyproject.toml $(CONSTRAINTS) scripts/make-venv $(CHOICE)
 
 clean:
 	cargo clean
-	rm -rf $(VENV) .cache dist bench.json demo.html
+	rm -rf $(VENV) .cache dist site bench.json bench-seal.json demo.html

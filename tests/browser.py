@@ -29,6 +29,16 @@ _FRAME = """<!doctype html><body style="margin:0"><script>
 </script>"""
 
 
+def dump(url: str, folder: Path) -> str:
+    """Open a served page, let its scripts run for some seconds of their time, and return it.
+
+    Args:
+        url: of the page.
+        folder: for the browser's own files.
+    """
+    return _run_browser(url, folder)
+
+
 def probe(page: Path, folder: Path, script: str, *, width: int = 1100) -> Any:
     """Open a page of this width in CSS pixels and return what a script in it says.
 
@@ -38,7 +48,6 @@ def probe(page: Path, folder: Path, script: str, *, width: int = 1100) -> Any:
         script: calls `say(value)` once, with a value that JSON can carry; runs after the page's.
         width: a window cannot be made this narrow, so the page stands in a frame.
     """
-    assert BROWSER is not None
     text = page.read_text(encoding="utf-8")
     late = (
         '<script>const say = (value) => parent.postMessage(JSON.stringify(value), "*");'
@@ -48,12 +57,17 @@ def probe(page: Path, folder: Path, script: str, *, width: int = 1100) -> Any:
     copy.write_text(text.replace("<head>", f"<head>{_EARLY}", 1).replace("</body>", late), "utf-8")
     style = f"border:0;width:{width}px;height:900px"
     frame.write_text(f'{_FRAME}<iframe src="{copy.as_uri()}" style="{style}"></iframe>', "utf-8")
+    found = re.search(r'data-result="([^"]*)"', _run_browser(frame.as_uri(), folder))
+    assert found is not None, "the page's script did not come to its end"
+    return json.loads(html.unescape(found.group(1)))
+
+
+def _run_browser(url: str, folder: Path) -> str:
+    assert BROWSER is not None
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += [f"--user-data-dir={folder / 'browser'}", "--virtual-time-budget=5000"]
     command += ["--window-size=1200,1000"]
     result = subprocess.run(
-        [*command, frame.as_uri()], capture_output=True, text=True, timeout=120, check=True
+        [*command, url], capture_output=True, text=True, timeout=120, check=True
     )
-    found = re.search(r'data-result="([^"]*)"', result.stdout)
-    assert found is not None, "the page's script did not come to its end"
-    return json.loads(html.unescape(found.group(1)))
+    return result.stdout

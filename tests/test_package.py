@@ -48,7 +48,10 @@ LINKS = LinkReport(
         (LinkReport(1, 1.0), ("LinkReport of 1 ranks: no links",)),
         (Plan("m", FACTS, "given", Settings()), ("Plan ", "'m'", "4 workers", "strategy='p3'")),
         (gradlane.Coordinator(SMALL, FACTS), ("Coordinator of <Profile", "rule 'auto'")),
-        (gradlane.Network(io_threads=2, secret="s3cret"), ("Network(secret=..., io_threads=2)",)),
+        (
+            gradlane.Network(io_threads=2, secret="5ecre7" * 6),
+            ("Network(secret=..., io_threads=2)",),
+        ),
         (gradlane.Strategy("p3", scheme="ring"), ("Strategy(name='ring')",)),
     ],
 )

@@ -340,6 +340,23 @@ class Channel:
             count: the tensor's number of elements times the codec's `residual_width`.
         """
 
+    def residual_squares(
+        self, first: int, elements_max: int
+    ) -> tuple[list[tuple[int, int, float]], int]:
+        """Sum up the squares of what this rank's own encoding has lost so far; at any time.
+
+        Args:
+            first: number of the slice to begin with.
+            elements_max: about how many numbers are read; an I/O thread does.
+
+        Returns:
+            (tensor, slice, squares) of slices that have a residual and are not being encoded, and
+            the slice to go on with; 0 after the last.
+
+        Raises:
+            ChannelError: the channel has ended.
+        """
+
     def clear_state(self) -> None:
         """Forget all optimizer state on this rank, between steps (update=server)."""
 

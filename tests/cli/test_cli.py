@@ -12,8 +12,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from gradlane.cli import main as cli
 from tests.children import descendants_of
@@ -51,6 +53,32 @@ def test_version_prints_what_it_writes(
     assert dict(line.split(" ", 1) for line in out.splitlines()) == versions
     assert versions["python"] == sys.version.split()[0]
     assert run(monkeypatch, capsys, "--version") == (0, out, "")
+
+
+def test_a_new_secret_is_its_owners_alone_and_is_not_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, written = tmp_path / "job.secret", tmp_path / "secret.json"
+    before = os.umask(0)
+    try:
+        status, out, _ = run(
+            monkeypatch, capsys, "secret", "new", str(path), "--json", str(written)
+        )
+    finally:
+        os.umask(before)
+    assert status == 0 and path.stat().st_mode & 0o777 == 0o600
+    secret = path.read_text().strip()
+    assert len(secret) == 64 and int(secret, 16)
+    assert secret not in out and f"export GRADLANE_SECRET_FILE={path}" in out
+    content = json.loads(written.read_text())
+    assert content == {
+        "path": str(path),
+        "bits": 256,
+        "environment": {"GRADLANE_SECRET_FILE": str(path)},
+    }
+    status, _, errors = run(monkeypatch, capsys, "secret", "new", str(path))
+    assert status == 2 and "exists; give another path" in errors
+    assert path.read_text().strip() == secret
 
 
 @pytest.mark.parametrize(
@@ -91,6 +119,11 @@ def test_a_missing_optional_package_is_named(
 ) -> None:
     """Without the lab's extras, the message says how to install them."""
     monkeypatch.setitem(sys.modules, "pyroute2", None)
+    for name in [name for name in sys.modules if name.startswith("gradlane.lab.")]:
+        # A package keeps its modules as attributes too: those come back with them.
+        parent, _, child = name.rpartition(".")
+        if hasattr(sys.modules[parent], child):
+            monkeypatch.setattr(sys.modules[parent], child, sys.modules[name])
     for name in [name for name in sys.modules if name.startswith("gradlane.lab.")]:
         monkeypatch.delitem(sys.modules, name)
     status, _, errors = run(monkeypatch, capsys, "lab", "run", "--workload", "resnet50")
@@ -182,6 +215,89 @@ def test_without_any_way_the_advice_is_given() -> None:
     assert child.returncode == 1
     assert "--cap-add" in child.stderr
     assert "Traceback" not in child.stderr
+
+
+WRITES: dict[str, list[str]] = {
+    "version": ["version"],
+    "whatif": ["whatif", "resnet50", "--workers", "2", "--rate", "1gbit"],
+    "plan": ["plan", "resnet50", "--workers", "2", "--rate", "1gbit", "--budget-s", "0.1"],
+    "doctor": ["doctor"],
+    "lab predict": ["lab", "predict", "ROWS"],
+    "lab grid": ["lab", "grid", "ROWS"],
+}
+"""Commands with --json that need no cluster; ROWS stands for a file of measured rows."""
+MEASURES: dict[str, tuple[str, str, str, Any]] = {
+    "lab transport": ("gradlane.lab.transport", "measurement.run_transport", "tables", []),
+    "lab calibrate": (
+        "gradlane.lab.calibration",
+        "calibrate.run_calibration",
+        "calibrate",
+        {"constants": {}},
+    ),
+}
+"""Commands that measure first: the package, what measures, the module that prints, a result."""
+OTHERS = {"lab run", "demo", "probe", "profile", "reproduce", "serve", "watch"}
+OTHERS |= {"secret new", "secret sign"}
+"""Those whose file is there since their first run (`lab run`, `demo`), or that need other ranks, a
+session or checkpoints."""
+
+
+def test_commands_with_a_file_are_all_known() -> None:
+    """A new one has to be among those that are tested to write it before they print."""
+    root = typer.main.get_command(cli.app)
+    found, groups = set(), [("", root)]
+    for prefix, group in groups:
+        for name, command in group.commands.items():  # type: ignore[attr-defined]
+            if hasattr(command, "commands"):
+                groups.append((f"{name} ", command))
+            elif any("--json" in option.opts for option in command.params):
+                found.add(f"{prefix}{name}")
+    assert found == {*WRITES, *MEASURES, *OTHERS}
+
+
+@pytest.mark.parametrize("command", WRITES)
+def test_files_are_written_before_anything_is_printed(command: str, tmp_path: Path) -> None:
+    """Standard output is a disk without room: the command fails, and its file is whole."""
+    path, rows = tmp_path / "content.json", tmp_path / "rows.json"
+    row = {"workload": "resnet50", "strategy": "p3", "rate_bps": 4e9, "step_s_median": 0.35}
+    row |= {"workers": 4, "dilation": 6.7, "compute_s": 0.3, "codec": "raw", "goodput_bps": 3.8e9}
+    row |= {"machine": {"processors": 2}, "versions": {"kernel": "6", "torch": "2"}}
+    rows.write_text(json.dumps([row]), encoding="utf-8")
+    arguments = [str(rows) if word == "ROWS" else word for word in WRITES[command]]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        child = subprocess.run(
+            [sys.executable, "-u", "-m", "gradlane", *arguments, "--json", str(path)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=environment,
+            text=True,
+            check=False,
+        )
+    assert child.returncode == 1 and "No space left on device" in child.stderr, child.stderr
+    assert json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("command", MEASURES)
+def test_what_was_measured_is_written_before_it_is_printed(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    command: str,
+) -> None:
+    package, measures, prints, result = MEASURES[command]
+    path = tmp_path / "content.json"
+
+    def fails(*_: object) -> None:
+        raise OSError("there is no terminal")
+
+    monkeypatch.setattr("gradlane.lab.cluster.privilege.ensure_namespaces", lambda _: None)
+    monkeypatch.setattr(f"{package}.{measures}", lambda *_: result)
+    printer = "print_transport" if command == "lab transport" else "print_constants"
+    monkeypatch.setattr(f"{package}.{prints}.{printer}", fails)
+    status, _, errors = run(monkeypatch, capsys, *command.split(), "--json", str(path))
+    assert status == 1 and "no terminal" in errors
+    assert json.loads(path.read_text(encoding="utf-8")) == result
 
 
 def test_a_reader_that_goes_away_costs_no_result(tmp_path: Path) -> None:

@@ -321,7 +321,7 @@ def train_by_oracle(world_size: int, dgc: DgcOracle, steps: int) -> list[torch.T
         means = dgc.step(step, gradients, [0.0] * len(parameters))
         with torch.no_grad():
             for one, mean in zip(parameters, means, strict=True):
-                one.sub_(torch.from_numpy(mean).view_as(one), alpha=DGC_RATE)
+                one.sub_(DGC_RATE * torch.from_numpy(mean).view_as(one))
     return [one.detach().clone() for one in parameters]
 
 

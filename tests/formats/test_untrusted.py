@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import pickle
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
 
 from gradlane import errors
 from gradlane.formats.profile import FieldReader, ProfileError, read_object
 from gradlane.formats.untrusted import EscapedError, escaped, escaped_lines
 from gradlane.planning.probe.streams import StreamError
 from gradlane.planning.simulation.costs import CostsError
+from gradlane.training.log import log
+from gradlane.training.node.layout import agree_on_layout
+from gradlane.training.options.options import Options
 from gradlane.training.plans.plan import Plan, PlanError, parse_plan
 from gradlane.training.plans.settings import ClusterFacts, Settings
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from tests.training.rendezvous.stores import bounded
 
 HOSTILE = "a\x1b[2J\x9b31m\r\nrank 0: all is well\u202e\u2028\x00\x7f\ud800"
 SHOWN = r"a\x1b[2J\x9b31m\r\nrank 0: all is well\u202e\u2028\x00\x7f\ud800"
@@ -83,3 +91,26 @@ def test_a_file_is_quoted_without_its_control_characters() -> None:
     with pytest.raises(PlanError) as caught:
         parse_plan('{"format": "\\u001b[2J"}', HOSTILE)
     assert str(caught.value).isprintable()
+
+
+def test_lines_of_the_log_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever a line has of another rank's words: one line, and nothing to obey."""
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []
+    try:
+        log.warning("rank %d says %s", 1, HOSTILE)
+    finally:
+        root.handlers = handlers
+    assert capsys.readouterr().err == f"gradlane: rank 1 says {SHOWN}\n"
+
+
+def test_a_reason_with_another_ranks_words_is_escaped(caplog: pytest.LogCaptureFixture) -> None:
+    store = HashStore()
+    scopes = [
+        RendezvousScope(bounded(store, rank), RankInfo(rank, 2, "job", 0), 0, 30.0)
+        for rank in range(2)
+    ]
+    scopes[1].put("local/1", json.dumps([1, HOSTILE, "here"]))
+    assert agree_on_layout(Options(), scopes[0], {"LOCAL_WORLD_SIZE": "2"}) is None
+    (told,) = caplog.records
+    assert SHOWN[:40] in told.getMessage() and told.getMessage().isprintable()

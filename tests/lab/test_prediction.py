@@ -11,12 +11,12 @@ import pytest
 
 from gradlane.lab.calibration.grid import in_grid_order
 from gradlane.lab.calibration.prediction import (
+    LeftOut,
     can_predict,
     markdown_of,
     predict,
     replayed_profile,
     summary_of,
-    text_of_left_out,
 )
 from gradlane.lab.calibration.prediction_grid import (
     MEDIAN_ERROR_TARGET,
@@ -79,9 +79,10 @@ def test_only_replays_of_the_engine_are_predicted() -> None:
     assert not can_predict(row(strategy="none"))
     assert not can_predict(row(workload="digits-cnn"))
     assert not can_predict(row(cpu_bound=True))
-    assert text_of_left_out([row(), row()]) == ""
-    text = text_of_left_out([row(), row(cpu_bound=True), row(strategy="none"), row(codec="f16")])
-    assert text.startswith(f"3 of 4 rows are left out, 1 with {NO_EVIDENCE}; 2 of other kinds: ")
+    assert LeftOut.of([row(), row()]).text == ""
+    out = LeftOut.of([row(), row(cpu_bound=True), row(strategy="none"), row(codec="f16")])
+    assert out.text.startswith(f"3 of 4 rows are left out, 1 with {NO_EVIDENCE}; 2 of other kinds")
+    assert out.to_json() == {"rows": 4, "no_evidence": 1, "other_kinds": 2}
 
 
 def test_a_replay_is_scaled_to_what_was_measured() -> None:
@@ -104,12 +105,16 @@ def test_the_command_prints_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     results, written = tmp_path / "results.json", tmp_path / "out.json"
-    results.write_text(json.dumps([ROW, {**ROW, "strategy": "none"}]), encoding="utf-8")
+    rows = [ROW, {**ROW, "strategy": "none"}, {**ROW, "cpu_bound": True}]
+    results.write_text(json.dumps(rows), encoding="utf-8")
     arguments = ["lab", "predict", str(results), "--json", str(written)]
     status, out, _ = run(monkeypatch, capsys, *arguments)
     assert status == 0
     assert "| resnet50 | p3 | 4 |" in out and "median error" in out
-    assert len(json.loads(written.read_text(encoding="utf-8"))["rows"]) == 1
+    assert f"2 of 3 rows are left out, 1 with {NO_EVIDENCE}" in out
+    content = json.loads(written.read_text(encoding="utf-8"))
+    assert len(content["rows"]) == 1
+    assert content["left_out"] == {"rows": 3, "no_evidence": 1, "other_kinds": 1}
 
 
 def test_what_the_lab_measured_is_predicted() -> None:

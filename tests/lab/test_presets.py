@@ -155,7 +155,8 @@ def test_rows_of_a_busy_machine_are_measured_again(
     with pytest.raises(LabError, match="no evidence"):
         run_made(preset, tmp_path, FakeMachine(busy=True))
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert html.escape(f"In all runs: {NO_EVIDENCE}.") in page
+    runs = len(cell.strategies)
+    assert html.escape(f"In {runs} of {runs} runs: {NO_EVIDENCE}; marked *, ") in page
     again = FakeMachine()
     rows = run_made(preset, tmp_path, again)
     assert len(again.runs) == len(rows) == len(cell.strategies)

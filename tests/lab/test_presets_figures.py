@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import threading
 import time
@@ -32,7 +33,7 @@ from gradlane.lab.experiments.utilization import (
     summed,
 )
 from gradlane.lab.runs.cells import CellsProgress
-from gradlane.lab.runs.rows import Row
+from gradlane.lab.runs.rows import NO_EVIDENCE, Row, read_rows, save_rows
 from gradlane.lab.runs.traffic import activity_of
 from gradlane.planning.planner.search import SLICES as PLANNED_SLICES
 from tests.command_line import run
@@ -152,6 +153,35 @@ def test_utilization_keeps_what_was_sampled(
     assert "bytes in and out of a port" in (tmp_path / "report.html").read_text("utf-8")
 
 
+@pytest.mark.parametrize("alone_is_evidence", [True, False])
+def test_a_busy_machines_use_of_ports_is_reported_and_marked(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    alone_is_evidence: bool,
+) -> None:
+    """Compute alone sleeps and leaves any machine idle: its row may be the only evidence."""
+    path = tmp_path / "results.json"
+    alone = active_row(strategy="none", preset="utilization", cpu_bound=not alone_is_evidence)
+    save_rows([alone, active_row(preset="utilization", cpu_bound=True)], path)
+    status, out, errors = run(monkeypatch, capsys, "report", str(path))
+    assert status == 0, errors
+    busy = 1 if alone_is_evidence else 2
+    assert f"in {busy} of 2 runs: {NO_EVIDENCE}; marked *" in out
+    page = (tmp_path / "results.html").read_text(encoding="utf-8")
+    assert html.escape(f"In {busy} of 2 runs: {NO_EVIDENCE}; marked *") in page
+    assert "p3 *: bytes in and out of a port" in page
+    assert "p3 *" in printed(UTILIZATION, read_rows(path))
+
+
+def test_rows_of_a_busy_machine_are_counted_where_others_are_left() -> None:
+    rows = [active_row(strategy="none"), active_row(), active_row(strategy="wfbp", cpu_bound=True)]
+    found = Findings([*rows, active_row(source="simulated")])
+    assert [row.strategy for row in found.measured] == ["none", "p3"]
+    assert found.note.startswith(f"in 1 of 3 runs: {NO_EVIDENCE}")
+    assert Findings(rows[:2]).note == ""
+
+
 def sweep_rows(steps_s: Mapping[int, float]) -> list[Row]:
     rows: list[Row] = []
     for cell in SWEEP.choose(workloads=["resnet50"], sizes=list(steps_s)).cells:
@@ -165,6 +195,16 @@ def sweep_rows(steps_s: Mapping[int, float]) -> list[Row]:
         )
         rows += map(SWEEP.describe, made)
     return completed(rows)
+
+
+def test_a_sweep_of_a_busy_machine_is_marked(tmp_path: Path) -> None:
+    busy = [replace(row, cpu_bound=True) for row in sweep_rows({1_000: 0.5, 50_000: 0.34})]
+    out = printed(SWEEP, busy)
+    assert "1,000 *" in out and "50,000 best *" in out
+    page = tmp_path / "report.html"
+    SWEEP.write_page(busy, page)
+    text = page.read_text(encoding="utf-8")
+    assert "best measured, *" in text and html.escape(f"In 2 of 2 runs: {NO_EVIDENCE}") in text
 
 
 def test_a_sweep_points_out_its_optimum_and_the_plan() -> None:

@@ -25,9 +25,11 @@ from gradlane.lab.runs.options import LabOptions
 from gradlane.lab.runs.rows import Row, save_rows, summarize
 from gradlane.lab.runs.run import run_lab
 from gradlane.lab.runs.strategy import parse_strategies, parse_strategy, with_rules
+from gradlane.planning.simulation.lists import parse_rates
 from gradlane.planning.simulation.straggler import parse_straggler
 from gradlane.training.plans.settings import LEARNING_STEPS
 from tests.built import needs_core
+from tests.command_line import run
 from tests.namespaces import needs_namespaces
 
 
@@ -56,11 +58,39 @@ def test_what_is_no_rate_is_refused_with_an_example(text: str) -> None:
         parse_rate(text)
 
 
-@pytest.mark.parametrize("text", ["4", "10", "2.5", " 999999 "])
+@pytest.mark.parametrize("text", ["4", "10", "2.5", "0.5", " 999999 "])
 def test_a_rate_whose_unit_was_forgotten_is_refused_with_one(text: str) -> None:
-    with pytest.raises(ValueError, match=f"{text.strip()}gbit"):
+    with pytest.raises(ValueError, match=f"has no unit: {text.strip()}gbit"):
         parse_rate(text)
-    assert parse_rate(f"{text.strip()}bit") == int(float(text))
+    assert parse_rate(f"{text.strip()}kbit") == int(1000 * float(text))
+
+
+RATES = {
+    "whatif": ["resnet50", "--rate", "4"],
+    "whatif of a node": ["resnet50", "--rate", "4gbit", "--local-rate", "4"],
+    "plan": ["resnet50", "--workers", "4", "--rate", "4"],
+    "lab run": ["--workload", "resnet50", "--rate", "4gbit,4"],
+    **{f"lab {name}": ["--rate", "4"] for name in ("transport", "calibrate")},
+    **{f"lab {name}": ["--rate", "4"] for name in ("bandwidth", "utilization", "scaling")},
+    "lab slices": ["--rate", "1,4"],
+}
+"""Every command that takes a rate, and where it is given without a unit."""
+
+
+@pytest.mark.parametrize("command", RATES)
+def test_every_command_refuses_a_rate_without_a_unit_by_naming_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    words = command.partition(" of ")[0].split()
+    status, _, errors = run(monkeypatch, capsys, *words, *RATES[command])
+    assert status == 2
+    assert "has no unit" in errors and "gbit for 10^9 bits a second" in errors
+
+
+def test_a_rate_is_read_as_it_is_printed() -> None:
+    for rate_bps in (1_500_000_000, 4_000_000_000, 250_000_000, 1_000):
+        assert parse_rate(format_rate(rate_bps)) == rate_bps
+    assert parse_rates("1, 4, 10 gbit") == [10**9, 4 * 10**9, 10**10]
 
 
 def test_rates_are_printed_shortly() -> None:
@@ -407,7 +437,7 @@ def test_a_stopped_rank_is_left_out_and_all_hold_the_same_in_the_end() -> None:
         warmup=2,
         servers=2,
         paced=False,
-        straggler=parse_straggler("rank=2,share=0.5,burst=0.01"),
+        straggler=parse_straggler("rank=2,share=0.5,burst=10ms"),
     )
     rows = {one.strategy: one for one in run_lab(options)}
     assert list(rows) == ["p3", "p3/drop", "p3/backup=1:carry"]

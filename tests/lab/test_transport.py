@@ -28,7 +28,7 @@ from gradlane.lab.transport.trace import (
     TraceRow,
     urgent_slices,
 )
-from gradlane.training.options.frames import frame_count
+from gradlane.planning.planner.frame_count import frame_count
 from tests.namespaces import needs_namespaces
 
 SEND_TURN_BYTES = 1 << 20

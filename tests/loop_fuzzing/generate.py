@@ -258,8 +258,10 @@ class Generator:
         if any("complex" in model.extras for model in self.models):
             self.style.update(clip=None)
         if any(b.kind == "sparse_words" for model in self.models for b in model.blocks):
-            # Torch has no zeros in place for sparse gradients.
+            # Torch has neither zeros in place nor clipping by value for sparse gradients.
             self.style.update(to_none=True)
+            if self.style["clip"] == "value":
+                self.style["clip"] = "norm"
         if self.style["scaled"]:
             # A step that the scaler skips leaves gradients as they are, whatever the rule.
             self.forgets = False
@@ -329,7 +331,7 @@ class Generator:
             elif self.chance(0.05) and not self.serves and self._adds_up_in_one():
                 given["losses"] = 2
                 self.strange.add("several_backwards")
-            elif turn and style["no_sync"] and self._may_stay_inside() and self.chance(0.1):
+            elif turn and style["no_sync"] and self.chance(0.1):
                 given["no_sync"] = True
                 if style["clip"]:
                     self.strange.add("all_inside")
@@ -402,9 +404,9 @@ class Generator:
         """Draw what happens between steps."""
         number = self.random.randrange(count)
         choices: list[d.Action] = []
-        if self.chance(0.06):
+        if self.chance(0.7):
             choices.append(d.Action("write", number, None, {"factor": 0.875}))
-        if self.chance(0.06):
+        if self.chance(0.7):
             choices.append(d.Action("hyper", number, None, {"factor": 0.5}))
         if self.chance(0.08):
             choices.append(d.Action("keep", number))
@@ -439,6 +441,9 @@ class Generator:
         if "conv2d_channels_last" in kinds and self.chance(0.3):
             given = {"channels_last": self.chance(0.3)}
             some = self.some_ranks()
+            if some is not None:
+                # It reads gradients, which waits for all where another model began the step.
+                choices.append(d.Action("zero", number, None, {"whose": "optimizer"}))
             choices.append(d.Action("reformat", number, some, given))
             if self.serves:
                 self.strange.add("reformat")
@@ -506,18 +511,9 @@ class Generator:
     def _adds_up_in_one(self) -> bool:
         """Whether gradients of several backwards round as torch's do, also outside no_sync().
 
-        Sparse ones are made dense one by one, and a functional call averages in between.
+        A functional call averages in between.
         """
-        return not any(
-            block.kind == "sparse_words" or block.call == "functional"
-            for model in self.models
-            for block in model.blocks
-        )
-
-    def _may_stay_inside(self) -> bool:
-        """Whether a step's last backward, too, may be inside no_sync()."""
-        sparse = any(b.kind == "sparse_words" for model in self.models for b in model.blocks)
-        return not sparse
+        return not any(b.call == "functional" for model in self.models for b in model.blocks)
 
     def _is_smooth(self) -> bool:
         """Whether second derivatives exist for every part of the models."""

@@ -185,7 +185,7 @@ def _later_parts_dropped() -> Iterator[None]:
 
 
 MUTATIONS = (
-    Mutation("no wait before a module's forward", _no_wait_before_forward, seed=21),
+    Mutation("no wait before a module's forward", _no_wait_before_forward, seed=33),
     Mutation("no wait when a parameter is read as an attribute", _no_wait_in_attributes),
     Mutation("no wait when parameters are listed", _no_wait_in_lists),
     Mutation("no wait when a gradient is touched", _no_wait_for_gradients),
@@ -193,7 +193,7 @@ MUTATIONS = (
     Mutation("gradients left behind after the update", _gradients_left_behind, seed=12),
     Mutation("gradients lent though others read them", _gradients_lent_though_shared),
     Mutation("memory layouts of gradients ignored", _layouts_ignored, seed=178),
-    Mutation("the optimizer's state read early", _state_read_early, seed=36),
+    Mutation("the optimizer's state read early", _state_read_early, seed=48),
     Mutation(
         "updates under the reader's inference mode", _updates_under_the_readers_modes, seed=37
     ),

@@ -18,6 +18,7 @@ from torch import Tensor
 from tests.loop_fuzzing.description import Action, Loop
 from tests.loop_fuzzing.oddities import Counts, named_tally
 from tests.loop_fuzzing.program import Note, Program
+from tests.training.model.reference import in_rows_of, steps_on_sparse
 
 _GRADIENT_ACTIONS = (
     "clip",
@@ -82,6 +83,8 @@ class Reference:
         """Build every rank's program with rank 0's values."""
         self.loop = loop
         self.programs = [Program(loop, rank, values_of=0) for rank in range(loop.ranks)]
+        # Servers that workers pull from make dense means.
+        self._sends_rows = loop.options.get("strategy") not in ("kvstore", "deferred-pull")
         self._averaged = [False] * len(loop.models)
         self._zeroed = [True] * len(loop.models)
         self._begun = [False] * len(loop.models)
@@ -252,10 +255,13 @@ class Reference:
         self._averaged[number] = True
         everywhere = [program.models[number].parameters() for program in self.programs]
         weights = [program.weights.pop(number, None) for program in self.programs]
+        optimizer = self.programs[0].optimizers[number]
         for copies in zip(*everywhere, strict=True):
+            own = [one.grad for one in copies]
+            summed = [one.coalesce() if one is not None and one.is_sparse else one for one in own]
             gradients = [
-                one.grad if one.grad is None or weight is None else one.grad.to_dense() * weight
-                for one, weight in zip(copies, weights, strict=True)
+                one if one is None or weight is None else one * weight
+                for one, weight in zip(summed, weights, strict=True)
             ]
             known = next((one for one in gradients if one is not None), None)
             if known is None or known.numel() == 0:
@@ -264,11 +270,15 @@ class Reference:
             total = sum(weight or 0 for weight in weights)
             if total:
                 mean.mul_(len(weights) / total)
+            given = [one for one in gradients if one is not None]
+            is_sparse = all(one.is_sparse for one in given)
+            if is_sparse and self._sends_rows and steps_on_sparse(optimizer, copies[0]):
+                mean = in_rows_of(mean, given)
             for one in copies:
                 # Fused optimizers take gradients and parameters for memory in the same order.
                 own = known if one.grad is None else one.grad
                 layout = mean if own.is_sparse else own
-                one.grad = torch.empty_like(layout).copy_(mean)
+                one.grad = mean.clone() if is_sparse else torch.empty_like(layout).copy_(mean)
 
 
 @torch.no_grad()

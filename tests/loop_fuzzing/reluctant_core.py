@@ -48,10 +48,10 @@ class ReluctantWorld(World):
         serves = self.plan["update"] == "server"
         if tensor not in current.ready:
             current.ready[tensor] = all(one.values is None for one in lent.values())
-            if not current.ready[tensor]:
+            if not (current.ready[tensor] or self.gathers(tensor)):
                 mean = self.mean(step, tensor, lent)
                 self.results[(step, tensor)] = self.updated(step, tensor, mean) if serves else mean
-        if not current.ready[tensor]:
+        if not (current.ready[tensor] or self.gathers(tensor)):
             pointer, nbytes = lent[rank].pointer, lent[rank].nbytes
             if serves:
                 pointer, nbytes = self.parameters[(rank, tensor)]

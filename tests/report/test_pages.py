@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from gradlane.lab.experiments.runs_page import report_from_results, sections_from_results
-from gradlane.lab.runs.rows import Row, rows_of
+from gradlane.lab.runs.display import print_tables
+from gradlane.lab.runs.rows import Row, rows_of, summarize
 from gradlane.report import (
     Measurement,
     Paragraph,
@@ -167,6 +170,30 @@ def test_overview_shows_ratios_within_a_repeat() -> None:
     assert by_strategy["p3"][column] == pytest.approx(1.625)
     assert by_strategy["ddp-gloo:1"][column] == pytest.approx(1.0)
     assert [table.rows[index][strategy] for index in table.highlight] == ["p3"]
+
+
+def test_raw_and_encoded_steps_stand_in_tables_of_their_own() -> None:
+    """On the page and on a terminal; each is still compared with the best DDP, which is raw."""
+    encoded = [row("p3", 0.1, codec="qsgd:bits=8"), row("ddp-gloo+fp16", 0.2)]
+    first, second, third = (
+        block for block in sections_from_results([*rows(), *encoded])[0].blocks[:3]
+    )
+    for table, words, strategies in (
+        (first, "Gradients: raw. ", ["none", "ddp-gloo:25", "ddp-gloo:1", "p3"]),
+        (second, "Gradients: qsgd:bits=8. ", ["p3 qsgd:bits=8"]),
+        (third, "Gradients: fp16. ", ["ddp-gloo+fp16"]),
+    ):
+        assert isinstance(table, Table) and table.caption.startswith(words)
+        column = list(table.columns).index("strategy")
+        assert sorted(str(line[column]) for line in table.rows) == sorted(strategies)
+    assert isinstance(second, Table)
+    ratio = second.rows[0][list(second.columns).index("\N{MULTIPLICATION SIGN} DDP")]
+    assert ratio == pytest.approx(0.4 / 0.1)
+    console = Console(file=StringIO(), width=110)
+    print_tables(console, summarize([*rows(), *encoded]))
+    raw, eight, half = console.file.getvalue().split("char-transformer at ")[1:]  # type: ignore[attr-defined]
+    assert "gradients in" not in raw and raw.count("p3") == 1
+    assert "gradients in qsgd:bits=8" in eight and "gradients in fp16" in half
 
 
 def test_rows_over_several_rates_show_throughput_against_bandwidth(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 //!
 //! `cargo run --release -p gradlane-net --example loopback -- [megabytes] [ranks] [steps] [frame
 //! bytes] [credit bytes] [low water bytes] [work threads] [receive buffer bytes] [trace] [I/O
-//! threads]`
+//! threads] [seal]`
 
 use gradlane_engine::{Plan, Strategy, TensorKind, TensorSpec, Update};
 use gradlane_net::{Channel, ChannelOptions, Listener, MetricsSnapshot, UserMemory};
@@ -13,6 +13,7 @@ use std::time::Instant;
 
 /// Elements of a tensor: that of a middle layer.
 const TENSOR_ELEMS: u64 = 1_000_000;
+const SECRET: &[u8] = b"no secret, since it is printed here";
 
 fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
     let arguments: Vec<u64> =
@@ -44,6 +45,7 @@ fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
             options.receive_buffer_bytes = argument(7, 0) as u32;
             options.trace = argument(8, 0) > 0;
             options.io_threads = argument(9, options.io_threads as u64) as usize;
+            options.seal = argument(10, 0) > 0;
             let (plan, peers) = (plan.clone(), peers.clone());
             std::thread::spawn(move || run(listener, &options, &plan, &peers, steps))
         })
@@ -68,7 +70,7 @@ fn run(
     peers: &[String],
     steps: u64,
 ) -> RankResult {
-    let channel = Channel::connect(listener, options, plan, peers, b"", &mut || false)?;
+    let channel = Channel::connect(listener, options, plan, peers, SECRET, &mut || false)?;
     let tensors = channel.plan().tensors.len();
     let mut gradients = vec![vec![1.0_f32; TENSOR_ELEMS as usize]; tensors];
     step(&channel, Step(0), &mut gradients)?;

@@ -20,3 +20,4 @@ mod residual;
 mod state;
 
 pub use optimizer::{StateKind, StateRead, UpdateRule, UpdateRuleError};
+pub use residual::ResidualSquares;

@@ -6,7 +6,7 @@ mod handshake;
 mod listener;
 mod mesh;
 
-pub(crate) use acceptor::Acceptor;
-pub(crate) use handshake::{digest, Identity};
+pub(crate) use acceptor::{Acceptor, MeshStream};
+pub(crate) use handshake::{digest, FrameSeals, Identity};
 pub use listener::Listener;
 pub(crate) use mesh::{assemble, INTERRUPT_EVERY};

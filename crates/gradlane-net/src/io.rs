@@ -6,6 +6,9 @@
 //! application's calls, `peer_sockets` sends and receives, `keepalive` loses silent peers,
 //! `shutdown` ends a session.
 
+#[cfg(test)]
+#[path = "../tests/support/adversary.rs"]
+mod adversary;
 mod commands;
 mod connection;
 #[allow(unsafe_code, reason = "borrows memory for frames going out")]
@@ -18,9 +21,12 @@ mod keepalive;
 mod peer_sockets;
 #[allow(unsafe_code, reason = "borrows memory for frames coming in")]
 mod receive;
+mod sealed_reader;
+#[cfg(test)]
+mod sealed_tests;
 mod shutdown;
 #[cfg(test)]
 #[allow(unsafe_code, reason = "registers the memory of tests")]
 mod tests;
 
-pub(crate) use driver::Driver;
+pub(crate) use driver::{Driver, PeerLink};

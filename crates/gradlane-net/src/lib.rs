@@ -7,7 +7,8 @@
 //!
 //! # Guarantees
 //!
-//! A payload is released only after its checksum was verified. A lost or misbehaving peer ends the
+//! A payload is released only after its checksum was verified; on a sealed connection, nothing leaves the
+//! reader's buffer before its tag was. A lost or misbehaving peer ends the
 //! session on every rank with a message that names rank, tensors and bytes. The channel's threads stop
 //! using the application's memory before any caller learns that the session is over.
 //!
@@ -43,7 +44,7 @@ mod options;
 mod sys;
 
 pub use channel::{Block, Blocks, Channel};
-pub use compute::{StateKind, StateRead, UpdateRule, UpdateRuleError};
+pub use compute::{ResidualSquares, StateKind, StateRead, UpdateRule, UpdateRuleError};
 pub use connect::Listener;
 pub use error::{ChannelError, ChannelFailure};
 pub use gradlane_codec::{AdamOptions, CodecSpecError, SgdOptions, TensorCodec};

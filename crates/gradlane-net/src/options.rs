@@ -40,6 +40,13 @@ pub struct ChannelOptions {
     /// through a port with a short queue, 131,072 keeps them from overrunning it.
     #[serde(default)]
     pub receive_buffer_bytes: u32,
+    /// Whether all that ranks send each other is encrypted and authenticated; needs a secret.
+    #[serde(default)]
+    pub seal: bool,
+    /// Addresses by rank as the ranks have published them, where those that are called are others;
+    /// sealed handshakes compare them. Empty: those that are called.
+    #[serde(default)]
+    pub published: Vec<String>,
     /// Whether connections are paced to their part of this rank's port.
     #[serde(default = "yes")]
     pub pacing: bool,
@@ -126,6 +133,8 @@ impl ChannelOptions {
             low_water_bytes: default_low_water_bytes(),
             send_buffer_bytes: 0,
             receive_buffer_bytes: 0,
+            seal: false,
+            published: Vec::new(),
             pacing: yes(),
             work_depth: default_work_depth(),
             encoded_ahead: default_encoded_ahead(),
@@ -167,6 +176,13 @@ impl ChannelOptions {
             return refuse(format!(
                 "frame_bytes is {}: use 64 to {MAX_FRAME_BYTES}",
                 self.frame_bytes
+            ));
+        }
+        if !self.published.is_empty() && self.published.len() != self.world_size as usize {
+            return refuse(format!(
+                "published has {} addresses for a world of {} ranks",
+                self.published.len(),
+                self.world_size
             ));
         }
         if self.work_depth == 0 {

@@ -653,3 +653,38 @@ fn memory_is_let_go_of_before_the_failure_is_told() {
         assert!(expected.iter().any(|it| failure.message.contains(it)), "{failure}");
     });
 }
+
+/// The acceptor sees the end also while callers never stop coming.
+#[test]
+fn closing_takes_no_longer_under_a_flood() {
+    let (listeners, addresses) = listeners("127.0.0.1", 2);
+    let channels = world_at(listeners, &addresses, &plan(model(), "p3", 1_000, 2), |_| {});
+    let flooding = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(true));
+    let floods: Vec<_> = (0..4)
+        .map(|index| {
+            let (flooding, address) =
+                (std::sync::Arc::clone(&flooding), addresses[index % 2].clone());
+            std::thread::spawn(move || {
+                let mut held = std::collections::VecDeque::new();
+                while flooding.load(Ordering::SeqCst) {
+                    held.extend(TcpStream::connect(&address));
+                    if held.len() > 100 {
+                        held.pop_front();
+                    }
+                }
+            })
+        })
+        .collect();
+    std::thread::sleep(Duration::from_millis(300));
+    let closed = each_rank(channels, |channel| {
+        run_step(&channel, 0).expect("training goes on");
+        let began = std::time::Instant::now();
+        channel.finish(TEST_TIMEOUT, &mut never).expect("a goodbye");
+        drop(channel);
+        began.elapsed()
+    });
+    flooding.store(false, Ordering::SeqCst);
+    floods.into_iter().for_each(|it| it.join().expect("a flood"));
+    // Alone it takes milliseconds; the flood shares two processors with it.
+    assert!(closed.iter().all(|&it| it < Duration::from_secs(20)), "{closed:?}");
+}

@@ -8,7 +8,7 @@ use gradlane_net::{
     AdamOptions, Channel as CoreChannel, ChannelError as CoreError, ChannelOptions, Direction,
     SgdOptions, StateKind, StateRead, UpdateRule, UserMemory,
 };
-use gradlane_units::{Priority, Step, TensorId};
+use gradlane_units::{Priority, SliceId, Step, TensorId};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use serde::Deserialize;
@@ -135,6 +135,9 @@ impl Channel {
         result.map_err(|error| signals.translate(error))
     }
 }
+
+/// Tensor, slice, and the sum of the squares of its residual.
+type SliceSquares = (u32, u32, f64);
 
 /// The memory at an address that Python vouches for.
 fn memory(pointer: usize, nbytes: usize) -> UserMemory {
@@ -329,6 +332,21 @@ impl Channel {
         // this is what the stub file asks of callers. The address is aligned and not null.
         unsafe { room.copy_from_nonoverlapping(values.as_ptr(), count) };
         Ok(())
+    }
+
+    /// The squared norms of this rank's residuals: (tensor, slice, squares) from a slice on, until about so
+    /// many numbers are read, and the slice to go on with.
+    fn residual_squares(
+        &self,
+        py: Python<'_>,
+        first: u32,
+        elements_max: usize,
+    ) -> PyResult<(Vec<SliceSquares>, u32)> {
+        let found = self.waiting(py, move |channel, interrupt| {
+            channel.residual_squares(SliceId(first), elements_max, interrupt)
+        })?;
+        let rows = found.rows.iter().map(|(tensor, slice, squares)| (tensor.0, slice.0, *squares));
+        Ok((rows.collect(), found.next.0))
     }
 
     /// Forget all optimizer state.

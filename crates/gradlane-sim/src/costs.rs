@@ -52,6 +52,10 @@ pub struct Costs {
     pub receive_frame_s: f64,
     /// Copy and checksum of an incoming byte.
     pub receive_byte_s: f64,
+    /// What sealing an outgoing byte adds, where connections are sealed: encryption in place of the checksum.
+    pub seal_byte_s: f64,
+    /// What opening an incoming byte adds: decryption and a copy in place of the checksum.
+    pub open_byte_s: f64,
     /// Handing a job to the work thread and hearing of its end.
     pub work_s: f64,
     /// Reading one byte of one contribution, and its share of writing the result.
@@ -88,6 +92,8 @@ impl Costs {
         send_byte_s: 0.0,
         receive_frame_s: 0.0,
         receive_byte_s: 0.0,
+        seal_byte_s: 0.0,
+        open_byte_s: 0.0,
         work_s: 0.0,
         reduce_byte_s: 0.0,
         encode_byte_s: 0.0,
@@ -107,6 +113,9 @@ impl Costs {
         send_byte_s: 0.30e-9,
         receive_frame_s: 3.8e-6,
         receive_byte_s: 0.30e-9,
+        // Decision 58: sealed and not, in turn, over loopback.
+        seal_byte_s: 0.14e-9,
+        open_byte_s: 0.14e-9,
         work_s: 54e-6,
         reduce_byte_s: 0.041e-9,
         // Those of 8-bit QSGD; a scenario with another codec says its own.
@@ -132,6 +141,8 @@ impl Costs {
             ("send_byte_s", self.send_byte_s),
             ("receive_frame_s", self.receive_frame_s),
             ("receive_byte_s", self.receive_byte_s),
+            ("seal_byte_s", self.seal_byte_s),
+            ("open_byte_s", self.open_byte_s),
             ("work_s", self.work_s),
             ("reduce_byte_s", self.reduce_byte_s),
             ("encode_byte_s", self.encode_byte_s),

@@ -7,7 +7,7 @@ use crate::straggling::pass;
 use crate::trace::{Lane, Subject};
 use gradlane_engine::{Engine, Event, Input, Job, Operation, PayloadDest, Scheme};
 use gradlane_units::{Priority, Rank, TensorId, Time};
-use gradlane_wire::{FrameHeader, HEADER_BYTES};
+use gradlane_wire::FrameHeader;
 use std::cmp::Reverse;
 
 impl Run {
@@ -68,7 +68,7 @@ impl Run {
             IoTask::Frame(number, is_new) => {
                 let (header, control) = frames.remove(number);
                 let weight = f64::from(self.groups.weights[header.sender.index()]);
-                let bytes = f64::from(header.length) + HEADER_BYTES as f64;
+                let bytes = f64::from(charges.frame_bytes(header.length));
                 let cost = charges.receive_frame + charges.receive_byte * bytes;
                 time += (cost * weight) as u64;
                 receive(engine, &header, &control, is_new)
@@ -238,7 +238,7 @@ impl Run {
         let tensor = self.channels.tensor(rank, plan.slice(job.slice).tensor);
         let (slice, priority) = (job.slice, Priority(0));
         let subject = Subject::Slice { kind: None, tensor, slice, peer: rank, bytes, priority };
-        self.span(rank, Lane::Reduce, job.step, subject, begin, end);
+        self.span(rank, Lane::of_job(&job.operation), job.step, subject, begin, end);
     }
 
     /// The time of a job, where `copies` ranks stand for one.

@@ -14,7 +14,7 @@ mod connections;
 mod costs;
 mod error;
 mod event_queue;
-mod frames;
+mod frame_table;
 mod host;
 mod intra_node;
 mod network;

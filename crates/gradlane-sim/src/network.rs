@@ -15,7 +15,6 @@ use crate::simulation::{fraction, Run};
 use crate::trace::{Lane, Subject};
 use gradlane_engine::Transmit;
 use gradlane_units::Rank;
-use gradlane_wire::HEADER_BYTES;
 
 /// Acknowledgements behind one another leave together where that is so near in time.
 const ACKNOWLEDGEMENTS_NS: u64 = 20_000;
@@ -68,7 +67,7 @@ impl Run {
     /// Begins a frame.
     fn send(&mut self, rank: u32, transmit: Transmit, time: u64) -> u64 {
         let peer = transmit.peer.0;
-        let bytes = transmit.header.length + HEADER_BYTES as u32;
+        let bytes = self.charges.frame_bytes(transmit.header.length);
         let weight = self.groups.weights[peer as usize];
         let cost = self.charges.send_frame + self.charges.send_byte * f64::from(bytes);
         let time = time + (cost * f64::from(weight)) as u64;

@@ -238,6 +238,9 @@ pub struct Scenario {
     /// The host.
     #[serde(default)]
     pub costs: Costs,
+    /// Whether connections are sealed: frames have tags, and bytes are encrypted.
+    #[serde(default)]
+    pub seal: bool,
     /// Most payload bytes in one frame.
     #[serde(default = "default_frame_bytes")]
     pub frame_bytes: u32,
@@ -307,6 +310,7 @@ impl Scenario {
             plan: None,
             network,
             costs: Costs::default(),
+            seal: false,
             frame_bytes: default_frame_bytes(),
             credit_bytes: 0,
             work_depth: default_work_depth(),

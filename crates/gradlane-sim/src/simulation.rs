@@ -7,7 +7,7 @@ use crate::connections::Connections;
 use crate::costs::PACKET_BYTES;
 use crate::error::SimError;
 use crate::event_queue::{EventKind, EventQueue};
-use crate::frames::FrameTable;
+use crate::frame_table::FrameTable;
 use crate::intra_node::{IntraNode, LocalCharges};
 use crate::node::{IoTask, IoThread, Node};
 use crate::nodes::Channels;
@@ -22,6 +22,7 @@ use crate::trace::{Lane, Span, Subject, Trace};
 use crate::window_jitter::WindowJitter;
 use gradlane_engine::{Engine, EngineOptions, Plan, Staleness};
 use gradlane_units::{Priority, Rank, Rng, Step, TensorId};
+use gradlane_wire::{sealed_bytes, HEADER_BYTES};
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 use std::sync::Arc;
 
@@ -51,6 +52,8 @@ pub fn simulate(scenario: &Scenario) -> Result<Outcome, SimError> {
 /// Costs in nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Charges {
+    /// Whether frames are sealed.
+    seal: bool,
     pub(crate) send_frame: f64,
     pub(crate) send_byte: f64,
     pub(crate) receive_frame: f64,
@@ -444,11 +447,13 @@ impl Run {
 impl Charges {
     fn new(scenario: &Scenario) -> Charges {
         let costs = &scenario.costs;
+        let sealed = |byte_s: f64| if scenario.seal { byte_s * 1e9 } else { 0.0 };
         Charges {
+            seal: scenario.seal,
             send_frame: costs.send_frame_s * 1e9,
-            send_byte: costs.send_byte_s * 1e9,
+            send_byte: costs.send_byte_s * 1e9 + sealed(costs.seal_byte_s),
             receive_frame: costs.receive_frame_s * 1e9,
-            receive_byte: costs.receive_byte_s * 1e9,
+            receive_byte: costs.receive_byte_s * 1e9 + sealed(costs.open_byte_s),
             work: costs.work_s * 1e9,
             reduce_byte: costs.reduce_byte_s * 1e9,
             encode_byte: costs.encode_byte_s * 1e9,
@@ -456,6 +461,15 @@ impl Charges {
             command: nanos(costs.command_s),
             wake: nanos(costs.wake_s),
             between_steps: nanos(costs.between_steps_s),
+        }
+    }
+
+    /// Returns the bytes of a frame with a payload of `length` bytes.
+    pub(crate) fn frame_bytes(&self, length: u32) -> u32 {
+        if self.seal {
+            sealed_bytes(length as usize) as u32
+        } else {
+            HEADER_BYTES as u32 + length
         }
     }
 }

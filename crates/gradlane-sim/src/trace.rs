@@ -5,6 +5,7 @@
 
 use crate::profile::Profile;
 use crate::scenario::Outputs;
+use gradlane_engine::Operation;
 use gradlane_units::{Priority, SliceId, Step, TensorId};
 use gradlane_wire::FrameKind;
 use serde::Serialize;
@@ -28,15 +29,19 @@ pub enum Lane {
     Control,
     /// Something arrives.
     Receive,
-    /// Contributions are reduced.
+    /// A contribution is encoded.
+    Encode,
+    /// Contributions are reduced; encoded ones decoded before, and encoded once more after it.
     Reduce,
+    /// A result is decoded.
+    Decode,
     /// The accelerator makes a gradient of the factors of all ranks.
     Rebuild,
 }
 
 impl Lane {
     /// All lanes, top to bottom.
-    pub const ALL: [Lane; 9] = [
+    pub const ALL: [Lane; 11] = [
         Lane::Forward,
         Lane::Backward,
         Lane::Wait,
@@ -44,7 +49,9 @@ impl Lane {
         Lane::Broadcast,
         Lane::Control,
         Lane::Receive,
+        Lane::Encode,
         Lane::Reduce,
+        Lane::Decode,
         Lane::Rebuild,
     ];
 
@@ -60,6 +67,19 @@ impl Lane {
         }
     }
 
+    /// The lane of a job.
+    pub(crate) const fn of_job(operation: &Operation) -> Lane {
+        match operation {
+            // The first rank of a ring has nothing to decode and to add to.
+            Operation::Encode { .. }
+            | Operation::RingEncode { received: None, .. }
+            | Operation::RingMaxScales { .. }
+            | Operation::RingBeginCodes { .. } => Lane::Encode,
+            Operation::Decode { .. } => Lane::Decode,
+            _ => Lane::Reduce,
+        }
+    }
+
     fn name(self) -> &'static str {
         match self {
             Lane::Forward => "forward",
@@ -69,7 +89,9 @@ impl Lane {
             Lane::Broadcast => "broadcast",
             Lane::Control => "control",
             Lane::Receive => "receive",
+            Lane::Encode => "encode",
             Lane::Reduce => "reduce",
+            Lane::Decode => "decode",
             Lane::Rebuild => "rebuild",
         }
     }

@@ -7,7 +7,7 @@ use gradlane_sim::{
     StrategyChoice, Subject,
 };
 use gradlane_units::{Dtype, Rank};
-use gradlane_wire::HEADER_BYTES;
+use gradlane_wire::{sealed_bytes, HEADER_BYTES};
 use proptest::prelude::{any, prop_assert, prop_assert_eq, proptest, ProptestConfig};
 use proptest::strategy::Strategy as Generator;
 
@@ -161,6 +161,22 @@ fn one_slice_goes_there_and_back() {
     scenario.network.latency_s = 0.003;
     scenario.network.send_buffer_bytes = 10_000_000;
     near(run(&scenario).steps_s[1], 2.0 * UNIT_S + 2.0 * wire_s + 2.0 * 0.003, 1e-4);
+}
+
+#[test]
+fn sealing_costs_its_tags_and_its_bytes() {
+    // One frame of 1 MB each way.
+    let mut scenario = free(layers(&[250_000]), 2, "p3", ideal(1e9));
+    scenario.slice_elems = Some(250_000);
+    scenario.frame_bytes = 1_000_000;
+    let without = run(&scenario).steps_s[1];
+    scenario.seal = true;
+    let tags_bytes = sealed_bytes(1_000_000) - HEADER_BYTES - 1_000_000;
+    let sealed = run(&scenario).steps_s[1];
+    near(sealed - without, 2.0 * tags_bytes as f64 * 8.0 / 1e9, 1e-6);
+    scenario.costs.seal_byte_s = 2e-9;
+    scenario.costs.open_byte_s = 3e-9;
+    near(run(&scenario).steps_s[1] - sealed, 2.0 * 5e-9 * sealed_bytes(1_000_000) as f64, 1e-6);
 }
 
 #[test]

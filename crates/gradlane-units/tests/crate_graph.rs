@@ -11,7 +11,11 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("gradlane-wire", &["gradlane-units"]),
     ("gradlane-codec", &["gradlane-units"]),
     ("gradlane-engine", &["gradlane-units", "gradlane-wire"]),
-    ("gradlane-net", &["gradlane-units", "gradlane-wire", "gradlane-codec", "gradlane-engine"]),
+    ("gradlane-seal", &["gradlane-units", "gradlane-wire"]),
+    (
+        "gradlane-net",
+        &["gradlane-units", "gradlane-wire", "gradlane-codec", "gradlane-engine", "gradlane-seal"],
+    ),
     ("gradlane-sim", &["gradlane-units", "gradlane-wire", "gradlane-codec", "gradlane-engine"]),
     (
         "gradlane-py",

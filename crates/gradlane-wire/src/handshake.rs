@@ -9,8 +9,16 @@
 //! reserved zero (8). Reject (256 bytes): magic `GLNR` (4), reason code (1), reserved (1), length of
 //! the text (2), text in UTF-8, zero padding up to byte 224, keyed hash (32): a refusal without the
 //! right one is anybody's.
+//!
+//! Where connections are sealed, all messages but a reject begin with a preamble (16 bytes), the same
+//! in both directions: magic `GLNS` (4), wire version (1), reserved zero (3), the caller's rank (4),
+//! the called rank (4). After it, the first message of either side (256 bytes) has a message of
+//! the Noise pattern NNpsk0 (240), whose payload is the sender's hello (128) and the SHA-256 of the
+//! caller's and of the called rank's published address (32 each); the second one has the tag of no
+//! bytes under the keys of the sender's frames (16).
 
 use crate::header::array;
+use crate::sealed::TAG_BYTES;
 use crate::untrusted::escaped;
 use crate::WIRE_VERSION;
 use alloc::string::String;
@@ -27,7 +35,17 @@ pub const MAC_BYTES: usize = 32;
 /// Size of a nonce.
 pub const NONCE_BYTES: usize = 32;
 
+/// Size of the preamble of sealed handshakes.
+pub const PREAMBLE_BYTES: usize = 16;
+/// Size of the payload of a sealed hello.
+pub const SEALED_HELLO_PAYLOAD_BYTES: usize = HELLO_BYTES + 2 * 32;
+/// Size of a sealed hello: preamble, ephemeral key, payload and tag.
+pub const SEALED_HELLO_BYTES: usize = PREAMBLE_BYTES + 32 + SEALED_HELLO_PAYLOAD_BYTES + TAG_BYTES;
+/// Size of the proof that follows a sealed hello: preamble and tag.
+pub const SEALED_PROOF_BYTES: usize = PREAMBLE_BYTES + TAG_BYTES;
+
 const HELLO_MAGIC: [u8; 4] = *b"GLNH";
+const PREAMBLE_MAGIC: [u8; 4] = *b"GLNS";
 const REJECT_MAGIC: [u8; 4] = *b"GLNR";
 const REJECT_TEXT_BYTES: usize = REJECT_SIGNED_BYTES - 8;
 
@@ -66,6 +84,12 @@ impl Hello {
         bytes
     }
 
+    /// Whether these first four bytes begin a hello.
+    #[must_use]
+    pub fn begins(bytes: &[u8]) -> bool {
+        bytes.starts_with(&HELLO_MAGIC)
+    }
+
     /// Reads a hello. A hello of another version is returned too, so that the refusal can name it.
     ///
     /// # Errors
@@ -91,6 +115,47 @@ impl Hello {
     }
 }
 
+/// The first bytes of each message of a sealed handshake.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Preamble {
+    /// Version of the wire format that the caller speaks.
+    pub version: u8,
+    /// The rank that calls.
+    pub caller: Rank,
+    /// The rank that the caller wants.
+    pub called: Rank,
+}
+
+impl Preamble {
+    /// The 16 bytes of this preamble.
+    #[must_use]
+    pub fn encode(&self) -> [u8; PREAMBLE_BYTES] {
+        let mut bytes = [0_u8; PREAMBLE_BYTES];
+        bytes[0..4].copy_from_slice(&PREAMBLE_MAGIC);
+        bytes[4] = self.version;
+        bytes[8..12].copy_from_slice(&self.caller.0.to_le_bytes());
+        bytes[12..16].copy_from_slice(&self.called.0.to_le_bytes());
+        bytes
+    }
+
+    /// Whether these first four bytes begin a preamble.
+    #[must_use]
+    pub fn begins(bytes: &[u8]) -> bool {
+        bytes.starts_with(&PREAMBLE_MAGIC)
+    }
+
+    /// Reads a preamble, also of another version; `None` when the bytes are none.
+    #[must_use]
+    pub fn decode(bytes: &[u8; PREAMBLE_BYTES]) -> Option<Preamble> {
+        let is_known = bytes[4] != WIRE_VERSION || bytes[5..8] == [0; 3];
+        (Preamble::begins(bytes) && is_known).then(|| Preamble {
+            version: bytes[4],
+            caller: Rank(u32::from_le_bytes(array(bytes, 8))),
+            called: Rank(u32::from_le_bytes(array(bytes, 12))),
+        })
+    }
+}
+
 /// Why a rank refuses a caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -109,10 +174,14 @@ pub enum RejectReason {
     Secret = 6,
     /// Another membership generation.
     Generation = 7,
+    /// One side seals its connections, the other does not.
+    Sealing = 8,
+    /// An address other than the published one.
+    Address = 9,
 }
 
 impl RejectReason {
-    const ALL: [RejectReason; 7] = [
+    const ALL: [RejectReason; 9] = [
         RejectReason::Version,
         RejectReason::Job,
         RejectReason::WorldSize,
@@ -120,6 +189,8 @@ impl RejectReason {
         RejectReason::RankTaken,
         RejectReason::Secret,
         RejectReason::Generation,
+        RejectReason::Sealing,
+        RejectReason::Address,
     ];
 }
 
@@ -185,6 +256,14 @@ mod tests {
         }
 
         #[test]
+        fn preamble_survives_the_wire(version in any::<u8>(), caller in any::<u32>(),
+                                      called in any::<u32>()) {
+            let preamble = Preamble { version, caller: Rank(caller), called: Rank(called) };
+            prop_assert_eq!(Preamble::decode(&preamble.encode()), Some(preamble));
+            prop_assert!(!Hello::begins(&preamble.encode()));
+        }
+
+        #[test]
         fn reject_survives_the_wire_cut_at_a_character(text in ".{0,200}") {
             let reject = Reject { reason: RejectReason::Job, text };
             let back = Reject::decode(&reject.encode());
@@ -197,7 +276,7 @@ mod tests {
         #[test]
         fn hostile_reject_lengths_never_panic(mut bytes in proptest::collection::vec(any::<u8>(), REJECT_BYTES)) {
             bytes[..4].copy_from_slice(&REJECT_MAGIC);
-            bytes[4] = bytes[4] % 7 + 1;
+            bytes[4] = bytes[4] % 9 + 1;
             bytes[7] = 0;
             let bytes: [u8; REJECT_BYTES] = array(&bytes, 0);
             let length = usize::from(bytes[6]);

@@ -11,15 +11,18 @@ mod checksum;
 mod handshake;
 mod header;
 mod kind;
+mod sealed;
 mod untrusted;
 
 pub use checksum::{checksum, Checksum};
 pub use handshake::{
-    Hello, Reject, RejectReason, HELLO_BYTES, MAC_BYTES, NONCE_BYTES, REJECT_BYTES,
-    REJECT_SIGNED_BYTES,
+    Hello, Preamble, Reject, RejectReason, HELLO_BYTES, MAC_BYTES, NONCE_BYTES, PREAMBLE_BYTES,
+    REJECT_BYTES, REJECT_SIGNED_BYTES, SEALED_HELLO_BYTES, SEALED_HELLO_PAYLOAD_BYTES,
+    SEALED_PROOF_BYTES,
 };
 pub use header::{FrameHeader, HeaderError, HEADER_BYTES, MAX_FRAME_BYTES};
 pub use kind::{FrameFlags, FrameKind, PayloadForm};
+pub use sealed::{sealed_bytes, CHUNK_BYTES, SEALED_HEADER_BYTES, TAG_BYTES};
 pub use untrusted::escaped;
 
 /// Version of everything in this crate. Ranks of different versions refuse each other.

@@ -89,10 +89,6 @@ def lab_accuracy(
     rows = [row for row in rows if row.run in chosen]
     folder.write_table([row.to_json() for row in rows])
     write_page(rows, folder.page)
-    for name in findings.tasks_of(rows):
-        _print(console, name, main_table(rows, name))
-    for path in (folder.results, folder.table, folder.page):
-        console.print(f"wrote {path}", highlight=False)
     if markdown is not None:
         given = ["--quick"] * quick
         given += ["--task", task] if task else []
@@ -101,11 +97,14 @@ def lab_accuracy(
         given += ["--workers", str(workers)] if workers != study.WORKERS else []
         command = shlex.join(["gradlane", "lab", "accuracy", *given, "--markdown", str(markdown)])
         markdown.write_text(page_text(rows, command), encoding="utf-8")
-        console.print(f"wrote {markdown}", highlight=False)
     if summary is not None:
         content = findings.summary(rows, " ".join(["gradlane", *sys.argv[1:]]))
         summary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        console.print(f"wrote {summary}", highlight=False)
+    for name in findings.tasks_of(rows):
+        _print(console, name, main_table(rows, name))
+    for path in (folder.results, folder.table, folder.page, markdown, summary):
+        if path is not None:
+            console.print(f"wrote {path}", highlight=False)
     if still_missing:
         verb = "is" if len(still_missing) == 1 else "are"
         typer.echo(

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import gradlane
+from gradlane.cli.options import write_json
 from gradlane.errors import GradlaneError
 from gradlane.planning.doctor.cluster import Examination, examine_all, examine_alone
 from gradlane.planning.doctor.findings import Finding, Verdict
@@ -21,7 +22,11 @@ _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAULT: "bold 
 
 
 def run_doctor(
-    *, network: gradlane.Network, window_s: float, console: Console
+    *,
+    network: gradlane.Network,
+    window_s: float,
+    console: Console,
+    json_path: Path | None = None,
 ) -> Examination | None:
     """Examine this machine, or all that a launcher has started ranks on.
 
@@ -29,6 +34,7 @@ def run_doctor(
         network: as a session would be given it.
         window_s: seconds that each stream between ranks is measured.
         console: where rank 0 prints.
+        json_path: where rank 0 writes what was found, or None.
 
     Returns:
         What was found, on rank 0; None on the others.
@@ -42,7 +48,7 @@ def run_doctor(
     rank = rank_info.rank
     if rank_info.world_size == 1:
         examination = examine_alone(machine)
-        print_examination(console, examination)
+        _show(console, examination, json_path)
         return examination
 
     def tell(text: str) -> None:
@@ -64,8 +70,17 @@ def run_doctor(
         raise
     if rank != 0:
         return None
-    print_examination(console, examination)
+    _show(console, examination, json_path)
     return examination
+
+
+def _show(console: Console, examination: Examination, json_path: Path | None) -> None:
+    """Write the file, then print."""
+    if json_path is not None:
+        write_json(json_path, examination.to_json())
+    print_examination(console, examination)
+    if json_path is not None:
+        console.print(f"wrote {json_path}", highlight=False)
 
 
 def print_examination(console: Console, examination: Examination) -> None:

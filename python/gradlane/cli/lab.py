@@ -102,7 +102,7 @@ def lab_run(
     ] = "wait",
     straggler: Annotated[
         str | None,
-        typer.Option(help="Stop a rank in bursts, such as rank=3,share=0.1 (burst=SECONDS, 0.5)."),
+        typer.Option(help="Stop a rank in bursts, such as rank=3,share=0.1,burst=500ms."),
     ] = None,
     clip: Annotated[
         float | None,
@@ -116,9 +116,9 @@ def lab_run(
     Rates and times are nominal: with a dilation of 10, the cluster runs at a tenth of the rate
     and computes ten times slower, and the results are converted back.
     """
-    from gradlane.formats.rates import parse_rate
     from gradlane.lab.runs.options import LabOptions
     from gradlane.lab.runs.strategy import parse_strategies, with_rules
+    from gradlane.planning.simulation.lists import parse_rates
     from gradlane.planning.simulation.straggler import parse_straggler
 
     places = parse_servers(servers)
@@ -127,7 +127,7 @@ def lab_run(
         strategies=with_rules(parse_strategies(strategy), stragglers),
         workers=workers,
         ranks_per_node=ranks_per_node,
-        rates_bps=[parse_rate(text) for text in rate.split(",") if text.strip()],
+        rates_bps=parse_rates(rate),
         dilation=dilation,
         repeat=repeat,
         steps=steps,
@@ -164,14 +164,14 @@ def _run_and_show(options: LabOptions, json_path: Path | None, html_path: Path |
     console = wide_console()
     with bar_progress(console, options.steps_in_total) as progress:
         rows = run_lab(options, progress=progress, on_rows=keep)
-    print_tables(console, rows)
     if html_path is not None:
         from gradlane.lab.experiments.runs_page import report_from_results
 
         report_from_results(rows, html_path)
-        console.print(f"wrote {html_path}", highlight=False)
-    if json_path is not None:
-        console.print(f"wrote {json_path}", highlight=False)
+    print_tables(console, rows)
+    for path in (html_path, json_path):
+        if path is not None:
+            console.print(f"wrote {path}", highlight=False)
 
 
 @lab.command("transport")
@@ -207,9 +207,10 @@ def lab_transport(
     ensure_namespaces(sys.argv[1:])
     console = wide_console()
     rows = run_transport(options, lambda text: console.print(text, style="dim", highlight=False))
-    print_transport(console, rows)
     if json_path is not None:
         save(rows, json_path)
+    print_transport(console, rows)
+    if json_path is not None:
         console.print(f"wrote {json_path}", highlight=False)
 
 
@@ -221,11 +222,11 @@ def lab_predict(
 ) -> None:
     """Compare the simulator's predictions with what the lab has measured."""
     from gradlane.lab.calibration.prediction import (
+        LeftOut,
         can_predict,
         markdown_of,
         predict,
         summary_of,
-        text_of_left_out,
     )
     from gradlane.lab.runs.rows import rows_of
     from gradlane.planning.simulation.costs import read_costs
@@ -233,17 +234,19 @@ def lab_predict(
     require_writable(json_path)
     rows = [row for path in results for row in rows_of(read_rows(path))]
     machine = None if costs is None else read_costs(costs)
-    if left_out := text_of_left_out(rows):
-        typer.echo(left_out)
+    left_out = LeftOut.of(rows)
     predictions = [predict(row, machine) for row in rows if can_predict(row)]
-    summary = summary_of(predictions)
+    summary = summary_of(predictions, left_out)
+    if json_path is not None:
+        content = {"rows": [it.to_json() for it in predictions], **summary}
+        write_json(json_path, {**content, "left_out": left_out.to_json()})
+    if left_out.text:
+        typer.echo(left_out.text)
     typer.echo(markdown_of(predictions))
     typer.echo(
         f"median error {summary['median_error'] * 100:.1f} %, "
         f"worst {summary['worst_error'] * 100:.1f} %"
     )
-    if json_path is not None:
-        write_json(json_path, {"rows": [it.to_json() for it in predictions], **summary})
 
 
 @lab.command("calibrate")
@@ -275,9 +278,10 @@ def lab_calibrate(
     content = run_calibration(
         options, lambda text: console.print(text, style="dim", highlight=False)
     )
-    print_constants(console, content)
     if json_path is not None:
         write_json(json_path, content)
+    print_constants(console, content)
+    if json_path is not None:
         console.print(f"wrote {json_path}", highlight=False)
 
 
@@ -328,8 +332,12 @@ def lab_grid(
             missing = measure_missing(cells, results, budget_s=budget_s, progress=progress)
         if missing:
             typer.echo(f"{missing} runs are missing: give the same command again for more")
-    content = predict_grid(
-        results, workloads=workloads, costs_path=costs, fit=fit, markdown=markdown, console=console
+    predict_grid(
+        results,
+        workloads=workloads,
+        costs_path=costs,
+        fit=fit,
+        markdown=markdown,
+        console=console,
+        keep=lambda content: None if json_path is None else write_json(json_path, content),
     )
-    if json_path is not None:
-        write_json(json_path, content)

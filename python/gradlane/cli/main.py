@@ -26,18 +26,19 @@ from gradlane.cli.options import (
     write_json,
 )
 from gradlane.cli.planning import add_planning
+from gradlane.cli.secret import secret
 from gradlane.cli.serve import serve
 from gradlane.formats.reported import ReportedError
 from gradlane.formats.signals import Terminated, unwind_on_sigterm
-from gradlane.formats.untrusted import escaped_lines
+from gradlane.formats.untrusted import escaped, escaped_lines
 
 app = typer.Typer(
     help="Data-parallel training at the speed of the compute, over networks that are slower.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 app.add_typer(lab, name="lab")
+app.add_typer(secret, name="secret")
 trace_commands = typer.Typer(help="Timelines of runs.", no_args_is_help=True)
 app.add_typer(trace_commands, name="trace")
 
@@ -67,27 +68,40 @@ def version(json_path: JsonPath = None) -> None:
     from gradlane.formats.provenance import package_versions
 
     versions = package_versions()
-    for name, text in versions.items():
-        typer.echo(f"{name} {text}")
     if json_path is not None:
         write_json(json_path, versions)
+    for name, text in versions.items():
+        typer.echo(f"{name} {text}")
 
 
 @app.command()
 def demo(
     context: typer.Context,
+    workload: Annotated[
+        str | None,
+        typer.Option(help="Train this instead, such as gpt2_small, as in `gradlane lab run`."),
+    ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            help="Rate of every port, such as 1gbit; of a given workload by default one "
+            "at which its gradients take as long as its compute."
+        ),
+    ] = None,
     html_path: HtmlPath = Path("demo.html"),
     json_path: JsonPath = None,
 ) -> None:
     """Train a real model on four emulated nodes, with DDP beside gradlane, in a few minutes."""
+    from gradlane.formats.rates import parse_rate
     from gradlane.lab.cluster.privilege import ensure_namespaces
-    from gradlane.lab.experiments.demo import run_demo
+    from gradlane.lab.experiments.demo import parts_of, run_demo
     from gradlane.report.console import wide_console
 
+    parts = parts_of(workload, None if rate is None else parse_rate(rate))
     require_writable(json_path, html_path)
     unwind_on_sigterm(context)
     ensure_namespaces(sys.argv[1:])
-    run_demo(wide_console(), json_path=json_path, html_path=html_path)
+    run_demo(wide_console(), json_path=json_path, html_path=html_path, parts=parts)
 
 
 add_planning(app)
@@ -95,10 +109,30 @@ app.command()(serve)
 
 
 @app.command()
+def watch(
+    address: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="Of the live page, as the session logs it.")
+    ],
+    once: Annotated[bool, typer.Option("--once", help="Show the state once, and end.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each state as one line of JSON.")
+    ] = False,
+) -> None:
+    """Show a running training, until its session ends or Ctrl-C.
+
+    The session is opened with gradlane.Monitoring(dashboard="HOST:PORT"). The status is 0 if the
+    session closes in order, else 1.
+    """
+    from gradlane.cli.watch import run_watch
+
+    run_watch(address, once=once, as_json=as_json)
+
+
+@app.command()
 def reproduce(
     figures: Annotated[
         list[str] | None,
-        typer.Argument(help="Such as p3:fig7; p3 for all of a paper's; all; or modern."),
+        typer.Argument(help="Such as p3:fig7; p3 for all of a paper's; all; modern; or published."),
     ] = None,
     list_them: Annotated[
         bool, typer.Option("--list", help="Show all figures, and what those not there yet need.")
@@ -119,7 +153,9 @@ def reproduce(
     if list_them:
         content = command.run_list(wide_console())
     elif not figures:
-        raise ValueError("name a figure, a paper, all or modern; --list shows what there is")
+        raise ValueError(
+            "name a figure, a paper, all, modern or published; --list shows what there is"
+        )
     else:
         content = command.run_reproduce(
             figures,
@@ -148,7 +184,7 @@ def trace_merge(
     timeline = merge([read_chrome(path) for path in files])
     write_chrome(timeline, output)
     for note in timeline.notes:
-        typer.echo(note)
+        typer.echo(escaped(note))
     typer.echo(f"wrote {output}")
 
 
@@ -158,14 +194,16 @@ def report(
     html_path: HtmlPath = None,
 ) -> None:
     """Make an HTML page with plots of a results file."""
+    from gradlane.lab.experiments.findings import Findings
     from gradlane.lab.experiments.presets import is_of_preset, report_from_preset
-    from gradlane.lab.experiments.runs_page import report_from_results
+    from gradlane.lab.experiments.runs_page import report_from_results, text_of_marked
     from gradlane.lab.runs.rows import rows_of
     from gradlane.planning.advice.page import report_from_whatif
 
     content = read_json(results)
     target = html_path or results.with_suffix(".html")
     require_writable(target)
+    note = ""
     if isinstance(content, dict) and "rows" in content and "answers" in content:
         report_from_whatif(content, target)
     elif isinstance(content, list) and is_of_preset(content):
@@ -176,9 +214,15 @@ def report(
 
             write_page(results_of(content), target)
         else:
-            report_from_preset(rows_of(content), target)
+            rows = rows_of(content)
+            report_from_preset(rows, target)
+            note = Findings(rows).note
     else:
-        report_from_results(rows_of(rows_in(content, results)), target)
+        rows = rows_of(rows_in(content, results))
+        report_from_results(rows, target)
+        note = text_of_marked(rows)
+    if note:
+        typer.echo(note)
     typer.echo(f"wrote {target}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -37,8 +38,9 @@ def run_plan(
     costs: MachineCosts | None = None,
     codec: str = RAW,
     any_rounding: bool = False,
+    path: Path | None = None,
 ) -> Plan:
-    """Make a plan and print each choice with its reason.
+    """Make a plan, save it, and print each choice with its reason.
 
     Args:
         profile: what a step computes.
@@ -50,6 +52,7 @@ def run_plan(
         codec: one that may be used, as for `gradlane.init`.
         any_rounding: whether schemes may be chosen that add up in another order than that of the
             ranks: rings, factors.
+        path: where the plan goes, or None.
 
     Raises:
         ValueError: the codec is unknown, the budget is not positive, the rule is unknown, or the
@@ -73,9 +76,12 @@ def run_plan(
         profile, facts, base=base, rule=rule, costs=costs, any_rounding=any_rounding
     )
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    quiet = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
         task = progress.add_task("", total=candidate_count())
         plan = coordinator.plan(budget_s=budget_s, on_simulated=lambda: progress.advance(task))
+    if path is not None:
+        plan.save(path)
     print_plan(console, plan)
     if rule != "auto":
         print_schemes(console, coordinator)
@@ -84,6 +90,8 @@ def run_plan(
     console.print(plan.summary, highlight=False)
     if text := _beside_ddp(plan.prediction):
         console.print(text, highlight=False)
+    if path is not None:
+        console.print(f"wrote {path}", highlight=False)
     return plan
 
 
@@ -134,17 +142,30 @@ def print_plan(console: Console, plan: Plan) -> None:
         highlight=False,
     )
     table = Table()
-    for name in ("setting", "choice", "step ms", "reason"):
-        table.add_column(name, justify="right" if name == "step ms" else "left")
-    for choice in plan.choices:
+    # Encoded steps are other steps: each kind has a column of its own.
+    steps = [_steps_ms(choice) for choice in plan.choices]
+    codecs = list(dict.fromkeys(codec for by_codec in steps for codec in by_codec))
+    columns = ["step ms" if codec == RAW else f"in {codec}" for codec in codecs]
+    for name in ("setting", "choice", *columns, "reason"):
+        table.add_column(name, justify="right" if name in columns else "left")
+    for choice, by_codec in zip(plan.choices, steps, strict=True):
         table.add_row(
             choice["setting"],
             format_value(choice["value"]),
-            f"{choice['step_s'] * 1e3:.1f}",
+            *(by_codec.get(codec, "") for codec in codecs),
             choice["reason"],
         )
     for scheme in sorted({tensor.scheme for tensor in plan.tensors}):
         here = [tensor for tensor in plan.tensors if tensor.scheme == scheme]
         slices = sum(tensor.slices for tensor in here)
-        table.add_row("scheme", scheme, "", f"tensors: {len(here)}, slices: {slices}")
+        empty = ("" for _ in codecs)
+        table.add_row("scheme", scheme, *empty, f"tensors: {len(here)}, slices: {slices}")
     console.print(table)
+
+
+def _steps_ms(choice: Mapping[str, Any]) -> dict[str, str]:
+    """Return the steps of a choice by their codec: of the choice of one, those of both."""
+    steps_s = {choice["codec"]: choice["step_s"]}
+    if choice["setting"] == "codec":
+        steps_s = {one["value"]: one["step_s"] for one in choice["tried"]}
+    return {codec: f"{step_s * 1e3:.1f}" for codec, step_s in steps_s.items()}

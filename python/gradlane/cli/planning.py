@@ -15,7 +15,6 @@ from gradlane.cli.options import (
     given_options,
     require_writable,
     session_option,
-    write_json,
 )
 from gradlane.training.options.groups import Network
 from gradlane.training.options.server_places import SERVERS_HELP, parse_servers
@@ -86,9 +85,7 @@ def whatif(
     ] = "wait",
     straggler: Annotated[
         str | None,
-        typer.Option(
-            help="A rank that is stopped for moments: rank=3,share=0.1,burst=0.5 (seconds)."
-        ),
+        typer.Option(help="A rank that is stopped for moments: rank=3,share=0.1,burst=500ms."),
     ] = None,
     batch_time_s: Annotated[
         float | None, typer.Option(help="Compute time of a batch, in place of the profile's.")
@@ -136,7 +133,7 @@ def whatif(
     codecs = list(dict.fromkeys(codec or [RAW]))
     for text in codecs:
         check_codecs(codec_rules(text))
-    content = command.run_whatif(
+    command.run_whatif(
         find_profile(profile, batch_time_s),
         workers=numbers,
         rates_bps=lists.parse_rates(rate),
@@ -166,10 +163,8 @@ def whatif(
         rules=rules,
         trace_path=trace,
         html_path=html_path,
+        json_path=json_path,
     )
-    if json_path is not None:
-        command.write_json(json_path, content)
-        typer.echo(f"wrote {json_path}")
 
 
 def profile(
@@ -274,7 +269,7 @@ def plan(
     from gradlane.training.plans.settings import ClusterFacts
 
     require_writable(json_path)
-    made = run_plan(
+    run_plan(
         find_profile(profile, batch_time_s),
         ClusterFacts(
             workers,
@@ -292,10 +287,8 @@ def plan(
         costs=None if costs is None else read_costs(costs),
         codec=codec,
         any_rounding=any_rounding,
+        path=json_path,
     )
-    if json_path is not None:
-        made.save(json_path)
-        typer.echo(f"wrote {json_path}")
 
 
 def probe(
@@ -316,16 +309,14 @@ def probe(
     from gradlane.report.console import wide_console
 
     require_writable(json_path)
-    measured = run_probe(
+    run_probe(
         window_s=window_s,
         interface=interface,
         advertise=advertise,
         connect_timeout_s=connect_timeout_s,
         console=wide_console(),
+        json_path=json_path,
     )
-    if json_path is not None and measured is not None:
-        write_json(json_path, measured.to_json())
-        typer.echo(f"wrote {json_path}")
 
 
 def doctor(
@@ -353,13 +344,10 @@ def doctor(
         ports=None if ports is None else read_ports(ports),
         connect_timeout_s=connect_timeout_s,
     )
-    found = run_doctor(network=network, window_s=window_s, console=wide_console())
-    if found is None:
-        return
-    if json_path is not None:
-        write_json(json_path, found.to_json())
-        typer.echo(f"wrote {json_path}")
-    if not found.is_fit:
+    found = run_doctor(
+        network=network, window_s=window_s, console=wide_console(), json_path=json_path
+    )
+    if found is not None and not found.is_fit:
         raise typer.Exit(1)
 
 

@@ -150,8 +150,11 @@ def _run(preset: Preset, output: Path) -> None:
     ensure_namespaces(sys.argv[1:])
     console = wide_console()
     rows = run_preset(preset, folder, console)
-    for table in preset.tables(Findings(rows)):
+    found = Findings(rows)
+    for table in preset.tables(found):
         console.print(table)
+    if found.note:
+        console.print(found.note, highlight=False)
     if missing := still_missing(preset.cells, rows):
         raise LabError(f"{missing} runs are no evidence yet: give the same command again")
 
@@ -161,9 +164,9 @@ def _parts(text: str) -> list[str]:
 
 
 def _rates(text: str) -> list[int]:
-    from gradlane.formats.rates import parse_rate
+    from gradlane.planning.simulation.lists import parse_rates
 
-    return [parse_rate(part) for part in _parts(text)]
+    return parse_rates(text) if text else []
 
 
 def _sizes(text: str) -> list[int]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.console import Console
 from rich.table import Table
 
 import gradlane
+from gradlane.cli.options import write_json
 from gradlane.formats.link_report import LinkReport
 from gradlane.formats.rates import format_rate
 
@@ -17,8 +20,9 @@ def run_probe(
     advertise: str | None,
     connect_timeout_s: float,
     console: Console,
-) -> LinkReport | None:
-    """Measure the links between all ranks and print a table on rank 0.
+    json_path: Path | None = None,
+) -> None:
+    """Measure the links between all ranks; rank 0 writes the file and prints a table.
 
     Args:
         window_s: seconds that each stream is measured for.
@@ -26,9 +30,7 @@ def run_probe(
         advertise: address that other ranks reach this one at, or None.
         connect_timeout_s: how long to wait for other ranks.
         console: where rank 0 prints.
-
-    Returns:
-        The report on rank 0, None on the others.
+        json_path: where rank 0 writes the report, or None.
 
     Raises:
         ValueError: there is only one rank, or an option makes no sense.
@@ -51,9 +53,12 @@ def run_probe(
 
         report = session.probe(window_s=window_s, on_phase=tell)
     if session.rank != 0:
-        return None
+        return
+    if json_path is not None:
+        write_json(json_path, report.to_json())
     print_links(console, report)
-    return report
+    if json_path is not None:
+        console.print(f"wrote {json_path}", highlight=False)
 
 
 def print_links(console: Console, report: LinkReport) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from gradlane.lab.papers import modern
+from gradlane.lab.papers import modern, published
 from gradlane.lab.papers.figures import FIGURES, chosen, reproduce
 from gradlane.lab.papers.simulations import Simulations
 from gradlane.lab.papers.writing import markdown_of, print_list, print_reproduction, write_page
 
-MODERN = "modern"
+PAGES = ("modern", "published")
+"""Names with a page of their own."""
 
 
 def listed() -> dict[str, Any]:
@@ -51,22 +52,24 @@ def run_reproduce(
     """Reproduce figures, print them and write the pages.
 
     Args:
-        names: of figures; of papers, for all of theirs; `all`; or `modern` alone.
+        names: of figures; of papers, for all of theirs; `all`; or one of `PAGES` alone.
         console: where to print.
         profile_dir: folder with recorded profiles.
         markdown: where the page of text goes.
         html_path: where the page with plots goes.
 
     Returns:
-        What is printed: `figures`, each with its `rows` and `curves`.
+        What is printed: `figures`, each with its `rows` and `curves`; of `modern` and `published`
+        their `rows`.
 
     Raises:
         ValueError: a name that there is not, or a figure that something is missing for.
     """
-    is_modern = list(names) == [MODERN]
-    if not is_modern and MODERN in names:
-        raise ValueError("`modern` has a page of its own: ask for it alone")
-    figures = [] if is_modern else chosen(names)
+    page = names[0] if len(names) == 1 and names[0] in PAGES else ""
+    for name in names:
+        if name in PAGES and not page:
+            raise ValueError(f"`{name}` has a page of its own: ask for it alone")
+    figures = [] if page else chosen(names)
     if profile_dir is not None and not profile_dir.is_dir():
         raise ValueError(f"there is no folder {profile_dir}")
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -81,13 +84,20 @@ def run_reproduce(
         simulations = Simulations(
             lambda text: progress.update(task, description=f"simulated {text}"), profile_dir
         )
-        if is_modern:
+        if page == "modern":
             study = modern.study(simulations)
             modern.print_study(console, study)
             text = modern.markdown_of(study, command)
             content = {"rows": [row.to_json() for row in study]}
             if html_path is not None:
                 modern.write_page(study, html_path)
+        elif page == "published":
+            table = published.study(simulations)
+            published.print_study(console, table)
+            text = published.markdown_of(table, command)
+            content = table.to_json()
+            if html_path is not None:
+                published.write_page(table, html_path)
         else:
             made = reproduce(
                 figures, simulations, lambda one: print_reproduction(progress.console, one)

@@ -70,12 +70,13 @@ def serve(
 
         served = session.serve(show)
     duration_s = time.monotonic() - start_s
-    typer.echo(f"served {progress_text(served)} in {duration_s:.1f} s")
     if json_path is not None:
         channels = [asdict(one) for one in served]
         write_json(
             json_path, {"rank": session.rank, "duration_s": duration_s, "channels": channels}
         )
+    typer.echo(f"served {progress_text(served)} in {duration_s:.1f} s")
+    if json_path is not None:
         typer.echo(f"wrote {json_path}")
 
 

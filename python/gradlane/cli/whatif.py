@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from gradlane.cli.options import write_json
 from gradlane.formats.rates import format_rate
 from gradlane.formats.timeline.chrome import write_chrome
 from gradlane.planning.advice.advice import (
-    GOAL,
     ClusterAdvice,
     RequiredLink,
     advise,
     required_links,
     text_of_required_links,
 )
-from gradlane.planning.advice.causes import any_link_is_enough, find_cause
+from gradlane.planning.advice.causes import find_cause, limit_beyond_link
 from gradlane.planning.advice.pictures import Picture, clusters_with_pictures, picture_of
 from gradlane.planning.simulation.effects import check_effects
 from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
@@ -48,8 +48,9 @@ def run_whatif(
     rules: Sequence[str] = (WAIT,),
     trace_path: Path | None = None,
     html_path: Path | None = None,
-) -> dict[str, Any]:
-    """Simulate all combinations and print a table and the answer.
+    json_path: Path | None = None,
+) -> None:
+    """Simulate all combinations, write the files, and print a table and the answer.
 
     Args:
         profile: what a step computes.
@@ -66,9 +67,7 @@ def run_whatif(
         rules: what happens to ranks that are late.
         trace_path: where the timeline of the only combination goes, for Perfetto or Chrome.
         html_path: where an interactive page goes.
-
-    Returns:
-        `profile` (its figures), `rows`, `answers` and `needs`, as JSON has them.
+        json_path: where `profile` (its figures), `rows`, `answers` and `needs` go.
 
     Raises:
         ValueError: a combination makes no sense, or several are to have one timeline.
@@ -104,7 +103,8 @@ def run_whatif(
     pictures: list[Picture] = []
     keep = partial(_keep_picture, pictures, profile, clusters)
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    quiet = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
         task = progress.add_task("", total=len(clusters))
         rows = evaluate(
             profile, clusters, lambda _: progress.advance(task), traced=traced, on_trace=keep
@@ -112,12 +112,18 @@ def run_whatif(
     # What is said about networks holds where nobody is late.
     cluster_of = {id(row): cluster for row, cluster in zip(rows, clusters, strict=True)}
     punctual = [row for row in rows if row.left_out_share is None]
-    with console.status("finding what steps wait for"):
-        answers = advise(punctual, lambda row: find_cause(profile, cluster_of[id(row)], row))
+    # On what is no terminal a status is an empty line.
+    with nullcontext() if quiet else console.status("finding what steps wait for"):
         needs = required_links(
-            punctual, lambda row: any_link_is_enough(profile, cluster_of[id(row)], GOAL)
+            punctual, lambda row: limit_beyond_link(profile, cluster_of[id(row)])
         )
-    _print(console, profile, rows, answers, needs)
+        answers = advise(
+            punctual,
+            needs,
+            lambda row, link_is_enough: find_cause(
+                profile, cluster_of[id(row)], row, link_is_enough=link_is_enough
+            ),
+        )
     content = {
         "profile": {
             "model": profile.model,
@@ -135,8 +141,12 @@ def run_whatif(
         from gradlane.planning.advice.page import report_from_whatif
 
         report_from_whatif({**content, **_pictures_json(profile, pictures)}, html_path)
-        console.print(f"wrote {html_path}", highlight=False)
-    return content
+    if json_path is not None:
+        write_json(json_path, content)
+    _print(console, profile, rows, answers, needs)
+    for path in (html_path, json_path):
+        if path is not None:
+            console.print(f"wrote {path}", highlight=False)
 
 
 def _has_late(cluster: Cluster) -> bool:
@@ -207,7 +217,27 @@ def _print(
         + (", gradients clipped by the norm of all of them" if any(it.clip for it in rows) else ""),
         highlight=False,
     )
-    table = Table()
+    for codec in dict.fromkeys(row.codec for row in rows):
+        console.print(_table(codec, [row for row in rows if row.codec == codec]))
+    for row in rows:
+        if row.staleness_mean is not None:
+            console.print(
+                f"{row.workers} workers at {format_rate(row.rate_bps)}, {row.strategy}: gradients "
+                f"are applied {row.staleness_mean:.1f} updates late, {row.staleness_max} at most.",
+                highlight=False,
+            )
+    for row in rows:
+        if row.left_out_share is not None:
+            console.print(_text_of_late(row), highlight=False)
+    for answer in answers:
+        console.print(answer.text, highlight=False)
+    for sentence in text_of_required_links(needs):
+        console.print(sentence, highlight=False)
+
+
+def _table(codec: str, rows: Sequence[Row]) -> Table:
+    """Return a line for each row; all of one codec, since encoded steps are other steps."""
+    table = Table(title="" if codec == RAW else f"gradients in {codec}", title_justify="left")
     several = any(row.ranks_per_node > 1 for row in rows)
     names = (
         "nodes x ranks" if several else "workers",
@@ -225,8 +255,6 @@ def _print(
         table.add_column(name, justify="left" if is_text else "right", no_wrap=is_text)
     for row in rows:
         strategy = row.strategy if row.topology == "flat" else f"{row.strategy} {row.topology}"
-        if row.codec != RAW:
-            strategy += f" {row.codec}"
         if row.stragglers != WAIT:
             strategy += f"/{row.stragglers}"
         table.add_row(
@@ -239,21 +267,7 @@ def _print(
             f"{row.scaling_factor * 100:.1f} %",
             f"{row.samples_per_s:.0f}",
         )
-    console.print(table)
-    for row in rows:
-        if row.staleness_mean is not None:
-            console.print(
-                f"{row.workers} workers at {format_rate(row.rate_bps)}, {row.strategy}: gradients "
-                f"are applied {row.staleness_mean:.1f} updates late, {row.staleness_max} at most.",
-                highlight=False,
-            )
-    for row in rows:
-        if row.left_out_share is not None:
-            console.print(_text_of_late(row), highlight=False)
-    for answer in answers:
-        console.print(answer.text, highlight=False)
-    for sentence in text_of_required_links(needs):
-        console.print(sentence, highlight=False)
+    return table
 
 
 def _node_cells(row: Row) -> tuple[str, str]:
@@ -280,8 +294,3 @@ def _text_of_late(row: Row) -> str:
         f"{stopped}, the others' mean step is {row.step_s * 1e3:.1f} ms; "
         f"{', '.join(out) or 'nobody is left out'}."
     )
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write what was printed."""
-    path.write_text(json.dumps(content, indent=1), encoding="utf-8")

@@ -14,14 +14,14 @@ _LEAST_WITHOUT_UNIT = 10**6
 
 
 def parse_rate(text: str) -> int:
-    """Return bits a second for texts such as `4gbit`, `500mbit`, `10g`, `2.5Gbps` or `1000000000`.
+    """Return bits a second for texts such as `4gbit`, `500mbit`, `10g`, `2.5 Gbit/s`, `1000000000`.
 
     Raises:
         ValueError: the text is not a positive rate, or a small number without a unit.
     """
     match = _RATE.fullmatch(text.strip().lower())
     rate_bps = int(float(match[1]) * _PREFIX_BITS[match[2]]) if match else 0
-    if match and not match[2] and not match[3] and 0 < rate_bps < _LEAST_WITHOUT_UNIT:
+    if match and not match[2] and not match[3] and 0 < float(match[1]) < _LEAST_WITHOUT_UNIT:
         raise ValueError(
             f"{text!r} has no unit: {match[1]}gbit for 10^9 bits a second, {match[1]}mbit for 10^6"
         )

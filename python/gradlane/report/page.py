@@ -174,7 +174,7 @@ def write_report(
 <link rel="icon" href="data:,">
 <title>{html.escape(title)}</title>
 <style>
-{_asset("page.css")}{"".join(_asset(f"{name}.css") for name in names)}</style>
+{asset("page.css")}{"".join(asset(f"{name}.css") for name in names)}</style>
 </head>
 <body>
 <main>
@@ -188,15 +188,16 @@ def write_report(
 <script type="application/json" id="plots">{_script_json(described)}</script>
 {"".join(_widget_json(widget) for widget in widgets)}{library}
 <script>
-{_asset("page.js")}</script>
-{"".join(f"<script>{_asset(f'{name}.js')}</script>" for name in names)}
+{asset("page.js")}</script>
+{"".join(f"<script>{asset(f'{name}.js')}</script>" for name in names)}
 </body>
 </html>
 """
     atomic_write_text(Path(path), page)
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """Return a style sheet, a script or a page of the package."""
     return (ASSETS / name).read_text(encoding="utf-8")
 
 

@@ -74,10 +74,22 @@ class SessionContext:
     announcements: JobAnnouncements | None = None
 
 
+def node_layout(ctx: SessionContext, scope: RendezvousScope) -> Layout | None:
+    """Agree on the ranks of each node; a collective call of ranks with the same options.
+
+    Returns:
+        The layout; None where each rank talks to the network by itself.
+    """
+    if ctx.options.local.mode == OFF or ctx.rank_info.world_size == 1:
+        return None
+    return agree_on_layout(ctx.options, scope, os.environ)
+
+
 def open_channel(
     ctx: SessionContext,
     scope: RendezvousScope,
     rows: Sequence[Mapping[str, Any]],
+    layout: Layout | None,
     *,
     update: str,
     first: int = 0,
@@ -89,6 +101,7 @@ def open_channel(
         ctx: of the session.
         scope: of this channel.
         rows: the plan's tensors.
+        layout: of the ranks on nodes, as `node_layout` has returned it.
         update: where the optimizer runs.
         first: the rank that is rank 0 of the channel, whose values step 0 broadcasts; the ranks
             after it follow in their order.
@@ -97,7 +110,7 @@ def open_channel(
     Raises:
         RendezvousError: the ranks cannot reach each other.
     """
-    channel = _open(ctx, scope, rows, update, first, gradients)
+    channel = _open(ctx, scope, rows, layout, update, first, gradients)
     if ctx.rank_info.ranks > 1:
         wait_until_all_are_connected(ctx.core, channel, scope)
 
@@ -129,20 +142,18 @@ def _open(
     ctx: SessionContext,
     scope: RendezvousScope,
     rows: Sequence[Mapping[str, Any]],
+    layout: Layout | None,
     update: str,
     first: int,
     gradients: Sequence[Tensor],
 ) -> Channel:
     options, rank_info = ctx.options, ctx.rank_info
-    # The rows of tensors with factors name their scheme already.
+    # The rows of tensors with blocks name their scheme already.
     schemes = {name: one for name, one in ctx.schemes.items() if one not in FACTOR_SCHEMES}
     table = [
-        {**row, "scheme": schemes[row["name"]]} if row["name"] in schemes else row for row in rows
+        {"scheme": schemes[row["name"]], **row} if row["name"] in schemes else row for row in rows
     ]
     secret = scope.secret(ctx.secret)
-    layout = None
-    if options.local.mode != OFF and rank_info.world_size > 1:
-        layout = agree_on_layout(options, scope, os.environ)
     if layout is not None:
         is_default = options.local.mode == AUTO
         obstacle = rows_obstacle(table) if is_default else ""
@@ -244,6 +255,8 @@ def _channel_options(
         "low_water_bytes": options.network.low_water_bytes,
         "send_buffer_bytes": options.network.send_buffer_bytes,
         "pacing": options.network.pacing,
+        # A secret that rank 0 has left in the store is no secret.
+        "seal": options.network.seal and ctx.secret is not None,
         "receive_buffer_bytes": 0,
         "work_depth": max(2, 2 * work_threads),
         "work_threads": work_threads,

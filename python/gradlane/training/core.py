@@ -120,6 +120,12 @@ class Channel(Protocol):
     def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
         """Copy the residual of this rank's encoding of a tensor to `count` f32 values."""
 
+    def residual_squares(
+        self, first: int, elements_max: int
+    ) -> tuple[list[tuple[int, int, float]], int]:
+        """Return (tensor, slice, sum of squares) of this rank's residuals from a slice on, until
+        about so many numbers are read, and the slice to go on with: 0 after the last."""
+
     def clear_state(self) -> None:
         """Delete all optimizer state on this rank (`update="server"`)."""
 

@@ -237,7 +237,9 @@ def test_the_version_before_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(container, "VERSION", 1)
     content = written([])
     monkeypatch.undo()
-    with pytest.raises(VersionError, match="it has version 1, and this gradlane reads version 2"):
+    with pytest.raises(
+        VersionError, match="it has version 1, and this gradlane reads versions 2 and 3"
+    ):
         read(content)
 
 

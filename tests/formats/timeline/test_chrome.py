@@ -123,7 +123,7 @@ def test_spans_that_do_not_nest_are_found() -> None:
     content = to_chrome(Timeline([span("push", 0, 100), span("push", 50, 150)], "recorded"))
     for event in content["traceEvents"]:
         if event["ph"] == "X":
-            event["tid"] = 1 + 3000
+            event["tid"] = 1 + 1000 * LANES.index("push")
     with pytest.raises(ValueError, match="inside another"):
         check_events(content)
 

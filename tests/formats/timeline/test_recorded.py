@@ -22,9 +22,11 @@ from gradlane.formats.timeline.spans import Span, Timeline
 from gradlane.training.core import load_core
 from gradlane.training.monitoring.recorded import Mark, rank_path, recorded_timeline
 from tests.command_line import run
+from tests.formats.timeline.test_simulated import check_codec_spans
 from tests.training.model.ranks import run_ranks
 
 STEPS = 4
+JOBS = ("encode", "decode", "reduce")
 
 
 class Model(nn.Module):
@@ -98,6 +100,40 @@ def test_what_goes_round_a_ring_is_in_the_lanes_of_gradients_and_results(tmp_pat
         assert {span.arguments["kind"] for span in spans} == {kind}
         assert all(span.arguments["peer"] == (span.rank + 1) % 3 for span in spans)
         assert {"first.weight", "last.weight"} <= {span.name for span in spans}
+
+
+@pytest.mark.parametrize("strategy", ["p3", "ring"])
+def test_encoding_and_decoding_are_in_lanes_of_their_own(tmp_path: Path, strategy: str) -> None:
+    """Encoded by the core's own threads while its sockets send: slices of a megabyte."""
+    path = tmp_path / "trace.json"
+
+    def train_wide(session: gradlane.Session) -> None:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(1000, 2000), nn.Linear(2000, 1000))
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            model(torch.randn(2, 1000)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.synchronize()
+
+    core: Any = load_core()
+    options: dict[str, Any] = {"codec": "qsgd:bits=8", "slice_elems": 250_000}
+    options |= {"strategy": strategy, "work_threads": 1}
+    run_ranks(2, train_wide, core=core, trace=path, **options)
+    for rank in range(2):
+        timeline = read_chrome(rank_path(path, rank))
+        lanes = {span.lane for span in timeline.spans}
+        assert {"encode", "push", "broadcast", "decode", "reduce"} <= lanes
+        kinds = {(it.lane, it.arguments["kind"]) for it in timeline.spans if it.lane in JOBS}
+        assert kinds <= {("encode", "encode"), ("decode", "decode"), ("reduce", "recode")} | {
+            # Biases are too small to be worth encoding, and step 0 is never.
+            ("reduce", kind)
+            for kind in ("reduce", "copy")
+        }
+        if strategy == "p3":
+            weights = ("0.weight", "1.weight")
+            check_codec_spans([it for it in timeline.spans if it.name in weights])
 
 
 def test_each_step_computes_once_and_in_order(timelines: list[Timeline]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,52 @@ import pytest
 
 from gradlane.formats.timeline.checks import check_events
 from gradlane.formats.timeline.chrome import read_chrome, to_chrome
-from gradlane.formats.timeline.spans import SENT, Timeline
+from gradlane.formats.timeline.spans import SENT, Span, Timeline
 from gradlane.formats.timeline.step import view_of_step
 from gradlane.planning.advice.pictures import PICTURES_MAX, clusters_with_pictures
+from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.scenarios import Cluster, run_scenario, scenario_of
 from gradlane.planning.simulation.timeline import simulated_timeline
 from tests.command_line import run
 from tests.planning.simulation.small_profile import SMALL
+
+
+def check_codec_spans(spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """Assert that each pushed slice was encoded before, and that each decoded one has arrived.
+
+    Args:
+        spans: of one rank.
+
+    Returns:
+        Step and slice of each frame that left while another slice was encoded.
+    """
+
+    def by_slice(lane: str) -> dict[tuple[int, int], list[Span]]:
+        found: dict[tuple[int, int], list[Span]] = {}
+        for span in spans:
+            if span.lane == lane and span.arguments["step"] > 0:
+                key = (span.arguments["step"], span.arguments["slice"])
+                found.setdefault(key, []).append(span)
+        return found
+
+    encoded, pushed, decoded = by_slice("encode"), by_slice("push"), by_slice("decode")
+    arrived = by_slice("receive")
+    assert pushed and decoded and set(pushed) <= set(encoded)
+    for key, frames in pushed.items():
+        (encoding,) = encoded[key]
+        assert encoding.end_ns <= min(frame.begin_ns for frame in frames)
+    for key, (decoding,) in decoded.items():
+        # This rank's own results do not arrive.
+        results = [frame for frame in arrived.get(key, []) if frame.arguments["kind"] != "push"]
+        assert all(frame.end_ns <= decoding.end_ns for frame in results)
+    return [
+        key
+        for key, frames in pushed.items()
+        for frame in frames
+        for other, (encoding,) in encoded.items()
+        if other != key and encoding.begin_ns < frame.end_ns and frame.begin_ns < encoding.end_ns
+    ]
+
 
 NUMBERS = {tensor.name: number for number, tensor in enumerate(SMALL.tensors)}
 
@@ -43,6 +84,28 @@ def test_a_simulated_run_is_what_viewers_open(strategy: str) -> None:
     ]
     assert max(shares) <= 100.0
     assert max(shares) > 80.0
+
+
+def test_encoding_one_slice_overlaps_sending_another() -> None:
+    """Double buffering: the next slice is encoded while the port carries the one before."""
+    codec = "qsgd:bits=8"
+    costs = MachineCosts(codecs={codec: (4e-9, 2e-9)})
+    cluster = Cluster(3, 1e9, codec=codec, slice_elems=25_000, costs=costs)
+    timeline, _ = simulated(cluster)
+    check_events(to_chrome(timeline))
+    for rank in range(3):
+        assert check_codec_spans([span for span in timeline.spans if span.rank == rank])
+    raw, _ = simulated(replace(cluster, codec="raw"))
+    assert not {span.lane for span in raw.spans} & {"encode", "decode"}
+
+
+def test_gradients_made_of_factors_are_in_a_lane_of_their_own() -> None:
+    layers = tuple(replace(tensor, layer="Linear", rows=4) for tensor in SMALL.tensors)
+    profile = replace(SMALL, tensors=layers, flops=10**9)
+    scenario = scenario_of(profile, Cluster(3, 1e9, "sfb"), trace=True)
+    timeline = simulated_timeline(run_scenario(scenario)["trace"], rate_bps=1e9)
+    check_events(to_chrome(timeline))
+    assert {span.name for span in timeline.spans if span.lane == "rebuild"} == set(NUMBERS)
 
 
 def test_compression_lessens_the_bytes_that_travel() -> None:

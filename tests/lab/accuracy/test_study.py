@@ -150,7 +150,11 @@ def test_findings_compare_seed_with_seed_and_time_with_time() -> None:
     full, fast = (findings.select(rows, scheme=name) for name in ("p3", "fast"))
     assert findings.difference(fast, full).mean == 0.0
     assert points(findings.difference(fast, full)) == "+0.0 ± 0.0 (noise)"
-    assert points(findings.difference(fast[:1], full[:1])).startswith("+0.0 (")
+    assert points(findings.difference(fast[:1], full[:1])) == "+0.0 (one seed)"
+    alone = [row for row in rows if row.seed == rows[0].seed]
+    for text in (page_text(alone, "made"), json.dumps(main_table(alone, "mlp").rows)):
+        assert "±" not in text and "noise" not in text
+    assert "±" in page_text(rows, "made") and "One seed" in page_text(alone, "made")
     assert [(task, scheme) for task, scheme, _ in findings.loses(rows)] == [("mlp", "lossy")]
     assert "lossy" in losses_in_words(rows) and "-10.0" in losses_in_words(rows)
     # A quarter of p3's 20 s: it has taken 5 steps, the fast one all 20.

@@ -52,6 +52,8 @@ def test_a_machine_that_lacks_everything(tmp_path: Path, monkeypatch: pytest.Mon
     found = findings_of(
         tmp_path, {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}, secret="short"
     )
+    assert found["secret"].verdict is Verdict.FAULT
+    assert "has 30 bits" in found["secret"].found and "secret new" in found["secret"].remedy
     assert found["torch"].verdict is Verdict.FAULT
     assert "2.4 or newer" in found["torch"].remedy
     for check, words in {
@@ -63,7 +65,6 @@ def test_a_machine_that_lacks_everything(tmp_path: Path, monkeypatch: pytest.Mon
         "open files": "at most 256",
         "processors": "limited to 1, for 2 ranks",
         "clock": "not synchronized",
-        "secret": "5 characters",
     }.items():
         assert found[check].verdict is Verdict.WARNING, check
         assert words in found[check].found
@@ -95,17 +96,17 @@ def test_behind_address_translation_all_addresses_are_listened_on() -> None:
 
 def test_differences_between_ranks_are_named() -> None:
     other = replace(FACTS, host="b", build="4567", torch="2.14.0", mtu=9000)
-    found = cluster.differences([FACTS, FACTS, other], [True, True, False])
+    found = cluster.differences([FACTS, FACTS, other], has_secret=True)
     by_check = {one.check: one for one in found}
     assert by_check["the same build"].verdict is Verdict.FAULT
     assert by_check["the same build"].found == "0123 on ranks 0, 1; 4567 on rank 2"
     assert by_check["the same torch"].verdict is Verdict.WARNING
     assert by_check["the same mtu"].found == "1500 on ranks 0, 1; 9000 on rank 2"
     assert by_check["the same python"].verdict is Verdict.OK
-    assert by_check["the same secret"].found == "none on rank 2"
+    assert "the same secret" not in by_check
     (unprotected,) = [
         one
-        for one in cluster.differences([FACTS, other], [False, False])
+        for one in cluster.differences([FACTS, other], has_secret=False)
         if one.check == "the same secret"
     ]
     assert "ranks on 2 machines" in unprotected.found

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+from io import StringIO
 
+import pytest
+from rich.console import Console
+
+from gradlane.cli.plan import print_plan
 from gradlane.planning.planner.candidates import TIE
+from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.planner.reasons import reason_of
 from gradlane.planning.planner.search import search
 from gradlane.planning.planner.simulations import predict_step_s
@@ -55,6 +61,28 @@ def test_a_codec_is_never_slower_than_full_precision(strategy: str, codec: str) 
         assert row.base_step_s == plain.step_s
         assert reason_of(row).startswith("declined") is not encoded
     assert chosen == {True, False}
+
+
+def test_raw_and_encoded_steps_stand_in_columns_of_their_own() -> None:
+    coordinator = Coordinator(WIDE, ClusterFacts(4, 1e8), base=Settings(codec=EIGHT))
+    plan = coordinator.plan(budget_s=60.0)
+    assert plan.settings.codec == EIGHT
+    steps_s = {choice["setting"]: choice["step_s"] for choice in plan.choices}
+    codecs = {choice["setting"]: choice["codec"] for choice in plan.choices}
+    assert codecs["strategy"] == RAW and codecs["slice_elems"] == EIGHT == codecs["codec"]
+    console = Console(file=StringIO(), width=200)
+    print_plan(console, plan)
+    out = console.file.getvalue()  # type: ignore[attr-defined]
+    lines = [[cell.strip() for cell in re.split("[│┃]", row)[1:]] for row in out.splitlines()]
+    heading, *rows = (line for line in lines if line and line[0])
+    raw, encoded = heading.index("step ms"), heading.index(f"in {EIGHT}")
+    assert {row[0] for row in rows} == {*steps_s, "scheme"}
+    for row in rows:
+        if row[0] == "codec":
+            assert row[raw] and row[encoded]
+        elif row[0] in steps_s:
+            filled, empty = (encoded, raw) if codecs[row[0]] == EIGHT else (raw, encoded)
+            assert (row[filled], row[empty]) == (f"{1e3 * steps_s[row[0]]:.1f}", "")
 
 
 def test_a_ring_gets_the_slices_that_its_codec_wants() -> None:

@@ -12,11 +12,11 @@ from gradlane.cli import main as cli
 from gradlane.planning.planner import candidates
 from gradlane.planning.planner.candidates import TIE
 from gradlane.planning.planner.coordinator import Coordinator
+from gradlane.planning.planner.frame_count import frame_count
 from gradlane.planning.planner.reasons import reason_of
 from gradlane.planning.planner.search import SLICES, Choice, SimulatedValue, search
 from gradlane.planning.planner.simulations import frames_to_simulate, predict_step_s
 from gradlane.planning.simulation.profiles import write_profile
-from gradlane.training.options.frames import frame_count
 from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.plans.settings import ClusterFacts, Settings
 from tests.planning.simulation.small_profile import SMALL

@@ -125,6 +125,23 @@ for step in range(100):
     assert profile.batch is not None and profile.batch.steps == 3
 
 
+def test_sparse_gradients_are_noted(tmp_path: Path) -> None:
+    found = record(
+        tmp_path,
+        """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    optimizer.zero_grad()
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+""",
+    )
+    assert "count as dense here, and travel as rows: 0.weight" in found.notes[-1]
+
+
 def test_several_models_and_optimizers_are_one_profile(tmp_path: Path) -> None:
     found = record(
         tmp_path,

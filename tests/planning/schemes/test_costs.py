@@ -151,7 +151,7 @@ def test_rows_are_those_of_the_profile_or_of_its_operations_or_the_batch() -> No
     for profile, rows, words in [
         (profile_of(rows=48), 48, "factors of 48 rows a worker"),
         (profile_of(modules=(counted,)), 512, "factors of 512 rows"),
-        (profile_of(), None, "factors of 16 rows a worker (the batch: the profile does not say"),
+        (profile_of(), None, "factors of 16 rows a worker (the batch: how often the layer"),
     ]:
         book = Coordinator(profile, ClusterFacts(4, 1e10), rule="poseidon")
         assert book.query("fc").rows == rows

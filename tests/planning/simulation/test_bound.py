@@ -137,10 +137,11 @@ def test_light_layers_hide_behind_compute() -> None:
     assert bound.step_s == pytest.approx(7.0)
     assert bound.binding == "pair layer0.weight -> layer0.weight"
     assert describe_binding(bound.binding) == (
-        "layer0.weight, the way from its gradient to the next forward's use of it"
+        "the way of layer0.weight, from its gradient in backward to its use in the next forward"
     )
     assert describe_binding("pair a.weight -> b.weight") == (
-        "the way of all that is ready from a.weight on and needed by b.weight in the next forward"
+        "the way of all tensors between two: their gradients are ready in backward with that of "
+        "a.weight or later, and the next forward uses them with b.weight or earlier"
     )
     assert describe_binding("port") == "the bytes of a step through a port"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gradlane.planning.advice.advice import advise, required_links, text_of_required_links
-from gradlane.planning.advice.causes import find_cause
+from gradlane.planning.advice.causes import Cause, find_cause
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.simulation.bound import port_bytes
 from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
@@ -52,18 +52,18 @@ def test_ports_carry_what_the_formula_says(profile: Profile, rows: dict[str, Row
 
 
 def test_the_answer_is_to_add_up_in_the_node_first(profile: Profile, rows: dict[str, Row]) -> None:
-    (answer,) = advise(
-        list(rows.values()),
-        lambda row: find_cause(profile, replace(BASE, strategy=row.strategy), row),
-    )
+    needs = required_links(list(rows.values()), lambda row: "none")
+
+    def explain(row: Row, link_is_enough: bool) -> Cause:
+        cluster = replace(BASE, strategy=row.strategy)
+        return find_cause(profile, cluster, row, link_is_enough=link_is_enough)
+
+    (answer,) = advise(list(rows.values()), needs, explain)
     assert answer.ranks_per_node == 4 and answer.bottleneck == "network"
     assert answer.cheapest is not None and answer.cheapest.strategy.startswith("hierarchical")
     assert "8 workers on 2 nodes of 4 at 4 Gbit/s" in answer.text
     assert "aggregate in the node first" in answer.text
-    assert (
-        "8 workers on 2 nodes of 4:"
-        in text_of_required_links(required_links(list(rows.values()), lambda row: True))[0]
-    )
+    assert "8 workers on 2 nodes of 4:" in text_of_required_links(needs)[0]
 
 
 def test_a_slow_way_within_the_node_is_not_worth_it(profile: Profile) -> None:

@@ -105,7 +105,7 @@ def test_the_command_compares_rules(
     path, saved = tmp_path / "rows.json", tmp_path / "six.json"
     profile().save(saved)
     command = ["whatif", str(saved), "--workers", "4", "--servers", "3", "--rate", "1gbit"]
-    late = ["--stragglers", "wait,backup=1", "--straggler", "rank=3,share=0.1,burst=0.04"]
+    late = ["--stragglers", "wait,backup=1", "--straggler", "rank=3,share=0.1,burst=40ms"]
     given = (*command, "--strategy", "p3", *late, "--json", str(path))
     status, printed, _ = run(monkeypatch, capsys, *given)
     words = " ".join(printed.split())

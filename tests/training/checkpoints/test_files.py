@@ -56,7 +56,9 @@ def test_missing_cut_and_other_versions_are_named(
     monkeypatch.setattr(shard, "check_container", lambda *_: None)
     write_shard(path, [], {"step": 1})
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"one.*version 1.*reads version 2.*resume with"):
+    with pytest.raises(
+        CheckpointError, match=r"one.*version 1.*reads versions 2 and 3.*resume with"
+    ):
         read_shard(path)
     write_shard(path, [Piece("a", 0, torch.ones(9))], {"step": 1})
     path.write_bytes(path.read_bytes()[:-1])
@@ -279,7 +281,7 @@ def test_names_in_manifests_stay_inside_the_folder(tmp_path: Path, name: str) ->
         ({"step": 2}, "it is of step 2, its folder of step 1"),
         ({"step": True}, "it is of step True"),
         ({"run": 5}, "it has no run"),
-        ({"version": 1}, "has version 1, and this gradlane reads version 2: resume with"),
+        ({"version": 1}, "has version 1, and this gradlane reads versions 2 and 3: resume with"),
         ({"version": None}, "has version None"),
     ],
 )
@@ -302,7 +304,9 @@ def test_manifests_that_are_none_are_named(tmp_path: Path, content: bytes) -> No
 def test_a_checkpoint_of_the_format_before_is_refused_by_name(tmp_path: Path) -> None:
     folder = complete(tmp_path, 1).rename(tmp_path / "step-000000001")
     rewrite(folder, version=1)
-    with pytest.raises(CheckpointError, match=r"step-000000001 has version 1.*reads version 2"):
+    with pytest.raises(
+        CheckpointError, match=r"step-000000001 has version 1.*reads versions 2 and 3"
+    ):
         newest(tmp_path)
     prune(tmp_path, 1, "a", 5)
     assert folder.exists()

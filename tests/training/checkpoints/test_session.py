@@ -105,10 +105,10 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_written(
 ) -> None:
     write = write_shard
 
-    def sometimes(path: Path, pieces: Any, facts: dict[str, Any]) -> int:
+    def sometimes(path: Path, pieces: Any, facts: dict[str, Any], *more: Any) -> int:
         if facts["step"] == 3 and facts["rank"] == 1:
             raise OSError(errno.EIO, "Input/output error")
-        return write(path, pieces, facts)
+        return write(path, pieces, facts, *more)
 
     monkeypatch.setattr(keeper, "write_shard", sometimes)
     with warnings.catch_warnings(record=True) as caught:

@@ -398,6 +398,11 @@ class FakeChannel:
             squares.add(_NAMES[mean.dtype], mean.data_ptr(), mean.nbytes)
         return squares.root()
 
+    def residual_squares(
+        self, first: int, elements_max: int
+    ) -> tuple[list[tuple[int, int, float]], int]:
+        return [], 0
+
     def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
         raise AssertionError("nothing is encoded here, so nothing is kept of it")
 

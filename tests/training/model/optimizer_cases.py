@@ -82,8 +82,12 @@ def torch_optimizers() -> list[str]:
 
 
 def driven() -> list[str]:
-    """Return the names of those that are taken."""
-    return [name for name in torch_optimizers() if not OPTIMIZER_SUPPORT[name].refused]
+    """Return the names of those that are taken, with dense gradients."""
+    return [
+        name
+        for name in torch_optimizers()
+        if not OPTIMIZER_SUPPORT[name].refused and OPTIMIZER_SUPPORT[name].takes_dense
+    ]
 
 
 def flags(kind: str) -> list[str]:
@@ -141,14 +145,17 @@ def page() -> str:
     for name in torch_optimizers():
         way = OPTIMIZER_SUPPORT[name]
         if way.refused:
-            lines.append(f"| `{name}` | refused: {way.refused} | | |")
+            lines.append(f"| `{name}` | refused: {way.refused} | | | |")
             continue
         worker = "as gradients arrive" if way.in_parts else "whole, at `step()`"
         server = "yes" if way.on_servers else "no"
         options = [
             f"`{one.removeprefix(name + '-')}`" for one in names if one.startswith(name + "-")
         ]
-        lines.append(f"| `{name}` | {worker} | {server} | {', '.join(options)} |")
+        sparse = "as they are" if way.takes_sparse else "made dense"
+        if not way.takes_dense:
+            sparse += ", no others"
+        lines.append(f"| `{name}` | {worker} | {server} | {sparse} | {', '.join(options)} |")
     refused = [f"| `{option}` | refused: {why} |" for option, why in REFUSED_OPTIONS.items()]
     return "\n".join(lines) + MIDDLE + "\n".join(refused) + TAIL
 
@@ -159,8 +166,8 @@ HEAD = """# Optimizers
 uses and the cases that its tests run. Each case is held bit by bit against the same loop without
 gradlane: parameters and optimizer state, with each step in two parts.
 
-| `torch.optim` | `update="worker"` | `update="server"` | options tried beside the defaults |
-| --- | --- | --- | --- |"""
+| `torch.optim` | `update="worker"` | `update="server"` | sparse gradients | options tried |
+| --- | --- | --- | --- | --- |"""
 
 MIDDLE = """
 
@@ -193,6 +200,14 @@ once, before the update has happened.
   `step()` then waits for all gradients.
 - **`state_dict()` and `load_state_dict()`** may be called between steps at any time: they wait
   for the update that is due.
+
+## Sparse gradients
+
+Those of `nn.Embedding(sparse=True)` and `nn.EmbeddingBag(sparse=True)`, and of whatever
+`SparseAdam` steps, travel as rows, not dense: see [sparse gradients](sparse.md). The mean has the
+rows that some rank has, and the optimizer steps on it as torch does on one process. Optimizers that
+torch gives no sparse gradients get the mean dense, and so do `SGD` and `Adagrad` with `momentum`,
+`weight_decay` or `fused`.
 
 ## Updates on the servers
 

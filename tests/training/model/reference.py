@@ -23,7 +23,9 @@ Loop = Callable[[nn.Module, torch.optim.Optimizer, Any], None]
 
 def mean_in_rank_order(gradients: Sequence[Tensor | None]) -> Tensor | None:
     """Return ((g0 + g1) + g2 ...) / N in f32 (f64 for f64); a missing gradient counts as zeros."""
-    gradients = [one.to_dense() if one is not None and one.is_sparse else one for one in gradients]
+    gradients = [
+        one.coalesce().to_dense() if one is not None and one.is_sparse else one for one in gradients
+    ]
     known = next((one for one in gradients if one is not None), None)
     if known is None:
         return None
@@ -41,6 +43,37 @@ def mean_in_rank_order(gradients: Sequence[Tensor | None]) -> Tensor | None:
         total = term if total is None else total + term
     assert total is not None
     return (total / len(gradients)).to(known.dtype)
+
+
+def sparse_mean_in_rank_order(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the same mean, sparse in the rows that some gradient has; dense if one is dense."""
+    mean, given = mean_in_rank_order(gradients), [one for one in gradients if one is not None]
+    if mean is None or not all(one.is_sparse for one in given):
+        return mean
+    return in_rows_of(mean, given)
+
+
+def in_rows_of(mean: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+    """Return a dense mean as a sparse one, in the rows that some gradient has."""
+    rows = sorted({row for one in gradients for row in one.coalesce().indices()[0].tolist()})
+    numbers = torch.tensor(rows, dtype=torch.int64)
+    return torch.sparse_coo_tensor(
+        numbers.unsqueeze(0), mean[numbers], mean.shape, check_invariants=False, is_coalesced=True
+    )
+
+
+def steps_on_sparse(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    """Return whether an optimizer gets sparse means: where torch takes them and keeps none."""
+    kinds = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
+    if not isinstance(optimizer, kinds):
+        bases = type(optimizer).__mro__[:-2]
+        return not any(base.__module__.startswith("torch.optim") for base in bases)
+    (group,) = (
+        group
+        for group in optimizer.param_groups
+        if any(one is parameter for one in list.__iter__(group["params"]))
+    )
+    return not any(group.get(option) for option in ("momentum", "weight_decay", "fused"))
 
 
 def exact_norm(gradients: Sequence[Tensor]) -> float:
@@ -129,6 +162,7 @@ class ReferenceSession:
         self.world_size = shared.barrier.parties
         self._shared = shared
         self._averaged: set[int] = set()
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._samples: int | None = None
 
     def weight(self, samples: int) -> None:
@@ -144,6 +178,7 @@ class ReferenceSession:
         generator of random numbers, which is one for all threads.
         """
         self._take_values(model)
+        self._optimizers[id(model)] = optimizer
         step = optimizer.step
 
         def averaged_step(closure: Any = None) -> Any:
@@ -171,11 +206,15 @@ class ReferenceSession:
             samples = None
         own = [parameter.grad for parameter in model.parameters()]
         if samples is not None:
-            own = [None if one is None else one.to_dense() * samples for one in own]
+            summed = [one.coalesce() if one is not None and one.is_sparse else one for one in own]
+            own = [None if one is None else one * samples for one in summed]
         everyone = self._shared.exchange(self.rank, (own, samples or 0))
         total = sum(samples for _, samples in everyone)
+        optimizer = self._optimizers.get(id(model))
         for position, parameter in enumerate(model.parameters()):
-            mean = mean_in_rank_order([gradients[position] for gradients, _ in everyone])
+            mean = sparse_mean_in_rank_order([gradients[position] for gradients, _ in everyone])
+            if mean is not None and not (optimizer and steps_on_sparse(optimizer, parameter)):
+                mean = mean.to_dense()
             parameter.grad = None if mean is None else mean.clone()
             if total and parameter.grad is not None:
                 parameter.grad.mul_(self.world_size / total)
@@ -184,12 +223,13 @@ class ReferenceSession:
         """Average, and clip by the exact norm as torch does."""
         if id(model) not in self._averaged:
             self.average(model)
-        gradients = [one.grad for one in model.parameters() if one.grad is not None]
+        found = [one.grad for one in model.parameters() if one.grad is not None]
+        gradients = [one.coalesce().values() if one.is_sparse else one for one in found]
         wide = any(one.dtype in (torch.float64, torch.complex128) for one in gradients)
         exact = exact_norm(gradients)
         norm = torch.tensor(exact, dtype=torch.float64 if wide else torch.float32)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for gradient in gradients:
+        for gradient in found:
             gradient.mul_(factor)
         return norm
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 
 import gradlane
 from gradlane.training.options.options import Options, keywords_of
@@ -70,6 +72,28 @@ def test_a_gradient_after_the_last_one_that_was_expected() -> None:
     assert "session.no_sync()" in str(first)
     assert isinstance(second, gradlane.PeerLostError)
     assert "rank 0 gave up" in str(second) and "another gradient in step 2" in str(second)
+
+
+def test_fully_shard_of_a_prepared_model_is_refused_where_it_happens() -> None:
+    fsdp: Any = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("an older torch has it elsewhere")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+
+        def body(session: Any) -> None:
+            model, optimizer = prepared(session)
+            with pytest.raises(
+                gradlane.UsageError, match=r"'weight' .* fully_shard\(\) keeps a part"
+            ):
+                fsdp.fully_shard(model)
+            # Nothing has changed.
+            backward(model)
+            optimizer.step()
+
+        run_alone(body)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_step_without_any_gradient() -> None:
@@ -190,8 +214,6 @@ def test_optimizers_that_cannot_take_part() -> None:
         model = nn.Linear(2, 2)
         with pytest.raises(ValueError, match="LBFGS is not supported: it evaluates"):
             session.prepare(model, torch.optim.LBFGS(model.parameters()))
-        with pytest.raises(ValueError, match="SparseAdam is not supported"):
-            session.prepare(model, torch.optim.SparseAdam(list(model.parameters())))
         with pytest.raises(ValueError, match="does not hold 'bias', which are trained"):
             session.prepare(model, torch.optim.SGD([model.weight], lr=0.1))
         stranger = nn.Parameter(torch.ones(7))

@@ -14,13 +14,19 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gradlane.training.monitoring import endpoint as module
-from gradlane.training.monitoring.endpoint import CLIENTS_MAX, REQUEST_BYTES_MAX, Endpoint
+from gradlane.training.monitoring.endpoint import CLIENTS_MAX, REQUEST_BYTES_MAX, Endpoint, Page
 from tests.waiting import eventually
 
-GET = b"GET /metrics HTTP/1.1\r\nHost: here\r\nUser-Agent: Prometheus/3\r\n\r\n"
+GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nUser-Agent: Prometheus/3\r\n\r\n"
 PATIENCE_S = 60.0
 
 StartEndpoint = Callable[..., Endpoint]
+
+
+def pages(make: Callable[[], bytes]) -> dict[str, Page]:
+    """The same page at two paths."""
+    page = Page("text/plain", make)
+    return {"/": page, "/metrics": page}
 
 
 @pytest.fixture
@@ -31,7 +37,7 @@ def start() -> Iterator[StartEndpoint]:
         def begin(
             page: Callable[[], bytes] = lambda: b"a 1\n", host: str = "127.0.0.1"
         ) -> Endpoint:
-            one = Endpoint(host, 0, page, "text/plain")
+            one = Endpoint(host, 0, pages(page))
             stack.callback(one.close)
             return one
 
@@ -124,7 +130,7 @@ def test_a_caller_that_does_not_read_its_answer_is_hung_up_on(start: StartEndpoi
     before = descriptors()
     with call(endpoints[0]) as client:
         client.sendall(GET)
-        assert eventually(lambda: endpoints[0]._cached_page[1] != b"", within_s=PATIENCE_S)
+        assert eventually(lambda: endpoints[0]._made != {}, within_s=PATIENCE_S)
         assert eventually(lambda: descriptors() == before + 1, within_s=PATIENCE_S)
         assert len(read_all(client)) < 64 << 20
 
@@ -217,7 +223,81 @@ def test_closing_disconnects_at_once_and_frees_the_port(start: StartEndpoint) ->
         assert read_all(client) == b""
     one.close()
     assert descriptors() == before
-    Endpoint("127.0.0.1", one.port, lambda: b"", "text/plain").close()
+    Endpoint("127.0.0.1", one.port, {}).close()
+
+
+@pytest.mark.parametrize(
+    ("host", "is_answered"),
+    [
+        *((name, True) for name in ("localhost", "LocalHost:9400", "127.0.0.1:1", "[::1]:9400")),
+        *((name, True) for name in ("10.0.0.7", "[fe80::1]")),
+        *((name, False) for name in ("", "evil.example", "evil.example:9400", "localhost.evil")),
+        *((name, False) for name in ("127.0.0.1.evil.example", "[evil]:1", "\xff", "a\r\nHost: b")),
+        ("localhost\r\nhost: evil.example", False),
+    ],
+)
+def test_on_loopback_names_of_other_sites_are_not_answered(
+    start: StartEndpoint, host: str, is_answered: bool
+) -> None:
+    """A page whose name leads here after it was loaded (DNS rebinding) is not of this server."""
+    request = f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode("latin-1")
+    line, body = ask(start(), request)
+    assert line == "HTTP/1.1 200 OK" if is_answered else line.startswith("HTTP/1.1 421 ")
+    assert (body == b"a 1\n") == is_answered
+    # Who asks for an address by name has said which name is this machine's.
+    assert ask(start(host="localhost"), GET)[0] == "HTTP/1.1 200 OK"
+    assert ask(start(host="0.0.0.0"), request)[0] == "HTTP/1.1 200 OK"
+
+
+def test_a_follower_has_the_next_state_when_it_is_due_and_the_last_one_at_the_end(
+    start: StartEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = iter(range(1000))
+    one = start(lambda: b"%d" % next(states))
+    follow = GET.replace(b"/metrics", b"/metrics?next")
+    assert ask(one, follow)[1] == b"0"
+    assert ask(one, follow)[1] == b"1"
+    monkeypatch.setattr(module, "PAGE_AGE_S", 3600.0)
+    with call(one) as client:
+        client.sendall(follow)
+        assert eventually(
+            lambda: any(other.due_s is not None for other in one._clients), within_s=PATIENCE_S
+        )
+        one.close()
+        assert read_all(client).endswith(b"\r\n\r\n2")
+    with pytest.raises(ConnectionRefusedError):
+        call(one)
+
+
+def test_a_follower_between_two_requests_is_waited_for_at_the_end(
+    start: StartEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAGE_AGE_S", 0.05)
+    monkeypatch.setattr(module, "_FAREWELL_S", PATIENCE_S)
+    states = [b"state"]
+    one = start(lambda: states[-1])
+    follow = GET.replace(b"/metrics", b"/?next")
+    assert ask(one, follow)[1] == b"state"
+    states.append(b"last")
+    closing = threading.Thread(target=one.close)
+    closing.start()
+    assert eventually(one._closing.is_set, within_s=PATIENCE_S)
+    assert ask(one, follow)[1] == b"last"
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+
+
+def test_followers_that_are_gone_or_do_not_read_delay_no_end(start: StartEndpoint) -> None:
+    one = start(lambda: bytes(16 << 20))
+    with contextlib.ExitStack() as stack:
+        for _ in range(CLIENTS_MAX):
+            stack.enter_context(call(one)).sendall(b"GET /?next HTTP/1.1\r\n\r\n")
+        assert eventually(
+            lambda: sum(other.due_s is not None for other in one._clients) == CLIENTS_MAX,
+            within_s=PATIENCE_S,
+        )
+        one.close()
+        assert not one._thread.is_alive()
 
 
 def test_a_forked_child_keeps_no_connection_open(start: StartEndpoint) -> None:

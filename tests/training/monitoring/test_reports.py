@@ -141,14 +141,25 @@ def test_scalars_are_of_the_steps_in_between() -> None:
     assert found["gradlane/late_s/rank1"] == pytest.approx(0.2)
 
 
+def test_a_function_takes_all_scalars_of_a_step_at_once() -> None:
+    later = metrics(tx_bytes=500)
+    later["steps"] = {**STEPS, "count": 8}
+    samples = [metrics(), later, metrics(), later]
+    writer, calls = Writer(), list[tuple[dict[str, float], int]]()
+    for target in (writer, lambda values, step: calls.append((values, step))):
+        ScalarLog(target, 4, lambda: samples.pop(0)).after_step(8)
+    assert calls == [({tag: value for tag, value, _ in writer.rows}, 8)]
+
+
 def test_without_a_step_there_is_nothing_to_write() -> None:
-    writer = Writer()
+    writer, calls = Writer(), list[int]()
     ScalarLog(writer, 1, metrics).after_step(1)
-    assert writer.rows == []
+    ScalarLog(lambda _, step: calls.append(step), 1, metrics).after_step(1)
+    assert writer.rows == [] and calls == []
 
 
 def test_writers_that_cannot_write_are_refused() -> None:
-    with pytest.raises(TypeError, match="add_scalar"):
+    with pytest.raises(TypeError, match=r"object has no add_scalar.* and is no function"):
         ScalarLog(object(), 1, metrics)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="every is 0"):
         ScalarLog(Writer(), 0, metrics)

@@ -212,8 +212,14 @@ def test_the_endpoint_answers_while_training_and_ends_with_the_session() -> None
 def test_scalars_are_written_every_so_many_steps() -> None:
     def body(session: gradlane.Session) -> list[tuple[str, float, int]]:
         writer = Writer()
+        called: list[tuple[dict[str, float], int]] = []
         session.log_to(writer, every=2)
+        session.log_to(lambda values, step: called.append((values, step)), every=2)
         train(session, seeded(Model), steps=7)
+        assert [step for _, step in called] == [2, 4, 6]
+        assert [(tag, step) for tag, _, step in writer.rows] == [
+            (tag, step) for values, step in called for tag in values
+        ]
         return writer.rows
 
     for rows in run(2, body):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,6 +21,7 @@ from gradlane.training.options.option_fields import (
 )
 from gradlane.training.options.options import GROUPS, Options, keywords_of
 from gradlane.training.options.reference import options_page
+from gradlane.training.options.secret import draw_secret, secret_bits, write_secret_file
 from tests.paths import ROOT
 
 
@@ -122,18 +124,89 @@ def test_variables_that_make_no_sense_are_refused_by_name(
         Options.of(environment={variable: text})
 
 
+SECRET = "0123456789abcdef" * 2
+
+
+def secret_file(path: Path, content: bytes, mode: int = 0o600) -> gradlane.Network:
+    path.write_bytes(content)
+    path.chmod(mode)
+    return gradlane.Network(secret_file=path)
+
+
 def test_a_secret_is_read_from_its_file_and_never_shown(tmp_path: Path) -> None:
     path = tmp_path / "secret"
-    network = gradlane.Network(secret_file=path)
-    with pytest.raises(ValueError, match=r"secret_file is .*No such file"):
-        network.read_secret()
-    path.write_text(" s3cret\n")
-    assert network.read_secret() == "s3cret"
-    assert gradlane.Network(secret="own", secret_file=path).read_secret() == "own"
-    assert "own" not in repr(gradlane.Network(secret="own"))
-    path.write_text("\n")
-    with pytest.raises(ValueError, match="is empty"):
-        network.read_secret()
+    with pytest.raises(ValueError, match=r"secret_file is .*No such file.*secret new PATH"):
+        gradlane.Network(secret_file=path).read_secret()
+    assert secret_file(path, f" {SECRET}\n".encode()).read_secret() == SECRET
+    assert gradlane.Network(secret=SECRET).read_secret() == SECRET
+    assert SECRET not in repr(gradlane.Network(secret=SECRET))
+    assert gradlane.Network().read_secret() is None
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o601, 0o777])
+def test_a_secret_that_others_can_read_is_refused_with_the_remedy(
+    tmp_path: Path, mode: int
+) -> None:
+    path = tmp_path / "secret"
+    with pytest.raises(ValueError, match=rf"mode {mode:04o}\): chmod 600 {path}"):
+        secret_file(path, SECRET.encode(), mode).read_secret()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"\n", "is empty"),
+        (SECRET[:31].encode(), "has 124 bits, and a secret has at least 128"),
+        (b"correct horse battery", "has 126 bits"),
+        (b"\xff" * 40, "holds no text"),
+        (b"a" * 5000, "more than 4096 bytes"),
+    ],
+)
+def test_a_file_without_a_good_secret_is_refused(
+    tmp_path: Path, content: bytes, reason: str
+) -> None:
+    path = tmp_path / "secret"
+    with pytest.raises(ValueError, match=reason) as told:
+        secret_file(path, content).read_secret()
+    assert str(path) in str(told.value) and "gradlane secret new" in str(told.value)
+    assert content == b"\n" or content.decode(errors="replace") not in str(told.value)
+
+
+def test_a_pipe_in_place_of_a_secret_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ValueError, match="no regular file"):
+        gradlane.Network(secret_file=tmp_path / "pipe").read_secret()
+
+
+def test_two_secrets_and_empty_ones_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    secret_file(path, SECRET.encode())
+    variables = {"GRADLANE_SECRET": SECRET, "GRADLANE_SECRET_FILE": str(path)}
+    for network in (
+        gradlane.Network(secret=SECRET, secret_file=path),
+        Options.of(environment=variables).network,
+        Options.of(network=gradlane.Network(secret=SECRET), environment=variables).network,
+    ):
+        with pytest.raises(ValueError, match="there are two secrets"):
+            network.read_secret()
+    assert gradlane.Network(secret=f" {SECRET}\n").read_secret() == SECRET
+    for empty in ("", " " * 64):
+        with pytest.raises(ValueError, match=r"secret= or GRADLANE_SECRET is empty"):
+            gradlane.Network(secret=empty).read_secret()
+    for name in variables:
+        with pytest.raises(ValueError, match=f"{name} is empty"):
+            Options.of(environment={name: ""})
+
+
+def test_the_secrets_that_are_drawn_and_written_are_good(tmp_path: Path) -> None:
+    first, second = draw_secret(), draw_secret()
+    assert first != second and secret_bits(first) == 256
+    write_secret_file(tmp_path / "secret", first)
+    assert gradlane.Network(secret_file=tmp_path / "secret").read_secret() == first
+    with pytest.raises(ValueError, match="exists; give another path"):
+        write_secret_file(tmp_path / "secret", second)
+    with pytest.raises(ValueError, match="cannot write"):
+        write_secret_file(tmp_path / "none" / "secret", second)
 
 
 def test_init_explains_every_argument_once_and_in_order() -> None:

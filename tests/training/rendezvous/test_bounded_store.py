@@ -28,6 +28,7 @@ from gradlane.training.rendezvous.rendezvous import RendezvousScope, open_store
 from gradlane.training.session.start import open_session
 from tests.forked_programs import SOURCES, ForkedPrograms
 from tests.paths import PACKAGE, ROOT
+from tests.ports import reserve_port
 from tests.training.model.fake_core import FakeCore
 from tests.training.rendezvous.stores import bounded
 from tests.waiting import eventually
@@ -139,7 +140,7 @@ def test_a_port_without_a_listener_is_named() -> None:
     [
         lambda scope: scope.put("word", "1"),
         lambda scope: scope.get("word", 0),
-        lambda scope: scope.peek("word"),
+        lambda scope: scope.peek("word", 0),
         lambda scope: scope.secret(None),
         lambda scope: scope.agree({"options": {}, "tensors": []}),
         lambda scope: scope.exchange_addresses("127.0.0.1", 1),
@@ -171,7 +172,7 @@ def test_waits_for_the_store_end_with_the_session() -> None:
     with pytest.raises(PeerLostError, match="silent"):
         scope.put("word", "1")
     with pytest.raises(PeerLostError, match="silent"):
-        scope.peek("word")
+        scope.peek("word", 0)
 
 
 def test_a_store_that_is_gone_is_the_loss_of_the_rank_that_the_channel_names() -> None:
@@ -187,11 +188,11 @@ def test_a_store_that_is_gone_is_the_loss_of_the_rank_that_the_channel_names() -
 
     store = BoundedStore.wrapping(Gone(), 1, "at host:5, which rank 0 keeps", 1.0)  # type: ignore[arg-type]
     with pytest.raises(StoreLostError) as told:
-        store.read("word")
+        store.read("word", 0)
     assert str(told.value).endswith("(Connection reset by peer)")
     assert "rank 1 lost the rendezvous store at host:5, which rank 0 keeps:" in str(told.value)
     with pytest.raises(PeerLostError, match="it closed"):
-        store.read("word", on_poll=lost)
+        store.read("word", 0, on_poll=lost)
 
 
 def test_a_store_that_does_not_answer_may_be_a_cut_link_that_the_channel_names() -> None:
@@ -204,7 +205,7 @@ def test_a_store_that_does_not_answer_may_be_a_cut_link_that_the_channel_names()
 
     for call in (
         lambda: store.increment("word", on_poll=on_poll),
-        lambda: store.read("word", on_poll=on_poll),
+        lambda: store.read("word", 0, on_poll=on_poll),
     ):
         with pytest.raises(PeerLostError, match="link"):
             call()
@@ -236,12 +237,12 @@ def test_the_thread_ends_with_its_store() -> None:
     store = bounded()
     store.set("word", "1")
     store.with_prefix("part").set("word", "2")
-    assert store.read_first("part/word", "word") == ("part/word", b"2")
+    assert store.read_first({"part/word": 0, "word": 0}) == ("part/word", b"2")
     assert store.set_if_absent("word", "3") == "1" and store.set_if_absent("new", "3") == "3"
     store.close()
     assert len(names()) == before
     with pytest.raises(StoreLostError):
-        store.read("word")
+        store.read("word", 0)
 
 
 def test_an_earlier_key_written_meanwhile_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +256,7 @@ def test_an_earlier_key_written_meanwhile_comes_first(monkeypatch: pytest.Monkey
 
     store = bounded()
     monkeypatch.setattr(HashStore, "check", then_write)
-    assert store.read_first("verdict", "reason") == ("verdict", b"why")
+    assert store.read_first({"verdict": 0, "reason": None}) == ("verdict", b"why")
     store.close()
 
 
@@ -332,3 +333,32 @@ def test_no_other_module_calls_a_store() -> None:
             if {"Store", "TCPStore", "HashStore", "FileStore", "PrefixStore"}.intersection(names):
                 found.add(str(Path(path).relative_to(PACKAGE)))
     assert found == MAKERS
+
+
+LISTENER = """
+import os, sys
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.rendezvous import open_store
+
+environment = {"MASTER_ADDR": sys.argv[1], "MASTER_PORT": sys.argv[2]}
+stores = [open_store(RankInfo(0, 2, "job", 0), environment, 30.0, 5.0) for _ in range(2)]
+stores[0].set("word", "1")
+assert stores[1].read("word", 0) == b"1"
+inodes = {os.readlink(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd")
+          if os.path.exists(f"/proc/self/fd/{one}")}
+for name in ("tcp", "tcp6"):
+    for line in open(f"/proc/self/net/{name}").readlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+            print(fields[1].split(":")[0])
+"""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_store_at_a_loopback_address_listens_there_alone(
+    programs: ForkedPrograms, tmp_path: Path, host: str
+) -> None:
+    program = tmp_path / "listener.py"
+    program.write_text(LISTENER)
+    (printed,) = programs.run_all(tmp_path, str(program), [host, str(reserve_port())], [{}])
+    assert printed.split() == ["0100007F"]

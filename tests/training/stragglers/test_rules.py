@@ -203,10 +203,18 @@ def test_the_lab_runs_each_strategy_of_gradlane_with_each_rule() -> None:
 
 def test_a_straggler_is_written_with_rank_and_share() -> None:
     assert parse_straggler("rank=3,share=0.1") == StragglerSpec(3, 0.1, 0.5)
-    assert parse_straggler("rank=1, share=0.5, burst=0.02") == StragglerSpec(1, 0.5, 0.02)
-    for wrong in ("rank=3", "rank=x,share=0.1", "rank=1,share=1", "rank=1,share=0.1,burst=99", "3"):
+    assert parse_straggler("rank=1, share=0.5, burst=20 ms") == StragglerSpec(1, 0.5, 0.02)
+    for wrong in (
+        "rank=3",
+        "rank=x,share=0.1",
+        "rank=1,share=1",
+        "rank=1,share=0.1,burst=99s",
+        "3",
+    ):
         with pytest.raises(ValueError, match="straggler is"):
             parse_straggler(wrong)
+    with pytest.raises(ValueError, match=r"'0.5' has no unit: 0.5s for seconds, 0.5ms"):
+        parse_straggler("rank=3,share=0.1,burst=0.5")
 
 
 def test_bursts_stop_a_process_and_leave_it_running() -> None:

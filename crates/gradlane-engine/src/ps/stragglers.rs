@@ -10,12 +10,12 @@
 //! on like any other's: only its own worker waits.
 
 mod coordinator;
-mod early;
-mod late;
+mod dropped_pushes;
+mod early_results;
 mod median_window;
 
 pub(crate) use coordinator::StepEntry;
-pub(super) use early::is_early;
+pub(super) use early_results::is_early;
 
 use crate::api::{BufferRef, Event, PayloadDest};
 use crate::contribution::Arriving;
@@ -29,10 +29,10 @@ use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::vec::Vec;
 use coordinator::Coordinator;
-use early::EarlyResults;
+use dropped_pushes::DroppedPushes;
+use early_results::EarlyResults;
 use gradlane_units::{Rank, SliceId, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
-use late::LatePushes;
 use median_window::MedianWindow;
 
 /// Sets of steps behind this rank that are kept, to tell late pushes from wrong ones.
@@ -54,7 +54,7 @@ pub(super) struct Stragglers {
     /// Times between decisions, as this rank heard of them.
     between: MedianWindow,
     early: EarlyResults,
-    late: LatePushes,
+    late: DroppedPushes,
     /// Whether this rank takes no part in the current step.
     passes: bool,
 }

@@ -9,9 +9,9 @@ use crate::channel::blocks::Blocks;
 use crate::channel::completion::WaitTarget;
 use crate::channel::guard::ApiGuard;
 use crate::channel::shared::{panic_text, Command, SessionOutcome, Shared};
-use crate::connect::{self, digest, Acceptor, Identity, Listener, INTERRUPT_EVERY};
+use crate::connect::{self, digest, Acceptor, Identity, Listener, MeshStream, INTERRUPT_EVERY};
 use crate::error::{ChannelError, ChannelFailure};
-use crate::io::Driver;
+use crate::io::{Driver, PeerLink};
 use crate::memory::UserMemory;
 use crate::metrics::participation_stats::StepParticipation;
 use crate::metrics::Metrics;
@@ -73,6 +73,10 @@ impl Channel {
                 options.world_size
             )));
         }
+        if options.seal && secret.is_empty() {
+            let text = "seal is set without a secret: give one to every rank, or leave seal off";
+            return Err(ChannelError::Argument(text.to_owned()));
+        }
         let rank = Rank(options.rank);
         let identity = Identity {
             rank,
@@ -81,6 +85,9 @@ impl Channel {
             job_digest: digest(options.job.as_bytes()),
             table_digest: digest(plan_json.as_bytes()),
             secret: secret.to_vec(),
+            published: if options.published.is_empty() { peers } else { &options.published }
+                .to_vec(),
+            seals: options.seal,
         };
         let metrics = Arc::new(Metrics::new(rank, &plan));
         let mesh = connect::assemble(listener, identity, peers, options, &metrics, interrupt)?;
@@ -89,11 +96,13 @@ impl Channel {
         let pollers: io::Result<Vec<Poller>> = (0..threads).map(|_| Poller::new()).collect();
         let pollers = pollers.map_err(system)?;
         let shared = Arc::new(Shared::new(pollers, &plan, options, metrics));
-        let socket = |stream| Arc::new(stream) as Arc<dyn Socket>;
-        let sockets = mesh.streams.into_iter().map(|stream| stream.map(socket)).collect();
-        let driver =
-            Driver::new(options.clone(), &plan, sockets, mesh.is_local, Arc::clone(&shared))
-                .map_err(system)?;
+        let link = |MeshStream { stream, seals }| {
+            let socket: Arc<dyn Socket> = Arc::new(stream);
+            PeerLink { socket, seals }
+        };
+        let links = mesh.streams.into_iter().map(|stream| stream.map(link)).collect();
+        let driver = Driver::new(options.clone(), &plan, links, mesh.is_local, Arc::clone(&shared))
+            .map_err(system)?;
         let io = std::thread::Builder::new()
             .name("gradlane-io".to_owned())
             .spawn({

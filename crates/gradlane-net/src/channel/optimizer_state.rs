@@ -4,13 +4,15 @@
 use super::handle::Channel;
 use crate::channel::guard::ApiGuard;
 use crate::channel::shared::Command;
-use crate::compute::{StateKind, StateRead, UpdateRule};
+use crate::compute::{ResidualSquares, StateKind, StateRead, UpdateRule};
 use crate::connect::INTERRUPT_EVERY;
 use crate::error::ChannelError;
 use crate::memory::UserMemory;
 use crate::sys::lock;
 use gradlane_engine::{Input, UsageError};
 use gradlane_units::{SliceId, Step, TensorId};
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::Receiver;
 
 impl Channel {
     /// Registers a parameter's own memory, before its first step with updates on the servers.
@@ -83,11 +85,43 @@ impl Channel {
         ApiGuard::check_tensor(&self.plan, tensor)?;
         let (reply, answer) = std::sync::mpsc::channel();
         self.shared.command(Command::WorkerResidual(tensor, reply));
+        self.await_reply(&answer, interrupt)
+    }
+
+    /// Returns the squared norms of the residuals of this rank's contributions, of the slices from
+    /// `first` on, until about `elements_max` numbers are read; at any time and from any thread: a
+    /// misuse is left for the program's next call. A slice that is being encoded is left out. An I/O
+    /// thread reads the numbers, so more of them delay it for longer.
+    ///
+    /// # Errors
+    /// [`ChannelError::Interrupted`] when asked, the reason of the end when the channel has ended.
+    pub fn residual_squares(
+        &self,
+        first: SliceId,
+        elements_max: usize,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<ResidualSquares, ChannelError> {
+        if self.forgotten.load(Ordering::Relaxed) {
+            return Err(ChannelError::Interrupted);
+        }
+        let (reply, answer) = std::sync::mpsc::channel();
+        self.shared.command(Command::ResidualSquares(first, elements_max, reply));
+        self.await_reply(&answer, interrupt)
+    }
+
+    /// Waits for the I/O thread's reply to a command.
+    fn await_reply<T>(
+        &self,
+        answer: &Receiver<T>,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<T, ChannelError> {
         loop {
-            if let Ok(values) = answer.recv_timeout(INTERRUPT_EVERY) {
-                return Ok(values);
+            if let Ok(reply) = answer.recv_timeout(INTERRUPT_EVERY) {
+                return Ok(reply);
             }
-            self.check()?;
+            if let Some(ended) = self.shared.outcome_error() {
+                return Err(ended);
+            }
             if interrupt() {
                 return Err(ChannelError::Interrupted);
             }

@@ -2,7 +2,7 @@
 
 use crate::channel::blocks::GatheredBlock;
 use crate::channel::completion::CompletionTable;
-use crate::compute::{StateKind, StateRead, UpdateRule};
+use crate::compute::{ResidualSquares, StateKind, StateRead, UpdateRule};
 use crate::error::{ChannelError, ChannelFailure};
 use crate::memory::{ScratchBuffer, UserMemory};
 use crate::metrics::trace::Trace;
@@ -30,6 +30,7 @@ pub(crate) enum Command {
     SetOptimizer(Vec<(TensorId, UpdateRule)>),
     ReadState(StateRead, Step),
     WorkerResidual(TensorId, Sender<Vec<f32>>),
+    ResidualSquares(SliceId, usize, Sender<ResidualSquares>),
     ClearState,
     LoadState(StateKind, Vec<(SliceId, Vec<f32>)>),
     /// All ranks are connected to all.

@@ -221,12 +221,14 @@ impl ComputeState {
                 let leg = if is_last { Place::BROADCAST } else { self.rank.0 };
                 let codec = self.slice_codec(request, leg)?;
                 let divisor = *divisor;
+                // The first rank of a ring has nothing to decode and to add to.
+                let kind = if received.is_none() { JobKind::Encode } else { JobKind::Recode };
                 let received = lend.maybe_read(received.as_ref())?;
                 let mut memory = lend.in_place(own.as_ref(), copy_to.as_ref())?;
                 let mut output = lend.write(output)?;
                 let mut state = self.take_state(slice);
                 let bytes = 2 * 4 * codec.elements;
-                Ok(Job::new(request, JobKind::Recode, bytes, move || {
+                Ok(Job::new(request, kind, bytes, move || {
                     let keeps = codec.codec.keeps_residual();
                     // The last rank encodes the mean, and has no other turn for the residual of its
                     // contributions that a checkpoint may hold.
@@ -263,7 +265,7 @@ impl ComputeState {
                 let mut output = lend.write(output)?;
                 let mut state = self.take_state(slice);
                 let bytes = 2 * 4 * codec.elements;
-                Ok(Job::new(request, JobKind::Recode, bytes, move || {
+                Ok(Job::new(request, JobKind::Encode, bytes, move || {
                     let residual = worker_residual(&codec, &mut state);
                     let scales = scales.as_deref();
                     let result =

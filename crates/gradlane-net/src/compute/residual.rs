@@ -5,7 +5,34 @@
 //! the application adds it to a later one. So the sum of the counted contributions and the residual
 //! is that of the counted gradients.
 
-use gradlane_units::Step;
+use gradlane_units::{SliceId, Step, TensorId};
+
+/// Numbers that are squared at a time.
+const LANES: usize = 8;
+
+/// Squared norms of residuals by slice.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ResidualSquares {
+    /// Tensor, slice, and the sum of the squares of its residual.
+    pub rows: Vec<(TensorId, SliceId, f64)>,
+    /// The slice to go on with; the first one after the last.
+    pub next: SliceId,
+}
+
+/// Returns the sum of the squares of a residual, the first of `width` numbers for each value.
+pub(crate) fn squares(values: &[f32], width: usize) -> f64 {
+    let square = |value: &f32| f64::from(*value) * f64::from(*value);
+    if width > 1 {
+        return values.iter().step_by(width).map(square).sum();
+    }
+    let mut lanes = [0.0; LANES];
+    let blocks = values.chunks_exact(LANES);
+    let rest: f64 = blocks.remainder().iter().map(square).sum();
+    for block in blocks {
+        lanes.iter_mut().zip(block).for_each(|(lane, value)| *lane += square(value));
+    }
+    lanes.iter().sum::<f64>() + rest
+}
 
 /// The residual of one slice; empty while it is zero.
 #[derive(Debug, Default)]
@@ -50,6 +77,14 @@ mod tests {
         residual.rollback(Step(2));
         assert_eq!(residual.values, [1.0, -0.0]);
         assert!(residual.values[1].is_sign_negative());
+    }
+
+    #[test]
+    fn squares_are_those_of_the_first_number_of_each_value() {
+        let values: Vec<f32> = (0..21).map(|value| value as f32).collect();
+        assert_eq!(squares(&values, 1), 2870.0);
+        assert_eq!(squares(&values, 3), 0.0 + 9.0 + 36.0 + 81.0 + 144.0 + 225.0 + 324.0);
+        assert_eq!(squares(&[], 1), 0.0);
     }
 
     #[test]

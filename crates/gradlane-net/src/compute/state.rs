@@ -4,6 +4,7 @@ use super::codecs::{self, CodecPlanError, PlannedCodec};
 use super::error::JobError;
 use super::job::JobState;
 use super::optimizer::{SliceState, StateKind, StateRead, UpdateRule};
+use super::residual::{self, ResidualSquares};
 use crate::options::ChannelOptions;
 use gradlane_engine::{Plan, Synchrony};
 use gradlane_units::{Rank, SliceId, Step, TensorId};
@@ -100,6 +101,34 @@ impl ComputeState {
             values.resize(values.len() + length - own.len().min(length), 0.0);
         }
         values
+    }
+
+    /// Returns the squared norms of the residuals of this rank's contributions, of the slices from
+    /// `first` on, until about `elements_max` numbers are read. A slice whose residual is with a job,
+    /// or has none, is left out.
+    pub(crate) fn residual_squares(
+        &mut self,
+        first: SliceId,
+        elements_max: usize,
+    ) -> ResidualSquares {
+        let mut found = ResidualSquares::default();
+        let mut read = 0;
+        for (index, state) in self.states.iter_mut().enumerate().skip(first.index()) {
+            if read >= elements_max {
+                found.next = SliceId(index as u32);
+                break;
+            }
+            let Some(state) = state else { continue };
+            let values = state.values(StateKind::WorkerResidual);
+            if !values.is_empty() {
+                read += values.len();
+                let slice = SliceId(index as u32);
+                let tensor = self.plan.slice(slice).tensor;
+                let squares = residual::squares(values, self.plan.residual_width(tensor));
+                found.rows.push((tensor, slice, squares));
+            }
+        }
+        found
     }
 
     /// Restores optimizer state of slices that this rank owns, or its own residuals.

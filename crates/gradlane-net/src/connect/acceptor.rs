@@ -1,10 +1,11 @@
 //! The thread that accepts callers, from before the ranks are connected until the channel ends.
 //!
 //! A caller gets five seconds in a short-lived thread of its own. Strangers, mismatches and second
-//! joiners are refused with the reason while training goes on. Where many call at once, places are
-//! shared between the networks that they call from, so that one network cannot keep another out.
+//! joiners are refused with the reason while training goes on. Where many call at once, callers from
+//! the addresses of ranks go before strangers, and places are shared between the networks that they
+//! call from, so that one network cannot keep another out.
 
-use crate::connect::handshake::{self, HandshakeError, Identity};
+use crate::connect::handshake::{self, FrameSeals, HandshakeError, Identity};
 use crate::metrics::counters::Metrics;
 use crate::sys::descriptors::ForkTracked;
 use crate::sys::lock;
@@ -29,11 +30,19 @@ const EVICT_AFTER: Duration = Duration::from_secs(1);
 /// Threads of callers, including those that were evicted and are about to end.
 const CALLER_THREADS_MAX: usize = 2 * CALLERS_MAX;
 
+/// A stream after the handshake.
+#[derive(Debug)]
+pub(crate) struct MeshStream {
+    pub(crate) stream: ForkTracked<TcpStream>,
+    /// `None` where frames are not sealed.
+    pub(crate) seals: Option<FrameSeals>,
+}
+
 /// The connections made so far.
 #[derive(Debug, Default)]
 pub(crate) struct MeshState {
     /// By rank, until the mesh takes them.
-    pub(crate) streams: Vec<Option<ForkTracked<TcpStream>>>,
+    pub(crate) streams: Vec<Option<MeshStream>>,
     /// By rank: whether it is connected or about to be.
     pub(crate) taken: Vec<bool>,
     /// A refusal that ends the attempt to connect.
@@ -53,6 +62,8 @@ pub(crate) struct PendingMesh {
     /// Threads of callers.
     threads: AtomicUsize,
     callers: Mutex<Callers>,
+    /// Networks of the ranks' addresses.
+    peer_networks: Vec<IpAddr>,
     poller: Poller,
 }
 
@@ -73,12 +84,18 @@ struct Caller {
 impl Callers {
     /// Admits a caller, and evicts another one where there are many. Returns `None` to turn it
     /// away.
-    fn admit(&mut self, stream: TcpStream, from: IpAddr) -> Option<(Caller, Option<Caller>)> {
+    fn admit(
+        &mut self,
+        stream: TcpStream,
+        from: IpAddr,
+        peer_networks: &[IpAddr],
+    ) -> Option<(Caller, Option<Caller>)> {
         let (network, since) = (network_of(from), Instant::now());
         let mut evicted = None;
         if self.active.len() >= CALLERS_MAX {
             let active: Vec<_> = self.active.iter().map(|it| (it.network, it.since)).collect();
-            evicted = Some(self.active.remove(caller_to_evict(&active, network, since)?));
+            let index = caller_to_evict(&active, network, since, peer_networks)?;
+            evicted = Some(self.active.remove(index));
         }
         self.last_number += 1;
         let stream = Arc::new(ForkTracked::new(stream));
@@ -96,14 +113,27 @@ impl Callers {
 }
 
 /// Returns the index of the caller to evict for one from `network`, of active callers in order of
-/// age: the first of the largest network, if that has at least two more; else one that is slow.
-fn caller_to_evict(active: &[(IpAddr, Instant)], network: IpAddr, now: Instant) -> Option<usize> {
+/// age. A stranger gives way to a caller from a peer's network, and never the other way round; among
+/// equals it is the first of the largest network, if that has at least two more, else one that is slow.
+fn caller_to_evict(
+    active: &[(IpAddr, Instant)],
+    network: IpAddr,
+    now: Instant,
+    peer_networks: &[IpAddr],
+) -> Option<usize> {
+    let is_peer = |network: IpAddr| peer_networks.contains(&network);
+    let has_strangers = active.iter().any(|it| !is_peer(it.0));
+    let may_go = |it: &(IpAddr, Instant)| !has_strangers || !is_peer(it.0);
+    if !has_strangers && !is_peer(network) {
+        return None;
+    }
     let count = |of: IpAddr| active.iter().filter(|it| it.0 == of).count();
-    let most = active.iter().map(|it| it.0).max_by_key(|&it| count(it))?;
-    if count(most) > count(network) + 1 {
+    let most = active.iter().filter(|it| may_go(it)).map(|it| it.0).max_by_key(|&it| count(it))?;
+    if is_peer(network) != is_peer(most) || count(most) > count(network) + 1 {
         return active.iter().position(|it| it.0 == most);
     }
-    active.iter().position(|it| now.saturating_duration_since(it.1) >= EVICT_AFTER)
+    let is_slow = |it: &(IpAddr, Instant)| now.saturating_duration_since(it.1) >= EVICT_AFTER;
+    active.iter().position(|it| may_go(it) && is_slow(it))
 }
 
 /// Returns the network whose callers are counted together: an IPv4 address, or the half of an IPv6
@@ -117,7 +147,11 @@ fn network_of(address: IpAddr) -> IpAddr {
 
 impl PendingMesh {
     /// Makes a mesh without connections.
-    pub(crate) fn new(identity: Identity, metrics: Arc<Metrics>) -> io::Result<PendingMesh> {
+    pub(crate) fn new(
+        identity: Identity,
+        peers: &[String],
+        metrics: Arc<Metrics>,
+    ) -> io::Result<PendingMesh> {
         let world_size = identity.world_size as usize;
         let state = MeshState {
             streams: (0..world_size).map(|_| None).collect(),
@@ -133,12 +167,18 @@ impl PendingMesh {
             cancelled: AtomicBool::new(false),
             threads: AtomicUsize::new(0),
             callers: Mutex::default(),
+            // A rank that is called by a name is a stranger until it has proved itself.
+            peer_networks: peers
+                .iter()
+                .filter_map(|it| it.parse::<SocketAddr>().ok())
+                .map(|it| network_of(it.ip()))
+                .collect(),
             poller: Poller::new()?,
         })
     }
 
     /// Adds a connected stream.
-    pub(crate) fn deposit(&self, rank: Rank, stream: ForkTracked<TcpStream>) {
+    pub(crate) fn deposit(&self, rank: Rank, stream: MeshStream) {
         let mut state = lock(&self.state);
         state.taken[rank.index()] = true;
         state.streams[rank.index()] = Some(stream);
@@ -174,13 +214,22 @@ impl PendingMesh {
         match (result, Arc::into_inner(stream)) {
             // An evicted caller was refused already.
             _ if !was_active => {}
-            (Ok((rank, mut reservation)), Some(stream)) => {
+            (Ok((rank, mut reservation, seals)), Some(stream)) => {
                 reservation.kept = true;
-                self.deposit(rank, stream);
+                self.deposit(rank, MeshStream { stream, seals });
             }
             (Ok(_), None) => unreachable!("a removed caller's stream has no other holder"),
             (Err(HandshakeError::Cancelled), _) => {}
-            (Err(error), _) => self.refuse(address, &error.to_string()),
+            (Err(error), _) => {
+                let reason = error.to_string();
+                self.refuse(address, &reason);
+                if let HandshakeError::RefusedRank { rank, .. } = error {
+                    // It is named when the time to connect is up.
+                    if let Some(last) = lock(&self.state).last_errors.get_mut(rank.index()) {
+                        *last = Some(reason);
+                    }
+                }
+            }
         }
     }
 
@@ -251,7 +300,8 @@ fn accept_loop(pending: &Arc<PendingMesh>, listener: &ForkTracked<TcpListener>) 
         if pending.poller.wait(&mut events, None, running, &mut reports).is_err() {
             break;
         }
-        loop {
+        // Also under a flood of callers the flag is seen.
+        while running() {
             match listener.get().accept() {
                 Ok((stream, address)) => admit_caller(pending, stream, address),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
@@ -272,7 +322,8 @@ fn accept_loop(pending: &Arc<PendingMesh>, listener: &ForkTracked<TcpListener>) 
 fn admit_caller(pending: &Arc<PendingMesh>, stream: TcpStream, from: SocketAddr) {
     let address = from.to_string();
     let has_room = pending.threads.load(Ordering::SeqCst) < CALLER_THREADS_MAX;
-    let admitted = if has_room { lock(&pending.callers).admit(stream, from.ip()) } else { None };
+    let admit = || lock(&pending.callers).admit(stream, from.ip(), &pending.peer_networks);
+    let admitted = if has_room { admit() } else { None };
     let Some((caller, evicted)) = admitted else {
         pending.refuse(&address, "too many callers at once");
         return;
@@ -331,17 +382,26 @@ mod tests {
             callers.map(|it| (it, now - age)).collect()
         };
         let young = Duration::from_millis(10);
+        let to_evict = |active: &[_], last| caller_to_evict(active, address(last), now, &[]);
         // A network that has all places gives way to any other one, and not to itself.
         let one = active(&[(1, 64)], young);
-        assert_eq!(caller_to_evict(&one, address(2), now), Some(0));
-        assert_eq!(caller_to_evict(&one, address(1), now), None);
+        assert_eq!(to_evict(&one, 2), Some(0));
+        assert_eq!(to_evict(&one, 1), None);
         let shared = active(&[(2, 10), (1, 54)], young);
-        assert_eq!(caller_to_evict(&shared, address(2), now), Some(10));
-        assert_eq!(caller_to_evict(&shared, address(3), now), Some(10));
+        assert_eq!(to_evict(&shared, 2), Some(10));
+        assert_eq!(to_evict(&shared, 3), Some(10));
         // A start of eight ranks on each of eight hosts evicts nobody.
         let fair = active(&[(1, 8), (2, 8), (3, 8), (4, 8), (5, 8), (6, 8), (7, 8), (8, 8)], young);
-        assert_eq!(caller_to_evict(&fair, address(8), now), None);
+        assert_eq!(to_evict(&fair, 8), None);
         // Slow callers are evicted also for their own network.
-        assert_eq!(caller_to_evict(&active(&[(1, 64)], EVICT_AFTER), address(1), now), Some(0));
+        assert_eq!(to_evict(&active(&[(1, 64)], EVICT_AFTER), 1), Some(0));
+        // Ranks go before strangers, however many there are of either and however slow.
+        let peers = [address(1), address(2)];
+        let to_evict = |active: &[_], last| caller_to_evict(active, address(last), now, &peers);
+        let mixed = active(&[(1, 60), (9, 1), (8, 3)], EVICT_AFTER);
+        assert_eq!(to_evict(&mixed, 1), Some(61));
+        assert_eq!(to_evict(&mixed, 7), Some(61));
+        assert_eq!(to_evict(&active(&[(1, 64)], EVICT_AFTER), 9), None);
+        assert_eq!(to_evict(&one, 2), Some(0));
     }
 }

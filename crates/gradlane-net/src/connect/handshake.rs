@@ -6,11 +6,19 @@
 //!
 //! A refusal carries a keyed hash as well, over the caller's hello and the refuser's job, so that a
 //! caller can tell a refusal by a rank of its job from one by a stranger.
+//!
+//! Where connections are sealed, the hellos are messages of `gradlane-seal`, and the proofs are the first
+//! messages under the keys of frames. Sealed hellos also hold digests of both ranks' addresses as
+//! published, so that nobody can stand between two ranks at an address of their own.
 
+use gradlane_seal::{
+    Accepter, Caller, FrameOpener, FrameSealer, HandshakeSealError, PreSharedKey, SealedHello,
+    SealedPeer,
+};
 use gradlane_units::Rank;
 use gradlane_wire::{
-    Hello, Reject, RejectReason, HELLO_BYTES, MAC_BYTES, NONCE_BYTES, REJECT_BYTES,
-    REJECT_SIGNED_BYTES, WIRE_VERSION,
+    escaped, Hello, Preamble, Reject, RejectReason, HELLO_BYTES, MAC_BYTES, NONCE_BYTES,
+    REJECT_BYTES, REJECT_SIGNED_BYTES, SEALED_HELLO_BYTES, SEALED_PROOF_BYTES, WIRE_VERSION,
 };
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
@@ -23,6 +31,8 @@ const CALLER_LABEL: &[u8] = b"gradlane caller v1";
 /// Part of the protocol, so its old word stays.
 const ACCEPTER_LABEL: &[u8] = b"gradlane answerer v1";
 const REJECT_LABEL: &[u8] = b"gradlane reject v1";
+/// Longest address in a message.
+pub(super) const ADDRESS_BYTES_MAX: usize = 200;
 /// Longest wait in one system call: a cancelled handshake ends soon.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -34,6 +44,17 @@ pub(crate) struct Identity {
     pub(crate) job_digest: [u8; 32],
     pub(crate) table_digest: [u8; 32],
     pub(crate) secret: Vec<u8>,
+    /// Addresses by rank, as the ranks have published them.
+    pub(crate) published: Vec<String>,
+    /// Whether all that is sent is sealed.
+    pub(crate) seals: bool,
+}
+
+/// What frames of a sealed connection are sealed and opened with.
+#[derive(Debug)]
+pub(crate) struct FrameSeals {
+    pub(crate) sealer: FrameSealer,
+    pub(crate) opener: FrameOpener,
 }
 
 /// Why a handshake fails.
@@ -41,9 +62,14 @@ pub(crate) struct Identity {
 pub(crate) enum HandshakeError {
     #[error("not a gradlane peer")]
     NotGradlane,
+    #[error("{0}")]
+    Sealing(#[from] HandshakeSealError),
     /// This rank refuses the other side.
     #[error("{}", .0.text)]
     Refused(Reject),
+    /// This rank refuses another one, which has proved that it knows the secret.
+    #[error("{rank} was refused: {}", .reject.text)]
+    RefusedRank { rank: Rank, reject: Reject },
     /// A rank of this job, with its secret, refuses this one.
     #[error("it refused this rank: {}", .0.text)]
     RefusedByPeer(Reject),
@@ -99,17 +125,71 @@ impl Identity {
         mac
     }
 
+    fn pre_shared_key(&self) -> PreSharedKey {
+        PreSharedKey::new(&self.secret, &self.job_digest)
+    }
+
+    /// Returns the hello of a sealed handshake between two ranks.
+    fn sealed_hello(&self, preamble: &Preamble) -> Result<SealedHello, HandshakeError> {
+        Ok(SealedHello {
+            hello: self.hello()?,
+            caller_address: self.address_digest(preamble.caller),
+            called_address: self.address_digest(preamble.called),
+        })
+    }
+
+    /// Returns the address that a rank has published, as far as this rank knows.
+    fn address(&self, rank: Rank) -> &str {
+        self.published.get(rank.index()).map_or("", String::as_str)
+    }
+
+    fn address_digest(&self, rank: Rank) -> [u8; 32] {
+        digest(self.address(rank).as_bytes())
+    }
+
+    /// Returns why a sealed hello does not fit this rank's own.
+    fn sealed_mismatch(&self, preamble: &Preamble, other: &SealedHello) -> Option<Reject> {
+        let mismatch = self.mismatch(&other.hello);
+        if mismatch.is_some() {
+            return mismatch;
+        }
+        let (own, peer) = (self.rank, other.hello.rank);
+        let known =
+            [(preamble.caller, other.caller_address), (preamble.called, other.called_address)];
+        let (rank, _) = known.into_iter().find(|(it, found)| *found != self.address_digest(*it))?;
+        let address = escaped(self.address(rank).as_bytes(), ADDRESS_BYTES_MAX);
+        let text = if rank == own {
+            format!(
+                "{peer} was given another address of {own} than {address}, which {own} has \
+                 published: something between them changes addresses"
+            )
+        } else {
+            format!(
+                "{own} was given {address} as the address of {rank}, which has published another \
+                 one: something between them changes addresses"
+            )
+        };
+        Some(Reject { reason: RejectReason::Address, text })
+    }
+
+    fn version_mismatch(&self, version: u8) -> Option<Reject> {
+        (version != WIRE_VERSION).then(|| {
+            let text = format!(
+                "wire version {version} does not fit version {WIRE_VERSION} of {}: install the same \
+                 gradlane on every rank",
+                self.rank
+            );
+            Reject { reason: RejectReason::Version, text }
+        })
+    }
+
     /// Returns why a hello does not fit this rank's own.
     fn mismatch(&self, other: &Hello) -> Option<Reject> {
         let own = self.rank;
         let reject = |reason, text| Some(Reject { reason, text });
-        if other.version != WIRE_VERSION {
-            let text = format!(
-                "wire version {} does not fit version {WIRE_VERSION} of {own}: install the same \
-                 gradlane on every rank",
-                other.version
-            );
-            return reject(RejectReason::Version, text);
+        let version = self.version_mismatch(other.version);
+        if version.is_some() {
+            return version;
         }
         if other.job_digest != self.job_digest {
             let text = format!("another job id than that of {own}: check the job option");
@@ -187,6 +267,25 @@ impl TimedStream<'_> {
         Ok(())
     }
 
+    /// Reads the refusal that begins with `start`; `caller` is the hello of the side that called.
+    fn read_reject(&mut self, start: &[u8], caller: &[u8]) -> HandshakeError {
+        if !Reject::begins(start) {
+            return HandshakeError::NotGradlane;
+        }
+        let mut reject = [0; REJECT_BYTES];
+        reject[..4].copy_from_slice(start);
+        if let Err(error) = self.read(&mut reject[4..]) {
+            return error;
+        }
+        let proof = self.identity.refusal_proof(caller, &reject);
+        let is_proven = proof.verify_slice(&reject[REJECT_SIGNED_BYTES..]).is_ok();
+        match Reject::decode(&reject) {
+            None => HandshakeError::NotGradlane,
+            Some(reject) if is_proven => HandshakeError::RefusedByPeer(reject),
+            Some(reject) => HandshakeError::RefusedUnverified(reject),
+        }
+    }
+
     /// Reads `bytes`, or a refusal in their place. `is_expected` tells whether the first four bytes
     /// are those of the expected message; `caller` is the hello of the side that called.
     fn read_or_reject(
@@ -200,19 +299,7 @@ impl TimedStream<'_> {
         if is_expected(start) {
             return self.read(rest);
         }
-        if !Reject::begins(start) {
-            return Err(HandshakeError::NotGradlane);
-        }
-        let mut reject = [0; REJECT_BYTES];
-        reject[..4].copy_from_slice(start);
-        self.read(&mut reject[4..])?;
-        let proof = self.identity.refusal_proof(caller, &reject);
-        let is_proven = proof.verify_slice(&reject[REJECT_SIGNED_BYTES..]).is_ok();
-        Err(match Reject::decode(&reject) {
-            None => HandshakeError::NotGradlane,
-            Some(reject) if is_proven => HandshakeError::RefusedByPeer(reject),
-            Some(reject) => HandshakeError::RefusedUnverified(reject),
-        })
+        Err(self.read_reject(start, caller))
     }
 
     /// Sends a refusal, if the other side still listens.
@@ -222,6 +309,12 @@ impl TimedStream<'_> {
         bytes[REJECT_SIGNED_BYTES..].copy_from_slice(&proof);
         // The refusal stands, also when its text does not arrive.
         let _ = self.write(&bytes);
+        HandshakeError::Refused(reject)
+    }
+
+    /// Sends a refusal that the other side does not believe.
+    fn refuse_unproven(&mut self, reject: Reject) -> HandshakeError {
+        let _ = self.write(&reject.encode());
         HandshakeError::Refused(reject)
     }
 }
@@ -237,15 +330,29 @@ fn retry_or_fail(error: io::Error) -> Result<(), HandshakeError> {
     }
 }
 
-/// Runs the caller's side, on a stream to `expected`.
+fn secret_refusal(text: String) -> Reject {
+    Reject { reason: RejectReason::Secret, text }
+}
+
+/// Runs the caller's side, on a stream to `expected`. Returns what frames are sealed with, where they
+/// are.
 pub(crate) fn call(
     stream: &TcpStream,
     identity: &Identity,
     expected: Rank,
     deadline: Instant,
     cancelled: &AtomicBool,
-) -> Result<(), HandshakeError> {
-    let mut timed = TimedStream { identity, stream, deadline, cancelled };
+) -> Result<Option<FrameSeals>, HandshakeError> {
+    let timed = TimedStream { identity, stream, deadline, cancelled };
+    if identity.seals {
+        call_sealed(timed, expected).map(Some)
+    } else {
+        call_plain(timed, expected).map(|()| None)
+    }
+}
+
+fn call_plain(mut timed: TimedStream<'_>, expected: Rank) -> Result<(), HandshakeError> {
+    let identity = timed.identity;
     let own = identity.hello()?.encode();
     timed.write(&own)?;
     let mut theirs = [0; HELLO_BYTES];
@@ -269,42 +376,166 @@ pub(crate) fn call(
     })?;
     identity.proof(ACCEPTER_LABEL, &own, &theirs).verify_slice(&answered).map_err(|_| {
         let text = format!("{expected} does not know the secret of {}", identity.rank);
-        timed.refuse(&own, Reject { reason: RejectReason::Secret, text })
+        timed.refuse(&own, secret_refusal(text))
     })
 }
 
+fn call_sealed(mut timed: TimedStream<'_>, expected: Rank) -> Result<FrameSeals, HandshakeError> {
+    let identity = timed.identity;
+    let preamble = Preamble { version: WIRE_VERSION, caller: identity.rank, called: expected };
+    let hello = identity.sealed_hello(&preamble)?;
+    let (caller, own) = Caller::new(&identity.pre_shared_key(), preamble, &hello)?;
+    timed.write(&own)?;
+    let mut theirs = [0; SEALED_HELLO_BYTES];
+    timed.read_or_reject(&mut theirs, &own, Preamble::begins)?;
+    let altered = |timed: &mut TimedStream<'_>| {
+        let text = format!(
+            "the answer of {expected} does not open on {}: it was altered on the way, or made \
+             without the secret",
+            identity.rank
+        );
+        timed.refuse(&own, secret_refusal(text))
+    };
+    let SealedPeer { hello, mut sealer, mut opener } = match caller.read(&theirs) {
+        Ok(peer) => peer,
+        Err(_) => return Err(altered(&mut timed)),
+    };
+    if let Some(reject) = identity.sealed_mismatch(&preamble, &hello) {
+        return Err(timed.refuse(&own, reject));
+    }
+    if hello.hello.rank != expected {
+        let text = format!("{} answers where {expected} was expected", hello.hello.rank);
+        return Err(timed.refuse(&own, Reject { reason: RejectReason::RankTaken, text }));
+    }
+    timed.write(&sealer.prove(&preamble))?;
+    let mut proof = [0; SEALED_PROOF_BYTES];
+    timed.read_or_reject(&mut proof, &own, Preamble::begins)?;
+    if !opener.verify_proof(&preamble, &mut proof) {
+        return Err(altered(&mut timed));
+    }
+    Ok(FrameSeals { sealer, opener })
+}
+
 /// Runs the accepting side. `reserve` is called after the caller has proved the secret: it holds
-/// the caller's rank, or refuses it.
+/// the caller's rank, or refuses it. Returns also what frames are sealed with, where they are.
 pub(crate) fn accept<R>(
     stream: &TcpStream,
     identity: &Identity,
     deadline: Instant,
     cancelled: &AtomicBool,
     reserve: impl FnOnce(Rank) -> Result<R, Reject>,
-) -> Result<(Rank, R), HandshakeError> {
+) -> Result<(Rank, R, Option<FrameSeals>), HandshakeError> {
     let mut timed = TimedStream { identity, stream, deadline, cancelled };
+    let mut start = [0; 4];
+    timed.read(&mut start)?;
+    let is_sealed = Preamble::begins(&start);
+    if !is_sealed && !Hello::begins(&start) {
+        return Err(timed.read_reject(&start, &[]));
+    }
+    let mut message = [0; SEALED_HELLO_BYTES];
+    let length = if is_sealed { SEALED_HELLO_BYTES } else { HELLO_BYTES };
+    message[..4].copy_from_slice(&start);
+    timed.read(&mut message[4..length])?;
+    if is_sealed != identity.seals {
+        let (caller, own) =
+            if is_sealed { ("seals", "does not") } else { ("does not seal", "does") };
+        let text = format!(
+            "the caller {caller} its connections and {} {own}: give the secret and seal= alike on \
+             every rank",
+            identity.rank
+        );
+        let reject = Reject { reason: RejectReason::Sealing, text };
+        return Err(timed.refuse(&message[..length], reject));
+    }
+    if is_sealed {
+        let (rank, reservation, seals) = accept_sealed(timed, &message, reserve)?;
+        return Ok((rank, reservation, Some(seals)));
+    }
+    let hello = message.first_chunk().expect("a hello is shorter than a sealed one");
+    let (rank, reservation) = accept_plain(timed, hello, reserve)?;
+    Ok((rank, reservation, None))
+}
+
+fn accept_plain<R>(
+    mut timed: TimedStream<'_>,
+    theirs: &[u8; HELLO_BYTES],
+    reserve: impl FnOnce(Rank) -> Result<R, Reject>,
+) -> Result<(Rank, R), HandshakeError> {
+    let identity = timed.identity;
     let own = identity.hello()?.encode();
-    let mut theirs = [0; HELLO_BYTES];
-    timed.read_or_reject(&mut theirs, &[], |start| *start == own[..4])?;
-    let hello = Hello::decode(&theirs).ok_or(HandshakeError::NotGradlane)?;
+    let hello = Hello::decode(theirs).ok_or(HandshakeError::NotGradlane)?;
     if let Some(reject) = identity.mismatch(&hello) {
-        return Err(timed.refuse(&theirs, reject));
+        return Err(timed.refuse(theirs, reject));
     }
     timed.write(&own)?;
     let mut proof = [0; MAC_BYTES];
-    let expected = identity.proof(CALLER_LABEL, &theirs, &own);
+    let expected = identity.proof(CALLER_LABEL, theirs, &own);
     let start = expected.clone().finalize().into_bytes();
-    timed.read_or_reject(&mut proof, &theirs, |found| {
+    timed.read_or_reject(&mut proof, theirs, |found| {
         *found == start[..4] || !Reject::begins(found)
     })?;
     if expected.verify_slice(&proof).is_err() {
         let text = format!("another secret than that of {}", identity.rank);
-        return Err(timed.refuse(&theirs, Reject { reason: RejectReason::Secret, text }));
+        return Err(timed.refuse(theirs, secret_refusal(text)));
     }
-    let reservation = reserve(hello.rank).map_err(|reject| timed.refuse(&theirs, reject))?;
-    let proof = identity.proof(ACCEPTER_LABEL, &theirs, &own).finalize().into_bytes();
+    let reservation = reserve(hello.rank).map_err(|reject| timed.refuse(theirs, reject))?;
+    let proof = identity.proof(ACCEPTER_LABEL, theirs, &own).finalize().into_bytes();
     timed.write(&proof)?;
     Ok((hello.rank, reservation))
+}
+
+fn accept_sealed<R>(
+    mut timed: TimedStream<'_>,
+    theirs: &[u8; SEALED_HELLO_BYTES],
+    reserve: impl FnOnce(Rank) -> Result<R, Reject>,
+) -> Result<(Rank, R, FrameSeals), HandshakeError> {
+    let identity = timed.identity;
+    let preamble = theirs.first_chunk().and_then(Preamble::decode);
+    let preamble = preamble.ok_or(HandshakeError::NotGradlane)?;
+    if let Some(reject) = identity.version_mismatch(preamble.version) {
+        return Err(timed.refuse(theirs, reject));
+    }
+    if preamble.called != identity.rank {
+        let text =
+            format!("the caller wants {}, and {} listens here", preamble.called, identity.rank);
+        // Without a proof: whoever leads a caller to another rank must not end its start.
+        return Err(timed.refuse_unproven(Reject { reason: RejectReason::RankTaken, text }));
+    }
+    let accepter = match Accepter::read(&identity.pre_shared_key(), theirs) {
+        Ok(accepter) => accepter,
+        Err(HandshakeSealError::NotAuthentic) => {
+            let text = format!(
+                "another secret or another job id than that of {}, or altered on the way",
+                identity.rank
+            );
+            return Err(timed.refuse(theirs, secret_refusal(text)));
+        }
+        Err(error) => return Err(error.into()),
+    };
+    let hello = *accepter.hello();
+    if hello.hello.rank != preamble.caller {
+        return Err(HandshakeError::NotGradlane);
+    }
+    if let Some(reject) = identity.sealed_mismatch(&preamble, &hello) {
+        timed.refuse(theirs, reject.clone());
+        return Err(HandshakeError::RefusedRank { rank: preamble.caller, reject });
+    }
+    let (SealedPeer { mut sealer, mut opener, .. }, reply) =
+        accepter.reply(&identity.sealed_hello(&preamble)?)?;
+    timed.write(&reply)?;
+    let mut proof = [0; SEALED_PROOF_BYTES];
+    timed.read_or_reject(&mut proof, theirs, Preamble::begins)?;
+    if !opener.verify_proof(&preamble, &mut proof) {
+        let text = format!(
+            "{} does not hold the keys that it agreed on with {}: its call was altered or repeated",
+            preamble.caller, identity.rank
+        );
+        // Without a proof: nor must whoever alters or repeats calls.
+        return Err(timed.refuse_unproven(secret_refusal(text)));
+    }
+    let reservation = reserve(hello.hello.rank).map_err(|reject| timed.refuse(theirs, reject))?;
+    timed.write(&sealer.prove(&preamble))?;
+    Ok((hello.hello.rank, reservation, FrameSeals { sealer, opener }))
 }
 
 #[cfg(test)]
@@ -320,6 +551,8 @@ mod tests {
             job_digest: [0; 32],
             table_digest: [0; 32],
             secret: b"a secret".to_vec(),
+            published: Vec::new(),
+            seals: false,
         };
         let proof = |label| {
             let proof = identity.proof(label, b"callercallercaller", b"accepteraccepter");

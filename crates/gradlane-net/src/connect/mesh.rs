@@ -4,8 +4,8 @@
 //! which proves that it knows the secret, ends the attempt at once, with its text. Any other answer
 //! at a rank's address ends nothing: the address is called again, and named at the timeout.
 
-use crate::connect::acceptor::{Acceptor, PendingMesh};
-use crate::connect::handshake::{self, HandshakeError, Identity};
+use crate::connect::acceptor::{Acceptor, MeshStream, PendingMesh};
+use crate::connect::handshake::{self, HandshakeError, Identity, ADDRESS_BYTES_MAX};
 use crate::connect::listener::Listener;
 use crate::error::ChannelError;
 use crate::metrics::counters::Metrics;
@@ -27,15 +27,13 @@ const CONNECT_ATTEMPT: Duration = Duration::from_secs(3);
 /// Pause between attempts: short at first, since ranks start at nearly the same time.
 const PAUSE_FIRST: Duration = Duration::from_millis(20);
 const PAUSE_LAST: Duration = Duration::from_millis(500);
-/// Longest address in a message.
-const ADDRESS_BYTES_MAX: usize = 200;
 /// Interval at which the caller's interrupt function is called.
 pub(crate) const INTERRUPT_EVERY: Duration = Duration::from_millis(50);
 
 /// All connections of a rank, and the acceptor that refuses late callers.
 pub(crate) struct Mesh {
     /// By rank; `None` for this rank itself. Non-blocking, with all options set.
-    pub(crate) streams: Vec<Option<ForkTracked<TcpStream>>>,
+    pub(crate) streams: Vec<Option<MeshStream>>,
     /// Whether all peers are on this machine.
     pub(crate) is_local: bool,
     pub(crate) acceptor: Acceptor,
@@ -53,7 +51,7 @@ pub(crate) fn assemble(
     let own = identity.rank;
     let deadline = Instant::now() + options.connect_timeout();
     let system = |error: io::Error| ChannelError::system("cannot start to connect", &error);
-    let pending = Arc::new(PendingMesh::new(identity, Arc::clone(metrics)).map_err(system)?);
+    let pending = Arc::new(PendingMesh::new(identity, peers, Arc::clone(metrics)).map_err(system)?);
     let acceptor = Acceptor::start(&pending, listener.into_socket()).map_err(system)?;
     let mut call_threads = CallThreads { pending: Arc::clone(&pending), threads: Vec::new() };
     for (rank, address) in peers.iter().enumerate().take(own.index()) {
@@ -76,14 +74,13 @@ pub(crate) fn assemble(
     let mut streams = std::mem::take(&mut lock(&pending.state).streams);
     for (rank, stream) in streams.iter_mut().enumerate() {
         if let Some(stream) = stream {
-            set_options(stream.get(), options).map_err(|error| {
+            set_options(stream.stream.get(), options).map_err(|error| {
                 ChannelError::system(format!("options of the connection to rank {rank}"), &error)
             })?;
         }
     }
-    let is_loopback = |stream: &ForkTracked<TcpStream>| {
-        stream.get().peer_addr().is_ok_and(|it| it.ip().is_loopback())
-    };
+    let is_loopback =
+        |stream: &MeshStream| stream.stream.get().peer_addr().is_ok_and(|it| it.ip().is_loopback());
     let is_local = streams.iter().flatten().all(is_loopback);
     Ok(Mesh { streams, is_local, acceptor })
 }
@@ -205,7 +202,7 @@ fn call_once(
     rank: Rank,
     address: &str,
     deadline: Instant,
-) -> Result<ForkTracked<TcpStream>, HandshakeError> {
+) -> Result<MeshStream, HandshakeError> {
     let mut last_error = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for target in address.to_socket_addrs().map_err(HandshakeError::System)? {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -217,8 +214,8 @@ fn call_once(
                 let stream = ForkTracked::new(stream);
                 let (identity, cancelled) = (&pending.identity, &pending.cancelled);
                 // A peer may listen long before it accepts: it has until the deadline.
-                handshake::call(stream.get(), identity, rank, deadline, cancelled)?;
-                return Ok(stream);
+                let seals = handshake::call(stream.get(), identity, rank, deadline, cancelled)?;
+                return Ok(MeshStream { stream, seals });
             }
             Err(error) => last_error = error,
         }

@@ -75,6 +75,11 @@ impl Core {
                 let _ = reply.send(self.jobs.state.worker_residual(tensor));
                 Ok(())
             }
+            Command::ResidualSquares(first, elements_max, reply) => {
+                // The caller may have given up.
+                let _ = reply.send(self.jobs.state.residual_squares(first, elements_max));
+                Ok(())
+            }
             Command::ClearState => {
                 self.jobs.state.clear_state();
                 Ok(())

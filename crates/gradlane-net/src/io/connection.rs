@@ -2,6 +2,7 @@
 
 use super::frame_reader::FrameReader;
 use super::frame_writer::FrameWriter;
+use crate::connect::FrameSeals;
 use crate::flow::ConnectionFlow;
 use crate::sys::socket::Socket;
 use gradlane_units::Time;
@@ -21,12 +22,17 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    /// Makes a connection after the handshake.
-    pub(super) fn new(socket: Arc<dyn Socket>, flow: ConnectionFlow) -> Connection {
+    /// Makes a connection after the handshake; without seals, frames go in the clear.
+    pub(super) fn new(
+        socket: Arc<dyn Socket>,
+        seals: Option<FrameSeals>,
+        flow: ConnectionFlow,
+    ) -> Connection {
+        let (sealer, opener) = seals.map(|it| (it.sealer, it.opener)).unzip();
         Connection {
             socket,
-            writer: FrameWriter::default(),
-            reader: FrameReader::new(),
+            writer: FrameWriter::new(sealer),
+            reader: FrameReader::new(opener),
             flow,
             armed: false,
             last_sent: Time::ZERO,

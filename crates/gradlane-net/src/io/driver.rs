@@ -6,6 +6,7 @@ use super::io_thread::IoThread;
 use super::shutdown::SessionShutdown;
 use crate::channel::shared::Shared;
 use crate::compute::job_runner::JobRunner;
+use crate::connect::FrameSeals;
 use crate::flow::{ConnectionFlow, PortPacing};
 use crate::memory::MemoryTable;
 use crate::metrics::straggler_stats::ContributionTimes;
@@ -30,6 +31,14 @@ pub(super) enum ShutdownCause {
     Panicked(String),
 }
 
+/// A connected peer.
+#[derive(Debug)]
+pub(crate) struct PeerLink {
+    pub(crate) socket: Arc<dyn Socket>,
+    /// `None` where frames are not sealed.
+    pub(crate) seals: Option<FrameSeals>,
+}
+
 /// The engine and the connections at the start of the I/O threads.
 #[derive(Debug)]
 pub(crate) struct Driver {
@@ -44,7 +53,7 @@ impl Driver {
     pub(crate) fn new(
         options: ChannelOptions,
         plan: &Arc<Plan>,
-        sockets: Vec<Option<Arc<dyn Socket>>>,
+        links: Vec<Option<PeerLink>>,
         is_local: bool,
         shared: Arc<Shared>,
     ) -> io::Result<Driver> {
@@ -62,10 +71,10 @@ impl Driver {
         let paced = options.pacing && sent_to > 1 && !is_local;
         let threads = shared.pollers.len();
         let mut connections: Vec<Connections> = (0..threads).map(|_| Vec::new()).collect();
-        let mut peers = Vec::with_capacity(sockets.len());
-        for (rank, socket) in sockets.into_iter().enumerate() {
+        let mut peers = Vec::with_capacity(links.len());
+        for (rank, link) in links.into_iter().enumerate() {
             connections.iter_mut().for_each(|connections| connections.push(None));
-            let Some(socket) = socket else {
+            let Some(PeerLink { socket, seals }) = link else {
                 peers.push(None);
                 continue;
             };
@@ -74,7 +83,7 @@ impl Driver {
             engine.handle_writable(Rank(rank as u32), true);
             let flow = ConnectionFlow::new(&*socket, &options, sent_to)?;
             peers.push(Some(Peer::new(thread, Arc::clone(&socket))));
-            connections[thread][rank] = Some(Connection::new(socket, flow));
+            connections[thread][rank] = Some(Connection::new(socket, seals, flow));
         }
         let jobs = JobRunner::new(&shared, plan, &options)?;
         let core = Core {

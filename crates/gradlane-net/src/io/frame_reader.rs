@@ -1,8 +1,10 @@
-//! Frames coming in, read straight to their destination. Only bytes that follow a payload in the same
-//! read (the next header, small frames) pass through a staging buffer.
+//! Frames coming in. Where nothing is sealed they are read straight to their destination; only bytes
+//! that follow a payload in the same read (the next header, small frames) pass through a staging buffer.
 
+use super::sealed_reader::SealedReader;
 use crate::memory::WriteSpan;
 use crate::sys::socket::Socket;
+use gradlane_seal::FrameOpener;
 use gradlane_wire::{Checksum, FrameHeader, HEADER_BYTES};
 use std::io::{self, IoSliceMut};
 
@@ -103,22 +105,28 @@ impl Incoming {
 
 /// Frames coming in.
 #[derive(Debug)]
-pub(super) struct FrameReader {
-    incoming: Option<Incoming>,
-    staging: Box<[u8; STAGING_BYTES]>,
-    start: usize,
-    end: usize,
+pub(super) enum FrameReader {
+    /// In the clear.
+    Plain(Box<PlainReader>),
+    /// Sealed.
+    Sealed(Box<SealedReader>),
 }
 
 impl FrameReader {
-    /// Makes a reader at the start of a stream.
-    pub(super) fn new() -> FrameReader {
-        FrameReader { incoming: None, staging: Box::new([0; STAGING_BYTES]), start: 0, end: 0 }
+    /// Makes a reader at the start of a stream, which is sealed where there is an opener.
+    pub(super) fn new(opener: Option<FrameOpener>) -> FrameReader {
+        match opener {
+            None => FrameReader::Plain(Box::new(PlainReader::new())),
+            Some(opener) => FrameReader::Sealed(Box::new(SealedReader::new(opener))),
+        }
     }
 
     /// Ends the borrow of registered memory; the rest of the stream cannot be read afterwards.
     pub(super) fn release_memory(&mut self) {
-        self.incoming = None;
+        match self {
+            FrameReader::Plain(reader) => reader.incoming = None,
+            FrameReader::Sealed(reader) => reader.release_memory(),
+        }
     }
 
     /// Reads and handles frames until the socket is empty or about `budget` bytes were read.
@@ -131,7 +139,11 @@ impl FrameReader {
     ) -> (usize, Result<(), Fault>) {
         let mut total = 0;
         while total < budget {
-            let (count, wanted) = match self.read(socket) {
+            let read = match self {
+                FrameReader::Plain(reader) => reader.read(socket),
+                FrameReader::Sealed(reader) => reader.read(socket),
+            };
+            let (count, wanted) = match read {
                 Ok((0, _)) => return (total, Err(Fault::Lost("closed the connection".to_owned()))),
                 Ok(read) => read,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
@@ -141,7 +153,11 @@ impl FrameReader {
                 }
             };
             total += count;
-            if let Err(fault) = self.consume(sink) {
+            let consumed = match self {
+                FrameReader::Plain(reader) => reader.consume(sink),
+                FrameReader::Sealed(reader) => reader.consume(sink),
+            };
+            if let Err(fault) = consumed {
                 return (total, Err(fault));
             }
             if count < wanted {
@@ -150,6 +166,21 @@ impl FrameReader {
             }
         }
         (total, Ok(()))
+    }
+}
+
+/// Frames coming in that are not sealed.
+#[derive(Debug)]
+pub(super) struct PlainReader {
+    incoming: Option<Incoming>,
+    staging: Box<[u8; STAGING_BYTES]>,
+    start: usize,
+    end: usize,
+}
+
+impl PlainReader {
+    fn new() -> PlainReader {
+        PlainReader { incoming: None, staging: Box::new([0; STAGING_BYTES]), start: 0, end: 0 }
     }
 
     /// Reads the rest of the payload and bytes that follow it in one system call. Returns the bytes read
@@ -200,13 +231,7 @@ impl FrameReader {
                 let header = FrameHeader::decode(bytes).map_err(|error| {
                     Fault::ProtocolViolation(format!("sent bytes that are no frame: {error}"))
                 })?;
-                let target = sink.on_header(&header)?;
-                let length = header.length as usize;
-                if let Some(room) = target.room().filter(|&room| room != length) {
-                    let frame = sink.describe(&header);
-                    let text = format!("room for {room} of {length} bytes: {frame}");
-                    return Err(Fault::Internal(text));
-                }
+                let target = target_of(&header, sink)?;
                 self.start += HEADER_BYTES;
                 self.incoming = Some(Incoming {
                     header,
@@ -216,6 +241,22 @@ impl FrameReader {
                     checksum: Checksum::new(),
                 });
             }
+        }
+    }
+}
+
+/// Returns the destination of a payload, which has room for it.
+pub(super) fn target_of(
+    header: &FrameHeader,
+    sink: &mut impl FrameSink,
+) -> Result<PayloadTarget, Fault> {
+    let target = sink.on_header(header)?;
+    let length = header.length as usize;
+    match target.room().filter(|&room| room != length) {
+        None => Ok(target),
+        Some(room) => {
+            let frame = sink.describe(header);
+            Err(Fault::Internal(format!("room for {room} of {length} bytes: {frame}")))
         }
     }
 }

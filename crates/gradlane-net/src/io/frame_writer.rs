@@ -1,15 +1,20 @@
 //! Frames going out: a short queue of frames that the engine has chosen, written straight from the
-//! memory that they lie in.
+//! memory that they lie in, or sealed into a buffer right before the kernel copies them.
 
 use crate::memory::ReadSpan;
 use crate::sys::socket::Socket;
 use gradlane_engine::Transmit;
-use gradlane_wire::{checksum, FrameHeader, FrameKind, HEADER_BYTES};
+use gradlane_seal::FrameSealer;
+use gradlane_wire::{checksum, FrameHeader, FrameKind, CHUNK_BYTES, HEADER_BYTES, TAG_BYTES};
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
 
 /// Most pieces of memory in one send: two a frame.
 const PIECES_MAX: usize = 64;
+
+/// Sealed bytes that wait for the kernel at most, but for those of one piece: as many as stay in the
+/// processor's cache.
+const SEALED_AHEAD_BYTES: usize = 64 << 10;
 
 /// Bytes after a header.
 #[derive(Debug)]
@@ -72,15 +77,101 @@ pub(super) enum Flushed {
     Blocked,
 }
 
+/// Sealed bytes on their way out.
+#[derive(Debug)]
+struct SealedBuffer {
+    sealer: FrameSealer,
+    bytes: Vec<u8>,
+    /// Bytes of the buffer that the kernel has.
+    sent: usize,
+    /// Where the frames that are sealed whole end in the buffer: the first ones of the queue.
+    ends: VecDeque<usize>,
+    /// Payload bytes that are sealed of the frame after them, once its header is.
+    begun: Option<usize>,
+}
+
+impl SealedBuffer {
+    fn new(sealer: FrameSealer) -> SealedBuffer {
+        SealedBuffer {
+            sealer,
+            bytes: Vec::with_capacity(SEALED_AHEAD_BYTES + CHUNK_BYTES + TAG_BYTES),
+            sent: 0,
+            ends: VecDeque::new(),
+            begun: None,
+        }
+    }
+
+    /// Seals frames of the queue, once the kernel has all bytes of the buffer.
+    fn refill(&mut self, queue: &VecDeque<OutgoingFrame>) {
+        if self.sent == self.bytes.len() {
+            self.bytes.clear();
+            self.sent = 0;
+            while self.bytes.len() < SEALED_AHEAD_BYTES {
+                let Some(frame) = queue.get(self.ends.len()) else {
+                    break;
+                };
+                self.seal_piece(frame);
+            }
+        }
+    }
+
+    /// Seals the next piece of a frame, its header or a chunk of its payload.
+    fn seal_piece(&mut self, frame: &OutgoingFrame) {
+        let payload = frame.payload.bytes();
+        let sealed = match self.begun {
+            None => {
+                self.sealer.seal_header(&frame.header, &mut self.bytes);
+                0
+            }
+            Some(sealed) => {
+                let end = payload.len().min(sealed + CHUNK_BYTES);
+                self.sealer.seal_chunk(&payload[sealed..end], &mut self.bytes);
+                end
+            }
+        };
+        self.begun = (sealed < payload.len()).then_some(sealed);
+        if self.begun.is_none() {
+            self.ends.push_back(self.bytes.len());
+        }
+    }
+
+    /// Notes bytes that the kernel took. Returns the number of frames that it has whole by them.
+    fn advance(&mut self, count: usize) -> usize {
+        self.sent += count;
+        let whole = self.ends.iter().take_while(|end| **end <= self.sent).count();
+        self.ends.drain(..whole);
+        whole
+    }
+
+    /// Seals the rest of a frame that has begun. Returns the number of frames with bytes in the buffer.
+    fn complete(&mut self, queue: &VecDeque<OutgoingFrame>) -> usize {
+        while self.begun.is_some() {
+            let Some(frame) = queue.get(self.ends.len()) else {
+                break;
+            };
+            self.seal_piece(frame);
+        }
+        self.ends.len()
+    }
+}
+
 /// Frames going out.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct FrameWriter {
     queue: VecDeque<OutgoingFrame>,
-    /// Bytes of the first frame that the kernel has.
+    /// Bytes of the first frame that the kernel has, where nothing is sealed.
     first_sent: usize,
+    /// `None` where nothing is sealed.
+    sealed: Option<SealedBuffer>,
 }
 
 impl FrameWriter {
+    /// Makes a writer at the start of a stream, which is sealed where there is a sealer.
+    pub(super) fn new(sealer: Option<FrameSealer>) -> FrameWriter {
+        let sealed = sealer.map(SealedBuffer::new);
+        FrameWriter { queue: VecDeque::new(), first_sent: 0, sealed }
+    }
+
     /// Moves frames to the back of the queue.
     pub(super) fn append(&mut self, frames: &mut VecDeque<OutgoingFrame>) {
         self.queue.append(frames);
@@ -100,9 +191,6 @@ impl FrameWriter {
         mut sent: impl FnMut(&FrameHeader, Option<Transmit>),
     ) -> io::Result<Flushed> {
         while !self.queue.is_empty() {
-            for frame in &mut self.queue {
-                frame.fill_checksums();
-            }
             let mut pieces = [IoSlice::new(&[]); PIECES_MAX];
             let count = self.collect(&mut pieces);
             let offered: usize = pieces[..count].iter().map(|piece| piece.len()).sum();
@@ -123,8 +211,16 @@ impl FrameWriter {
         Ok(Flushed::All)
     }
 
-    /// Lists the bytes to send and returns the number of pieces.
-    fn collect<'a>(&'a self, pieces: &mut [IoSlice<'a>; PIECES_MAX]) -> usize {
+    /// Lists the bytes to send, checksummed or sealed, and returns the number of pieces.
+    fn collect<'a>(&'a mut self, pieces: &mut [IoSlice<'a>; PIECES_MAX]) -> usize {
+        if let Some(sealed) = &mut self.sealed {
+            sealed.refill(&self.queue);
+            pieces[0] = IoSlice::new(&sealed.bytes[sealed.sent..]);
+            return 1;
+        }
+        for frame in &mut self.queue {
+            frame.fill_checksums();
+        }
         let (mut count, mut skip) = (0, self.first_sent);
         for frame in &self.queue {
             let Some(encoded) = frame.encoded.as_ref().filter(|_| count + 2 <= PIECES_MAX) else {
@@ -144,27 +240,40 @@ impl FrameWriter {
     }
 
     fn advance(&mut self, count: usize, sent: &mut impl FnMut(&FrameHeader, Option<Transmit>)) {
-        self.first_sent += count;
-        while let Some(first) = self.queue.front() {
-            let length = first.length();
-            if self.first_sent < length {
-                break;
+        let Some(sealed) = &mut self.sealed else {
+            self.first_sent += count;
+            while let Some(length) = self.queue.front().map(OutgoingFrame::length) {
+                if self.first_sent < length {
+                    break;
+                }
+                self.first_sent -= length;
+                self.pop(sent);
             }
-            self.first_sent -= length;
-            if let Some(frame) = self.queue.pop_front() {
-                sent(&frame.header, frame.transmit);
-            }
+            return;
+        };
+        for _ in 0..sealed.advance(count) {
+            self.pop(sent);
         }
     }
 
-    /// Ends all borrows of registered memory. A frame that has begun is copied, so that the stream stays
-    /// in order; frames that have not begun are dropped, except for the reason of an abort. Returns the
-    /// engine's part of the dropped ones.
+    fn pop(&mut self, sent: &mut impl FnMut(&FrameHeader, Option<Transmit>)) {
+        if let Some(frame) = self.queue.pop_front() {
+            sent(&frame.header, frame.transmit);
+        }
+    }
+
+    /// Ends all borrows of registered memory. A frame that has begun is copied or sealed, so that the stream
+    /// stays in order; frames that have not begun are dropped, except for the reason of an abort.
+    /// Returns the engine's part of the dropped ones.
     pub(super) fn release_memory(&mut self) -> Vec<Transmit> {
-        let begun = usize::from(self.first_sent > 0);
+        let begun = match &mut self.sealed {
+            Some(sealed) => sealed.complete(&self.queue),
+            None => usize::from(self.first_sent > 0),
+        };
         for frame in self.queue.iter_mut().take(begun) {
             if let OutgoingPayload::Borrowed(span) = &frame.payload {
-                frame.payload = OutgoingPayload::Owned(span.to_vec());
+                let kept = if self.sealed.is_some() { Vec::new() } else { span.to_vec() };
+                frame.payload = OutgoingPayload::Owned(kept);
             }
         }
         let mut dropped = Vec::new();

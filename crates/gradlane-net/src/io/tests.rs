@@ -1,10 +1,12 @@
 //! The I/O threads over sockets in memory and a clock of the test's own: no threads, no sleeps.
 
+use super::adversary::{cases, Adversary, Change};
 use super::core::Core;
-use super::driver::{Driver, ShutdownCause};
+use super::driver::{Driver, PeerLink, ShutdownCause};
 use super::io_thread::IoThread;
 use crate::channel::completion::WaitTarget;
 use crate::channel::shared::{Command, Shared};
+use crate::connect::FrameSeals;
 use crate::memory::UserMemory;
 use crate::metrics::Metrics;
 use crate::options::ChannelOptions;
@@ -13,8 +15,9 @@ use crate::sys::poller::{Interest, Poller};
 use crate::sys::socket::Socket;
 use crate::sys::syscall::{EpollReport, PathEstimate};
 use gradlane_engine::{Input, Plan, Strategy, TensorKind, TensorSpec, Update};
-use gradlane_units::{Dtype, Rank, Step, TensorId};
-use gradlane_wire::{FrameHeader, FrameKind, HEADER_BYTES};
+use gradlane_seal::{Accepter, Caller, PreSharedKey, SealedHello};
+use gradlane_units::{Dtype, Rank, Rng, Step, TensorId};
+use gradlane_wire::{FrameHeader, FrameKind, Hello, Preamble, HEADER_BYTES, WIRE_VERSION};
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::{Arc, Mutex};
@@ -33,10 +36,58 @@ struct Pipe {
 
 /// A socket in memory, whose kernel takes as many bytes as its pipe has room for.
 #[derive(Debug)]
-struct MemorySocket {
+pub(super) struct MemorySocket {
     outgoing: Arc<Mutex<Pipe>>,
     incoming: Arc<Mutex<Pipe>>,
     interest: Mutex<Interest>,
+}
+
+impl MemorySocket {
+    /// Both ends of a connection that holds `capacity` bytes each way.
+    pub(super) fn pair(capacity: usize) -> (MemorySocket, MemorySocket) {
+        let pipe = || Arc::new(Mutex::new(Pipe { capacity, ..Pipe::default() }));
+        let (there, back) = (pipe(), pipe());
+        let socket = |outgoing: &Arc<Mutex<Pipe>>, incoming: &Arc<Mutex<Pipe>>| MemorySocket {
+            outgoing: Arc::clone(outgoing),
+            incoming: Arc::clone(incoming),
+            interest: Mutex::new(Interest::Begin),
+        };
+        (socket(&there, &back), socket(&back, &there))
+    }
+
+    /// Takes the bytes that were sent and that the other end has not received.
+    pub(super) fn drain_sent(&self) -> Vec<u8> {
+        lock(&self.outgoing).bytes.drain(..).collect()
+    }
+
+    /// Lets bytes arrive.
+    pub(super) fn feed(&self, bytes: &[u8]) {
+        lock(&self.incoming).bytes.extend(bytes);
+    }
+}
+
+/// What the two ends of a sealed connection have after a handshake: the caller, the accepter.
+pub(super) fn seals() -> [FrameSeals; 2] {
+    let key = PreSharedKey::new(b"a secret of the tests", &[1; 32]);
+    let preamble = Preamble { version: WIRE_VERSION, caller: Rank(1), called: Rank(0) };
+    let hello = SealedHello {
+        hello: Hello {
+            version: WIRE_VERSION,
+            rank: Rank(1),
+            world_size: 2,
+            generation: 0,
+            job_digest: [1; 32],
+            table_digest: [2; 32],
+            nonce: [3; 32],
+        },
+        caller_address: [4; 32],
+        called_address: [5; 32],
+    };
+    let (caller, message) = Caller::new(&key, preamble, &hello).expect("a call");
+    let accepter = Accepter::read(&key, &message).expect("a caller");
+    let (accepter, reply) = accepter.reply(&hello).expect("a reply");
+    let caller = caller.read(&reply).expect("a reply");
+    [caller, accepter].map(|it| FrameSeals { sealer: it.sealer, opener: it.opener })
 }
 
 impl Socket for MemorySocket {
@@ -100,8 +151,12 @@ impl Socket for MemorySocket {
     }
 }
 
+/// A socket to a peer, and what its frames are sealed with.
+type TestPeer = (Arc<MemorySocket>, Option<FrameSeals>);
+
 /// One rank, driven turn by turn.
 struct TestRank {
+    owned: *mut Mutex<Core>,
     core: &'static Mutex<Core>,
     thread: IoThread<'static>,
     shared: Arc<Shared>,
@@ -111,7 +166,7 @@ struct TestRank {
 }
 
 impl TestRank {
-    fn new(plan: &Arc<Plan>, rank: u32, sockets: Vec<Option<Arc<MemorySocket>>>) -> TestRank {
+    fn new(plan: &Arc<Plan>, rank: u32, peers: Vec<Option<TestPeer>>) -> TestRank {
         let options = ChannelOptions {
             frame_bytes: 1_024,
             credit_bytes: 1_024,
@@ -121,16 +176,20 @@ impl TestRank {
         let pollers = vec![Poller::new().expect("a poller")];
         let metrics = Arc::new(Metrics::new(Rank(rank), plan));
         let shared = Arc::new(Shared::new(pollers, plan, &options, metrics));
-        let seam = |it: &Option<Arc<MemorySocket>>| it.clone().map(|it| it as Arc<dyn Socket>);
-        let driver =
-            Driver::new(options, plan, sockets.iter().map(seam).collect(), true, shared.clone());
+        let socket = |it: &Option<TestPeer>| it.as_ref().map(|(socket, _)| Arc::clone(socket));
+        let sockets = peers.iter().map(socket).collect();
+        let link = |(socket, seals): TestPeer| PeerLink { socket, seals };
+        let links = peers.into_iter().map(|peer| peer.map(link)).collect();
+        let driver = Driver::new(options, plan, links, true, shared.clone());
         let Driver { core, mut connections } = driver.expect("a driver");
-        // A thread borrows its core for longer than this value can.
-        let core: &'static Mutex<Core> = Box::leak(Box::new(core));
+        // A thread borrows its core for longer than this value can: `end` frees it.
+        let owned = Box::into_raw(Box::new(core));
+        // SAFETY: it stays until `end`, or for good.
+        let core: &'static Mutex<Core> = unsafe { &*owned };
         let thread = IoThread::new(0, core, connections.remove(0));
         let tensors = plan.tensors.iter().map(|it| vec![0.0; it.spec.numel as usize]).collect();
         let now = Instant::now();
-        TestRank { core, thread, shared, sockets, tensors, now }
+        TestRank { owned, core, thread, shared, sockets, tensors, now }
     }
 
     fn call(&self, input: Input) {
@@ -177,6 +236,14 @@ impl TestRank {
         true
     }
 
+    /// Frees everything, for tests with thousands of ranks.
+    fn end(self) {
+        let TestRank { owned, thread, .. } = self;
+        drop(thread);
+        // SAFETY: it came from `Box::into_raw`, and the thread was the last that borrowed it.
+        drop(unsafe { Box::from_raw(owned) });
+    }
+
     fn failure(&self) -> String {
         match lock(self.core).take_shutdown() {
             ShutdownCause::Failed(failure) => failure.to_string(),
@@ -187,6 +254,16 @@ impl TestRank {
 
 /// Two ranks whose connection holds `capacity` bytes each way, with tensors of these sizes.
 fn two_ranks(capacity: usize, sizes: &[u64]) -> [TestRank; 2] {
+    let (one, other) = MemorySocket::pair(capacity);
+    connected(sizes, [one, other], None)
+}
+
+/// Two ranks with these tensors and these sockets.
+fn connected(
+    sizes: &[u64],
+    [one, other]: [MemorySocket; 2],
+    seals: Option<[FrameSeals; 2]>,
+) -> [TestRank; 2] {
     let spec = |(index, &numel): (usize, &u64)| TensorSpec {
         name: format!("tensor{index}"),
         numel,
@@ -196,19 +273,10 @@ fn two_ranks(capacity: usize, sizes: &[u64]) -> [TestRank; 2] {
     let specs = sizes.iter().enumerate().map(spec).collect();
     let strategy = Strategy::named("p3", Some(1_000_000), 0).expect("a strategy");
     let plan = Arc::new(Plan::build(specs, strategy, Update::Worker, 2).expect("a plan"));
-    let pipe = || Arc::new(Mutex::new(Pipe { capacity, ..Pipe::default() }));
-    let (there, back) = (pipe(), pipe());
-    let socket = |outgoing: &Arc<Mutex<Pipe>>, incoming: &Arc<Mutex<Pipe>>| {
-        let interest = Mutex::new(Interest::Begin);
-        Some(Arc::new(MemorySocket {
-            outgoing: Arc::clone(outgoing),
-            incoming: Arc::clone(incoming),
-            interest,
-        }))
-    };
+    let [caller, accepter] = seals.map_or([None, None], |it| it.map(Some));
     let ranks = [
-        TestRank::new(&plan, 0, vec![None, socket(&there, &back)]),
-        TestRank::new(&plan, 1, vec![socket(&back, &there), None]),
+        TestRank::new(&plan, 0, vec![None, Some((Arc::new(one), accepter))]),
+        TestRank::new(&plan, 1, vec![Some((Arc::new(other), caller)), None]),
     ];
     for rank in &ranks {
         rank.shared.command(Command::AllConnected);
@@ -229,25 +297,122 @@ fn complete(ranks: &mut [TestRank; 2], step: u64) {
     panic!("{step} is not complete");
 }
 
+/// The means of three steps, with the contributions of rank 0 and rank 1.
+const MEANS: [f32; 3] = [1.5, 5.5, 8.25];
+const CONTRIBUTIONS: [[f32; 3]; 2] = [[1.5, 3.0, 4.5], [4.0, 8.0, 12.0]];
+
+/// Queues all gradients of a step on both ranks.
+fn contribute_all(ranks: &mut [TestRank; 2], step: usize) {
+    for (rank, values) in ranks.iter_mut().zip(CONTRIBUTIONS) {
+        rank.call(Input::StepBegin(Step(step as u64)));
+        for tensor in (0..rank.tensors.len() as u32).rev() {
+            rank.contribute(tensor, step as u64, values[step]);
+        }
+        rank.call(Input::StepEnd(Step(step as u64)));
+    }
+}
+
 #[test]
 fn frames_that_are_cut_anywhere_give_the_mean() {
-    for capacity in [1, 7, HEADER_BYTES + 1, 5_000] {
-        let mut ranks = two_ranks(capacity, &[300, 1, 40]);
-        for step in 0..3 {
-            for (rank, value) in ranks.iter_mut().zip([1.5, 4.0]) {
-                rank.call(Input::StepBegin(Step(step)));
-                for tensor in [2, 0, 1] {
-                    rank.contribute(tensor, step, value * (step + 1) as f32);
-                }
-                rank.call(Input::StepEnd(Step(step)));
-            }
-            complete(&mut ranks, step);
-            let expected = if step == 0 { 1.5 } else { 2.75 * (step + 1) as f32 };
+    for (capacity, is_sealed) in
+        [1, 7, HEADER_BYTES + 1, 5_000].into_iter().flat_map(|it| [(it, false), (it, true)])
+    {
+        let (one, other) = MemorySocket::pair(capacity);
+        let mut ranks = connected(&[300, 1, 40], [one, other], is_sealed.then(seals));
+        for (step, mean) in MEANS.into_iter().enumerate() {
+            contribute_all(&mut ranks, step);
+            complete(&mut ranks, step as u64);
             for rank in &ranks {
-                assert!(rank.tensors.iter().flatten().all(|&it| it == expected), "{capacity}");
+                assert!(rank.tensors.iter().flatten().all(|&it| it == mean), "{capacity}");
             }
         }
     }
+}
+
+/// What ranks without a secret send each other, to the byte: the digests are of the code before there
+/// were sealed connections.
+#[test]
+fn frames_that_are_not_sealed_have_the_bytes_of_the_protocol() {
+    let mut ranks = two_ranks(5_000, &[300, 1, 40]);
+    for step in 0..MEANS.len() {
+        contribute_all(&mut ranks, step);
+        complete(&mut ranks, step as u64);
+    }
+    let sent = |rank: usize| {
+        let socket = ranks[rank].sockets[1 - rank].as_ref().expect("a peer");
+        let history = &lock(&socket.outgoing).history;
+        let digest = crate::connect::digest(history);
+        (history.len(), digest[..4].iter().map(|it| format!("{it:02x}")).collect::<String>())
+    };
+    assert_eq!(
+        [sent(0), sent(1)],
+        [(4_860, "7d62d177".to_owned()), (3_532, "0ca6ad97".to_owned())]
+    );
+}
+
+/// Whatever somebody on the path does to one direction, a rank's memory holds its own gradients or the
+/// means, and where a step is not completed both ranks name the peer.
+#[test]
+fn somebody_on_the_path_changes_no_value_of_a_sealed_connection() {
+    let mut failed = 0;
+    for case in 0..cases(200) {
+        let rng = &mut Rng::new(case);
+        let [one, other] = [(); 2].map(|()| MemorySocket::pair(3_000).0);
+        let mut ranks = connected(&[300, 1, 40], [one, other], Some(seals()));
+        let at = rng.below(4_500) as usize;
+        let sizes = [80, 1_040, 1 + rng.below(2_000) as usize];
+        let elsewhere: Vec<u8> = (0..3_000).map(|_| rng.below(256) as u8).collect();
+        let change = Change::draw(rng, &[&elsewhere], &sizes);
+        let mut adversary = Adversary::new(at, change.clone());
+        let forwards = rng.below(2) as usize;
+        let (mut step, mut running) = (0, [true; 2]);
+        contribute_all(&mut ranks, step);
+        for _ in 0..20_000 {
+            for (rank, running) in ranks.iter_mut().zip(&mut running) {
+                *running = *running && rank.turn(Some(Duration::from_millis(20)));
+            }
+            for from in 0..2 {
+                let to = ranks[1 - from].sockets[from].clone().expect("a peer");
+                let from_socket = ranks[from].sockets[1 - from].as_ref().expect("a peer");
+                let mut bytes = from_socket.drain_sent();
+                if from == forwards {
+                    bytes = adversary.pass(&bytes);
+                }
+                to.feed(&bytes);
+                lock(&to.incoming).ended |= !running[from] || from == forwards && adversary.ended;
+            }
+            if ranks.iter().all(|rank| rank.has(WaitTarget::Step(Step(step as u64)))) {
+                for rank in &ranks {
+                    let all = rank.tensors.iter().flatten().all(|&it| it == MEANS[step]);
+                    assert!(all, "case {case}: {change:?} at {at}, step {step}");
+                }
+                step += 1;
+                if step == MEANS.len() {
+                    break;
+                }
+                contribute_all(&mut ranks, step);
+            }
+            if running == [false; 2] {
+                break;
+            }
+        }
+        if step == MEANS.len() {
+            ranks.into_iter().for_each(TestRank::end);
+            continue;
+        }
+        failed += 1;
+        assert_eq!(running, [false; 2], "case {case}: {change:?} at {at}, step {step}");
+        for (index, rank) in ranks.iter().enumerate() {
+            let failure = rank.failure();
+            let is_named = failure.contains("rank 0") || failure.contains("rank 1");
+            assert!(is_named, "case {case}: {failure}");
+            let known = [CONTRIBUTIONS[index][step], MEANS[step]];
+            let is_known = rank.tensors.iter().flatten().all(|it| known.contains(it));
+            assert!(is_known, "case {case}: {change:?} at {at}: {:?}", rank.tensors);
+        }
+        ranks.into_iter().for_each(TestRank::end);
+    }
+    assert!(failed > 0);
 }
 
 #[test]

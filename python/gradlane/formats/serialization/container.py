@@ -4,6 +4,9 @@ The file is a length of eight bytes, a JSON header, and the pieces' bytes withou
 read the header's own rows. gradlane reads `__metadata__`: under `gradlane` a JSON text with the
 version, the writer's facts, and for every piece the tensor, the first element and a CRC-32; under
 `crc32` the checksum of that text. Both sets of rows must agree.
+
+With a key the file is signed: each piece has a MAC as well, and `hmac` is the MAC of the text, with
+the pieces' MACs and the facts in it. So no piece can be changed, or moved to another file.
 """
 
 from __future__ import annotations
@@ -16,12 +19,15 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from gradlane.formats.authentication import mac, same_mac
 from gradlane.formats.serialization import strict_json
 from gradlane.formats.serialization.strict_json import FormatError
 from gradlane.formats.serialization.structure import DTYPES
 
 VERSION = 2
 """Version 1 had pickles; no release wrote it."""
+SIGNED_VERSION = 3
+"""Version of files with MACs."""
 HEADER_BYTES_MAX = 100_000_000
 """Limit of safetensors readers."""
 _CHUNK_BYTES = 1 << 20
@@ -40,6 +46,7 @@ _NAMES = {
 }
 """Names of dtypes in the format. Other dtypes appear as bytes."""
 _ROW_TYPES = {"name": str, "start": int, "dtype": str, "bytes": int, "crc32": int}
+_MAC = "hmac"
 
 
 class VersionError(FormatError):
@@ -47,7 +54,14 @@ class VersionError(FormatError):
 
     def __init__(self, found: object) -> None:
         """Name the version that was found."""
-        super().__init__(f"it has version {found!r:.40}, and this gradlane reads version {VERSION}")
+        super().__init__(
+            f"it has version {found!r:.40}, and this gradlane reads versions {VERSION} and "
+            f"{SIGNED_VERSION}"
+        )
+
+
+class SignatureError(FormatError):
+    """The bytes are not signed, or not with this key."""
 
 
 @dataclass(frozen=True)
@@ -67,42 +81,53 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Row:
-    """A piece as the header describes it."""
+    """A piece as the header describes it; `hmac` in signed files only."""
 
     name: str
     start: int
     dtype: str
     bytes: int
     crc32: int
+    hmac: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != _MAC or value}
 
 
-def encode_container(pieces: Sequence[Piece], facts: dict[str, Any]) -> list[Any]:
+def encode_container(
+    pieces: Sequence[Piece], facts: dict[str, Any], key: bytes | None = None
+) -> list[Any]:
     """Return the bytes of a file, as buffers in order.
 
     Args:
         pieces: no two with the same name and start.
         facts: JSON-able, such as step and rank.
+        key: signs the file; None: it has checksums only.
 
     Raises:
         FormatError: its header would be too large to be read.
     """
     payloads = [_bytes_of(piece.values) for piece in pieces]
     rows = [
-        _Row(piece.name, piece.start, str(piece.values.dtype), len(data), zlib.crc32(data))
+        _Row(
+            piece.name,
+            piece.start,
+            str(piece.values.dtype),
+            len(data),
+            zlib.crc32(data),
+            "" if key is None else mac(key, b"piece", data).hex(),
+        )
         for piece, data in zip(pieces, payloads, strict=True)
     ]
-    metadata_json = strict_json.dumps(
-        {**facts, "version": VERSION, "pieces": [vars(row) for row in rows]}
-    ).decode()
-    header = {
-        **_safetensors_rows(rows),
-        # The checksums of the pieces do not cover their step and start.
-        "__metadata__": {
-            "gradlane": metadata_json,
-            "crc32": str(zlib.crc32(metadata_json.encode())),
-        },
-    }
-    head = strict_json.dumps(header)
+    version = VERSION if key is None else SIGNED_VERSION
+    described = strict_json.dumps(
+        {**facts, "version": version, "pieces": [row.to_json() for row in rows]}
+    )
+    # The checksums of the pieces do not cover their step and start.
+    metadata = {"gradlane": described.decode(), "crc32": str(zlib.crc32(described))}
+    if key is not None:
+        metadata[_MAC] = mac(key, b"header", described).hex()
+    head = strict_json.dumps({**_safetensors_rows(rows), "__metadata__": metadata})
     # Eight bytes of alignment, which the format allows to be spaces.
     head += b" " * (-len(head) % 8)
     if len(head) > HEADER_BYTES_MAX:
@@ -112,31 +137,35 @@ def encode_container(pieces: Sequence[Piece], facts: dict[str, Any]) -> list[Any
     return [len(head).to_bytes(8, "little"), head, *payloads]
 
 
-def read_container(file: IO[bytes], size: int) -> tuple[dict[str, Any], list[Piece]]:
+def read_container(
+    file: IO[bytes], size: int, key: bytes | None = None
+) -> tuple[dict[str, Any], list[Piece]]:
     """Read a file, and check every byte of it.
 
     Args:
         file: at its beginning.
         size: bytes in it.
+        key: that the file must be signed with; None: signatures are not looked at.
 
     Returns:
-        The facts, and the pieces.
+        The facts, with the `version`, and the pieces.
 
     Raises:
         FormatError: it is cut off, changed, or no such file.
         VersionError: it is of another version.
+        SignatureError: it is not signed with the key.
     """
-    facts, rows = _read_header(file, size)
-    return facts, [_read_piece(file, row) for row in rows]
+    facts, rows = _read_header(file, size, key)
+    return facts, [_read_piece(file, row, key) for row in rows]
 
 
 def check_container(file: IO[bytes], size: int) -> None:
-    """Check every byte of a file without keeping any.
+    """Check the checksum of every byte of a file without keeping any.
 
-    Args and errors: as `read_container`.
+    Args and errors: as `read_container`, without a key.
     """
     buffer = memoryview(bytearray(_CHUNK_BYTES))
-    for row in _read_header(file, size)[1]:
+    for row in _read_header(file, size, None)[1]:
         checksum, left = 0, row.bytes
         while left:
             part = buffer[: min(left, _CHUNK_BYTES)]
@@ -162,7 +191,9 @@ def _safetensors_rows(rows: Sequence[_Row]) -> dict[str, Any]:
     return found
 
 
-def _read_header(file: IO[bytes], size: int) -> tuple[dict[str, Any], list[_Row]]:
+def _read_header(
+    file: IO[bytes], size: int, key: bytes | None
+) -> tuple[dict[str, Any], list[_Row]]:
     head_bytes = int.from_bytes(file.read(8), "little")
     if size < 8 or head_bytes > size - 8:
         raise FormatError(f"it is cut off: it has {size} bytes, its header alone {head_bytes}")
@@ -173,26 +204,33 @@ def _read_header(file: IO[bytes], size: int) -> tuple[dict[str, Any], list[_Row]
     metadata_json = metadata.get("gradlane") if isinstance(metadata, dict) else None
     if not isinstance(metadata_json, str) or not isinstance(metadata, dict):
         raise FormatError("its header is no header of gradlane's")
-    if metadata.get("crc32") != str(zlib.crc32(metadata_json.encode("utf-8", "surrogatepass"))):
+    described = metadata_json.encode("utf-8", "surrogatepass")
+    if metadata.get("crc32") != str(zlib.crc32(described)):
         raise FormatError("the checksum of its header is wrong")
-    facts = strict_json.loads(metadata_json.encode("utf-8", "surrogatepass"))
-    if not isinstance(facts, dict) or facts.get("version") != VERSION:
+    is_signed = _MAC in metadata
+    if key is not None:
+        check_mac(metadata.get(_MAC), key, b"header", described)
+    facts = strict_json.loads(described)
+    version = SIGNED_VERSION if is_signed else VERSION
+    if not isinstance(facts, dict) or facts.get("version") != version:
         raise VersionError(facts.get("version") if isinstance(facts, dict) else None)
-    rows = _rows_of(facts.pop("pieces", None))
-    if header != _safetensors_rows(rows) or set(metadata) != {"gradlane", "crc32"}:
+    rows = _rows_of(facts.pop("pieces", None), is_signed)
+    known = {"gradlane", "crc32", *([_MAC] if is_signed else [])}
+    if header != _safetensors_rows(rows) or set(metadata) != known:
         raise FormatError("its header says different things about its pieces")
-    described = 8 + head_bytes + sum(row.bytes for row in rows)
-    if described != size:
-        raise FormatError(f"it is cut off or too long: it has {size} bytes, not {described}")
+    whole = 8 + head_bytes + sum(row.bytes for row in rows)
+    if whole != size:
+        raise FormatError(f"it is cut off or too long: it has {size} bytes, not {whole}")
     return facts, rows
 
 
-def _rows_of(listed: Any) -> list[_Row]:
+def _rows_of(listed: Any, is_signed: bool) -> list[_Row]:
     if not isinstance(listed, list):
         raise FormatError("its header has no list of pieces")
+    types = {**_ROW_TYPES, _MAC: str} if is_signed else _ROW_TYPES
     rows = []
     for one in listed:
-        if not isinstance(one, dict) or {key: type(one[key]) for key in one} != _ROW_TYPES:
+        if not isinstance(one, dict) or {key: type(one[key]) for key in one} != types:
             raise FormatError(f"its header has a bad piece {one!r:.80}")
         row = _Row(**one)
         if row.dtype not in DTYPES:
@@ -203,7 +241,20 @@ def _rows_of(listed: Any) -> list[_Row]:
     return rows
 
 
-def _read_piece(file: IO[bytes], row: _Row) -> Piece:
+def check_mac(found: object, key: bytes, *parts: bytes | memoryview) -> None:
+    """Check the MAC, in hexadecimal digits, of some parts.
+
+    Raises:
+        SignatureError: there is none, or another one.
+    """
+    if found is None:
+        raise SignatureError("it is not signed, and the job has a secret")
+    expected = mac(key, *parts).hex()
+    if not isinstance(found, str) or not same_mac(found, expected):
+        raise SignatureError("its signature is wrong: it was changed, or has another secret")
+
+
+def _read_piece(file: IO[bytes], row: _Row, key: bytes | None) -> Piece:
     # The rows match the size of the file, which bounds the memory.
     with torch.inference_mode(False):
         data = torch.empty(row.bytes, dtype=torch.uint8, device="cpu")
@@ -211,6 +262,8 @@ def _read_piece(file: IO[bytes], row: _Row) -> Piece:
     if row.bytes:
         _read_into(file, buffer, row.name)
     _check_crc(row, zlib.crc32(buffer))
+    if key is not None:
+        check_mac(row.hmac, key, b"piece", buffer)
     dtype = DTYPES[row.dtype]
     if dtype is torch.bool and row.bytes and int(data.max()) > 1:
         raise FormatError(f"{row.name[:80]!r} has booleans that are neither 0 nor 1")

@@ -10,18 +10,23 @@ LANES = (
     "forward",
     "backward",
     "wait",
+    "encode",
     "push",
     "broadcast",
     "reduce",
+    "decode",
+    "rebuild",
     "update",
     "control",
     "receive",
 )
 """Lanes of a rank, top to bottom.
 
-`forward` and `backward` compute; in `wait` forward waits for a tensor; `push` has gradients on
-their way to their servers, `broadcast` results on their way back; `reduce` has sums on this server,
-`update` the optimizer, `control` notices and pulls, `receive` all arrivals.
+`forward` and `backward` compute; in `wait` forward waits for a tensor; `encode` encodes gradients;
+`push` has gradients on their way to their servers, `broadcast` results on their way back; `reduce`
+has sums on this server, which of encoded gradients include decoding them and encoding the result;
+`decode` decodes results, `rebuild` makes gradients of factors; `update` is the optimizer; `control`
+has notices and pulls, `receive` all arrivals.
 """
 SENT = ("push", "broadcast", "control")
 """Lanes of sent frames."""

@@ -34,6 +34,8 @@ FEW_SAVED = 0.5
 def points(change: Spread) -> str:
     """Return a difference of accuracies in points, with its spread over seeds."""
     noise = " (noise)" if findings.is_noise(change) else ""
+    if len(change.values) == 1:
+        noise = " (one seed)"
     return f"{100 * change.mean:+.1f}{_spread(change)}{noise}"
 
 
@@ -90,7 +92,14 @@ def main_table(rows: Sequence[Result], task: str) -> Table:
                 *(faster(here, rate_bps) for rate_bps in RATES_BPS),
             ]
         )
-    return Table(columns, body, "Means over seeds ± standard deviation.")
+    return Table(columns, body, spread_caption(own))
+
+
+def spread_caption(rows: Sequence[Result]) -> str:
+    """Return how a table shows the differences of seeds."""
+    if len({row.seed for row in rows}) == 1:
+        return "One seed: how far seeds lie apart is not known."
+    return "Means over seeds ± standard deviation."
 
 
 def _learned(here: Sequence[Result], full: Sequence[Result]) -> list[Cell]:
@@ -152,6 +161,8 @@ def _markdown(table: Table) -> str:
 
 def losses_in_words(rows: Sequence[Result]) -> str:
     """Return a sentence for each scheme that ends below full precision by more than noise."""
+    if len({row.seed for row in rows}) == 1:
+        return f"{spread_caption(rows)}\n"
     found = findings.loses(rows)
     if not found:
         return "No codec ends below full precision by more than the noise of seeds.\n"
@@ -211,6 +222,7 @@ def page_text(rows: Sequence[Result], command: str) -> str:
             command=command,
             workers=rows[0].workers,
             seeds=seeds,
+            spread=SPREAD if seeds > 1 else spread_caption(rows),
             steps=steps,
             share=f"{findings.EQUAL_TIME_SHARE:.0%}",
             margin=round(100 * findings.TARGET_MARGIN),
@@ -234,13 +246,16 @@ def page_text(rows: Sequence[Result], command: str) -> str:
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
-INTRODUCTION = """
-Made by `{command}`: {workers} emulated workers, {seeds} seeds, steps: {steps}.
+SPREAD = """
 Tables are means over seeds ± standard deviation. Each seed is compared with the same seed of `p3`,
 which is full precision; a difference is called noise where its 95 % interval over seeds (Student's
 t) holds zero, or where it rounds to no tenth of a point. Of few seeds that interval is wide: a
 large loss so marked needs more seeds: it is not shown to be none. And of twenty differences that
 are none, one falls outside by chance.
+""".strip()
+INTRODUCTION = """
+Made by `{command}`: {workers} emulated workers, {seeds} seeds, steps: {steps}.
+{spread}
 
 - Every worker's gradient goes through the kernels that training uses, with its residual; the mean
   is summed in rank order and encoded once more with the owner's residual; all workers decode the

@@ -11,7 +11,7 @@ import numpy as np
 from gradlane.formats.rates import format_rate
 from gradlane.lab.accuracy import findings
 from gradlane.lab.accuracy.findings import schemes_of, select, tasks_of
-from gradlane.lab.accuracy.markdown import main_table, sweep_tables
+from gradlane.lab.accuracy.markdown import main_table, spread_caption, sweep_tables
 from gradlane.lab.accuracy.study import ALL, RATES_BPS, Result
 from gradlane.lab.accuracy.tasks import TASKS
 from gradlane.report.page import Block, Paragraph, Section, measured_here, write_report
@@ -59,14 +59,16 @@ def _without_sweeps(rows: Sequence[Result]) -> list[Result]:
 
 def _about(task: str, rows: Sequence[Result]) -> str:
     seeds = len({row.seed for row in rows})
-    return (
+    text = (
         f"{TASKS[task].what}, {rows[0].parameters:,} parameters, {rows[0].workers} workers, "
-        f"{rows[0].steps} steps, {seeds} seed{'s' if seeds > 1 else ''}. Bands reach from the "
-        "least to the greatest seed."
+        f"{rows[0].steps} steps, {seeds} seed{'s' if seeds > 1 else ''}."
     )
+    return f"{text} Bands reach from the least to the greatest seed." if seeds > 1 else text
 
 
 def _summary(rows: Sequence[Result]) -> str:
+    if len({row.seed for row in rows}) == 1:
+        return spread_caption(rows)
     worst = findings.loses(rows)
     if not worst:
         return "No codec ends below full precision by more than the noise of seeds."

@@ -88,20 +88,39 @@ def predicted_ddp_step_s(row: Row) -> float:
     return step_s / row.dilation
 
 
-def text_of_left_out(rows: Sequence[Row]) -> str:
-    """Return how many rows cannot be predicted, and why; empty if all can."""
-    out = [row for row in rows if not can_predict(row)]
-    if not out:
-        return ""
-    busy = sum(row.cpu_bound for row in out)
-    others = len(out) - busy
-    parts = [f"{busy} with {NO_EVIDENCE}"] if busy else []
-    if others:
-        parts.append(
-            f"{others} of other kinds: only unencoded replays by gradlane's strategies are "
-            "predicted"
-        )
-    return f"{len(out)} of {len(rows)} rows are left out, {'; '.join(parts)}"
+@dataclass(frozen=True)
+class LeftOut:
+    """How many rows are not predicted."""
+
+    rows: int
+    """All of them, predicted or not."""
+    no_evidence: int
+    """Those of a machine that was too busy."""
+    other_kinds: int
+    """Evidence that is no unencoded replay by gradlane's strategies."""
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> LeftOut:
+        """Count the rows that cannot be predicted."""
+        out = [row for row in rows if not can_predict(row)]
+        busy = sum(row.cpu_bound for row in out)
+        return LeftOut(len(rows), busy, len(out) - busy)
+
+    @property
+    def text(self) -> str:
+        """How many rows are left out, and why; empty if none is."""
+        parts = [f"{self.no_evidence} with {NO_EVIDENCE}"] if self.no_evidence else []
+        if self.other_kinds:
+            parts.append(
+                f"{self.other_kinds} of other kinds: only unencoded replays by gradlane's "
+                "strategies are predicted"
+            )
+        out = self.no_evidence + self.other_kinds
+        return f"{out} of {self.rows} rows are left out, {'; '.join(parts)}" if out else ""
+
+    def to_json(self) -> dict[str, int]:
+        """Return the counts by name."""
+        return asdict(self)
 
 
 def replayed_profile(workload: str, dilation: float, compute_s: float) -> Profile:
@@ -181,16 +200,23 @@ def predict(row: Row, costs: MachineCosts | None = None) -> Prediction:
     )
 
 
-def summary_of(predictions: Sequence[Prediction]) -> dict[str, float]:
+def summary_of(
+    predictions: Sequence[Prediction], left_out: LeftOut | None = None
+) -> dict[str, float]:
     """Return `median_error` and `worst_error`, both without sign.
+
+    Args:
+        predictions: of rows.
+        left_out: the rows without one, for the error.
 
     Raises:
         ValueError: there are no predictions.
     """
     if not predictions:
+        why = f" ({left_out.text})" if left_out and left_out.text else ""
         raise ValueError(
             "nothing to predict: the file has no replay rows of gradlane's own strategies "
-            "that were measured on an idle machine"
+            f"that were measured on an idle machine{why}"
         )
     errors = [abs(prediction.error) for prediction in predictions]
     return {"median_error": statistics.median(errors), "worst_error": max(errors)}

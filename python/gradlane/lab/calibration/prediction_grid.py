@@ -18,15 +18,15 @@ from rich.progress import track
 from gradlane.formats.rates import format_rate
 from gradlane.lab.calibration.grid import cells_of, in_grid_order
 from gradlane.lab.calibration.prediction import (
+    LeftOut,
     Prediction,
     can_predict,
     predict,
     predicted_ddp_step_s,
     summary_of,
-    text_of_left_out,
 )
 from gradlane.lab.runs.cells import missing_strategies, with_compute_times
-from gradlane.lab.runs.rows import Row, read_rows
+from gradlane.lab.runs.rows import Row, read_rows, text_of_no_evidence
 from gradlane.lab.runs.strategy import Strategy, parse_strategy
 from gradlane.planning.simulation.costs import MachineCosts, read_costs
 from gradlane.report.markdown import markdown_table
@@ -48,8 +48,9 @@ def predict_grid(
     fit: bool,
     markdown: Path | None,
     console: Console,
+    keep: Callable[[dict[str, Any]], None] = lambda content: None,
 ) -> dict[str, Any]:
-    """Predict every measured run of the grid, print the table and write the page.
+    """Predict every measured run of the grid, write the page and print the table.
 
     Args:
         path: the file of measured rows.
@@ -58,9 +59,11 @@ def predict_grid(
         fit: whether to fit the fitted constant first, and print it.
         markdown: where the page goes, or None.
         console: where to print.
+        keep: told what is returned, before anything of it is printed.
 
     Returns:
-        `rows`, `median_error`, `worst_error`, `by_workload`, and `fitted` where asked for.
+        `rows`, `median_error`, `worst_error`, `by_workload`, `left_out`, and `fitted` where asked
+        for.
 
     Raises:
         ValueError: there is nothing to predict, or a file makes no sense.
@@ -72,8 +75,7 @@ def predict_grid(
         for row in in_grid_order(rows)
         if can_predict(row) and (not workloads or row.workload in workloads)
     ]
-    if left_out := text_of_left_out(measured):
-        console.print(left_out, highlight=False)
+    left_out = LeftOut.of(measured)
     costs = MachineCosts() if costs_path is None else read_costs(costs_path)
     content: dict[str, Any] = {}
     if fit:
@@ -87,21 +89,34 @@ def predict_grid(
         costs = with_spread(costs, spread)
         content["fitted"] = {FITTED_CONSTANT: spread, "mean_error": error}
     predictions = [
-        predict(row, costs) for row in track(chosen, "simulating", console=console, transient=True)
+        predict(row, costs)
+        for row in track(
+            chosen,
+            "simulating",
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
     ]
-    summary = summary_of(predictions)
-    page = page_of(predictions, rows)
-    console.print(table_of(predictions), highlight=False, soft_wrap=True)
-    console.print(verdict_of(predictions), highlight=False, soft_wrap=True)
-    if markdown is not None:
-        markdown.write_text(page, encoding="utf-8")
-        console.print(f"wrote {markdown}", highlight=False)
-    return {
+    summary = summary_of(predictions, left_out)
+    page = page_of(predictions, rows, text_of_no_evidence(measured))
+    content = {
         **content,
         "rows": [it.to_json() for it in predictions],
         **summary,
         "by_workload": {name: summary_of(group) for name, group in _by_workload(predictions)},
+        "left_out": left_out.to_json(),
     }
+    keep(content)
+    if markdown is not None:
+        markdown.write_text(page, encoding="utf-8")
+    if left_out.text:
+        console.print(left_out.text, highlight=False)
+    console.print(table_of(predictions), highlight=False, soft_wrap=True)
+    console.print(verdict_of(predictions), highlight=False, soft_wrap=True)
+    if markdown is not None:
+        console.print(f"wrote {markdown}", highlight=False)
+    return content
 
 
 def with_spread(costs: MachineCosts, spread: float) -> MachineCosts:
@@ -172,12 +187,13 @@ def verdict_of(predictions: Sequence[Prediction]) -> str:
     return markdown_table(columns, rows, numbers="-nnn")
 
 
-def page_of(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
+def page_of(predictions: Sequence[Prediction], rows: Sequence[Row], no_evidence: str = "") -> str:
     """Return the page: what was done, the errors, every cell, and what was measured beside it.
 
     Args:
         predictions: in the order of the grid.
-        rows: all measured rows, those of other strategies included.
+        rows: all measured rows that are evidence, those of other strategies included.
+        no_evidence: how many others there are, and why; empty where there is none.
     """
     summary = summary_of(predictions)
     first = rows[0]
@@ -203,6 +219,7 @@ def page_of(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
         f"{first.machine['processors']} processors, Linux {first.versions['kernel']}, "
         f"torch {first.versions['torch']}; the machine was\nbusy to {busiest * 100:.0f} % at "
         "most.\n",
+        *([f"Left out, {no_evidence}.\n"] if no_evidence else []),
         "## Every cell\n",
         table_of(predictions) + "\n",
     ]

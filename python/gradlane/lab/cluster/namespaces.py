@@ -216,15 +216,17 @@ class Cluster:
         shape = PortShape(rate_bps)
         switch = self.switch
         for node, member in enumerate(self._members):
-            shape.apply(member.route, member.interface(INTERFACE), change=True)
-            shape.apply(switch.route, switch.interface(f"port{node}"), change=True)
+            with signals_blocked():
+                shape.apply(member.route, member.interface(INTERFACE), change=True)
+                shape.apply(switch.route, switch.interface(f"port{node}"), change=True)
         self._shape = shape
 
     def set_link(self, node: int, *, connected: bool) -> None:
         """Pull a node's cable out of the switch, or plug it in again."""
         switch = self.switch
-        port = switch.interface(f"port{node}")
-        switch.route.link("set", index=port, state="up" if connected else "down")
+        with signals_blocked():
+            port = switch.interface(f"port{node}")
+            switch.route.link("set", index=port, state="up" if connected else "down")
 
     def spawn(
         self,

@@ -45,7 +45,6 @@ _TABLE = (
     parts.ERROR,
     parts.PORTS,
     parts.CPU,
-    parts.BUSY,
 )
 _CAPTION = (
     "Medians of the measured steps, nominal. × best DDP: how many times as fast as the fastest "
@@ -280,7 +279,7 @@ def _tables(found: Findings) -> Iterator[TextTable]:
         (
             ("cluster", lambda line: line[0].title),
             ("p3", lambda line: parts.samples_text(line[2])),
-            ("fastest", lambda line: line[1].strategy),
+            ("fastest", lambda line: parts.marked(line[1])),
             ("best DDP", lambda line: parts.samples_text(found.baseline(line[0]))),
             ("p3 x DDP", lambda line: of_p3(line[2], found.speedup, ".3f")),
             ("p3 to bound", lambda line: of_p3(line[2], parts.to_bound, "+.1%")),

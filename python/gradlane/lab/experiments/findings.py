@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gradlane.lab.experiments.simulated import bound_of
-from gradlane.lab.runs.rows import ClusterKey, Row
+from gradlane.lab.runs.rows import ClusterKey, Row, text_of_no_evidence
 from gradlane.lab.workloads import REPLAY_NAMES
 from gradlane.training.options.options import ASGD
 
@@ -70,8 +70,10 @@ class Findings:
 
     Attributes:
         rows: all of them.
-        measured: the measured ones that are evidence; where none is, all of them.
-        marked: whether these are no evidence, which whatever shows them has to say.
+        measured: the measured ones that are evidence; where none of these communicates, all of
+            them, since compute alone leaves even a busy machine idle.
+        note: how many measured ones are no evidence, which whatever shows the others has to say;
+            empty where all are.
         simulated: the simulated ones.
     """
 
@@ -79,8 +81,11 @@ class Findings:
         """Compare rows."""
         self.rows = rows
         evidence = [row for row in rows if row.is_evidence]
-        self.measured = evidence or [row for row in rows if not row.is_simulated]
-        self.marked = bool(self.measured) and not evidence
+        runs = [row for row in rows if not row.is_simulated]
+        self.measured = evidence if any(row.communicates for row in evidence) else runs
+        self.note = text_of_no_evidence(rows)
+        if self.note:
+            self.note += "; marked *, these count only where there are no others"
         self.simulated = [row for row in rows if row.is_simulated]
 
     def of_workload(self, workload: str) -> Findings:

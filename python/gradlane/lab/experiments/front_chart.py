@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 from gradlane.formats.atomic_io import atomic_write_text
-from gradlane.lab.runs.rows import Row, read_rows
+from gradlane.lab.runs.rows import Row, read_rows, text_of_no_evidence
 
 WORKLOADS = (("resnet50", "ResNet-50"), ("vgg19", "VGG-19"))
 WIDTH, HEIGHT = 820, 330
@@ -175,10 +175,10 @@ def write_charts(results: Path, folder: Path) -> list[Path]:
     """Draw the chart for each theme, and write the files.
 
     Args:
-        results: a file of rows.
+        results: a file of rows; those that are no evidence are left out.
         folder: where the files go.
     """
-    rows = read_rows(results)
+    rows = [row for row in read_rows(results) if row.is_evidence]
     panels = [panel_of(rows, *named) for named in WORKLOADS]
     written = []
     for name, theme in THEMES.items():
@@ -190,3 +190,5 @@ def write_charts(results: Path, folder: Path) -> list[Path]:
 
 if __name__ == "__main__":
     write_charts(Path(sys.argv[1]), Path(sys.argv[2]))
+    if note := text_of_no_evidence(read_rows(Path(sys.argv[1]))):
+        print(f"left out, {note}")

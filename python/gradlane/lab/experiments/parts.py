@@ -14,6 +14,7 @@ from gradlane.formats.rates import format_rate
 from gradlane.lab.experiments.findings import Findings
 from gradlane.lab.experiments.folder import table_columns
 from gradlane.lab.runs.rows import CEILING, MEASURED, NO_EVIDENCE, SIMULATED, Row
+from gradlane.planning.simulation.bound import describe_binding
 from gradlane.planning.simulation.scenarios import RING_FUSED
 from gradlane.report.curves import Points
 from gradlane.report.page import Cell, Measurement, Section, Table
@@ -26,6 +27,11 @@ COLORS: Mapping[str, int | str] = {name: number for number, name in enumerate(EN
 BOUND = "bound"
 HIDDEN_FIELDS = ("preset", "seed", "repeat", "warmup", "batch_size")
 """Fields of rows that the table of all rows leaves out."""
+
+
+def marked(row: Row) -> str:
+    """Return a row's strategy, with a star where the row is no evidence."""
+    return f"{row.strategy} *" if row.cpu_bound else row.strategy
 
 
 def percent(share: float | None) -> float | None:
@@ -45,7 +51,7 @@ def _simulated_ms(row: Row, found: Findings) -> float | None:
 
 
 RATE: Column = ("rate, Gbit/s", lambda row, _: row.gbps)
-STRATEGY: Column = ("strategy", lambda row, _: row.strategy)
+STRATEGY: Column = ("strategy", lambda row, _: marked(row))
 SAMPLES: Column = ("samples/s", lambda row, _: round(row.samples_per_s, 1))
 STEP: Column = ("step, ms", lambda row, _: round(1e3 * row.step_s_median, 1))
 TO_BOUND: Column = ("to bound, %", lambda row, _: percent(to_bound(row)))
@@ -56,7 +62,6 @@ PORTS: Column = (
     lambda row, _: percent(row.link_utilization) if row.communicates else None,
 )
 CPU: Column = ("CPU, %", lambda row, _: percent(row.cpu_share))
-BUSY: Column = ("no evidence", lambda row, _: True if row.cpu_bound else None)
 
 
 def row_table(
@@ -168,6 +173,8 @@ def plain_cell(name: str, value: Any) -> Cell:
     """Return a field of a row as a table shows it."""
     if name == "param_digest" and isinstance(value, str):
         return value[:12]
+    if name == "bound_binding" and isinstance(value, str):
+        return describe_binding(value)
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 

@@ -176,8 +176,8 @@ class Preset:
         if not any(map(self.is_shown, found.measured)):
             raise ValueError("no row was measured")
         blocks: list[Block] = [Figures(list(self.figures(found)))]
-        if found.marked:
-            blocks.insert(0, Paragraph(f"In all runs: {NO_EVIDENCE}."))
+        if found.note:
+            blocks.insert(0, Paragraph(f"{found.note[0].upper()}{found.note[1:]}."))
         blocks += [*self.remarks(found), Paragraph(self.text)]
         sections = [Section("In short", blocks), *self.sections(found)]
         sections += [all_rows(rows), measurement(rows)]

@@ -14,7 +14,7 @@ from typing import TypeVar
 from gradlane.formats.rates import format_rate
 from gradlane.lab.experiments.parts import percent, plain_cell, used_columns
 from gradlane.lab.runs.notes import balance_notes, factor_notes, loss_over_time
-from gradlane.lab.runs.rows import CEILING, NO_EVIDENCE, ROW_COLUMNS, Row
+from gradlane.lab.runs.rows import CEILING, ROW_COLUMNS, Row, by_encoding, text_of_no_evidence
 from gradlane.report.page import (
     Cell,
     Measurement,
@@ -24,6 +24,7 @@ from gradlane.report.page import (
     write_report,
 )
 from gradlane.report.plots import Plot, Series, bar_plot, line_plot, utilization_plot
+from gradlane.training.options.codec_choice import RAW
 
 K = TypeVar("K")
 BASELINE = "ddp"
@@ -66,7 +67,8 @@ def sections_from_results(rows: Sequence[Row]) -> list[Section]:
     for workload, own in _groups(rows, _workload).items():
         rates = list(_groups(own, _rate))
         title = f"{workload} at {format_rate(rates[0])}" if len(rates) == 1 else workload
-        sections.append(Section(title, [_overview(own), *_plots(own, colors)]))
+        tables = [_overview(own, encoding) for encoding in by_encoding(own)]
+        sections.append(Section(title, [*tables, *_plots(own, colors)]))
     contents = [row.to_json() for row in rows]
     columns = [key for key in ROW_COLUMNS if any(one.get(key) is not None for one in contents)]
     body = [[plain_cell(key, content.get(key)) for key in columns] for content in contents]
@@ -74,12 +76,19 @@ def sections_from_results(rows: Sequence[Row]) -> list[Section]:
     return [*sections, Section("All rows", [Table(columns, body, caption)])]
 
 
+def text_of_marked(rows: Sequence[Row]) -> str:
+    """Return how many rows are no evidence, and that they are marked; empty if all are."""
+    text = text_of_no_evidence(rows)
+    return f"{text}; marked *" if text else ""
+
+
 def _workload(row: Row) -> str:
     return row.workload
 
 
 def _strategy(row: Row) -> str:
-    return row.strategy
+    """Return what tells a row from others of its cluster: its strategy, and the codec of that."""
+    return row.strategy if row.codec == RAW else f"{row.strategy} {row.codec}"
 
 
 def _rate(row: Row) -> int:
@@ -116,7 +125,7 @@ def _speedup(rows: Sequence[Row], strategy: str) -> float | None:
     ratios = []
     for repeat in _groups(rows, lambda row: row.repeat).values():
         peers = [row.step_s_median for row in repeat if _is_baseline(row.strategy)]
-        own = [row.step_s_median for row in repeat if row.strategy == strategy]
+        own = [row.step_s_median for row in repeat if _strategy(row) == strategy]
         ratios += [min(peers) / step_s for step_s in own if peers]
     return _median(ratios)
 
@@ -139,7 +148,13 @@ def _summary(rows: Sequence[Row]) -> str:
     return "" if best is None else f"Largest difference: {best[1]}."
 
 
-def _overview(rows: Sequence[Row]) -> Table:
+def _overview(rows: Sequence[Row], encoding: str) -> Table:
+    """Return a line for each rate and strategy whose gradients travel so.
+
+    Args:
+        rows: of one workload, all encodings: the best DDP may be among the others.
+        encoding: as `Row.encoding`.
+    """
     columns = (
         "rate",
         "strategy",
@@ -154,17 +169,19 @@ def _overview(rows: Sequence[Row]) -> Table:
     )
     body: list[list[Cell]] = []
     highlight: set[int] = set()
-    caption = (
+    shown = by_encoding(rows)[encoding]
+    caption = "" if len(shown) == len(rows) and encoding == RAW else f"Gradients: {encoding}. "
+    caption += (
         f"Medians over repeats; nominal seconds. {_TIMES} DDP: how many times as "
         f"fast as the best DDP of the same repeat. {_TIMES} bound: step time over "
         "the perfect-overlap bound. Link: share of the goodput used. CPU: share of all processors "
         "of the machine. The fastest that communicates is set off."
     )
-    if any(row.cpu_bound for row in rows):
-        caption += f" * {NO_EVIDENCE}."
+    if marked := text_of_marked(shown):
+        caption += f" {marked[0].upper()}{marked[1:]}."
     by_rate = _groups(rows, _rate)
     for rate_bps, here in by_rate.items():
-        groups = _groups(here, _strategy)
+        groups = _groups((row for row in here if row.encoding == encoding), _strategy)
         sending = [name for name in groups if name != CEILING]
         fastest = min(sending, key=lambda name: _step_s(groups[name]) or 0.0, default=None)
         rate = format_rate(rate_bps) if len(by_rate) > 1 else None
@@ -172,7 +189,8 @@ def _overview(rows: Sequence[Row]) -> Table:
             if strategy == fastest:
                 highlight.add(len(body))
             body.append([rate, *_overview_row(here, groups[strategy], strategy)])
-        caption = " ".join([caption, *factor_notes(here), *balance_notes(here)])
+        own = [row for rows in groups.values() for row in rows]
+        caption = " ".join([caption, *factor_notes(own), *balance_notes(own)])
     return used_columns(columns, body, caption, frozenset(highlight))
 
 
@@ -212,7 +230,7 @@ def _plots(rows: Sequence[Row], colors: Mapping[str, int]) -> list[Plot]:
                 "step",
                 "training loss",
                 {
-                    row.strategy: (range(len(row.loss)), row.loss)
+                    _strategy(row): (range(len(row.loss)), row.loss)
                     for row in learning
                     if row.communicates
                 },
@@ -221,13 +239,17 @@ def _plots(rows: Sequence[Row], colors: Mapping[str, int]) -> list[Plot]:
                 "Loss over time",
                 "time, s",
                 "training loss",
-                {row.strategy: loss_over_time(row) for row in learning if row.straggler},
+                {_strategy(row): loss_over_time(row) for row in learning if row.straggler},
             ),
             (
                 "Step times",
                 "measured step",
                 "step, s",
-                {row.strategy: (range(len(row.step_s)), row.step_s) for row in first if row.step_s},
+                {
+                    _strategy(row): (range(len(row.step_s)), row.step_s)
+                    for row in first
+                    if row.step_s
+                },
             ),
         ):
             if series:
@@ -298,14 +320,14 @@ def _rate_plot(rows: Sequence[Row], colors: Mapping[str, int]) -> Plot:
 
 def _link_plots(rows: Sequence[Row], colors: Mapping[str, int], suffix: str) -> list[Plot]:
     sending = sorted((row for row in rows if row.communicates), key=lambda row: row.step_s_median)
-    names = [row.strategy for row in sending]
+    names = [_strategy(row) for row in sending]
     # The fastest baseline and the fastest other strategy: more lines at once hide each other.
     shown = [name for name in names if _is_baseline(name)][:1]
     shown += [name for name in names if not _is_baseline(name)][:1]
     plots = []
     for key, words in (("transmit", "outbound"), ("receive", "inbound")):
         series: Series = {
-            row.strategy: (row.utilization_over_time["time_s"], row.utilization_over_time[key])
+            _strategy(row): (row.utilization_over_time["time_s"], row.utilization_over_time[key])
             for row in rows
             if row.communicates
             and row.utilization_over_time.get("time_s")

@@ -50,7 +50,6 @@ _TABLE: tuple[parts.Column, ...] = (
     parts.TO_BOUND,
     ("dilation", lambda row, _: float(row.dilation)),
     parts.CPU,
-    parts.BUSY,
 )
 
 
@@ -202,14 +201,14 @@ def _tables(found: Findings) -> Iterator[TextTable]:
     yield parts.text_table(
         "throughput against the number of workers",
         (
-            ("workload and strategy", lambda row: f"{row.workload} with {row.strategy}"),
+            ("workload and strategy", lambda row: f"{row.workload} with {parts.marked(row)}"),
             ("workers", lambda row: f"{row.workers:,}"),
             ("source", lambda row: str(row.source)),
             ("samples/s", parts.samples_text),
             ("of linear", lambda row: f"{scaling_factor(row):.0%}"),
             ("to bound", lambda row: parts.text_or_dash(parts.to_bound(row), "+.1%")),
         ),
-        [row for row in found.rows if row.communicates and not row.cpu_bound],
+        [row for row in (*found.measured, *found.simulated) if row.communicates],
     )
 
 

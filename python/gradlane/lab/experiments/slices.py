@@ -123,9 +123,10 @@ class Sweep:
         return row.step_s_median / self.best.step_s_median
 
     def marks(self, row: Row) -> list[str]:
-        """Return what distinguishes a row."""
+        """Return what distinguishes a row; a star tells that it is no evidence."""
         found = [BEST] if row is self.best else []
-        return [*found, PLANNED] if row is self.planned else found
+        found += [PLANNED] if row is self.planned else []
+        return [*found, "*"] if row.cpu_bound else found
 
 
 def sweeps_of(found: Findings) -> list[Sweep]:
@@ -220,7 +221,6 @@ def _rows(sweep: Sweep, found: Findings) -> Table:
         parts.ERROR,
         parts.PORTS,
         parts.CPU,
-        parts.BUSY,
         ("", lambda row, _: ", ".join(sweep.marks(row))),
     )
     runs = [row for row in found.rows if row.cluster == sweep.cluster and not row.is_simulated]
@@ -234,8 +234,8 @@ def _tables(found: Findings) -> Iterator[TextTable]:
     for sweep in sweeps_of(found):
 
         def size(row: Row, sweep: Sweep = sweep) -> str:
-            mark = " best" if row is sweep.best else ""
-            return f"{_size(row):,}{mark}" + (" planned" if row is sweep.planned else "")
+            words = {BEST: "best", PLANNED: "planned"}
+            return " ".join([f"{_size(row):,}", *(words.get(it, it) for it in sweep.marks(row))])
 
         def to_best(row: Row, sweep: Sweep = sweep) -> str:
             return f"{sweep.over_best(row) - 1:+.1%}"

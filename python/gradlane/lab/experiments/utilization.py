@@ -212,7 +212,7 @@ def _port_plot(row: Row) -> Plot:
         if start_s <= (times_s[-1] if times_s else 0.0)
     ]
     return Plot(
-        f"{row.strategy}: bytes in and out of a port",
+        f"{parts.marked(row)}: bytes in and out of a port",
         [*traces, level],
         layout,
         "Dotted: a step begins on the slowest rank. Click a name for the ports of other nodes. An "
@@ -245,7 +245,7 @@ def _cpu_plot(row: Row) -> Plot:
         "times as long as it nominally is."
     )
     layout = _layout("% of a processor")
-    return Plot(f"{row.strategy}: processors", traces, layout, note, is_low=True)
+    return Plot(f"{parts.marked(row)}: processors", traces, layout, note, is_low=True)
 
 
 def _line(
@@ -292,7 +292,7 @@ def _balance_table(rows: Sequence[Row]) -> Table:
             both = (out[node], into[node])
             body.append(
                 [
-                    row.strategy,
+                    parts.marked(row),
                     node,
                     *(round(port.bytes_per_step / 1e6, 1) for port in both),
                     *(_from_mean(port, all_) for port, all_ in zip(both, (out, into), strict=True)),
@@ -313,7 +313,7 @@ def _tables(found: Findings) -> Iterator[TextTable]:
     yield parts.text_table(
         "use of the network",
         (
-            ("run", lambda row: f"{row.cluster.title}, {row.strategy}"),
+            ("run", lambda row: f"{row.cluster.title}, {parts.marked(row)}"),
             ("step", lambda row: format_time(row.step_s_median)),
             ("busiest port", lambda row: _name(busiest_port(row))),
             ("idle", lambda row: f"{busiest_port(row).idle_share:.1%}"),
@@ -328,7 +328,7 @@ def _tables(found: Findings) -> Iterator[TextTable]:
     shown = [(row, balance) for row, balance in shown if row.communicates]
     uneven = {row.cluster for row, balance in shown if balance.port_imbalance >= EVEN_BELOW}
     for cluster in sorted(uneven, key=str):
-        here = [(row.strategy, balance) for row, balance in shown if row.cluster == cluster]
+        here = [(parts.marked(row), balance) for row, balance in shown if row.cluster == cluster]
         count = max(len(balance.nodes) for _, balance in here)
         yield parts.text_table(
             f"{cluster.title}: MB a step out of and into each node",

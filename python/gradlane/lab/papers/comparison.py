@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 PUBLISHED = Path(__file__).with_name("published.json")
+TABLES = Path(__file__).with_name("published_tables.json")
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Published:
         unit: of the number.
         source: section, table or figure.
         says: the paper's words, where there is no number.
+        note: how sure the reading is, where it is not.
     """
 
     figure: str
@@ -33,6 +35,7 @@ class Published:
     unit: str
     source: str
     says: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,18 @@ class Ours:
         value: the number, in the published unit.
         why: why it differs, or that it does not.
         variant: what is different from the figure's setting, where a number has several answers.
+        main: whether it is the answer that the table of all published numbers takes; the first one
+            where none is.
+        role: `input` where the published number goes into ours as it is, `fitted` where a constant
+            was fitted to it, `smaller` where another network was trained: none is a prediction.
     """
 
     key: str
     value: float
     why: str
     variant: str = ""
+    main: bool = False
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,9 @@ class Comparison:
     says: str
     variant: str
     why: str
+    note: str = ""
+    main: bool = False
+    role: str = ""
 
     @property
     def difference(self) -> float | None:
@@ -105,8 +117,67 @@ def published_content() -> dict[str, Any]:
     return content
 
 
+@cache
+def published_tables() -> dict[str, Any]:
+    """Return the file of published tables: speeds, and the settings that they were measured at."""
+    content: dict[str, Any] = json.loads(TABLES.read_text(encoding="utf-8"))
+    return content
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A legible cell of a table of samples a second."""
+
+    network: str
+    encoding: str
+    gpus: int
+    value: float
+    note: str
+
+    @property
+    def key(self) -> str:
+        """The cell's key within its table."""
+        return f"{self.network}_{self.encoding}_{self.gpus}"
+
+
+@cache
+def speeds(table: str) -> tuple[Speed, ...]:
+    """Return the legible cells of a table of samples a second."""
+    content = published_tables()["speeds"][table]
+    return tuple(
+        Speed(row["network"], row["encoding"], gpus, value, row.get("note", ""))
+        for row in content["rows"]
+        for gpus, value in zip(content["gpus"], row["values"], strict=True)
+        if value is not None
+    )
+
+
+def _table_of(table: str) -> dict[str, Published]:
+    """Return a table's cells as published numbers."""
+    content = published_tables()["speeds"].get(table)
+    if content is None:
+        return {}
+    networks, encodings = published_tables()["networks"], published_tables()["encodings"]
+    return {
+        one.key: Published(
+            table,
+            one.key,
+            f"{networks[one.network]}, {encodings[one.encoding]}, {one.gpus} GPU"
+            f"{'s' if one.gpus > 1 else ''}, {content['primitive'].upper()}",
+            one.value,
+            content["unit"],
+            content["source"],
+            note=one.note,
+        )
+        for one in speeds(table)
+    }
+
+
 def published_of(figure: str) -> dict[str, Published]:
     """Return what a paper says in one figure, by key, in the order of the file."""
+    table = _table_of(figure)
+    if table:
+        return table
     entries = published_content()["figures"].get(figure, {})
     return {
         key: Published(
@@ -117,6 +188,7 @@ def published_of(figure: str) -> dict[str, Published]:
             entry.get("unit", ""),
             entry["source"],
             entry.get("says", ""),
+            entry.get("note", ""),
         )
         for key, entry in entries.items()
     }
@@ -125,6 +197,19 @@ def published_of(figure: str) -> dict[str, Published]:
 def given(name: str) -> Any:
     """Return something that a paper states about its setting, such as a batch time."""
     return published_content()["settings"][name]["value"]
+
+
+def first_above(
+    function: Callable[[float], float], wanted: float, low: float, high: float, rounds: int = 40
+) -> float:
+    """Return where a function that grows from `low` to `high` reaches a value, by bisection."""
+    for _ in range(rounds):
+        middle = (low * high) ** 0.5
+        if function(middle) < wanted:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def compared(figure: str, ours: Sequence[Ours | Curve]) -> list[Comparison]:
@@ -146,6 +231,9 @@ def compared(figure: str, ours: Sequence[Ours | Curve]) -> list[Comparison]:
             published[one.key].says,
             one.variant,
             one.why,
+            published[one.key].note,
+            one.main,
+            one.role,
         )
         for one in ours
         if isinstance(one, Ours)
@@ -165,6 +253,7 @@ class Figure:
         setting: how it is reproduced.
         run: computes ours, given the simulations; None where something is missing.
         needs: what is missing.
+        inputs: names the inputs that the simulations have, where they depend on a folder.
     """
 
     name: str
@@ -172,3 +261,8 @@ class Figure:
     setting: str = ""
     run: Reproduce | None = None
     needs: str = ""
+    inputs: Callable[[Any], str] | None = None
+
+    def setting_of(self, simulations: Any) -> str:
+        """Return how it is reproduced with the inputs that there are."""
+        return f"{self.setting}; {self.inputs(simulations)}" if self.inputs else self.setting

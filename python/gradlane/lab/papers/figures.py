@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradlane.lab.papers import lowprec, p3, poseidon, trained, whatif_paper
+from gradlane.lab.papers import lowprec, p3, poseidon, poseidon_others, trained, whatif_paper
 from gradlane.lab.papers.comparison import Comparison, Curve, Figure, compared, published_content
 from gradlane.lab.papers.simulations import Simulations
 
 FIGURES: dict[str, Figure] = {
     figure.name: figure
-    for module in (p3, trained, whatif_paper, poseidon, lowprec)
+    for module in (p3, trained, whatif_paper, poseidon, poseidon_others, lowprec)
     for figure in module.FIGURES
 }
 
@@ -23,11 +23,13 @@ class Reproduction:
 
     Attributes:
         figure: what it is.
+        setting: how it was reproduced, and from which inputs.
         rows: numbers that the paper gives, or describes.
         curves: lines of its picture, ours alone.
     """
 
     figure: Figure
+    setting: str
     rows: tuple[Comparison, ...]
     curves: tuple[Curve, ...]
 
@@ -37,7 +39,7 @@ class Reproduction:
             "figure": self.figure.name,
             "paper": paper_of(self.figure.name),
             "title": self.figure.title,
-            "setting": self.figure.setting,
+            "setting": self.setting,
             "rows": [row.to_json() for row in self.rows],
             "curves": [curve.to_json() for curve in self.curves],
         }
@@ -88,6 +90,7 @@ def reproduce(
         assert figure.run is not None
         ours = figure.run(simulations)
         curves = tuple(one for one in ours if isinstance(one, Curve))
-        made.append(Reproduction(figure, tuple(compared(figure.name, ours)), curves))
+        rows = tuple(compared(figure.name, ours))
+        made.append(Reproduction(figure, figure.setting_of(simulations), rows, curves))
         on_done(made[-1])
     return made

@@ -1,180 +1,536 @@
-"""Samples a second of low-precision communication (Grubic et al., EDBT 2018), by bytes.
+"""The figures of low-precision communication (Grubic et al., EDBT 2018).
 
-One machine with K GPUs: a step is the batch's share at the speed of one GPU, and then the exchange,
-which CNTK does not hide behind backward. MPI reduces and broadcasts through the host's memory, so
-all 2 (K - 1) copies share one rate; NCCL's ring moves 2 (K - 1) / K of the gradients at each GPU's
-own. Both rates are fitted to *one* number each, ResNet-152 in full precision; the rest is predicted
-from the bytes that each encoding makes of the network's shapes. Encoding takes no time here.
+Every legible cell of figures 10 and 11, and what follows from the same model of the exchange
+(`lowprec_model`): speed-ups (6, 7), the DGX-1 (8, 9, 14, 15), scalability (12, 13), and price and
+size of models (16).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from functools import cache
-from math import prod
 
-from gradlane.lab.papers.comparison import Figure, Ours, Reproduce, given, published_of
+from gradlane.lab.papers.comparison import (
+    Curve,
+    Figure,
+    Ours,
+    Speed,
+    first_above,
+    published_of,
+    published_tables,
+    speeds,
+)
+from gradlane.lab.papers.lowprec_model import (
+    FITTED,
+    KERNELS,
+    TABLES,
+    Errors,
+    alone_s,
+    batch_of,
+    cells,
+    constants,
+    encoded,
+    errors,
+    is_share_measured,
+    one_gpu,
+    parts_s,
+    samples_per_s,
+    share_of,
+    share_s,
+    step_s,
+    units,
+)
 from gradlane.lab.papers.simulations import Simulations
-from gradlane.planning.models import ARCHITECTURES, Layer, ParameterShape
+from gradlane.planning.models import ARCHITECTURES
 
-NETWORKS = ("resnet50", "resnet152", "bn_inception", "vgg19")
-QUANTIZED_SHARE = 0.99
-"""Small tensors travel in full precision, as long as more than this share of all is quantized."""
-FITTED = "resnet152_32bit"
-FLAT = {"resnet50": 62, "bn_inception": 53}
-"""Figure 10's samples a second at 2 bits on 16 GPUs over 16 times those of one, in percent."""
-_WORD_BITS = 32
-"""Of a packed word, and of a scale."""
-
-
-def qsgd_bytes(elements: int, bits: int, bucket: int) -> int:
-    """Return the bytes of a tensor under QSGD: a scale for each bucket of consecutive values."""
-    return math.ceil(elements * bits / 8) + 4 * math.ceil(elements / bucket)
+NEAR = 10.0
+"""Percent up to which a cell needs no other reason than the model."""
+IMAGENET = 1_300_000
+"""Training samples (figure 1)."""
+DGX_SPEED = 1.4
+"""A GPU of the DGX-1 over one of EC2 (section 5.2: about 40 % faster)."""
+NVLINK = 20e9
+"""Bytes a second and way of a link of the DGX-1's first GPUs (NVLink 1)."""
+IMAGES = ("alexnet", "bn_inception", "resnet50", "resnet152", "vgg19")
 
 
-def one_bit_bytes(elements: int, column: int) -> int:
-    """Return the bytes of a tensor under 1-bit SGD: two averages and packed bits a column."""
-    columns = math.ceil(elements / column)
-    return columns * (8 + 4 * math.ceil(column / _WORD_BITS))
+def _deviation(primitive: str, cell: Speed) -> float:
+    ours = samples_per_s(primitive, cell.network, cell.encoding, cell.gpus)
+    return 100.0 * (ours / cell.value - 1.0)
 
 
-def column_of(layer: Layer, parameter: ParameterShape) -> int:
-    """Return the length of a column in CNTK, whose first dimension is our last.
-
-    Of a convolution that is the width of its kernel, of a matrix its outputs.
-    """
-    if layer.kind == "Conv2d" and len(parameter.shape) == 4:
-        return parameter.shape[-1]
-    return parameter.shape[0] if parameter.shape else 1
-
-
-ENCODINGS: dict[str, Callable[[Layer, ParameterShape], int]] = {
-    "32bit": lambda layer, one: 4 * one.numel,
-    "16bit": lambda layer, one: qsgd_bytes(one.numel, 16, 8192),
-    "8bit": lambda layer, one: qsgd_bytes(one.numel, 8, 512),
-    "4bit": lambda layer, one: qsgd_bytes(one.numel, 4, 512),
-    "2bit": lambda layer, one: qsgd_bytes(one.numel, 2, 128),
-    "1bit": lambda layer, one: one_bit_bytes(one.numel, column_of(layer, one)),
-    "1bit_reshaped": lambda layer, one: one_bit_bytes(one.numel, 64),
-}
-"""Bytes of a tensor by the paper's encodings and bucket sizes (section 4.4)."""
+def _composition(primitive: str, network: str, encoding: str, gpus: int) -> str:
+    """Return what a step consists of, by the model."""
+    whole_s = step_s(primitive, network, encoding, gpus)
+    shares = {"compute": share_s(primitive, network, gpus) / whole_s}
+    parts = parts_s(primitive, network, encoding, gpus)
+    shares |= {name: seconds / whole_s for name, seconds in parts.items()}
+    ordered = sorted(shares.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{name} {100 * share:.0f} %" for name, share in ordered if share >= 0.02)
 
 
-@cache
-def encoded_bytes(network: str, encoding: str) -> int:
-    """Return the bytes of a network's gradients; small tensors stay whole (section 3.2.2)."""
-    pairs = [
-        (layer, parameter)
-        for layer in ARCHITECTURES[network]().layers
-        for parameter in layer.parameters
-    ]
-    total = sum(prod(one.shape) for _, one in pairs)
-    quantized = 0
-    size_bytes = 0
-    for layer, one in sorted(pairs, key=lambda pair: -pair[1].numel):
-        if quantized > QUANTIZED_SHARE * total and encoding != "1bit":
-            size_bytes += 4 * one.numel
-        else:
-            size_bytes += ENCODINGS[encoding](layer, one)
-        quantized += one.numel
-    return size_bytes
+def why_of(primitive: str, cell: Speed) -> str:
+    """Return why a held-out cell is near the model or not, by what the model and the table say."""
+    network, encoding, gpus = cell.network, cell.encoding, cell.gpus
+    deviation = _deviation(primitive, cell)
+    text = f"held out; our step: {_composition(primitive, network, encoding, gpus)}"
+    if abs(deviation) <= NEAR:
+        return text
+    return f"{text}; " + "; ".join(_reasons(primitive, cell, deviation))
 
 
-def exchanged_bytes(network: str, encoding: str, gpus: int, primitive: str) -> float:
-    """Return the bytes that share one rate: all copies for MPI, one GPU's for NCCL."""
-    copies = 2.0 * (gpus - 1)
-    if primitive == "nccl":
-        copies /= gpus
-    return copies * encoded_bytes(network, encoding)
-
-
-def compute_s(network: str, gpus: int) -> float:
-    """Return the time of a GPU's share of the batch, at the speed of one GPU."""
-    batch = float(given(f"lowprec_{network}_batch_{gpus}"))
-    return float(batch / gpus / given(f"lowprec_{network}_one"))
-
-
-@cache
-def fitted_rate(primitive: str) -> float:
-    """Return the bytes a second with which ResNet-152 in full precision comes out right."""
-    figure, gpus = ("lowprec:fig6", 16) if primitive == "mpi" else ("lowprec:fig7", 8)
-    published = published_of(figure)[FITTED].value
-    assert published is not None
-    step_s = float(given(f"lowprec_resnet152_batch_{gpus}")) / published
-    size = exchanged_bytes("resnet152", "32bit", gpus, primitive)
-    return size / (step_s - compute_s("resnet152", gpus))
-
-
-def samples_per_s(network: str, encoding: str, gpus: int, primitive: str) -> float:
-    """Return what the model says."""
-    exchange_s = exchanged_bytes(network, encoding, gpus, primitive) / fitted_rate(primitive)
-    batch = given(f"lowprec_{network}_batch_{gpus}")
-    return float(batch / (compute_s(network, gpus) + exchange_s))
-
-
-def _why(network: str, encoding: str, primitive: str) -> str:
-    if f"{network}_{encoding}" == FITTED:
-        return "The number that was fitted."
-    ratio = encoded_bytes(network, "32bit") / encoded_bytes(network, encoding)
-    text = f"{ratio:.1f}x fewer bytes" if ratio >= 1 else f"{1 / ratio:.1f}x more bytes"
-    if network == "vgg19":
-        return f"{text}; small batches ran faster than the single GPU's speed says (section 5.2)."
-    if network in FLAT and encoding != "32bit" and primitive == "mpi":
-        return (
-            f"{text}; at 2 bits, with hardly any bytes, theirs still reaches {FLAT[network]} % of "
-            "linear scaling: something beside the exchange holds it."
+def _reasons(primitive: str, cell: Speed, deviation: float) -> list[str]:
+    network, encoding, gpus = cell.network, cell.encoding, cell.gpus
+    table = cells(primitive)
+    reasons = []
+    if not is_share_measured(primitive, network, gpus):
+        reasons.append(
+            f"no cell gives the time of a share of {share_of(network, gpus):g} samples, and small "
+            "shares have speeds of their own (section 5.2)"
         )
-    if encoding == "1bit":
-        return f"{text}: columns as short as a kernel is wide."
-    if encoding == "32bit":
-        return f"The rate of ResNet-152 for all; their {primitive.upper()} was not equally fast."
-    return f"{text}; encoding takes time, which the model leaves out."
+    quiet = table.get((network, "2bit", gpus))
+    if quiet is not None and encoding != "2bit":
+        off = _deviation(primitive, quiet)
+        if off / deviation > 0.5:
+            reasons.append(f"{off:+.0f} % with 2 bits: not the bytes, in which encodings differ")
+    by_mpi = cells("mpi").get((network, encoding, gpus))
+    if primitive == "nccl" and by_mpi is not None and by_mpi.value > cell.value:
+        reasons.append(
+            f"their slower primitive, MPI, has {by_mpi.value:g} in the same cell of figure 10"
+        )
+    gap_s = batch_of(network, gpus) / cell.value - step_s(primitive, network, encoding, gpus)
+    if encoding == "1bit" and gap_s > 0.0:
+        more_s = gap_s / units(network, encoding, gpus)["messages"]
+        reasons.append(
+            f"CNTK quantizes columns in all {encoded(network, encoding).tensors} tensors: "
+            f"{1e6 * more_s:.0f} µs more a message would be enough"
+        )
+    if encoding == "1bit_reshaped" and gap_s > 0.0:
+        seconds = parts_s(primitive, network, encoding, gpus)
+        times = 1.0 + gap_s / (seconds["averages"] + seconds["scales"])
+        reasons.append(f"kernels of buckets of 64 would have to take {times:.1f} times as long")
+    linear = gpus * one_gpu(network)
+    if cell.value > linear and share_of(network, gpus) == batch_of(network, 1):
+        reasons.append(f"more than {gpus} times one GPU's, {linear:g}, at the same share")
+    if not reasons:
+        row = {
+            one.gpus: _deviation(primitive, one)
+            for one in table.values()
+            if (one.network, one.encoding) == (network, encoding) and one.gpus != gpus
+        }
+        others = ", ".join(f"{off:+.0f} % with {known}" for known, off in row.items())
+        reasons.append(
+            f"no part of the model explains it; the other cells of its row: {others} GPUs"
+        )
+    return reasons
 
 
-def _rows(figure: str, gpus: int, primitive: str) -> Reproduce:
-    """Return the numbers of a figure."""
+def _table(primitive: str) -> Callable[[Simulations], list[Ours]]:
+    """Return ours of every legible cell of a table."""
 
     def run(simulations: Simulations) -> list[Ours]:
         del simulations
         found = []
-        for key in published_of(figure):
-            network = next(name for name in NETWORKS if key.startswith(f"{name}_"))
-            encoding = key.removeprefix(f"{network}_")
-            value = samples_per_s(network, encoding, gpus, primitive)
-            found.append(Ours(key, value, _why(network, encoding, primitive)))
+        for cell in speeds(TABLES[primitive]):
+            value = samples_per_s(primitive, cell.network, cell.encoding, cell.gpus)
+            if cell.gpus == 1:
+                why, role = "goes into the model: the speed of one GPU", "input"
+            elif cell.network == FITTED:
+                why, role = "one of the cells that the model's constants were fitted to", "fitted"
+            else:
+                why, role = why_of(primitive, cell), ""
+            found.append(Ours(cell.key, value, why, role=role))
         return found
 
     return run
 
 
+def held_out() -> tuple[str, ...]:
+    """Return the networks to which nothing was fitted."""
+    return tuple(name for name in published_tables()["networks"] if name != FITTED)
+
+
+def fit_quality(primitive: str) -> list[tuple[str, Errors]]:
+    """Return the model's errors: on the fitted network, held out, and with parts switched off."""
+    others = held_out()
+    rows = [
+        ("fitted: ResNet-152", errors(primitive, (FITTED,))),
+        ("held out: all other networks", errors(primitive, others)),
+    ]
+    for part in (*constants(primitive), "shares"):
+        text = f"held out, without {part}"
+        rows.append((text, errors(primitive, others, without=(part,))))
+    rows.append(
+        (
+            "held out, bytes alone",
+            errors(primitive, others, without=("messages", "scales", "averages", "shares")),
+        )
+    )
+    return rows
+
+
 def figure_3(simulations: Simulations) -> list[Ours]:
     """Parameters of the networks."""
     del simulations
-    why = "The same layers, or torchvision's; the paper rounds."
+    why = "the same layers, or torchvision's; the paper rounds"
+    whys = {"resnet110": "1.7 million in its authors' paper (He et al. 2015, table 6) as well"}
     return [
-        Ours(name, ARCHITECTURES[name]().numel / 1e6, why) for name in published_of("lowprec:fig3")
+        Ours(name, ARCHITECTURES[name]().numel / 1e6, whys.get(name, why))
+        for name in published_of("lowprec:fig3")
     ]
 
 
-_BYTES = "the model of bytes in `lab/papers/lowprec.py`, one rate fitted to one number"
-_RUNS = "training runs of these networks. Small ones instead: `gradlane lab accuracy`"
+def _gain(primitive: str, network: str, encoding: str, gpus: int, over: str = "32bit") -> float:
+    """Return the throughput of an encoding over that of another one."""
+    own_s = step_s(primitive, network, encoding, gpus)
+    return step_s(primitive, network, over, gpus) / own_s
+
+
+def _communication(network: str, encoding: str, gpus: int) -> float:
+    """Return the time of the exchange without kernels, which the paper counts as computation."""
+    parts = parts_s("mpi", network, encoding, gpus)
+    return parts["link"] + parts["memory"] + parts["messages"]
+
+
+def _implied_gain(network: str, encoding: str) -> float:
+    """Return a speed-up with MPI on 16 GPUs with the compute that the cell of 2 bits implies."""
+    cell = cells("mpi")[network, "2bit", 16]
+    compute_s = batch_of(network, 16) / cell.value
+    compute_s -= sum(parts_s("mpi", network, "2bit", 16).values())
+    full_s, own_s = (
+        compute_s + sum(parts_s("mpi", network, one, 16).values()) for one in ("32bit", encoding)
+    )
+    return full_s / own_s
+
+
+def figure_6(simulations: Simulations) -> list[Ours]:
+    """Speed-ups with MPI that the text names."""
+    del simulations
+    reshaped = max(
+        _gain("mpi", network, "1bit_reshaped", gpus, over="1bit")
+        for network in IMAGES
+        for gpus in (2, 4, 8, 16)
+    )
+    saved = _communication("alexnet", "32bit", 16) / _communication("alexnet", "4bit", 16)
+    table = cells("mpi")
+    inception = table["bn_inception", "2bit", 16].value / table["bn_inception", "32bit", 16].value
+    smaller = "full precision's row is not legible; held out"
+    needed = table["vgg19", "4bit", 8].value / 3.0
+    own = samples_per_s("mpi", "vgg19", "32bit", 8)
+    implied = "with the compute that their cell of 2 bits implies {:.1f}x"
+    return [
+        Ours(
+            "vgg19_8",
+            _gain("mpi", "vgg19", "4bit", 8),
+            f"{smaller}: 3x implies {needed:.0f} samples/s in full precision, ours are {own:.0f}",
+        ),
+        Ours(
+            "vgg19_16",
+            _gain("mpi", "vgg19", "4bit", 16),
+            f"{smaller}; {implied.format(_implied_gain('vgg19', '4bit'))}",
+        ),
+        Ours(
+            "alexnet_communication",
+            saved,
+            "16 GPUs; full precision's row is not legible, and bytes alone are 7.6 times fewer",
+        ),
+        Ours(
+            "alexnet_whole",
+            _gain("mpi", "alexnet", "4bit", 16),
+            f"16 GPUs; {smaller}; {implied.format(_implied_gain('alexnet', '4bit'))}; with 4 GPUs "
+            f"{_gain('mpi', 'alexnet', '4bit', 4):.1f}x",
+        ),
+        Ours(
+            "alexnet_most",
+            max(_gain("mpi", "alexnet", "2bit", gpus) for gpus in (2, 4, 8, 16)),
+            f"2 bits on 16 GPUs; {implied.format(_implied_gain('alexnet', '2bit'))}; section 5.2 "
+            "says 2x at 4 bits",
+        ),
+        Ours(
+            "bn_inception_whole",
+            _gain("mpi", "bn_inception", "2bit", 16),
+            f"16 GPUs, where their own table has {inception:.2f}x",
+        ),
+        Ours(
+            "reshaped_most",
+            reshaped,
+            "the largest over all networks and GPUs; their own table has 3.1x at most "
+            "(ResNet-152, 16 GPUs)",
+            role="fitted",
+        ),
+    ]
+
+
+def figure_7(simulations: Simulations) -> list[Ours]:
+    """Speed-ups with NCCL that the text names."""
+    del simulations
+    native = {
+        network: step_s("mpi", network, "8bit", 8) / step_s("nccl", network, "8bit", 8)
+        for network in IMAGES
+    }
+    best = max(native, key=lambda name: native[name])
+    table = cells("nccl")
+    vgg = table["vgg19", "4bit", 8].value / table["vgg19", "32bit", 8].value
+    theirs = f"their own table has {vgg:.2f}x at 4 bits"
+    gain = _gain("nccl", "vgg19", "4bit", 8)
+    return [
+        Ours("vgg19_most", gain, theirs),
+        Ours("vgg19_most_summary", gain, theirs),
+        Ours("native", native[best], f"NCCL over MPI at 8 bits on 8 GPUs; most with {best}"),
+    ]
+
+
+def _dgx_s(
+    primitive: str,
+    network: str,
+    encoding: str,
+    gpus: int,
+    *,
+    speed: float = DGX_SPEED,
+    link: float = NVLINK,
+) -> float:
+    """Return a step on the DGX-1.
+
+    Args:
+        primitive: `mpi` or `nccl`.
+        network: one of `IMAGES`.
+        encoding: of the gradients.
+        gpus: that are used.
+        speed: of a GPU over one of EC2.
+        link: bytes a second and way between GPUs, of NCCL.
+    """
+    parts = parts_s(primitive, network, encoding, gpus)
+    if primitive == "nccl":
+        parts["link"] = units(network, encoding, gpus)["link"] / link
+    return share_s(primitive, network, gpus) / speed + sum(
+        seconds / speed if name in KERNELS else seconds for name, seconds in parts.items()
+    )
+
+
+def _dgx_gain(primitive: str, encoding: str, **machine: float) -> float:
+    full_s = _dgx_s(primitive, "vgg19", "32bit", 8, **machine)
+    return full_s / _dgx_s(primitive, "vgg19", encoding, 8, **machine)
+
+
+def _dgx_row(figure: str, primitive: str, encoding: str) -> list[Ours]:
+    """Return VGG-19's speed-up on the DGX-1, and which machine would explain the paper's."""
+    wanted = published_of(figure)["vgg19"].value
+    assert wanted is not None
+    faster = first_above(
+        lambda speed: _dgx_gain(primitive, encoding, speed=speed), wanted, 1.0, 100.0
+    )
+    why = (
+        f"GPUs 1.4 times as fast as EC2's, as the text says; {wanted:g}x follows from GPUs "
+        f"{faster:.1f} times as fast"
+    )
+    if primitive == "nccl":
+        slower = first_above(
+            lambda less: _dgx_gain(primitive, encoding, link=NVLINK / less), wanted, 1.0, 100.0
+        )
+        why += f", or from links of {NVLINK / slower / 1e9:.1f} GB/s in place of 20"
+    return [Ours("vgg19", _dgx_gain(primitive, encoding), why)]
+
+
+def figure_8(simulations: Simulations) -> list[Ours]:
+    """VGG-19 on the DGX-1 with MPI."""
+    del simulations
+    return _dgx_row("lowprec:fig8", "mpi", "2bit")
+
+
+def figure_9(simulations: Simulations) -> list[Ours]:
+    """VGG-19 on the DGX-1 with NCCL."""
+    del simulations
+    return _dgx_row("lowprec:fig9", "nccl", "4bit")
+
+
+def _scalability(primitive: str, network: str, encoding: str, gpus: int) -> float:
+    """Return samples a second over those of one GPU (section 5.3)."""
+    return samples_per_s(primitive, network, encoding, gpus) / one_gpu(network)
+
+
+def _scaling_curves(primitive: str, counts: tuple[int, ...]) -> list[Curve]:
+    return [
+        Curve(
+            f"{network}, {encoding}, {primitive.upper()}",
+            "GPUs",
+            "scalability",
+            tuple((float(k), _scalability(primitive, network, encoding, k)) for k in counts),
+        )
+        for network in IMAGES
+        for encoding in ("32bit", "4bit")
+    ]
+
+
+def _alone_at_memory() -> float:
+    """Return AlexNet's scalability in full precision as if no other GPU used the host's memory."""
+    seconds = step_s("mpi", "alexnet", "32bit", 16, without=("memory",))
+    return batch_of("alexnet", 16) / seconds / one_gpu("alexnet")
+
+
+def figure_12(simulations: Simulations) -> list[Ours | Curve]:
+    """Scalability with MPI."""
+    del simulations
+    table = cells("mpi")
+    one_bit = table["alexnet", "1bit_reshaped", 16].value / one_gpu("alexnet")
+    deep = table["resnet152", "32bit", 16].value / one_gpu("resnet152")
+    computing = max(
+        _scalability("mpi", network, "32bit", 8) for network in ("bn_inception", "resnet50")
+    )
+    return [
+        Ours("full_8", computing, "the better of BN-Inception and ResNet-50"),
+        Ours(
+            "alexnet_full_16",
+            _scalability("mpi", "alexnet", "32bit", 16),
+            f"held out; {_alone_at_memory():.1f}x without the part `memory`, which was fitted to "
+            "ResNet-152's 467 smaller tensors",
+        ),
+        Ours(
+            "alexnet_one_bit_16",
+            _scalability("mpi", "alexnet", "1bit_reshaped", 16),
+            f"the text contradicts their own table, which has {one_bit:.1f}x",
+        ),
+        Ours(
+            "resnet152_full_16",
+            _scalability("mpi", "resnet152", "32bit", 16),
+            f"the text contradicts their own table, which has {deep:.1f}x",
+            role="fitted",
+        ),
+        Ours(
+            "resnet152_quantized_16",
+            _scalability("mpi", "resnet152", "2bit", 16),
+            "with 2 bits",
+        ),
+        *_scaling_curves("mpi", (1, 2, 4, 8, 16)),
+    ]
+
+
+def figure_13(simulations: Simulations) -> list[Ours | Curve]:
+    """Scalability with NCCL."""
+    del simulations
+    full = max(_scalability("nccl", network, "32bit", 8) for network in IMAGES[1:4])
+    gain = max(_gain("nccl", network, "4bit", 8) for network in IMAGES)
+    theirs = max(
+        cells("nccl")[network, "4bit", 8].value / cells("nccl")[network, "32bit", 8].value
+        for network in IMAGES
+    )
+    return [
+        Ours("full_8", full, "the best of BN-Inception and the ResNets"),
+        Ours(
+            "quantized_most",
+            gain,
+            f"a bound, at 4 bits on 8 GPUs: their own table has {theirs:.2f}x at most",
+        ),
+        *_scaling_curves("nccl", (1, 2, 4, 8)),
+    ]
+
+
+def _dgx_scaling(primitive: str) -> Callable[[Simulations], list[Ours | Curve]]:
+    def run(simulations: Simulations) -> list[Ours | Curve]:
+        del simulations
+        found: list[Ours | Curve] = []
+        for network in IMAGES:
+            alone = one_gpu(network) * DGX_SPEED
+            for encoding in ("32bit", "4bit"):
+                points = tuple(
+                    (
+                        float(gpus),
+                        batch_of(network, gpus)
+                        / _dgx_s(primitive, network, encoding, gpus)
+                        / alone,
+                    )
+                    for gpus in (2, 4, 8)
+                )
+                name = f"{network}, {encoding}, DGX-1, {primitive.upper()}"
+                found.append(Curve(name, "GPUs", "scalability", points))
+                if network == "resnet50" and encoding == "4bit":
+                    why = "ResNet-50 with 4 bits on 8 GPUs"
+                    found.append(Ours("near_linear", points[-1][1], why))
+        return found
+
+    return run
+
+
+def _price(network: str) -> tuple[float, str]:
+    """Return the dollars of a full training on the cheapest machine of EC2, and the machine."""
+    tables = published_tables()
+    samples = IMAGENET * tables["epochs"]["rows"][network]
+    prices = {}
+    for gpus, dollars in tables["machines"]["rows"].items():
+        speed = samples_per_s("nccl", network, "8bit", int(gpus)) if int(gpus) <= 8 else None
+        if speed is not None:
+            prices[gpus] = samples / speed / 3600.0 * dollars
+    best = min(prices, key=lambda gpus: prices[gpus])
+    return prices[best], best
+
+
+def _grown_gain(times: int, without: tuple[str, ...] = ()) -> float:
+    """Return what 8 bits with NCCL on 8 GPUs bring to an AlexNet with more parameters a layer."""
+    full_s, coded_s = (
+        alone_s("alexnet", 8)
+        + sum(
+            seconds if name == "messages" else times * seconds
+            for name, seconds in parts_s("nccl", "alexnet", encoding, 8).items()
+            if name not in without
+        )
+        for encoding in ("32bit", "8bit")
+    )
+    return full_s / coded_s
+
+
+def figure_16(simulations: Simulations) -> list[Ours | Curve]:
+    """Price of training, and what 8 bits bring to a model that grows."""
+    del simulations
+    prices = {network: _price(network) for network in IMAGES}
+    text = ", ".join(
+        f"{name} ${price:,.0f} on {best} GPU{'s' if best != '1' else ''}"
+        for name, (price, best) in prices.items()
+    )
+    points = tuple((float(times), _grown_gain(times)) for times in (1, 2, 5, 10, 20, 50, 100, 1000))
+    return [
+        Ours(
+            "alexnet_to_resnet50",
+            prices["resnet50"][0] - prices["alexnet"][0],
+            f"epochs and prices of figures 2 and 3, 8 bits with NCCL: {text}",
+        ),
+        Ours(
+            "resnet50_to_resnet152",
+            prices["resnet152"][0] - prices["resnet50"][0],
+            "the same; the cheapest machine is that with one GPU, whose speed is published",
+        ),
+        Ours(
+            "bound",
+            points[-1][1],
+            "an AlexNet of a thousand times the parameters: the bound, less a scale a bucket "
+            f"and its kernel (without kernels {_grown_gain(1000, without=KERNELS):.2f}x)",
+        ),
+        Curve("AlexNet grown, 8 bits over full precision", "times the size", "x", points),
+    ]
+
+
+_FITTED = (
+    "the model of copies, messages and kernels in `lab/papers/lowprec_model.py`, fitted to "
+    "ResNet-152 alone"
+)
+_RUNS = (
+    "training runs of these networks on ImageNet; small ones instead in docs/accuracy.md (rows "
+    "`onebit` and `qsgd:bits=8`, 4 and 2; sections Buckets, and Convolutions or all layers)"
+)
 FIGURES = (
     Figure("lowprec:fig3", "the networks", "counted", figure_3),
     Figure("lowprec:fig5", "accuracy of each precision", needs=_RUNS),
+    Figure("lowprec:fig6", "speed-ups with MPI", _FITTED, figure_6),
+    Figure("lowprec:fig7", "speed-ups with NCCL", _FITTED, figure_7),
+    Figure("lowprec:fig8", "DGX-1 with MPI", _FITTED, figure_8),
+    Figure("lowprec:fig9", "DGX-1 with NCCL", f"{_FITTED}; links of 20 GB/s", figure_9),
+    Figure("lowprec:fig10", "all speeds with MPI (also figure 6)", _FITTED, _table("mpi")),
+    Figure("lowprec:fig11", "all speeds with NCCL (also figure 7)", _FITTED, _table("nccl")),
+    Figure("lowprec:fig12", "scalability with MPI", _FITTED, figure_12),
+    Figure("lowprec:fig13", "scalability with NCCL", _FITTED, figure_13),
+    Figure("lowprec:fig14", "scalability of the DGX-1 with MPI", _FITTED, _dgx_scaling("mpi")),
     Figure(
-        "lowprec:fig6",
-        "16 GPUs with MPI (table: figure 10)",
-        _BYTES,
-        _rows("lowprec:fig6", 16, "mpi"),
+        "lowprec:fig15",
+        "scalability of the DGX-1 with NCCL",
+        f"{_FITTED}; links of 20 GB/s",
+        _dgx_scaling("nccl"),
     ),
-    Figure(
-        "lowprec:fig7",
-        "8 GPUs with NCCL (table: figure 11)",
-        _BYTES,
-        _rows("lowprec:fig7", 8, "nccl"),
-    ),
-    Figure("lowprec:fig8", "DGX-1 with MPI", needs="numbers: the picture has none"),
-    Figure("lowprec:fig9", "DGX-1 with NCCL", needs="numbers: the picture has none"),
-    Figure("lowprec:fig16", "price against accuracy", needs=_RUNS),
+    Figure("lowprec:fig16", "price, and larger models", _FITTED, figure_16),
 )

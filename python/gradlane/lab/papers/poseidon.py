@@ -14,17 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradlane.lab.papers.comparison import Curve, Figure, Ours, given
+from gradlane.lab.papers.comparison import Curve, Figure, Ours, published_of
 from gradlane.lab.papers.poseidon_bytes import (
-    BATCHES,
     NODES,
     curves_of,
     fitted_share,
     profile_of,
-    seconds,
+    share_for,
     speedup,
     step,
 )
+from gradlane.lab.papers.poseidon_others import sequential_speedup
 from gradlane.lab.papers.simulations import Job, Simulations
 from gradlane.planning.schemes.costs import SCHEMES, Counts
 from gradlane.planning.schemes.layers import schemes_by_rule
@@ -33,7 +33,10 @@ from gradlane.planning.simulation.grid import GOODPUT_SHARE
 from gradlane.planning.simulation.profiles import synthetic_profile
 from gradlane.planning.simulation.scenarios import FREE_HOST, Cluster
 
+_FITTED = "vgg19_22k_wfbp"
+"""The number of figure 5 that the share of the port was fitted to, by bytes."""
 _LIMIT = "What full ports and free hosts allow at most."
+_OVERLAP = "With overlap; the published number is that of a server without it."
 _REBUILDING = (
     "The port does not decide. Rebuilding the others' gradients is taken to be as fast as the "
     "step's own arithmetic, and is all that is missing to linear."
@@ -73,8 +76,13 @@ def _simulated(
     rate_gbps: float,
     system: str,
     whys: tuple[str, str],
+    *,
+    main: bool = True,
 ) -> list[Ours]:
-    """Return a published number's rows: simulated and by bytes, with both shares of the port."""
+    """Return a published number's rows: simulated and by bytes, with both shares of the port.
+
+    The simulation with the fitted share is the main one, unless another row is.
+    """
     shares = (1.0, fitted_share())
     jobs = [simulated_job(model, nodes, rate_gbps, system, share) for share in shares]
     rows = []
@@ -82,7 +90,8 @@ def _simulated(
     for share, simulated, why in zip(shares, speedups, whys, strict=True):
         port = "full ports" if share == 1.0 else f"{100 * share:.0f} % of the port"
         by_bytes = speedup(model, "caffe", nodes, rate_gbps, system, share)
-        rows.append(Ours(key, simulated, why, f"simulated, {port}"))
+        fitted = "fitted" if key == _FITTED and share != 1.0 else ""
+        rows.append(Ours(key, simulated, why, f"simulated, {port}", main and share != 1.0, fitted))
         rows.append(Ours(key, by_bytes, "What bytes alone allow.", f"by bytes, {port}"))
     return rows
 
@@ -90,20 +99,35 @@ def _simulated(
 def _both(
     key: str, model: str, engine: str, nodes: int, rate_gbps: float, system: str, why: str
 ) -> list[Ours]:
+    """Return a published number's rows by bytes, with both shares of the port.
+
+    The main one has the share that was fitted to Poseidon's transport, where that is the system's.
+    """
     share = fitted_share()
     full = step(model, engine, nodes, rate_gbps, system, 1.0)
     limit = _LIMIT
     if system == "tf":
-        limit = "Servers take whole layers in turn; where theirs put them is not known."
+        limit = (
+            "Servers take whole layers in turn; where theirs put them, and how much of a port "
+            "TensorFlow's own transport uses, is not known."
+        )
     elif full.rebuild_s > 0.01 * full.step_s:
         limit = _REBUILDING
+    own = system != "tf"
     return [
-        Ours(key, speedup(model, engine, nodes, rate_gbps, system), limit, "full ports"),
+        Ours(
+            key,
+            speedup(model, engine, nodes, rate_gbps, system),
+            limit,
+            "full ports",
+            main=not own,
+        ),
         Ours(
             key,
             speedup(model, engine, nodes, rate_gbps, system, share),
             why,
             f"{100 * share:.0f} % of the port",
+            main=own,
         ),
     ]
 
@@ -129,24 +153,40 @@ def figure_5(simulations: Simulations) -> list[Ours | Curve]:
     for key, model, system, full, fitted in cases:
         rows += _simulated(simulations, key, model, 32, 40, system, (full, fitted))
     rows += _simulated_curves(simulations, ("googlenet", "vgg19", "vgg19_22k"), 40)
+    rows += _caffe_ps("vgg19_22k_16", "vgg19_22k", 40)
     rows += _sequential()
     return rows
 
 
+def _caffe_ps(key: str, model: str, rate_gbps: float) -> list[Ours]:
+    """Return a number of 16 nodes without overlap: with Caffe+PS's copies and without."""
+    bytes_alone = speedup(model, "caffe", 16, rate_gbps, "ps")
+    with_copies = sequential_speedup(model, 16, rate_gbps)
+    nothing = "nothing overlaps, full ports"
+    why = (
+        f"Caffe+PS as section 5.1 has it, with the copies of its single node; without these "
+        f"{bytes_alone:.1f}x"
+    )
+    return [
+        Ours(key, with_copies, why, f"{nothing}, copies", main=True),
+        Ours(key, bytes_alone, "By bytes alone.", nothing),
+    ]
+
+
 def _sequential() -> list[Curve]:
     """Caffe+PS: nothing overlaps, and one node is as slow as the paper says."""
-    curves = []
-    for model in ("googlenet", "vgg19", "vgg19_22k"):
-        slow_s = BATCHES[model] / given(f"poseidon_{model}_ps")
-        alone_s = seconds(model, "caffe")
-        points = []
-        for nodes in NODES:
-            made = step(model, "caffe", nodes, 40, "ps", fitted_share())
-            step_s = slow_s + made.step_s - alone_s
-            points.append((float(nodes), nodes * alone_s / step_s))
-        name = f"{model} by Caffe+PS, 40 GbE, fitted share"
-        curves.append(Curve(name, "nodes", "speed-up", tuple(points)))
-    return curves
+    return [
+        Curve(
+            f"{model} by Caffe+PS, 40 GbE, fitted share",
+            "nodes",
+            "speed-up",
+            tuple(
+                (float(nodes), sequential_speedup(model, nodes, 40, fitted_share()))
+                for nodes in NODES
+            ),
+        )
+        for model in ("googlenet", "vgg19", "vgg19_22k")
+    ]
 
 
 def _simulated_curves(
@@ -195,6 +235,13 @@ def figure_6(simulations: Simulations) -> list[Ours | Curve]:
     rows: list[Ours | Curve] = []
     for key, model, system, why in cases:
         rows += _both(key, model, "tf", 32, 40, system, why)
+    whole = speedup("inception_v3", "tf", 32, 40, "tf")
+    better = speedup("inception_v3", "tf", 32, 40, "poseidon") / whole
+    contradicts = (
+        "full ports; the paper contradicts itself, 20x in section 1 and 10x in section 5.1"
+    )
+    rows.append(Ours("inception_v3_tf_text", whole, contradicts))
+    rows.append(Ours("inception_v3_gain", 100.0 * (better - 1.0), contradicts))
     return [*rows, *curves_of(("inception_v3", "vgg19", "vgg19_22k"), "tf")]
 
 
@@ -216,13 +263,9 @@ def figure_7(simulations: Simulations) -> list[Ours]:
 
 def figure_8(simulations: Simulations) -> list[Ours | Curve]:
     """Caffe at lower bandwidth."""
-    lower = (
-        "The published number lies between: their transport used more of a port of 10 Gbit/s than "
-        "of one of 40."
-    )
     cases = (
-        ("vgg19_ps", "vgg19", 10, "wfbp", _LIMIT, lower),
-        ("vgg19_22k_ps", "vgg19_22k", 10, "wfbp", _LIMIT, lower),
+        ("vgg19_ps", "vgg19", 10, "wfbp", _OVERLAP, _OVERLAP),
+        ("vgg19_22k_ps", "vgg19_22k", 10, "wfbp", _OVERLAP, _OVERLAP),
         (
             *("vgg19_22k_poseidon", "vgg19_22k", 10, "poseidon"),
             "The port does not decide; what is missing to linear is rebuilding.",
@@ -236,7 +279,10 @@ def figure_8(simulations: Simulations) -> list[Ours | Curve]:
     )
     rows: list[Ours | Curve] = []
     for key, model, rate, system, full, fitted in cases:
-        rows += _simulated(simulations, key, model, 16, rate, system, (full, fitted))
+        main = key not in ("vgg19_ps", "vgg19_22k_ps")
+        whys = (full, fitted)
+        rows += _simulated(simulations, key, model, 16, rate, system, whys, main=main)
+    rows += _caffe_ps("vgg19_ps", "vgg19", 10) + _caffe_ps("vgg19_22k_ps", "vgg19_22k", 10)
     rows += _simulated_curves(simulations, ("vgg19", "vgg19_22k"), 10)
     for rate in (2, 5):
         rows += curves_of(("googlenet",), "caffe", rate)
@@ -268,7 +314,13 @@ def figure_10(simulations: Simulations) -> list[Ours]:
                 system,
             )
         )
-    why = "The server of the largest layer sends 2.9 GB a step."
+    wanted = published_of("poseidon:fig10")["adam_speedup"].value
+    assert wanted is not None
+    needed = share_for("vgg19", "tf", 8, 40, "adam", wanted)
+    why = (
+        f"The server of the largest layer sends 2.9 GB a step; {wanted:g}x follows from "
+        f"{100 * needed:.0f} % of the port, more than was fitted to servers that all send alike."
+    )
     return [*rows, *_both("adam_speedup", "vgg19", "tf", 8, 40, "adam", why)]
 
 
@@ -319,7 +371,12 @@ def section_2(simulations: Simulations) -> list[Ours]:
         "The paper's 840 million are bytes (240 million gradients x 7/8 x 4), which it takes for "
         "floats: its own numbers make 6.7 Gbit/s. As a server a node sends as much again."
     )
-    return [Ours("alexnet_rate", sends, why)]
+    gradients = profile.size_bytes / 4 / profile.compute_s / 1e6
+    return [
+        Ours("alexnet_parameters", profile.size_bytes / 4e6, "The same layers."),
+        Ours("alexnet_gradients", gradients, "By the batch time of 0.25 s."),
+        Ours("alexnet_rate", sends, why),
+    ]
 
 
 _SIMULATED = (
@@ -340,9 +397,14 @@ FIGURES = (
     Figure("poseidon:fig9", "ResNet-152: throughput", _BYTES, figure_9),
     Figure("poseidon:fig10", "traffic of each node", _BYTES, figure_10),
     Figure(
+        "poseidon:fig9b",
+        "ResNet-152: error over epochs",
+        needs="90 epochs of training on ImageNet",
+    ),
+    Figure(
         "poseidon:fig11",
         "convergence with 1-bit gradients",
-        needs="training runs on CIFAR-10. Small networks instead: `gradlane lab accuracy --scheme "
-        "onebit`",
+        needs="training runs on CIFAR-10; small networks instead: docs/accuracy.md, written by "
+        "`gradlane lab accuracy --scheme onebit`",
     ),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from gradlane.lab.papers.comparison import Curve, given, published_of
+from gradlane.lab.papers.comparison import Curve, first_above, given, published_of
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.schemes.hybrid import WHOLE, HybridStep, NodeCluster, hybrid_step
 from gradlane.planning.schemes.layers import operations_per_s
@@ -92,19 +92,21 @@ def speedup(
     return nodes * profile_of(model, engine).compute_s / made.step_s
 
 
+def share_for(
+    model: str, engine: str, nodes: int, rate_gbps: float, system: str, wanted: float
+) -> float:
+    """Return the share of the port with which a system gives a speed-up."""
+    return first_above(
+        lambda share: speedup(model, engine, nodes, rate_gbps, system, share), wanted, 0.05, 1.0
+    )
+
+
 @cache
 def fitted_share() -> float:
     """Return the share of 40 Gbit/s with which WFBP gives the published 21.5x."""
     wanted = published_of("poseidon:fig5")["vgg19_22k_wfbp"].value
     assert wanted is not None
-    low, high = 0.05, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2.0
-        if speedup("vgg19_22k", "caffe", 32, 40, "wfbp", middle) < wanted:
-            low = middle
-        else:
-            high = middle
-    return high
+    return share_for("vgg19_22k", "caffe", 32, 40, "wfbp", wanted)
 
 
 def curves_of(models: tuple[str, ...], engine: str, rate_gbps: float = 40) -> list[Curve]:

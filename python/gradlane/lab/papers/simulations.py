@@ -108,6 +108,27 @@ class Simulations:
         return report
 
 
+def with_times(profile: Profile, forward_s: float, backward_s: float) -> Profile:
+    """Return a profile whose forward and backward are each stretched to a time of its own."""
+    before_s = profile.compute_s - profile.forward_s
+    return replace(
+        profile,
+        forward_s=forward_s,
+        compute_s=forward_s + backward_s,
+        tensors=tuple(
+            replace(
+                tensor,
+                need_s=min(tensor.need_s * forward_s / profile.forward_s, forward_s),
+                ready_s=min(
+                    forward_s + (tensor.ready_s - profile.forward_s) * backward_s / before_s,
+                    forward_s + backward_s,
+                ),
+            )
+            for tensor in profile.tensors
+        ),
+    )
+
+
 def gains(
     simulations: Simulations,
     model: str,

@@ -13,6 +13,8 @@ from gradlane.lab.papers.figures import FIGURES, Reproduction, paper_of
 from gradlane.report.markdown import markdown_table
 
 COLUMNS = ("number", "paper", "ours", "difference", "why")
+LONG = 40
+"""Rows from which a figure's table is left to the page of all published numbers."""
 
 
 def number(value: float | None) -> str:
@@ -56,6 +58,7 @@ def print_list(console: Console) -> None:
         how = figure.setting if figure.run is not None else f"not yet: needs {figure.needs}"
         table.add_row(figure.name, figure.title, how)
     table.add_row("modern", "networks of today: where scheduling helps", "a page of its own")
+    table.add_row("published", "every published number beside ours", "a page of its own")
     console.print(table)
 
 
@@ -63,7 +66,7 @@ def print_reproduction(console: Console, made: Reproduction) -> None:
     """Print one figure."""
     figure = made.figure
     console.print(f"{figure.name}: {figure.title}", style="bold", highlight=False)
-    console.print(f"{paper_of(figure.name)}; ours: {figure.setting}", style="dim", highlight=False)
+    console.print(f"{paper_of(figure.name)}; ours: {made.setting}", style="dim", highlight=False)
     if made.rows:
         table = Table()
         for name in COLUMNS:
@@ -85,7 +88,8 @@ def markdown_of(made: Sequence[Reproduction], command: str) -> str:
         "accuracy what small networks learned; they come out the same each time. Differences are "
         "relative, those of percentages in points. "
         "Published numbers\nare those in the papers' text and tables (`python/gradlane/lab/papers/"
-        "published.json`, each with its place): curves in pictures have none.\n",
+        "published.json`, each with its place): curves in pictures have none. "
+        "[Every published number](published.md), with counts, stands on a page of its own.\n",
     ]
     paper = ""
     for one in made:
@@ -93,8 +97,13 @@ def markdown_of(made: Sequence[Reproduction], command: str) -> str:
             paper = paper_of(one.figure.name)
             parts.append(f"## {paper}\n")
         parts.append(f"### `{one.figure.name}`: {one.figure.title}\n")
-        parts.append(f"Ours: {one.figure.setting}.\n")
-        if one.rows:
+        parts.append(f"Ours: {one.setting}.\n")
+        if len(made) > 1 and len(one.rows) > LONG:
+            parts.append(
+                f"All {len(one.rows)} numbers stand on the [page of published ones](published.md), "
+                f"which `gradlane reproduce {one.figure.name}` prints as well.\n"
+            )
+        elif one.rows:
             parts.append(markdown_table(COLUMNS, map(cells_of, one.rows), numbers="-nnn-") + "\n")
         if one.curves:
             parts.append("\n".join(f"- {curve_text(curve)}" for curve in one.curves) + "\n")
@@ -116,9 +125,7 @@ def write_page(made: Sequence[Reproduction], path: Path) -> None:
 
     sections = []
     for one in made:
-        blocks: list[Block] = [
-            Paragraph(f"{paper_of(one.figure.name)}. Ours: {one.figure.setting}.")
-        ]
+        blocks: list[Block] = [Paragraph(f"{paper_of(one.figure.name)}. Ours: {one.setting}.")]
         if one.rows:
             columns = ("number", "unit", "paper", "ours", "difference", "why")
             rows = [

@@ -24,11 +24,12 @@ from rich.table import Table
 from gradlane.formats.rates import format_rate
 from gradlane.lab.runs.cells import CellsProgress
 from gradlane.lab.runs.notes import balance_notes, factor_notes, loss_table
-from gradlane.lab.runs.rows import NO_EVIDENCE, Row
+from gradlane.lab.runs.rows import Row, by_encoding, text_of_no_evidence
 from gradlane.lab.runs.run import LabProgress
 from gradlane.planning.simulation.bound import describe_binding
 from gradlane.report.console import format_time
 from gradlane.report.time_left import TimeLeft, format_duration
+from gradlane.training.options.codec_choice import RAW
 from gradlane.training.options.server_places import servers_text
 
 
@@ -150,7 +151,7 @@ def _optional(value: float | None, spelling: str) -> str:
     return "-" if value is None else format(value, spelling)
 
 
-def _caption(row: Row, cpu_bound: bool) -> str:
+def _caption(row: Row, no_evidence: str) -> str:
     """Return what all lines of a table have in common."""
     repeats = row.over_repeats.repeats if row.over_repeats else 1
     text = (
@@ -172,8 +173,8 @@ def _caption(row: Row, cpu_bound: bool) -> str:
         text += f", bound {format_time(row.bound_step_s)}"
         if row.bound_binding is not None:
             text += f" ({describe_binding(row.bound_binding)})"
-    if cpu_bound:
-        text += f"\n* {NO_EVIDENCE}"
+    if no_evidence:
+        text += f"\n* {no_evidence}"
     return text
 
 
@@ -201,27 +202,19 @@ def _nodes_caption(rows: Sequence[Row]) -> str:
     return "".join(lines)
 
 
-def _codec_caption(rows: Sequence[Row]) -> str:
-    """Return which strategies encode, and how; empty if none does."""
-    encoded = {row.strategy: row.codec for row in rows if row.codec != "raw"}
-    return "".join(f"\n{strategy} in {codec}" for strategy, codec in encoded.items())
-
-
 def summary_table(rows: Sequence[Row], title: str) -> Table:
     """Return a table with a line for each strategy of one workload at one rate.
 
     Args:
-        rows: summarized rows that differ in strategy and repeat only.
+        rows: summarized rows of one encoding that differ in strategy and repeat only.
         title: the table's heading.
     """
     shows_loss = any(row.has_losses for row in rows)
-    cpu_bound = any(row.cpu_bound for row in rows)
+    no_evidence = text_of_no_evidence(rows)
     notes = [*factor_notes(rows), *balance_notes(rows)]
     table = Table(
         title=title,
-        caption="\n".join(
-            [_caption(rows[0], cpu_bound) + _codec_caption(rows) + _nodes_caption(rows), *notes]
-        ),
+        caption="\n".join([_caption(rows[0], no_evidence) + _nodes_caption(rows), *notes]),
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
@@ -275,10 +268,13 @@ def _parameters(group: Sequence[Row]) -> str:
 
 
 def print_tables(console: Console, rows: Sequence[Row]) -> None:
-    """Print a summary table for each rate in the rows."""
+    """Print a summary table for each rate in the rows, and for each encoding of gradients."""
     for rate_bps in dict.fromkeys(row.rate_bps for row in rows):
         at_rate = [row for row in rows if row.rate_bps == rate_bps]
-        console.print(summary_table(at_rate, f"{at_rate[0].workload} at {format_rate(rate_bps)}"))
+        title = f"{at_rate[0].workload} at {format_rate(rate_bps)}"
+        for encoding, own in by_encoding(at_rate).items():
+            named = title if encoding == RAW else f"{title}, gradients in {encoding}"
+            console.print(summary_table(own, named))
         losses = loss_table(at_rate)
         if losses is not None:
             console.print(losses)

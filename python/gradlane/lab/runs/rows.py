@@ -21,6 +21,7 @@ from gradlane.formats.rates import format_rate
 from gradlane.lab.cluster.errors import LabError
 from gradlane.lab.runs.strategy import parse_strategy
 from gradlane.lab.runs.traffic import Activity, Balance
+from gradlane.training.options.codec_choice import RAW
 
 MEASURED = "measured"
 """Source of a row that was run."""
@@ -65,6 +66,22 @@ ROW_COLUMNS = (
     "param_digest",
 )
 """Fields that tables of all rows show first, in this order; one that no row has is left out."""
+
+
+def text_of_no_evidence(rows: Iterable[Row]) -> str:
+    """Return how many of the measured rows are no evidence, and why; empty if all are."""
+    runs = [row for row in rows if not row.is_simulated]
+    busy = sum(row.cpu_bound for row in runs)
+    return f"in {busy} of {len(runs)} runs: {NO_EVIDENCE}" if busy else ""
+
+
+def by_encoding(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Return rows by how gradients travel, raw ones first: each is a table of its own, since
+    encoded steps are other steps."""
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.encoding != RAW):
+        groups.setdefault(row.encoding, []).append(row)
+    return groups
 
 
 def measures_machine(cpu_share: float, stolen_share: float) -> bool:
@@ -310,6 +327,11 @@ class Row:
         return not self.is_simulated and not self.cpu_bound
 
     @property
+    def encoding(self) -> str:
+        """How gradients travel: `raw`, the session's codec, or the hook of a DDP strategy."""
+        return parse_strategy(self.strategy).hook or self.codec
+
+    @property
     def cluster(self) -> ClusterKey:
         """What rows that are compared have in common."""
         return ClusterKey(self.workload, self.workers, self.rate_bps, self.dilation)
@@ -379,8 +401,8 @@ def summarize(rows: Sequence[Row]) -> list[Row]:
         group = [
             other
             for other in compared
-            if (other.workload, other.rate_bps, other.strategy)
-            == (row.workload, row.rate_bps, row.strategy)
+            if (other.workload, other.rate_bps, other.strategy, other.codec)
+            == (row.workload, row.rate_bps, row.strategy, row.codec)
         ]
         return OverRepeats(
             repeats=len(group),

@@ -6,7 +6,7 @@ link costs money, and compression changes the numbers that are learned from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from gradlane.formats.rates import format_rate
 from gradlane.planning.advice.causes import (
     BOTH,
     FASTER,
+    GOAL,
     HOST,
     LATENCY,
     NETWORK,
@@ -26,10 +27,9 @@ from gradlane.planning.advice.causes import (
 from gradlane.planning.simulation.grid import Row
 from gradlane.planning.simulation.scenarios import DDP, RING_FUSED, SCHEME_STRATEGIES
 from gradlane.training.node.rules import NODE_STRATEGIES
+from gradlane.training.options.codec_choice import RAW
 from gradlane.training.options.options import ASGD, RING
 
-GOAL = 0.95
-"""The scaling factor that is good enough."""
 WORTHWHILE = 0.01
 """The least gain in scaling factor that counts."""
 WORTH_A_MOVE = 1.02
@@ -44,7 +44,12 @@ BASELINES = (
 )
 """Strategies that stand for a training without gradlane's scheduling: the first simulated one."""
 
-NO_LINK = "no link, however fast,"
+_LIMITS = {
+    HOST: "the host is",
+    LATENCY: "the latency is",
+    RANKS: "ranks that compute more slowly are",
+    OTHER: "neither host nor latency is",
+}
 _CAUSES = {
     NETWORK: "the network is the bottleneck",
     HOST: "the host is the bottleneck, not the network",
@@ -53,6 +58,16 @@ _CAUSES = {
     RANKS: "ranks that compute more slowly are the bottleneck, not the network",
     OTHER: "neither the network nor the host is the bottleneck",
 }
+_WITHOUT_BOTH = "an unlimited link and a free host together"
+_TOGETHER = {
+    **dict.fromkeys((NETWORK, HOST, BOTH), _WITHOUT_BOTH),
+    LATENCY: f"{_WITHOUT_BOTH} and no latency",
+    **dict.fromkeys((RANKS, OTHER), f"{_WITHOUT_BOTH}, no latency and equally fast ranks"),
+}
+
+
+_NeedKey = tuple[int, int, str, str, str, float]
+"""What a required link is found for: all of a row but its rate."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +119,7 @@ class RequiredLink:
     workers: int
     ranks_per_node: int
     strategy: str
+    codec: str
     topology: str
     compression: float
     rate_bps: float | None
@@ -112,6 +128,9 @@ class RequiredLink:
     """True if that is the slowest simulated rate, so that a slower one may do."""
     any_link: bool
     """False if not even a link of unlimited rate reaches the goal."""
+    limit_beyond: str
+    """The limit over a link of unlimited rate: `host`, `latency`, `ranks` or `other`; `none` where
+    a link is enough."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields with the units in their keys."""
@@ -119,31 +138,32 @@ class RequiredLink:
 
 
 def required_links(
-    rows: Sequence[Row], any_link_is_enough: Callable[[Row], bool]
+    rows: Sequence[Row], limit_beyond_link: Callable[[Row], str]
 ) -> list[RequiredLink]:
     """Return the link that each strategy needs for the goal, by number of workers and
     compression.
 
     Args:
         rows: simulated, at all rates.
-        any_link_is_enough: whether the cluster of a row reaches the goal over a link of unlimited
-            rate; asked where no simulated rate does.
+        limit_beyond_link: what keeps the cluster of a row from the goal over a link of unlimited
+            rate; asked where no simulated rate reaches it.
     """
-    groups: dict[tuple[int, int, str, str, float], list[Row]] = {}
+    groups: dict[_NeedKey, list[Row]] = {}
     for row in rows:
-        key = (row.workers, row.ranks_per_node, row.strategy, row.topology, row.compression)
-        groups.setdefault(key, []).append(row)
+        groups.setdefault(_need_key(row), []).append(row)
     needs = []
     for key, group in groups.items():
+        # From the fastest link that reaches it down: a single slow one that does is chance.
         reached: Row | None = None
         for row in sorted(group, key=lambda it: -it.rate_bps):
-            if row.scaling_factor < GOAL:
+            if row.scaling_factor >= GOAL:
+                reached = row
+            elif reached is not None:
                 break
-            reached = row
         slowest = min(row.rate_bps for row in group)
         rate_bps = None if reached is None else reached.rate_bps
-        any_link = reached is not None or any_link_is_enough(group[0])
-        needs.append(RequiredLink(*key, rate_bps, rate_bps == slowest, any_link))
+        beyond = NONE if reached is not None else limit_beyond_link(group[0])
+        needs.append(RequiredLink(*key, rate_bps, rate_bps == slowest, beyond == NONE, beyond))
     return needs
 
 
@@ -154,18 +174,23 @@ def text_of_required_links(needs: Sequence[RequiredLink]) -> list[str]:
         rows_here = [need for need in needs if (need.workers, need.ranks_per_node) == nodes]
         least = min(need.compression for need in rows_here)
         strategies: dict[str, list[str]] = {}
+        beyond: dict[str, list[str]] = {}
         for need in rows_here:
             if need.compression == least:
-                strategies.setdefault(_rate_text(need), []).append(_link_name(need))
-        beyond = strategies.pop(NO_LINK, [])
-        parts = [f"{rate} with {', '.join(names)}" for rate, names in strategies.items()]
-        sentence = f"{workers_on_nodes(*nodes)}: "
-        if parts:
-            sentence += f"{_percent(GOAL)} takes {'; '.join(parts)}"
-        if beyond:
-            with_them = f"{NO_LINK} reaches {_percent(GOAL)} with {', '.join(beyond)}"
-            sentence += f"; {with_them}" if parts else with_them
-        sentences.append(f"{sentence}.")
+                group, key = (strategies, _rate_text(need))
+                if not need.any_link:
+                    group, key = (beyond, need.limit_beyond)
+                group.setdefault(key, []).append(_link_name(need))
+        parts = []
+        if strategies:
+            links = [f"{rate} with {', '.join(names)}" for rate, names in strategies.items()]
+            parts.append(f"{_percent(GOAL)} takes {'; '.join(links)}")
+        parts += [
+            f"no link, however fast, reaches {_percent(GOAL)} with {', '.join(names)}, where then "
+            f"{_LIMITS[limit]} the limit"
+            for limit, names in beyond.items()
+        ]
+        sentences.append(f"{workers_on_nodes(*nodes)}: {'; '.join(parts)}.")
     return sentences
 
 
@@ -177,21 +202,25 @@ def workers_on_nodes(workers: int, ranks_per_node: int) -> str:
 
 
 def _link_name(need: RequiredLink) -> str:
-    return need.strategy if need.topology == "flat" else f"{need.strategy} ({need.topology})"
+    name = need.strategy if need.codec == RAW else f"{need.strategy} {need.codec}"
+    return name if need.topology == "flat" else f"{name} ({need.topology})"
 
 
 def _rate_text(need: RequiredLink) -> str:
     if need.rate_bps is None:
-        return "a faster link than was simulated" if need.any_link else NO_LINK
+        return "a faster link than was simulated"
     rate = format_rate(need.rate_bps)
     return f"{rate} or less" if need.from_slowest else rate
 
 
-def advise(rows: Sequence[Row], explain: Explain) -> list[ClusterAdvice]:
+def advise(
+    rows: Sequence[Row], needs: Sequence[RequiredLink], explain: Explain
+) -> list[ClusterAdvice]:
     """Return the advice for each number of workers and rate, in the order of the rows.
 
     Args:
         rows: simulated.
+        needs: the links that the strategies of these rows need.
         explain: finds what a row waits for; asked for the baseline of each cluster that does not
             reach the goal.
     """
@@ -200,13 +229,23 @@ def advise(rows: Sequence[Row], explain: Explain) -> list[ClusterAdvice]:
         _advise_cluster(
             [row for row in rows if (row.workers, row.ranks_per_node) == (workers, each)],
             rate,
+            {_need_key(need): need.any_link for need in needs},
             explain,
         )
         for workers, each, rate in cells
     ]
 
 
-def _advise_cluster(rows: list[Row], rate_bps: float, explain: Explain) -> ClusterAdvice:
+def _need_key(it: Row | RequiredLink) -> _NeedKey:
+    return (it.workers, it.ranks_per_node, it.strategy, it.codec, it.topology, it.compression)
+
+
+def _advise_cluster(
+    rows: list[Row],
+    rate_bps: float,
+    link_is_enough: Mapping[_NeedKey, bool],
+    explain: Explain,
+) -> ClusterAdvice:
     """Return the advice for one rate; `rows` are all with the same workers on the same nodes."""
     # A strategy with other results is no advice, unless only that was simulated.
     rows = [row for row in rows if row.strategy != ASGD] or rows
@@ -216,7 +255,9 @@ def _advise_cluster(rows: list[Row], rate_bps: float, explain: Explain) -> Clust
     baseline = min(plain, key=lambda row: BASELINES.index(row.strategy))
     changes = _possible_changes(rows, rows_here, baseline)
     enough = [change for change in changes if change.scaling_factor >= GOAL]
-    cause = None if baseline.scaling_factor >= GOAL else explain(baseline)
+    cause = None
+    if baseline.scaling_factor < GOAL:
+        cause = explain(baseline, link_is_enough[_need_key(baseline)])
     not_worth = _not_worth(rows, plain, baseline)
     return ClusterAdvice(
         workers=baseline.workers,
@@ -338,7 +379,8 @@ def _text(
             f"{_ms(cause.waiting_s)} of a step of {_ms(baseline.step_s)} are waiting.",
             f"Of these {_ms(cause.saved_by_faster_link_s)} go with a link {FASTER:g} times as "
             f"fast, {_ms(cause.saved_by_free_host_s)} with a host that costs nothing, "
-            f"{_ms(cause.saved_by_fewer_bytes_s)} with {FASTER:g} times fewer bytes.",
+            f"{_ms(cause.saved_by_fewer_bytes_s)} with {FASTER:g} times fewer bytes, "
+            f"{_ms(cause.saved_together_s)} with {_TOGETHER[cause.bottleneck]}.",
         ]
         if cause.bottleneck in (HOST, BOTH):
             sentences.append(

@@ -16,6 +16,8 @@ from gradlane.planning.simulation.grid import Row, evaluate
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.scenarios import SCHEME_STRATEGIES, Cluster
 
+GOAL = 0.95
+"""The scaling factor that is good enough."""
 FASTER = 10.0
 """How many times faster a link, or fewer the bytes, is tried."""
 ENOUGH = 0.5
@@ -41,20 +43,25 @@ class Cause:
     """By a link `FASTER` times as fast."""
     saved_by_fewer_bytes_s: float
     """By gradients of `FASTER` times fewer bytes on the wire."""
+    saved_together_s: float
+    """By an unlimited link and a free host at once; where `latency` is named without latency, too,
+    and where `ranks` or `other` is with equal ranks as well."""
 
 
-Explain = Callable[[Row], Cause]
-"""Finds the cause for a row."""
+Explain = Callable[[Row, bool], Cause]
+"""Finds the cause for a row, given whether a faster link alone reaches the goal."""
 
 
-def find_cause(profile: Profile, cluster: Cluster, row: Row) -> Cause:
+def find_cause(profile: Profile, cluster: Cluster, row: Row, *, link_is_enough: bool) -> Cause:
     """Simulate the cluster of a row again, without the host's costs, with a faster link, with
-    fewer bytes, and where none of these tells, without latency and with equal ranks.
+    fewer bytes, and with several of these at once.
 
     Args:
         profile: of a step.
         cluster: what was simulated; nobody is late in it.
         row: its result.
+        link_is_enough: whether a faster link alone reaches the goal. The network is named then,
+            whatever else is in the way, so that no verdict denies what a faster link brings.
     """
 
     def saved_s(other: Cluster) -> float:
@@ -62,31 +69,52 @@ def find_cause(profile: Profile, cluster: Cluster, row: Row) -> Cause:
         return row.step_s - changed.step_s
 
     waiting_s = row.step_s - row.compute_s
-    free = _with_free_host(cluster)
     faster = replace(cluster, rate_bps=cluster.rate_bps * FASTER)
-    by_host_s, by_link_s = saved_s(free), saved_s(faster)
+    by_host_s, by_link_s = saved_s(_with_free_host(cluster)), saved_s(faster)
     (fewer,) = evaluate(*_with_fewer_bytes(profile, cluster))
     by_bytes_s = row.step_s - fewer.step_s
     enough_s = ENOUGH * waiting_s
-    if by_link_s >= enough_s or by_host_s >= enough_s:
-        both = by_link_s >= enough_s and by_host_s >= enough_s
-        bottleneck = BOTH if both else NETWORK if by_link_s >= enough_s else HOST
+    is_network = link_is_enough or by_link_s >= enough_s
+    is_host = by_host_s >= enough_s
+    ideals = _ideals(cluster)
+    together_s = saved_s(ideals[HOST])
+    if is_network or is_host:
+        bottleneck = BOTH if is_network and is_host else NETWORK if is_network else HOST
+    elif together_s >= enough_s:
+        bottleneck = BOTH
     else:
-        ideal = replace(free, rate_bps=UNLIMITED_BPS)
-        equal = replace(ideal, compute_spread=0.0, compute_jitter=0.0)
-        if saved_s(ideal) >= enough_s:
-            bottleneck = BOTH
-        elif saved_s(replace(ideal, latency_s=0.0)) >= enough_s:
-            bottleneck = LATENCY
-        else:
-            bottleneck = RANKS if saved_s(equal) >= enough_s else OTHER
-    return Cause(bottleneck, waiting_s, by_host_s, by_link_s, by_bytes_s)
+        together_s = saved_s(ideals[LATENCY])
+        bottleneck = LATENCY
+        if together_s < enough_s:
+            together_s = saved_s(ideals[RANKS])
+            bottleneck = RANKS if together_s >= enough_s else OTHER
+    return Cause(bottleneck, waiting_s, by_host_s, by_link_s, by_bytes_s, together_s)
 
 
-def any_link_is_enough(profile: Profile, cluster: Cluster, goal: float) -> bool:
-    """Whether the cluster reaches a scaling factor over a link of unlimited rate."""
+def limit_beyond_link(profile: Profile, cluster: Cluster) -> str:
+    """Return what keeps a cluster from the goal over a link of unlimited rate: `none` (the link
+    is enough), `host`, `latency`, `ranks` or `other`, by the same rule as `find_cause`."""
     (row,) = evaluate(profile, [replace(cluster, rate_bps=UNLIMITED_BPS)])
-    return row.scaling_factor >= goal
+    if row.scaling_factor >= GOAL:
+        return NONE
+    enough_s = ENOUGH * (row.step_s - row.compute_s)
+    for limit, ideal in _ideals(cluster).items():
+        (changed,) = evaluate(profile, [ideal])
+        if row.step_s - changed.step_s >= enough_s:
+            return limit
+    return OTHER
+
+
+def _ideals(cluster: Cluster) -> dict[str, Cluster]:
+    """Return the cluster over an unlimited link, without the costs of its host, then without
+    latency, then with equal ranks: each without all before it."""
+    host = replace(_with_free_host(cluster), rate_bps=UNLIMITED_BPS)
+    latency = replace(host, latency_s=0.0)
+    return {
+        HOST: host,
+        LATENCY: latency,
+        RANKS: replace(latency, compute_spread=0.0, compute_jitter=0.0),
+    }
 
 
 def _with_fewer_bytes(profile: Profile, cluster: Cluster) -> tuple[Profile, list[Cluster]]:

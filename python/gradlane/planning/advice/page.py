@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradlane.formats.rates import format_rate
+from gradlane.planning.advice.causes import GOAL
 from gradlane.report.page import (
     Block,
     Cell,
@@ -24,9 +25,9 @@ from gradlane.report.page import (
     measured_here,
     write_report,
 )
+from gradlane.training.options.codec_choice import RAW
 
 Row = Mapping[str, Any]
-GOAL = 0.95
 RING_FUSED = "ring-fused"
 """The strategy that is a formula."""
 REQUIRED = (
@@ -82,7 +83,8 @@ def report_from_whatif(
         sections.append(Section("What 95 % takes", _needs(content["needs"])))
     if content.get("answers"):
         sections.append(Section("In words", [_answers(content["answers"])]))
-    sections.append(Section("All rows", [_all_rows(rows)]))
+    codecs = dict.fromkeys(str(row.get("codec") or RAW) for row in rows)
+    sections.append(Section("All rows", [_all_rows(rows, codec) for codec in codecs]))
     sections.append(Section("", [_computed(profile, rows, command)]))
     write_report(
         path, f"{model}: is the network the bottleneck?", sections, summary=_summary(profile)
@@ -274,7 +276,8 @@ def _answers(answers: Sequence[Mapping[str, Any]]) -> Details:
     return Details(summary, [str(answer["text"]) for answer in answers])
 
 
-def _all_rows(rows: Sequence[Row]) -> Table:
+def _all_rows(rows: Sequence[Row], codec: str) -> Table:
+    """Return a line for each row of a codec: encoded steps are other steps."""
     columns = (
         "strategy",
         "workers",
@@ -299,12 +302,14 @@ def _all_rows(rows: Sequence[Row]) -> Table:
             float(row["samples_per_s"]),
         ]
         for row in rows
+        if (row.get("codec") or RAW) == codec
     ]
+    travelling = "" if codec == RAW else f"Gradients in {codec}. "
     return Table(
         [name if name != "rate" else "rate, Gbit/s" for name in columns],
         body,
-        "Scaling: compute time over step time. Bound: what no order of sending can beat. Samples/s "
-        "of all workers together.",
+        f"{travelling}Scaling: compute time over step time. Bound: what no order of sending can "
+        "beat. Samples/s of all workers together.",
     )
 
 

@@ -89,12 +89,11 @@ def examine_all(
             "facts": facts.to_json(),
             "findings": [one.to_json() for one in own],
             "time_s": sent_s,
-            "secret": network.read_secret() is not None,
         }
     )
     everyone = [MachineFacts(**row["facts"]) for row in rows]
     findings = merged([[Finding.from_json(one) for one in row["findings"]] for row in rows])
-    findings += differences(everyone, [row["secret"] for row in rows])
+    findings += differences(everyone, has_secret=network.read_secret() is not None)
     findings.append(clocks([row["time_s"] for row in rows]))
     on_phase("connections between all pairs")
     reached = _reach(session, machine, facts, network)
@@ -106,8 +105,8 @@ def examine_all(
     return Examination(findings, [one.to_json() for one in everyone], links)
 
 
-def differences(everyone: Sequence[MachineFacts], secrets: Sequence[bool]) -> list[Finding]:
-    """Compare what ranks have to have alike."""
+def differences(everyone: Sequence[MachineFacts], *, has_secret: bool) -> list[Finding]:
+    """Compare what ranks have to have alike; those with another secret are not here."""
     found = []
     for name, verdict, remedy in (
         ("build", fault, "install the same build of gradlane on all machines"),
@@ -124,15 +123,12 @@ def differences(everyone: Sequence[MachineFacts], secrets: Sequence[bool]) -> li
         else:
             found.append(ok(f"the same {name}", f"{escaped(next(iter(by_value)))} on all ranks"))
     hosts = {facts.host for facts in everyone}
-    if len(set(secrets)) > 1:
-        without = [rank for rank, has in enumerate(secrets) if not has]
-        found.append(fault("the same secret", f"none on {_ranks(without)}", "set it on every rank"))
-    elif len(hosts) > 1 and not any(secrets):
+    if len(hosts) > 1 and not has_secret:
         found.append(
             warning(
                 "the same secret",
                 f"none, with ranks on {len(hosts)} machines",
-                "on a network with strangers give all ranks GRADLANE_SECRET_FILE",
+                "gradlane secret new writes one; give all ranks GRADLANE_SECRET_FILE",
             )
         )
     return found

@@ -19,6 +19,7 @@ from gradlane.formats.provenance import NOT_INSTALLED, package_versions
 from gradlane.formats.rates import format_rate
 from gradlane.planning.doctor.findings import Finding, fault, ok, warning
 from gradlane.training.options.groups import Network
+from gradlane.training.options.secret import secret_bits
 from gradlane.training.rendezvous import addresses
 from gradlane.training.rendezvous.environment import find_store_address
 
@@ -28,7 +29,6 @@ SEND_BUFFER_BYTES = 73_728
 SHARED_MEMORY_BYTES = 1 << 30
 """Gradients of a node's ranks are added up there."""
 DESCRIPTORS = 1024
-SECRET_CHARACTERS = 16
 _ADJTIMEX_UNSYNCHRONIZED = 5
 
 
@@ -279,16 +279,10 @@ class Machine:
         try:
             secret = self._network.read_secret()
         except (OSError, ValueError) as error:
-            return fault(check, str(error), "give a readable file, or leave it out")
+            return fault(check, str(error), "gradlane secret new PATH writes a good one")
         if secret is None:
             return ok(check, "none: whoever reaches the store of the job may join it")
-        if len(secret) < SECRET_CHARACTERS:
-            return warning(
-                check,
-                f"{len(secret)} characters",
-                "take a long one: python -c 'import secrets; print(secrets.token_hex(32))'",
-            )
-        return ok(check, f"{len(secret)} characters")
+        return ok(check, f"{secret_bits(secret)} bits")
 
     def _text(self, path: str) -> str:
         try:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
+from gradlane.planning.planner.book import InformationBook, SchemeChoice
 from gradlane.planning.planner.candidates import Candidate, CandidateSimulator
-from gradlane.planning.planner.reasons import poseidon_summary, reason_of, scheme_reason, summary_of
+from gradlane.planning.planner.reasons import poseidon_summary, reason_of, summary_of
 from gradlane.planning.planner.search import Choice, SearchResult, search
-from gradlane.planning.schemes.costs import SCHEMES, Cost, Counts, Layer, costs_of
+from gradlane.planning.schemes.costs import Layer
 from gradlane.planning.schemes.hybrid import HybridStep, NodeCluster, hybrid_step
 from gradlane.planning.schemes.layers import (
     Schemes,
@@ -34,22 +35,6 @@ from gradlane.training.options.codec_choice import RAW, CodecChoice, codec_rules
 from gradlane.training.options.options import PLAN_RULES, RING, ring_ranks
 from gradlane.training.plans.plan import Plan, PlannedTensor
 from gradlane.training.plans.settings import ClusterFacts, Settings
-
-
-@dataclass(frozen=True)
-class SchemeChoice:
-    """The chosen scheme of one layer.
-
-    Attributes:
-        scheme: the cheapest one that the rule allows.
-        costs: of each scheme that fits the layer, the cheapest first; under the rule `poseidon`
-            also of `adam`, which it never chooses.
-        reason: in words.
-    """
-
-    scheme: str
-    costs: tuple[Cost, ...]
-    reason: str
 
 
 class Coordinator:
@@ -90,8 +75,7 @@ class Coordinator:
         self._rule = rule
         self._costs = costs
         self._any_rounding = any_rounding
-        self._layers = layers_of(profile)
-        self._book: dict[str, Any] = {
+        entries = {
             "model": profile.model,
             "batch_size": profile.batch_size,
             "forward_s": profile.forward_s,
@@ -102,8 +86,11 @@ class Coordinator:
             "rate_bps": facts.rate_bps,
             "latency_s": facts.latency_s,
             "update": facts.update,
-            "layers": tuple(layer.name for layer in self._layers),
         }
+        self._book = InformationBook(
+            entries, layers_of(profile), facts.owners, serving=facts.serving > 0
+        )
+        self._layers = self._book.layers
 
     def __repr__(self) -> str:
         return f"<Coordinator of {self._profile!r} on {self._facts.where}, rule {self._rule!r}>"
@@ -122,18 +109,11 @@ class Coordinator:
         Raises:
             ValueError: no name is given, or one is unknown.
         """
-        if not names:
-            raise ValueError(f"query() needs a name; known are {', '.join(self._book)}, and layers")
-        values = tuple(
-            self._book[name] if name in self._book else self._layer(name) for name in names
-        )
-        return values[0] if len(values) == 1 else values
+        return self._book.query(*names)
 
     def best_scheme(self, layer: str | int) -> SchemeChoice:
-        """Choose the scheme that moves the fewest numbers for a layer.
-
-        Under the rule `poseidon` this is the paper's BestScheme (algorithm 1): factors for a fully
-        connected layer where 2 K (P1 - 1) (M + N) <= 2 M N (P1 + P2 - 2) / P2, else servers.
+        """Choose the scheme that moves the fewest numbers for a layer, by this coordinator's rule;
+        see `InformationBook.best_scheme`.
 
         Args:
             layer: its name, or its index in `query("layers")`.
@@ -141,7 +121,7 @@ class Coordinator:
         Raises:
             ValueError: there is no such layer.
         """
-        return self._scheme_of(self._layer(layer))
+        return self._scheme_of(self._book.layer(layer))
 
     def bound(
         self, codec: str | None = None, schemes: Schemes = (), *, adds_up_on_nodes: bool = False
@@ -268,27 +248,8 @@ class Coordinator:
             compute_s=profile.compute_s,
         )
 
-    def _layer(self, layer: str | int) -> Layer:
-        if isinstance(layer, int) and not isinstance(layer, bool):
-            if 0 <= layer < len(self._layers):
-                return self._layers[layer]
-            raise ValueError(f"there is no layer {layer}: they are 0 to {len(self._layers) - 1}")
-        for one in self._layers:
-            if one.name == layer:
-                return one
-        raise ValueError(
-            f"the book has no {layer!r}: it has {', '.join(self._book)}, and the layers that "
-            "query('layers') names"
-        )
-
     def _scheme_of(self, layer: Layer) -> SchemeChoice:
-        workers, servers, batch_size = self.query("workers", "servers", "batch_size")
-        has_dedicated_servers = self._facts.serving > 0
-        counts = Counts(layer.rows or batch_size, workers, servers, has_dedicated_servers)
-        candidates = PLAN_RULES[self._rule]
-        costs = costs_of(layer, counts, candidates if self._rule == "auto" else tuple(SCHEMES))
-        best = next(cost for cost in costs if cost.scheme in candidates)
-        return SchemeChoice(best.scheme, tuple(costs), scheme_reason(layer, counts, best, costs))
+        return self._book.best_scheme(layer, batch_size=self._profile.batch_size, rule=self._rule)
 
     def _codecs_in(self, codec: str | None) -> list[CodecChoice]:
         # With a codec no plan changes between servers and a ring.
@@ -413,6 +374,7 @@ def _choice_row(choice: Choice) -> dict[str, Any]:
         "setting": choice.setting,
         "value": choice.value,
         "base": choice.base,
+        "codec": choice.codec,
         "step_s": choice.step_s,
         "base_step_s": choice.base_step_s,
         "runner_up": runner_up.value if runner_up else None,

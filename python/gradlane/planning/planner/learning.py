@@ -27,7 +27,7 @@ from gradlane.training.factors.choice import layers_by_weight
 from gradlane.training.model.step_machine import StepMachine
 from gradlane.training.node.layout import agree_on_layout
 from gradlane.training.node.rules import AUTO, with_local
-from gradlane.training.options.options import LocalSums, Options
+from gradlane.training.options.options import ROWS, LocalSums, Options
 from gradlane.training.plans.plan import Plan, parse_plan
 from gradlane.training.plans.settings import LEARNING_STEPS, ClusterFacts, Settings
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
@@ -133,6 +133,9 @@ class PlanLearning:
         )
         scope.put("decided", json.dumps(plan.to_json()))
         log_plan(plan)
+        as_rows = [name for name, scheme in self._learner.schemes.items() if scheme == ROWS]
+        if as_rows:
+            _log.info("plan: counts gradients dense that travel as rows: %s", ", ".join(as_rows))
         return plan
 
     def _profile(self) -> Profile | None:
@@ -208,6 +211,8 @@ class PlanLearning:
         reason = "as the session says: what adds up in another order is another result"
         kept = tuple(
             replace(tensor, scheme=given[tensor.name], reason=f"{given[tensor.name]}: {reason}")
+            if given[tensor.name] != ROWS
+            else tensor
             for tensor in plan.tensors
         )
         return replace(plan, tensors=kept)

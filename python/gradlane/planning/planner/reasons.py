@@ -143,7 +143,7 @@ def scheme_reason(layer: Layer, counts: Counts, best: Cost, costs: Sequence[Cost
     reason += "; " + ", ".join(f"{one.scheme} {one.node_floats / 1e6:.2f}" for one in others)
     rows = f"{counts.rows:,} rows a worker"
     if layer.rows is None:
-        rows += " (the batch: the profile does not say how often it is applied)"
+        rows += " (the batch: how often the layer is applied was not recorded)"
     return f"{reason}; factors of {rows}"
 
 

@@ -82,6 +82,7 @@ class Choice:
         tried: all simulated values, in their order.
         skipped: values without time to simulate them.
         declined: faster values that are not allowed, the fastest first.
+        codec: that all these steps were simulated in; of the choice of a codec: the chosen one.
     """
 
     setting: str
@@ -92,6 +93,7 @@ class Choice:
     tried: tuple[SimulatedValue, ...]
     skipped: tuple[Value, ...] = ()
     declined: tuple[DeclinedValue, ...] = ()
+    codec: str = RAW
 
     @property
     def runner_up(self) -> SimulatedValue | None:
@@ -312,7 +314,8 @@ def _choose_codec(
     assert step_s is not None
     tried = (plain, SimulatedValue(codec, step_s))
     if step_s < raw_step_s * (1.0 - TIE):
-        return best, [*tuning, Choice("codec", codec, RAW, step_s, raw_step_s, tried)]
+        choice = Choice("codec", codec, RAW, step_s, raw_step_s, tried, codec=codec or RAW)
+        return best, [*tuning, choice]
     return raw, [*raw_tuning, Choice("codec", RAW, RAW, raw_step_s, raw_step_s, tried)]
 
 
@@ -365,7 +368,14 @@ def _choose_setting(
         as_fast = [one for one in tried if one.step_s <= fastest.step_s * (1.0 + TIE / 4)]
         chosen = min(as_fast, key=lambda one: _distance(one.value, kept))
     return Choice(
-        setting, chosen.value, kept, chosen.step_s, kept_step_s, tuple(tried), tuple(skipped)
+        setting,
+        chosen.value,
+        kept,
+        chosen.step_s,
+        kept_step_s,
+        tuple(tried),
+        tuple(skipped),
+        codec=best.settings.codec or RAW,
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradlane.errors import RendezvousError
+from gradlane.formats.authentication import derived_key
 from gradlane.formats.link_report import LinkReport, PortFigures, RoundTrip
 from gradlane.planning.probe.streams import StreamEndpoint, StreamError
 from gradlane.training.connection import SessionContext, listening_hosts
@@ -53,7 +54,8 @@ def probe(
     if rank_info.world_size == 1:
         return LinkReport(1, window_s)
     hosts, advertised = listening_hosts(ctx)
-    secret = scope.secret(ctx.secret)
+    # Of this measurement alone, so that a token of another one opens nothing.
+    secret = derived_key(scope.secret(ctx.secret), "probe", scope.name)
     try:
         node = StreamEndpoint(rank_info.rank, hosts, ctx.options.network.ports, secret, window_s)
     except OSError as error:
@@ -61,7 +63,7 @@ def probe(
             f"rank {rank_info.rank} {error}: give interface= or ports="
         ) from error
     with node:
-        peers = scope.exchange_addresses(advertised or node.host, node.port)
+        peers, _ = scope.exchange_addresses(advertised or node.host, node.port)
         phases = _Phases(scope, node, peers, on_phase)
         round_trips = _measure_round_trips(phases)
         both = phases.run("both directions at once", _ring(rank_info.world_size, 1))

@@ -52,7 +52,7 @@ class StreamEndpoint:
             rank: this rank.
             hosts: addresses to try to listen on.
             ports: lowest and highest port, or None for any.
-            secret: of all ranks.
+            secret: of all ranks, for this measurement alone.
             window_s: seconds of a measurement.
 
         Raises:

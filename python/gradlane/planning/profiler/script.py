@@ -36,6 +36,7 @@ from gradlane.formats.profile import ProfileError
 from gradlane.planning.profiler.nested import with_tensors
 from gradlane.planning.profiler.operations import backward_of
 from gradlane.planning.profiler.recorder import STEPS_MAX, Recorder
+from gradlane.training.factors.rows import sparse_weights
 from gradlane.training.modules.forward_order import inside_backward
 
 CALLS_STEP = 2
@@ -296,6 +297,12 @@ class _ScriptRecorder:
                 f"the script has {len(self._stepped)} optimizers; a step is one round of all"
             )
         model = roots[0] if len(roots) == 1 else _combine(roots)
+        sparse = sparse_weights(model)
+        as_rows = [name for name, one in model.named_parameters() if id(one) in sparse]
+        if as_rows:
+            notes.append(
+                f"sparse gradients count as dense here, and travel as rows: {', '.join(as_rows)}"
+            )
         name = type(getattr(model, "_orig_mod", model)).__name__
         if len(roots) > 1:
             name = "+".join(type(root).__name__ for root in roots)

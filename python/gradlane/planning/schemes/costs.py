@@ -27,8 +27,8 @@ class Layer:
         shapes: their dimensions.
         elements: their elements, together.
         size_bytes: bytes of their gradients.
-        need_s: first read of one of them, since the start of forward.
-        ready_s: time of the last of their gradients in backward.
+        need_s: first read of one of them, since the start of forward; None if not recorded.
+        ready_s: time of the last of their gradients in backward; None if not recorded.
         rows: vectors that a worker applies it to in a step; None if unknown.
     """
 
@@ -39,8 +39,8 @@ class Layer:
     shapes: tuple[tuple[int, ...], ...]
     elements: int
     size_bytes: int
-    need_s: float
-    ready_s: float
+    need_s: float | None
+    ready_s: float | None
     rows: int | None = None
 
     @property

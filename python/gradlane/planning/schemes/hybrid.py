@@ -111,12 +111,12 @@ def hybrid_step(
     out = [_PortDirection(bytes_per_s) for _ in all_nodes]
     into = [_PortDirection(bytes_per_s) for _ in all_nodes]
     rebuilt_s, end_s, owner = 0.0, 0.0, -1
-    for layer in sorted(layers, key=lambda one: one.ready_s):
+    for layer in sorted(layers, key=lambda one: one.ready_s or 0.0):
         scheme = schemes[layer.name]
         if scheme in ("adam", WHOLE):
             owner = (owner + 1) % count
         rebuild_s = _rebuild_s(layer, scheme, nodes, batch_rows)
-        ready_s = layer.ready_s if order == "ready" else compute_s
+        ready_s = (layer.ready_s or 0.0) if order == "ready" else compute_s
         traffic = [
             _traffic(layer, scheme, node == owner, nodes, batch_rows, bytes_share)
             if node < count

@@ -272,8 +272,11 @@ def describe_binding(binding: str) -> str:
         return {"port": "the bytes of a step through a port"}.get(kind, f"the {binding}")
     ready, _, need = names.partition(" -> ")
     if ready == need:
-        return f"{ready}, the way from its gradient to the next forward's use of it"
-    return f"the way of all that is ready from {ready} on and needed by {need} in the next forward"
+        return f"the way of {ready}, from its gradient in backward to its use in the next forward"
+    return (
+        f"the way of all tensors between two: their gradients are ready in backward with that of "
+        f"{ready} or later, and the next forward uses them with {need} or earlier"
+    )
 
 
 def _pair_limit(

@@ -25,6 +25,8 @@ HOST_CONSTANTS = (
     "send_byte_s",
     "receive_frame_s",
     "receive_byte_s",
+    "seal_byte_s",
+    "open_byte_s",
     "work_s",
     "reduce_byte_s",
     "command_s",

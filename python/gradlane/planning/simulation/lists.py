@@ -57,7 +57,7 @@ def parse_rates(text: str) -> list[int]:
     """
     rates: list[int] = []
     parts = _parts(text, "rate")
-    unit = parts[-1].rpartition("..")[2].strip().lstrip("0123456789.")
+    unit = parts[-1].rpartition("..")[2].strip().lstrip("0123456789.").strip()
     for part in parts:
         first, is_range, last = part.partition("..")
         low = parse_rate(_with_unit(first, unit))

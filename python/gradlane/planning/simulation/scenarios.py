@@ -43,6 +43,8 @@ SCHEME_STRATEGIES = SCHEME_RULES
 """`p3` with factors for the layers that a rule names: Poseidon's formula, or all that have any."""
 STRATEGIES = (*ENGINE_STRATEGIES, *SCHEME_STRATEGIES, *NODE_STRATEGIES, *FORMULAS)
 """All strategies that can be simulated."""
+LATENCY_MAX_S = 10.0
+"""Longest one-way time between two ports that is simulated."""
 LOCAL_RATE_BPS = 1e12
 """Default rate between the workers of a node of the hierarchical ring."""
 FREE_HOST = dict.fromkeys(HOST_CONSTANTS, 0.0)
@@ -110,6 +112,17 @@ class Cluster:
     additions: Sequence[tuple[float, float]] = field(default=())
     """Measured additions of vectors, (elements, seconds), of `ring-fused`."""
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check what the simulator and the formulas do not.
+
+        Raises:
+            ValueError: a number is out of its range; the text names it.
+        """
+        if not 0.0 <= self.latency_s <= LATENCY_MAX_S:
+            raise ValueError(f"latency-s is {self.latency_s}; use 0 to {LATENCY_MAX_S:g} seconds")
+        if self.workers_per_node < 1:
+            raise ValueError(f"workers-per-node is {self.workers_per_node}; use 1 or more")
 
 
 def engine_strategy(strategy: str) -> str:

@@ -154,8 +154,10 @@
 
   const pictured = new Map(data.pictures.map((picture) => [picture.row, picture]));
   const drawn = data.series.filter((series) => rows.some((row) => row.series === series && pictured.has(row.number)));
-  const lanes = ["backward", "forward", "wait", "push", "broadcast", "control", "reduce"];
-  const laneNames = { wait: "waiting", control: "pulls", reduce: "summing" };
+  const lanes = ["backward", "forward", "wait", "encode", "push", "broadcast", "control", "reduce", "decode", "rebuild"];
+  const laneNames = {
+    wait: "waiting", encode: "encoding", control: "pulls", reduce: "summing", decode: "decoding", rebuild: "rebuilding",
+  };
 
   // The nearest cluster that has a picture: fewest steps of the sliders away.
   const nearest = (series) => {

@@ -15,7 +15,12 @@ from typing import Any
 
 from gradlane.errors import GradlaneError, SessionClosedError, SessionFailedError, UsageError
 from gradlane.training.arrays.memory import Loan, Slot, borrow, landing, scratch
-from gradlane.training.connection import SessionContext, open_channel, shutdown_channel
+from gradlane.training.connection import (
+    SessionContext,
+    node_layout,
+    open_channel,
+    shutdown_channel,
+)
 from gradlane.training.core import translate_error
 from gradlane.training.options.codec_choice import CodecChoice, choose_codecs, rows_with_codecs
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
@@ -60,7 +65,7 @@ class ArrayExchange:
         self.codecs: list[CodecChoice] = choose_codecs(ctx.options.codec, coded)
         _refuse_residuals(self.codecs)
         rows = rows_with_codecs([slot.plan_row() for slot in self.slots], coded, self.codecs)
-        self.channel = open_channel(ctx, meeting, rows, update="worker")
+        self.channel = open_channel(ctx, meeting, rows, node_layout(ctx, meeting), update="worker")
         if ctx.recorder is not None:
             names = [slot.name for slot in self.slots]
             self.channel = ctx.recorder.record(self.channel, names).channel
@@ -71,7 +76,14 @@ class ArrayExchange:
             if isinstance(error, ctx.core.ChannelError):
                 raise translate_error(ctx.core, error, "spreading rank 0's values") from error
             raise
-        self._watch = ctx.observer.watch(self, self.channel, self)
+        self._watch = ctx.observer.watch(
+            self,
+            self.channel,
+            self,
+            name=meeting.name,
+            tensors=[slot.name for slot in self.slots],
+            codecs=self.codecs,
+        )
         self.has_parted = False
         """Whether every rank has said goodbye."""
         ctx.deadlocks.watch(meeting.name, self, self._on_deadlock)

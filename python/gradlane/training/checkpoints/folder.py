@@ -19,19 +19,33 @@ import errno
 import re
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gradlane.errors import CheckpointError
+from gradlane.formats.authentication import mac
 from gradlane.formats.serialization import strict_json
-from gradlane.formats.serialization.container import VERSION
+from gradlane.formats.serialization.container import (
+    SIGNED_VERSION,
+    VERSION,
+    Piece,
+    SignatureError,
+    check_mac,
+)
 from gradlane.formats.serialization.strict_json import FormatError
-from gradlane.training.checkpoints.shard import damaged, open_regular, sync_folder, write_synced
+from gradlane.training.checkpoints.shard import (
+    damaged,
+    open_regular,
+    refused,
+    sync_folder,
+    write_synced,
+)
 
 _MANIFEST = "manifest.json"
 _MANIFEST_BYTES_MAX = 1 << 26
+_MAC = "hmac"
 _FOLDER = re.compile(r"step-([0-9]{9,18})(?:-incarnation-([0-9]{1,18}))?")
 """Without an incarnation it is one of version 1. Other names are the user's, and not touched."""
 _CLAIM = re.compile(r"incarnation-([0-9]{1,18})")
@@ -48,12 +62,14 @@ class Manifest:
         step: training steps that it holds.
         run: id of the training that it is of.
         files: every rank's file name and size in bytes.
+        is_signed: whether it has a signature.
     """
 
     folder: Path
     step: int
     run: str
     files: tuple[tuple[str, int], ...]
+    is_signed: bool = False
 
 
 def folder_of(root: Path, step: int, incarnation: int) -> Path:
@@ -125,9 +141,22 @@ def check_claim(root: Path, incarnation: int) -> None:
 
 
 def commit(
-    root: Path, step: int, incarnation: int, run: str, files: Sequence[tuple[str, int]]
+    root: Path,
+    step: int,
+    incarnation: int,
+    run: str,
+    files: Sequence[tuple[str, int]],
+    key: bytes | None = None,
 ) -> Manifest:
     """Make a checkpoint complete.
+
+    Args:
+        root: the folder of checkpoints.
+        step: of the checkpoint.
+        incarnation: that has written it.
+        run: that it is of.
+        files: names and sizes in bytes, by rank.
+        key: signs the manifest; None: it is not signed.
 
     Raises:
         CheckpointError: a later start has claimed the folder, or a file is not there: the ranks do
@@ -137,13 +166,29 @@ def commit(
     check_claim(root, incarnation)
     manifest = Manifest(folder_of(root, step, incarnation), step, run, tuple(files))
     check_files(manifest)
-    content = {"version": VERSION, "run": run, "step": step, "files": [list(one) for one in files]}
-    write_synced(manifest.folder / _MANIFEST, [strict_json.dumps(content)])
+    write_manifest(manifest, key)
     sync_folder(root)
     return manifest
 
 
-def prune(root: Path, keep: int, run: str, incarnation: int) -> None:
+def write_manifest(manifest: Manifest, key: bytes | None = None) -> None:
+    """Write the manifest of a checkpoint whose files are there, signed where there is a key.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    content: dict[str, Any] = {
+        "version": VERSION if key is None else SIGNED_VERSION,
+        "run": manifest.run,
+        "step": manifest.step,
+        "files": [list(one) for one in manifest.files],
+    }
+    if key is not None:
+        content[_MAC] = mac(key, b"manifest", strict_json.dumps(content)).hex()
+    write_synced(manifest.folder / _MANIFEST, [strict_json.dumps(content)])
+
+
+def prune(root: Path, keep: int, run: str, incarnation: int, key: bytes | None = None) -> None:
     """Remove all but the last checkpoints of a run, and what its starts never completed.
 
     Another run's checkpoints stay, and those of a later incarnation. It does not raise: what cannot
@@ -158,7 +203,7 @@ def prune(root: Path, keep: int, run: str, incarnation: int) -> None:
                 incomplete.append(path)
                 continue
             with contextlib.suppress(CheckpointError):
-                if read_manifest(path).run == run:
+                if read_manifest(path, key).run == run:
                     complete.append(path)
         last = max((_order(path) for path in complete), default=(0, 0))
         # What comes after the last complete one is being written.
@@ -180,20 +225,24 @@ def withdraw(folder: Path) -> None:
 # ---- reading
 
 
-def newest(root: Path) -> Manifest | None:
+def newest(root: Path, key: bytes | None = None) -> Manifest | None:
     """Return the last complete checkpoint of the last incarnation that has any, or None.
 
+    Args:
+        root: the folder of checkpoints.
+        key: that its manifest must be signed with; None: signatures are not looked at.
+
     Raises:
-        CheckpointError: its manifest is damaged or of another version, a file is missing, or there
-            are checkpoints of several runs.
+        CheckpointError: its manifest is damaged, not signed with the key or of another version, a
+            file is missing, or there are checkpoints of several runs.
     """
     complete = complete_folders(root)
     if not complete:
         return None
-    manifest = read_manifest(complete[-1])
+    manifest = read_manifest(complete[-1], key)
     for path in complete[:-1]:
         try:
-            other = read_manifest(path)
+            other = read_manifest(path, key)
         except CheckpointError:
             # It was not asked for.
             continue
@@ -207,11 +256,15 @@ def newest(root: Path) -> Manifest | None:
     return manifest
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, key: bytes | None = None) -> Manifest:
     """Read the manifest of a checkpoint.
 
+    Args:
+        folder: of the checkpoint.
+        key: that it must be signed with; None: signatures are not looked at.
+
     Raises:
-        CheckpointError: it is damaged or of another version.
+        CheckpointError: it is damaged, not signed with the key, or of another version.
     """
     path = folder / _MANIFEST
     try:
@@ -221,18 +274,48 @@ def read_manifest(folder: Path) -> Manifest:
             content = strict_json.loads(file.read(_MANIFEST_BYTES_MAX))
     except (OSError, FormatError) as error:
         raise damaged(path, str(error)) from error
-    if not isinstance(content, dict) or content.get("version") != VERSION:
+    code = content.pop(_MAC, None) if isinstance(content, dict) else None
+    if key is not None:
+        try:
+            check_mac(code, key, b"manifest", strict_json.dumps(content))
+        except SignatureError as error:
+            raise refused(path, error) from error
+    expected = VERSION if code is None else SIGNED_VERSION
+    if not isinstance(content, dict) or content.get("version") != expected:
         version = content.get("version") if isinstance(content, dict) else None
         raise CheckpointError(
-            f"the checkpoint {folder} has version {version!r:.40}, and this gradlane reads version "
-            f"{VERSION}: resume with the version of gradlane that wrote it"
+            f"the checkpoint {folder} has version {version!r:.40}, and this gradlane reads "
+            f"versions {VERSION} and {SIGNED_VERSION}: resume with the version of gradlane that "
+            "wrote it"
         )
     step, run, files = (content.get(key) for key in ("step", "run", "files"))
     if type(step) is not int or step != _order(folder)[1]:
         raise damaged(path, f"it is of step {step!r:.40}, its folder of step {_order(folder)[1]}")
     if not isinstance(run, str):
         raise damaged(path, "it has no run")
-    return Manifest(folder, step, run, listed_files(files, path))
+    return Manifest(folder, step, run, listed_files(files, path), code is not None)
+
+
+def read_piece_files(
+    manifest: Manifest, read: Callable[[Path], tuple[dict[str, Any], list[Piece]]]
+) -> Iterator[tuple[dict[str, Any], list[Piece]]]:
+    """Yield facts and pieces of each rank's file, after checking that it is of this checkpoint.
+
+    Args:
+        manifest: of the checkpoint.
+        read: reads a file.
+
+    Raises:
+        CheckpointError: a file is of another checkpoint or rank, or cannot be read.
+    """
+    for rank, (name, _) in enumerate(manifest.files):
+        facts, pieces = read(manifest.folder / name)
+        expected = {"run": manifest.run, "step": manifest.step, "rank": rank}
+        if {key: facts.get(key) for key in expected} != expected:
+            raise damaged(
+                manifest.folder / name, f"it is of another checkpoint: {facts}, expected {expected}"
+            )
+        yield facts, pieces
 
 
 def listed_files(files: Any, path: Path) -> tuple[tuple[str, int], ...]:

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ from gradlane.training.checkpoints import folder as folders
 from gradlane.training.checkpoints.folder import Manifest, check_files, newest
 from gradlane.training.checkpoints.partition import pieces_of
 from gradlane.training.checkpoints.shard import damaged, read_shard, write_shard
+from gradlane.training.checkpoints.signing import checkpoint_key
 from gradlane.training.model.residual_state import MEAN_OF
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.environment import RankInfo
@@ -56,7 +57,14 @@ class Checkpoints:
     """Takes checkpoints of one model, and restores them."""
 
     def __init__(
-        self, root: Path, every: int, keep: int, place: RankInfo, timeout_s: float
+        self,
+        root: Path,
+        every: int,
+        keep: int,
+        place: RankInfo,
+        timeout_s: float,
+        secret: str | None = None,
+        on_event: Callable[[str, str], None] = lambda text, level: None,
     ) -> None:
         """Write into a folder, which all ranks share.
 
@@ -66,6 +74,9 @@ class Checkpoints:
             keep: how many complete ones are kept.
             place: this rank's.
             timeout_s: how long rank 0 waits for the other ranks' files.
+            secret: of the user, which signs checkpoints; None: they are not signed.
+            on_event: called, also in another thread, with what has happened and `info` or
+                `warning`.
 
         Raises:
             ValueError: the folder cannot be made.
@@ -79,6 +90,8 @@ class Checkpoints:
         self._keep = keep
         self._place = place
         self._timeout_s = timeout_s
+        self._key = None if secret is None else checkpoint_key(secret)
+        self._on_event = on_event
         self._prepared: PreparedModel | None = None
         self._meeting: RendezvousScope | None = None
         self._run = secrets.token_hex(8)
@@ -206,12 +219,7 @@ class Checkpoints:
         if manifest is None:
             self._others = []
             return 0
-        shards = [read_shard(manifest.folder / name) for name, _ in manifest.files]
-        for rank, (facts, _) in enumerate(shards):
-            expected = {"run": manifest.run, "step": manifest.step, "rank": rank}
-            if {key: facts.get(key) for key in expected} != expected:
-                path = manifest.folder / manifest.files[rank][0]
-                raise damaged(path, f"it is of another checkpoint: {facts}, expected {expected}")
+        shards = list(folders.read_piece_files(manifest, lambda path: read_shard(path, self._key)))
         pieces = [piece for _, own in shards for piece in own]
         try:
             tree = find_structure(pieces)
@@ -257,7 +265,7 @@ class Checkpoints:
         if meeting.rank_info.rank == 0:
             self._lasting.append((meeting, key))
             try:
-                found = newest(self._root)
+                found = newest(self._root, self._key)
             except CheckpointError as error:
                 meeting.put(key, json.dumps({"error": str(error)}))
                 raise
@@ -314,7 +322,7 @@ class Checkpoints:
             facts = {"run": run, "step": step, "rank": place.rank, "world_size": place.world_size}
             word: dict[str, Any] = {
                 "file": name,
-                "bytes": write_shard(folder / name, pieces, facts),
+                "bytes": write_shard(folder / name, pieces, facts, self._key),
             }
         except Exception as error:
             word = {"error": f"rank {place.rank} cannot write: {type(error).__name__}: {error}"}
@@ -360,8 +368,9 @@ class Checkpoints:
         for key in (*keys, f"checkpoint/{step}/folder"):
             meeting.delete(key)
         files = [(word["file"], word["bytes"]) for word in words]
-        folders.commit(self._root, step, self._incarnation, self._run, files)
-        folders.prune(self._root, self._keep, self._run, self._incarnation)
+        folders.commit(self._root, step, self._incarnation, self._run, files, self._key)
+        folders.prune(self._root, self._keep, self._run, self._incarnation, self._key)
+        self._on_event(f"the checkpoint of step {step} is complete", "info")
 
     def _tell(self, meeting: RendezvousScope, key: str, word: Mapping[str, Any]) -> None:
         meeting.put(key, json.dumps(word))
@@ -378,7 +387,7 @@ class Checkpoints:
             CheckpointError: it has failed, or does not say anything in time.
         """
         patience, has_failed = SuspendAwareDeadline(self._timeout_s), False
-        while (said := meeting.peek(key)) is None:
+        while (said := meeting.peek(key, rank)) is None:
             if self._stopping.is_set() or patience.is_over(_POLL_S):
                 raise CheckpointError(f"rank {rank} {missing}")
             if not has_failed and self._prepared is not None and self._prepared.steps.failure:
@@ -401,6 +410,7 @@ class Checkpoints:
     def _warn(self) -> None:
         while self._failures:
             text = self._failures.popleft()
+            self._on_event(text, "warning")
             warnings.warn(
                 f"{text}; the training goes on, and the checkpoint before it stays",
                 RuntimeWarning,
@@ -431,11 +441,17 @@ def _check_storable(prepared: PreparedModel) -> None:
 
 
 def make_checkpoints(
-    root: Path | None, every: int, keep: int, place: RankInfo, timeout_s: float
+    root: Path | None,
+    every: int,
+    keep: int,
+    place: RankInfo,
+    timeout_s: float,
+    secret: str | None = None,
+    on_event: Callable[[str, str], None] = lambda text, level: None,
 ) -> Checkpoints | None:
     """Return what takes a session's checkpoints, or None where none are wanted."""
     if root is None:
         return None
     with contextlib.suppress(OSError):
         root = root.resolve()
-    return Checkpoints(root, every, keep, place, timeout_s)
+    return Checkpoints(root, every, keep, place, timeout_s, secret, on_event)

@@ -16,6 +16,7 @@ from gradlane.errors import CheckpointError
 from gradlane.formats.atomic_io import atomic_write
 from gradlane.formats.serialization.container import (
     Piece,
+    SignatureError,
     VersionError,
     check_container,
     encode_container,
@@ -24,7 +25,9 @@ from gradlane.formats.serialization.container import (
 from gradlane.formats.serialization.strict_json import FormatError
 
 
-def write_shard(path: Path, pieces: Sequence[Piece], facts: dict[str, Any]) -> int:
+def write_shard(
+    path: Path, pieces: Sequence[Piece], facts: dict[str, Any], key: bytes | None = None
+) -> int:
     """Write a file that is whole or not there, also if the machine stops at any moment.
 
     The file is read back, and every byte of it checked, before it takes its place.
@@ -33,6 +36,7 @@ def write_shard(path: Path, pieces: Sequence[Piece], facts: dict[str, Any]) -> i
         path: the file; a temporary one is beside it meanwhile.
         pieces: the contents.
         facts: JSON-able, such as step and rank.
+        key: signs the file; None: it is not signed.
 
     Returns:
         The file's size in bytes.
@@ -41,7 +45,7 @@ def write_shard(path: Path, pieces: Sequence[Piece], facts: dict[str, Any]) -> i
         OSError: it cannot be written, or reads back as something else; nothing of it is left.
         FormatError: it has more pieces than a header can list.
     """
-    parts = encode_container(pieces, facts)
+    parts = encode_container(pieces, facts, key)
     size = sum(map(len, parts))
 
     def check(partial: Path) -> None:
@@ -55,15 +59,20 @@ def write_shard(path: Path, pieces: Sequence[Piece], facts: dict[str, Any]) -> i
     return size
 
 
-def read_shard(path: Path) -> tuple[dict[str, Any], list[Piece]]:
+def read_shard(path: Path, key: bytes | None = None) -> tuple[dict[str, Any], list[Piece]]:
     """Read a file, and check every byte of it.
 
+    Args:
+        path: the file.
+        key: that it must be signed with; None: signatures are not looked at.
+
     Raises:
-        CheckpointError: it is missing, cut off, changed, or of another version.
+        CheckpointError: it is missing, cut off, changed, not signed with the key, or of another
+            version.
     """
     try:
         with open_regular(path) as file:
-            return read_container(file, os.fstat(file.fileno()).st_size)
+            return read_container(file, os.fstat(file.fileno()).st_size, key)
     except OSError as error:
         raise CheckpointError(f"the checkpoint's file {path} cannot be read: {error}") from error
     except VersionError as error:
@@ -71,8 +80,18 @@ def read_shard(path: Path) -> tuple[dict[str, Any], list[Piece]]:
             f"the checkpoint's file {path} is of another gradlane: {error}; resume with the "
             "version of gradlane that wrote it"
         ) from error
+    except SignatureError as error:
+        raise refused(path, error) from error
     except FormatError as error:
         raise damaged(path, str(error)) from error
+
+
+def refused(path: Path, error: SignatureError) -> CheckpointError:
+    """Return the error that names a file that is not signed with the job's secret."""
+    return CheckpointError(
+        f"the checkpoint's file {path} is refused: {error}; if you know that it is yours, sign it: "
+        f"gradlane secret sign {path.parent.parent}"
+    )
 
 
 def damaged(path: Path, what: str) -> CheckpointError:

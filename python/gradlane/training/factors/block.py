@@ -4,19 +4,20 @@ A part is a header of 16 bytes and its values, padded to a multiple of 16 bytes 
 
 | offset | bytes | field |
 | ---: | ---: | --- |
-| 0 | 1 | kind: 1 dense, 2 factors of a linear layer, 3 rows of an embedding |
+| 0 | 1 | kind: 1 dense, 2 factors of a linear layer, 3 rows |
 | 1 | 1 | dtype of the values: 1 f32, 2 f16, 3 bf16, 4 f64 |
 | 2 | 2 | zero |
 | 4 | 4 | rows |
 | 8 | 8 | bytes that follow, without padding |
 
 Numbers are little-endian. Dense values are in the parameter's own order of storage; factors are all
-rows of the inputs and then all rows of the output gradients; an embedding's rows are their
+rows of the inputs and then all rows of the output gradients; rows, as of an embedding, are their
 numbers (i64) and then their values. An empty block is a rank without a gradient.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,11 +64,11 @@ class LinearFactors:
 
 @dataclass(frozen=True)
 class TouchedRows:
-    """The rows of an embedding's gradient that are not zero.
+    """The rows of a gradient that are not zero, as those of an embedding that were looked up.
 
     Attributes:
         indices: i64, each row once, ascending.
-        values: (rows, embedding_dim).
+        values: (rows, ...), each of the shape of a row of the parameter.
     """
 
     indices: Tensor
@@ -90,6 +91,11 @@ def part_bytes(part: Part) -> int:
 def block_bytes(nbytes: int) -> int:
     """Return what a whole gradient of so many bytes takes in a block."""
     return _HEADER.size + _padded(nbytes)
+
+
+def most_rows_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
+    """Return what all rows of a parameter take in a block: more than the whole gradient."""
+    return _HEADER.size + _padded(shape[0] * _row_bytes(shape, dtype))
 
 
 def pack(parts: Sequence[Part]) -> Tensor:
@@ -187,9 +193,14 @@ def _expected_bytes(
         return shape.numel() * dtype.itemsize
     if kind == _LINEAR and len(shape) == 2:
         return rows * (shape[0] + shape[1]) * values_dtype.itemsize
-    if kind == _ROWS and len(shape) == 2 and values_dtype == dtype:
-        return rows * (8 + shape[1] * values_dtype.itemsize)
+    if kind == _ROWS and len(shape) > 0 and values_dtype == dtype:
+        return rows * _row_bytes(shape, dtype)
     return -1
+
+
+def _row_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
+    """Bytes of one row: its number and its values."""
+    return 8 + math.prod(shape[1:]) * dtype.itemsize
 
 
 def _part_of(
@@ -202,7 +213,7 @@ def _part_of(
         inputs, output_gradients = values[: rows * shape[1]], values[rows * shape[1] :]
         return LinearFactors(inputs.view(rows, shape[1]), output_gradients.view(rows, shape[0]))
     numbers, values = payload[: 8 * rows], payload[8 * rows :]
-    return TouchedRows(numbers.view(torch.int64), values.view(values_dtype).view(rows, shape[1]))
+    return TouchedRows(numbers.view(torch.int64), values.view(values_dtype).view(rows, *shape[1:]))
 
 
 def _are_rows_of(indices: Tensor, count: int) -> bool:

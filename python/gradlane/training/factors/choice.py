@@ -6,9 +6,9 @@ their strategy says, also where a plan gives a whole layer the scheme `sfb`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -22,8 +22,8 @@ from gradlane.training.rendezvous.tensor_table import TensorEntry, state_entry
 _BLOCK_DTYPE = "f32"
 """Blocks are cut like tensors of this dtype, whatever is in them."""
 _BLOCK_ELEMENT_BYTES = 4
-_BLOCK_MOST_BYTES = 2**32 - 1
-NOT_ENCODED = "travels as factors, which are not encoded"
+BLOCK_MOST_BYTES = 2**32 - 16
+"""Bytes that a block may have: frames say its size in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,13 @@ class Factored:
         entry: its place in the tensor table.
         layers: those that use it; several where it is tied.
         scheme: one of `FACTOR_SCHEMES`: whether they go to all ranks, or to one that answers.
+        parts: the word for what its blocks hold.
     """
 
     entry: TensorEntry
     layers: tuple[nn.Module, ...]
     scheme: str = SFB
+    parts: ClassVar[str] = "factors"
 
     @property
     def is_answered(self) -> bool:
@@ -50,13 +52,26 @@ class Factored:
         """Bytes of the largest block: that of a whole gradient."""
         return block_bytes(self.entry.nbytes)
 
-    def rebuild(self, contributions: Sequence[Sequence[Part]], divisor: int, out: Tensor) -> None:
-        """Write the mean of all ranks' gradients, as `gradlane.training.factors.rebuild` does."""
-        own = own_factors(self.layers[0])
+    def mean(
+        self,
+        contributions: Sequence[Sequence[Part]],
+        divisor: int,
+        memory: Callable[[], Tensor],
+    ) -> Tensor:
+        """Return the mean of all ranks' gradients, as `gradlane.training.factors.rebuild` makes it.
+
+        Args:
+            contributions: the parts of each rank, in rank order; none is no gradient.
+            divisor: number of ranks that the mean is over.
+            memory: returns memory for a whole gradient.
+        """
+        out = memory()
+        own = own_factors(self.layers[0]) if self.layers else None
         if own is None:
             rebuild(contributions, divisor, out)
         else:
             own.rebuild(contributions, divisor, out, aside=self.is_answered)
+        return out
 
     def plan_row(self) -> dict[str, Any]:
         """Return the row of the plan's tensor whose blocks are gathered."""
@@ -116,7 +131,7 @@ def choose_factored(
         entry, scheme = trained[index], wanted.get(index, options.strategy.factors)
         own = layers.get(id(entry.tensor), [])
         problem = "" if own else "no nn.Linear or nn.Embedding with torch's own forward uses it"
-        if own and block_bytes(entry.nbytes) > _BLOCK_MOST_BYTES:
+        if own and block_bytes(entry.nbytes) > BLOCK_MOST_BYTES:
             problem = f"its {entry.nbytes} bytes are over the 4 GiB that a block may have"
         if not problem:
             chosen[index] = Factored(entry, tuple(own), scheme)
@@ -131,8 +146,12 @@ def choose_factored(
 def without_codecs(
     choices: Iterable[CodecChoice], factored: Mapping[int, Factored]
 ) -> list[CodecChoice]:
-    """Return choices of codecs with none for tensors that travel as factors."""
+    """Return choices of codecs with none for tensors that travel as factors or rows."""
     return [
-        CodecChoice(choice.tensor, RAW, NOT_ENCODED) if index in factored else choice
+        CodecChoice(
+            choice.tensor, RAW, f"travels as {factored[index].parts}, which are not encoded"
+        )
+        if index in factored
+        else choice
         for index, choice in enumerate(choices)
     ]

@@ -1,4 +1,4 @@
-"""Send factors in place of gradients, and make the means of all ranks' factors.
+"""Send factors or rows in place of gradients, and make the means of all ranks' blocks.
 
 Factors of a weight are packed as backward yields them, since their memory may change, and leave as
 one block when the last part is there. A rank whose factors would be larger than the
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,9 @@ from gradlane.training.factors.capture import FactorSink, install, remove
 from gradlane.training.factors.choice import Factored
 from gradlane.training.factors.rebuild import rebuild
 from gradlane.training.factors.root import RootThread
+from gradlane.training.log import log
 from gradlane.training.modules.gradient_intake import is_alone
+from gradlane.training.options.options import ROWS
 
 
 class FactorExchange:
@@ -60,6 +62,8 @@ class FactorExchange:
         self._held: dict[int, list[Tensor]] = {}
         self._sent: dict[int, Tensor] = {}
         self._means: dict[int, Tensor] = {}
+        self._costly: set[int] = set()
+        """Tensors of which it was said that rows were more bytes than the whole gradient."""
         self._made: dict[int, Tensor] = {}
         if any(one.is_answered for one in factored.values()):
 
@@ -126,9 +130,7 @@ class FactorExchange:
         try:
             if not wanted:
                 return None
-            mean = self._memory_for(index)
-            self._rebuild(index, own, blocks, mean)
-            return mean
+            return self._mean(index, own, blocks, lambda: self._memory_for(index))
         finally:
             blocks.release()
 
@@ -149,10 +151,10 @@ class FactorExchange:
                 block = self._means[index] = dense_block(entry.shape, entry.dtype)
             (whole,) = self._parts(index, block, self._rank)
             assert isinstance(whole, Dense)
-            mean = whole.values
+            memory = whole.values
             if entry.device.type != "cpu":
-                mean = torch.empty(entry.shape, dtype=entry.dtype, device=entry.device)
-            self._rebuild(index, self._sent.get(index), blocks, mean)
+                memory = torch.empty(entry.shape, dtype=entry.dtype, device=entry.device)
+            mean = self._mean(index, self._sent.get(index), blocks, lambda: memory)
             if mean is not whole.values:
                 whole.values.copy_(mean)
         finally:
@@ -171,9 +173,12 @@ class FactorExchange:
             raise BlockError(f"rank {owner} answered for {name!r} with no whole gradient")
         return parts[0].values.to(self._factored[index].entry.device)
 
-    def _rebuild(self, index: int, own: Tensor | None, blocks: Blocks, mean: Tensor) -> None:
-        """Write the mean that all ranks' blocks make; `own` is this rank's."""
+    def _mean(
+        self, index: int, own: Tensor | None, blocks: Blocks, memory: Callable[[], Tensor]
+    ) -> Tensor:
+        """Return the mean that all ranks' blocks make; `own` is this rank's."""
         regions = blocks.regions()
+        self._note_bytes(index, [0 if one is None else one[1] for one in regions])
         parts: list[list[Part]] = []
         for rank, region in enumerate(regions):
             block = own if rank == self._rank else _view(region)
@@ -181,7 +186,28 @@ class FactorExchange:
                 parts.append([])
             else:
                 parts.append(self._parts(index, block, rank))
-        self._factored[index].rebuild(parts, len(regions), mean)
+        return self._factored[index].mean(parts, len(regions), memory)
+
+    def _note_bytes(self, index: int, block_bytes: Sequence[int]) -> None:
+        """Say once of a tensor that its rows were more bytes than servers would have sent.
+
+        Of N ranks, a port sends (N - 1) / N of all blocks, or 2 (N - 1) / N of a whole gradient.
+        """
+        one, sends = self._factored[index], len(block_bytes) > 1
+        total, whole = sum(block_bytes), one.entry.nbytes
+        if one.scheme != ROWS or not sends or total <= 2 * whole or index in self._costly:
+            return
+        self._costly.add(index)
+        if self._rank == 0:
+            log.warning(
+                "the gradient of %r has travelled as rows of %.3g MB from each of %d ranks to all "
+                "others, which is more than %.3g MB of a dense one on servers; build its embedding "
+                "with sparse=False where so many rows are usual",
+                one.entry.name,
+                total / len(block_bytes) / 1e6,
+                len(block_bytes),
+                whole / 1e6,
+            )
 
     def _memory_for(self, index: int) -> Tensor:
         """Return memory for a mean: last step's, unless somebody still has it."""

@@ -84,7 +84,7 @@ class Barrier:
         pushes = -1
         while True:
             for rank in list(missing):
-                said = self._meeting.peek(f"{key}/{rank}")
+                said = self._meeting.peek(f"{key}/{rank}", rank)
                 if said is None:
                     break
                 theirs, words[rank] = json.loads(said)

@@ -21,7 +21,12 @@ from gradlane.formats.serialization.pieces import pack, unpack
 from gradlane.formats.serialization.strict_json import FormatError
 from gradlane.formats.serialization.structure import UnstorableError
 from gradlane.training.carrier import broadcast_from_host
-from gradlane.training.connection import SessionContext, open_channel, ranks_in_errors
+from gradlane.training.connection import (
+    SessionContext,
+    node_layout,
+    open_channel,
+    ranks_in_errors,
+)
 from gradlane.training.core import translate_error
 from gradlane.training.model.deferred_update import differing, own_values
 from gradlane.training.model.lazy_state import plain_state
@@ -77,7 +82,9 @@ def broadcast_state(
         ) from error
     everything = [*entries, *_state_entries(parameters, optimizer)]
     rows = [entry.bytes_row() for entry in everything]
-    channel = open_channel(ctx, meeting, rows, update="worker", first=source)
+    channel = open_channel(
+        ctx, meeting, rows, node_layout(ctx, meeting), update="worker", first=source
+    )
     try:
         broadcast_from_host(channel, everything, is_source)
     except ctx.core.ChannelError as error:

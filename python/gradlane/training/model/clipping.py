@@ -78,7 +78,9 @@ def exact_norm(core: CoreModule, gradients: Sequence[Tensor]) -> float:
     squares = core.SquareSum()
     for gradient in gradients:
         dense = gradient.detach()
-        if dense.layout is not torch.strided:
+        if dense.layout is torch.sparse_coo:
+            dense = dense.coalesce()._values()
+        elif dense.layout is not torch.strided:
             dense = dense.to_dense()
         if dense.is_complex():
             dense = torch.view_as_real(dense.resolve_conj())

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from gradlane.training.carrier import Carrier
-from gradlane.training.connection import SessionContext, open_channel
+from gradlane.training.connection import SessionContext, node_layout, open_channel
 from gradlane.training.core import Channel, translate_error
+from gradlane.training.factors.rows import RowSparse
+from gradlane.training.log import log
 from gradlane.training.model.served_parameters import ServedParameters
 from gradlane.training.model.staging import carrier_for
 from gradlane.training.model.step_layout import StepLayout, build_step_layout
@@ -21,11 +24,13 @@ from gradlane.training.model.verification import ModelSpec, verify_model_across_
 from gradlane.training.monitoring.recorder import Recording
 from gradlane.training.node.channel import NodeChannel
 from gradlane.training.node.collective_carrier import CollectiveCarrier
+from gradlane.training.node.layout import Layout
+from gradlane.training.node.opening import rows_obstacle
 from gradlane.training.options.codec_choice import CodecChoice, rows_with_codecs
 from gradlane.training.options.options import FACTOR_SCHEMES, RING
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.serving import check_codecs_served
-from gradlane.training.rendezvous.tensor_table import TensorEntry
+from gradlane.training.rendezvous.tensor_table import TensorEntry, names_of
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,9 @@ def connect(
         GradlaneError: the ranks differ, or cannot reach each other.
     """
     spec = verify_model_across_ranks(ctx, meeting, model, optimizer, buffers)
+    nodes = node_layout(ctx, meeting)
+    if nodes is not None:
+        spec = _for_nodes(spec, nodes, ctx.rank_info.rank)
     serves = ctx.options.update == "server"
     # Whatever takes part in a step is updated by servers, so nothing but parameters may; and
     # statuses and buffers of ranks that are left out of a step would be missing.
@@ -84,17 +92,14 @@ def connect(
         model, spec.entries, spec.factored, ctx.rank_info, buffers, alone=alone
     )
     trained = spec.trained
-    coded = [entry.coded() for entry in trained]
     codecs = spec.codecs
     check_codecs_served(codecs, ctx.rank_info)
-    plain = [entry.plan_row() for entry in (*spec.entries, *extras)]
-    for index, one in layout.factored.items():
-        plain[index] = one.plan_row()
-    rows = rows_with_codecs(plain, coded, codecs)
+    rows = _plan_rows(spec, extras)
     opened = channel = open_channel(
         ctx,
         meeting,
         rows,
+        nodes,
         update=ctx.options.update,
         gradients=[entry.tensor for entry in trained],
     )
@@ -114,6 +119,42 @@ def connect(
     )
     _broadcast_initial(ctx, connected)
     return connected
+
+
+def _plan_rows(spec: ModelSpec, extras: Sequence[TensorEntry] = ()) -> list[dict[str, Any]]:
+    """Return the plan's tensors: the table, and what follows it."""
+    rows = [entry.plan_row() for entry in (*spec.entries, *extras)]
+    for index, one in spec.factored.items():
+        rows[index] = one.plan_row()
+    return rows_with_codecs(rows, [entry.coded() for entry in spec.trained], spec.codecs)
+
+
+def _for_nodes(spec: ModelSpec, nodes: Layout, rank: int) -> ModelSpec:
+    """Return a model with dense gradients where rows would cost more than sums on nodes save.
+
+    Rows are not added up on nodes, and neither is anything else of a model that sends some:
+    everything but the rows then goes through a node's port once for each of its ranks. Rows count
+    for nothing here, since their number is not known yet.
+    """
+    sparse = [one for one in spec.factored.values() if isinstance(one, RowSparse)]
+    if not sparse or any(one.is_needed for one in sparse):
+        return spec
+    sparse_bytes = sum(one.entry.nbytes for one in sparse)
+    other_bytes = sum(entry.nbytes for entry in spec.trained) - sparse_bytes
+    dense = spec.with_dense_rows()
+    if sparse_bytes > (nodes.local_size - 1) * other_bytes or rows_obstacle(_plan_rows(dense)):
+        return spec
+    if rank == 0:
+        log.info(
+            "the sparse gradients of %s travel dense (%.3g MB): the ranks of a node add up first, "
+            "which rows do not, and the rest of the model (%.3g MB) would go %d times through each "
+            'port (local="off" sends rows)',
+            names_of([one.entry for one in sparse]),
+            sparse_bytes / 1e6,
+            other_bytes / 1e6,
+            nodes.local_size,
+        )
+    return dense
 
 
 def schemes_of(ctx: SessionContext, spec: ModelSpec) -> dict[str, str]:

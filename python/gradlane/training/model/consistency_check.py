@@ -37,6 +37,7 @@ from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.lazy_parameters import Exemption
 from gradlane.training.rendezvous.parameter_check import SAMPLE_EVERY, ParameterCheck
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.rendezvous.signatures import StoreValueRefusedError
 
 
 class StepEnding(enum.IntEnum):
@@ -401,7 +402,9 @@ def compare_endings(meeting: RendezvousScope) -> None:
     if place.rank != 0:
         return
     try:
-        told = [meeting.peek(f"ending/{rank}") for rank in range(place.world_size)]
+        told = [meeting.peek(f"ending/{rank}", rank) for rank in range(place.world_size)]
+    except StoreValueRefusedError:
+        raise
     except RendezvousError:
         return
     lanes = [json.loads(one) for one in told if one is not None]

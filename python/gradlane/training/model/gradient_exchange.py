@@ -16,10 +16,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from gradlane.errors import SessionFailedError
+from gradlane.errors import SessionFailedError, UsageError
 from gradlane.training.carrier import Carrier
 from gradlane.training.core import Channel, CoreModule, translate_error
-from gradlane.training.factors.block import BlockError, Dense, Part
+from gradlane.training.factors.block import BlockError, Dense, Part, TouchedRows
 from gradlane.training.factors.sending import FactorExchange
 from gradlane.training.model.clipping import exact_norm
 from gradlane.training.model.consistency_check import ConsistencyCheck, RankStatus
@@ -96,6 +96,7 @@ class GradientExchange:
         self._clipping = clipping
         self._trained = layout.trained
         self._factored = layout.factored
+        self._captured = layout.captured
         self._intake = GradientIntake(layout.trained)
         self._factors = FactorExchange(core, channel, layout.factored, rank, self.training_step_of)
         # Eight bytes for each, and there may be some for every checkpoint.
@@ -199,7 +200,9 @@ class GradientExchange:
     def submit(self, index: int) -> None:
         """Submit a parameter's gradient: its factors, or its `.grad`."""
         factored = index in self._factored
-        if not factored:
+        if factored and index not in self._captured:
+            self._factors.hold(index, self._take_rows(index))
+        elif not factored:
             gradient = self._intake.take(index, self._trained[index].tensor)
             self._gradients[index] = gradient
         self.is_submitted[index] = True
@@ -234,6 +237,25 @@ class GradientExchange:
         except self._core.ChannelError as error:
             self._raise_failed(error, "handing over", index)
 
+    def _take_rows(self, index: int) -> Part:
+        """Take the `.grad` of a parameter that sends rows.
+
+        Raises:
+            UsageError: it is not sparse, and the optimizer takes no other.
+        """
+        rows = self._intake.take_rows(index, self._trained[index].tensor)
+        if rows is None:
+            if self._layout.needs_sparse(index):
+                raise UsageError(
+                    f"the gradient of {self._trained[index].name!r} is not sparse by rows, and its "
+                    "optimizer takes no other: step it by another one, or build its embedding with "
+                    "sparse=True"
+                )
+            gradient = self._intake.take(index, self._trained[index].tensor)
+            return Dense(gradient if self._weight is None else gradient * self._weight)
+        numbers, values = rows
+        return TouchedRows(numbers, values if self._weight is None else values * self._weight)
+
     def has_taken(self, index: int) -> bool:
         """Whether some of a parameter's gradient has left `.grad` in this step."""
         return self.is_submitted[index] or self._factors.holds(index)
@@ -261,7 +283,7 @@ class GradientExchange:
                 continue
             if not discards:
                 has_dense = raw_grad(self._trained[index].tensor) is not None
-                if has_dense and index in self._factored:
+                if has_dense and index in self._captured:
                     self.hold_dense(index)
                 if has_dense or self.has_taken(index):
                     self.submit(index)
@@ -416,6 +438,8 @@ class GradientExchange:
         # Parameters whose update is due make a detour of each look at them.
         with torch._C.DisableTorchFunctionSubclass():
             for position, (index, gradient) in enumerate(arrived.gradients):
+                if gradient.layout is not torch.strided:
+                    continue
                 parameter = self._trained[index].tensor
                 if parameter.stride() != gradient.stride() and is_dense(parameter):
                     with torch.no_grad(), torch.inference_mode(False):

@@ -66,6 +66,20 @@ class LazyParameterDict(LazyDict[Parameter]):
                 self._steps.before_read(parameter, self._evaluates())
         return parameter
 
+    def __setitem__(self, name: str, parameter: Parameter) -> None:
+        """Replace a parameter.
+
+        Raises:
+            UsageError: by a shard, as `fully_shard` does.
+        """
+        if type(parameter).__module__.startswith("torch.distributed."):
+            raise UsageError(
+                f"parameter {name!r} of a prepared {type(self._module()).__name__} would become a "
+                "shard: fully_shard() keeps a part of each parameter on a rank, gradlane all of "
+                "them; leave it out"
+            )
+        dict.__setitem__(self, name, parameter)
+
     def items(self) -> ItemsView[str, Parameter]:  # type: ignore[override]
         """List names and parameters once they are right."""
         if self._steps.lists_wait and not is_read_by_compiler():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from gradlane.errors import UsageError
@@ -44,10 +45,10 @@ class LocalGradients:
         newest: dict[int, int] = {}
         for index, gradient in gradients.items():
             # Views of one memory, as cat() gives them, count their changes together.
-            memory = gradient.untyped_storage().data_ptr()
+            memory = _memory(gradient)
             newest[memory] = max(newest.get(memory, 0), self._accumulated[index][1])
         for index, gradient in gradients.items():
-            memory = gradient.untyped_storage().data_ptr()
+            memory = _memory(gradient)
             known, _ = self._accumulated[index]
             if id(gradient) != known or gradient._version != newest[memory]:
                 how = "changed in place" if id(gradient) == known else "replaced"
@@ -57,3 +58,10 @@ class LocalGradients:
                     "session.no_sync(), so clipping and unscaling saw this rank's own gradients; "
                     "run the last backward() of a step outside of it"
                 )
+
+
+def _memory(gradient: Tensor) -> int:
+    """Return a number that gradients have in common that are views of one memory."""
+    if gradient.layout is not torch.strided:
+        return id(gradient)
+    return gradient.untyped_storage().data_ptr()

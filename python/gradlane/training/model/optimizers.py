@@ -31,11 +31,15 @@ class OptimizerSupport:
     Attributes:
         in_parts: whether each tensor may be stepped as soon as its averaged gradient is there.
         on_servers: whether the servers have a kernel for it (`update="server"`).
+        takes_dense: whether it steps on dense gradients.
+        takes_sparse: whether it steps on sparse ones.
         refused: why it is not taken at all; empty where it is.
     """
 
     in_parts: bool = True
     on_servers: bool = False
+    takes_dense: bool = True
+    takes_sparse: bool = False
     refused: str = ""
 
 
@@ -43,7 +47,7 @@ OPTIMIZER_SUPPORT: dict[str, OptimizerSupport] = {
     "ASGD": OptimizerSupport(),
     "Adadelta": OptimizerSupport(),
     "Adafactor": OptimizerSupport(),
-    "Adagrad": OptimizerSupport(),
+    "Adagrad": OptimizerSupport(takes_sparse=True),
     "Adam": OptimizerSupport(on_servers=True),
     "AdamW": OptimizerSupport(on_servers=True),
     "Adamax": OptimizerSupport(),
@@ -55,10 +59,8 @@ OPTIMIZER_SUPPORT: dict[str, OptimizerSupport] = {
     "RAdam": OptimizerSupport(),
     "RMSprop": OptimizerSupport(),
     "Rprop": OptimizerSupport(),
-    "SGD": OptimizerSupport(on_servers=True),
-    "SparseAdam": OptimizerSupport(
-        False, refused="it needs sparse gradients, which cannot be averaged"
-    ),
+    "SGD": OptimizerSupport(on_servers=True, takes_sparse=True),
+    "SparseAdam": OptimizerSupport(takes_dense=False, takes_sparse=True),
 }
 """Every class of `torch.optim` by name; a class that is not here steps whole at the barrier."""
 
@@ -209,12 +211,9 @@ def check_optimizer(optimizer: Optimizer, entries: Sequence[TensorEntry]) -> Non
     Raises:
         ValueError: the optimizer cannot be driven, or its parameters are not the model's.
     """
-    for base in type(optimizer).__mro__:
-        support = (
-            OPTIMIZER_SUPPORT.get(base.__name__) if base.__module__.startswith("torch.") else None
-        )
-        if support is not None and support.refused:
-            raise ValueError(f"optimizer {base.__name__} is not supported: {support.refused}")
+    name, support = _support_of(optimizer)
+    if support is not None and support.refused:
+        raise ValueError(f"optimizer {name} is not supported: {support.refused}")
     for number, group in enumerate(optimizer.param_groups):
         _check_group(number, group)
     model_parameters = {id(entry.tensor): entry for entry in entries}
@@ -234,6 +233,45 @@ def check_optimizer(optimizer: Optimizer, entries: Sequence[TensorEntry]) -> Non
             f"the optimizer does not hold {names_of(missing)}, which are trained: call "
             "requires_grad_(False) on them, or give them to the optimizer"
         )
+
+
+_DENSE_OPTIONS = ("momentum", "weight_decay", "fused")
+"""Options with which torch, or a state that can be saved, asks for a dense gradient."""
+
+
+def takes_sparse(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Return whether an optimizer is given a sparse mean for a parameter.
+
+    Classes of `torch.optim` that refuse one get it dense, with all zeros, and so do those whose
+    group has an option that does, such as weight decay. SGD's momentum of a sparse gradient would
+    be sparse, too: it grows, and no checkpoint holds it. The program's own classes get what they
+    get in torch.
+    """
+    _, support = _support_of(optimizer)
+    if support is None:
+        return True
+    group = next(
+        group
+        for group in optimizer.param_groups
+        if any(one is parameter for one in list.__iter__(group["params"]))
+    )
+    return support.takes_sparse and not any(group.get(option) for option in _DENSE_OPTIONS)
+
+
+def needing_sparse(optimizer: Optimizer) -> set[int]:
+    """Return the `id` of each parameter that an optimizer steps on sparse gradients alone."""
+    _, support = _support_of(optimizer)
+    if support is None or support.takes_dense:
+        return set()
+    return {id(one) for group in optimizer.param_groups for one in list.__iter__(group["params"])}
+
+
+def _support_of(optimizer: Optimizer) -> tuple[str, OptimizerSupport | None]:
+    """Return the class of `torch.optim` that an optimizer is of, and how that is driven."""
+    for base in type(optimizer).__mro__:
+        if base.__module__.startswith("torch.") and base.__name__ in OPTIMIZER_SUPPORT:
+            return base.__name__, OPTIMIZER_SUPPORT[base.__name__]
+    return "", None
 
 
 def _check_group(number: int, group: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +59,8 @@ from gradlane.training.options.codec_choice import local_limit
 from gradlane.training.options.momentum import adding_up, check_momentum
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.parameter_check import ParameterCheck
-from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.rendezvous.rendezvous import PublishedAddress, RendezvousScope
+from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 CLOSE_TIMEOUT_S = 60.0
 """Seconds to wait for the other ranks' goodbyes by default."""
@@ -95,6 +96,7 @@ class PreparedModel:
         self._ctx = ctx
         self._meet = meet
         self._meeting = meeting
+        self._addresses: list[PublishedAddress | None] | None = None
         self._optimizer = optimizer
         self._attributes = attributes_of(optimizer)
         self._defer = defer
@@ -124,12 +126,19 @@ class PreparedModel:
         self._updates = self._make_server_updates()
         self.steps = self._make_steps()
         self.hook_manager.install(self.steps)
-        self.hook_manager.follow(FactorHooks(self._layout.factored, self.steps))
+        self.hook_manager.follow(FactorHooks(self._layout.captured, self.steps))
         if pack is not None:
             self.hook_manager.follow(BufferWatch(pack, self.steps.before_buffers))
         if connected.recording is not None:
             connected.recording.watch(model)
-        self._watch = ctx.observer.watch(model, self.channel, self.steps)
+        self._watch = ctx.observer.watch(
+            model,
+            self.channel,
+            self.steps,
+            name=meeting.name,
+            tensors=[entry.name for entry in (*self._entries, *connected.extras)],
+            codecs=self.codecs,
+        )
         self._barrier: Barrier | None = None
         if ctx.options.is_asynchronous:
             limit_s = ctx.options.network.progress_timeout_s
@@ -167,6 +176,27 @@ class PreparedModel:
                 # The session has not got this model yet, and would not tell the others.
                 self.abort(f"{type(error).__name__} while preparing the model: {error}")
                 raise
+
+    @property
+    def options(self) -> Options:
+        """The options in force for the model."""
+        return self._ctx.options
+
+    @property
+    def trained(self) -> Sequence[TensorEntry]:
+        """The model's trained parameters, in the order of the tensor table."""
+        return self._trained
+
+    def addresses(self) -> list[PublishedAddress | None]:
+        """Return where each rank listens for this model; None for one that only talks to its node.
+
+        Raises:
+            RendezvousError: the store is gone or does not answer.
+        """
+        if self._addresses is None:
+            everyone = range(self._ctx.rank_info.ranks)
+            self._addresses = [self._meeting.published_address(rank) for rank in everyone]
+        return self._addresses
 
     def whole_state(self) -> dict[str, Any]:
         """Return the whole state of training on every rank; a collective call."""

@@ -36,6 +36,7 @@ from gradlane.training.model.state_checks import (
 )
 from gradlane.training.rendezvous.bounded_store import StoreLostError
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.rendezvous.signatures import StoreValueRefusedError
 from gradlane.training.rendezvous.tensor_table import TensorEntry, in_layout
 
 
@@ -342,7 +343,7 @@ class ServerState:
         for rank in range(place.world_size):
             try:
                 theirs = self._meeting.get(f"{key}/{rank}", rank).decode()
-            except (StoreLostError, PeerLostError):
+            except (StoreLostError, StoreValueRefusedError, PeerLostError):
                 raise
             except (RendezvousError, SessionFailedError) as error:
                 text = (

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from gradlane.training.factors.choice import Factored
+from gradlane.training.factors.rows import RowSparse
 from gradlane.training.model.buffers import BufferForm, BufferPack, form_of, pack_buffers
 from gradlane.training.model.consistency_check import StatusTensor
 from gradlane.training.rendezvous.environment import RankInfo
@@ -27,7 +29,7 @@ class StepLayout:
         buffers: buffers that are kept alike, or None.
         buffers_index: their tensor number.
         form: the form that buffers were prepared in, or None where they are left alone.
-        factored: trained parameters that travel as factors, by tensor number.
+        factored: trained parameters that travel as factors or rows, by tensor number.
     """
 
     trained: Sequence[TensorEntry]
@@ -39,6 +41,23 @@ class StepLayout:
     buffers_index: int = -1
     form: BufferForm | None = None
     factored: Mapping[int, Factored] = field(default_factory=dict)
+
+    @property
+    def captured(self) -> dict[int, Factored]:
+        """Those parameters whose layers give factors in backward; all others have a `.grad`."""
+        return {index: one for index, one in self.factored.items() if one.layers}
+
+    def needs_sparse(self, index: int) -> bool:
+        """Return whether a parameter's optimizer takes sparse gradients alone."""
+        one = self.factored.get(index)
+        return isinstance(one, RowSparse) and one.is_needed
+
+    def zeros(self, index: int) -> Tensor:
+        """Return what torch leaves in `.grad` of a parameter where it zeroes a mean."""
+        one = self.factored.get(index)
+        if isinstance(one, RowSparse) and one.keeps_sparse:
+            return one.no_rows()
+        return torch.zeros_like(self.trained[index].tensor)
 
 
 def build_step_layout(
@@ -55,7 +74,7 @@ def build_step_layout(
     Args:
         model: the user's.
         entries: its table; tensors that are not in it are numbered after it.
-        factored: trained parameters that travel as factors, by tensor number.
+        factored: trained parameters that travel as factors or rows, by tensor number.
         place: this rank.
         buffers: how they are kept: `"broadcast"`, `"average"` or `"local"`.
         alone: nothing but gradients may take part.

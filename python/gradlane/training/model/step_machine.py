@@ -38,7 +38,13 @@ from gradlane.training.model.local_gradients import LocalGradients
 from gradlane.training.model.server_updates import ServerUpdates
 from gradlane.training.model.whole_waits import WholeWaits
 from gradlane.training.modules.forward_order import ForwardOrder, inside_backward
-from gradlane.training.modules.gradient_intake import check_gradient, raw_grad, set_raw_grad
+from gradlane.training.modules.gradient_intake import (
+    check_gradient,
+    raw_grad,
+    set_raw_grad,
+    sum_of,
+    values_of,
+)
 from gradlane.training.modules.shared_storage import SharedMemoryGroups
 
 _MOVES = nn.Module._apply.__code__
@@ -139,7 +145,7 @@ class StepMachine:
         self._adding_up = adding_up
         self._trained = exchange.layout.trained
         self._dtypes = {entry.dtype for entry in self._trained}
-        self._factored = exchange.layout.factored
+        self._captured = exchange.layout.captured
         self._buffers_index = exchange.layout.buffers_index
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
         parameters = [entry.tensor for entry in self._trained]
@@ -238,7 +244,7 @@ class StepMachine:
             GradlaneError: the session has failed.
         """
         # No variable holds the gradient: it is lent as it is if there is no other reference.
-        if raw_grad(parameter) is None and (index in self._factored or not parameter.requires_grad):
+        if raw_grad(parameter) is None and (index in self._captured or not parameter.requires_grad):
             # Factors were taken, or it was frozen since the forward: torch runs the hook anyway.
             return
         if self._steps_whole:
@@ -256,7 +262,7 @@ class StepMachine:
                 gradient = raw_grad(parameter)
                 if gradient is not None:
                     self._local.note(index, gradient)
-            elif index in self._factored:
+            elif index in self._captured:
                 self._exchange.hold_dense(index)
                 self._factors_of_backward.add(index)
             elif self._passes.is_last(index):
@@ -268,7 +274,7 @@ class StepMachine:
 
     def wants_factors(self, index: int) -> bool:
         """Whether factors may take the place of a gradient now: those that add up may not."""
-        return index in self._factored and not self.accumulates and self._failure.error is None
+        return index in self._captured and not self.accumulates and self._failure.error is None
 
     def take_factors(self, index: int, part: Part) -> None:
         """Note factors of a part of a parameter's fresh gradient.
@@ -429,8 +435,8 @@ class StepMachine:
                     f"session.weight() with parameter {name!r} of float16: gradients times "
                     "samples would overflow; train in float32 or bfloat16"
                 )
-            if self._factored:
-                index = next(iter(self._factored))
+            if self._captured:
+                index = next(iter(self._captured))
                 raise UsageError(
                     f"session.weight() with {self._trained[index].name!r}, which travels as "
                     "factors: these are not weighted; use a scheme without factors"
@@ -599,11 +605,12 @@ class StepMachine:
         if norm_type == 2.0:
             norm = self._exchange.norm_of(gradients)
         else:
-            norms = [torch.linalg.vector_norm(one.detach(), norm_type).cpu() for one in gradients]
+            plain = [one.to_dense() if one.is_sparse else one.detach() for one in gradients]
+            norms = [torch.linalg.vector_norm(one, norm_type).cpu() for one in plain]
             norm = float(torch.linalg.vector_norm(torch.stack(norms), norm_type)) if norms else 0.0
         dtype = norm_dtype(gradient.dtype for gradient in gradients)
         clipping = StepClipping(max_norm, dtype, lambda: norm)
-        clipping.scale(gradients)
+        clipping.scale([values_of(gradient) for gradient in gradients])
         return clipping
 
     # ---- optimizer.step()
@@ -800,7 +807,7 @@ class StepMachine:
         if not set_to_none:
             for index in self._scaled if self._awaits_step else self._exchange.present():
                 parameter = self._trained[index].tensor
-                set_raw_grad(parameter, torch.zeros_like(parameter))
+                set_raw_grad(parameter, self._exchange.layout.zeros(index))
         self._end_with_nothing()
 
     def _end_with_nothing(self) -> None:
@@ -934,14 +941,14 @@ class StepMachine:
                 if fresh is not None:
                     # Of a backward after clipping: it adds up on the mean.
                     with torch.no_grad(), torch.inference_mode(False):
-                        gradient.add_(fresh)
+                        gradient = sum_of(gradient, fresh)
                 set_raw_grad(parameter, gradient)
             self._phase = Phase.ATTACHED
             self._lazy.settle()
             self._refresh()
 
     def _scale_arrived(self, arrived: list[tuple[int, Tensor]]) -> None:
-        gradients = [gradient for _, gradient in arrived]
+        gradients = [values_of(gradient) for _, gradient in arrived]
         if self._weighting is not None:
             self._weighting.scale(gradients)
         for scaling in self._scalings:

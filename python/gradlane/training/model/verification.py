@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.optim import Optimizer
@@ -11,7 +12,13 @@ from torch.optim import Optimizer
 from gradlane.errors import UsageError
 from gradlane.training.connection import SessionContext
 from gradlane.training.factors.choice import Factored, choose_factored, without_codecs
-from gradlane.training.model.optimizers import check_optimizer, check_server_optimizer
+from gradlane.training.factors.rows import RowSparse, choose_row_sparse
+from gradlane.training.model.optimizers import (
+    check_optimizer,
+    check_server_optimizer,
+    needing_sparse,
+    takes_sparse,
+)
 from gradlane.training.model.state_checks import check_taken_over
 from gradlane.training.model.validation import check_model
 from gradlane.training.modules.shared_storage import SharedMemoryGroups
@@ -38,13 +45,25 @@ class ModelSpec:
 
     Attributes:
         entries: the model's table; trained parameters come first.
-        factored: trained parameters that travel as factors, by tensor number.
-        codecs: how each trained tensor is encoded.
+        factored: trained parameters that travel as factors or rows, by tensor number.
+        chosen_codecs: how each trained tensor is encoded, unless it travels as one of these.
     """
 
     entries: Sequence[TensorEntry]
     factored: Mapping[int, Factored]
-    codecs: list[CodecChoice]
+    chosen_codecs: Sequence[CodecChoice]
+
+    @property
+    def codecs(self) -> list[CodecChoice]:
+        """How each trained tensor is encoded."""
+        return without_codecs(self.chosen_codecs, self.factored)
+
+    def with_dense_rows(self) -> ModelSpec:
+        """Return the same model with sparse gradients that are sent dense."""
+        factored = {
+            index: one for index, one in self.factored.items() if not isinstance(one, RowSparse)
+        }
+        return replace(self, factored=factored)
 
     @property
     def trained(self) -> list[TensorEntry]:
@@ -54,17 +73,11 @@ class ModelSpec:
     @property
     def momentum_codecs(self) -> dict[int, str]:
         """Codecs that keep momentum, by `id` of the parameter."""
-        return _momentum_codecs(self.trained, self.codecs)
-
-
-def _momentum_codecs(
-    trained: Sequence[TensorEntry], codecs: Sequence[CodecChoice]
-) -> dict[int, str]:
-    return {
-        id(entry.tensor): choice.codec
-        for entry, choice in zip(trained, codecs, strict=True)
-        if keeps_momentum(choice.codec)
-    }
+        return {
+            id(entry.tensor): choice.codec
+            for entry, choice in zip(self.trained, self.codecs, strict=True)
+            if keeps_momentum(choice.codec)
+        }
 
 
 def verify_model_across_ranks(
@@ -102,16 +115,24 @@ def verify_model_across_ranks(
         check_optimizer(optimizer, entries)
         trained = [entry for entry in entries if entry.trained]
         factored = choose_factored(model, trained, ctx.schemes, ctx.options)
+        row_sparse = choose_row_sparse(
+            model,
+            trained,
+            ctx.options,
+            needing_sparse=needing_sparse(optimizer),
+            takes_sparse=functools.partial(takes_sparse, optimizer),
+        )
+        factored = row_sparse | factored
         ranks = ring_ranks(ctx.options.strategy.name, ctx.rank_info.world_size)
         coded = [entry.coded() for entry in trained]
-        codecs = without_codecs(choose_codecs(ctx.options.codec, coded, ranks), factored)
+        spec = ModelSpec(entries, factored, choose_codecs(ctx.options.codec, coded, ranks))
         has_ring = ranks is not None or RING in ctx.schemes.values()
         unused = unused_codec_option(ctx.options.codec, has_ring=has_ring)
         if unused:
             raise ValueError(unused)
-        _check_all_clipped(factored, codecs, trained)
+        _check_all_clipped(spec)
         may_take_over = ctx.options.update == "worker"
-        check_momentum(optimizer, _momentum_codecs(trained, codecs), may_take_over=may_take_over)
+        check_momentum(optimizer, spec.momentum_codecs, may_take_over=may_take_over)
         if ctx.options.update == "server":
             check_server_optimizer(optimizer, entries)
             _check_apart(trained)
@@ -124,7 +145,7 @@ def verify_model_across_ranks(
         for index, entry in enumerate(entries)
     ]
     meeting.agree({"options": options, "tensors": rows})
-    return ModelSpec(entries, factored, codecs)
+    return spec
 
 
 def _check_memory(entries: Sequence[TensorEntry]) -> None:
@@ -155,17 +176,15 @@ def _check_loadable(model: nn.Module, entries: Sequence[TensorEntry]) -> None:
         )
 
 
-def _check_all_clipped(
-    factored: Mapping[int, Factored], codecs: Sequence[CodecChoice], trained: Sequence[TensorEntry]
-) -> None:
+def _check_all_clipped(spec: ModelSpec) -> None:
     """Check that a codec that clips by the norm of all gradients has all of them."""
-    clipping = next((one.codec for one in codecs if local_clip(one.codec)), None)
-    if clipping is not None and factored:
-        name = trained[next(iter(factored))].name
+    clipping = next((one.codec for one in spec.codecs if local_clip(one.codec)), None)
+    if clipping is not None and spec.factored:
+        index, one = next(iter(spec.factored.items()))
         raise ValueError(
-            f"codec {clipping!r} clips by the norm of all gradients, and {name!r} travels as "
-            "factors, whose gradient no rank has: leave the clip out, or use a scheme without "
-            "factors"
+            f"codec {clipping!r} clips by the norm of all gradients, and "
+            f"{spec.trained[index].name!r} travels as {one.parts}, which it does not see: leave "
+            "the clip out, or send that gradient whole"
         )
 
 

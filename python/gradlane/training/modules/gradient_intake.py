@@ -54,6 +54,26 @@ def is_alone(tensor: Tensor) -> bool:
     return _count_owners(storage._cdata) == _ALONE
 
 
+def is_row_sparse(gradient: Tensor) -> bool:
+    """Whether a gradient is a sparse COO tensor of rows, as that of a sparse embedding is."""
+    return gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1
+
+
+def values_of(gradient: Tensor) -> Tensor:
+    """Return the numbers of a gradient, in its own memory; what is not stored is zero.
+
+    Numbers of one place are stored apart where a sparse gradient is not coalesced.
+    """
+    return gradient._values() if gradient.layout is torch.sparse_coo else gradient
+
+
+def sum_of(gradient: Tensor, other: Tensor) -> Tensor:
+    """Return the sum of two gradients, in place of the first one unless only that is sparse."""
+    if gradient.is_sparse and not other.is_sparse:
+        return other + gradient
+    return gradient.add_(other)
+
+
 class GradientIntake:
     """Takes gradients of trained parameters, one a step and tensor."""
 
@@ -70,13 +90,7 @@ class GradientIntake:
         Raises:
             UsageError: the gradient cannot be averaged; the message names the parameter.
         """
-        gradient = raw_grad(parameter)
-        if gradient is None:
-            raise UsageError(
-                f"the gradient of {self._trained[index].name!r} is gone: another hook took it; "
-                "leave it in .grad"
-            )
-        set_raw_grad(parameter, None)
+        gradient = self._fetch(index, parameter)
         entry = self._trained[index]
         if gradient.layout is not torch.strided:
             gradient = _densified(entry, gradient)
@@ -91,6 +105,35 @@ class GradientIntake:
             return gradient
         with torch.no_grad():
             return self._copy_for(index, gradient).copy_(gradient)
+
+    def take_rows(self, index: int, parameter: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the numbers of the rows of a sparse gradient (i64, ascending), and their values.
+
+        The parameter's `.grad` is None afterwards. Where it is no such gradient it stays, and None
+        is returned.
+
+        Raises:
+            UsageError: the gradient cannot be averaged; the message names the parameter.
+        """
+        found = raw_grad(parameter)
+        if found is not None and not is_row_sparse(found):
+            return None
+        gradient = self._fetch(index, parameter)
+        check_gradient(self._trained[index], gradient)
+        with torch.no_grad():
+            coalesced = gradient.coalesce()
+        return coalesced._indices()[0], coalesced._values()
+
+    def _fetch(self, index: int, parameter: Tensor) -> Tensor:
+        """Take `.grad` away from a parameter."""
+        gradient = raw_grad(parameter)
+        if gradient is None:
+            raise UsageError(
+                f"the gradient of {self._trained[index].name!r} is gone: another hook took it; "
+                "leave it in .grad"
+            )
+        set_raw_grad(parameter, None)
+        return gradient
 
     def _copy_for(self, index: int, gradient: Tensor) -> Tensor:
         """Return memory to copy into: last step's, unless the user still holds it."""
@@ -111,6 +154,9 @@ def _densified(entry: TensorEntry, gradient: Tensor) -> Tensor:
     """Return a sparse gradient, as of an embedding, with its zeros."""
     try:
         with torch.no_grad():
+            if gradient.layout is torch.sparse_coo:
+                # As rows do: values of one place are added up in one order, however they travel.
+                gradient = gradient.coalesce()
             return gradient.to_dense()
     except (RuntimeError, NotImplementedError) as error:
         raise UsageError(

@@ -1,18 +1,25 @@
-"""A page over HTTP for a few clients at a time, served by one thread.
+"""Pages over HTTP for a few clients at a time, served by one thread.
 
-Clients can use only a bounded part of that thread, `CLIENTS_MAX` descriptors, and a new page every
-`PAGE_AGE_S`. No text of a client is repeated, printed or logged.
+Clients can use only a bounded part of that thread, `CLIENTS_MAX` descriptors, and each page anew
+every `PAGE_AGE_S`. No text of a client is repeated, printed or logged. On the loopback interface
+only requests for an address or `localhost` are answered: a page of another site whose name leads
+here (DNS rebinding) reads nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import math
+import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from gradlane.formats.live_state import NEXT_QUERY
 
 CLIENTS_MAX = 8
 """Most connections at a time. A new one closes the oldest, so slow clients block no others."""
@@ -21,11 +28,28 @@ REQUEST_TIMEOUT_S = 5.0
 REQUEST_BYTES_MAX = 8192
 PAGE_AGE_S = 1.0
 """Seconds for which a page is served before a new one is made."""
+_FAREWELL_S = 0.5
+"""Longest time in which those who follow a page are told its last state at the end."""
 _LOOP_MIN_S = 0.01
 """Least seconds between iterations of the loop; each accepts one client and reads once from
 each."""
 _READ_BYTES = 4096
 _CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page that is made when it is asked for.
+
+    Attributes:
+        content_type: the header of that name.
+        make: makes it; called in another thread, once in `PAGE_AGE_S` at most.
+        headers: further headers.
+    """
+
+    content_type: str
+    make: Callable[[], bytes]
+    headers: tuple[str, ...] = ()
 
 
 class _Client:
@@ -36,6 +60,8 @@ class _Client:
         self.deadline_s = deadline_s
         self.request = b""
         self.response: memoryview | None = None
+        self.due_s: float | None = None
+        """When a request for the next state of a page is answered."""
 
     @property
     def poll_events(self) -> int:
@@ -43,28 +69,36 @@ class _Client:
 
 
 class Endpoint:
-    """Serves a page for `GET /metrics` and `GET /`."""
+    """Serves pages for `GET`.
 
-    def __init__(self, host: str, port: int, page: Callable[[], bytes], content_type: str) -> None:
+    A query `?next` has an answer held back for `PAGE_AGE_S`, or until the endpoint closes: who
+    follows a page by such requests gets its last state, too.
+    """
+
+    def __init__(self, host: str, port: int, pages: Mapping[str, Page]) -> None:
         """Start to listen.
 
         Args:
             host: address or name to listen on; `0.0.0.0` and `::` are all.
             port: port to listen on; 0 for any that is free.
-            page: makes the page; called in another thread, once in `PAGE_AGE_S` at most.
-            content_type: of the page.
+            pages: by path.
 
         Raises:
             OSError: the address cannot be listened on.
             ValueError: the host is no name, or the port is out of range.
         """
-        self._page = page
-        self._content_type = content_type
-        self._cached_page: tuple[float, bytes] = (-math.inf, b"")
+        self._host = host
+        self._pages = {path.encode(): page for path, page in pages.items()}
+        self._made: dict[Page, tuple[float, bytes]] = {}
         self._clients: list[_Client] = []
         self._closing = threading.Event()
+        self._closed_s = -math.inf
+        self._absent, self._left_s = 0, 0.0
+        """Followers between two requests, and when the last of them was answered."""
         self._listener = _listen(host, port)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self.is_loopback = ipaddress.ip_address(self.address[0].split("%")[0]).is_loopback
+        self._wakeup: tuple[int, int] | None = os.pipe()
         self._thread = threading.Thread(target=self._run, name="gradlane-metrics", daemon=True)
         self._thread.start()
 
@@ -74,12 +108,16 @@ class Endpoint:
         return self.address[1]
 
     def close(self) -> None:
-        """Stop, and disconnect all clients."""
+        """Stop, and disconnect all clients; those who follow a page get it once more."""
+        if self._wakeup is None:
+            return
+        self._closed_s = time.monotonic()
         self._closing.set()
-        with contextlib.suppress(OSError):
-            # Wakes the thread, which sleeps until a client connects.
-            self._listener.shutdown(socket.SHUT_RDWR)
+        os.write(self._wakeup[1], b"1")
         self._thread.join(_CLOSE_TIMEOUT_S)
+        with contextlib.suppress(OSError):
+            # Children that were forked a moment ago may still hold it.
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._close_sockets()
 
     def forget_in_child(self) -> None:
@@ -87,6 +125,9 @@ class Endpoint:
         self._close_sockets()
 
     def _close_sockets(self) -> None:
+        wakeup, self._wakeup = self._wakeup, None
+        for descriptor in wakeup or ():
+            os.close(descriptor)
         self._listener.close()
         for client in self._clients:
             client.connection.close()
@@ -94,26 +135,46 @@ class Endpoint:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            ready = self._wait()
-            now_s = time.monotonic()
-            for client in tuple(self._clients):
-                is_ready = client.connection.fileno() in ready
-                if now_s >= client.deadline_s or (is_ready and not self._serve(client)):
-                    self._disconnect(client)
-            if self._listener.fileno() in ready:
-                self._accept(now_s)
-            self._closing.wait(_LOOP_MIN_S)
+            self._turn()
+        deadline_s = time.monotonic() + _FAREWELL_S
+        while time.monotonic() < deadline_s and self._is_followed():
+            self._turn()
+
+    def _is_followed(self) -> bool:
+        """Return whether someone waits for the last state, or is between two requests."""
+        if any(client.response or client.due_s is not None for client in self._clients):
+            return True
+        return self._absent > 0 and time.monotonic() - self._left_s < _FAREWELL_S
+
+    def _turn(self) -> None:
+        ready = self._wait()
+        now_s = time.monotonic()
+        for client in tuple(self._clients):
+            if client.due_s is not None and (now_s >= client.due_s or self._closing.is_set()):
+                self._answer_next(client)
+                continue
+            is_ready = client.connection.fileno() in ready
+            if now_s >= client.deadline_s or (is_ready and not self._serve(client)):
+                self._disconnect(client)
+        if self._listener.fileno() in ready:
+            self._accept(now_s)
+        time.sleep(_LOOP_MIN_S)
 
     def _wait(self) -> set[int]:
-        """Wait for a client or a deadline, and return the descriptors that are ready."""
+        """Wait for a client, a deadline or the end; return the descriptors that are ready."""
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
+        times_s = []
+        if self._closing.is_set():
+            times_s.append(time.monotonic())
+        elif self._wakeup is not None:
+            poll.register(self._wakeup[0], select.POLLIN)
         for client in self._clients:
             poll.register(client.connection, client.poll_events)
-        deadline_s = min((one.deadline_s for one in self._clients), default=None)
-        if deadline_s is None:
+            times_s.append(client.deadline_s if client.due_s is None else client.due_s)
+        if not times_s:
             return {descriptor for descriptor, _ in poll.poll()}
-        wait_ms = max(0.0, 1000 * (deadline_s - time.monotonic()))
+        wait_ms = max(0.0, 1000 * (min(times_s) - time.monotonic()))
         return {descriptor for descriptor, _ in poll.poll(wait_ms)}
 
     def _accept(self, now_s: float) -> None:
@@ -146,38 +207,109 @@ class Endpoint:
             return True
         except OSError:
             return False
-        if client.response is None:
+        if client.response is None and client.due_s is None:
             client.request += chunk
             is_whole = b"\r\n\r\n" in client.request or b"\n\n" in client.request
             if is_whole or len(client.request) > REQUEST_BYTES_MAX:
-                client.response = memoryview(self._respond(client.request))
+                self._take_request(client)
         return bool(chunk)
+
+    def _take_request(self, client: _Client) -> None:
+        """Answer a request, or note when to."""
+        line = client.request.split(b"\n", 1)[0].split()
+        if len(line) == 3 and line[1].endswith(b"?" + NEXT_QUERY.encode()):
+            client.due_s = time.monotonic() + PAGE_AGE_S
+            self._absent = max(0, self._absent - 1)
+        else:
+            client.response = memoryview(self._respond(client.request))
+
+    def _answer_next(self, client: _Client) -> None:
+        client.due_s = None
+        client.response = memoryview(self._respond(client.request))
+        if not self._closing.is_set():
+            now_s = time.monotonic()
+            self._absent = 1 + (self._absent if now_s - self._left_s < _FAREWELL_S else 0)
+            self._left_s = now_s
 
     def _respond(self, request: bytes) -> bytes:
         if len(request) > REQUEST_BYTES_MAX:
             return _response("431 Request Header Fields Too Large")
-        words = request.split(b"\n", 1)[0].split()
+        lines = request.splitlines()
+        words = lines[0].split() if lines else []
         if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
             return _response("400 Bad Request")
         method, target, _ = words
+        if not self._is_meant(lines[1:]):
+            return _response("421 Misdirected Request", body=b"ask for localhost or an address\n")
         if method not in (b"GET", b"HEAD"):
             return _response("405 Method Not Allowed", ["Allow: GET, HEAD"])
-        if target.partition(b"?")[0] not in (b"/", b"/metrics"):
-            return _response("404 Not Found", body=b"the metrics are at /metrics\n")
+        page = self._pages.get(target.partition(b"?")[0])
+        if page is None:
+            paths = b", ".join(self._pages)
+            return _response("404 Not Found", body=b"there are the pages %s\n" % paths)
         try:
-            page = self._fresh_page()
+            content = self._content(page)
         except Exception:
             # The session may be ending. A report ends no training, and clients get no reason.
             return _response("503 Service Unavailable")
-        headers = [f"Content-Type: {self._content_type}"]
-        return _response("200 OK", headers, page, is_head=method == b"HEAD")
+        headers = [
+            f"Content-Type: {page.content_type}",
+            "Cache-Control: no-store",
+            "X-Content-Type-Options: nosniff",
+            *page.headers,
+        ]
+        return _response("200 OK", headers, content, is_head=method == b"HEAD")
 
-    def _fresh_page(self) -> bytes:
-        made_s, page = self._cached_page
-        if time.monotonic() - made_s >= PAGE_AGE_S:
-            page = self._page()
-            self._cached_page = time.monotonic(), page
-        return page
+    def _is_meant(self, lines: list[bytes]) -> bool:
+        """Return whether a request's `Host` is this server's; browsers always send one."""
+        hosts = [
+            value
+            for name, colon, value in (line.partition(b":") for line in lines)
+            if colon and name.strip().lower() == b"host"
+        ]
+        if not self.is_loopback or not hosts:
+            return True
+        name = hosts[0].strip().decode("latin-1").lower()
+        name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+        if len(hosts) == 1 and name in ("localhost", self._host.lower()):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return len(hosts) == 1
+
+    def _content(self, page: Page) -> bytes:
+        made_s, content = self._made.get(page, (-math.inf, b""))
+        if time.monotonic() - made_s >= PAGE_AGE_S or made_s < self._closed_s:
+            content = page.make()
+            self._made[page] = time.monotonic(), content
+        return content
+
+
+def open_endpoint(
+    host: str, port: int, pages: Mapping[str, Page], *, name: str, option: str, remedy: str
+) -> Endpoint:
+    """Start an endpoint that an option asks for.
+
+    Args:
+        host: as for `Endpoint`.
+        port: as for `Endpoint`.
+        pages: as for `Endpoint`.
+        name: of the endpoint, for the message.
+        option: of `Monitoring`.
+        remedy: what to do where the address cannot be had, for the message.
+
+    Raises:
+        ValueError: the address cannot be listened on; the message names it.
+    """
+    try:
+        return Endpoint(host, port, pages)
+    except (OSError, OverflowError, ValueError) as error:
+        raise ValueError(
+            f"{name} cannot listen on {host!r}, port {port} ({error}): give another "
+            f"Monitoring({option}=...){remedy}"
+        ) from error
 
 
 def _response(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradlane.training.monitoring.endpoint import Endpoint
+from gradlane.training.monitoring.endpoint import Endpoint, Page, open_endpoint
 from gradlane.training.monitoring.metrics import Metrics, waited_s
 from gradlane.training.options.endpoint import LOOPBACK, parse_address
 from gradlane.training.rendezvous.environment import find_local_rank
@@ -128,34 +128,36 @@ def serve(host: str, port: int, metrics: Callable[[], Metrics]) -> Endpoint:
     Raises:
         ValueError: the address cannot be listened on; the message names it.
     """
-    try:
-        return Endpoint(host, port, lambda: exposition(metrics()).encode(), CONTENT_TYPE)
-    except (OSError, OverflowError, ValueError) as error:
-        raise ValueError(
-            f"the Prometheus endpoint cannot listen on {host!r}, port {port} ({error}): give "
-            "another Monitoring(prometheus=...); ranks of one node take the ports from it on, by "
-            "their local rank"
-        ) from error
+    page = Page(CONTENT_TYPE, lambda: exposition(metrics()).encode())
+    return open_endpoint(
+        host,
+        port,
+        {"/": page, "/metrics": page},
+        name="the Prometheus endpoint",
+        option="prometheus",
+        remedy="; ranks of one node take the ports from it on, by their local rank",
+    )
 
 
 def wanted_address(
-    prometheus: int | str | None, environment: Mapping[str, str]
+    option: int | str | None, environment: Mapping[str, str], name: str = "prometheus"
 ) -> tuple[str, int] | None:
     """Return the address at which this rank answers; None for no endpoint.
 
     Ranks of one node take one port each, by their local rank.
 
     Args:
-        prometheus: the option `Monitoring.prometheus`.
+        option: the option of `Monitoring` that asks for it.
         environment: the launcher's variables.
+        name: of the option.
 
     Raises:
         ValueError: the option is neither a port nor `HOST:PORT`.
     """
-    if prometheus is None:
+    if option is None:
         return None
-    if isinstance(prometheus, int):
-        host, first = LOOPBACK, prometheus
+    if isinstance(option, int):
+        host, first = LOOPBACK, option
     else:
-        host, first = parse_address(prometheus, "prometheus")
+        host, first = parse_address(option, name)
     return host, first + find_local_rank(environment) if first else 0

@@ -11,16 +11,19 @@ from typing import Any, Protocol
 from gradlane.formats.timeline.spans import Span, Timeline
 from gradlane.training.core import CoreRow
 
-_SLICED = ("push", "broadcast", "notify", "pull", "ring-scale", "ring-reduce", "ring-gather")
-"""Kinds of frames that concern a slice."""
-_LANES = {
+_FRAME_LANES = {
     "push": "push",
+    "block": "push",
     "broadcast": "broadcast",
     "ring-scale": "push",
     "ring-reduce": "push",
     "ring-gather": "broadcast",
 }
 """Lanes of sent frames by kind; other kinds are in `control`."""
+_SLICED = (*_FRAME_LANES, "notify", "pull")
+"""Kinds of frames that concern a slice."""
+_JOB_LANES = {"encode": "encode", "decode": "decode"}
+"""Lanes of jobs by kind; other kinds are in `reduce`."""
 NOTES = (
     "recorded: what leaves is shown from when the engine chose it until the kernel had all of it, "
     "what arrives from its header to its last byte; counters spread bytes over that time",
@@ -134,11 +137,11 @@ def _engine_spans(rank: int, rows: Sequence[CoreRow], names: Sequence[str]) -> I
         tensor, slice_number, offset = position
         if kind == "heartbeat":
             continue
-        lane = "reduce"
-        if way == "rx":
-            lane = "receive"
+        lane = "receive"
+        if way == "work":
+            lane = _JOB_LANES.get(kind, "reduce")
         elif way == "tx":
-            lane = _LANES.get(kind, "control")
+            lane = _FRAME_LANES.get(kind, "control")
         about_slice = way == "work" or kind in _SLICED
         name = names[tensor] if about_slice else kind
         arguments = {

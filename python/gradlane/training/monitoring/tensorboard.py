@@ -1,12 +1,13 @@
-"""Scalars for TensorBoard, through the program's own writer.
+"""Scalars for the program's own logger: a function, or a writer of TensorBoard's.
 
-Any object with the `add_scalar` of `torch.utils.tensorboard.SummaryWriter` works, so gradlane does
-not depend on TensorBoard.
+Any object with the `add_scalar` of `torch.utils.tensorboard.SummaryWriter` works, and any function
+of a dictionary and a step, so gradlane depends on no logger.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from gradlane.training.monitoring.metrics import Metrics, waited_s
@@ -21,29 +22,39 @@ class ScalarWriter(Protocol):
         """Store a value of a step."""
 
 
+ScalarFunction = Callable[[dict[str, float], int], object]
+"""Takes values by tag, and the training step that they are of."""
+
+
 class ScalarLog:
     """Writes changes of the metrics every so many steps."""
 
-    def __init__(self, writer: ScalarWriter, every: int, metrics: Callable[[], Metrics]) -> None:
+    def __init__(
+        self, writer: ScalarWriter | ScalarFunction, every: int, metrics: Callable[[], Metrics]
+    ) -> None:
         """Start from the current metrics.
 
         Args:
-            writer: the user's.
+            writer: the user's; its `add_scalar` is used if it has one.
             every: training steps between writes, 1 or more.
             metrics: returns the session's numbers.
 
         Raises:
             ValueError: `every` is below 1.
-            TypeError: the writer has no `add_scalar`.
+            TypeError: the writer is no function and has no `add_scalar`.
         """
         if every < 1:
             raise ValueError(f"every is {every}; it must be 1 step or more")
-        if not callable(getattr(writer, "add_scalar", None)):
+        add_scalar = getattr(writer, "add_scalar", None)
+        if callable(add_scalar):
+            self._write: ScalarFunction = partial(_add_scalars, add_scalar)
+        elif callable(writer):
+            self._write = writer
+        else:
             raise TypeError(
                 f"{type(writer).__name__} has no add_scalar(tag, value, step), as "
-                "torch.utils.tensorboard.SummaryWriter has"
+                "torch.utils.tensorboard.SummaryWriter has, and is no function of (values, step)"
             )
-        self._writer = writer
         self._every = every
         self._metrics = metrics
         self._before = metrics()
@@ -52,9 +63,17 @@ class ScalarLog:
         """Write, if due, under the number of the finished step."""
         if step % self._every == 0:
             now = self._metrics()
-            for tag, value in scalars(self._before, now).items():
-                self._writer.add_scalar(f"gradlane/{tag}", value, step)
+            values = scalars(self._before, now)
+            if values:
+                self._write({f"gradlane/{tag}": value for tag, value in values.items()}, step)
             self._before = now
+
+
+def _add_scalars(
+    add_scalar: Callable[[str, float, int], object], values: dict[str, float], step: int
+) -> None:
+    for tag, value in values.items():
+        add_scalar(tag, value, step)
 
 
 def scalars(before: Metrics, now: Metrics) -> dict[str, float]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradlane.formats.untrusted import escaped
 from gradlane.training.node.layout import Layout
 from gradlane.training.node.rules import AUTO, HOST
 from gradlane.training.options.options import Options
@@ -63,7 +64,7 @@ def agree_on_sum_backend(
     reports = [
         json.loads(scope.get(f"local/device/{rank}", rank)) for rank in range(rank_info.world_size)
     ]
-    obstacle = collective_obstacle(reports, layout.local_size)
+    obstacle = escaped(collective_obstacle(reports, layout.local_size))
     if options.local.where == AUTO:
         obstacle = obstacle or default_obstacle(
             reports, layout.local_size, options.strategy.exact_order

@@ -10,7 +10,6 @@ A single thread uses a group, from its creation to its end.
 from __future__ import annotations
 
 import datetime
-import socket
 from typing import Any, Protocol
 
 import torch._C._distributed_c10d as c10d
@@ -19,7 +18,8 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from gradlane.training.node.devices import NCCL
 from gradlane.training.node.layout import Layout
-from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.rendezvous.addresses import bind_loopback
+from gradlane.training.rendezvous.rendezvous import RendezvousScope, listening_on
 
 _LOOPBACK = "127.0.0.1"
 _NEVER = datetime.timedelta(days=1)
@@ -66,10 +66,7 @@ def open_node_store(layout: Layout, scope: RendezvousScope, timeout_s: float) ->
     if layout.local_rank > 0:
         port = int(scope.get(key, layout.rank_of(layout.node, 0)))
         return TCPStore(_LOOPBACK, port, is_master=False, timeout=limit, wait_for_workers=False)
-    # The store would listen on all interfaces by itself. Torch 2.4 takes another socket with libuv
-    # off only.
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((_LOOPBACK, 0))
+    listener = bind_loopback(_LOOPBACK, 0)
     port = listener.getsockname()[1]
     store = TCPStore(
         _LOOPBACK,
@@ -77,8 +74,7 @@ def open_node_store(layout: Layout, scope: RendezvousScope, timeout_s: float) ->
         is_master=True,
         timeout=limit,
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-        use_libuv=False,
+        **listening_on(listener),
     )
     scope.put(key, str(port))
     return store

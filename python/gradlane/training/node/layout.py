@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradlane.errors import RanksDifferError
+from gradlane.formats.untrusted import escaped
 from gradlane.training.log import log
 from gradlane.training.node.rules import AUTO, SHARED
 from gradlane.training.options.options import Options
@@ -67,7 +68,7 @@ def agree_on_layout(
     size = reports[0][1]
     if options.local.mode == AUTO and (obstacle or size == 1 or size == rank_info.world_size):
         if obstacle and rank_info.rank == 0:
-            log.warning("each rank talks to the network by itself: %s", obstacle)
+            log.warning("each rank talks to the network by itself: %s", escaped(obstacle))
         return None
     if obstacle:
         raise RanksDifferError(

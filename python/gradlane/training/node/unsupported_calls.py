@@ -54,6 +54,12 @@ class UnsupportedCalls:
         """Refuse: what a rank sends is not encoded."""
         _refuse("keeping residuals")
 
+    def residual_squares(
+        self, first: int, elements_max: int
+    ) -> tuple[list[tuple[int, int, float]], int]:
+        """Refuse: what a rank sends is not encoded."""
+        _refuse("keeping residuals")
+
     def set_parameter(self, tensor: int, pointer: int, nbytes: int) -> None:
         """Refuse: updates run on the workers."""
         _refuse("updating on servers")

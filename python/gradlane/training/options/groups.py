@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradlane.training.options.endpoint import parse_address
 from gradlane.training.options.option_fields import OptionGroup, option, read_int, read_ports
+from gradlane.training.options.secret import check_secret, read_secret_file
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -59,12 +60,17 @@ class Network(OptionGroup):
     )
     secret: str | None = option(
         None,
-        "Key of the connections; else the content of `secret_file`; else rank 0 draws one and "
-        "leaves it in the store.",
+        "The secret of the job, of 128 bits or more, the same on every rank; else the content of "
+        "`secret_file`; else rank 0 draws one and leaves it in the store. See `docs/security.md`.",
         shown=False,
+        refuses_empty=True,
     )
     secret_file: str | Path | None = option(
-        None, "File that holds the secret, without the space around it.", read=Path
+        None,
+        "File that holds the secret and that its owner alone can read; `gradlane secret new` "
+        "writes one.",
+        read=Path,
+        refuses_empty=True,
     )
     silence_timeout_s: float = option(
         30.0, "A rank that sends nothing for this long is lost.", unit="s", above=0
@@ -99,6 +105,12 @@ class Network(OptionGroup):
         True,
         "Hold each connection to its part of the rate that this rank's port has carried, so that "
         "no queue of the network overflows.",
+    )
+    seal: bool = option(
+        True,
+        "Encrypt and authenticate all that ranks send each other, where the user has given a "
+        "secret; False: the secret is proved when they connect, and then bytes go in the clear.",
+        agreed=True,
     )
     work_threads: int | None = option(
         None,
@@ -140,19 +152,17 @@ class Network(OptionGroup):
         """Return the secret that is given or stands in `secret_file`; None for neither.
 
         Raises:
-            ValueError: the file cannot be read, or is empty.
+            ValueError: both are given, the secret is empty or short, or the file cannot be read or
+                can be read by others.
         """
-        if self.secret or self.secret_file is None:
-            return self.secret or None
-        try:
-            secret = Path(self.secret_file).read_text(encoding="utf-8").strip()
-        except OSError as error:
+        if self.secret is not None and self.secret_file is not None:
             raise ValueError(
-                f"secret_file is {self.secret_file}, which cannot be read: {error.strerror}"
-            ) from error
-        if not secret:
-            raise ValueError(f"secret_file is {self.secret_file}, which is empty")
-        return secret
+                f"there are two secrets: secret (or GRADLANE_SECRET), and secret_file (or "
+                f"GRADLANE_SECRET_FILE) {self.secret_file}; give one of them"
+            )
+        if self.secret is not None:
+            return check_secret(self.secret.strip(), "the secret of secret= or GRADLANE_SECRET")
+        return None if self.secret_file is None else read_secret_file(Path(self.secret_file))
 
 
 @dataclass(frozen=True, repr=False)
@@ -199,6 +209,14 @@ class Monitoring(OptionGroup):
         "Port of the loopback interface at which this rank answers Prometheus, plus its local "
         "rank; 0: any; or `HOST:PORT`; no endpoint if absent.",
     )
+    dashboard: int | str | None = option(
+        None,
+        "Port of the loopback interface at which rank 0 serves a live page, which `gradlane watch` "
+        "reads, too; 0: any; or `HOST:PORT`; no page if absent.",
+    )
+    dashboard_everywhere: bool = option(
+        False, "Every rank serves a live page, at the port of `dashboard` plus its local rank."
+    )
     trace: str | Path | None = option(
         None,
         "File of a timeline, written when the session ends: each rank writes its own, "
@@ -217,10 +235,12 @@ class Monitoring(OptionGroup):
             ValueError: an address is none, or the timeline's folder does not exist.
         """
         super().__post_init__()
-        if isinstance(self.prometheus, str):
-            parse_address(self.prometheus, "prometheus")
-        elif self.prometheus is not None and not 0 <= self.prometheus <= 65535:
-            raise ValueError(f"prometheus is {self.prometheus}; it must be 0 to 65535")
+        for name in ("prometheus", "dashboard"):
+            address = getattr(self, name)
+            if isinstance(address, str):
+                parse_address(address, name)
+            elif address is not None and not 0 <= address <= 65535:
+                raise ValueError(f"{name} is {address}; it must be 0 to 65535")
         _as_path(self, "trace")
         if self.trace is not None and not Path(self.trace).absolute().parent.is_dir():
             raise ValueError(f"trace is {self.trace}, whose folder does not exist")

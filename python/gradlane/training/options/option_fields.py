@@ -30,6 +30,7 @@ class OptionRules:
         agreed: whether all ranks must give the same value.
         read: turns the text of an environment variable into a value.
         in_environment: whether a variable can give the option.
+        refuses_empty: whether an empty variable is refused, and not taken for an absent one.
     """
 
     doc: str
@@ -42,6 +43,7 @@ class OptionRules:
     agreed: bool
     read: Callable[[str], Any]
     in_environment: bool
+    refuses_empty: bool
 
     @property
     def variable(self) -> str:
@@ -75,6 +77,7 @@ def option(
     read: Callable[[str], Any] | None = None,
     in_environment: bool = True,
     shown: bool = True,
+    refuses_empty: bool = False,
 ) -> Any:
     """Return the field of an option; None as a value is always in range.
 
@@ -91,10 +94,21 @@ def option(
         read: as in `OptionRules`; None: as the type of the default is read.
         in_environment: as in `OptionRules`.
         shown: whether `repr` shows the value; False for secrets.
+        refuses_empty: as in `OptionRules`.
     """
     read = read or _READERS.get(type(default), str)
     rules = OptionRules(
-        doc, name, unit, least, most, above, tuple(known), agreed, read, in_environment
+        doc,
+        name,
+        unit,
+        least,
+        most,
+        above,
+        tuple(known),
+        agreed,
+        read,
+        in_environment,
+        refuses_empty,
     )
     return field(default=default, repr=shown, metadata={_RULES: rules})
 
@@ -189,7 +203,8 @@ GroupType = TypeVar("GroupType", bound=OptionGroup)
 def with_environment(group: GroupType, environment: Mapping[str, str]) -> GroupType:
     """Return a group with the options that the program has not given read from variables.
 
-    An empty variable says no to an option that is on or off, and nothing to any other one.
+    An empty variable says no to an option that is on or off, and nothing to any other one, unless
+    the option refuses it.
 
     Raises:
         ValueError: a variable cannot be read, or is out of range; the message names it.
@@ -199,6 +214,8 @@ def with_environment(group: GroupType, environment: Mapping[str, str]) -> GroupT
         is_flag = rules.read is read_flag
         if field_name in group._given or not rules.in_environment or text is None:
             continue
+        if not text and rules.refuses_empty:
+            raise ValueError(f"{rules.variable} is empty; give it a value, or unset it")
         if text or is_flag:
             try:
                 value = rules.read(text)

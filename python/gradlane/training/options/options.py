@@ -58,6 +58,9 @@ SFB = "sfb"
 ADAM = "adam"
 """The scheme of weights whose gradient travels as factors, to one rank, which sends the mean back:
 Project Adam's (Chilimbi et al., OSDI 2014), and none of the optimizer's."""
+ROWS = "rows"
+"""The scheme of sparse gradients, whose rows travel from every rank to every other. Parameters have
+it by themselves; nobody chooses it."""
 FACTOR_SCHEMES = (SFB, ADAM)
 """Schemes in which ranks send factors of gradients."""
 SCHEMES = ("ps", RING, *FACTOR_SCHEMES)
@@ -132,6 +135,18 @@ def factors_refusal(strategy: str, update: str) -> str:
         update: one of `UPDATES`.
     """
     return _serverless_refusal(strategy, update, "factors are not added up there")
+
+
+def rows_refusal(options: Options) -> str:
+    """Return why sparse gradients are sent dense under some options; empty if rows travel."""
+    if options.stragglers.leaves_out:
+        return f"stragglers={options.stragglers.rule!r} makes a dense mean of the ranks in time"
+    if options.local.mode not in ("off", "auto"):
+        return (
+            f"local={options.local.mode!r}, where the ranks of a node add up first, which rows do "
+            'not: use local="off"'
+        )
+    return _serverless_refusal(options.strategy.name, options.update, "rows are not added up there")
 
 
 def _serverless_refusal(strategy: str, update: str, why: str) -> str:
@@ -296,7 +311,9 @@ class Options:
         Network(), "Addresses, secret, time-outs, frames, buffers and threads."
     )
     checkpoints: Checkpoints = option(Checkpoints(), "Where and when checkpoints are written.")
-    monitoring: Monitoring = option(Monitoring(), "Prometheus, timelines, the line at the end.")
+    monitoring: Monitoring = option(
+        Monitoring(), "Prometheus, a live page, timelines, the line at the end."
+    )
 
     @classmethod
     def of(

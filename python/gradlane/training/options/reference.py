@@ -30,18 +30,16 @@ A value out of its range is refused by name. *All ranks* marks options that must
 every rank; a session in which they differ is refused on all of them.
 
 Options of `Rendezvous`, `Network`, `Checkpoints` and `Monitoring` that the program does not give
-are read from their variables: an empty one says no to `pacing` and `summary`, and nothing to the
-others. gradlane warns of a variable that begins with `GRADLANE_` and is unknown.
+are read from their variables: an empty one says no to `pacing` and `summary`, is refused for
+`secret` and `secret_file`, and says nothing to the others. gradlane warns of a variable that begins
+with `GRADLANE_` and is unknown.
 
 `python -m gradlane.training.options.reference` writes this page.
 """
-_TAIL = """
-## Further variables
-
-| variable | meaning |
-| --- | --- |
-| `GRADLANE_SIMD` | Instruction set of the kernels; the best of the machine if absent. |
-"""
+FURTHER_VARIABLES = {
+    "GRADLANE_SIMD": "Instruction set of the kernels; the best of the machine if absent.",
+}
+"""Meanings of the environment variables that give no option."""
 
 
 def options_page() -> str:
@@ -50,7 +48,9 @@ def options_page() -> str:
     for kind in GROUPS.values():
         words = (kind.__doc__ or "").strip()
         parts.append(f"\n## `gradlane.{kind.__name__}`\n\n{words}\n\n{_table(kind)}")
-    return "".join([*parts, _TAIL])
+    parts.append("\n## Further variables\n\n| variable | meaning |\n| --- | --- |\n")
+    parts += [f"| `{name}` | {meaning} |\n" for name, meaning in FURTHER_VARIABLES.items()]
+    return "".join(parts)
 
 
 def _table(options: type[Any]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from gradlane.errors import GradlaneError
 from gradlane.formats.link_report import LinkReport
 from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
-from gradlane.training.options.options import Options
+from gradlane.training.options.options import ROWS, Options
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.planning_wing import PlanSearch, start_plan_search
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
@@ -70,7 +70,7 @@ class ActivePlan:
         options = plan.settings.applied_to(self._options)
         in_force = prepared.schemes
         if options == self._options and all(
-            in_force.get(name) == scheme for name, scheme in plan.schemes.items()
+            in_force.get(name) in (scheme, ROWS) for name, scheme in plan.schemes.items()
         ):
             return
         position = self._prepared.index(prepared)

@@ -63,8 +63,8 @@ class Plan:
         settings: for the session.
         tensors: every trained tensor; empty for a plan that fits any model.
         prediction: predicted figures, units in their names.
-        choices: for each setting `setting`, `value`, `base`, `step_s`, `base_step_s`, `runner_up`,
-            `runner_up_step_s`, `tried`, `skipped`, `reason`.
+        choices: for each setting `setting`, `value`, `base`, `codec` (of the steps), `step_s`,
+            `base_step_s`, `runner_up`, `runner_up_step_s`, `tried`, `skipped`, `reason`.
         summary: predicted effect, in words.
     """
 

@@ -1,4 +1,5 @@
-"""The only way from training to planning: imported late, for `plan="auto"` and `Session.probe`."""
+"""The only way from training to planning: imported late, for `plan="auto"`, `Session.probe`,
+`Session.query` and `Session.best_scheme`."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from gradlane.training.connection import SessionContext
 from gradlane.training.model.prepared import PreparedModel
 from gradlane.training.options.options import Options
 from gradlane.training.plans.plan import Plan
+from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 
@@ -22,6 +24,44 @@ class PlanSearch(Protocol):
 
     def stop(self) -> None:
         """Stop recording."""
+
+
+class SchemeChoice(Protocol):
+    """The chosen scheme of one layer; see `gradlane.planning.planner.book`."""
+
+    @property
+    def scheme(self) -> str:
+        """The cheapest one that the rule allows."""
+
+    @property
+    def costs(self) -> tuple[Any, ...]:
+        """Of each scheme that fits, the cheapest first: `scheme` and `node_floats`."""
+
+    @property
+    def reason(self) -> str:
+        """The reason in words."""
+
+
+class Book(Protocol):
+    """What all ranks know of their cluster and a model."""
+
+    def query(self, *names: str) -> Any:
+        """Read entries."""
+
+    def layer(self, layer: str | int) -> Any:
+        """Return a layer by its name or its index."""
+
+    def best_scheme(self, layer: Any, *, batch_size: int, rule: str) -> SchemeChoice:
+        """Choose the scheme that moves the fewest numbers for a layer."""
+
+
+def open_book(
+    prepared: PreparedModel, options: Options, place: RankInfo, links: LinkReport | None
+) -> Book:
+    """Return the book of a model; see `gradlane.planning.planner.book`."""
+    module: Any = importlib.import_module("gradlane.planning.planner.book")
+    book: Book = module.session_book(prepared, options, place, links)
+    return book
 
 
 def measure_links(

@@ -31,6 +31,35 @@ def is_loopback(host: str) -> bool:
     return is_literal(host) and ipaddress.ip_address(host).is_loopback
 
 
+def names_loopback(host: str) -> bool:
+    """Return whether a host is a loopback address or `localhost`, and so asks for no other one.
+
+    A machine's own name may lead to loopback on that machine alone.
+    """
+    return is_loopback(host) or host == "localhost"
+
+
+def bind_loopback(host: str, port: int) -> socket.socket:
+    """Return a TCP socket that is bound to a loopback address.
+
+    Args:
+        host: a loopback address or `localhost`.
+        port: 0: any.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    address = resolve(host)
+    bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((address, port))
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
 def endpoint(host: str, port: int) -> str:
     """Return `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -59,7 +88,7 @@ def address_towards(host: str, port: int) -> str:
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     local = _local_address(family, kind, protocol, address)
-    if is_loopback(local) and not (is_loopback(host) or host == "localhost"):
+    if is_loopback(local) and not names_loopback(host):
         # Some systems map a machine's own name to loopback, where no other machine can reach it.
         try:
             return _local_address(socket.AF_INET, socket.SOCK_DGRAM, socket.IPPROTO_UDP, UNROUTED)

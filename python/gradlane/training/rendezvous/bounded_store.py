@@ -3,7 +3,7 @@
 Torch's `TCPStore` waits for a response in `recv`, whatever its timeout: a stopped host or a cut
 link would block a caller forever. So one daemon thread makes all calls on a store, and callers wait
 for that thread in short slices, up to a limit. A stuck thread blocks neither its callers nor the
-end of the process.
+end of the process. Values are signed and checked here, where the job has a secret.
 
 No other module calls a store; `test_bounded_store.py` checks the sources for that.
 """
@@ -13,13 +13,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from gradlane.errors import RendezvousError
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
+from gradlane.training.rendezvous.signatures import StoreSigner
 
 _SLICE_S = 0.1
 _LIMIT_MIN_S = 1.0
@@ -98,25 +99,39 @@ def _run_calls(calls: queue.SimpleQueue[_Call | None]) -> None:
 class BoundedStore:
     """A store, or its keys under one prefix."""
 
-    def __init__(self, rank: int, where: str, limit_s: float) -> None:
+    def __init__(
+        self, rank: int, where: str, limit_s: float, *, job: str = "", secret: str | None = None
+    ) -> None:
         """Start without a store; `connect` follows.
 
         Args:
-            rank: this rank, for errors.
+            rank: this rank.
             where: the store's address and host, for errors.
             limit_s: longest response time of the store, in seconds.
+            job: name of the job.
+            secret: signs the values of the job; None: values are not signed.
         """
         self._rank = rank
         self._where = where
+        self._signer = StoreSigner.of(rank, secret, job, where)
         self._limit_s = limit_s
         self._prefix = ""
         self._worker = _Worker()
         self._store: Any = None
 
     @classmethod
-    def wrapping(cls, store: Store, rank: int, where: str, limit_s: float) -> BoundedStore:
+    def wrapping(
+        cls,
+        store: Store,
+        rank: int,
+        where: str,
+        limit_s: float,
+        *,
+        job: str = "",
+        secret: str | None = None,
+    ) -> BoundedStore:
         """Wrap a store that is connected already."""
-        bounded = cls(rank, where, limit_s)
+        bounded = cls(rank, where, limit_s, job=job, secret=secret)
         bounded._store = store
         return bounded
 
@@ -145,6 +160,11 @@ class BoundedStore:
         store: Store = self._store
         return store
 
+    @property
+    def is_signed(self) -> bool:
+        """True if the job has a secret, and values are signed with it."""
+        return self._signer.key is not None
+
     def with_prefix(self, prefix: str) -> BoundedStore:
         """Return the same store for keys with a prefix."""
         part = object.__new__(BoundedStore)
@@ -157,56 +177,80 @@ class BoundedStore:
         Raises:
             StoreLostError: the store is gone or does not respond.
         """
-        self._run(lambda store: store.set(self._prefix + key, value), None, on_poll)
+        path = self._prefix + key
+        signed = self._signer.sign(path, value)
+        self._run(lambda store: store.set(path, signed), None, on_poll)
 
     def read_first(
-        self, *keys: str, limit_s: float | None = None, on_poll: PollHook | None = None
+        self,
+        writers: Mapping[str, int | None],
+        *,
+        limit_s: float | None = None,
+        on_poll: PollHook | None = None,
     ) -> tuple[str, bytes] | None:
         """Return the first of some keys that exists, with its value, without waiting for any.
 
         Args:
-            keys: in order of precedence; a later one counts only if the earlier ones are still
-                absent after it was found, so writes in that order are read in that order.
+            writers: the rank that writes each key, None for any, in the keys' order of precedence;
+                a later key counts only if the earlier ones are still absent after it was found, so
+                writes in that order are read in that order.
             limit_s: longest response time, if shorter than the usual one.
             on_poll: called while waiting.
 
         Raises:
             StoreLostError: the store is gone or does not respond.
+            StoreValueRefusedError: the value is not signed as the job's secret signs it.
         """
+        paths = {self._prefix + key: key for key in writers}
 
         def read(store: Any) -> tuple[str, bytes] | None:
-            paths = [self._prefix + key for key in keys]
             for number, path in enumerate(paths):
                 if store.check([path]):
                     # An earlier key may have been written since it was looked for, before this one.
-                    earlier = (n for n in range(number) if store.check([paths[n]]))
-                    first = next(earlier, number)
-                    return keys[first], bytes(store.get(paths[first]))
+                    earlier = (one for one in list(paths)[:number] if store.check([one]))
+                    first = next(earlier, path)
+                    return first, bytes(store.get(first))
             return None
 
         found: tuple[str, bytes] | None = self._run(read, limit_s, on_poll)
-        return found
+        if found is None:
+            return None
+        path, stored = found
+        return paths[path], self._signer.check(path, stored, writers[paths[path]])
 
     def read(
-        self, key: str, *, limit_s: float | None = None, on_poll: PollHook | None = None
+        self,
+        key: str,
+        writer: int | None,
+        *,
+        limit_s: float | None = None,
+        on_poll: PollHook | None = None,
     ) -> bytes | None:
-        """Return the value of a key, or None if it is not there; errors as for `read_first`."""
-        found = self.read_first(key, limit_s=limit_s, on_poll=on_poll)
+        """Return the value of a key, or None if it is not there; errors as for `read_first`.
+
+        Args:
+            key: the key.
+            writer: the rank that writes it; None: any rank may.
+            limit_s: longest response time, if shorter than the usual one.
+            on_poll: called while waiting.
+        """
+        found = self.read_first({key: writer}, limit_s=limit_s, on_poll=on_poll)
         return None if found is None else found[1]
 
     def set_if_absent(self, key: str, value: str, *, limit_s: float | None = None) -> str:
-        """Write a key unless it exists; return its value.
+        """Write a key, which any rank may write, unless it exists; return its value.
 
         Raises:
             StoreLostError: the store is gone or does not respond.
+            StoreValueRefusedError: the value is not signed as the job's secret signs it.
         """
-        stored: bytes = self._run(
-            lambda store: store.compare_set(self._prefix + key, "", value), limit_s, None
-        )
-        return stored.decode()
+        path = self._prefix + key
+        signed = self._signer.sign(path, value).decode()
+        stored: bytes = self._run(lambda store: store.compare_set(path, "", signed), limit_s, None)
+        return self._signer.check(path, stored, None).decode()
 
     def increment(self, key: str, *, on_poll: PollHook | None = None) -> int:
-        """Add one to a counter that starts at 0; return it.
+        """Add one to a counter that starts at 0, and is not signed; return it.
 
         Args:
             key: of the counter.
@@ -218,14 +262,20 @@ class BoundedStore:
         number: int = self._run(lambda store: store.add(self._prefix + key, 1), None, on_poll)
         return number
 
-    def wait_for(self, keys: Iterable[str], limit_s: float) -> None:
-        """Wait until all given keys exist, up to a limit.
+    def wait_for(self, writers: Mapping[str, int | None], limit_s: float) -> None:
+        """Wait until all given keys exist, up to a limit; errors as for `read_first`.
 
-        Raises:
-            StoreLostError: the store is gone or does not respond.
+        Args:
+            writers: the rank that writes each key, None for any.
+            limit_s: longest wait, in seconds.
         """
         deadline = SuspendAwareDeadline(limit_s)
-        while keys := [key for key in keys if self.read(key, limit_s=deadline.remaining_s) is None]:
+        missing = dict(writers)
+        while missing := {
+            key: writer
+            for key, writer in missing.items()
+            if self.read(key, writer, limit_s=deadline.remaining_s) is None
+        }:
             if deadline.is_over(_PAUSE_S):
                 return
             time.sleep(_PAUSE_S)

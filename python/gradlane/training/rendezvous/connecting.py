@@ -58,7 +58,8 @@ def connect_channel(
         RendezvousError: a rank, or the link between two, cannot be reached; the same text on all.
     """
     try:
-        peers = scope.exchange_addresses(host, listener.port, ranks)
+        peers, published = scope.exchange_addresses(host, listener.port, ranks)
+        settings = {**settings, "published": published}
         with scope.watching_for_abort():
             return core.Channel(listener, json.dumps(settings), plan, peers, secret)
     except core.ChannelError as error:

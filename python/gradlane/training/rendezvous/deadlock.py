@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from gradlane.errors import RendezvousError
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.signatures import StoreValueRefusedError
 
 _TICK_S = 0.5
 
@@ -39,7 +40,16 @@ class WatchedExchange(Protocol):
 
 
 @dataclass(frozen=True)
-class _Wait:
+class Wait:
+    """A wait of this rank's program.
+
+    Attributes:
+        number: counts all waits of the session.
+        model: the model's name among those that are watched.
+        step: of its channel.
+        needed: numbers of tensors; None: the whole step.
+    """
+
     number: int
     model: str
     step: int
@@ -61,7 +71,8 @@ class DeadlockDetector:
         self.use_incarnation(str(rank_info.restart))
         self._models: dict[str, tuple[WatchedExchange, Callable[[str], None]]] = {}
         self._numbers = itertools.count(1)
-        self._wait: _Wait | None = None
+        self.wait: Wait | None = None
+        """The wait of this moment."""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -98,39 +109,42 @@ class DeadlockDetector:
     @contextlib.contextmanager
     def waiting(self, name: str, step: int, needed: list[int] | None) -> Iterator[None]:
         """Record that this rank waits for tensors of a step, or for all of them (None)."""
-        outer = self._wait
-        self._wait = _Wait(
-            next(self._numbers), name, step, None if needed is None else tuple(needed)
-        )
+        outer = self.wait
+        self.wait = Wait(next(self._numbers), name, step, None if needed is None else tuple(needed))
         try:
             yield
         finally:
-            self._wait = outer
+            self.wait = outer
 
     def _run(self) -> None:
-        last: _Wait | None = None
+        last: Wait | None = None
         count = 0
         samples: list[dict[int, dict[str, Any]]] = []
         while not self._closing.wait(_TICK_S):
-            wait = self._wait
+            wait = self.wait
             if wait is None or wait is not last:
                 last, samples = wait, []
                 continue
             count += 1
-            # A store that is gone ends the session in other ways.
-            with contextlib.suppress(RendezvousError):
+            try:
                 report = json.dumps(self._report(wait, count))
-                if self._wait is not wait:
+                if self.wait is not wait:
                     # The wait ended during the report, which may mix two waits.
                     continue
                 self._store.set(str(self._rank_info.rank), report, on_poll=self._raise_if_closing)
                 samples = [*samples[-2:], self._read_reports()]
+            except StoreValueRefusedError as error:
+                self._fail(str(error))
+                return
+            except RendezvousError:
+                # A store that is gone ends the session in other ways.
+                pass
             cycle = find_cycle(samples, self._rank_info.rank)
-            if cycle and wait is self._wait:
+            if cycle and wait is self.wait:
                 self._report_deadlock(cycle)
                 return
 
-    def _report(self, wait: _Wait, count: int) -> dict[str, Any]:
+    def _report(self, wait: Wait, count: int) -> dict[str, Any]:
         models = {
             name: [model.step, model.unsubmitted_tensors()]
             for name, (model, _) in list(self._models.items())
@@ -145,7 +159,7 @@ class DeadlockDetector:
 
     def _read_reports(self) -> dict[int, dict[str, Any]]:
         texts = {
-            rank: self._store.read(str(rank), on_poll=self._raise_if_closing)
+            rank: self._store.read(str(rank), rank, on_poll=self._raise_if_closing)
             for rank in range(self._rank_info.world_size)
         }
         return {rank: json.loads(report) for rank, report in texts.items() if report is not None}
@@ -169,6 +183,9 @@ class DeadlockDetector:
             "optimizer.step(), such as listing parameters, was done on some ranks only or in "
             "another order: do it on all ranks alike, or after optimizer.step()"
         )
+        self._fail(reason)
+
+    def _fail(self, reason: str) -> None:
         for _, on_deadlock in list(self._models.values()):
             on_deadlock(reason)
 

@@ -8,22 +8,32 @@ for the incarnation and sends it to each process that requests it. A request car
 the process has drawn itself, so a process recognizes replies to its predecessor. No rank goes on
 before all have acknowledged the reply: rank 0 names a missing rank, and all others raise the same
 error.
+
+Where the job has a secret, requests and replies are signed. A rank then knows that the reply is
+rank 0's and younger than its request, and rank 0 knows that each acknowledgement is younger than
+the name. All later keys carry the name, so that no value of an earlier start is taken for one of
+this start.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
 from dataclasses import dataclass
 
-from gradlane.errors import RendezvousError
+from gradlane.errors import RendezvousError, UsageError
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.signatures import StoreValueRefusedError
 
 _PAUSE_LAST_S = 0.1
 _RANK_0_GRACE_S = 2.0
+_NAME_BYTES = 8
+"""Random bytes of an incarnation's name, and of a request."""
+_REFUSED = "refused"
 
 
 @dataclass(frozen=True)
@@ -39,18 +49,32 @@ class Incarnation:
     generation: int
 
 
-_incarnations: dict[RankInfo, Incarnation] = {}
-"""The agreed incarnation, by this rank's info."""
+_incarnations: dict[RankInfo, tuple[Incarnation, bool]] = {}
+"""The agreed incarnation, by this rank's info, and whether the agreement was signed."""
 
 
 def incarnation_of(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> Incarnation:
     """Return the incarnation of this process; the first call asks the other ranks.
 
     Args and errors: as for `agree_on_incarnation`.
+
+    Raises:
+        UsageError: an earlier session of this process had no secret, and this one has, or the other
+            way round.
     """
     if rank_info not in _incarnations:
-        _incarnations[rank_info] = agree_on_incarnation(store, rank_info, timeout_s)
-    return _incarnations[rank_info]
+        agreed = agree_on_incarnation(store, rank_info, timeout_s)
+        _incarnations[rank_info] = (agreed, store.is_signed)
+    incarnation, was_signed = _incarnations[rank_info]
+    if was_signed != store.is_signed:
+        # Strangers may have chosen the name where nobody signed it.
+        raise UsageError(
+            f"rank {rank_info.rank} has opened a session of job {rank_info.job!r} "
+            f"{'with' if was_signed else 'without'} a secret before, and this one has "
+            f"{'none' if was_signed else 'one'}: give all sessions of a process the same secret, "
+            "or another job name"
+        )
+    return incarnation
 
 
 def agree_on_incarnation(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> Incarnation:
@@ -63,13 +87,15 @@ def agree_on_incarnation(store: BoundedStore, rank_info: RankInfo, timeout_s: fl
 
     Raises:
         RendezvousError: a rank did not appear, or the store is gone or does not respond.
+        StoreValueRefusedError: a rank has no secret or another one, or a stranger has written.
     """
     if rank_info.ranks == 1:
         return Incarnation(str(rank_info.restart), rank_info.restart)
     store = store.with_prefix(f"gradlane/{rank_info.job}/start")
     if rank_info.rank > 0:
         return _request(store, rank_info, timeout_s)
-    incarnation = Incarnation(f"{rank_info.restart}-{secrets.token_hex(4)}", rank_info.restart)
+    drawn = secrets.token_hex(_NAME_BYTES)
+    incarnation = Incarnation(f"{rank_info.restart}-{drawn}", rank_info.restart)
     _announce(store, rank_info, incarnation, timeout_s)
     return incarnation
 
@@ -85,41 +111,56 @@ def _announce(
     reason = ""
     while missing and not reason:
         before = len(missing), len(replied)
-        for rank in list(missing):
-            request = _read_text(store, f"asked/{rank}", deadline)
-            if request is None:
-                continue
-            if replied.get(rank) != request:
-                replied[rank] = request
-                reply = json.dumps([request, incarnation.name, incarnation.generation])
-                store.set(f"told/{rank}", reply)
-            elif _read_text(store, f"heard/{rank}", deadline) == incarnation.name:
-                missing.remove(rank)
+        try:
+            for rank in list(missing):
+                request = _read_text(store, f"asked/{rank}", rank, deadline)
+                if request is None:
+                    continue
+                if replied.get(rank) != request:
+                    replied[rank] = request
+                    reply = json.dumps([request, incarnation.name, incarnation.generation])
+                    store.set(f"told/{rank}", reply)
+                    continue
+                heard = _read_text(store, f"heard/{rank}", rank, deadline) or ""
+                if heard == incarnation.name:
+                    missing.remove(rank)
+                elif heard.startswith(f"{_REFUSED} {request} "):
+                    reason = heard.removeprefix(f"{_REFUSED} {request} ")
+        except StoreValueRefusedError as error:
+            reason = str(error)
         if (len(missing), len(replied)) != before:
             pause_s = 0.0005
-        elif deadline.is_over(pause_s):
+        elif not reason and deadline.is_over(pause_s):
             reason = _timeout_text(rank_info, missing, timeout_s)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _PAUSE_LAST_S)
-    for rank, request in replied.items():
-        store.set(
-            f"told/{rank}", json.dumps([request, incarnation.name, incarnation.generation, reason])
-        )
+    for rank in range(1, rank_info.ranks):
+        # A rank without the secret learns that there is one.
+        last = [replied.get(rank, ""), incarnation.name, incarnation.generation, reason]
+        store.set(f"told/{rank}", json.dumps(last))
     if reason:
         there = set(replied).difference(missing)
         # The store may end with this process.
-        store.wait_for({f"left/{incarnation.name}/{rank}" for rank in there}, _RANK_0_GRACE_S)
+        with contextlib.suppress(StoreValueRefusedError):
+            store.wait_for(
+                {f"left/{incarnation.name}/{rank}": rank for rank in there}, _RANK_0_GRACE_S
+            )
         raise RendezvousError(reason)
 
 
 def _request(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> Incarnation:
-    own_request = secrets.token_hex(8)
+    own_request = secrets.token_hex(_NAME_BYTES)
     store.set(f"asked/{rank_info.rank}", own_request)
     deadline = SuspendAwareDeadline(timeout_s)
     pause_s = 0.0005
-    acknowledged = ""
+    acknowledged = request = ""
     while True:
-        reply = _read_text(store, f"told/{rank_info.rank}", deadline)
+        try:
+            reply = _read_text(store, f"told/{rank_info.rank}", 0, deadline)
+        except StoreValueRefusedError as error:
+            # Rank 0 tells the others, and names this rank.
+            store.set(f"heard/{rank_info.rank}", f"{_REFUSED} {own_request} {error}")
+            raise
         request, name, generation, *reason = json.loads(reply) if reply is not None else ("", "", 0)
         if request == own_request and name != acknowledged:
             store.set(f"heard/{rank_info.rank}", name)
@@ -132,13 +173,18 @@ def _request(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> Inca
                 raise RendezvousError(reason[0])
             return Incarnation(name, generation)
         if deadline.is_over(pause_s):
-            raise RendezvousError(_timeout_text(rank_info, [0], deadline.limit_s))
+            text = _timeout_text(rank_info, [0], deadline.limit_s)
+            if request not in ("", own_request):
+                text += "; its last reply answers a request of an earlier start"
+            raise RendezvousError(text)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _PAUSE_LAST_S)
 
 
-def _read_text(store: BoundedStore, key: str, deadline: SuspendAwareDeadline) -> str | None:
-    value = store.read(key, limit_s=deadline.remaining_s)
+def _read_text(
+    store: BoundedStore, key: str, writer: int, deadline: SuspendAwareDeadline
+) -> str | None:
+    value = store.read(key, writer, limit_s=deadline.remaining_s)
     return None if value is None else value.decode()
 
 

@@ -1,9 +1,10 @@
 """Agreement of all ranks before the first byte of training, through the c10d store.
 
 Every key is under `gradlane/{job}/{incarnation}/{channel}`, so restarts and models never share
-keys. A rank that waits for a key names the rank that has not written it. Until the ranks are
-connected, the first rank that cannot go on stores its reason, which all others raise as well. Rank
-0 then stays for a moment so that the others can read it, since the store may end with its process.
+keys. Where the job has a secret, all values are signed (`signatures`). A rank that waits for a key
+names the rank that has not written it. Until the ranks are connected, the first rank that cannot go
+on stores its reason, which all others raise as well. Rank 0 then stays for a moment so that the
+others can read it, since the store may end with its process.
 """
 
 from __future__ import annotations
@@ -17,21 +18,34 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from gradlane.errors import GradlaneError, ProgressTimeoutError, RanksDifferError, RendezvousError
+from gradlane.training.log import log
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous import addresses
 from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLostError
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.environment import RankInfo, find_store_address
 from gradlane.training.rendezvous.incarnation import Incarnation
+from gradlane.training.rendezvous.signatures import StoreValueRefusedError
 
-_OWN_SECRET = b"private"
-"""Stored in place of a secret that every rank has from `GRADLANE_SECRET`."""
+
+class PublishedAddress(TypedDict):
+    """Where a rank listens, as all ranks read it."""
+
+    host: str
+    """Name or address that the others reach it at."""
+    port: int
+    node: str
+    """Name of its machine."""
+
+
 _SECRET_BYTES = 32
+_warned: set[Incarnation] = set()
+"""Incarnations whose rank 0 has warned of ranks elsewhere without a secret."""
 _CLOSING_KEYS = ("ending/", "metrics/")
 """Keys that rank 0 reads when all ranks have said goodbye."""
 _CHECKPOINT_KEYS = "checkpoint/"
@@ -48,17 +62,23 @@ _CAUSE_S = 2 * _REPORT_S
 
 
 def open_store(
-    rank_info: RankInfo, environment: Mapping[str, str], timeout_s: float, store_timeout_s: float
+    rank_info: RankInfo,
+    environment: Mapping[str, str],
+    timeout_s: float,
+    store_timeout_s: float,
+    secret: str | None = None,
 ) -> BoundedStore:
     """Return torch.distributed's default store, or open the one that torchrun would use.
 
-    Rank 0 hosts it, unless torchrun's agent does.
+    Rank 0 hosts it, unless torchrun's agent does: on the loopback interface alone where
+    `MASTER_ADDR` is a loopback address or `localhost`, else on all addresses.
 
     Args:
         rank_info: this rank.
         environment: the launcher's variables.
         timeout_s: longest time to connect, in seconds.
         store_timeout_s: longest response time afterwards, in seconds.
+        secret: of the user, which signs all values; None: they are not signed.
 
     Raises:
         ValueError: the environment names no host.
@@ -76,26 +96,35 @@ def open_store(
         from torch.distributed import distributed_c10d
 
         store = distributed_c10d._get_default_store()
-        return wrap_store(store, rank_info, environment, store_timeout_s, host_text)
+        return wrap_store(store, rank_info, environment, store_timeout_s, secret, host_text)
     if rank_info.ranks == 1:
-        return wrap_store(HashStore(), rank_info, environment, store_timeout_s)
+        return wrap_store(HashStore(), rank_info, environment, store_timeout_s, secret)
     host, port = find_store_address(environment)
     at = addresses.endpoint(host, port)
     is_host = rank_info.rank == 0 and not agent_hosts_store
-    bounded = BoundedStore(rank_info.rank, f"at {at}, {host_text}", store_timeout_s)
-    try:
-        opened = bounded.connect(
-            lambda: TCPStore(
-                host,
-                port,
-                rank_info.ranks,
-                is_master=is_host,
-                timeout=datetime.timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-                multi_tenant=True,
-            ),
-            timeout_s,
+    bounded = BoundedStore(
+        rank_info.rank, f"at {at}, {host_text}", store_timeout_s, job=rank_info.job, secret=secret
+    )
+
+    def connect() -> TCPStore:
+        listening: dict[str, Any] = {}
+        if is_host and addresses.names_loopback(host):
+            # The port is taken where this process has opened the store before: torch shares it.
+            with contextlib.suppress(OSError):
+                listening = listening_on(addresses.bind_loopback(host, port))
+        return TCPStore(
+            host,
+            port,
+            rank_info.ranks,
+            is_master=is_host,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+            **listening,
         )
+
+    try:
+        opened = bounded.connect(connect, timeout_s)
     except (RuntimeError, TimeoutError) as error:
         if is_host:
             raise RendezvousError(
@@ -115,6 +144,14 @@ def open_store(
     return bounded
 
 
+def listening_on(bound: socket.socket) -> dict[str, Any]:
+    """Return the arguments for a `TCPStore` that listens on a socket, which it then owns.
+
+    By itself it would listen on all addresses. Torch 2.4 takes a socket with libuv off only.
+    """
+    return {"master_listen_fd": bound.detach(), "use_libuv": False}
+
+
 def store_timeout_s(options: Options) -> float:
     """Return the longest response time of the store, in seconds.
 
@@ -128,6 +165,7 @@ def wrap_store(
     rank_info: RankInfo,
     environment: Mapping[str, str],
     store_timeout_s: float,
+    secret: str | None = None,
     host_text: str = "which rank 0 or its launcher keeps",
 ) -> BoundedStore:
     """Wrap an open store so that its calls time out.
@@ -137,10 +175,18 @@ def wrap_store(
         rank_info: this rank.
         environment: the launcher's variables.
         store_timeout_s: longest response time, in seconds.
+        secret: of the user, which signs all values; None: they are not signed.
         host_text: the process that hosts the store, for errors.
     """
     at = addresses.endpoint(*store_address(store, environment))
-    return BoundedStore.wrapping(store, rank_info.rank, f"at {at}, {host_text}", store_timeout_s)
+    return BoundedStore.wrapping(
+        store,
+        rank_info.rank,
+        f"at {at}, {host_text}",
+        store_timeout_s,
+        job=rank_info.job,
+        secret=secret,
+    )
 
 
 def _listener_at(host: str, port: int) -> str:
@@ -250,6 +296,7 @@ class RendezvousScope:
         Raises:
             RendezvousError: the key did not appear in time, another rank gave up, or the store is
                 gone or does not answer.
+            StoreValueRefusedError: the value is not signed as the job's secret signs it.
             ProgressTimeoutError: it did not appear in time, and the rank is connected.
             SessionFailedError: the session has failed meanwhile.
         """
@@ -271,21 +318,27 @@ class RendezvousScope:
     def _get(self, key: str, rank: int, deadline: SuspendAwareDeadline) -> bytes:
         # Polling lets Ctrl-C through, which a wait inside the store does not.
         pause_s = 0.001
-        keys = (key,) if self.is_connected else (key, _ABORT_KEY)
+        writers: dict[str, int | None] = {key: rank}
+        if not self.is_connected:
+            writers[_ABORT_KEY] = None
         while True:
             try:
                 found = self._store.read_first(
-                    *keys, limit_s=deadline.remaining_s, on_poll=self.on_poll
+                    writers, limit_s=deadline.remaining_s, on_poll=self.on_poll
                 )
                 if found is None and self.on_poll is not None:
                     self.on_poll()
             except StoreLostError:
                 raise
+            except StoreValueRefusedError as error:
+                if self.is_open:
+                    self.abort(str(error))
+                raise
             except GradlaneError:
                 # A rank that fails writes its keys first, maybe since this one looked.
                 value = None
                 with contextlib.suppress(StoreLostError):
-                    value = self._store.read(key, limit_s=_REPORT_S)
+                    value = self._store.read(key, rank, limit_s=_REPORT_S)
                 if value is None:
                     raise
                 return value
@@ -323,8 +376,8 @@ class RendezvousScope:
         if self._abort_reason is not None:
             return RendezvousError(self._abort_reason)
         record = json.dumps({"reason": reason, "missing": sorted(missing)})
-        # A store that is gone cannot carry the reason.
-        with contextlib.suppress(StoreLostError):
+        # A store that is gone cannot carry the reason, and a stranger's is not believed.
+        with contextlib.suppress(StoreLostError, StoreValueRefusedError):
             record = self._store.set_if_absent(_ABORT_KEY, record, limit_s=_REPORT_S)
         return self._acknowledge_abort(record)
 
@@ -338,8 +391,8 @@ class RendezvousScope:
             reason: a sentence, for a rank that does not report itself.
         """
         if self._abort_reason is None:
-            with contextlib.suppress(StoreLostError):
-                self._store.wait_for({_ABORT_KEY}, _CAUSE_S)
+            with contextlib.suppress(StoreLostError, StoreValueRefusedError):
+                self._store.wait_for({_ABORT_KEY: None}, _CAUSE_S)
         return self.abort(reason)
 
     def abort_unreachable(self, missing: int, reason: str) -> RendezvousError:
@@ -355,9 +408,10 @@ class RendezvousScope:
         try:
             self.put(f"unconnected/{own}", "")
             # A live rank that misses this one reports it at about the same time.
-            self._store.wait_for({f"unconnected/{missing}"}, _REPORT_S)
-            is_alive = self._store.read(f"unconnected/{missing}") is not None
-        except StoreLostError as error:
+            key = f"unconnected/{missing}"
+            self._store.wait_for({key: missing}, _REPORT_S)
+            is_alive = self._store.read(key, missing) is not None
+        except (StoreLostError, StoreValueRefusedError) as error:
             # All ranks lose the store's host, so its loss is the cause.
             return error
         if not is_alive:
@@ -395,11 +449,11 @@ class RendezvousScope:
     def _acknowledge_abort(self, record: str) -> RendezvousError:
         """Return the error of an abort; rank 0 first waits until the others have read it."""
         abort_record = json.loads(record)
-        with contextlib.suppress(StoreLostError):
+        with contextlib.suppress(StoreLostError, StoreValueRefusedError):
             self._store.set(f"heard/{self.rank_info.rank}", "")
             if self.rank_info.rank == 0:
                 others = set(range(1, self.rank_info.ranks)).difference(abort_record["missing"])
-                self._store.wait_for({f"heard/{rank}" for rank in others}, _REPORT_S)
+                self._store.wait_for({f"heard/{rank}": rank for rank in others}, _REPORT_S)
         self._abort_reason = str(abort_record["reason"])
         return RendezvousError(self._abort_reason)
 
@@ -417,7 +471,7 @@ class RendezvousScope:
             # An abort of this rank uses the store again and reports its loss.
             with contextlib.suppress(RendezvousError):
                 while not done.wait(_ABORT_POLL_S):
-                    record = self._store.read(_ABORT_KEY, on_poll=on_poll)
+                    record = self._store.read(_ABORT_KEY, None, on_poll=on_poll)
                     if record is not None:
                         self._acknowledge_abort(record.decode())
                         return
@@ -430,14 +484,15 @@ class RendezvousScope:
             done.set()
             thread.join()
 
-    def peek(self, key: str) -> bytes | None:
-        """Return the value of a key without waiting; None if it is not there.
+    def peek(self, key: str, rank: int) -> bytes | None:
+        """Return the value of a key that a rank writes, without waiting; None if it is not there.
 
         Raises:
             RendezvousError: the store is gone or does not answer.
+            StoreValueRefusedError: the value is not signed as the job's secret signs it.
             SessionFailedError: the session has failed.
         """
-        return self._store.read(key, on_poll=self.on_poll)
+        return self._store.read(key, rank, on_poll=self.on_poll)
 
     def agree(self, table: dict[str, Any]) -> None:
         """Compare this rank's table with rank 0's, and raise the first difference on all ranks.
@@ -478,30 +533,19 @@ class RendezvousScope:
         """Return the secret that keys the connections.
 
         Args:
-            own: the user's; None: rank 0 draws one and writes it into the store.
-
-        Raises:
-            RanksDifferError: rank 0 has a secret from the user and this rank has none.
+            own: the user's; None: rank 0 draws one and writes it into the store, unsigned.
         """
-        if self.rank_info.rank == 0:
-            drawn = secrets.token_hex(_SECRET_BYTES).encode()
-            self.put("secret", _OWN_SECRET if own else drawn)
-            return own.encode() if own else drawn
-        published = self.get("secret", 0)
         if own:
             return own.encode()
-        if published == _OWN_SECRET:
-            reason = (
-                f"rank 0 has a secret of its own and rank {self.rank_info.rank} has none: "
-                "set GRADLANE_SECRET, or secret=, on every rank"
-            )
-            self.abort(reason)
-            raise RanksDifferError(reason)
-        return published
+        if self.rank_info.rank == 0:
+            drawn = secrets.token_hex(_SECRET_BYTES).encode()
+            self.put("secret", drawn)
+            return drawn
+        return self.get("secret", 0)
 
     def exchange_addresses(
         self, host: str, port: int, ranks: Sequence[int] | None = None
-    ) -> list[str]:
+    ) -> tuple[list[str], list[str]]:
         """Publish this rank's address and return all ranks', as `host:port`.
 
         Args:
@@ -509,17 +553,25 @@ class RendezvousScope:
             port: this rank's.
             ranks: of the channel, in the order of the result; None: all.
 
+        Returns:
+            The addresses to call, and those as published, whose hosts may be names. What this rank
+            has published is not read back: whoever changes it in the store changes it for others.
+
         Raises:
             RendezvousError: a rank did not appear, or published what cannot be reached from here.
             RanksDifferError: a rank that is to serve cannot.
         """
         node = node_name()
-        own = {"host": host, "port": port, "node": node}
+        own: dict[str, Any] = {"host": host, "port": port, "node": node, "machine": machine_name()}
         self.put(f"address/{self.rank_info.rank}", json.dumps(own))
         peers = []
         everyone = range(self.rank_info.world_size) if ranks is None else ranks
-        published = self.get_all({rank: f"address/{rank}" for rank in everyone})
-        for rank, peer in zip(everyone, map(json.loads, published), strict=True):
+        found = self.get_all({rank: f"address/{rank}" for rank in everyone})
+        rows = [
+            own if rank == self.rank_info.rank else json.loads(row)
+            for rank, row in zip(everyone, found, strict=True)
+        ]
+        for rank, peer in zip(everyone, rows, strict=True):
             if "refused" in peer:
                 raise RanksDifferError(f"rank {rank} cannot serve: {peer['refused']}")
             if addresses.is_loopback(peer["host"]) and peer["node"] != node:
@@ -535,7 +587,31 @@ class RendezvousScope:
                     f"the address {peer['host']!r} of rank {rank} is unknown on rank "
                     f"{self.rank_info.rank}: {error}"
                 ) from error
-        return peers
+            if peer.get("machine", own["machine"]) != own["machine"]:
+                self._warn_without_secret(rank)
+        return peers, [addresses.endpoint(row["host"], row["port"]) for row in rows]
+
+    def _warn_without_secret(self, rank: int) -> None:
+        """Warn on rank 0, once a start, that a rank elsewhere is reached without a secret."""
+        if self.rank_info.rank > 0 or self._store.is_signed or self.incarnation in _warned:
+            return
+        _warned.add(self.incarnation)
+        log.warning(
+            "rank %d is on another machine, and the job has no secret: whoever reaches the network "
+            "between the ranks, or the store, can read and change gradients. `gradlane secret new` "
+            "writes a secret; set GRADLANE_SECRET_FILE to it on every rank",
+            rank,
+        )
+
+    def published_address(self, rank: int) -> PublishedAddress | None:
+        """Return where a rank listens for this scope's channels; None if it does not.
+
+        Raises:
+            RendezvousError: the store is gone or does not answer.
+        """
+        published = self.peek(f"address/{rank}", rank)
+        found: PublishedAddress | None = None if published is None else json.loads(published)
+        return found
 
     def exchange(self, value: Any) -> list[Any]:
         """Return a value of each rank, in rank order; a collective call, once a scope.
@@ -584,11 +660,13 @@ def first_difference(first: dict[str, Any], own: dict[str, Any], rank: int) -> s
         if own["options"].get(name) != value:
             return f"rank 0 has {name}={value!r}, rank {rank} has {own['options'].get(name)!r}"
     for index, (theirs, mine) in enumerate(zip(first["tensors"], own["tensors"], strict=False)):
-        for key in ("name", "shape", "dtype", "stride", "role"):
-            if theirs[key] != mine[key]:
+        for key in ("name", "shape", "dtype", "stride", "role", "scheme"):
+            # Rows without a scheme have the strategy's own.
+            first_value, own_value = (row.get(key, "of the strategy") for row in (theirs, mine))
+            if first_value != own_value:
                 return (
-                    f"tensor {index} ({theirs['name']!r}) has {key} {theirs[key]!r} on rank 0, "
-                    f"but tensor {index} ({mine['name']!r}) has {key} {mine[key]!r} on rank {rank}"
+                    f"tensor {index} ({theirs['name']!r}) has {key} {first_value!r} on rank 0, "
+                    f"but tensor {index} ({mine['name']!r}) has {key} {own_value!r} on rank {rank}"
                 )
     if len(first["tensors"]) != len(own["tensors"]):
         longer = max(first["tensors"], own["tensors"], key=len)
@@ -602,15 +680,24 @@ def first_difference(first: dict[str, Any], own: dict[str, Any], rank: int) -> s
     return ""
 
 
+def machine_name() -> str:
+    """Return a name of this machine that no other one has; containers share it."""
+    return _boot_id() or socket.gethostname()
+
+
 def node_name() -> str:
     """Return a name of this machine, or container, that no other one has."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read(8)
-    except OSError:
-        boot = ""
+    boot = _boot_id()[:8]
     network = ""
     with contextlib.suppress(OSError):
         # Two network namespaces of one machine do not share a loopback interface.
         network = str(os.stat("/proc/self/ns/net").st_ino)
     return "-".join(part for part in (socket.gethostname(), boot, network) if part)
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

@@ -25,6 +25,7 @@ from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.incarnation import incarnation_of
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.rendezvous.signatures import StoreValueRefusedError
 
 _NO_LIMIT_S = 1e9
 """No time limit: a server waits for the workers, whose ends the channel reports."""
@@ -306,7 +307,7 @@ class Server:
                 record = None
                 # Open channels name the lost rank; `_has_ended` handles the rest.
                 with contextlib.suppress(StoreLostError):
-                    record = self._registry.scope.peek(f"channel/{len(self._channels)}")
+                    record = self._registry.scope.peek(f"channel/{len(self._channels)}", 0)
                 if record is not None:
                     self._channels.append(
                         self._serve(JobAnnouncement(**json.loads(record)), rank_info)
@@ -346,6 +347,8 @@ class Server:
         rank_info = self._registry.rank_info
         try:
             agreed = json.loads(self._registry.scope.get("terms", 0))
+        except StoreValueRefusedError:
+            raise
         except RendezvousError as error:
             raise RendezvousError(
                 f"{error}; a rank that serves waits for a training script that calls "
@@ -412,7 +415,7 @@ class Server:
         if self._abort_reason is not None:
             return True
         try:
-            record = self._registry.scope.peek("end")
+            record = self._registry.scope.peek("end", 0)
         except StoreLostError:
             if not self._channels:
                 raise

@@ -24,7 +24,7 @@ from gradlane.training.options.stragglers import check_schemes
 from gradlane.training.plans.agreement import PlanArgument, agree_on_plan
 from gradlane.training.plans.in_force import ActivePlan
 from gradlane.training.plans.plan import Plan
-from gradlane.training.plans.planning_wing import measure_links
+from gradlane.training.plans.planning_wing import Book, measure_links, open_book
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
@@ -50,6 +50,7 @@ class PreparedModels:
         self._ctx = ctx
         self._meet = meet
         self.prepared: list[PreparedModel] = []
+        self._links: LinkReport | None = None
         self.plans = ActivePlan(ctx.options, meet, self.prepared, abort)
 
     def measure_links(
@@ -60,13 +61,24 @@ class PreparedModels:
         on_phase: Callable[[str], None] = lambda text: None,
     ) -> LinkReport:
         """Measure bandwidth and latency between all ranks."""
-        return measure_links(
+        self._links = measure_links(
             self._ctx,
             self._meet(),
             window_s=window_s,
             directions=directions,
             on_phase=on_phase,
         )
+        return self._links
+
+    def book(self, model: nn.Module | None, call: str) -> Book:
+        """Return what all ranks know of their cluster and a model.
+
+        Args:
+            model: a prepared one; None: the only one.
+            call: what it is for, as the program has written it.
+        """
+        prepared = self.find(model, call)
+        return open_book(prepared, prepared.options, self._ctx.rank_info, self._links)
 
     def exchange(self, value: Any) -> list[Any]:
         """Exchange a JSON value with all ranks."""

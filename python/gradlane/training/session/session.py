@@ -36,10 +36,11 @@ from gradlane.training.log import log
 from gradlane.training.model.join import Join
 from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
 from gradlane.training.monitoring.metrics import Metrics
-from gradlane.training.monitoring.tensorboard import ScalarWriter
+from gradlane.training.monitoring.tensorboard import ScalarFunction, ScalarWriter
 from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.plans.agreement import PlanArgument
 from gradlane.training.plans.plan import Plan
+from gradlane.training.plans.planning_wing import SchemeChoice
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.serving import ServedStats, Server
 from gradlane.training.session import lifecycle
@@ -154,10 +155,11 @@ class Session:
 
         Args:
             model: on CPU or CUDA; parameters f32, f16, bf16, f64 or complex. Frozen parameters are
-                sent once, as they are. Sparse gradients are made dense.
-            optimizer: any of `torch.optim` except LBFGS and SparseAdam; others step whole, see
-                `defer`. With `update="server"` its `state_dict()` and `load_state_dict()` are
-                collective calls, too.
+                sent once, as they are. Gradients of sparse embeddings travel as rows (see
+                `docs/sparse.md`), other sparse ones dense.
+            optimizer: any of `torch.optim` except LBFGS; others step whole, see `defer`. With
+                `update="server"` its `state_dict()` and `load_state_dict()` are collective calls,
+                too.
             defer: True: update parameters as their gradients arrive, which asks for an optimizer
                 that treats each parameter by itself; False: `step()` waits for all gradients and
                 updates there; None: True for optimizers that are known to allow it (those of
@@ -199,7 +201,10 @@ class Session:
 
     @property
     def schemes(self) -> dict[str, str]:
-        """How each trained tensor of the models is aggregated: `ps`, `ring` or `sfb`, by name."""
+        """How each trained tensor of the models is aggregated, by name.
+
+        `ps`, `ring`, `sfb` or `adam`, or `rows` of a sparse gradient.
+        """
         found: dict[str, str] = {}
         for prepared in self._models.prepared:
             found.update(prepared.schemes)
@@ -235,6 +240,62 @@ class Session:
         return self._models.measure_links(
             window_s=window_s, directions=directions, on_phase=on_phase
         )
+
+    def query(self, *names: str, model: nn.Module | None = None) -> Any:
+        """Read the coordinator's information book: what all ranks know, the same on every rank.
+
+        No rank waits for another. After Poseidon's `Query` (Zhang et al. 2017, table 2).
+
+        Args:
+            names: `job`, `ranks`, `workers`, `servers` (ranks that own slices), `roles` and
+                `addresses` (by rank: `worker`, `server` or `worker and server`; `host:port`, None
+                for one that only talks to its own node), `nodes` (names of their machines),
+                `strategy`, `update`, `model`, `gradient_bytes`, `layers`, `schemes` and `codecs`
+                (in force, by tensor); `rate_bps` and `latency_s` once `probe()` has measured them;
+                or a layer's name, which gives its `Layer`.
+            model: the prepared model; None: the only one.
+
+        Returns:
+            The value of one name, or a tuple of those of several.
+
+        Raises:
+            ValueError: no name is given, or one is unknown.
+            UsageError: the model is not prepared, or this rank only serves.
+        """
+        self._check_open()
+        return self._models.book(model, "query()").query(*names)
+
+    def best_scheme(
+        self,
+        layer: str | int,
+        *,
+        batch_size: int,
+        rule: str = "poseidon",
+        model: nn.Module | None = None,
+    ) -> SchemeChoice:
+        """Return the scheme that moves the fewest numbers for a layer, the same on every rank.
+
+        No rank waits for another, and nothing changes: `prepare(plan="poseidon")` puts schemes in
+        force. After Poseidon's `BestScheme` (Zhang et al. 2017, algorithm 1).
+
+        Args:
+            layer: its name, or its index in `query("layers")`.
+            batch_size: vectors that a worker applies the layer to in a step: its samples, times
+                words or patches where there are any. Give the same on every rank.
+            rule: `poseidon`, the paper's, or `auto`, among all schemes that sessions run.
+            model: the prepared model; None: the only one.
+
+        Returns:
+            `scheme`, `costs` (numbers that the busiest node sends and receives in each scheme that
+            fits, the cheapest first) and `reason`.
+
+        Raises:
+            ValueError: there is no such layer or rule, or the batch is empty.
+            UsageError: the model is not prepared, or this rank only serves.
+        """
+        self._check_open()
+        book = self._models.book(model, "best_scheme()")
+        return book.best_scheme(book.layer(layer), batch_size=batch_size, rule=rule)
 
     def exchange(self, value: Any) -> list[Any]:
         """Exchange a small value with all ranks through the job's store; a collective call.
@@ -315,7 +376,8 @@ class Session:
         step. Here the owners of slices add up the squares of what they have reduced: the norm is
         known before the means are everywhere, and each mean is clipped as it arrives, during the
         next forward. The first step that is clipped still waits, and so do other norms than the
-        2-norm, `local="shared"`, stragglers and factors. All ranks clip alike.
+        2-norm, `local="shared"`, stragglers, factors and rows. All ranks
+        clip alike.
 
         Args:
             max_norm: the largest norm that gradients keep.
@@ -593,18 +655,20 @@ class Session:
         """
         return self._ctx.observer.metrics()
 
-    def log_to(self, writer: ScalarWriter, every: int = 10) -> None:
-        """Write scalars for TensorBoard at every n-th training step of the first model.
+    def log_to(self, writer: ScalarWriter | ScalarFunction, every: int = 10) -> None:
+        """Give scalars to a logger at every n-th training step of the first model.
 
         A failing writer is warned of and left out; training goes on.
 
         Args:
-            writer: a `torch.utils.tensorboard.SummaryWriter`, or an object with its `add_scalar`.
+            writer: a function of (values by tag, step), such as `wandb.log` or
+                `mlflow.log_metrics`; a `torch.utils.tensorboard.SummaryWriter`, or an object with
+                its `add_scalar`.
             every: steps between two writes.
 
         Raises:
             ValueError: `every` is below 1.
-            TypeError: the writer has no `add_scalar`.
+            TypeError: the writer is no function and has no `add_scalar`.
             SessionClosedError: the session has ended.
         """
         self._check_open()
@@ -614,6 +678,11 @@ class Session:
     def prometheus_port(self) -> int | None:
         """Port that this rank answers Prometheus at, or None."""
         return self._ctx.observer.prometheus_port
+
+    @property
+    def dashboard_url(self) -> str | None:
+        """URL of the live page that this rank serves, or None."""
+        return self._ctx.observer.dashboard_url
 
     def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
         """Return and forget the trace of frames, one list for all models.
@@ -706,7 +775,7 @@ class Session:
         if parts and all(part.has_parted for part in parts):
             self._scopes.leave()
         self._store.close()
-        self._write_reports()
+        self._write_reports(f"failed: {errors[0]}" if errors else "closed")
         if errors:
             raise errors[0]
 
@@ -730,7 +799,7 @@ class Session:
             self._scopes.give_up(f"rank {self.rank} gave up: {reason}")
         self._ctx.deadlocks.close()
         self._stop_serving(reason)
-        self._write_reports()
+        self._write_reports(self._ended)
 
     def __enter__(self) -> Session:
         """Return the session itself."""
@@ -770,8 +839,8 @@ class Session:
         exchange = self._arrays.exchange
         return [*self._models.prepared, *([exchange] if exchange is not None else [])]
 
-    def _write_reports(self) -> None:
-        self._ctx.observer.close()
+    def _write_reports(self, ending: str) -> None:
+        self._ctx.observer.close(ending)
         if self._ctx.recorder is not None:
             self._ctx.recorder.write()
 

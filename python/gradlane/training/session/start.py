@@ -93,7 +93,7 @@ def init(
         rendezvous: the store, rank, world size and job, in place of the launcher's.
         network: interface, addresses, ports, secret, time-outs, frames, buffers and threads.
         checkpoints: the folder of checkpoints, how often they are taken, and how many stay.
-        monitoring: Prometheus, timelines, the line at the end.
+        monitoring: Prometheus, a live page, timelines, the line at the end.
 
     Returns:
         The session. It is also a context manager: an exception inside tells the other ranks.
@@ -185,20 +185,23 @@ def _find_rank_info(options: Options) -> RankInfo:
 
 def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
     """Connect to the store and make the parts of a session."""
-    store = _open_store(options, place)
     network = options.network
     secret = network.read_secret()
+    store = _open_store(options, place, secret)
     host, port = store_address(store.store, os.environ)
     registry = ServerRegistry(store, place, network.connect_timeout_s) if place.serving else None
     folder = None if place.serves else options.checkpoints.folder
     recorder = None if place.serves else make_recorder(options, place)
-    observer = make_observer(options, place)
+    deadlocks = DeadlockDetector(store, place)
+    observer = make_observer(options, place, lambda: deadlocks.wait)
     checkpoints = make_checkpoints(
         None if folder is None else Path(folder),
         options.checkpoints.every,
         options.checkpoints.keep,
         place,
         network.connect_timeout_s,
+        secret,
+        observer.add_event,
     )
     ctx = SessionContext(
         core,
@@ -207,7 +210,7 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
         host,
         port,
         secret,
-        DeadlockDetector(store, place),
+        deadlocks,
         observer,
         checkpoints,
         recorder,
@@ -246,9 +249,9 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
     return session
 
 
-def _open_store(options: Options, place: RankInfo) -> BoundedStore:
+def _open_store(options: Options, place: RankInfo, secret: str | None) -> BoundedStore:
     """Return the store that is given, torch.distributed's, or the launcher's."""
     store, limit_s = options.rendezvous.store, store_timeout_s(options)
     if store is not None:
-        return wrap_store(store, place, os.environ, limit_s)
-    return open_store(place, os.environ, options.network.connect_timeout_s, limit_s)
+        return wrap_store(store, place, os.environ, limit_s, secret)
+    return open_store(place, os.environ, options.network.connect_timeout_s, limit_s, secret)

@@ -65,7 +65,9 @@ class Construct:
     @property
     def result(self) -> str:
         """What the page says."""
-        result = "right" if self.refused is None else f'refused: "{self.refused}"'
+        result = (
+            "right" if self.refused is None else f'refused: "{self.refused}"'.replace("][", "]\\[")
+        )
         torch = f"with torch newer than {self.newer_than}" if self.newer_than else ""
         return "; ".join(part for part in (result, self.note, torch) if part)
 

@@ -422,7 +422,7 @@ CONSTRUCTS = [
         _TENSORS,
         "embeddings with sparse gradients",
         equal(uses("table"), Separate),
-        note="sent dense",
+        note="sent as rows where that goes, see [sparse gradients](sparse.md)",
     ),
     Construct(_TENSORS, "complex", equal(uses("turn"), Separate)),
     Construct(_TENSORS, "float64", equal(uses("fine"), Separate)),

@@ -11,12 +11,12 @@ use gradlane_units::{Rank, SliceId, Step};
 use gradlane_wire::{FrameFlags, FrameHeader};
 
 #[derive(Debug, Default)]
-pub(super) struct LatePushes {
+pub(super) struct DroppedPushes {
     /// By slice and sender.
     arriving: BTreeMap<(SliceId, Rank), (Step, Arriving)>,
 }
 
-impl LatePushes {
+impl DroppedPushes {
     pub(super) fn expect(&mut self, slice: SliceId, step: Step, arriving: Vec<(Rank, Arriving)>) {
         for (rank, arriving) in arriving {
             self.arriving.insert((slice, rank), (step, arriving));

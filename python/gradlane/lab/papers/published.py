@@ -1,0 +1,310 @@
+"""The table of all numbers that the papers publish: published, ours, deviation in percent, cause.
+
+One row a published number, in the order of the papers' figures. Ours is the figure's main answer;
+`gradlane reproduce FIGURE` shows all of its variants, which the causes are taken from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gradlane.lab.papers.comparison import Comparison, Published, published_of
+from gradlane.lab.papers.figures import FIGURES, Reproduction, paper_of, reproduce
+from gradlane.lab.papers.lowprec import fit_quality
+from gradlane.lab.papers.lowprec_model import PARTS, Errors, constants
+from gradlane.lab.papers.simulations import Simulations
+from gradlane.lab.papers.writing import number
+from gradlane.report.markdown import markdown_table
+
+LIMITS = (5, 10, 25)
+"""Percent within which predictions are counted."""
+ROLES = {
+    "": "predicted",
+    "fitted": "fitted",
+    "input": "taken as input",
+    "smaller": "from a smaller network",
+    "none": "not reproduced",
+}
+"""What ours is to the published number: only predictions are counted by their deviation."""
+COLUMNS = ("figure", "number", "published", "ours", "deviation, %", "cause")
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """A published number beside ours.
+
+    Attributes:
+        figure: as `gradlane reproduce` takes it.
+        what: the number in words.
+        unit: of both numbers.
+        source: section, table or figure of the paper.
+        published: the paper's number.
+        ours: None where it is not reproduced.
+        deviation: of ours from the published number in percent; None where that is zero, or ours
+            is another network's.
+        role: one of `ROLES`.
+        cause: why ours deviates or not, or what reproducing it needs.
+    """
+
+    figure: str
+    what: str
+    unit: str
+    source: str
+    published: float
+    ours: float | None
+    deviation: float | None
+    role: str
+    cause: str
+
+    def is_within(self, percent: float) -> bool:
+        """Return whether ours deviates by this much at most."""
+        return self.deviation is not None and abs(self.deviation) <= percent
+
+
+def main_answer(rows: Iterable[Comparison]) -> Comparison | None:
+    """Return the answer among a number's variants that the table takes."""
+    found = list(rows)
+    chosen = [one for one in found if one.main] or found
+    return chosen[0] if chosen else None
+
+
+def _row(published: Published, answer: Comparison | None, needs: str) -> PublishedRow:
+    value = published.value
+    assert value is not None
+    note = f" (reading: {published.note})" if published.note else ""
+    if answer is None:
+        return PublishedRow(
+            published.figure,
+            published.what,
+            published.unit,
+            published.source,
+            value,
+            None,
+            None,
+            "none",
+            f"needs {needs}{note}",
+        )
+    variant = f" ({answer.variant})" if answer.variant else ""
+    comparable = value and answer.role != "smaller"
+    return PublishedRow(
+        published.figure,
+        published.what + variant,
+        published.unit,
+        published.source,
+        value,
+        answer.ours,
+        100.0 * (answer.ours - value) / abs(value) if comparable else None,
+        answer.role,
+        answer.why + note,
+    )
+
+
+def rows_of(made: Sequence[Reproduction]) -> list[PublishedRow]:
+    """Return a row for every published number of all figures.
+
+    Args:
+        made: all figures that can be reproduced.
+    """
+    compared = {one.figure.name: one.rows for one in made}
+    return [
+        _row(
+            published,
+            main_answer(row for row in compared.get(name, ()) if row.key == published.key),
+            figure.needs,
+        )
+        for name, figure in FIGURES.items()
+        for published in published_of(name).values()
+        if published.value is not None
+    ]
+
+
+@dataclass(frozen=True)
+class Study:
+    """The table, with how it was made.
+
+    Attributes:
+        rows: of all published numbers.
+        settings: how each figure was reproduced, by name.
+        cpu_s: processor seconds that all simulations took.
+    """
+
+    rows: tuple[PublishedRow, ...]
+    settings: dict[str, str]
+    cpu_s: float
+
+    def counts(self) -> dict[str, int]:
+        """Return how many numbers there are of each role, and predictions within each limit."""
+        roles = Counter(row.role for row in self.rows)
+        predicted = [row for row in self.rows if not row.role]
+        counted = {ROLES[role]: roles[role] for role in ROLES}
+        counted |= {
+            f"predicted within {limit} %": sum(row.is_within(limit) for row in predicted)
+            for limit in LIMITS
+        }
+        return {"published": len(self.rows), **counted}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything, and the errors of the fitted model."""
+        return {
+            "rows": [
+                {**asdict(row), "paper": paper_of(row.figure), "role": ROLES[row.role]}
+                for row in self.rows
+            ],
+            "counts": self.counts(),
+            "settings": self.settings,
+            "model": {
+                primitive: {
+                    "constants": dict(constants(primitive)),
+                    "errors": [
+                        {"over": text, **asdict(made)} for text, made in fit_quality(primitive)
+                    ],
+                }
+                for primitive in PARTS
+            },
+            "cpu_s": self.cpu_s,
+        }
+
+
+def study(simulations: Simulations) -> Study:
+    """Reproduce all figures and put every published number beside ours."""
+    begun_s = time.process_time()
+    made = reproduce([one for one in FIGURES.values() if one.run is not None], simulations)
+    settings = {one.figure.name: one.setting for one in made}
+    return Study(tuple(rows_of(made)), settings, time.process_time() - begun_s)
+
+
+def cells_of(row: PublishedRow) -> tuple[str, ...]:
+    """Return a row's cells, in the order of `COLUMNS`."""
+    what = f"{row.what}, {row.unit}" if row.unit else row.what
+    deviation = "-" if row.deviation is None else f"{row.deviation:+.1f}"
+    cause = row.cause if not row.role or row.role == "none" else f"[{ROLES[row.role]}] {row.cause}"
+    return row.figure, what, number(row.published), number(row.ours), deviation, cause
+
+
+def _error_cells(text: str, made: Errors) -> tuple[str, ...]:
+    within = tuple(str(one) for one in made.within)
+    return text, str(made.cells), f"{made.mean:.1f}", f"{made.median:.1f}", *within
+
+
+_ERROR_COLUMNS = (
+    *("cells", "number", "mean deviation, %", "median, %"),
+    *(f"within {limit} %" for limit in LIMITS),
+)
+
+
+def summary(made: Study) -> str:
+    """Return the counts in words."""
+    counts = made.counts()
+    predicted = counts["predicted"]
+    within = ", ".join(f"{counts[f'predicted within {one} %']} within {one} %" for one in LIMITS)
+    others = ", ".join(
+        f"{counts[text]} {text}" for role, text in ROLES.items() if role and counts[text]
+    )
+    return f"{counts['published']} published numbers: {predicted} predicted ({within}); {others}."
+
+
+def print_study(console: Console, made: Study) -> None:
+    """Print the table, how good the fitted model is, and the counts."""
+    table = Table()
+    for name in COLUMNS:
+        right = name in ("published", "ours", "deviation, %")
+        table.add_column(name, justify="right" if right else "left")
+    for row in made.rows:
+        table.add_row(*(cell.replace("[", "\\[") for cell in cells_of(row)))
+    console.print(table)
+    for primitive in PARTS:
+        errors = Table(title=f"low precision, {primitive.upper()}: deviations of the fitted model")
+        for name in _ERROR_COLUMNS:
+            errors.add_column(name, justify="left" if name == "cells" else "right")
+        for text, one in fit_quality(primitive):
+            errors.add_row(*_error_cells(text, one))
+        console.print(errors)
+    console.print(f"{summary(made)} {made.cpu_s:.0f} s of one processor.", highlight=False)
+
+
+_UNITS = {
+    "link": ("ns", 1e9, "a byte of a GPU's own copies"),
+    "memory": ("ns", 1e9, "a byte of all copies through the host's memory"),
+    "messages": ("µs", 1e6, "a message"),
+    "scales": ("ns", 1e9, "a bucket or column, each way"),
+    "averages": ("ns", 1e9, "a value under 1-bit SGD, each way"),
+}
+
+
+def markdown_of(made: Study, command: str) -> str:
+    """Return the page."""
+    parts = [
+        "# All numbers that the papers publish, and ours\n",
+        f"Written by `{command}`. {summary(made)}\n",
+        "Nothing here is measured: ours are simulations, models and arithmetic, the same each "
+        "time. A deviation is that of ours from the published number, also where both are "
+        "percentages; a published bound (*up to*,\n*over*) counts as the number that it is. "
+        "`gradlane reproduce FIGURE` shows how a figure is computed, with all its variants: the "
+        "causes below are taken from them. Numbers that a paper quotes from others, and curves\n"
+        "in pictures, which have no numbers, are not here ([figures with their curves]"
+        "(reproduced.md)).\n",
+        "## The model of low-precision exchanges\n",
+        "On one machine CNTK sends each gradient matrix by itself, through the host's memory with "
+        "MPI, after backward. A step is compute and these parts, each with one constant; all are "
+        "fitted to ResNet-152,\nwhose GPUs have 16 samples in every column. The rest is held out. "
+        "Where a GPU's share of the batch is smaller than that of one GPU, its compute comes from "
+        "the *other* primitive's cell with the fewest bits.\nParts are switched off without "
+        "fitting the others again.\n",
+    ]
+    for primitive in PARTS:
+        each = ", ".join(
+            f"{value * _UNITS[name][1]:.3g} {_UNITS[name][0]} {_UNITS[name][2]}"
+            for name, value in constants(primitive).items()
+        )
+        parts.append(f"{primitive.upper()}: {each}.\n")
+        rows = [_error_cells(text, one) for text, one in fit_quality(primitive)]
+        parts.append(markdown_table(_ERROR_COLUMNS, rows, numbers="-nnnnnn") + "\n")
+    paper = ""
+    figure_rows: dict[str, list[PublishedRow]] = {}
+    for row in made.rows:
+        figure_rows.setdefault(row.figure, []).append(row)
+    for name, own in figure_rows.items():
+        if paper_of(name) != paper:
+            paper = paper_of(name)
+            parts.append(f"## {paper}\n")
+        parts.append(f"### `{name}`: {FIGURES[name].title}\n")
+        if name in made.settings:
+            parts.append(f"Ours: {made.settings[name]}.\n")
+        parts.append(
+            markdown_table(COLUMNS[1:], [cells_of(row)[1:] for row in own], numbers="-nnn-") + "\n"
+        )
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def write_page(made: Study, path: Path) -> None:
+    """Write the page with tables that can be sorted.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from gradlane.report.page import Paragraph, Section, measured_here, write_report
+    from gradlane.report.page import Table as PageTable
+
+    columns = ("figure", "number", "unit", "published", "ours", "deviation, %", "role", "cause")
+    rows = [
+        (
+            *(row.figure, row.what, row.unit, row.published, row.ours, row.deviation),
+            *(ROLES[row.role], row.cause),
+        )
+        for row in made.rows
+    ]
+    sections = [Section("", [Paragraph(summary(made)), PageTable(columns, rows)])]
+    for primitive in PARTS:
+        errors = [_error_cells(text, one) for text, one in fit_quality(primitive)]
+        title = f"Low precision, {primitive.upper()}: deviations of the fitted model"
+        sections.append(Section(title, [PageTable(_ERROR_COLUMNS, errors)]))
+    sections.append(Section("", [measured_here()]))
+    write_report(path, "All numbers that the papers publish, and ours", sections)

@@ -1,0 +1,63 @@
+"""With a user's secret all connections are sealed; with `seal=False` or without one none is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from gradlane.training.core import Channel, load_core
+from tests.training.model.fake_core import FakeCore
+from tests.training.model.ranks import run_ranks
+
+SECRET = "0123456789abcdef0123456789abcdef"
+
+
+class RecordingCore:
+    """The real core, which notes the options of channels."""
+
+    def __init__(self) -> None:
+        self._core = load_core()
+        self.settings: list[dict[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def Channel(self, listener: Any, options_json: str, *rest: Any) -> Channel:  # noqa: N802
+        self.settings.append(json.loads(options_json))
+        return self._core.Channel(listener, options_json, *rest)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_sealed"),
+    [
+        ({"secret": SECRET}, True),
+        ({"secret": SECRET, "seal": False}, False),
+        # The secret that rank 0 leaves in the store is known to whoever can read the store.
+        ({}, False),
+    ],
+)
+def test_the_users_secret_decides(options: dict[str, Any], is_sealed: bool) -> None:
+    core = RecordingCore()
+
+    def body(session: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(300, 200)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.prepare(model, optimizer)
+        for _ in range(2):
+            model(torch.full((1, 300), float(session.rank + 1))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.synchronize()
+        return model.weight.detach().clone()
+
+    first, second = run_ranks(2, body, core=cast(FakeCore, core), local="off", **options)
+    assert torch.equal(first, second)
+    assert [one["seal"] for one in core.settings] == [is_sealed, is_sealed]
+    # Both ranks compare the same addresses, in the order of ranks.
+    known = [one["published"] for one in core.settings]
+    assert known[0] == known[1] and len(set(known[0])) == 2
