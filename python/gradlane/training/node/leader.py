@@ -119,6 +119,8 @@ class NodeLeader:
         self._submitted = 0
         self._step_ended = threading.Event()
         self._step_ended.set()
+        self._norm_is_known = threading.Event()
+        self._norm_is_known.set()
         self._threads = [
             threading.Thread(target=self._run_guarded, args=(run,), name=name, daemon=True)
             for run, name in (
@@ -136,6 +138,8 @@ class NodeLeader:
             # Every mean may be here a moment before the last step is ended and complete.
             self._step_ended.wait()
             self.channel.wait_step(step - 1)
+            # A program need not ask for the norm, and the channel knows the squares of one step.
+            self._norm_is_known.wait()
         self._step_ended.clear()
         self.channel.step_begin(step)
         self._begun_steps.put(step)
@@ -147,6 +151,7 @@ class NodeLeader:
             tensors: number of leading tensors, which are as many leading parts of a single leader.
             step: number of the step.
         """
+        self._norm_is_known.clear()
         self.channel.measure_squares(tensors, step)
         self._measured_steps.put(step)
 
@@ -201,8 +206,9 @@ class NodeLeader:
         except Exception as error:
             what = f"{type(error).__name__} while adding up for a node: {error}"
             self._sink.fail(Failure(what, None, None))
-        # `begin_step` raises the failure from the channel.
+        # Who waited raises the failure from the channel.
         self._step_ended.set()
+        self._norm_is_known.set()
 
     def _sum_loop(self) -> None:
         ended = -1
@@ -263,3 +269,4 @@ class NodeLeader:
     def _norm_loop(self) -> None:
         while (step := self._measured_steps.get()) is not None:
             self._sink.distribute_norm(step, self.channel.wait_norm(step))
+            self._norm_is_known.set()
