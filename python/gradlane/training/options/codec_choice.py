@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,7 +23,6 @@ from gradlane.training.core import load_codecs
 RAW = "raw"
 """No codec: the bytes of the elements themselves."""
 LOSSLESS = (RAW, "f32")
-_CLIP = re.compile(r"\bclip\s*=\s*([^,\s]+)")
 QUANTIZED_SHARE = 0.99
 """More than this share of all parameters is encoded where one codec is given for all."""
 SPARSE = ("topk", "dgc")
@@ -184,15 +182,22 @@ def check_codecs(rules: CodecRules) -> None:
         )
 
 
+def codec_options(codec: str) -> dict[str, str]:
+    """Return the options that a codec's text gives, by name."""
+    given = (one.partition("=") for one in codec.partition(":")[2].split(",") if one)
+    return {key.strip(): value.strip() for key, _, value in given}
+
+
 def local_clip(codec: str) -> float:
     """Return the `clip` of a codec: the norm that a step's gradient is clipped to; 0 for none."""
-    given = _CLIP.search(codec)
-    return float(given[1]) if given else 0.0
+    return float(codec_options(codec).get("clip", 0.0))
 
 
 def without_clip(codec: str) -> str:
     """Return a codec's text without its `clip`."""
-    return _CLIP.sub("clip=0", codec)
+    name, colon, rest = codec.partition(":")
+    kept = [one for one in rest.split(",") if one.partition("=")[0].strip() != "clip"]
+    return name + colon * bool(kept) + ",".join(kept)
 
 
 def unused_codec_option(
@@ -206,7 +211,7 @@ def unused_codec_option(
         encodes_means: whether means are encoded on their way back.
     """
     for text in _codecs_of(rules):
-        given = {key.strip(): value.strip() for key, _, value in _options_of(text)}
+        given = codec_options(text)
         if given.get("ring") == "integer" and not has_ring:
             return (
                 f"codec {text!r} without a ring: ring=integer is how one adds up; leave it out, or "
@@ -220,10 +225,6 @@ def unused_codec_option(
                 "hooks): broadcast_ratio is theirs; leave it out"
             )
     return ""
-
-
-def _options_of(codec: str) -> list[tuple[str, str, str]]:
-    return [one.partition("=") for one in codec.partition(":")[2].split(",")]
 
 
 def local_limit(codecs: Iterable[str], ranks: int) -> float:

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from gradlane.errors import UsageError
-from gradlane.training.options.codec_choice import local_clip
+from gradlane.training.options.codec_choice import codec_options, local_clip
 
 
 def momentum_of(codec: str) -> float:
     """Return the momentum that a codec, given by its canonical text, applies; 0 for none."""
-    name, _, rest = codec.partition(":")
-    options = dict(option.split("=", 1) for option in rest.split(",") if option)
-    return float(options["momentum"]) if name == "dgc" else 0.0
+    if codec.partition(":")[0] != "dgc":
+        return 0.0
+    return float(codec_options(codec)["momentum"])
 
 
 def keeps_momentum(codec: str) -> bool:
