@@ -224,8 +224,10 @@ WRITES: dict[str, list[str]] = {
     "doctor": ["doctor"],
     "lab predict": ["lab", "predict", "ROWS"],
     "lab grid": ["lab", "grid", "ROWS"],
+    "secret new": ["secret", "new", "ABSENT"],
 }
-"""Commands with --json that need no cluster; ROWS stands for a file of measured rows."""
+"""Commands with --json that need no cluster; ROWS stands for a file of measured rows, ABSENT for
+one that is not there."""
 MEASURES: dict[str, tuple[str, str, str, Any]] = {
     "lab transport": ("gradlane.lab.transport", "measurement.run_transport", "tables", []),
     "lab calibrate": (
@@ -236,8 +238,7 @@ MEASURES: dict[str, tuple[str, str, str, Any]] = {
     ),
 }
 """Commands that measure first: the package, what measures, the module that prints, a result."""
-OTHERS = {"lab run", "demo", "probe", "profile", "reproduce", "serve", "watch"}
-OTHERS |= {"secret new", "secret sign"}
+OTHERS = {"lab run", "demo", "probe", "profile", "reproduce", "serve", "watch", "secret sign"}
 """Those whose file is there since their first run (`lab run`, `demo`), or that need other ranks, a
 session or checkpoints."""
 
@@ -263,7 +264,8 @@ def test_files_are_written_before_anything_is_printed(command: str, tmp_path: Pa
     row |= {"workers": 4, "dilation": 6.7, "compute_s": 0.3, "codec": "raw", "goodput_bps": 3.8e9}
     row |= {"machine": {"processors": 2}, "versions": {"kernel": "6", "torch": "2"}}
     rows.write_text(json.dumps([row]), encoding="utf-8")
-    arguments = [str(rows) if word == "ROWS" else word for word in WRITES[command]]
+    paths = {"ROWS": str(rows), "ABSENT": str(tmp_path / "absent")}
+    arguments = [paths.get(word, word) for word in WRITES[command]]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with open("/dev/full", "w", encoding="utf-8") as full:
         child = subprocess.run(

@@ -29,15 +29,16 @@ def new(
 
     require_writable(path, json_path)
     write_secret_file(path, draw_secret())
-    whole = shlex.quote(str(path.absolute()))
+    found = str(path.absolute())
+    if json_path is not None:
+        variable = {"GRADLANE_SECRET_FILE": found}
+        write_json(json_path, {"path": found, "bits": DRAWN_BITS, "environment": variable})
+    whole = shlex.quote(found)
     typer.echo(f"wrote {path}: {DRAWN_BITS} bits, mode 600")
     typer.echo(f"1. copy it to every machine of the job: scp -p {whole} HOST:{whole}")
     typer.echo(f"2. set it for every rank: export GRADLANE_SECRET_FILE={whole}")
     typer.echo("Where a job script must hold it, GRADLANE_SECRET takes the file's text itself.")
     if json_path is not None:
-        found = str(path.absolute())
-        variable = {"GRADLANE_SECRET_FILE": found}
-        write_json(json_path, {"path": found, "bits": DRAWN_BITS, "environment": variable})
         typer.echo(f"wrote {json_path}")
 
 
