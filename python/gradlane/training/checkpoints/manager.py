@@ -63,8 +63,8 @@ class Checkpoints:
         keep: int,
         place: RankInfo,
         timeout_s: float,
-        secret: str | None = None,
-        on_event: Callable[[str, str], None] = lambda text, level: None,
+        secret: str | None,
+        on_event: Callable[[str, str], None],
     ) -> None:
         """Write into a folder, which all ranks share.
 
@@ -81,6 +81,8 @@ class Checkpoints:
         Raises:
             ValueError: the folder cannot be made.
         """
+        with contextlib.suppress(OSError):
+            root = root.resolve()
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -438,20 +440,3 @@ def _check_storable(prepared: PreparedModel) -> None:
         flatten({"optimizer": {"param_groups": groups}, "model": extras})
     except UnstorableError as error:
         raise CheckpointError(f"no checkpoint of this model can be written: {error}") from error
-
-
-def make_checkpoints(
-    root: Path | None,
-    every: int,
-    keep: int,
-    place: RankInfo,
-    timeout_s: float,
-    secret: str | None = None,
-    on_event: Callable[[str, str], None] = lambda text, level: None,
-) -> Checkpoints | None:
-    """Return what takes a session's checkpoints, or None where none are wanted."""
-    if root is None:
-        return None
-    with contextlib.suppress(OSError):
-        root = root.resolve()
-    return Checkpoints(root, every, keep, place, timeout_s, secret, on_event)

@@ -376,8 +376,7 @@ class Session:
         step. Here the owners of slices add up the squares of what they have reduced: the norm is
         known before the means are everywhere, and each mean is clipped as it arrives, during the
         next forward. The first step that is clipped still waits, and so do other norms than the
-        2-norm, `local="shared"`, stragglers, factors and rows. All ranks
-        clip alike.
+        2-norm, `local="shared"`, stragglers, factors and rows. All ranks clip alike.
 
         Args:
             max_norm: the largest norm that gradients keep.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gradlane.training.arrays.exchange import ArrayExchange
 from gradlane.training.arrays.registered import RegisteredArrays
-from gradlane.training.checkpoints.manager import make_checkpoints
+from gradlane.training.checkpoints import manager as checkpointing
 from gradlane.training.connection import SessionContext, listen
 from gradlane.training.core import CoreModule, load_core, translate_error
 from gradlane.training.log import log
@@ -194,15 +194,17 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
     recorder = None if place.serves else make_recorder(options, place)
     deadlocks = DeadlockDetector(store, place)
     observer = make_observer(options, place, lambda: deadlocks.wait)
-    checkpoints = make_checkpoints(
-        None if folder is None else Path(folder),
-        options.checkpoints.every,
-        options.checkpoints.keep,
-        place,
-        network.connect_timeout_s,
-        secret,
-        observer.add_event,
-    )
+    checkpoints = None
+    if folder is not None:
+        checkpoints = checkpointing.Checkpoints(
+            Path(folder),
+            options.checkpoints.every,
+            options.checkpoints.keep,
+            place,
+            network.connect_timeout_s,
+            secret,
+            observer.add_event,
+        )
     ctx = SessionContext(
         core,
         options,
