@@ -34,8 +34,13 @@ class StepRow(TypedDict):
     wait_mean_s: float
 
 
-class StepFigures(TypedDict):
-    """As `steps` of `Session.metrics()`: medians are of the last 128 steps, the rest of all."""
+class StepTimes(TypedDict):
+    """Step times, from first gradient to first gradient; `steps` of `Session.metrics()`, too.
+
+    Evaluation and saving between two steps are part of the first of them, so that the medians, of
+    the last 128 steps, say more than the means. `wait_share` is the share of all steps' time that
+    this rank's program waited for results of other ranks.
+    """
 
     count: int
     last_s: float
@@ -165,7 +170,7 @@ class LiveState(TypedDict):
     quiet_s: float
     is_stalled: bool
     wait: WaitNow | None
-    steps: StepFigures
+    steps: StepTimes
     window: Window
     recent: list[StepRow]
     history: list[StepRow]

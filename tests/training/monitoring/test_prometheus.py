@@ -9,13 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradlane.training.monitoring.endpoint import Endpoint
+from gradlane.training.monitoring.endpoint import Endpoint, wanted_address
 from gradlane.training.monitoring.metrics import Metrics, metrics_of
 from gradlane.training.monitoring.prometheus import (
     CONTENT_TYPE,
     exposition,
     serve,
-    wanted_address,
 )
 from gradlane.training.options.endpoint import parse_address
 from gradlane.training.options.groups import Monitoring
@@ -142,7 +141,7 @@ def test_ranks_of_a_node_take_ports_from_the_one_given_on(
 ) -> None:
     given = Monitoring() if port is None else Monitoring(prometheus=port)
     wanted = with_environment(given, environment).prometheus
-    assert wanted_address(wanted, environment) == expected
+    assert wanted_address(wanted, environment, "prometheus") == expected
 
 
 @pytest.mark.parametrize(
@@ -166,7 +165,7 @@ def test_an_address_that_is_refused_is_named_without_its_control_characters() ->
 
 def test_a_port_is_one_of_this_machine_unless_said_otherwise() -> None:
     """What `prometheus=0` opens is loopback's, and `0.0.0.0` has to be written down."""
-    wanted = wanted_address(0, {})
+    wanted = wanted_address(0, {}, "prometheus")
     assert wanted is not None
     one = serve(*wanted, Complete.metrics)
     try:

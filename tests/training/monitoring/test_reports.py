@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from gradlane.training.monitoring.metrics import Metrics, StepTimes, metrics_of
+from gradlane.formats.live_state import StepTimes
+from gradlane.training.monitoring.metrics import Metrics, metrics_of
 from gradlane.training.monitoring.observer import ModelWatch
 from gradlane.training.monitoring.summary import late_ranks, summary_line
 from gradlane.training.monitoring.tensorboard import ScalarLog

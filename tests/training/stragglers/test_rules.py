@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from gradlane.errors import UsageError
+from gradlane.formats.live_state import StepTimes
 from gradlane.lab.cluster.straggling import Bursts
 from gradlane.lab.runs.strategy import parse_strategies, parse_strategy, with_rules
 from gradlane.planning.simulation.straggler import StragglerSpec, parse_straggler
@@ -24,7 +25,7 @@ from gradlane.training.model.late_gradients import LateGradientBuffer
 from gradlane.training.model.lazy_parameters import Exemption
 from gradlane.training.model.step_layout import StepLayout
 from gradlane.training.model.step_machine import Phase, StepMachine
-from gradlane.training.monitoring.metrics import StepTimes, metrics_of
+from gradlane.training.monitoring.metrics import metrics_of
 from gradlane.training.monitoring.summary import summary_line
 from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.options.stragglers import StragglerRule, check_schemes, parse_stragglers

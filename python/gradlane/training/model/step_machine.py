@@ -496,7 +496,7 @@ class StepMachine:
                 self.average_local()
             if self.exempt.depth or self.accumulates or self._running_backwards:
                 return plain
-            self._check_scaled(is_scaled=True)
+            self._refuse_scales()
             again = id(group) in self._unscaled
             self._unscaled.add(id(group))
             is_begun = any(isinstance(scaling, StepUnscaling) for scaling in self._scalings)
@@ -511,8 +511,9 @@ class StepMachine:
                 self._refresh()
             return unscaling.stand_ins()
 
-    def _check_scaled(self, *, is_scaled: bool) -> None:
-        if is_scaled and self._adding_up:
+    def _refuse_scales(self) -> None:
+        """Refuse scaled gradients where a codec adds up those of several steps."""
+        if self._adding_up:
             raise UsageError(
                 f"GradScaler in step {self.step}: codec {self._adding_up!r} adds up gradients of "
                 "several steps, whose scales differ; train without the scaler, in bfloat16 for "
@@ -659,7 +660,8 @@ class StepMachine:
                 "gradients into .grad"
             )
         self._check_unchanged()
-        self._check_scaled(is_scaled=self._update.is_scaled)
+        if self._update.is_scaled:
+            self._refuse_scales()
         if self._adds_up_on_means:
             warnings.warn(
                 "zero_grad() was not called since the last optimizer.step(); with "

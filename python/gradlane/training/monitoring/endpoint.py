@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from gradlane.formats.live_state import NEXT_QUERY
+from gradlane.training.options.endpoint import LOOPBACK, parse_address
+from gradlane.training.rendezvous.environment import find_local_rank
 
 CLIENTS_MAX = 8
 """Most connections at a time. A new one closes the oldest, so slow clients block no others."""
@@ -285,6 +287,30 @@ class Endpoint:
             content = page.make()
             self._made[page] = time.monotonic(), content
         return content
+
+
+def wanted_address(
+    option: int | str | None, environment: Mapping[str, str], name: str
+) -> tuple[str, int] | None:
+    """Return the address at which this rank answers; None for no endpoint.
+
+    Ranks of one node take one port each, by their local rank.
+
+    Args:
+        option: the option of `Monitoring` that asks for it.
+        environment: the launcher's variables.
+        name: of the option.
+
+    Raises:
+        ValueError: the option is neither a port nor `HOST:PORT`.
+    """
+    if option is None:
+        return None
+    if isinstance(option, int):
+        host, first = LOOPBACK, option
+    else:
+        host, first = parse_address(option, name)
+    return host, first + find_local_rank(environment) if first else 0
 
 
 def open_endpoint(

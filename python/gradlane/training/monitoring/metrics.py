@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
+from gradlane.formats.live_state import StepTimes
+
 Reading = dict[str, Any]
 """A channel's counters, as the core reports them."""
 
@@ -91,24 +93,6 @@ class LeftOut(TypedDict):
     late_s_mean: float
     late_s_max: float
     max_step: int
-
-
-class StepTimes(TypedDict):
-    """Step times, from first gradient to first gradient.
-
-    Evaluation and saving between two steps are part of the first of them, so that the medians, of
-    the last 128 steps, say more than the means. `wait_share` is the share of all steps' time that
-    this rank's program waited for results of other ranks.
-    """
-
-    count: int
-    last_s: float
-    mean_s: float
-    median_s: float
-    max_s: float
-    wait_last_s: float
-    wait_median_s: float
-    wait_share: float
 
 
 class Metrics(TypedDict):

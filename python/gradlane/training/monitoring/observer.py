@@ -20,7 +20,7 @@ from gradlane.formats.untrusted import escaped
 from gradlane.training.core import Channel
 from gradlane.training.log import log
 from gradlane.training.monitoring.dashboard import serve_dashboard, url_of
-from gradlane.training.monitoring.endpoint import Endpoint
+from gradlane.training.monitoring.endpoint import Endpoint, wanted_address
 from gradlane.training.monitoring.live import LiveView
 from gradlane.training.monitoring.metrics import (
     Metrics,
@@ -29,7 +29,7 @@ from gradlane.training.monitoring.metrics import (
     metrics_of,
     renumber_steps,
 )
-from gradlane.training.monitoring.prometheus import serve, wanted_address
+from gradlane.training.monitoring.prometheus import serve
 from gradlane.training.monitoring.residual_norms import ResidualNorms
 from gradlane.training.monitoring.step_timer import StepTimer
 from gradlane.training.monitoring.summary import LateRank, late_ranks, summary_line
@@ -93,10 +93,29 @@ class ModelWatch:
         self._steps: StepNumbers | None = None
         self._earlier: Reading = {}
 
-    def follow(self, channel: Channel, steps: StepNumbers) -> None:
-        """Observe a channel in place of the previous one, which must be closed."""
+    def follow(
+        self,
+        channel: Channel,
+        steps: StepNumbers,
+        *,
+        name: str = "",
+        tensors: Sequence[str] = (),
+        codecs: Sequence[CodecChoice] = (),
+    ) -> None:
+        """Observe a channel in place of the previous one, which must be closed.
+
+        Args:
+            channel: the model's current one.
+            steps: its step numbers.
+            name: of the model in a `Wait`.
+            tensors: names of the channel's tensors, by number.
+            codecs: of the trained tensors.
+        """
         self._earlier = self.reading()
         self._channel, self._steps = channel, steps
+        self.name, self.tensors, self.codecs = name, tensors, codecs
+        keeps = any(choice.facts is not None and choice.facts.residual_width for choice in codecs)
+        self.residuals = ResidualNorms(channel, tensors) if keeps else None
         self.step_timer.use_channel(channel.waited_ns)
 
     def step_begins(self, step: int) -> None:
@@ -187,13 +206,7 @@ class Observer:
     ) -> ModelWatch:
         """Observe a model, or arrays, on a channel; also one that was on another channel before.
 
-        Args:
-            model: the model.
-            channel: its current channel.
-            steps: its step numbers.
-            name: of the model in a `Wait`.
-            tensors: names of the channel's tensors, by number.
-            codecs: of the trained tensors.
+        Other arguments as for `ModelWatch.follow`.
         """
         watch = self._numbers.get(model)
         if watch is None:
@@ -202,11 +215,7 @@ class Observer:
             )
             self._numbers[model] = watch
             self._watches.append(watch)
-        watch.follow(channel, steps)
-        watch.name, watch.tensors, watch.codecs = name, tensors, codecs
-        watch.residuals = None
-        if any(choice.facts is not None and choice.facts.residual_width for choice in codecs):
-            watch.residuals = ResidualNorms(channel, tensors)
+        watch.follow(channel, steps, name=name, tensors=tensors, codecs=codecs)
         self.add_event(f"model {watch.number} is connected: {len(codecs)} tensors", "info")
         return watch
 
@@ -389,7 +398,7 @@ def make_observer(
     if monitoring.dashboard_everywhere and monitoring.dashboard is None:
         raise ValueError("dashboard_everywhere is on and there is no dashboard: give its port, too")
     observer = Observer(rank_info, prints_summary=monitoring.summary, current_wait=current_wait)
-    address = wanted_address(monitoring.prometheus, os.environ)
+    address = wanted_address(monitoring.prometheus, os.environ, "prometheus")
     if address is not None:
         observer.serve(*address)
     # Rank 0 has the port as it is given; else ranks of a node take one each.

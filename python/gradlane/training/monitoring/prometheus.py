@@ -12,8 +12,6 @@ from typing import Any
 
 from gradlane.training.monitoring.endpoint import Endpoint, Page, open_endpoint
 from gradlane.training.monitoring.metrics import Metrics, waited_s
-from gradlane.training.options.endpoint import LOOPBACK, parse_address
-from gradlane.training.rendezvous.environment import find_local_rank
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -137,27 +135,3 @@ def serve(host: str, port: int, metrics: Callable[[], Metrics]) -> Endpoint:
         option="prometheus",
         remedy="; ranks of one node take the ports from it on, by their local rank",
     )
-
-
-def wanted_address(
-    option: int | str | None, environment: Mapping[str, str], name: str = "prometheus"
-) -> tuple[str, int] | None:
-    """Return the address at which this rank answers; None for no endpoint.
-
-    Ranks of one node take one port each, by their local rank.
-
-    Args:
-        option: the option of `Monitoring` that asks for it.
-        environment: the launcher's variables.
-        name: of the option.
-
-    Raises:
-        ValueError: the option is neither a port nor `HOST:PORT`.
-    """
-    if option is None:
-        return None
-    if isinstance(option, int):
-        host, first = LOOPBACK, option
-    else:
-        host, first = parse_address(option, name)
-    return host, first + find_local_rank(environment) if first else 0

@@ -13,8 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from gradlane.formats.live_state import StepRow
-from gradlane.training.monitoring.metrics import StepTimes
+from gradlane.formats.live_state import StepRow, StepTimes
 
 RECENT_STEPS = 128
 HISTORY_ROWS = 256
@@ -52,19 +51,16 @@ class StepHistory:
 
     def add(self, end_ns: int, took_ns: int, wait_ns: int) -> None:
         """Add a step."""
-        if self.rows and (row := self.rows[-1]).count < self._row_steps:
-            row.count += 1
-            row.end_ns = end_ns
-            row.sum_ns += took_ns
-            row.max_ns = max(row.max_ns, took_ns)
-            row.wait_sum_ns += wait_ns
+        step = _Row(end_ns, took_ns, wait_ns)
+        if self.rows and self.rows[-1].count < self._row_steps:
+            self.rows[-1].join(step)
             return
         if len(self.rows) == HISTORY_ROWS:
             for first, second in zip(self.rows[::2], self.rows[1::2], strict=True):
                 first.join(second)
             del self.rows[1::2]
             self._row_steps *= 2
-        self.rows.append(_Row(end_ns, took_ns, wait_ns))
+        self.rows.append(step)
 
 
 class StepTimer:
