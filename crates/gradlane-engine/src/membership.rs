@@ -127,6 +127,7 @@ impl Membership {
     }
 
     /// Number of the last decided generation.
+    #[cfg(test)]
     pub(crate) fn generation(&self) -> u32 {
         self.generation
     }
@@ -137,6 +138,7 @@ impl Membership {
     }
 
     /// Whether a change is under way, so that data must not flow.
+    #[cfg(test)]
     pub(crate) fn is_changing(&self) -> bool {
         self.change.is_some()
     }
