@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from gradlane.planning.profiler.measure import profile
     from gradlane.planning.profiler.operations import synthetic_profile
     from gradlane.planning.profiler.recorder import Recorder
+    from gradlane.training.options.going_on import GoingOn
     from gradlane.training.options.groups import Checkpoints, Monitoring, Network, Rendezvous
     from gradlane.training.options.options import LocalSums, Strategy
     from gradlane.training.options.stragglers import Stragglers
     from gradlane.training.plans.plan import Plan, PlanError, read_plan
+    from gradlane.training.rendezvous.membership import MembershipChange
     from gradlane.training.session.session import Session
     from gradlane.training.session.start import init
 
@@ -44,8 +46,10 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "Coordinator",
+    "GoingOn",
     "GradlaneError",
     "LocalSums",
+    "MembershipChange",
     "Monitoring",
     "Network",
     "PeerLostError",
@@ -75,7 +79,9 @@ __all__ = [
 _MODULES = {
     "Checkpoints": "training.options.groups",
     "Coordinator": "planning.planner.coordinator",
+    "GoingOn": "training.options.going_on",
     "LocalSums": "training.options.options",
+    "MembershipChange": "training.rendezvous.membership",
     "Monitoring": "training.options.groups",
     "Network": "training.options.groups",
     "Plan": "training.plans.plan",

@@ -46,8 +46,17 @@ class Carrier(Protocol):
 class DirectCarrier:
     """Lends the core the memory of the gradients themselves."""
 
-    def __init__(self, channel: Channel, trained: Mapping[int, TensorEntry]) -> None:
-        """Carry gradients of these tensors over a channel."""
+    def __init__(
+        self, channel: Channel, trained: Mapping[int, TensorEntry], *, zeroes: bool = False
+    ) -> None:
+        """Carry gradients of these tensors over a channel.
+
+        Args:
+            channel: the channel.
+            trained: table entries by tensor number.
+            zeroes: make memory for results zero, parts of which may have none.
+        """
+        self._zeroes = zeroes
         self._channel = channel
         self._trained = trained
 
@@ -62,6 +71,8 @@ class DirectCarrier:
             landing = torch.empty_strided(
                 entry.tensor.shape, entry.stride, dtype=entry.tensor.dtype, device="cpu"
             )
+            if self._zeroes:
+                landing.zero_()
         self._channel.tensor_absent(index, step, landing.data_ptr(), entry.nbytes)
         return landing
 

@@ -25,6 +25,7 @@ from gradlane.training.rendezvous import addresses
 from gradlane.training.rendezvous.connecting import connect_channel, wait_until_all_are_connected
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
 from gradlane.training.rendezvous.environment import RankInfo, own_processors
+from gradlane.training.rendezvous.membership import Membership
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.serving import JobAnnouncement, JobAnnouncements
 
@@ -58,6 +59,7 @@ class SessionContext:
         recorder: of a timeline, or None.
         schemes: aggregation schemes of a plan, by tensor name; other tensors use the strategy's.
         announcements: of channels to dedicated servers, on rank 0, or None.
+        membership: the ranks that train.
     """
 
     core: CoreModule
@@ -68,6 +70,7 @@ class SessionContext:
     secret: str | None
     deadlocks: DeadlockDetector
     observer: Observer
+    membership: Membership
     checkpoints: ModelFollower | None = None
     recorder: Recorder | None = None
     schemes: Mapping[str, str] = field(default_factory=dict)
@@ -244,7 +247,10 @@ def _channel_options(
 ) -> dict[str, Any]:
     options = ctx.options
     work_threads, io_threads = options.network.thread_counts(own_processors(os.environ))
+    # A core without this option still works where it is not used.
+    optional = {"going_on": options.going_on.core_options()} if options.going_on.on else {}
     return {
+        **optional,
         "rank": rank,
         "world_size": world_size,
         "job": job,
@@ -290,7 +296,10 @@ def shutdown_channel(
     Raises:
         GradlaneError: the session has failed.
     """
-    watch.publish_lateness(scope)
+    # Where ranks were lost, the store may be lost, too.
+    shares = not ctx.membership.lost
+    if shares:
+        watch.publish_lateness(scope)
     try:
         channel.finish(timeout_s)
     except ctx.core.ChannelTimeout:
@@ -298,7 +307,8 @@ def shutdown_channel(
     except ctx.core.ChannelError as error:
         raise translate_error(ctx.core, error, "closing the session") from error
     scope.mark_closed()
-    watch.collect_lateness(scope)
+    if shares and not ctx.membership.lost:
+        watch.collect_lateness(scope)
     return True
 
 

@@ -92,6 +92,14 @@ class Channel(Protocol):
     def next_root_requests(self, *, wait: bool = True) -> list[tuple[int, int]]:
         """Return (tensor, step) whose blocks are all here and wait for this rank's result."""
 
+    def next_changes(self, *, wait: bool = True) -> list[tuple[str, int, list[int], int, str]]:
+        """Return (kind, generation, members, step, reason) of changes of the members: `members`:
+        they go on from `step` on, the latest step that any of them was in; `claim`: half of them
+        are left, and the members that the job's store holds decide (`answer_claim`)."""
+
+    def answer_claim(self, generation: int, members: list[int] | None) -> None:
+        """Tell which members the job's store holds for a generation; None: it did not answer."""
+
     def take_blocks(self, tensor: int, step: int) -> Blocks | None:
         """Return all ranks' blocks of a tensor that is ready in a step, once."""
 

@@ -52,7 +52,7 @@ def test_every_option_is_explained_and_has_a_name_of_its_own() -> None:
         assert all(rules.doc.endswith(".") for rules in option_rules(kind).values())
         named += [rules.name for rules in option_rules(kind).values()]
     # The keyword of an object is also the name of its first option.
-    assert len(named) - len(set(named)) == len({"strategy", "local", "stragglers"})
+    assert len(named) - len(set(named)) == len({"strategy", "local", "stragglers", "going_on"})
 
 
 def test_the_page_of_options_is_up_to_date() -> None:

@@ -4,8 +4,11 @@ The pack takes part in every step like a gradient: it is handed over when the st
 with the highest urgency, and is unpacked before the next forward of a module that owns buffers. The
 core knows means alone, so the pack is f64, where the mean can carry anything:
 
-- what rank 0 alone contributes are 32-bit words times the number of ranks, whose mean over zeros
-  is the word itself, to the last bit, whatever the dtype;
+- what the first member alone contributes, which is rank 0 unless it was lost, are 32-bit words plus
+  2^44, times the number of ranks of the start: the mean over zeros gives the word back, to the last
+  bit and whatever the dtype, and says how many ranks it is over, which may differ from slice to
+  slice of a step in which ranks are lost. Where the first member is lost, some of its words may be
+  missing: all ranks keep the buffers of the step before then;
 - what is averaged is contributed by every rank that has seen data, beside a weight of 1, and
   divided by the mean weight.
 
@@ -26,12 +29,15 @@ from torch import Tensor, nn
 
 from gradlane.errors import UsageError
 from gradlane.training.modules.compiled import enters_compiled_code, is_tracing, only_inlined
+from gradlane.training.rendezvous.membership import Membership
 from gradlane.training.rendezvous.tensor_table import without_repeats
 
 MODES = ("broadcast", "average", "local")
 _ALIGNMENT = 16
-_WEIGHT_LANES = 2
-"""How many ranks contribute, and whether rank 0 does, each as a mean that is 1 when all is well."""
+_WEIGHT_LANES = 1
+"""How many ranks contribute to averages, as a mean that is 1 when all is well."""
+_OFFSET = 2.0**44
+"""Added to each word: sent ones are not 0, and their size tells the number of ranks, up to 4096."""
 _REMEDY = (
     'give prepare(..., buffers="local") to leave buffers alone, or call prepare() again on all '
     "ranks"
@@ -103,22 +109,23 @@ def _version_of(buffer: Tensor | None) -> int:
 class BufferPack:
     """Packs all buffers of one model into one tensor."""
 
-    def __init__(self, model: nn.Module, mode: str, rank: int, world_size: int) -> None:
+    def __init__(self, model: nn.Module, mode: str, membership: Membership) -> None:
         """Lay the pack out; `start` is called when all ranks have rank 0's buffers.
 
         Args:
             model: the user's.
             mode: `"broadcast"` or `"average"`.
-            rank: this rank.
-            world_size: number of ranks.
+            membership: the ranks that train; all have the buffers of the first.
         """
         slots = _slots(model)
         averages = mode == "average"
         self._averaged = [slot for slot in slots if averages and slot.dtype.is_floating_point]
         self._copied = [slot for slot in slots if not averages or not slot.dtype.is_floating_point]
         self._averages = averages
-        self._rank = rank
-        self._world_size = world_size
+        self._membership = membership
+        self._leads = membership.leads
+        """Whether this rank was the first when the last pack was made."""
+        self._world_size = membership.world_size
         self._slots_of: dict[nn.Module, list[tuple[int, _Slot]]] = {}
         for number, slot in enumerate(self._copied):
             self._slots_of.setdefault(slot.module, []).append((number, slot))
@@ -163,21 +170,21 @@ class BufferPack:
         Args:
             silent: this rank has seen no data in this step.
         """
-        if self._rank == 0:
+        self._leads = self._membership.leads
+        if self._leads:
             # No other rank sees later changes before the next step's end.
             self._note()
-        if silent or (self._rank != 0 and not self._averages):
+        if silent or not (self._leads or self._averages):
             return None
-        if self._rank == 0 and self._copied:
+        if self._leads and self._copied:
             torch._foreach_copy_(self._views, [slot.current() for slot in self._copied])
             if not self._averages and self._is_unchanged():
                 return None
             words = self.tensor.detach()[self._first_word :]
-            words.copy_(self._words).mul_(self._world_size)
+            words.copy_(self._words).add_(_OFFSET).mul_(self._world_size)
         elif self._averages:
             self.tensor[self._first_word :].zero_()
         self._weights[0] = 1.0
-        self._weights[1] = float(self._world_size) if self._rank == 0 else 0.0
         if self._averaged:
             flat = [
                 slot.current().reshape(-1).to(device=self._device, dtype=torch.float64)
@@ -193,13 +200,17 @@ class BufferPack:
         Args:
             mean: the pack as it came back; None: no rank had anything to say.
         """
-        if mean is not None and not self._averages:
-            self._words.copy_(mean[self._first_word :])
-        elif mean is not None:
-            words = mean[self._first_word :].to(torch.int32)
-            self._words.copy_(torch.where(mean[1] > 0, words, self._words))
+        if mean is not None:
+            words = mean[self._first_word :]
+            # On an accelerator nothing waits for the answer.
+            is_whole = (words != 0).all()
+            ranks = torch.round(self._world_size * _OFFSET / words)
+            decoded = torch.round(words * ranks / self._world_size).sub_(_OFFSET)
+            self._words.copy_(torch.where(is_whole, decoded, self._words.to(torch.float64)))
+        if mean is not None and self._averages:
             self._land_average(mean[_WEIGHT_LANES : self._first_word] / mean[0])
-        if self._rank != 0 and self._copied:
+        if not self._leads and self._copied:
+            self._sent.copy_(self._words)
             pairs = [
                 without_repeats(slot.current(), view)
                 for slot, view in zip(self._copied, self._views, strict=True)
@@ -266,7 +277,7 @@ class BufferPack:
             slot.note()
 
     def _is_unchanged(self) -> bool:
-        """Return whether rank 0 has nothing new; an accelerator is not waited for to find out."""
+        """Return whether the first rank has nothing new; an accelerator is not waited for to find out."""
         if self._device.type != "cpu":
             return False
         if torch.equal(self._words, self._sent):
@@ -401,11 +412,11 @@ def form_of(model: nn.Module, mode: str, world_size: int) -> BufferForm | None:
     return None if mode == "local" or world_size == 1 else BufferForm(model)
 
 
-def pack_buffers(model: nn.Module, mode: str, rank: int, world_size: int) -> BufferPack | None:
+def pack_buffers(model: nn.Module, mode: str, membership: Membership) -> BufferPack | None:
     """Return the pack of a model's buffers, or None where there is nothing to keep alike."""
-    if mode == "local" or world_size == 1 or not _slots(model):
+    if mode == "local" or membership.world_size == 1 or not _slots(model):
         return None
-    return BufferPack(model, mode, rank, world_size)
+    return BufferPack(model, mode, membership)
 
 
 def _slots(model: nn.Module) -> Sequence[_Slot]:

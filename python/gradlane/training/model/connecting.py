@@ -27,6 +27,7 @@ from gradlane.training.node.collective_carrier import CollectiveCarrier
 from gradlane.training.node.layout import Layout
 from gradlane.training.node.opening import rows_obstacle
 from gradlane.training.options.codec_choice import CodecChoice, rows_with_codecs
+from gradlane.training.options.going_on import STATUS_LANES, STATUS_LANES_LEAST
 from gradlane.training.options.options import FACTOR_SCHEMES, RING
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.serving import check_codecs_served
@@ -89,7 +90,14 @@ def connect(
     # statuses and buffers of ranks that are left out of a step would be missing.
     alone = serves or ctx.options.stragglers.leaves_out
     extras, layout = build_step_layout(
-        model, spec.entries, spec.factored, ctx.rank_info, buffers, alone=alone
+        model,
+        spec.entries,
+        spec.factored,
+        ctx.rank_info,
+        ctx.membership,
+        buffers,
+        alone=alone,
+        status_lanes=STATUS_LANES if ctx.options.going_on.on else STATUS_LANES_LEAST,
     )
     trained = spec.trained
     codecs = spec.codecs
@@ -114,7 +122,7 @@ def connect(
         codecs,
         channel,
         recording,
-        _carrier(opened, channel, spec, extras, staging_failed),
+        _carrier(ctx, opened, channel, spec, extras, staging_failed),
         ServedParameters(channel, trained) if serves else None,
     )
     _broadcast_initial(ctx, connected)
@@ -170,6 +178,7 @@ def schemes_of(ctx: SessionContext, spec: ModelSpec) -> dict[str, str]:
 
 
 def _carrier(
+    ctx: SessionContext,
     opened: Channel,
     channel: Channel,
     spec: ModelSpec,
@@ -182,7 +191,9 @@ def _carrier(
     if isinstance(opened, NodeChannel) and opened.collective_tensors:
         others = carrier_for(channel, beside, staging_failed)
         return CollectiveCarrier(opened, trained, others)
-    return carrier_for(channel, {**trained, **beside}, staging_failed)
+    # A part of a mean may be over ranks without a gradient, while another has a lost rank's.
+    zeroes = ctx.options.going_on.on
+    return carrier_for(channel, {**trained, **beside}, staging_failed, zeroes=zeroes)
 
 
 def _broadcast_initial(ctx: SessionContext, connected: Connected) -> None:

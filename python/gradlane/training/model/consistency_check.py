@@ -11,10 +11,16 @@ never mixes unlike ranks.
 Every `SAMPLE_EVERY` steps a second lane holds a digest of a sample of the rank's parameters: an
 update past gradlane, or a hand-written change on one rank, is found there instead of drifting. A
 third one holds the samples that the rank's gradients of the step are the mean of, where the program
-has said so: `session.weight()`.
+has said so: `session.weight()`. The fourth holds the number of the membership that the rank knows,
+plus one.
 
 A lane is an integer below 2^48 that one rank contributes and all others leave at 0, so the mean
-times the number of ranks gives it back exactly.
+times the number of ranks in it gives it back exactly. Where ranks are lost and training goes on, a
+mean is over the ranks of before or over those that are left: the fourth lane of a rank is not 0 if
+the rank is in the mean.
+
+Between two steps the same lanes carry whole numbers of the program from every rank to every other:
+`StatusTensor.write_numbers`.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ import contextlib
 import enum
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -35,6 +41,8 @@ from gradlane.errors import RendezvousError, SessionFailedError
 from gradlane.training.model.buffers import UNCHANGED, UNKNOWN, BufferPack
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.lazy_parameters import Exemption
+from gradlane.training.options.going_on import STATUS_LANES_LEAST
+from gradlane.training.rendezvous.membership import Membership
 from gradlane.training.rendezvous.parameter_check import SAMPLE_EVERY, ParameterCheck
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.signatures import StoreValueRefusedError
@@ -60,6 +68,11 @@ _SHADOW = 8
 _DIGEST_UNIT = 16
 _DIGEST_BITS = 24
 _CHANGES_UNIT = _DIGEST_UNIT << _DIGEST_BITS
+_LANES = STATUS_LANES_LEAST
+_WORD_BYTES = 5
+"""A lane holds numbers below 2^48."""
+_GATHERS = 1 << 40
+"""Added to the number of a membership where a rank gathers numbers in place of a step."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,7 @@ class RankStatus:
         changed: name of the first buffer that was changed, or empty.
         sample: digest of a sample of its parameters after that step; 0 if it took none.
         weight: samples behind its gradients of this step; None: it has not said.
+        generation: number of the newest membership that it knows; None: it gathers numbers.
     """
 
     ending: StepEnding
@@ -83,24 +97,47 @@ class RankStatus:
     changed: str = ""
     sample: int = 0
     weight: int | None = None
+    generation: int | None = 0
+
+
+Statuses = Mapping[int, RankStatus]
+"""The statuses of a step, by the ranks that are in its mean, in their order."""
+
+
+@dataclass(frozen=True)
+class RankNumbers:
+    """Some bytes of one rank's numbers.
+
+    Attributes:
+        generation: number of the newest membership that the rank knows; None: it does not gather.
+        size: how many bytes its numbers have.
+        part: those bytes that travelled this time.
+    """
+
+    generation: int | None
+    size: int
+    part: bytes
 
 
 class StatusTensor:
-    """Holds one lane for each rank, one more for its sample, and one for its weight."""
+    """Holds some lanes for each rank: its status, its sample, its weight, and its membership."""
 
-    def __init__(self, rank: int, world_size: int, buffers: BufferPack | None = None) -> None:
+    def __init__(
+        self, rank: int, world_size: int, buffers: BufferPack | None = None, lanes: int = _LANES
+    ) -> None:
         """Make the tensor, whose memory is lent to the core for a whole step at a time.
 
         Args:
-            rank: this rank.
-            world_size: number of ranks.
+            rank: this rank, by its number of the start.
+            world_size: number of ranks at the start.
             buffers: those that are kept alike, or None.
+            lanes: numbers of each rank.
         """
         self._rank = rank
         self._buffers = buffers
         self._world_size = world_size
         with torch.inference_mode(False):
-            self.tensor = torch.zeros(3 * world_size, dtype=torch.float64, device="cpu")
+            self.tensor = torch.zeros(lanes * world_size, dtype=torch.float64, device="cpu")
             # The same memory: torch 2.4 reads no tensor inside torch.func.
             self._lanes = self.tensor.numpy()
 
@@ -109,29 +146,69 @@ class StatusTensor:
         lane = status.ending + (_SHADOW if status.shadow else 0) + _DIGEST_UNIT * status.digest
         if self._buffers is not None and not status.shadow:
             lane += _CHANGES_UNIT * self._buffers.changes()
+        weight = 0 if status.weight is None else status.weight + 1
+        generation = 0 if status.generation is None else status.generation
+        return self._write([lane, status.sample, weight, generation + 1])
+
+    def write_numbers(self, generation: int, size: int, part: bytes) -> Tensor:
+        """Write some bytes of this rank's numbers into its lanes; returns the tensor to submit.
+
+        Args:
+            generation: number of the newest membership that this rank knows.
+            size: how many bytes its numbers have.
+            part: at most `part_bytes` of them.
+        """
+        words = [
+            int.from_bytes(part[at : at + _WORD_BYTES], "little")
+            for at in range(0, len(part), _WORD_BYTES)
+        ]
+        return self._write([size, 0, 0, _GATHERS + generation + 1, *words])
+
+    @property
+    def part_bytes(self) -> int:
+        """How many bytes of a rank's numbers travel at once."""
+        return (len(self._lanes) // self._world_size - _LANES) * _WORD_BYTES
+
+    def _write(self, lanes: Sequence[int]) -> Tensor:
         with torch.no_grad():
             self.tensor.zero_()
-            self.tensor[self._rank] = float(lane)
-            self.tensor[self._world_size + self._rank] = float(status.sample)
-            if status.weight is not None:
-                self.tensor[2 * self._world_size + self._rank] = float(status.weight + 1)
+            for number, lane in enumerate(lanes):
+                self.tensor[number * self._world_size + self._rank] = float(lane)
         return self.tensor
 
-    def read(self) -> list[RankStatus]:
+    def read(self) -> dict[int, RankStatus]:
         """Read all ranks' lanes from the mean that has arrived."""
-        lanes = [round(mean * self._world_size) for mean in self._lanes.tolist()]
-        count = self._world_size
-        each = zip(lanes[:count], lanes[count : 2 * count], lanes[2 * count :], strict=True)
-        return [self._status(lane, sample, weight) for lane, sample, weight in each]
+        return {rank: self._status(*lanes[:_LANES]) for rank, lanes in self._lanes_by_rank()}
 
-    def _status(self, lane: int, sample: int, weight: int) -> RankStatus:
+    def read_numbers(self) -> dict[int, RankNumbers]:
+        """Read some bytes of all ranks' numbers from the mean that has arrived."""
+        found = {}
+        for rank, (size, _, _, known, *words) in self._lanes_by_rank():
+            part = b"".join(word.to_bytes(_WORD_BYTES, "little") for word in words)
+            generation = known - _GATHERS - 1 if known > _GATHERS else None
+            found[rank] = RankNumbers(generation, size, part)
+        return found
+
+    def _lanes_by_rank(self) -> list[tuple[int, list[int]]]:
+        """Return the lanes of the ranks that are in the mean."""
+        count = self._world_size
+        means = self._lanes.tolist()
+        present = [rank for rank in range(count) if means[3 * count + rank]]
+        return [
+            (rank, [round(mean * len(present)) for mean in means[rank::count]]) for rank in present
+        ]
+
+    def _status(self, lane: int, sample: int, weight: int, known: int) -> RankStatus:
+        if known > _GATHERS:
+            return RankStatus(StepEnding.NONE, False, 0, generation=None)
         digest, changes = lane % _CHANGES_UNIT // _DIGEST_UNIT, lane // _CHANGES_UNIT
         changed = ""
         if self._buffers is not None and changes > UNCHANGED:
             changed = self._buffers.first_changed(changes)
         ending = StepEnding(lane % _SHADOW)
         said = weight - 1 if weight else None
-        return RankStatus(ending, bool(lane & _SHADOW), digest, changes, changed, sample, said)
+        shadow = bool(lane & _SHADOW)
+        return RankStatus(ending, shadow, digest, changes, changed, sample, said, known - 1)
 
 
 class JoinWatch(Protocol):
@@ -141,7 +218,7 @@ class JoinWatch(Protocol):
     def throws(self) -> bool:
         """Whether all ranks break off when the first one has run out of data."""
 
-    def note(self, statuses: Sequence[RankStatus]) -> None:
+    def note(self, statuses: Statuses) -> None:
         """See all ranks' statuses of a step."""
 
     def stop(self) -> NoReturn:
@@ -157,6 +234,7 @@ class ConsistencyCheck:
         hyperparameters: Hyperparameters,
         failure: FailureLatch,
         exempt: Exemption,
+        membership: Membership,
     ) -> None:
         """Start before the first step.
 
@@ -165,7 +243,9 @@ class ConsistencyCheck:
             hyperparameters: those of the optimizer.
             failure: the model's.
             exempt: a thread in it reads parameters without waiting.
+            membership: the ranks that train.
         """
+        self._membership = membership
         self._agreement = agreement
         self._hyperparameters = hyperparameters
         self._failure = failure
@@ -196,7 +276,14 @@ class ConsistencyCheck:
             weight: samples behind its gradients of the next step; None: the program has not said.
         """
         sample = 0 if step is None else self._agreement.sample(step)
-        return RankStatus(self.ending, shadow, self.digest, sample=sample, weight=weight)
+        return RankStatus(
+            self.ending,
+            shadow,
+            self.digest,
+            sample=sample,
+            weight=weight,
+            generation=self._membership.known_generation,
+        )
 
     def note_hyperparameters(self, clipping: tuple[float, ...] = ()) -> None:
         """Take the digest of the hyper-parameters for this step.
@@ -210,13 +297,22 @@ class ConsistencyCheck:
         """Return whether all ranks meet after a step to compare their parameters."""
         return self._agreement.is_due(step)
 
-    def judge(self, statuses: Sequence[RankStatus], step: int) -> None:
+    def judge(self, statuses: Statuses, step: int) -> None:
         """Look at all ranks' statuses of a step, once, before its first update.
 
         Raises:
             SessionFailedError: the ranks do not train alike; the message names them.
         """
-        shadows = [rank for rank, status in enumerate(statuses) if status.shadow]
+        gather = [rank for rank, status in statuses.items() if status.generation is None]
+        if gather:
+            self._failure.fail_and_raise(
+                SessionFailedError(
+                    f"{_ranks(gather)} called session.gather_integers() where this rank trains "
+                    f"step {step}: call it on all ranks, between the same two steps",
+                    step - 1,
+                )
+            )
+        shadows = [rank for rank, status in statuses.items() if status.shadow]
         if self.join is not None:
             self.join.note(statuses)
         elif shadows:
@@ -234,7 +330,9 @@ class ConsistencyCheck:
             self._failure.fail_and_raise(error)
         differing = differing_samples(statuses)
         if differing:
-            named = self._exempt.run(lambda: self._agreement.describe_difference(step - 1))
+            named = self._exempt.run(
+                lambda: self._agreement.describe_difference(step - 1, list(statuses))
+            )
             self._failure.fail_and_raise(
                 SessionFailedError(
                     f"the parameters of {differing} differ after step {step - 1}{named}: a rank "
@@ -247,7 +345,7 @@ class ConsistencyCheck:
             )
 
 
-def check_endings(statuses: Sequence[RankStatus], step: int) -> None:
+def check_endings(statuses: Statuses, step: int) -> None:
     """Check that all ranks that took part in a step ended it in the same way.
 
     Args:
@@ -260,7 +358,7 @@ def check_endings(statuses: Sequence[RankStatus], step: int) -> None:
     _check_changes(statuses, step)
     endings: dict[StepEnding, list[int]] = {}
     digests: dict[int, list[int]] = {}
-    for rank, status in enumerate(statuses):
+    for rank, status in statuses.items():
         if status.ending is not StepEnding.SHADOWED:
             endings.setdefault(status.ending, []).append(rank)
         if status.ending is StepEnding.STEPPED:
@@ -285,13 +383,13 @@ def check_endings(statuses: Sequence[RankStatus], step: int) -> None:
         )
 
 
-def check_weights(statuses: Sequence[RankStatus], step: int) -> None:
+def check_weights(statuses: Statuses, step: int) -> None:
     """Check that all ranks with data weigh their gradients in a step, or none.
 
     Raises:
         SessionFailedError: some do, or there are no samples; the message names the ranks.
     """
-    there = [(rank, status.weight) for rank, status in enumerate(statuses) if not status.shadow]
+    there = [(rank, status.weight) for rank, status in statuses.items() if not status.shadow]
     silent = [rank for rank, weight in there if weight is None]
     if silent and len(silent) < len(there):
         told = [rank for rank, weight in there if weight is not None]
@@ -308,18 +406,18 @@ def check_weights(statuses: Sequence[RankStatus], step: int) -> None:
         )
 
 
-def differing_samples(statuses: Sequence[RankStatus]) -> str:
+def differing_samples(statuses: Statuses) -> str:
     """Return which ranks' samples of the parameters differ; empty where they agree."""
     ranks: dict[int, list[int]] = {}
-    for rank, status in enumerate(statuses):
+    for rank, status in statuses.items():
         if status.sample:
             ranks.setdefault(status.sample, []).append(rank)
     return " and ".join(map(_ranks, ranks.values())) if len(ranks) > 1 else ""
 
 
-def _check_changes(statuses: Sequence[RankStatus], step: int) -> None:
+def _check_changes(statuses: Statuses, step: int) -> None:
     known: dict[int, list[int]] = {}
-    for rank, status in enumerate(statuses):
+    for rank, status in statuses.items():
         if not status.shadow and status.changes != UNKNOWN:
             known.setdefault(status.changes, []).append(rank)
     if len(known) > 1:
@@ -411,4 +509,4 @@ def compare_endings(meeting: RendezvousScope) -> None:
     if len(lanes) < place.world_size or any(lane[0] != lanes[0][0] for lane in lanes):
         return
     statuses = [RankStatus(StepEnding(ending), False, digest) for _, ending, digest in lanes]
-    check_endings(statuses, lanes[0][0])
+    check_endings(dict(enumerate(statuses)), lanes[0][0])

@@ -22,7 +22,12 @@ from gradlane.training.core import Channel, CoreModule, translate_error
 from gradlane.training.factors.block import BlockError, Dense, Part, TouchedRows
 from gradlane.training.factors.sending import FactorExchange
 from gradlane.training.model.clipping import exact_norm
-from gradlane.training.model.consistency_check import ConsistencyCheck, RankStatus
+from gradlane.training.model.consistency_check import (
+    ConsistencyCheck,
+    RankNumbers,
+    RankStatus,
+    Statuses,
+)
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.late_gradients import LateGradientBuffer
 from gradlane.training.model.local_clipping import LocalClipping
@@ -108,7 +113,7 @@ class GradientExchange:
         """How many gradients of each tensor were submitted so far."""
         self._packed_buffers: Tensor | None = None
         self._submitted_buffers = True
-        self._statuses: list[RankStatus] | None = None
+        self._statuses: Statuses | None = None
         self._judged_step = 0
         self.step = 0
         self.may_measure = not layout.factored and channel.has_measurable_squares(
@@ -328,11 +333,14 @@ class GradientExchange:
         except self._core.ChannelError as error:
             self._raise_failed(error, "ending a step")
 
-    def spend(self, run: Callable[[int], None]) -> None:
+    def spend(
+        self, run: Callable[[int], None], doing: str = "reading the optimizer's state"
+    ) -> None:
         """Give a step to something else than training.
 
         Args:
             run: called with the step's number; it begins the step and waits for its end.
+            doing: what that is, for errors.
         """
         try:
             with WAIT_NOTIFIER:
@@ -345,12 +353,45 @@ class GradientExchange:
             # Such a step has no statuses: the last ones stand.
             self._judged_step = self.step
         except self._core.ChannelError as error:
-            self._raise_failed(error, "reading the optimizer's state")
+            self._raise_failed(error, doing)
         except BaseException as error:
-            broken = f"{type(error).__name__} while reading the optimizer's state: {error}"
+            broken = f"{type(error).__name__} while {doing}: {error}"
             with contextlib.suppress(SessionFailedError):
                 self._failure.fail_and_raise(SessionFailedError(broken))
             raise
+
+    def exchange_numbers(self, generation: int, size: int, part: bytes) -> dict[int, RankNumbers]:
+        """Exchange some bytes with all ranks, in a step that is none of training.
+
+        Args:
+            generation: number of the newest membership that this rank knows.
+            size: how many bytes this rank has in all.
+            part: of them.
+
+        Returns:
+            What came of each rank that is in the step.
+        """
+        layout, channel = self._layout, self._channel
+        found: dict[int, RankNumbers] = {}
+        if layout.status is None:
+            return found
+        status, lent = layout.status, []
+
+        def run(step: int) -> None:
+            lanes = status.write_numbers(generation, size, part)
+            channel.step_begin(step)
+            channel.gradient_ready(layout.status_index, step, lanes.data_ptr(), lanes.nbytes)
+            for index in range(len(self._trained)):
+                lent.append(self._carrier.submit_absent(index, step))
+            if layout.buffers is not None:
+                lent.append(self._carrier.submit_absent(layout.buffers_index, step))
+            channel.step_end(step)
+            channel.wait_step(step)
+            channel.take_ready(step)
+            found.update(status.read_numbers())
+
+        self.spend(run, "gathering numbers")
+        return found
 
     def abort(self, reason: str) -> None:
         """Tell all ranks why this one gives up."""
@@ -448,18 +489,18 @@ class GradientExchange:
 
     # ---- statuses of all ranks
 
-    def statuses(self) -> list[RankStatus]:
+    def statuses(self) -> Statuses:
         """Return all ranks' statuses of this step, which must be here; empty before step 1."""
         tensor = self._layout.status
         if tensor is None or self.step == 0:
-            return []
+            return {}
         if self._judged_step < self.step or self._statuses is None:
             self._judged_step = self.step
             self._statuses = tensor.read()
             self._consistency.judge(self._statuses, self.training_step)
         return self._statuses
 
-    def wait_for_statuses(self) -> list[RankStatus]:
+    def wait_for_statuses(self) -> Statuses:
         """Wait for the statuses of the current step alone; everything must be submitted."""
         try:
             with WAIT_NOTIFIER, self._waiting(self.step, [self._layout.status_index]):
@@ -471,7 +512,7 @@ class GradientExchange:
     def wait_for_weighting(self) -> float:
         """Wait for all ranks' samples in this step; return the number of ranks over their sum."""
         statuses = self.wait_for_statuses()
-        return len(statuses) / sum(status.weight or 0 for status in statuses)
+        return len(statuses) / sum(status.weight or 0 for status in statuses.values())
 
     def _wait_for_status_tensor(self) -> None:
         """Wait for the statuses; they were the first to leave, so they mostly are here already."""

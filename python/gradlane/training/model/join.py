@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import NoReturn, Protocol
 
 from gradlane.errors import UnevenDataError, UsageError
-from gradlane.training.model.consistency_check import RankStatus
+from gradlane.training.model.consistency_check import Statuses
 from gradlane.training.model.step_machine import Phase, StepMachine
 
 _FIRST_PAUSE_S = 0.0002
@@ -52,9 +52,9 @@ class Attendance:
         """Whether all ranks break off when the first one has run out of data."""
         return self._join.throws
 
-    def note(self, statuses: Sequence[RankStatus]) -> None:
+    def note(self, statuses: Statuses) -> None:
         """See the statuses of the next step."""
-        there = [rank for rank, status in enumerate(statuses) if not status.shadow]
+        there = [rank for rank, status in statuses.items() if not status.shadow]
         if not there:
             self.over = True
             return

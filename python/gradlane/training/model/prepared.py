@@ -107,8 +107,9 @@ class PreparedModel:
         self.channel, self.codecs = connected.channel, connected.codecs
         self._layout, self._served = connected.layout, connected.served
         self._entries, self._trained = connected.spec.entries, connected.spec.trained
+        place = ctx.rank_info
         # Alone, a rank encodes nothing, and its optimizer keeps its momentum.
-        encodes = ctx.rank_info.ranks > 1
+        encodes = place.ranks > 1
         self._momentum_codecs = connected.spec.momentum_codecs if encodes else {}
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
         self._failure = FailureLatch()
@@ -163,6 +164,9 @@ class PreparedModel:
             # From now on this rank updates its own slices, also before its own first step.
             self.channel.set_optimizer(0, self._updates.checked_rows())
 
+        if ctx.options.going_on.on and place.world_size > 1:
+            steps = self.steps
+            ctx.membership.follow(ctx.core, self.channel, meeting, steps.training_step_of)
         self.has_parted = False
         """Whether every rank has said goodbye."""
         meeting.mark_connected(ctx.options.network.progress_timeout_s, self._look)
@@ -242,7 +246,8 @@ class PreparedModel:
             self._server.release()
         self._failure.fail(SessionClosedError("the session was closed"))
         self._connected.carrier.close()
-        compares = self._layout.status is not None
+        # Where ranks were lost, the store may be lost, too.
+        compares = self._layout.status is not None and not self._ctx.membership.lost
         if compares:
             consistency = self.steps.consistency
             ending, digest = consistency.ending, consistency.digest
@@ -449,7 +454,7 @@ class PreparedModel:
                 step_of_class = self._connected.recording.timed_update(step_of_class)
         exempt = Exemption()
         consistency = ConsistencyCheck(
-            self._agreement, Hyperparameters(optimizer), self._failure, exempt
+            self._agreement, Hyperparameters(optimizer), self._failure, exempt, ctx.membership
         )
         carries_late = ctx.options.stragglers.late == "carry" and place.world_size > 1
         exchange = GradientExchange(
@@ -487,6 +492,7 @@ class PreparedModel:
             server=self._updates,
             order=ForwardOrder() if place.rank == 0 and place.ranks > 1 else None,
             adding_up=adding_up(choice.codec for choice in self.codecs),
+            membership=ctx.membership if ctx.options.going_on.on else None,
         )
 
     def _make_server_updates(self) -> ServerUpdates | None:

@@ -75,6 +75,8 @@ class StagedCarrier(Generic[EventT]):
         trained: Mapping[int, TensorEntry],
         report: Callable[[Exception], None],
         copies: DeviceCopies[EventT],
+        *,
+        zeroes: bool = False,
     ) -> None:
         """Carry gradients of these tensors over a channel.
 
@@ -83,12 +85,14 @@ class StagedCarrier(Generic[EventT]):
             trained: table entries by tensor number.
             report: called with an error of the small thread.
             copies: makes the copies.
+            zeroes: as for `carrier_for`.
         """
         self._channel = channel
         self._trained = trained
         self._report = report
         self._copies = copies
-        self._direct = DirectCarrier(channel, trained)
+        self._zeroes = zeroes
+        self._direct = DirectCarrier(channel, trained, zeroes=zeroes)
         self._hosts: dict[int, Tensor] = {}
         self._returned: dict[int, EventT] = {}
         self._under_way: deque[_Copy[EventT]] = deque()
@@ -119,6 +123,8 @@ class StagedCarrier(Generic[EventT]):
             # The copy out of this buffer is a step old; this waits for it alone.
             returned.synchronize()
         host = self._host(index)
+        if self._zeroes:
+            host.zero_()
         self._channel.tensor_absent(index, step, host.data_ptr(), entry.nbytes)
         with torch.inference_mode(False):
             return torch.empty_strided(
@@ -176,7 +182,11 @@ class StagedCarrier(Generic[EventT]):
 
 
 def carrier_for(
-    channel: Channel, carried: Mapping[int, TensorEntry], report: Callable[[Exception], None]
+    channel: Channel,
+    carried: Mapping[int, TensorEntry],
+    report: Callable[[Exception], None],
+    *,
+    zeroes: bool = False,
 ) -> Carrier:
     """Return a carrier for these tensors, on the host or on devices.
 
@@ -184,8 +194,9 @@ def carrier_for(
         channel: the channel.
         carried: table entries by tensor number.
         report: called with an error of another thread.
+        zeroes: make memory for results zero, parts of which may have none.
     """
     copies = CudaCopies()
     if any(copies.are_for(entry.device) for entry in carried.values()):
-        return StagedCarrier(channel, carried, report, copies)
-    return DirectCarrier(channel, carried)
+        return StagedCarrier(channel, carried, report, copies, zeroes=zeroes)
+    return DirectCarrier(channel, carried, zeroes=zeroes)

@@ -13,6 +13,7 @@ from gradlane.training.factors.rows import RowSparse
 from gradlane.training.model.buffers import BufferForm, BufferPack, form_of, pack_buffers
 from gradlane.training.model.consistency_check import StatusTensor
 from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.membership import Membership
 from gradlane.training.rendezvous.tensor_table import TensorEntry, extra_entry
 
 
@@ -65,9 +66,11 @@ def build_step_layout(
     entries: Sequence[TensorEntry],
     factored: Mapping[int, Factored],
     place: RankInfo,
+    membership: Membership,
     buffers: str,
     *,
     alone: bool,
+    status_lanes: int,
 ) -> tuple[list[TensorEntry], StepLayout]:
     """Number everything that takes part in each step.
 
@@ -76,8 +79,10 @@ def build_step_layout(
         entries: its table; tensors that are not in it are numbered after it.
         factored: trained parameters that travel as factors or rows, by tensor number.
         place: this rank.
+        membership: the ranks that train.
         buffers: how they are kept: `"broadcast"`, `"average"` or `"local"`.
         alone: nothing but gradients may take part.
+        status_lanes: numbers of each rank's status.
 
     Returns:
         The entries that follow the table, and the layout.
@@ -85,8 +90,8 @@ def build_step_layout(
     trained = [entry for entry in entries if entry.trained]
     if alone:
         return [], StepLayout(trained, len(entries))
-    pack = pack_buffers(model, buffers, place.rank, place.world_size)
-    status = StatusTensor(place.rank, place.world_size, pack)
+    pack = pack_buffers(model, buffers, membership)
+    status = StatusTensor(place.rank, place.world_size, pack, status_lanes)
     index = len(entries)
     extras = [extra_entry("gradlane's rank statuses", status.tensor)]
     if pack is not None:

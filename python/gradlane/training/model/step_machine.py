@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import json
 import math
 import sys
 import threading
@@ -29,7 +30,12 @@ from gradlane.training.model.clipping import (
     StepWeighting,
     norm_dtype,
 )
-from gradlane.training.model.consistency_check import ConsistencyCheck, RankStatus, StepEnding
+from gradlane.training.model.consistency_check import (
+    ConsistencyCheck,
+    RankNumbers,
+    Statuses,
+    StepEnding,
+)
 from gradlane.training.model.deferred_update import DeferredUpdate, undisturbed
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.gradient_exchange import GradientExchange
@@ -46,6 +52,7 @@ from gradlane.training.modules.gradient_intake import (
     values_of,
 )
 from gradlane.training.modules.shared_storage import SharedMemoryGroups
+from gradlane.training.rendezvous.membership import Membership
 
 _MOVES = nn.Module._apply.__code__
 """Takes gradients along in `model.to(...)` and its like; no program sees them there."""
@@ -116,6 +123,7 @@ class StepMachine:
         server: ServerUpdates | None = None,
         order: ForwardOrder | None = None,
         adding_up: str = "",
+        membership: Membership | None = None,
     ) -> None:
         """Start after step 0.
 
@@ -131,6 +139,7 @@ class StepMachine:
             server: updates of `update="server"`, or None where each rank updates.
             order: notes the first training forward, for priorities, or None.
             adding_up: the codec that adds gradients of several steps up with momentum, or empty.
+            membership: the ranks that train, where training goes on without lost ones.
         """
         self._exchange = exchange
         self._update = update
@@ -143,6 +152,7 @@ class StepMachine:
         self._server = server
         self._order = order
         self._adding_up = adding_up
+        self._membership = membership
         self._trained = exchange.layout.trained
         self._dtypes = {entry.dtype for entry in self._trained}
         self._captured = exchange.layout.captured
@@ -354,7 +364,7 @@ class StepMachine:
         self._refresh()
 
     def _begin_step(self, *, shadow: bool = False) -> None:
-        if not any(status.shadow for status in self._exchange.statuses()):
+        if not any(status.shadow for status in self._exchange.statuses().values()):
             # Ranks that went along without data get the others' parameters at the end of join().
             self._on_step_begin(self.step + 1)
         if self._server is not None:
@@ -645,9 +655,90 @@ class StepMachine:
                 self._zeroed = False
                 self._end(StepEnding.STEPPED, updates=True)
                 self._refresh()
-                return result
-        self._update_now()
+                deferred = True
+            else:
+                deferred = False
+        if not deferred:
+            self._update_now()
+        self._change_members()
         return result
+
+    def _change_members(self) -> None:
+        """Put new members into force, if all ranks of the step that has ended know them.
+
+        A rank that does not know them yet does not wait; no other one does anything then.
+        """
+        membership = self._membership
+        if membership is None or not membership.is_pending:
+            return
+        with self._lock:
+            known = [one.generation or 0 for one in self._exchange.wait_for_statuses().values()]
+        membership.put_into_force(min(known), self.training_step_of)
+
+    def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+        """Gather whole numbers of all members, between two steps; a collective call.
+
+        Args:
+            values: this rank's.
+
+        Returns:
+            Those of each member, by its rank; where members were lost meanwhile, new ones are in
+            force when it returns.
+
+        Raises:
+            UsageError: the model is in the middle of a step, or training does not go on.
+            GradlaneError: the session has failed, or a rank trains meanwhile.
+        """
+        membership, status = self._membership, self._exchange.layout.status
+        if membership is None or status is None:
+            raise UsageError("session.gather_integers() is for gradlane.init(going_on=True)")
+        if self._phase in (Phase.BACKWARD, Phase.ATTACHED):
+            raise UsageError(
+                f"session.gather_integers() inside step {self.step}: call it after "
+                "optimizer.step() or zero_grad()"
+            )
+        text = json.dumps(list(values)).encode()
+        texts = dict.fromkeys(membership.members, b"")
+        at = 0
+        found = self._gather_part(text, at)
+        while True:
+            for rank, one in found.items():
+                texts[rank] = (texts.get(rank, b"") + one.part)[: one.size]
+            at += status.part_bytes
+            if all(one.size <= at for one in found.values()):
+                break
+            found = self._gather_part(text, at)
+        while any(rank not in found for rank in membership.members):
+            # A member was lost; soon all others know who goes on.
+            found = self._gather_part(b"", 0)
+            known = min(one.generation or 0 for one in found.values())
+            membership.put_into_force(known, self.training_step_of)
+        return [list(map(int, json.loads(texts[rank]))) for rank in membership.members]
+
+    def _gather_part(self, text: bytes, at: int) -> dict[int, RankNumbers]:
+        """Exchange some bytes of all ranks' numbers.
+
+        Raises:
+            SessionFailedError: a rank trains meanwhile.
+        """
+        membership, status = self._membership, self._exchange.layout.status
+        if membership is None or status is None:
+            return {}
+        self._failure.raise_failure()
+        self.settle()
+        with self._lock:
+            part = text[at : at + status.part_bytes]
+            found = self._exchange.exchange_numbers(membership.known_generation, len(text), part)
+        others = [rank for rank, one in found.items() if one.generation is None]
+        if others:
+            self._failure.fail_and_raise(
+                SessionFailedError(
+                    f"rank {others[0]} trains a step where this rank is in "
+                    "session.gather_integers(): call it on all ranks, between the same two steps",
+                    self.step,
+                )
+            )
+        return found
 
     def _before_update(self) -> None:
         """Bring a step to where it can be applied: all submitted, or the mean in `.grad`."""
@@ -736,7 +827,7 @@ class StepMachine:
         join = self._consistency.join
         if join is not None and join.throws:
             statuses = self._exchange.wait_for_statuses()
-            if any(status.shadow for status in statuses):
+            if any(status.shadow for status in statuses.values()):
                 self._discards = True
                 self._end(StepEnding.DISCARDED)
                 join.stop()
@@ -849,7 +940,7 @@ class StepMachine:
         """Whether all ranks have begun the step that this one goes along in."""
         return self._exchange.has_statuses()
 
-    def end_shadow(self) -> list[RankStatus]:
+    def end_shadow(self) -> Statuses:
         """Wait for the end of the step that was gone along in; returns all ranks' statuses."""
         self._exchange.take(None, discards=True)
         self._discards = False

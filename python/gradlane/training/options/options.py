@@ -14,6 +14,7 @@ from gradlane.training.options.codec_choice import (
     codec_rules,
     unused_codec_option,
 )
+from gradlane.training.options.going_on import GoingOn, check_going_on, check_going_on_world
 from gradlane.training.options.groups import Checkpoints, Monitoring, Network, Rendezvous
 from gradlane.training.options.option_fields import (
     OptionGroup,
@@ -139,6 +140,8 @@ def factors_refusal(strategy: str, update: str) -> str:
 
 def rows_refusal(options: Options) -> str:
     """Return why sparse gradients are sent dense under some options; empty if rows travel."""
+    if options.going_on.on:
+        return "going_on is on, and a lost rank's rows would be missing: a mean is made again dense"
     if options.stragglers.leaves_out:
         return f"stragglers={options.stragglers.rule!r} makes a dense mean of the ranks in time"
     if options.local.mode not in ("off", "auto"):
@@ -283,6 +286,10 @@ class Options:
     stragglers: Stragglers = option(
         Stragglers(), "Whether steps go on without late ranks: the rule, or `Stragglers`."
     )
+    going_on: GoingOn = option(
+        GoingOn(on=False),
+        "Whether training goes on when ranks are lost: `True`, or `GoingOn` (`docs/going-on.md`).",
+    )
     servers: int | None = option(
         None,
         "The first ranks, as many, own slices, the others none; all do if absent "
@@ -323,6 +330,7 @@ class Options:
         codec: CodecArgument = None,
         local: str | LocalSums | None = None,
         stragglers: str | Stragglers | None = None,
+        going_on: bool | GoingOn = False,
         rendezvous: Rendezvous | None = None,
         network: Network | None = None,
         checkpoints: Checkpoints | None = None,
@@ -337,6 +345,7 @@ class Options:
             codec: as for `gradlane.init`.
             local: as for `gradlane.init`.
             stragglers: as for `gradlane.init`.
+            going_on: as for `gradlane.init`.
             rendezvous: as for `gradlane.init`.
             network: as for `gradlane.init`.
             checkpoints: as for `gradlane.init`.
@@ -354,6 +363,9 @@ class Options:
             codec=codec_rules(codec),
             local=_group("local", LocalSums, local),
             stragglers=_group("stragglers", Stragglers, stragglers),
+            going_on=GoingOn(on=going_on)
+            if isinstance(going_on, bool)
+            else _group("going_on", GoingOn, going_on),
             rendezvous=with_environment(_group("rendezvous", Rendezvous, rendezvous), environment),
             network=with_environment(_group("network", Network, network), environment),
             checkpoints=with_environment(
@@ -388,6 +400,7 @@ class Options:
             "update": self.update,
         }
         check_stragglers(self.stragglers.rule, others)
+        check_going_on(self)
 
     def _check_ring(self) -> None:
         why = ring_refusal(self.strategy.name, self.update)
@@ -432,6 +445,7 @@ class Options:
                 f"stragglers is {self.stragglers.rule!r} with {world_size} ranks: at least one "
                 "has to contribute to each step"
             )
+        check_going_on_world(self, world_size)
 
     def _check_serving(self, workers: int, world_size: int) -> None:
         """Check the options that go with ranks that only serve."""
@@ -521,6 +535,7 @@ GROUPS: dict[str, type[OptionGroup]] = {
     "strategy": Strategy,
     "local": LocalSums,
     "stragglers": Stragglers,
+    "going_on": GoingOn,
     "rendezvous": Rendezvous,
     "network": Network,
     "checkpoints": Checkpoints,

@@ -25,7 +25,8 @@ session = gradlane.init(
 )
 ```
 
-A text stands for the first option of `Strategy`, `LocalSums` and `Stragglers`: `strategy="ring"`.
+A text stands for the first option of `Strategy`, `LocalSums` and `Stragglers`: `strategy="ring"`;
+`True` and `False` for that of `GoingOn`.
 A value out of its range is refused by name. *All ranks* marks options that must be the same on
 every rank; a session in which they differ is refused on all of them.
 

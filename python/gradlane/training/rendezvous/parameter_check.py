@@ -51,16 +51,20 @@ class ParameterCheck:
         checksums = json.dumps(self._sampled_checksums(step)).encode()
         return zlib.crc32(checksums) % ((1 << 24) - 1) + 1
 
-    def describe_difference(self, step: int) -> str:
+    def describe_difference(self, step: int, ranks: Sequence[int]) -> str:
         """Return the name of a parameter that differs in the sample, if the store can tell.
 
         Every rank calls it once the digests differ, before parameters change again.
+
+        Args:
+            step: after which the sample was taken.
+            ranks: those whose digests are known.
         """
         rank_info = self._scope.rank_info
         own = self._sampled_checksums(step)
         with contextlib.suppress(GradlaneError):
             self._scope.put(f"samples/{step}/{rank_info.rank}", json.dumps(own))
-            for other in range(rank_info.world_size):
+            for other in ranks:
                 theirs = json.loads(self._scope.get(f"samples/{step}/{other}", other))
                 for entry, mine, theirs_value in zip(self._trained, own, theirs, strict=True):
                     if mine != theirs_value:

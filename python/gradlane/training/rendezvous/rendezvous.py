@@ -275,6 +275,14 @@ class RendezvousScope:
         self._store.set(key, value, on_poll=self.on_poll)
         self._written.add(key)
 
+    def claim(self, key: str, value: str) -> str:
+        """Write a key, which any rank may write, unless it exists; return its value.
+
+        Raises:
+            RendezvousError: the store is gone or does not answer.
+        """
+        return self._store.set_if_absent(key, value)
+
     def mark_connected(self, timeout_s: float, on_poll: Callable[[], object]) -> None:
         """Record that the ranks are connected: waits now raise `ProgressTimeoutError`.
 

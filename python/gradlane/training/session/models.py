@@ -19,7 +19,8 @@ from gradlane.training.model.buffers import MODES
 from gradlane.training.model.optimizers import steps_per_parameter
 from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
 from gradlane.training.model.validation import check_arguments
-from gradlane.training.options.options import SFB
+from gradlane.training.options.going_on import check_plan_goes_on
+from gradlane.training.options.options import PLAN_RULES, SFB
 from gradlane.training.options.stragglers import check_schemes
 from gradlane.training.plans.agreement import PlanArgument, agree_on_plan
 from gradlane.training.plans.in_force import ActivePlan
@@ -99,6 +100,7 @@ class PreparedModels:
         sizes: dict[str, int] = {}
         try:
             check_arguments(model, optimizer)
+            self._check_goes_on(model, buffers, plan)
             if buffers not in MODES:
                 raise ValueError(f"unknown buffers {buffers!r}; known are {', '.join(MODES)}")
             if not (plan is None or isinstance(plan, (Plan, str, os.PathLike))):
@@ -128,6 +130,7 @@ class PreparedModels:
         if agreed.plan is not None:
             schemes = agreed.plan.schemes
         check_schemes(self._ctx.options.stragglers.rule, schemes)
+        check_plan_goes_on(self._ctx.options, agreed.rule, schemes)
         residuals = None
         if before is not None:
             try:
@@ -160,6 +163,34 @@ class PreparedModels:
                 stacklevel=3,
             )
         return model, optimizer
+
+    def _check_goes_on(self, model: nn.Module, buffers: str, plan: PlanArgument) -> None:
+        """Check that a model can be prepared in a session that goes on when ranks are lost.
+
+        Raises:
+            UsageError: it is a second one, or a rank was lost before.
+            ValueError: its buffers cannot be kept alike then.
+        """
+        ctx = self._ctx
+        if not ctx.options.going_on.on:
+            return
+        if ctx.membership.lost:
+            raise UsageError(
+                "prepare() after ranks were lost: those that are left do not connect anew; "
+                "restart, or prepare before"
+            )
+        if any(one.model is not model for one in self.prepared):
+            raise UsageError(
+                "prepare() of a second model with going_on: each would agree on its own who is "
+                "left; prepare one module that holds both, such as nn.ModuleDict"
+            )
+        if buffers == "average":
+            raise ValueError(
+                'buffers="average" with going_on: averages of a step in which ranks are lost would '
+                'be over several numbers of ranks; use "broadcast" or "local"'
+            )
+        rule = plan if isinstance(plan, str) and plan in PLAN_RULES else ""
+        check_plan_goes_on(ctx.options, rule, {})
 
     def find(self, model: nn.Module | None, call: str) -> PreparedModel:
         """Return a prepared model.

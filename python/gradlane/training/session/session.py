@@ -42,6 +42,7 @@ from gradlane.training.plans.agreement import PlanArgument
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.planning_wing import SchemeChoice
 from gradlane.training.rendezvous.bounded_store import BoundedStore
+from gradlane.training.rendezvous.membership import MembershipChange
 from gradlane.training.rendezvous.serving import ServedStats, Server
 from gradlane.training.session import lifecycle
 from gradlane.training.session.models import ModelType, OptimizerType, PreparedModels
@@ -109,19 +110,63 @@ class Session:
         state = self._ended or "open"
         role = ", serves" if self.serves else ""
         return (
-            f"<Session rank {self.rank} of {self._ctx.rank_info.ranks}{role}, strategy={strategy!r}"
+            f"<Session rank {self.rank} of {self.world_size + self._ctx.rank_info.serving}{role}, "
+            f"strategy={strategy!r}"
             f"{models}, {state}>"
         )
 
     @property
     def rank(self) -> int:
-        """This rank."""
-        return self._ctx.rank_info.rank
+        """This rank; where training has gone on without others, its place among the members."""
+        return self._ctx.membership.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that train: all, unless `workers` said otherwise."""
-        return self._ctx.rank_info.world_size
+        """Number of ranks that train: all, unless `workers` said otherwise or some were lost."""
+        return self._ctx.membership.world_size
+
+    @property
+    def step(self) -> int:
+        """Training steps of the first model that have ended; 0 before there is one."""
+        if not self._models.prepared:
+            return 0
+        first = self._models.prepared[0]
+        return first.steps.step - int(first.in_step)
+
+    def on_membership(self, callback: Callable[[MembershipChange], object]) -> None:
+        """Have a function called when training has gone on without lost ranks; see `going_on`.
+
+        It is called inside `optimizer.step()`, before that returns, on the thread that steps: on
+        all members at the end of the same step. From then on `rank` and `world_size` are those of
+        the change. The step has ended, and its update may be pending, as ever. The callback may
+        read the model and call `gather_integers`; what it raises comes out of `optimizer.step()`.
+
+        Args:
+            callback: a function of the change. Several are called in their order.
+
+        Raises:
+            SessionClosedError: the session has ended.
+        """
+        self._check_open()
+        self._ctx.membership.listeners.append(callback)
+
+    def gather_integers(self, values: list[int]) -> list[list[int]]:
+        """Return whole numbers of every member, by rank; a collective call between two steps.
+
+        They travel on the connections of the first model, with `gradlane.init(going_on=True)`.
+        Where members are lost meanwhile, the callbacks of `on_membership` are called before it
+        returns, and the result is that of the new members.
+
+        Args:
+            values: this rank's, as many as it likes.
+
+        Raises:
+            UsageError: training does not go on, no model is prepared, or it is in a step.
+            SessionFailedError: another rank trains meanwhile.
+            GradlaneError: the session has failed or is closed.
+        """
+        self._check_open()
+        return self._models.find(None, "gather_integers()").steps.gather_integers(values)
 
     def prepare(
         self,
@@ -237,6 +282,7 @@ class Session:
             RendezvousError: two ranks cannot reach each other; raised on every rank.
         """
         self._check_open()
+        self._refuse_lost("probe()")
         return self._models.measure_links(
             window_s=window_s, directions=directions, on_phase=on_phase
         )
@@ -311,6 +357,7 @@ class Session:
             RendezvousError: a rank did not come.
         """
         self._check_open()
+        self._refuse_lost("exchange()")
         return self._models.exchange(value)
 
     @contextlib.contextmanager
@@ -353,13 +400,14 @@ class Session:
             GradlaneError: the session has failed.
         """
         self._check_open()
+        self._refuse_going_on("weight()", "a part of a mean may be over other ranks' samples")
         if not (isinstance(samples, int) and 0 <= samples <= _SAMPLES_MAX):
             raise ValueError(f"weight({samples!r}): give a number of samples, 0 to 2^46")
         found = self._models.prepared
         if model is not None or not found:
             found = [self._models.find(model, "weight()")]
         for prepared in found:
-            if self.world_size > 1:
+            if self._ctx.rank_info.world_size > 1:
                 prepared.steps.weigh(samples)
 
     def clip_grad_norm_(
@@ -419,6 +467,7 @@ class Session:
                 backward without `optimizer.step()` or `zero_grad()`.
         """
         self._check_open()
+        self._refuse_going_on("join()", "the rank whose values all get at its end may be lost")
         if self._ctx.options.stragglers.leaves_out:
             raise UsageError(
                 "session.join() where stragglers are left out: a rank without data would be one, "
@@ -474,6 +523,7 @@ class Session:
             GradlaneError: the session has failed or is closed.
         """
         self._check_open()
+        self._refuse_going_on("register()", "arrays do not learn which ranks are left")
         self._arrays.register(name, shape, dtype, position)
 
     def spread(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -754,7 +804,7 @@ class Session:
         self._ended = "closed"
         lifecycle.unwatch(self)
         self._models.plans.stop()
-        if self.world_size > 1 and not self._scopes.has_met and not self.serves:
+        if self._ctx.rank_info.world_size > 1 and not self._scopes.has_met and not self.serves:
             log.warning(
                 "rank %d closes a session in which nothing was prepared: no gradient was averaged; "
                 "call session.prepare(model, optimizer)",
@@ -852,6 +902,20 @@ class Session:
             raise UsageError(
                 f"rank {self.rank} only serves: of {self._ctx.rank_info.ranks} ranks "
                 f"the first {self.world_size} train; call session.serve()"
+            )
+
+    def _refuse_going_on(self, call: str, why: str) -> None:
+        """Refuse a call in a session that goes on when ranks are lost."""
+        if self._ctx.options.going_on.on:
+            raise UsageError(f"session.{call} with going_on: {why}; open the session without it")
+
+    def _refuse_lost(self, call: str) -> None:
+        """Refuse a collective call that needs all ranks of the start."""
+        lost = self._ctx.membership.lost
+        if lost:
+            raise UsageError(
+                f"session.{call} after rank {lost[0].rank} was lost: it needs all ranks of the "
+                "start; call it before, or use gather_integers()"
             )
 
     def _say(self, connected: ServedStats) -> None:

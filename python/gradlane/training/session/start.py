@@ -17,6 +17,7 @@ from gradlane.training.monitoring.observer import make_observer
 from gradlane.training.monitoring.recorder import make_recorder
 from gradlane.training.node.rules import AUTO, OFF, check_sums, nodes_refusal, with_local
 from gradlane.training.options.codec_choice import RAW, CodecArgument, check_codecs
+from gradlane.training.options.going_on import GoingOn
 from gradlane.training.options.groups import Checkpoints, Monitoring, Network, Rendezvous
 from gradlane.training.options.options import LocalSums, Options, Strategy
 from gradlane.training.options.stragglers import Stragglers
@@ -29,6 +30,7 @@ from gradlane.training.rendezvous.environment import (
     own_processors,
     warn_of_unknown_variables,
 )
+from gradlane.training.rendezvous.membership import Membership
 from gradlane.training.rendezvous.rendezvous import (
     open_store,
     store_address,
@@ -48,6 +50,7 @@ def init(
     update: str = Options.update,
     local: str | LocalSums = LocalSums.mode,
     stragglers: str | Stragglers = Stragglers.rule,
+    going_on: bool | GoingOn = False,
     servers: int | None = Options.servers,
     workers: int | None = Options.workers,
     check_every: int | None = Options.check_every,
@@ -84,6 +87,9 @@ def init(
         stragglers: `"wait"`: each step waits for all ranks; `"backup=1"`: for all but one (or
             more); `"drop"`, `"drop=1.5"`: not for late ones; or `Stragglers`, which also says what
             becomes of late gradients. See `docs/stragglers.md`.
+        going_on: True: when ranks are lost, the others finish the step and train on, with means
+            over those that are left; or `GoingOn`, which also says how many must be left. False: a
+            lost rank ends the session on all. See `docs/going-on.md`.
         servers: the first so many ranks own slices, the others none; None: all do.
         workers: the first so many ranks train, and those after them only serve: they own all slices
             and train nothing, see `Session.serve`; None: all train. See `docs/servers.md`.
@@ -109,6 +115,7 @@ def init(
         update=update,
         local=local,
         stragglers=stragglers,
+        going_on=going_on,
         servers=servers,
         workers=workers,
         check_every=check_every,
@@ -194,6 +201,7 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
     recorder = None if place.serves else make_recorder(options, place)
     deadlocks = DeadlockDetector(store, place)
     observer = make_observer(options, place, lambda: deadlocks.wait)
+    membership = Membership(place, observer.add_event)
     checkpoints = None
     if folder is not None:
         checkpoints = checkpointing.Checkpoints(
@@ -214,6 +222,7 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
         secret,
         deadlocks,
         observer,
+        membership,
         checkpoints,
         recorder,
         announcements=JobAnnouncements(registry) if registry and place.rank == 0 else None,

@@ -1,0 +1,218 @@
+"""The ranks that train: all of the start, until ranks are lost and the others go on.
+
+The core agrees on the next members, and finishes the step that was under way. The program must not
+see its rank change in the middle of a step, nor in another step than the other ranks. So each rank
+tells in its status of a step which members it knows (`model/consistency_check.py`), and new ones
+come into force at the end of the first step in which every rank has known them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradlane.errors import RendezvousError
+from gradlane.training.core import Channel, CoreModule
+from gradlane.training.log import log
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
+
+
+@dataclass(frozen=True)
+class MembershipChange:
+    """New members of a session, as `Session.on_membership` tells them.
+
+    Attributes:
+        generation: number of the membership; 0 was that of the start.
+        rank: this rank's place among the members.
+        world_size: number of members.
+        members: the ranks that go on, by the numbers that they had at the start; their places in
+            this list are their ranks from now on.
+        lost: ranks that were members before and are none now, by their numbers of the start.
+        joined: ranks that are members now and were none before.
+        step: the first training step whose means are all over the members. Ranks were lost in the
+            step before: each of its slices is the mean over the ranks of before, or over these.
+        reason: which ranks were lost, and why; the same on every rank.
+    """
+
+    generation: int
+    rank: int
+    world_size: int
+    members: tuple[int, ...]
+    lost: tuple[int, ...]
+    joined: tuple[int, ...]
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class LostRank:
+    """A rank that training has gone on without.
+
+    Attributes:
+        rank: its number of the start.
+        step: the training step in which it was lost.
+        reason: of the change in which it was left out.
+    """
+
+    rank: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """Members that the core has agreed on; `step` is the channel's."""
+
+    members: tuple[int, ...]
+    step: int
+    reason: str
+
+
+class Membership:
+    """The members of a session, as its program sees them, and those that will be next.
+
+    Only the thread of the program changes the members; another one learns of the next.
+    """
+
+    def __init__(self, rank_info: RankInfo, on_event: Callable[[str, str], None]) -> None:
+        """Begin with all ranks that train.
+
+        Args:
+            rank_info: this rank's.
+            on_event: called, also in another thread, with what has happened and `warning`.
+        """
+        self._own = rank_info.rank
+        self._on_event = on_event
+        self._known: dict[int, _Agreed] = {}
+        self.generation = 0
+        """Number of the membership that is in force."""
+        self.known_generation = 0
+        """Number of the newest membership that this rank has heard of."""
+        self.members = tuple(range(rank_info.world_size))
+        """The ranks that train, by their numbers of the start."""
+        self.lost: tuple[LostRank, ...] = ()
+        """Ranks that training has gone on without, the first one first."""
+        self.listeners: list[Callable[[MembershipChange], object]] = []
+        """Called with each change that comes into force, on the thread of the program."""
+        self.is_followed = False
+        """Whether training goes on when ranks are lost."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among the members; that of the start on a rank that only serves."""
+        return self.members.index(self._own) if self._own in self.members else self._own
+
+    @property
+    def world_size(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first member, whose buffers all have."""
+        return self.rank == 0
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether this rank has heard of members that are not in force yet."""
+        return self.known_generation > self.generation
+
+    def follow(
+        self,
+        core: CoreModule,
+        channel: Channel,
+        scope: RendezvousScope,
+        training_step_of: Callable[[int], int],
+    ) -> None:
+        """Learn of changes on a channel from now on, in a thread that ends with it.
+
+        Args:
+            core: where the channel's errors come from.
+            channel: tells the changes.
+            scope: of the channel; a world that breaks in halves decides in its store.
+            training_step_of: turns a step of the channel into one of training.
+        """
+        self.is_followed = True
+
+        def run() -> None:
+            try:
+                while True:
+                    for kind, generation, members, step, reason in channel.next_changes(wait=True):
+                        if kind == "claim":
+                            answer = self._claim(scope, generation, members)
+                            channel.answer_claim(generation, answer)
+                        else:
+                            last = training_step_of(step)
+                            self.note(generation, tuple(members), step, last, reason)
+            except core.ChannelError:
+                return  # The session is over; its waits raise the reason.
+
+        threading.Thread(target=run, name="gradlane-members", daemon=True).start()
+
+    def _claim(
+        self, scope: RendezvousScope, generation: int, members: list[int]
+    ) -> list[int] | None:
+        """Return the members of a generation that the job's store holds, these if it held none."""
+        try:
+            held: list[int] = json.loads(scope.claim(f"members/{generation}", json.dumps(members)))
+        except RendezvousError as error:
+            self._say(
+                f"{error}: half of the ranks are left, and the store alone could tell whether "
+                "the other half goes on"
+            )
+            return None
+        return held
+
+    def note(
+        self, generation: int, members: tuple[int, ...], step: int, last: int, reason: str
+    ) -> None:
+        """Note members that the core has agreed on, and say so.
+
+        Args:
+            generation: number of the membership.
+            members: by their numbers of the start.
+            step: the channel's latest step that a member was in.
+            last: that step as one of training.
+            reason: which ranks were lost, and why.
+        """
+        before = self._known[self.known_generation].members if self._known else self.members
+        self._known[generation] = _Agreed(members, step, reason)
+        gone = [rank for rank in before if rank not in members]
+        self.lost += tuple(LostRank(rank, last, reason) for rank in gone)
+        # Not before: whoever sees the number looks for the members.
+        self.known_generation = generation
+        self._say(
+            f"training goes on without rank {', '.join(map(str, gone))}: {reason} (step {last}, "
+            f"{len(members)} of {len(before)} ranks go on: {', '.join(map(str, members))})"
+        )
+
+    def put_into_force(self, generation: int, training_step_of: Callable[[int], int]) -> None:
+        """Put a membership into force, unless it is; all ranks do it at the end of the same step.
+
+        Args:
+            generation: that every rank has known in a step.
+            training_step_of: turns a step of the channel into one of training.
+        """
+        if generation <= self.generation:
+            return
+        agreed, before = self._known[generation], self.members
+        self.generation, self.members = generation, agreed.members
+        change = MembershipChange(
+            generation=generation,
+            rank=self.rank,
+            world_size=self.world_size,
+            members=self.members,
+            lost=tuple(rank for rank in before if rank not in self.members),
+            joined=tuple(rank for rank in self.members if rank not in before),
+            step=training_step_of(agreed.step) + 1,
+            reason=agreed.reason,
+        )
+        for listener in tuple(self.listeners):
+            listener(change)
+
+    def _say(self, text: str) -> None:
+        log.warning("rank %d: %s", self._own, text)
+        self._on_event(text, "warning")
