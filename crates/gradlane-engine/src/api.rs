@@ -17,7 +17,7 @@ pub use frame::{Payload, PayloadDest, Transmit};
 pub use input::Input;
 pub use job::{Job, JobId, Operation};
 pub use journal::{Call, Decision, Divergence, Journal, JournaledEngine};
-pub use options::{EngineOptions, FRAME_BYTES_DEFAULT};
+pub use options::{EngineOptions, GoingOn, FRAME_BYTES_DEFAULT};
 pub use queue_stats::{PeerQueueStats, QueueStats};
 pub use region::{BufferRef, Memory, Region};
 pub use staleness::{RankStaleness, Staleness};

@@ -4,13 +4,14 @@
 use crate::api::{BufferRef, Event, Job, Memory, Operation, Region};
 use crate::buffers::BufferTable;
 use crate::jobs::{JobQueue, Running, Task, Then};
+use crate::kept::{self, Kept, KeptResults};
 use crate::plan::Plan;
 use crate::rank_set::RankSet;
 use crate::session::Clock;
 use crate::squares::Squares;
 use crate::transmit::{Body, EncodeQueue, Message, OrderKey, OrderKeys, PriorityTable, Scheduler};
 use crate::worker::{Install, Worker};
-use alloc::collections::VecDeque;
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::format;
 use alloc::string::String;
 use alloc::sync::Arc;
@@ -33,6 +34,12 @@ pub(crate) struct Cx {
     pub(crate) events: VecDeque<Event>,
     pub(crate) worker: Worker,
     pub(crate) squares: Squares,
+    /// The last results, where training goes on without lost ranks.
+    pub(crate) kept: KeptResults,
+    /// Slices whose result of the current step existed when ranks were lost: it is not contributed to again.
+    pub(crate) settled: BTreeSet<SliceId>,
+    /// Slices whose result comes from this rank, in place of their owner, after ranks were lost.
+    pub(crate) spread_by: BTreeMap<SliceId, (Step, Rank)>,
     /// Why a component cannot go on: the engine ends the session.
     pub(crate) abort: Option<String>,
 }
@@ -50,7 +57,21 @@ impl Cx {
 
     /// All other ranks.
     pub(crate) fn others(&self) -> RankSet {
-        RankSet::all_but(self.plan.world_size, self.rank)
+        let mut others = RankSet::all_but(self.plan.world_size, self.rank);
+        self.plan.lost.iter().for_each(|rank| {
+            others.remove(rank);
+        });
+        others
+    }
+
+    /// Which rank a frame about a slice's result comes from: its owner, or one that has the result since
+    /// ranks were lost.
+    pub(crate) fn sender_of(&self, header: &FrameHeader) -> Rank {
+        let spread = self.spread_by.get(&header.slice).filter(|(step, _)| *step == header.step);
+        match spread {
+            Some(&(_, rank)) if header.kind == FrameKind::Broadcast => rank,
+            _ => self.plan.slice(header.slice).owner,
+        }
     }
 
     /// Priority of a slice's tensor in a step.
@@ -164,8 +185,35 @@ impl Cx {
     /// Where the bytes of a result's frame go; its first frame chooses. A `buffered` result lands in
     /// scratch whether or not the tensor's memory is open.
     pub(crate) fn place_result(&mut self, header: &FrameHeader, buffered: bool) -> Region {
+        // The result lands beside the contribution, which stays whole until the result is.
+        let keeps = self.kept.are_kept();
+        if header.offset == 0 {
+            self.forget_kept(header.slice);
+        }
         let Cx { plan, worker, buffers, .. } = self;
-        worker.place(plan, header, buffered, |bytes| buffers.acquire(bytes))
+        worker.place(plan, header, buffered || keeps, |bytes| buffers.acquire(bytes))
+    }
+
+    /// Keeps a result for ranks that may lack it, if results are kept.
+    pub(crate) fn keep_result(&mut self, slice: SliceId, buffer: BufferRef) {
+        if self.kept.are_kept() {
+            self.buffers.retain(buffer);
+            self.keep(slice, kept::Result::Buffer(buffer));
+        }
+    }
+
+    fn keep(&mut self, slice: SliceId, result: kept::Result) {
+        let step = self.worker.step();
+        if let Some(old) = self.kept.keep(slice, Kept { step, result }) {
+            self.release(old);
+        }
+    }
+
+    /// Forgets the kept result of a slice: the next one begins to arrive, so all have this one.
+    pub(crate) fn forget_kept(&mut self, slice: SliceId) {
+        if let Some(old) = self.kept.forget(slice) {
+            self.release(old);
+        }
     }
 }
 
@@ -187,6 +235,7 @@ impl Cx {
             PayloadForm::Raw => Operation::Copy { from, to },
             PayloadForm::Encoded => Operation::Decode { from, to },
         };
+        self.keep_result(slice, buffer);
         let (spent, then) = (Vec::from([buffer]), Then::Installed);
         self.start(operation, Running { slice, step, spent, then })
     }
@@ -270,6 +319,10 @@ impl Cx {
 
     /// A slice's result may be released.
     pub(crate) fn finish_slice(&mut self, slice: SliceId, has_value: bool) {
+        if self.kept.are_kept() && self.kept.of(slice, self.worker.step()).is_none() {
+            let empty = if has_value { kept::Result::Empty } else { kept::Result::Absent };
+            self.keep(slice, empty);
+        }
         self.worker.finish(&self.plan, slice, has_value, &mut self.events);
     }
 

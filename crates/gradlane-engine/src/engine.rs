@@ -1,6 +1,8 @@
 //! The engine: routes the driver's calls to components, and puts together what concerns several of them. The schemes move tensors (`schemes`), the session begins and ends
 //! (`session`), and everything that they share is in `cx`.
 
+mod lost_ranks;
+
 use crate::api::{
     EngineOptions, Event, Failure, Input, Job, JobId, Operation, Outstanding, PayloadDest,
     ProtocolError, QueueStats, Transmit, UsageError,
@@ -9,15 +11,17 @@ use crate::buffers::BufferTable;
 use crate::cx::Cx;
 use crate::gather;
 use crate::jobs::{Done, JobQueue, Running, Task, Then, Written};
+use crate::kept::KeptResults;
+use crate::membership::{Membership, MembershipOptions};
 use crate::plan::Plan;
 use crate::ps::{lacks_initial, StepEntry};
 use crate::schemes::Schemes;
-use crate::session::{Blame, Clock, PrioritySwitch, Session, REASON_BYTES_MAX};
+use crate::session::{Blame, Changes, Clock, PrioritySwitch, Session, REASON_BYTES_MAX};
 use crate::squares::Squares;
 use crate::transmit::{EncodeQueue, OrderKey, OrderKeys, PendingEncode, PriorityTable, Scheduler};
 use crate::violation::{violation, Validated};
 use crate::worker::{Submission, Worker};
-use alloc::collections::VecDeque;
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::format;
 use alloc::string::{String, ToString};
 use alloc::sync::Arc;
@@ -32,6 +36,9 @@ pub struct Engine {
     schemes: Schemes,
     session: Session,
     switch: PrioritySwitch,
+    /// Agreement on who goes on, where training does when ranks are lost.
+    membership: Option<Membership>,
+    changes: Changes,
     options: EngineOptions,
 }
 
@@ -50,10 +57,23 @@ impl Engine {
             let timeout = &mut options.progress_timeout;
             *timeout = timeout.saturating_add(*timeout / 4);
         }
+        let membership = options.going_on.as_ref().map(|it| {
+            let refused = plan.check_goes_on();
+            assert!(refused.is_ok(), "{refused:?}");
+            let options = MembershipOptions {
+                min_ranks: it.min_ranks,
+                collect: it.collect,
+                answer: it.answer,
+            };
+            Membership::new(rank, plan.world_size, options)
+        });
+        let kept = membership.as_ref().map(|_| KeptResults::new(&plan)).unwrap_or_default();
         Engine {
             schemes: Schemes::new(&plan, rank),
             session: Session::new(&plan, rank),
             switch: PrioritySwitch::default(),
+            membership,
+            changes: Changes::default(),
             cx: Cx {
                 rank,
                 generation: options.generation,
@@ -67,6 +87,9 @@ impl Engine {
                 events: VecDeque::new(),
                 worker: Worker::new(&plan),
                 squares: Squares::default(),
+                kept,
+                settled: BTreeSet::new(),
+                spread_by: BTreeMap::new(),
                 abort: None,
                 plan,
             },
@@ -170,7 +193,15 @@ impl Engine {
             Input::StepEnd(step) => self.end_step(step),
             Input::SwitchPriorities(priorities) => {
                 self.session.check_open()?;
+                if self.changes.are_under_way() {
+                    // The order of sending alone would change.
+                    return Ok(());
+                }
                 self.switch.announce(&mut self.cx, priorities)
+            }
+            Input::ClaimAnswered(generation, value) => {
+                self.claim_answered(generation, value.as_deref());
+                Ok(())
             }
             Input::UpdatesReady => {
                 self.schemes.ps.updates_ready(&mut self.cx);
@@ -199,6 +230,7 @@ impl Engine {
         }
         self.check_complete(step)?;
         self.cx.worker.begin(&self.cx.plan);
+        self.cx.settled.clear();
         self.cx.squares.enter(step);
         self.cx.clock.progressed();
         self.cx.enter_priorities(step);
@@ -289,7 +321,8 @@ impl Engine {
         self.cx.worker.submit(tensor, submission);
         self.cx.check_squares_are_wanted();
         self.cx.clock.progressed();
-        if !self.switch.holds(step, tensor) {
+        // While a membership changes, contributions wait for it.
+        if !self.changes.drop_slices() && !self.switch.holds(step, tensor) {
             self.contribute(tensor);
         }
         self.schemes.ps.on_submitted(&mut self.cx, tensor);
@@ -337,6 +370,9 @@ impl Engine {
 
     fn land(&mut self, from: Rank, header: &FrameHeader) -> Validated<PayloadDest> {
         self.cx.check_sender(from, header)?;
+        if self.drops(from, header.kind) {
+            return Ok(PayloadDest::Control);
+        }
         if header.kind.is_about_steps() {
             self.schemes.ps.check_control(&self.cx, from, header)?;
             return Ok(PayloadDest::Control);
@@ -356,6 +392,11 @@ impl Engine {
         aggregator.land(&mut self.cx, from, header)
     }
 
+    /// Whether a frame is of a membership that is over, or of a rank that is in none.
+    fn drops(&self, from: Rank, kind: FrameKind) -> bool {
+        self.cx.plan.lost.contains(from) || (self.changes.drop_slices() && !kind.is_control())
+    }
+
     /// The payload of the frame announced last by this peer is in place and its checksum is right.
     ///
     /// # Errors
@@ -367,6 +408,9 @@ impl Engine {
         if header.kind.is_control() {
             let what = format!("{:?} is a control frame", header.kind);
             return Err(ProtocolError { peer: from, what });
+        }
+        if self.drops(from, header.kind) {
+            return Ok(());
         }
         self.cx.clock.progressed();
         let scheme = self.cx.plan.tensor(header.tensor).scheme;
@@ -391,7 +435,17 @@ impl Engine {
     }
 
     fn take_control(&mut self, from: Rank, header: &FrameHeader, payload: &[u8]) -> Validated<()> {
+        if self.drops(from, header.kind) {
+            return Ok(());
+        }
         match header.kind {
+            FrameKind::Membership | FrameKind::Holdings | FrameKind::Resumed => {
+                self.take_change(from, header, payload)
+            }
+            // They are taken up anew from what all ranks have.
+            FrameKind::PlanSwitch | FrameKind::PlanSwitchAck if self.changes.drop_slices() => {
+                Ok(())
+            }
             kind if kind.is_about_steps() && self.session.has_ended() => Ok(()),
             kind if kind.is_about_steps() => {
                 self.schemes.ps.take_control(&mut self.cx, from, header, payload)
@@ -431,6 +485,9 @@ impl Engine {
 
     /// The kernel has a whole frame that `poll_transmit` gave out.
     pub fn handle_sent(&mut self, transmit: &Transmit) {
+        if self.session.has_lost(transmit.peer) && self.membership.is_some() {
+            return;
+        }
         self.cx.tx.sent(transmit);
         let header = &transmit.header;
         let last = header.flags.contains(FrameFlags::LAST);
@@ -560,7 +617,8 @@ impl Engine {
         // Whether a dedicated server waits is looked at when the time has come.
         let waits = self.cx.is_dedicated_server() || self.cx.worker.waits_for_others();
         let deadline = waits.then(|| self.cx.clock.deadline(self.options.progress_timeout));
-        self.decision_timeout().into_iter().chain(deadline).min()
+        let agreement = self.membership.as_ref().and_then(Membership::poll_timeout);
+        self.decision_timeout().into_iter().chain(deadline).chain(agreement).min()
     }
 
     /// When rank 0 wants [`Engine::handle_time`] to look again at the progress of the ranks.
@@ -576,6 +634,7 @@ impl Engine {
         if self.session.has_ended() {
             return;
         }
+        self.tell_membership_time();
         let now = self.cx.clock.now();
         if self.decision_timeout().is_some_and(|due| due <= now) {
             self.schemes.ps.decide(&mut self.cx);
@@ -616,6 +675,7 @@ impl Engine {
     /// After a call: ends the session where a component cannot go on, or says goodbye.
     fn settle(&mut self) {
         self.end_if_aborted();
+        self.advance_change();
         self.say_goodbye_when_done();
     }
 
@@ -642,7 +702,7 @@ impl Engine {
 
     /// While leaving: says goodbye once nothing is owed, and reports when all ranks have.
     fn say_goodbye_when_done(&mut self) {
-        if !self.session.is_leaving() {
+        if !self.session.is_leaving() || self.changes.are_under_way() {
             return;
         }
         let complete = !self.cx.worker.has_begun() || self.cx.worker.is_complete();
@@ -661,6 +721,7 @@ impl Engine {
         let idle = idle && self.cx.tx.is_idle() && self.schemes.ps.has_replied_to_all();
         if all_left && idle {
             self.schemes.ps.drop_states(&mut self.cx);
+            self.cx.kept.clear().into_iter().for_each(|buffer| self.cx.release(buffer));
             self.session.close(&mut self.cx);
         }
     }
@@ -702,7 +763,9 @@ impl Engine {
     /// goodbye that is in order.
     pub fn handle_peer_lost(&mut self, peer: Rank, reason: &str) {
         self.cx.tx.set_writable(peer, false);
-        if self.session.lose(peer) {
+        if self.membership.is_some() {
+            self.lose_connection(peer, reason);
+        } else if self.session.lose(peer) {
             let reason = format!("{peer} was lost: {reason}");
             self.fail(Blame::Rank(peer), &reason, false);
         }
@@ -717,6 +780,10 @@ impl Engine {
     /// A peer hears nothing of another one, and this rank hears both: the session fails on all ranks
     /// with the same words.
     pub fn blame_link(&mut self, one: Rank, other: Rank) {
+        if self.membership.is_some() {
+            // The ranks collect what each has lost, and agree on who leaves.
+            return;
+        }
         let (first, second) = (one.min(other), one.max(other));
         let reason = format!(
             "the link between {first} and {second} is cut: one hears nothing of the other, and \
@@ -738,6 +805,9 @@ impl Engine {
 
     fn peer_aborted(&mut self, peer: Rank, payload: &[u8]) {
         let (blame, text) = Blame::read(&self.cx.plan, payload);
+        if self.membership.is_some() {
+            return self.part_with(peer, &text);
+        }
         match blame {
             Blame::Link => self.fail(Blame::Link, &text, false),
             // A rank that was given up, and goes on, is told so as well.

@@ -22,6 +22,8 @@ mod cx;
 mod engine;
 mod gather;
 mod jobs;
+mod kept;
+mod membership;
 mod plan;
 mod ps;
 mod rank_set;

@@ -7,6 +7,7 @@
 
 mod build;
 mod codec;
+mod members;
 mod placement;
 mod ring_chunks;
 mod roles;
@@ -26,6 +27,7 @@ pub use strategy::{
 };
 
 use crate::api::{Memory, Region};
+use crate::rank_set::RankSet;
 use alloc::vec::Vec;
 use core::ops::Range;
 use gradlane_units::{Rank, SliceId, Step, TensorId};
@@ -75,6 +77,9 @@ pub struct Plan {
     pub tensors: Vec<TensorPlan>,
     /// All slices; those of a tensor are consecutive and in the order of its elements.
     pub slices: Vec<Slice>,
+    /// Ranks that were lost while training went on.
+    #[serde(skip)]
+    pub(crate) lost: RankSet,
 }
 
 impl Plan {
@@ -150,7 +155,7 @@ impl Plan {
         if step.is_initial() {
             1
         } else {
-            self.workers()
+            self.members().len()
         }
     }
 

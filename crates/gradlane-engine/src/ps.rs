@@ -14,6 +14,7 @@ use crate::api::{BufferRef, Job, Operation, Outstanding, PayloadDest, Region};
 use crate::contribution::Contribution;
 use crate::cx::Cx;
 use crate::jobs::{self, Done, Running, Then};
+use crate::kept;
 use crate::plan::{Plan, PullRule, Scheme, Slice, Synchrony};
 use crate::rank_set::RankSet;
 use crate::schemes::Aggregator;
@@ -84,6 +85,45 @@ impl ParameterServer {
         self.stragglers.fast_forward(plan.world_size, step);
     }
 
+    /// Ranks were lost: drops what the owners have, and owns what the new plan says, each slice in its
+    /// step.
+    pub(crate) fn own_anew(&mut self, cx: &mut Cx, step: impl Fn(SliceId) -> Step) {
+        self.owner.drain().into_iter().for_each(|buffer| cx.release(buffer));
+        self.owner = Owner::new(&cx.plan, cx.rank);
+        self.owner.skip_each_to(step);
+    }
+
+    /// A peer is lost: no result is owed to it.
+    pub(crate) fn forget_receiver(&mut self, cx: &mut Cx, peer: Rank) {
+        self.owner.forget_receiver(peer).into_iter().for_each(|buffer| cx.release(buffer));
+    }
+
+    /// Sends a result that this rank has to others that lack it, whoever owns the slice.
+    pub(crate) fn spread(&mut self, cx: &mut Cx, slice: SliceId, step: Step, to: &[Rank]) {
+        let mut lacking = RankSet::empty(cx.plan.world_size);
+        to.iter().for_each(|&rank| {
+            lacking.insert(rank);
+        });
+        let kept = cx.kept.of(slice, step).expect("a rank spreads what it said that it has");
+        let buffer = match kept {
+            kept::Result::Buffer(buffer) => Some(buffer),
+            kept::Result::Empty | kept::Result::Absent => None,
+        };
+        if let Some(buffer) = buffer {
+            cx.buffers.retain(buffer);
+        }
+        let priority = cx.priority(step, slice);
+        let mut message = result_message(cx, slice, step, (buffer, PayloadForm::Raw), priority);
+        if kept == kept::Result::Empty {
+            message.header.flags = FrameFlags::NONE;
+        }
+        let (form, to_send) = (PayloadForm::Raw, lacking.clone());
+        let to_pull = RankSet::empty(cx.plan.world_size);
+        self.owner.keep(slice, step, PendingBroadcast { buffer, form, to_pull, to_send, priority });
+        let key = cx.slice_key(step, priority, slice);
+        cx.tx.push_shared(lacking, key, message);
+    }
+
     /// Whether a rank's gradient counts in a step, as far as is known: rank 0's alone in step 0,
     /// every rank's later, but for stragglers that are left out.
     fn contributes(&self, cx: &Cx, rank: Rank, step: Step) -> bool {
@@ -121,7 +161,7 @@ impl Aggregator for ParameterServer {
         let contributes = self.contributes(cx, cx.rank, step);
         for slice in cx.plan.slices_of(tensor) {
             let owner = cx.plan.slice(slice).owner;
-            if !contributes {
+            if !contributes || cx.settled.contains(&slice) {
                 cx.push_sent(slice);
             } else if !absent && cx.own_form(slice) == PayloadForm::Encoded {
                 let key = cx.keys.slice(step, priority, tensor, slice);
@@ -149,7 +189,7 @@ impl Aggregator for ParameterServer {
             FrameKind::Push | FrameKind::Pull => cx.rank,
             _ => from,
         };
-        let right = cx.plan.slice(header.slice).owner;
+        let right = cx.sender_of(header);
         if right != owner {
             return violation(format!("{}, but {right} owns it", cx.describe(header)));
         }
@@ -367,7 +407,7 @@ impl ParameterServer {
     fn reduce(&mut self, cx: &mut Cx, slice: SliceId, all: Collected) {
         let Collected { step, priority, counted, .. } = all;
         // The mean over one rank is its gradient, which is in place already.
-        let is_result = cx.plan.world_size == 1
+        let is_result = cx.others().is_empty()
             && !cx.plan.updates_on_server(step)
             && cx.plan.strategy.synchrony != Synchrony::Async;
         if counted.iter().all(|&(_, it)| it == Contribution::Absent) {
@@ -414,6 +454,7 @@ fn start_reduce(cx: &mut Cx, slice: SliceId, step: Step, counted: &[(Rank, Contr
     let encoded = counted.iter().any(|(_, it)| it.form() == Some(PayloadForm::Encoded));
     let apply = cx.plan.updates_on_server(step);
     let form = if encoded && !apply { PayloadForm::Encoded } else { PayloadForm::Raw };
+    cx.forget_kept(slice);
     let reused = !encoded && !spent.is_empty();
     let buffer =
         if reused { spent.remove(0) } else { cx.buffers.acquire(cx.plan.bytes_as(slice, form)) };
@@ -466,7 +507,12 @@ impl ParameterServer {
                     cx.result_in_buffer(slice, buffer, form);
                 }
                 None if !in_place => cx.result_without_bytes(slice, false),
-                _ => cx.slice_done(slice, true),
+                _ => {
+                    if let Some(buffer) = buffer {
+                        cx.keep_result(slice, buffer);
+                    }
+                    cx.slice_done(slice, true);
+                }
             }
         }
         if let Some(buffer) = buffer {
@@ -564,6 +610,9 @@ impl ParameterServer {
     fn take_broadcast(&mut self, cx: &mut Cx, header: &FrameHeader) {
         if stragglers::is_early(cx, header.step) {
             return self.stragglers.take_early(header);
+        }
+        if header.flags.contains(FrameFlags::LAST) {
+            cx.spread_by.remove(&header.slice);
         }
         match cx.worker.receive(header) {
             Arrived::Part => {}

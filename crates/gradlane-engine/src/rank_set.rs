@@ -5,7 +5,7 @@ use alloc::vec::Vec;
 use gradlane_units::Rank;
 
 /// A set of ranks below a fixed world size.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RankSet {
     words: Vec<u64>,
     count: u32,

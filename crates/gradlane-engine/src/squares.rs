@@ -95,6 +95,11 @@ impl Cx {
     ) -> Result<(), UsageError> {
         let plan = &self.plan;
         plan.check_measurable_squares(tensors)?;
+        if self.kept.are_kept() {
+            let text =
+                "squares cannot be added up by owners that may be lost while training goes on";
+            return Err(UsageError::Argument(text.into()));
+        }
         if self.worker.has_submitted() {
             let text = "measure_squares comes before the step's first contribution";
             return Err(UsageError::Argument(text.into()));

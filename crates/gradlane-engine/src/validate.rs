@@ -4,7 +4,8 @@
 //! error that names peer, tensor and bytes, and changes nothing.
 
 use crate::cx::Cx;
-use crate::session::{PrioritySwitch, Session};
+use crate::membership::Membership;
+use crate::session::{Holdings, PrioritySwitch, Session};
 use crate::violation::{violation, Validated};
 use alloc::format;
 use gradlane_units::{Rank, SquareSum};
@@ -39,7 +40,22 @@ impl Cx {
                 }
                 violation(format!("a sum of squares of {length} bytes"))
             }
-            FrameKind::Suspect if length == 4 => Ok(()),
+            FrameKind::Membership => {
+                let most = Membership::message_bytes_max(self.plan.world_size);
+                if length as usize <= most {
+                    return Ok(());
+                }
+                violation(format!("a message on membership of {length} bytes; at most {most}"))
+            }
+            FrameKind::Holdings => {
+                let expected = Holdings::payload_bytes(&self.plan);
+                if length as usize == expected {
+                    return Ok(());
+                }
+                violation(format!("holdings of {length} bytes instead of {expected}"))
+            }
+            FrameKind::Suspect | FrameKind::Resumed if length == 4 => Ok(()),
+            FrameKind::Resumed => violation(format!("a resumption of {length} bytes")),
             FrameKind::Suspect => violation(format!("a suspicion of {length} bytes")),
             FrameKind::PlanSwitch => {
                 let expected = 8 + 4 * self.plan.tensors.len() as u64;
@@ -61,7 +77,9 @@ impl Cx {
         from: Rank,
         header: &FrameHeader,
     ) -> Validated<()> {
-        let serves = header.kind == FrameKind::Broadcast && self.plan.is_async(header.step);
+        let spreads = self.spread_by.get(&header.slice) == Some(&(header.step, from));
+        let serves =
+            header.kind == FrameKind::Broadcast && (self.plan.is_async(header.step) || spreads);
         if session.has_departed(from) && !serves {
             return violation(format!("{} after its goodbye", self.describe(header)));
         }

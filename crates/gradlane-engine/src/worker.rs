@@ -338,6 +338,11 @@ impl Worker {
         self.slots[slice.index()].take_early(early)
     }
 
+    /// Waits for all results that are not done from the beginning; buffers that some had begun to arrive in.
+    pub(crate) fn reset_results(&mut self) -> Vec<BufferRef> {
+        self.slots.iter_mut().filter_map(Slot::reset).collect()
+    }
+
     pub(crate) fn mark_push_sent(&mut self, slice: SliceId) {
         self.slots[slice.index()].mark_push_sent();
     }

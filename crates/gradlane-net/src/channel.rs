@@ -10,4 +10,5 @@ pub(crate) mod shared;
 mod waits;
 
 pub use blocks::{Block, Blocks};
+pub use completion::MembershipEvent;
 pub use handle::Channel;

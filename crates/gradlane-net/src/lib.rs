@@ -43,7 +43,7 @@ mod metrics;
 mod options;
 mod sys;
 
-pub use channel::{Block, Blocks, Channel};
+pub use channel::{Block, Blocks, Channel, MembershipEvent};
 pub use compute::{ResidualSquares, StateKind, StateRead, UpdateRule, UpdateRuleError};
 pub use connect::Listener;
 pub use error::{ChannelError, ChannelFailure};
@@ -53,4 +53,4 @@ pub use metrics::{
     Direction, JobEntry, JobKind, LeftOutSnapshot, MetricsSnapshot, PeerSnapshot, Refusal,
     StalenessSnapshot, StepParticipation, StragglerSnapshot, TraceEntry, WaitSnapshot,
 };
-pub use options::ChannelOptions;
+pub use options::{ChannelOptions, GoingOnOptions};

@@ -4,7 +4,7 @@
 //! socket is used.
 
 use crate::error::ChannelError;
-use gradlane_engine::FRAME_BYTES_DEFAULT;
+use gradlane_engine::{GoingOn, FRAME_BYTES_DEFAULT};
 use gradlane_wire::MAX_FRAME_BYTES;
 use serde::Deserialize;
 use std::time::Duration;
@@ -20,9 +20,12 @@ pub struct ChannelOptions {
     /// Job id: ranks of different jobs refuse each other.
     #[serde(default)]
     pub job: String,
-    /// Membership generation.
+    /// The job's incarnation.
     #[serde(default)]
     pub generation: u32,
+    /// How training goes on when ranks are lost; none: the session ends.
+    #[serde(default)]
+    pub going_on: Option<GoingOnOptions>,
     /// Payload bytes of a frame at most, or up to three times as many on connections so fast that a
     /// frame takes 3 ms at most. Preemption happens between frames.
     #[serde(default = "default_frame_bytes")]
@@ -83,6 +86,30 @@ pub struct ChannelOptions {
     pub journal: bool,
 }
 
+/// How training goes on when ranks are lost.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GoingOnOptions {
+    /// With fewer ranks than these the session ends.
+    pub min_ranks: u32,
+    /// How long to wait for what other ranks have lost before a membership is proposed, in seconds.
+    pub collect_s: f64,
+    /// How long to wait for answers to a proposal, in seconds.
+    pub answer_s: f64,
+}
+
+impl GoingOnOptions {
+    /// The engine's options.
+    #[must_use]
+    pub fn for_engine(&self) -> GoingOn {
+        GoingOn {
+            min_ranks: self.min_ranks,
+            collect: Duration::from_secs_f64(self.collect_s),
+            answer: Duration::from_secs_f64(self.answer_s),
+        }
+    }
+}
+
 /// Frames of this size also fill a short send buffer: smaller ones leave shaped ports idle more
 /// often (decision 5).
 const fn default_frame_bytes() -> u32 {
@@ -128,6 +155,7 @@ impl ChannelOptions {
             world_size,
             job: String::new(),
             generation: 0,
+            going_on: None,
             frame_bytes: default_frame_bytes(),
             credit_bytes: default_credit_bytes(),
             low_water_bytes: default_low_water_bytes(),
@@ -197,7 +225,13 @@ impl ChannelOptions {
         if self.io_threads == 0 || self.io_threads > 64 {
             return refuse(format!("io_threads is {}: use 1 to 64", self.io_threads));
         }
+        let going_on = self.going_on.as_ref();
+        if let Some(least) = going_on.map(|it| it.min_ranks).filter(|&it| it > self.world_size) {
+            return refuse(format!("min_ranks is {least} in a world of {}", self.world_size));
+        }
         for (name, value) in [
+            ("collect_s", going_on.map_or(1.0, |it| it.collect_s)),
+            ("answer_s", going_on.map_or(1.0, |it| it.answer_s)),
             ("silence_timeout_s", self.silence_timeout_s),
             ("progress_timeout_s", self.progress_timeout_s),
             ("connect_timeout_s", self.connect_timeout_s),

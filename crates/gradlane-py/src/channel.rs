@@ -6,9 +6,9 @@ use crate::listener::{spent, Listener};
 use crate::squares::root;
 use gradlane_net::{
     AdamOptions, Channel as CoreChannel, ChannelError as CoreError, ChannelOptions, Direction,
-    SgdOptions, StateKind, StateRead, UpdateRule, UserMemory,
+    MembershipEvent, SgdOptions, StateKind, StateRead, UpdateRule, UserMemory,
 };
-use gradlane_units::{Priority, SliceId, Step, TensorId};
+use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use serde::Deserialize;
@@ -139,6 +139,9 @@ impl Channel {
 /// Tensor, slice, and the sum of the squares of its residual.
 type SliceSquares = (u32, u32, f64);
 
+/// A row of `next_changes`.
+type MembershipRow = (&'static str, u32, Vec<u32>, u64, String);
+
 /// The memory at an address that Python vouches for.
 fn memory(pointer: usize, nbytes: usize) -> UserMemory {
     // SAFETY: the adapter keeps the tensor alive and untouched until it is ready or the channel has
@@ -253,6 +256,46 @@ impl Channel {
         Ok(requests.into_iter().map(|(tensor, step)| (tensor.0, step.0)).collect())
     }
 
+    /// News of the membership, where training goes on when ranks are lost, each once: (kind, generation,
+    /// members, step, text). Kind "members": from this step on training goes on with these, for the reason
+    /// in the text. Kind "claim": write the text into the store's register of this generation, unless it
+    /// holds one, and call `answer_claim`. Waits for some unless told not to.
+    #[pyo3(signature = (*, wait = true))]
+    fn next_changes(&self, py: Python<'_>, wait: bool) -> PyResult<Vec<MembershipRow>> {
+        let changes = if wait {
+            self.waiting(py, move |channel, interrupt| channel.next_changes(interrupt))?
+        } else {
+            self.channel.take_changes().map_err(translate)?
+        };
+        let numbers = |members: Vec<Rank>| members.into_iter().map(|rank| rank.0).collect();
+        let row = |event| match event {
+            MembershipEvent::ClaimNeeded { generation, value } => {
+                let text = value.iter().map(|byte| format!("{byte:02x}")).collect();
+                ("claim", generation, Vec::new(), 0, text)
+            }
+            MembershipEvent::Changed { generation, members, step, reason } => {
+                ("members", generation, numbers(members), step.0, reason)
+            }
+        };
+        Ok(changes.into_iter().map(row).collect())
+    }
+
+    /// Tell what the store's register of a generation holds; None: the store does not answer.
+    #[pyo3(signature = (generation, text))]
+    fn answer_claim(&self, generation: u32, text: Option<&str>) -> PyResult<()> {
+        let digits = |pair: &[u8]| {
+            let text = std::str::from_utf8(pair).ok()?;
+            u8::from_str_radix(text, 16).ok()
+        };
+        let read = |text: &str| text.as_bytes().chunks(2).map(digits).collect::<Option<Vec<u8>>>();
+        let value = text.map(|text| {
+            let what = format!("the register of generation {generation} holds {text:?}");
+            read(text).ok_or_else(|| PyValueError::new_err(what))
+        });
+        self.channel.answer_claim(generation, value.transpose()?);
+        Ok(())
+    }
+
     /// All ranks' blocks of a tensor that is ready, once; None before that.
     fn take_blocks(&self, tensor: u32, step: u64) -> PyResult<Option<Blocks>> {
         let blocks = self.channel.take_blocks(TensorId(tensor), Step(step)).map_err(translate)?;
@@ -305,7 +348,8 @@ impl Channel {
 
     /// Whether the owners can do that for the first so many tensors.
     fn has_measurable_squares(&self, tensors: u32) -> bool {
-        self.channel.plan().check_measurable_squares(TensorId(tensors)).is_ok()
+        !self.channel.goes_on()
+            && self.channel.plan().check_measurable_squares(TensorId(tensors)).is_ok()
     }
 
     /// Copy what encoding this rank's contributions to a tensor has lost to an address with room for

@@ -211,6 +211,9 @@ impl Run {
             | Event::Late { .. }
             | Event::BufferFree(_)
             | Event::Suspected { .. }
+            | Event::Disconnect(_)
+            | Event::ClaimNeeded { .. }
+            | Event::MembersChanged { .. }
             | Event::Closed => {}
         }
     }

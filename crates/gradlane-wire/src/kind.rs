@@ -50,6 +50,13 @@ wire_enum! {
         /// The squares of all means that the sender has reduced in the header's step, added up. Payload: as
         /// `SquareSum` of `gradlane-units` writes it.
         SquareSum = 11,
+        /// A message of the ranks that agree on the next membership, after some were lost.
+        Membership = 12,
+        /// The results that the sender has of the header's step, after ranks were lost. Payload: the
+        /// membership's generation as `u32`, then two bits a slice.
+        Holdings = 13,
+        /// The sender has taken up a membership and takes slices again. Payload: its generation as `u32`.
+        Resumed = 14,
         /// Piece of a slice's sum so far, from a rank to the next one of the ring. `hop` counts the
         /// contributions in it.
         RingReduce = 16,
@@ -88,6 +95,9 @@ impl FrameKind {
             FrameKind::Abort => "abort",
             FrameKind::Suspect => "suspect",
             FrameKind::SquareSum => "squaresum",
+            FrameKind::Membership => "membership",
+            FrameKind::Holdings => "holdings",
+            FrameKind::Resumed => "resumed",
             FrameKind::RingReduce => "ring-reduce",
             FrameKind::RingBroadcast => "ring-gather",
             FrameKind::Block => "block",

@@ -2,6 +2,7 @@
 #![allow(missing_docs, reason = "fields with the name of their type")]
 
 use crate::api::{BufferRef, Failure, Region};
+use alloc::string::String;
 use alloc::vec::Vec;
 use core::time::Duration;
 use gradlane_units::{Rank, SliceId, SquareSum, Step, TensorId};
@@ -94,6 +95,25 @@ pub enum Event {
         by: Rank,
         /// The one that it does not hear.
         suspect: Rank,
+    },
+    /// This rank is no longer connected to a peer that the others go on without: the driver closes the
+    /// connection, reads and writes nothing more for it, and calls
+    /// [`Engine::handle_peer_lost`](crate::Engine::handle_peer_lost).
+    Disconnect(Rank),
+    /// As many ranks are left as were lost: the driver writes this value into the register of this
+    /// generation in the job's store, unless that holds one, and tells what it holds
+    /// ([`Input::ClaimAnswered`](crate::Input::ClaimAnswered)).
+    ClaimNeeded { generation: u32, value: Vec<u8> },
+    /// Training goes on with these ranks alone.
+    MembersChanged {
+        /// Number of the membership; 0 is that of the start.
+        generation: u32,
+        /// In rank order.
+        members: Vec<Rank>,
+        /// The latest step that a member is in: its means may be over the members of before, or these.
+        step: Step,
+        /// Who was lost, and why; the same on all ranks.
+        reason: String,
     },
     /// The driver may free or reuse this buffer.
     BufferFree(BufferRef),

@@ -50,6 +50,9 @@ pub enum Input {
     /// Until updates are ready again, the driver replies to pushes with something else than
     /// parameters, which stay as they are.
     UpdatesPaused,
+    /// What the register in the job's store holds for a membership's generation; none: the store does not
+    /// answer. After [`Event::ClaimNeeded`](crate::Event::ClaimNeeded).
+    ClaimAnswered(u32, Option<Vec<u8>>),
     /// There will be no more steps: the engine sends what it owes, then goodbye. In the middle of a
     /// step that this rank has not finished contributing to, this is an abort.
     Finish,

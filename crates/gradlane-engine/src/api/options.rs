@@ -25,8 +25,21 @@ pub struct EngineOptions {
     pub encoded_ahead: usize,
     /// How long to wait for ranks that are alive but do not take part.
     pub progress_timeout: Duration,
-    /// Membership generation.
+    /// The job's incarnation: frames of another one are refused.
     pub generation: u32,
+    /// How training goes on when ranks are lost; none: the session ends.
+    pub going_on: Option<GoingOn>,
+}
+
+/// How training goes on when ranks are lost.
+#[derive(Clone, Debug)]
+pub struct GoingOn {
+    /// With fewer ranks than these the session ends.
+    pub min_ranks: u32,
+    /// How long to wait for what other ranks have lost before a membership is proposed.
+    pub collect: Duration,
+    /// How long to wait for answers to a proposal.
+    pub answer: Duration,
 }
 
 impl EngineOptions {
@@ -42,6 +55,7 @@ impl EngineOptions {
             encoded_ahead: 4,
             progress_timeout: Duration::from_secs(30 * 60),
             generation: 0,
+            going_on: None,
         }
     }
 }

@@ -7,6 +7,7 @@ use crate::plan::{
     CodecPlan, Granularity, Plan, Roles, Scheme, Slice, Strategy, TensorKind, TensorPlan,
     TensorSetting, TensorSpec, Update, RING_CHUNK_ELEMS,
 };
+use crate::rank_set::RankSet;
 use alloc::format;
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -68,8 +69,9 @@ impl Plan {
         let mut encoded_ring = RingPlacer::new(workers);
         let dedicated_servers = roles.dedicated_servers();
         let (slices, none) = (Vec::new(), Vec::new());
+        let lost = RankSet::default();
         let mut plan =
-            Plan { world_size, dedicated_servers, strategy, update, tensors: none, slices };
+            Plan { world_size, dedicated_servers, strategy, update, tensors: none, slices, lost };
         plan.check_dedicated_servers()?;
         for (index, tensor) in tensors.into_iter().enumerate() {
             let TensorSetting { spec, scheme, codec } = tensor.into();

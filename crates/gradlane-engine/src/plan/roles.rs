@@ -87,11 +87,15 @@ impl Plan {
     /// Whether a rank trains.
     #[must_use]
     pub fn trains(&self, rank: Rank) -> bool {
-        rank.0 < self.workers()
+        rank.0 < self.workers() && !self.lost.contains(rank)
     }
 
     /// Ranks that train, but this one.
     pub(crate) fn workers_but(&self, rank: Rank) -> RankSet {
-        RankSet::all_but(self.workers(), rank)
+        let mut others = RankSet::all_but(self.workers(), rank);
+        self.lost.iter().for_each(|lost| {
+            others.remove(lost);
+        });
+        others
     }
 }

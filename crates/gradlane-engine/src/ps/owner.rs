@@ -172,7 +172,12 @@ impl Owner {
 
     /// Goes on as if results of all steps before this one had been delivered.
     pub(super) fn skip_to(&mut self, step: Step) {
-        self.slices.values_mut().for_each(|owned| owned.step = step);
+        self.skip_each_to(|_| step);
+    }
+
+    /// The same, for a step of each slice.
+    pub(super) fn skip_each_to(&mut self, step: impl Fn(SliceId) -> Step) {
+        self.slices.iter_mut().for_each(|(&slice, owned)| owned.step = step(slice));
     }
 
     pub(super) fn get(&self, slice: SliceId) -> Option<&OwnedSlice> {
@@ -202,6 +207,19 @@ impl Owner {
         let behind =
             |it: &OwnedSlice| header.step < it.step || (header.step == it.step && it.reducing);
         plan.drops_stragglers(header.step) && self.get(header.slice).is_some_and(behind)
+    }
+
+    /// Drops all contributions and results that are owed; their buffers.
+    pub(super) fn drain(&mut self) -> Vec<BufferRef> {
+        let mut buffers = Vec::new();
+        for owned in self.slices.values_mut() {
+            let whole = owned.contributions.take_whole();
+            buffers.extend(whole.iter().filter_map(|(_, contribution)| contribution.buffer()));
+            buffers.extend(owned.contributions.take_arriving().iter().map(|(_, it)| it.buffer));
+        }
+        buffers
+            .extend(core::mem::take(&mut self.broadcasts).into_values().filter_map(|it| it.buffer));
+        buffers
     }
 
     /// All owned slices.
@@ -238,6 +256,20 @@ impl Owner {
             return None;
         }
         self.broadcasts.remove(&(slice, step))?.buffer
+    }
+
+    /// No result is owed to a rank any more; buffers that were owed to it alone.
+    pub(super) fn forget_receiver(&mut self, rank: Rank) -> Vec<BufferRef> {
+        let mut buffers = Vec::new();
+        self.broadcasts.retain(|_, pending| {
+            pending.to_pull.remove(rank);
+            pending.to_send.remove(rank);
+            if pending.to_send.is_empty() {
+                buffers.extend(pending.buffer);
+            }
+            !pending.to_send.is_empty()
+        });
+        buffers
     }
 
     /// Whether no result is owed to any rank.

@@ -117,12 +117,32 @@ impl Session {
         departed.find(|&(_, last)| last < step)
     }
 
+    /// The connection to a member is gone, and training goes on; whether this rank still needs the peer. After
+    /// its own goodbye it needs nobody: those that lack something notice the loss themselves.
+    pub(crate) fn lose_member(&mut self, peer: Rank) -> bool {
+        self.lost.insert(peer);
+        if self.goodbye_said {
+            let last = self.last_departed();
+            self.departed.entry(peer).or_insert(last);
+        }
+        !self.has_departed(peer)
+    }
+
     /// The connection to a peer is gone; whether this rank still needs it.
     pub(crate) fn lose(&mut self, peer: Rank) -> bool {
         self.lost.insert(peer);
         // An owner that serves to the end is needed until every rank has left, this one included.
         let serves = self.serves_to_the_end && !self.goodbye_said;
         !self.has_departed(peer) || serves
+    }
+
+    /// Peers whose connections are gone.
+    pub(crate) fn lost(&self) -> &RankSet {
+        &self.lost
+    }
+
+    pub(crate) fn has_lost(&self, peer: Rank) -> bool {
+        self.lost.contains(peer)
     }
 
     /// Asks the other ranks whether they hear a peer; whether there is a rank to ask.

@@ -87,6 +87,12 @@ impl PrioritySwitch {
         Ok(())
     }
 
+    /// Ranks were lost: all go on with the newest priorities that all have.
+    pub(crate) fn settle(&mut self, cx: &mut Cx, version: u32) {
+        self.pending = None;
+        cx.priorities.forget_after(version);
+    }
+
     /// Holds back this rank's contribution of a tensor, if the switch needs it; whether it does.
     pub(crate) fn holds(&mut self, step: Step, tensor: TensorId) -> bool {
         let pending = self.pending.as_mut().filter(|it| step >= it.hold_from);

@@ -65,6 +65,11 @@ impl OrderKeys {
 }
 
 impl OrderKey {
+    /// Whether it is that of a control message.
+    pub(crate) fn is_control(self) -> bool {
+        self.urgency == i64::MIN
+    }
+
     /// The same, after everything of its step that has still to be reduced.
     pub(crate) fn on_second_leg(self) -> OrderKey {
         OrderKey { is_second_leg: true, ..self }

@@ -61,6 +61,11 @@ impl PriorityTable {
         version
     }
 
+    /// Forgets versions after this one, none of which is in force.
+    pub(crate) fn forget_after(&mut self, version: u32) {
+        self.versions.retain(|it| it.version <= version);
+    }
+
     /// The version that begins with this step, if one does. Versions before the last step's go.
     pub(crate) fn enter(&mut self, step: Step) -> Option<u32> {
         while self.versions.len() > 1 && self.versions[1].from.next() <= step {

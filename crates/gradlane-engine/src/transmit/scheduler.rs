@@ -45,6 +45,10 @@ pub(crate) struct Scheduler {
     shared: BTreeMap<OrderKey, Shared>,
     /// Peers that can take at least an empty frame now.
     open: RankSet,
+    /// Whether control messages alone are handed out.
+    slices_held: bool,
+    /// Peers that are lost: nothing is queued for them.
+    forgotten: RankSet,
 }
 
 impl Scheduler {
@@ -61,16 +65,23 @@ impl Scheduler {
             heads: BTreeSet::new(),
             shared: BTreeMap::new(),
             open: RankSet::empty(world_size),
+            slices_held: false,
+            forgotten: RankSet::empty(world_size),
         }
     }
 
     /// Queues a message to one peer.
     pub(crate) fn push(&mut self, peer: Rank, key: OrderKey, message: Message) {
-        self.insert(peer, key, Arc::new(message));
+        if !self.forgotten.contains(peer) {
+            self.insert(peer, key, Arc::new(message));
+        }
     }
 
     /// Queues a message to several peers as one entry.
-    pub(crate) fn push_shared(&mut self, owed: RankSet, key: OrderKey, message: Message) {
+    pub(crate) fn push_shared(&mut self, mut owed: RankSet, key: OrderKey, message: Message) {
+        self.forgotten.iter().for_each(|rank| {
+            owed.remove(rank);
+        });
         if !owed.is_empty() {
             self.shared.insert(key, Shared { message: Arc::new(message), owed });
         }
@@ -136,6 +147,41 @@ impl Scheduler {
         self.heads.clear();
     }
 
+    /// Drops everything queued but control messages; frames handed out stay accounted for.
+    pub(crate) fn clear_slices(&mut self) {
+        self.shared.retain(|key, _| key.is_control());
+        for rank in (0..self.peers.len() as u32).map(Rank) {
+            let before = self.peers[rank.index()].head();
+            self.peers[rank.index()].queue.retain(|entry| entry.message.header.kind.is_control());
+            self.reindex(rank, before);
+        }
+    }
+
+    /// Hands out control messages alone, or all again.
+    pub(crate) fn hold_slices(&mut self, held: bool) {
+        self.slices_held = held;
+    }
+
+    /// Forgets a peer that is lost: nothing that was handed out for it is read any more.
+    pub(crate) fn forget(&mut self, rank: Rank) {
+        self.forgotten.insert(rank);
+        let peer = &mut self.peers[rank.index()];
+        let before = peer.head();
+        peer.queue.clear();
+        peer.in_flight_bytes = 0;
+        peer.writable = false;
+        self.reindex(rank, before);
+        self.shared.retain(|_, entry| {
+            entry.owed.remove(rank);
+            !entry.owed.is_empty()
+        });
+    }
+
+    /// Whether nothing that was handed out for a peer is on its way to the kernel.
+    pub(crate) fn has_nothing_in_flight(&self, rank: Rank) -> bool {
+        self.peers[rank.index()].in_flight_bytes == 0
+    }
+
     /// Whether nothing is queued and nothing is in flight.
     pub(crate) fn is_idle(&self) -> bool {
         self.shared.is_empty()
@@ -168,6 +214,10 @@ impl Scheduler {
         }
         let shared = self.first_shared();
         let head = self.heads.first().copied();
+        let first = head.map(|(key, _)| key).into_iter().chain(shared.map(|(key, _)| key)).min();
+        if self.slices_held && !first?.is_control() {
+            return None;
+        }
         match (head, shared) {
             (None, None) => None,
             (Some((key, peer)), None) => Some(self.emit_unicast(key, peer)),

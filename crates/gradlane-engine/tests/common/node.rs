@@ -19,8 +19,8 @@ pub struct Node {
     pub tensors: Vec<Vec<f32>>,
     pub parameters: Vec<Vec<f32>>,
     buffers: BTreeMap<u32, Vec<u8>>,
-    pub(super) jobs: Vec<Job>,
-    pub(super) unsent: VecDeque<Transmit>,
+    pub jobs: Vec<Job>,
+    pub unsent: VecDeque<Transmit>,
     pub ready: Vec<(TensorId, Step, bool)>,
     pub completed: Vec<Step>,
     pub applied: Vec<Applied>,
@@ -37,6 +37,10 @@ pub struct Node {
     pub squares: Vec<(Step, SquareSum)>,
     pub failure: Option<Failure>,
     pub suspicions: Vec<(Rank, Rank)>,
+    /// `Event::ClaimNeeded` and `Event::MembersChanged`.
+    pub membership: Vec<Event>,
+    /// Peers whose connections are to be closed.
+    pub disconnected: Vec<Rank>,
     pub closed: bool,
     pub dead: bool,
     /// Whether it sends nothing for now, so that what it would send waits in its queues.
@@ -62,10 +66,15 @@ pub struct Applied {
 
 impl Node {
     pub fn new(plan: &Arc<Plan>, rank: u32, frame_bytes: u32, credit_bytes: u64) -> Node {
+        let options = EngineOptions { frame_bytes, credit_bytes, ..EngineOptions::new(Rank(rank)) };
+        Node::with_options(plan, options)
+    }
+
+    pub fn with_options(plan: &Arc<Plan>, options: EngineOptions) -> Node {
         let zeros = |plan: &Plan| {
             plan.tensors.iter().map(|it| vec![0.0; it.spec.numel as usize]).collect::<Vec<_>>()
         };
-        let options = EngineOptions { frame_bytes, credit_bytes, ..EngineOptions::new(Rank(rank)) };
+        let rank = options.rank.0;
         let mut engine = Engine::new(options, plan.clone());
         for peer in (0..plan.world_size).filter(|&peer| peer != rank) {
             engine.handle_writable(Rank(peer), true);
@@ -88,6 +97,8 @@ impl Node {
             squares: Vec::new(),
             failure: None,
             suspicions: Vec::new(),
+            membership: Vec::new(),
+            disconnected: Vec::new(),
             closed: false,
             dead: false,
             silent: false,
@@ -130,7 +141,7 @@ impl Node {
         bytes[region.offset as usize..(region.offset + region.length) as usize].to_vec()
     }
 
-    pub(super) fn write(&mut self, region: Region, payload: &[u8]) {
+    pub fn write(&mut self, region: Region, payload: &[u8]) {
         assert_eq!(payload.len() as u64, region.length);
         if let Memory::Buffer(buffer) = region.memory {
             self.buffers.entry(buffer.id).or_insert_with(|| vec![0; buffer.bytes as usize]);
@@ -228,7 +239,7 @@ impl Node {
     }
 
     /// Does a job; the bytes of an encoding, where they vary.
-    pub(super) fn execute(&mut self, job: &Job) -> Option<u64> {
+    pub fn execute(&mut self, job: &Job) -> Option<u64> {
         let slice = job.slice;
         let sums = self.engine.plan().scale_bytes(slice).is_some();
         match &job.operation {
@@ -335,6 +346,10 @@ impl Node {
                     self.buffers.remove(&buffer.id);
                 }
                 Event::Suspected { by, suspect } => self.suspicions.push((by, suspect)),
+                Event::ClaimNeeded { .. } | Event::MembersChanged { .. } => {
+                    self.membership.push(event);
+                }
+                Event::Disconnect(peer) => self.disconnected.push(peer),
                 Event::Closed => self.closed = true,
                 Event::Failed(failure) => self.failure = Some(failure),
             }

@@ -4,7 +4,7 @@
 //! takes a lock only while a thread waits.
 
 use crate::sys::lock;
-use gradlane_units::{SquareSum, Step, TensorId};
+use gradlane_units::{Rank, SquareSum, Step, TensorId};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -23,7 +23,27 @@ pub(crate) enum WaitTarget {
     AnyTensor(Step),
     /// Blocks of a tensor whose root this rank is.
     RootRequest,
+    /// News of the membership.
+    Membership,
     End,
+}
+
+/// News of the membership, for the application.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "fields with the name of their type")]
+pub enum MembershipEvent {
+    /// The register of this generation in the job's store decides, and should get this value
+    /// ([`Channel::answer_claim`](crate::Channel::answer_claim)).
+    ClaimNeeded { generation: u32, value: Vec<u8> },
+    /// Training goes on with these members.
+    Changed {
+        generation: u32,
+        members: Vec<Rank>,
+        /// The latest step that a member was in.
+        step: Step,
+        /// Who was lost, and why.
+        reason: String,
+    },
 }
 
 #[derive(Debug)]
@@ -51,6 +71,7 @@ pub(crate) struct CompletionTable {
     ended: AtomicU64,
     finished: Mutex<VecDeque<(Step, TensorId, bool)>>,
     root_requests: Mutex<VecDeque<(TensorId, Step)>>,
+    membership: Mutex<VecDeque<MembershipEvent>>,
     waiting: AtomicUsize,
     waiters: Mutex<Vec<Waiter>>,
 }
@@ -68,6 +89,7 @@ impl CompletionTable {
             ended: AtomicU64::new(0),
             finished: Mutex::default(),
             root_requests: Mutex::default(),
+            membership: Mutex::default(),
             waiting: AtomicUsize::new(0),
             waiters: Mutex::default(),
         }
@@ -87,6 +109,7 @@ impl CompletionTable {
                 return lock(&self.finished).iter().any(|&(at, ..)| at == step)
             }
             WaitTarget::RootRequest => return !lock(&self.root_requests).is_empty(),
+            WaitTarget::Membership => return !lock(&self.membership).is_empty(),
             WaitTarget::End => (&self.ended, Step(0)),
         };
         table.load(Ordering::SeqCst) > step.0
@@ -127,6 +150,17 @@ impl CompletionTable {
     /// Takes all root requests since the last call.
     pub(crate) fn take_root_requests(&self) -> Vec<(TensorId, Step)> {
         lock(&self.root_requests).drain(..).collect()
+    }
+
+    /// Publishes news of the membership.
+    pub(crate) fn publish_change(&self, event: MembershipEvent) {
+        lock(&self.membership).push_back(event);
+        self.signal(WaitTarget::Membership);
+    }
+
+    /// Takes all news of the membership since the last call.
+    pub(crate) fn take_changes(&self) -> Vec<MembershipEvent> {
+        lock(&self.membership).drain(..).collect()
     }
 
     /// Publishes a complete step.

@@ -40,6 +40,7 @@ pub struct Channel {
     pub(super) shared: Arc<Shared>,
     pub(super) plan: Arc<Plan>,
     pub(super) rank: Rank,
+    goes_on: bool,
     pub(super) guard: Mutex<ApiGuard>,
     threads: Mutex<Option<Threads>>,
     /// The process that has the threads.
@@ -66,6 +67,9 @@ impl Channel {
     ) -> Result<Channel, ChannelError> {
         options.validate()?;
         let plan = read_plan(plan_json, options)?;
+        if options.going_on.is_some() {
+            plan.check_goes_on()?;
+        }
         if peers.len() != options.world_size as usize {
             return Err(ChannelError::Argument(format!(
                 "{} addresses of peers for a world of {} ranks",
@@ -114,13 +118,20 @@ impl Channel {
         let threads = Mutex::new(Some(Threads { io, acceptor: mesh.acceptor }));
         let process_id = std::process::id();
         let forgotten = AtomicBool::new(false);
-        Ok(Channel { shared, plan, rank, guard, threads, process_id, forgotten })
+        let goes_on = options.going_on.is_some();
+        Ok(Channel { shared, plan, rank, goes_on, guard, threads, process_id, forgotten })
     }
 
     /// The plan.
     #[must_use]
     pub fn plan(&self) -> &Plan {
         &self.plan
+    }
+
+    /// Whether training goes on when ranks are lost.
+    #[must_use]
+    pub fn goes_on(&self) -> bool {
+        self.goes_on
     }
 
     /// This rank.

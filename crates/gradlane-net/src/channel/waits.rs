@@ -1,12 +1,12 @@
 //! Waits of application threads for tensors, steps and decisions.
 
 use super::handle::Channel;
-use crate::channel::completion::WaitTarget;
+use crate::channel::completion::{MembershipEvent, WaitTarget};
 use crate::channel::guard::ApiGuard;
 use crate::channel::shared::Command;
 use crate::error::ChannelError;
 use crate::sys::lock;
-use gradlane_engine::UsageError;
+use gradlane_engine::{Input, UsageError};
 use gradlane_units::{SquareSum, Step, TensorId};
 use std::time::{Duration, Instant};
 
@@ -202,6 +202,41 @@ impl Channel {
             }
             self.shared.completion.wait(WaitTarget::RootRequest, INTERRUPT_INTERVAL);
         }
+    }
+
+    /// Waits for news of the membership, where training goes on when ranks are lost: each once, in order.
+    ///
+    /// # Errors
+    /// When the session is over, or the wait was interrupted.
+    pub fn next_changes(
+        &self,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<MembershipEvent>, ChannelError> {
+        loop {
+            let changes = self.take_changes()?;
+            if !changes.is_empty() {
+                return Ok(changes);
+            }
+            if interrupt() {
+                return Err(ChannelError::Interrupted);
+            }
+            self.shared.completion.wait(WaitTarget::Membership, INTERRUPT_INTERVAL);
+        }
+    }
+
+    /// Returns it without a wait; there may be none.
+    ///
+    /// # Errors
+    /// When the session is over.
+    pub fn take_changes(&self) -> Result<Vec<MembershipEvent>, ChannelError> {
+        self.shared.outcome_error().map_or(Ok(()), Err)?;
+        Ok(self.shared.completion.take_changes())
+    }
+
+    /// Tells what the register of a generation holds in the job's store; `None`: the store does not
+    /// answer.
+    pub fn answer_claim(&self, generation: u32, value: Option<Vec<u8>>) {
+        self.shared.command(Command::Engine(Input::ClaimAnswered(generation, value)));
     }
 
     /// Returns them without a wait; there may be none.

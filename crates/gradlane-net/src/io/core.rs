@@ -6,6 +6,7 @@ use super::connection::Connection;
 use super::driver::ShutdownCause;
 use super::frame_writer::{OutgoingFrame, OutgoingPayload};
 use crate::channel::blocks;
+use crate::channel::completion::MembershipEvent;
 use crate::channel::shared::{Command, Shared};
 use crate::compute::job_runner::JobRunner;
 use crate::flow::Pacer;
@@ -88,6 +89,8 @@ pub(super) struct Core {
     pub(super) commands: Vec<Command>,
     /// By I/O thread: its peers with frames in their outbox, the most urgent first.
     pub(super) chosen: Vec<Vec<Rank>>,
+    /// Peers that the other ranks go on without, and whose connections their threads have to close.
+    pub(super) to_disconnect: Vec<Rank>,
     /// Set once; then all threads stop.
     pub(super) shutdown: Option<ShutdownCause>,
 }
@@ -187,6 +190,19 @@ impl Core {
                 if self.heard_recently(suspect) {
                     self.engine.blame_link(by, suspect);
                 }
+            }
+            Event::Disconnect(rank) => {
+                self.to_disconnect.push(rank);
+                if let Some(Some(peer)) = self.peers.get(rank.index()) {
+                    self.shared.wake(peer.thread);
+                }
+            }
+            Event::ClaimNeeded { generation, value } => {
+                completion.publish_change(MembershipEvent::ClaimNeeded { generation, value });
+            }
+            Event::MembersChanged { generation, members, step, reason } => {
+                let changed = MembershipEvent::Changed { generation, members, step, reason };
+                completion.publish_change(changed);
             }
             Event::Closed => self.end(ShutdownCause::Closed),
             Event::Failed(failure) => self.end(ShutdownCause::Failed(failure)),
@@ -367,8 +383,14 @@ impl Core {
         }
     }
 
+    /// Whether the session goes on without peers that are lost.
+    pub(super) fn goes_on(&self) -> bool {
+        self.options.going_on.is_some()
+    }
+
     /// Loses a peer: nothing can arrive from it any more. Only the thread of its connection may
-    /// call this, since it reads no more of the peer's bytes.
+    /// call this, since it reads no more of the peer's bytes; where the session goes on it has dropped
+    /// the connection with all borrows of memory.
     pub(super) fn lose(&mut self, rank: Rank, reason: &str) {
         let Some(Some(peer)) = self.peers.get_mut(rank.index()) else {
             return;
@@ -377,6 +399,8 @@ impl Core {
             return;
         }
         peer.writable = false;
+        let dropped = peer.outbox.drain(..).filter(|frame| frame.is_counted()).count() as u64;
+        self.shared.metrics.outgoing_frames.fetch_sub(dropped, Ordering::Relaxed);
         // The socket is closed later; an unwatched one is in order.
         let poller = &self.shared.pollers[peer.thread];
         let _ = peer.socket.watch(poller, u64::from(rank.0), Interest::End);

@@ -10,7 +10,7 @@ use crate::connect::FrameSeals;
 use crate::flow::{ConnectionFlow, PortPacing};
 use crate::memory::MemoryTable;
 use crate::metrics::straggler_stats::ContributionTimes;
-use crate::options::ChannelOptions;
+use crate::options::{ChannelOptions, GoingOnOptions};
 use crate::sys::lock;
 use crate::sys::poller::Interest;
 use crate::sys::socket::Socket;
@@ -65,6 +65,7 @@ impl Driver {
             encoded_ahead: options.encoded_ahead,
             progress_timeout: options.progress_timeout(),
             generation: options.generation,
+            going_on: options.going_on.as_ref().map(GoingOnOptions::for_engine),
         };
         let mut engine = JournaledEngine::new(engine_options, Arc::clone(plan), options.journal);
         let sent_to = plan.peers_sent_to(Rank(options.rank)) as usize;
@@ -100,6 +101,7 @@ impl Driver {
             connected_at: None,
             commands: Vec::new(),
             chosen: vec![Vec::new(); threads],
+            to_disconnect: Vec::new(),
             shutdown: None,
         };
         Ok(Driver { core: Mutex::new(core), connections })

@@ -55,6 +55,11 @@ impl OutgoingFrame {
         OutgoingFrame { header, encoded: None, payload, transmit }
     }
 
+    /// Whether the engine has chosen the frame.
+    pub(super) fn is_counted(&self) -> bool {
+        self.transmit.is_some()
+    }
+
     fn length(&self) -> usize {
         HEADER_BYTES + self.payload.bytes().len()
     }
@@ -260,6 +265,11 @@ impl FrameWriter {
         if let Some(frame) = self.queue.pop_front() {
             sent(&frame.header, frame.transmit);
         }
+    }
+
+    /// How many frames wait that the engine has chosen.
+    pub(super) fn counted_frames(&self) -> u64 {
+        self.queue.iter().filter(|frame| frame.is_counted()).count() as u64
     }
 
     /// Ends all borrows of registered memory. A frame that has begun is copied or sealed, so that the stream

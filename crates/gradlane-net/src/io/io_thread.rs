@@ -102,6 +102,7 @@ impl<'a> IoThread<'a> {
     /// Ends a turn: sends everything that the engine asks for. Returns the sleep until the next turn, or
     /// `None` when the session has ended.
     pub(super) fn send(&mut self) -> Option<Sleep> {
+        self.disconnect();
         self.check_keepalive();
         let hurry = self.pump();
         let mut core = self.core();

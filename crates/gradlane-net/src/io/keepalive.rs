@@ -18,6 +18,7 @@ impl IoThread<'_> {
         let silence = core.options.silence_timeout();
         let is_async = core.is_async();
         let mut next = now + silence;
+        let mut silent: Vec<(Rank, String)> = Vec::new();
         for (index, connection) in self.connections.iter_mut().enumerate() {
             let rank = Rank(index as u32);
             let (Some(connection), true) = (connection, core.is_open(rank)) else {
@@ -52,9 +53,12 @@ impl IoThread<'_> {
                          link between {first} and {second} is cut (longer pauses of these: \
                          silence_timeout_s)"
                     );
-                    core.lose(rank, &reason);
+                    silent.push((rank, reason));
                 }
             }
+        }
+        for (rank, reason) in silent {
+            self.lose(&mut core, rank, &reason);
         }
         // At most once a millisecond, the resolution of the poller.
         self.next_keepalive_check = next.max(now + Duration::from_millis(1));

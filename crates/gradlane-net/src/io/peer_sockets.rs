@@ -11,6 +11,7 @@ use crate::sys::lock;
 use crate::sys::poller::Interest;
 use gradlane_units::Rank;
 use std::io;
+use std::sync::atomic::Ordering;
 
 /// Bytes read from one connection before others get their turn.
 const RECEIVE_TURN_BYTES: usize = 512 << 10;
@@ -57,7 +58,32 @@ impl IoThread<'_> {
     /// Loses a peer whose socket fails, after reading it: a peer that gives up says why and closes.
     fn on_send_error(&mut self, rank: Rank, error: &io::Error) {
         while self.receive(rank) > 0 {}
-        self.core().lose(rank, &format!("connection failed: {error}"));
+        self.lose(&mut self.core(), rank, &format!("connection failed: {error}"));
+    }
+
+    /// Loses a peer. Where the session goes on, its connection ends, and with it all borrows of memory.
+    pub(super) fn lose(&mut self, core: &mut Core, rank: Rank, reason: &str) {
+        if core.goes_on() {
+            if let Some(connection) = self.connections[rank.index()].take() {
+                // The peer may still be there, and is to notice.
+                let _ = connection.socket.end_stream();
+                let dropped = connection.writer.counted_frames();
+                core.shared.metrics.outgoing_frames.fetch_sub(dropped, Ordering::Relaxed);
+            }
+        }
+        core.lose(rank, reason);
+    }
+
+    /// Closes the connections of this thread's peers that the other ranks go on without.
+    pub(super) fn disconnect(&mut self) {
+        let mut core = self.core();
+        let all = std::mem::take(&mut core.to_disconnect);
+        let (own, others): (Vec<Rank>, Vec<Rank>) =
+            all.into_iter().partition(|rank| self.connections[rank.index()].is_some());
+        core.to_disconnect = others.into_iter().filter(|&rank| core.is_open(rank)).collect();
+        for rank in own {
+            self.lose(&mut core, rank, "the other ranks go on without it");
+        }
     }
 
     fn set_writable(&mut self, core: &mut Core, rank: Rank, writable: bool) {
@@ -134,7 +160,7 @@ impl IoThread<'_> {
         }
         match result {
             Ok(()) => {}
-            Err(Fault::Lost(reason)) => core.lose(rank, &reason),
+            Err(Fault::Lost(reason)) => self.lose(&mut core, rank, &reason),
             Err(Fault::ProtocolViolation(what)) => {
                 core.engine.reject_peer(rank, &format!("{rank} {what}"));
             }

@@ -210,6 +210,7 @@ impl Metrics {
             | WaitTarget::Squares(_)
             | WaitTarget::Contributors(_)
             | WaitTarget::RootRequest
+            | WaitTarget::Membership
             | WaitTarget::End => {}
         }
     }
