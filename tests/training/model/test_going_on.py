@@ -1,4 +1,4 @@
-"""Training that goes on when ranks are lost: the same bits on all survivors, over the sets that count."""
+"""Training that goes on when ranks are lost: the same bits on all survivors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ import gradlane
 from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.rendezvous.membership import MembershipChange
 from tests.training.model.fake_core import FakeCore, World
-from tests.training.model.models import same_bits
 from tests.training.model.ranks import run_ranks
 
 LAST_STEP = 7
 FATAL_STEP = 3
 
 
-class Died(Exception):
+class DiedError(Exception):
     """A rank's end."""
 
 
@@ -85,7 +84,7 @@ def train(
 
     def reached(now: str) -> None:
         if step == FATAL_STEP and now == moment and own in victims:
-            raise Died(f"at {moment}")
+            raise DiedError(f"at {moment}")
 
     model = Model(reached)
     optimizer = optimizer_of(model)
@@ -120,7 +119,7 @@ def test_survivors_equal_the_reference(
         4, lambda one: train(one, victims, moment), core=core, expect_errors=True, going_on=True
     )
     survivors = [rank for rank in range(4) if rank not in victims]
-    assert all(isinstance(results[rank], Died) for rank in victims)
+    assert all(isinstance(results[rank], DiedError) for rank in victims)
     expected = reference(core.world, 4)
     before, used = core.world.used[(FATAL_STEP - 1, 0)][1], core.world.used[(LAST_STEP, 0)]
     assert before == [0, 1, 2, 3] and used == (survivors, survivors)
@@ -128,9 +127,9 @@ def test_survivors_equal_the_reference(
     for rank in survivors:
         parameters, buffers, changes, places = results[rank]
         for one, right in zip(parameters, expected, strict=True):
-            assert same_bits(one, right)
+            assert torch.equal(one, right)
         for one, other in zip(buffers, results[survivors[0]][1], strict=True):
-            assert same_bits(one, other)
+            assert torch.equal(one, other)
         # Steps whose buffers went with the first rank do not count; the others do.
         assert LAST_STEP - 3 <= int(buffers[-1]) <= LAST_STEP
         assert (int(buffers[-1]) == LAST_STEP) or victims == (0,)
@@ -138,7 +137,7 @@ def test_survivors_equal_the_reference(
         place = survivors.index(rank)
         assert (change.rank, change.world_size, change.members) == (place, 3, tuple(survivors))
         assert (change.lost, change.joined, change.generation) == (victims, (), 1)
-        assert "gave up: Died: at" in change.reason
+        assert "gave up: DiedError: at" in change.reason
         assert FATAL_STEP < change.step <= step + 1
         told = told or (step, replace(change, rank=0))
         assert told == (step, replace(change, rank=0))
@@ -160,7 +159,7 @@ def test_ranks_are_lost_one_after_the_other() -> None:
     expected = reference(core.world, 5)
     for rank in (1, 2, 4):
         parameters, _, changes, places = results[rank]
-        assert all(map(same_bits, parameters, expected))
+        assert all(map(torch.equal, parameters, expected))
         assert changes[-1][1].members == (1, 2, 4)
         assert sorted(rank for _, change in changes for rank in change.lost) == [0, 3]
         assert [change.generation for _, change in changes] in ([1, 2], [2])
@@ -172,9 +171,9 @@ def test_half_of_the_ranks_asks_the_store() -> None:
     results = run_ranks(
         2, lambda one: train(one, (0,), "before"), core=core, expect_errors=True, going_on=True
     )
-    assert isinstance(results[0], Died)
+    assert isinstance(results[0], DiedError)
     parameters, _, changes, _ = results[1]
-    assert all(map(same_bits, parameters, reference(core.world, 2)))
+    assert all(map(torch.equal, parameters, reference(core.world, 2)))
     assert [change.members for _, change in changes] == [(1,)]
 
 
@@ -211,7 +210,7 @@ def test_ranks_that_train_unlike_are_still_found() -> None:
         session.prepare(model, optimizer)
         for step in range(1, LAST_STEP + 1):
             if own == 1 and step == FATAL_STEP:
-                raise Died
+                raise DiedError
             if own == 3 and step == FATAL_STEP + 2:
                 optimizer.param_groups[0]["lr"] = 0.2
             loss_of(model, own, step).backward()
@@ -248,7 +247,7 @@ def test_numbers_of_all_members_are_gathered() -> None:
     results = run_ranks(3, body, going_on=True)
     for found, parameters in results:
         assert found == [[[rank, 2**80, -1] for rank in range(3)], [[], long, []]]
-        assert all(map(same_bits, parameters, results[0][1]))
+        assert all(map(torch.equal, parameters, results[0][1]))
 
 
 def test_a_rank_is_lost_while_numbers_are_gathered() -> None:
@@ -258,7 +257,7 @@ def test_a_rank_is_lost_while_numbers_are_gathered() -> None:
         changes: list[Any] = []
         session.on_membership(changes.append)
         if session.rank == 0:
-            raise Died
+            raise DiedError
         found = session.gather_integers([10 * session.rank])
         assert (session.rank, session.world_size) == (changes[0].rank, 2)
         return found
@@ -365,7 +364,7 @@ def test_calls_that_need_all_ranks_are_refused_after_a_loss() -> None:
         optimizer = optimizer_of(model)
         session.prepare(model, optimizer)
         if session.rank == 0:
-            raise Died
+            raise DiedError
         loss_of(model, session.rank, 1).backward()
         optimizer.step()
         session.synchronize()
@@ -376,7 +375,7 @@ def test_calls_that_need_all_ranks_are_refused_after_a_loss() -> None:
             session.prepare(model, optimizer)
 
     results = run_ranks(3, body, expect_errors=True, going_on=True)
-    assert isinstance(results[0], Died) and results[1:] == [None, None]
+    assert isinstance(results[0], DiedError) and results[1:] == [None, None]
 
 
 def test_without_going_on_nothing_is_gathered_and_a_loss_ends_all() -> None:
@@ -387,7 +386,7 @@ def test_without_going_on_nothing_is_gathered_and_a_loss_ends_all() -> None:
         with pytest.raises(gradlane.UsageError, match="going_on=True"):
             session.gather_integers([1])
         if session.rank == 0:
-            raise Died
+            raise DiedError
         loss_of(model, session.rank, 1).backward()
         optimizer.step()
         session.synchronize()
