@@ -20,7 +20,7 @@ $(shell printf 'PYTHON ?= %s\nCONSTRAINTS ?= %s\n' '$(PYTHON)' '$(CONSTRAINTS)' 
 	cmp -s $(CHOICE).new $(CHOICE) && rm $(CHOICE).new || mv $(CHOICE).new $(CHOICE))
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml
 
-.PHONY: demo test test-rust test-python test-neon faults fuzz lint bench docs format wheels clean build
+.PHONY: demo test test-rust test-python test-neon faults swarm fuzz lint bench docs format wheels clean build
 
 demo: build
 	$(BIN)/gradlane demo
@@ -41,6 +41,13 @@ SEED ?= 1
 COUNT ?= 200
 faults: build
 	$(BIN)/python -m tests.faults --seed $(SEED) --count $(COUNT)
+
+# Clusters in virtual time whose ranks are killed, stopped and cut off at any moment: as many seeds, and every
+# kill point of a small one.
+SEEDS ?= 1000000
+swarm: .cache/tools
+	GRADLANE_SWARM=$(SEEDS) cargo test --release -p gradlane-engine --lib membership::tests -- --nocapture
+	GRADLANE_SWARM=$(SEEDS) cargo test --release -p gradlane-engine --test going_on -- --nocapture
 
 # By emulation on other machines than aarch64; says what to install. CI does not run it.
 test-neon: .cache/tools

@@ -2,8 +2,8 @@
 //! at any moment, in virtual time. Whatever is lost and when, those that are left finish every step with
 //! the same bits, and each mean is over one membership.
 //!
-//! `GRADLANE_SWARM=1000000 cargo test --release -p gradlane-engine --test going_on swarm` runs as many
-//! seeds; a failure prints its own.
+//! `GRADLANE_SWARM=1000000` runs as many seeds (`make swarm`), `GRADLANE_SWARM_FIRST=N` begins with seed N;
+//! a failure prints its own.
 
 mod common;
 
@@ -12,9 +12,9 @@ mod world;
 
 use world::{Fault, Setting, World};
 
-/// Seeds to run: some, or as many as the environment says.
-fn seeds(default: u64) -> u64 {
-    std::env::var("GRADLANE_SWARM").ok().and_then(|it| it.parse().ok()).unwrap_or(default)
+/// A number from the environment.
+fn number(variable: &str) -> Option<u64> {
+    std::env::var(variable).ok().and_then(|it| it.parse().ok())
 }
 
 #[test]
@@ -29,8 +29,12 @@ fn nothing_is_lost_when_nothing_fails() {
 
 #[test]
 fn swarm_of_faults() {
-    for seed in 0..seeds(3_000) {
+    let first = number("GRADLANE_SWARM_FIRST").unwrap_or(0);
+    for seed in first..first + number("GRADLANE_SWARM").unwrap_or(10_000) {
         World::with_drawn_faults(seed).run_and_check(seed);
+        if seed % 100_000 == 99_999 {
+            eprintln!("{} seeds", seed + 1);
+        }
     }
 }
 
@@ -41,7 +45,7 @@ fn every_moment_at_which_any_rank_can_die() {
     world.run();
     world.check(1);
     let actions = world.actions();
-    let stride = if seeds(0) > 0 { 1 } else { 7 };
+    let stride = if number("GRADLANE_SWARM").is_some() { 1 } else { 7 };
     for rank in 0..setting.ranks {
         for action in (u64::from(rank)..actions).step_by(stride) {
             let mut world = World::new(&setting, 1);

@@ -87,6 +87,37 @@ def whatif(
         str | None,
         typer.Option(help="A rank that is stopped for moments: rank=3,share=0.1,burst=500ms."),
     ] = None,
+    mtbf: Annotated[
+        str | None,
+        typer.Option(
+            help="Mean time between failures of one machine, such as 6h: tells what faults cost, "
+            "with and without going on. The ranks of a node fail together (--ranks-per-node); "
+            "else each rank is a machine."
+        ),
+    ] = None,
+    restart_time: Annotated[
+        str | None,
+        typer.Option(help="From the start of a process until it can train. 60s if absent."),
+    ] = None,
+    replacement_time: Annotated[
+        str | None,
+        typer.Option(help="Until another machine is there in place of a lost one. 5min if absent."),
+    ] = None,
+    detection_time: Annotated[
+        str | None,
+        typer.Option(help="Until others know of a loss. silence_timeout_s, 30s, if absent."),
+    ] = None,
+    checkpoint_interval: Annotated[
+        str | None,
+        typer.Option(help="Training between two checkpoints. The best one if absent."),
+    ] = None,
+    checkpoint_time: Annotated[
+        str | None,
+        typer.Option(
+            help="How long training stands still for a checkpoint. A copy of parameters and "
+            "optimizer state if absent."
+        ),
+    ] = None,
     batch_time_s: Annotated[
         float | None, typer.Option(help="Compute time of a batch, in place of the profile's.")
     ] = None,
@@ -114,6 +145,7 @@ def whatif(
     from gradlane.formats.rates import parse_rate
     from gradlane.planning.simulation import lists
     from gradlane.planning.simulation.costs import MachineCosts, read_costs
+    from gradlane.planning.simulation.faults import parse_faults
     from gradlane.planning.simulation.profiles import find_profile
     from gradlane.planning.simulation.scenarios import LATE_JITTER, LATE_STEPS, STRATEGIES, Cluster
     from gradlane.planning.simulation.straggler import parse_straggler
@@ -122,6 +154,14 @@ def whatif(
     from gradlane.training.options.stragglers import WAIT
 
     require_writable(json_path, html_path, trace)
+    faults = parse_faults(
+        mtbf,
+        restart_time=restart_time,
+        replacement_time=replacement_time,
+        detection_time=detection_time,
+        checkpoint_interval=checkpoint_interval,
+        checkpoint_time=checkpoint_time,
+    )
     numbers = lists.parse_workers(workers)
     node_sizes = lists.parse_node_sizes(ranks_per_node)
     # What gradlane does by itself where nodes have several workers.
@@ -161,6 +201,7 @@ def whatif(
         codecs=codecs,
         ranks_per_node=node_sizes,
         rules=rules,
+        faults=faults,
         trace_path=trace,
         html_path=html_path,
         json_path=json_path,

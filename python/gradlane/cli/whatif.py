@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,10 @@ from gradlane.planning.advice.advice import (
     text_of_required_links,
 )
 from gradlane.planning.advice.causes import find_cause, limit_beyond_link
+from gradlane.planning.advice.faults import COLUMNS, cells_of, faults_json
 from gradlane.planning.advice.pictures import Picture, clusters_with_pictures, picture_of
 from gradlane.planning.simulation.effects import check_effects
+from gradlane.planning.simulation.faults import FaultSettings, fault_cost
 from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.scenarios import FORMULAS, Cluster, run_scenario, scenario_of
@@ -46,6 +48,7 @@ def run_whatif(
     codecs: Sequence[str] = (RAW,),
     ranks_per_node: Sequence[int] = (1,),
     rules: Sequence[str] = (WAIT,),
+    faults: FaultSettings | None = None,
     trace_path: Path | None = None,
     html_path: Path | None = None,
     json_path: Path | None = None,
@@ -65,13 +68,20 @@ def run_whatif(
         ranks_per_node: how many share a node and its port; numbers that do not go with one of
             `workers` are left out there.
         rules: what happens to ranks that are late.
+        faults: how often machines are lost; None: what faults cost is not computed.
         trace_path: where the timeline of the only combination goes, for Perfetto or Chrome.
         html_path: where an interactive page goes.
-        json_path: where `profile` (its figures), `rows`, `answers` and `needs` go.
+        json_path: where `profile` (its figures), `rows`, `answers` and `needs` go, and `faults`
+            where there are any.
 
     Raises:
         ValueError: a combination makes no sense, or several are to have one timeline.
     """
+    if faults is not None and base.serving:
+        raise ValueError(
+            "--mtbf knows nothing of servers that only serve: give --servers 3, for example, or "
+            "leave --mtbf out"
+        )
     check_effects(
         strategies,
         base,
@@ -124,7 +134,7 @@ def run_whatif(
                 profile, cluster_of[id(row)], row, link_is_enough=link_is_enough
             ),
         )
-    content = {
+    content: dict[str, Any] = {
         "profile": {
             "model": profile.model,
             "batch_size": profile.batch_size,
@@ -137,6 +147,10 @@ def run_whatif(
         "answers": [answer.to_json() for answer in answers],
         "needs": [need.to_json() for need in needs],
     }
+    if faults is not None:
+        content["faults"] = faults_json(
+            faults, [fault_cost(faults, row, profile.size_bytes) for row in rows]
+        )
     if html_path is not None:
         from gradlane.planning.advice.page import report_from_whatif
 
@@ -144,6 +158,8 @@ def run_whatif(
     if json_path is not None:
         write_json(json_path, content)
     _print(console, profile, rows, answers, needs)
+    if faults is not None:
+        _print_faults(console, content["faults"])
     for path in (html_path, json_path):
         if path is not None:
             console.print(f"wrote {path}", highlight=False)
@@ -232,6 +248,18 @@ def _print(
     for answer in answers:
         console.print(answer.text, highlight=False)
     for sentence in text_of_required_links(needs):
+        console.print(sentence, highlight=False)
+
+
+def _print_faults(console: Console, faults: Mapping[str, Any]) -> None:
+    table = Table(title=faults["assumptions"], title_justify="left", title_style="")
+    for name in COLUMNS:
+        is_text = name == "strategy"
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=is_text)
+    for cost in faults["rows"]:
+        table.add_row(*("-" if cell is None else str(cell) for cell in cells_of(cost)))
+    console.print(table)
+    for sentence in faults["verdicts"]:
         console.print(sentence, highlight=False)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from gradlane.formats.rates import format_rate
 from gradlane.planning.advice.causes import GOAL
+from gradlane.planning.advice.faults import COLUMNS, cells_of
 from gradlane.report.page import (
     Block,
     Cell,
@@ -65,8 +66,9 @@ def report_from_whatif(
     """Write a page about simulated clusters.
 
     Args:
-        content: `profile`, `rows`, `answers` and `needs` as `gradlane whatif --json` writes them;
-            `tensors` and `pictures` (one step of some of the clusters) where there are any.
+        content: `profile`, `rows`, `answers` and `needs` as `gradlane whatif --json` writes them,
+            and `faults` where `--mtbf` was given; `tensors` and `pictures` (one step of some of
+            the clusters) where there are any.
         path: the HTML file to write.
         command: the command line; None: that of this process.
 
@@ -83,6 +85,8 @@ def report_from_whatif(
         sections.append(Section("What 95 % takes", _needs(content["needs"])))
     if content.get("answers"):
         sections.append(Section("In words", [_answers(content["answers"])]))
+    if content.get("faults"):
+        sections.append(Section("What faults cost", _faults(content["faults"])))
     codecs = dict.fromkeys(str(row.get("codec") or RAW) for row in rows)
     sections.append(Section("All rows", [_all_rows(rows, codec) for codec in codecs]))
     sections.append(Section("", [_computed(profile, rows, command)]))
@@ -274,6 +278,12 @@ def _need(need: Mapping[str, Any]) -> str:
 def _answers(answers: Sequence[Mapping[str, Any]]) -> Details:
     summary = f"The answer for each of {len(answers)} clusters"
     return Details(summary, [str(answer["text"]) for answer in answers])
+
+
+def _faults(faults: Mapping[str, Any]) -> list[Block]:
+    cells: list[list[Cell]] = [[*cells_of(cost)] for cost in faults["rows"]]
+    sentences = [Paragraph(text) for text in faults["verdicts"]]
+    return [*sentences, Table(COLUMNS, cells, faults["assumptions"])]
 
 
 def _all_rows(rows: Sequence[Row], codec: str) -> Table:

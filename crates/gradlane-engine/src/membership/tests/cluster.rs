@@ -58,7 +58,7 @@ impl Conditions {
     }
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(super) enum Accident {
     /// The process ends: connections are closed.
     Kill(u32),
@@ -209,7 +209,7 @@ impl Cluster {
         let rank = match &event {
             Event::Packet { to, .. } => *to,
             Event::Silence { rank, .. } | Event::Answer { rank, .. } | Event::Timer(rank) => *rank,
-            Event::Accident(accident) => return self.cause(accident.clone()),
+            Event::Accident(accident) => return self.cause(*accident),
             Event::Resume(rank) => return self.resume(*rank),
             Event::Claim { .. } => return self.write_register(event),
         };

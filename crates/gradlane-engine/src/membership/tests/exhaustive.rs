@@ -7,7 +7,7 @@ use std::panic::{catch_unwind, AssertUnwindSafe};
 /// Runs a cluster in which ranks die at these events; returns how many events there were.
 fn run(conditions: &Conditions, first: &Accident, kills: &[(u32, u32)]) -> u32 {
     let mut cluster = Cluster::new(conditions.clone(), 7);
-    cluster.plan(MS, first.clone());
+    cluster.plan(MS, *first);
     if let Accident::Cut(one, other) = *first {
         cluster.plan(MS, Accident::Cut(other, one));
     }

@@ -274,7 +274,8 @@ proptest! {
 
 #[test]
 fn the_rank_with_most_lost_connections_leaves_and_of_several_the_highest() {
-    let cases: [(&[(u32, u32)], &[u32], &str); 4] = [
+    type Case<'a> = (&'a [(u32, u32)], &'a [u32], &'a str);
+    let cases: [Case; 4] = [
         (&[(1, 3)], &[0, 1, 2], "the link between rank 1 and rank 3 is cut (reset): rank 3 leaves"),
         (&[(3, 1), (1, 3)], &[0, 1, 2], "the link between rank 1 and rank 3 is cut (reset): rank 3 leaves"),
         (

@@ -123,7 +123,7 @@ fn partition(dice: &mut Dice, conditions: Conditions, seed: u64) {
     let world = conditions.world;
     let groups = 2 + u64::from(dice.below(4) == 0);
     let mut group: Vec<u64> = (0..world).map(|_| dice.below(groups)).collect();
-    if world % 2 == 0 && dice.below(2) == 0 {
+    if world.is_multiple_of(2) && dice.below(2) == 0 {
         // Even splits are rare by themselves.
         (0..world).for_each(|rank| group[rank as usize] = 0);
         while 2 * group.iter().filter(|&&it| it == 1).count() < world as usize {
