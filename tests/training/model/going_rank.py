@@ -30,10 +30,11 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.first = nn.Linear(64, 300)
-        self.norm = nn.BatchNorm1d(300)
-        self.second = nn.Linear(300, 300)
-        self.third = nn.Linear(300, 8)
+        # Each tensor is one slice.
+        self.first = nn.Linear(64, 200)
+        self.norm = nn.BatchNorm1d(200)
+        self.second = nn.Linear(200, 200)
+        self.third = nn.Linear(200, 8)
 
     def forward(self, values: Tensor) -> Tensor:
         hidden = torch.relu(self.norm(self.first(values)))
