@@ -41,10 +41,10 @@ class Model(nn.Module):
         return self.third(torch.relu(self.second(hidden)))  # type: ignore[no-any-return]
 
 
-def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+def loss_of(model: nn.Module, rank: int, step: int) -> Any:
     """Return the loss of a rank's batch; ranks are numbered as at the start."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    loss: Tensor = (model(torch.randn(4, 64, generator=generator)) - 1.0).square().mean()
+    loss: Any = (model(torch.randn(4, 64, generator=generator)) - 1.0).square().mean()
     return loss
 
 

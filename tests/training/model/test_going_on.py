@@ -45,9 +45,9 @@ class Model(nn.Module):
         return self.second(torch.relu(self.norm(self.first(values))))  # type: ignore[no-any-return]
 
 
-def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+def loss_of(model: nn.Module, rank: int, step: int) -> Any:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    loss: Tensor = (model(torch.randn(4, 6, generator=generator)) - 1.0).square().mean()
+    loss: Any = (model(torch.randn(4, 6, generator=generator)) - 1.0).square().mean()
     return loss
 
 

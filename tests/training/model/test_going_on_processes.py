@@ -137,7 +137,7 @@ def check_reference(states: list[list[Tensor]], world_size: int, survivors: list
     words = []
     is_new = False
     for step, state in enumerate(states, 1):
-        gradients = []
+        gradients: list[dict[str, Any]] = []
         for rank in range(world_size):
             model.zero_grad()
             loss_of(model, rank, step).backward()
@@ -154,7 +154,6 @@ def check_reference(states: list[list[Tensor]], world_size: int, survivors: list
             optimizer.load_state_dict(copy.deepcopy(saved))
             for name, parameter in model.named_parameters():
                 total = gradients[ranks[0]][name]
-                assert total is not None
                 for rank in ranks[1:]:
                     total = total + gradients[rank][name]
                 parameter.grad = total / len(ranks)
