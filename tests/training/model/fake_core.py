@@ -89,6 +89,14 @@ class World:
         self.results: dict[tuple[int, int], torch.Tensor] = {}
         self.priorities: list[list[int]] = []
         self.calls: list[tuple[Any, ...]] = []
+        self.goes_on = False
+        self.tears = False
+        """Whether the first half of a mean is over a lost rank, too, if that has contributed."""
+        self.lost: set[int] = set()
+        self.steps: dict[int, int] = {}
+        self.changes: list[tuple[str, int, list[int], int, str]] = []
+        self.used: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        """The ranks that the two halves of each mean are over, by step and tensor."""
 
     @property
     def world_size(self) -> int:
@@ -111,6 +119,30 @@ class World:
     def gathers(self, tensor: int) -> bool:
         return bool(self.plan["tensors"][tensor].get("scheme") == "gather")
 
+    @property
+    def alive(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank not in self.lost]
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Go on without a rank; half of a world asks the job's store first."""
+        with self.changed:
+            before = len(self.alive)
+            self.lost.add(rank)
+            kind = "claim" if 2 * len(self.alive) == before else "members"
+            self.changes.append((kind, *self.next_members(reason)))
+            if kind == "members":
+                self.settle()
+            self.changed.notify_all()
+
+    def next_members(self, reason: str) -> tuple[int, list[int], int, str]:
+        generation = 1 + sum(kind == "members" for kind, *_ in self.changes)
+        return generation, self.alive, max(self.steps[rank] for rank in self.alive), reason
+
+    def settle(self) -> None:
+        for step in list(self.rounds):
+            for tensor in self.members(step):
+                self.land(step, tensor)
+
     def lend(self, rank: int, step: int, tensor: int, lent: Lent) -> None:
         with self.changed:
             mine = self.round(step).lent.setdefault(tensor, {})
@@ -132,7 +164,7 @@ class World:
         """Write a tensor's result wherever it can be written by now."""
         current = self.round(step)
         lent = current.lent.get(tensor, {})
-        if len(lent) < self.world_size or (step > 0 and tensor in self.held):
+        if any(rank not in lent for rank in self.alive) or (step > 0 and tensor in self.held):
             return
         serves = self.plan["update"] == "server" and step > 0
         if tensor not in current.ready:
@@ -145,7 +177,7 @@ class World:
                 self.results[(step, tensor)] = self.updated(step, tensor, mean) if serves else mean
         landed = current.landed.setdefault(tensor, set())
         for rank, one in lent.items():
-            if rank in landed or (serves and rank not in current.ended):
+            if rank in landed or rank in self.lost or (serves and rank not in current.ended):
                 continue
             landed.add(rank)
             if not current.ready[tensor]:
@@ -160,17 +192,25 @@ class World:
             values = lent[0].values
             assert values is not None
             return values
+        status = "statuses" in self.plan["tensors"][tensor]["name"]
+        before = sorted(lent) if self.tears and not status else self.alive
+        self.used[(step, tensor)] = (before, self.alive)
+        first, second = (self.mean_over(ranks, tensor, lent) for ranks in (before, self.alive))
+        half = len(first) // 2
+        return torch.cat([first[:half], second[half:]])
+
+    def mean_over(self, ranks: list[int], tensor: int, lent: dict[int, Lent]) -> torch.Tensor:
         dtype = self.dtype(tensor)
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         total: torch.Tensor | None = None
-        for rank in range(self.world_size):
+        for rank in ranks:
             values = lent[rank].values
             term = torch.zeros(lent[rank].nbytes // dtype.itemsize, dtype=wide, device="cpu")
             if values is not None:
                 term = values.to(wide)
             total = term if total is None else total + term
         assert total is not None
-        return (total / self.world_size).to(dtype)
+        return (total / len(ranks)).to(dtype)
 
     def updated(self, step: int, tensor: int, mean: torch.Tensor) -> torch.Tensor:
         if step in self.reads:
@@ -275,6 +315,7 @@ class FakeChannel:
         self.step = -1
         self.own_failure: str | None = None
         self.measured = (0, -1)
+        self.changes_seen = 0
         with world.changed:
             world.joined.add(rank)
             world.changed.notify_all()
@@ -305,6 +346,7 @@ class FakeChannel:
         assert step == self.step + 1, (step, self.step)
         assert step == 0 or self._complete(step - 1)
         self.step = step
+        self.world.steps[self.rank] = step
         self.world.rounds.pop(step - 3, None)
 
     def step_pass(self, step: int) -> None:
@@ -351,6 +393,29 @@ class FakeChannel:
     def next_root_requests(self, *, wait: bool = True) -> list[tuple[int, int]]:
         raise NotImplementedError("real ranks do that")
 
+    def next_changes(self, *, wait: bool = True) -> list[tuple[str, int, list[int], int, str]]:
+        world = self.world
+        with world.changed:
+            world.changed.wait_for(lambda: len(world.changes) > self.changes_seen or self.is_over())
+            rows = world.changes[self.changes_seen :]
+            self.changes_seen += len(rows)
+            if not rows:
+                raise ChannelError("the session is over", self.step, None)
+            return rows
+
+    def is_over(self) -> bool:
+        world = self.world
+        return bool(world.failure) or self.rank in world.finished or self.rank in world.lost
+
+    def answer_claim(self, generation: int, members: list[int] | None) -> None:
+        if members != self.world.alive:
+            self.world.fail(f"the other half may go on: the store holds {members}", None)
+            return
+        with self.world.changed:
+            self.world.changes.append(("members", *self.world.next_members("claimed")))
+            self.world.settle()
+            self.world.changed.notify_all()
+
     def take_blocks(self, tensor: int, step: int) -> FakeBlocks | None:
         self._check()
         lent = self.world.round(step).lent[tensor]
@@ -373,7 +438,8 @@ class FakeChannel:
 
     def has_measurable_squares(self, tensors: int) -> bool:
         gathers = any(self.world.gathers(tensor) for tensor in range(tensors))
-        return self.world.plan["update"] == "worker" and not gathers
+        serves = self.world.plan["update"] == "server"
+        return not (serves or gathers or self.world.goes_on)
 
     def measure_squares(self, tensors: int, step: int) -> None:
         self._check()
@@ -493,9 +559,12 @@ class FakeChannel:
         with self.world.changed:
             self.world.finished.add(self.rank)
             self.world.changed.notify_all()
-            self._wait_for(lambda: len(self.world.finished) == self.world.world_size)
+            self._wait_for(lambda: self.world.finished.issuperset(self.world.alive))
 
     def abort(self, reason: str) -> None:
+        if self.world.goes_on:
+            self.world.lose(self.rank, f"rank {self.rank} gave up: {reason}")
+            return
         self.world.fail(f"rank {self.rank} gave up: {reason}", self.rank, max(self.step - 1, 0))
 
     def forget_in_child(self) -> None:
@@ -512,8 +581,9 @@ class FakeCore:
     ChannelError = ChannelError
     ChannelTimeout = ChannelTimeout
 
-    def __init__(self, timeout_s: float = 20.0) -> None:
+    def __init__(self, timeout_s: float = 20.0, *, tears: bool = False) -> None:
         self.worlds: dict[str, World] = {}
+        self.tears = tears
         self.timeout_s = timeout_s
         self._lock = threading.Lock()
 
@@ -554,6 +624,7 @@ class FakeCore:
         assert len(peers) == options["world_size"]
         with self._lock:
             world = self.worlds.setdefault(options["job"], World(json.loads(plan_json)))
+            world.goes_on, world.tears = "going_on" in options, self.tears
         return FakeChannel(world, options["rank"], self.timeout_s)
 
     @property

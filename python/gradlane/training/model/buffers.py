@@ -277,7 +277,7 @@ class BufferPack:
             slot.note()
 
     def _is_unchanged(self) -> bool:
-        """Return whether the first rank has nothing new; an accelerator is not waited for to find out."""
+        """Return whether the first rank has nothing new; an accelerator is not waited for."""
         if self._device.type != "cpu":
             return False
         if torch.equal(self._words, self._sent):

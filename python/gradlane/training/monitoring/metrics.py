@@ -8,9 +8,11 @@ units: `*_s` are seconds, `*_bytes` bytes, `*_share` numbers from 0 to 1. Counte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, TypedDict, TypeVar
 
 from gradlane.formats.live_state import StepTimes
+from gradlane.training.rendezvous.membership import Membership
 
 Reading = dict[str, Any]
 """A channel's counters, as the core reports them."""
@@ -95,6 +97,14 @@ class LeftOut(TypedDict):
     max_step: int
 
 
+class Lost(TypedDict):
+    """A rank that training has gone on without: the step that it was lost in, and why."""
+
+    rank: int
+    step: int
+    reason: str
+
+
 class Metrics(TypedDict):
     """The result of `Session.metrics()`: sums over all models of the session, on this rank.
 
@@ -104,11 +114,17 @@ class Metrics(TypedDict):
     the owner of slices, and of what it got for them. `gathered_slices` is how many of this rank's
     slices all ranks have contributed to, and `tied_slices` those of them without a late rank.
     `left_out` is empty if steps wait for all ranks. There are no reconnections: a lost
-    connection ends the session. `channels` has the core's own counters, one of each model.
+    connection ends the session, or, with `going_on`, training goes on without a rank. Ranks have
+    the numbers of the start here, and `rank` and `world_size` are those. `members` are the ranks
+    that train now, `generation` is 0 until ranks are lost, and `lost` are those that were.
+    `channels` has the core's own counters, one of each model.
     """
 
     rank: int
     world_size: int
+    members: list[int]
+    generation: int
+    lost: list[Lost]
     step: int
     tx_bytes: int
     rx_bytes: int
@@ -197,7 +213,11 @@ def join_readings(before: Reading, now: Reading) -> Reading:
 
 
 def metrics_of(
-    rank: int, world_size: int, steps: StepTimes, readings: Sequence[Reading]
+    rank: int,
+    world_size: int,
+    steps: StepTimes,
+    readings: Sequence[Reading],
+    membership: Membership | None = None,
 ) -> Metrics:
     """Sum up the counters of all models of a session.
 
@@ -206,6 +226,7 @@ def metrics_of(
         world_size: number of ranks.
         steps: step times.
         readings: counters, one for each model; a missing counter is 0.
+        membership: the ranks that train; None: all.
     """
 
     def total(name: str) -> Any:
@@ -227,6 +248,9 @@ def metrics_of(
     metrics.update(
         rank=rank,
         world_size=world_size,
+        members=list(range(world_size) if membership is None else membership.members),
+        generation=0 if membership is None else membership.generation,
+        lost=[] if membership is None else [asdict(one) for one in membership.lost],
         step=max((reading.get("step", 0) for reading in readings), default=0),
         codec_ratio=total("raw_bytes") / encoded if encoded else 1.0,
         plan_version=max((reading.get("plan_version", 0) for reading in readings), default=0),

@@ -38,6 +38,7 @@ from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.deadlock import Wait
 from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.membership import Membership
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.signatures import StoreValueRefusedError
 
@@ -175,16 +176,20 @@ class Observer:
         *,
         prints_summary: bool,
         current_wait: Callable[[], Wait | None] = lambda: None,
+        membership: Membership,
     ) -> None:
         """Start without models.
 
         Args:
             rank_info: this rank.
-            prints_summary: whether rank 0 prints a line at the end.
+            prints_summary: whether the first rank prints a line at the end.
             current_wait: returns the wait that the program is in.
+            membership: the ranks that train.
         """
         self._rank_info = rank_info
-        self._prints_summary = prints_summary and rank_info.rank == 0
+        self._membership = membership
+        membership.on_event = self.add_event
+        self._prints_summary = prints_summary
         self._watches: list[ModelWatch] = []
         self._numbers: WeakKeyDictionary[object, ModelWatch] = WeakKeyDictionary()
         self._listeners: list[AfterStep] = []
@@ -241,7 +246,8 @@ class Observer:
         steps = self.main_timer().times()
         rank_info = self._rank_info
         readings = [watch.reading() for watch in list(self._watches)]
-        return metrics_of(rank_info.rank, rank_info.world_size, steps, readings)
+        place, count = rank_info.rank, rank_info.world_size
+        return metrics_of(place, count, steps, readings, self._membership)
 
     def main_timer(self) -> StepTimer:
         """Return the step times of the model with the most steps."""
@@ -332,7 +338,7 @@ class Observer:
         if self._live is not None:
             self._live.end(ending)
         self._close_endpoints(Endpoint.close)
-        if not self._prints_summary:
+        if not (self._prints_summary and self._membership.leads):
             return
         metrics = self.metrics()
         if metrics["steps"]["count"] > 0:
@@ -382,7 +388,10 @@ class Observer:
 
 
 def make_observer(
-    options: Options, rank_info: RankInfo, current_wait: Callable[[], Wait | None]
+    options: Options,
+    rank_info: RankInfo,
+    current_wait: Callable[[], Wait | None],
+    membership: Membership,
 ) -> Observer:
     """Return the observer of a session, with the endpoints that the options ask for.
 
@@ -390,6 +399,7 @@ def make_observer(
         options: the session's.
         rank_info: this rank.
         current_wait: returns the wait that the program is in.
+        membership: the ranks that train.
 
     Raises:
         ValueError: an address of `options.monitoring` cannot be listened on, or is missing.
@@ -397,7 +407,12 @@ def make_observer(
     monitoring = options.monitoring
     if monitoring.dashboard_everywhere and monitoring.dashboard is None:
         raise ValueError("dashboard_everywhere is on and there is no dashboard: give its port, too")
-    observer = Observer(rank_info, prints_summary=monitoring.summary, current_wait=current_wait)
+    observer = Observer(
+        rank_info,
+        prints_summary=monitoring.summary,
+        current_wait=current_wait,
+        membership=membership,
+    )
     address = wanted_address(monitoring.prometheus, os.environ, "prometheus")
     if address is not None:
         observer.serve(*address)

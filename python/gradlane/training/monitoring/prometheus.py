@@ -55,6 +55,10 @@ def _families(metrics: Metrics) -> Iterable[_Family]:
         return _Family(name, kind, text, samples)
 
     yield one("steps_total", "counter", "Training steps begun.", metrics["step"])
+    yield one("members", "gauge", "Ranks that train.", len(metrics["members"]))
+    yield one(
+        "lost_ranks_total", "counter", "Ranks that training goes on without.", len(metrics["lost"])
+    )
     yield one("step_seconds", "gauge", "Median time of a recent step.", steps["median_s"])
     yield one("step_wait_seconds", "gauge", "Median wait of a recent step.", steps["wait_median_s"])
     yield one("wait_seconds_total", "counter", "Waits for other ranks.", metrics["wait_s"])

@@ -58,7 +58,7 @@ def summary_line(metrics: Metrics, late: Sequence[LateRank]) -> str:
     """Return the line.
 
     Args:
-        metrics: of rank 0.
+        metrics: of the first rank.
         late: the ranks that came last, the most frequent one first.
     """
     steps = metrics["steps"]
@@ -71,6 +71,9 @@ def summary_line(metrics: Metrics, late: Sequence[LateRank]) -> str:
     named = _latest_rank(late, metrics["world_size"])
     if named:
         parts.append(named)
+    parts += [
+        f"went on without rank {one['rank']} in step {one['step']}" for one in metrics["lost"]
+    ]
     left_out = _left_out_ranks(metrics)
     if left_out:
         parts.append(left_out)

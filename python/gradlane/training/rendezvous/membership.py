@@ -76,15 +76,11 @@ class Membership:
     Only the thread of the program changes the members; another one learns of the next.
     """
 
-    def __init__(self, rank_info: RankInfo, on_event: Callable[[str, str], None]) -> None:
-        """Begin with all ranks that train.
-
-        Args:
-            rank_info: this rank's.
-            on_event: called, also in another thread, with what has happened and `warning`.
-        """
+    def __init__(self, rank_info: RankInfo) -> None:
+        """Begin with all ranks that train, of which `rank_info` is one."""
         self._own = rank_info.rank
-        self._on_event = on_event
+        self.on_event: Callable[[str, str], None] = lambda text, level: None
+        """Called, also in another thread, with what has happened, and `warning`."""
         self._known: dict[int, _Agreed] = {}
         self.generation = 0
         """Number of the membership that is in force."""
@@ -96,8 +92,6 @@ class Membership:
         """Ranks that training has gone on without, the first one first."""
         self.listeners: list[Callable[[MembershipChange], object]] = []
         """Called with each change that comes into force, on the thread of the program."""
-        self.is_followed = False
-        """Whether training goes on when ranks are lost."""
 
     @property
     def rank(self) -> int:
@@ -134,7 +128,6 @@ class Membership:
             scope: of the channel; a world that breaks in halves decides in its store.
             training_step_of: turns a step of the channel into one of training.
         """
-        self.is_followed = True
 
         def run() -> None:
             try:
@@ -210,4 +203,4 @@ class Membership:
 
     def _say(self, text: str) -> None:
         log.warning("rank %d: %s", self._own, text)
-        self._on_event(text, "warning")
+        self.on_event(text, "warning")

@@ -200,8 +200,8 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
     folder = None if place.serves else options.checkpoints.folder
     recorder = None if place.serves else make_recorder(options, place)
     deadlocks = DeadlockDetector(store, place)
-    observer = make_observer(options, place, lambda: deadlocks.wait)
-    membership = Membership(place, observer.add_event)
+    membership = Membership(place)
+    observer = make_observer(options, place, lambda: deadlocks.wait, membership)
     checkpoints = None
     if folder is not None:
         checkpoints = checkpointing.Checkpoints(

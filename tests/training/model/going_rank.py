@@ -1,0 +1,113 @@
+"""A rank of a training that goes on when ranks are lost: `python -m ... JOB.json`, with `RANK` set.
+
+The job has `port` of the store, `folder`, `world_size`, `steps`, `options`, and `ends`: by rank,
+how, in which step and at which moment it ends. Writes the state after each step to `rank-R.pt`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
+
+import gradlane
+from gradlane.training.options.options import keywords_of
+
+SIGNALS = {"sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP, "sigterm": signal.SIGTERM}
+
+
+class Model(nn.Module):
+    """Some layers, in the middle of whose backward a program can end; inputs (N, 64)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(64, 300)
+        self.norm = nn.BatchNorm1d(300)
+        self.second = nn.Linear(300, 300)
+        self.third = nn.Linear(300, 8)
+
+    def forward(self, values: Tensor) -> Tensor:
+        hidden = torch.relu(self.norm(self.first(values)))
+        return self.third(torch.relu(self.second(hidden)))  # type: ignore[no-any-return]
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    """Return the loss of a rank's batch; ranks are numbered as at the start."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    loss: Tensor = (model(torch.randn(4, 64, generator=generator)) - 1.0).square().mean()
+    return loss
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def main() -> None:
+    """Train, and end as the job says."""
+    torch.set_num_threads(1)
+    job = json.loads(Path(sys.argv[1]).read_text())
+    own = int(os.environ["RANK"])
+    kind, fatal_step, fatal_moment = job["ends"].get(str(own), ("", 0, ""))
+    step = 0
+
+    def reached(moment: str) -> None:
+        if (step, moment) == (fatal_step, fatal_moment):
+            if kind == "raise":
+                raise ArithmeticError("the loss is not a number")
+            os.kill(os.getpid(), SIGNALS[kind])
+
+    session = gradlane.init(
+        **keywords_of(
+            store=TCPStore("127.0.0.1", job["port"], is_master=False, wait_for_workers=False),
+            rank=own,
+            world_size=job["world_size"],
+            job="going",
+            advertise="127.0.0.1",
+            **job["options"],
+        )
+    )
+    model = Model()
+    model.second.register_full_backward_hook(lambda *_: reached("backward"))
+    optimizer = optimizer_of(model)
+    session.prepare(model, optimizer)
+    changes: list[dict[str, Any]] = []
+    gathered: list[list[list[int]]] = []
+
+    def changed(change: gradlane.MembershipChange) -> None:
+        changes.append({**asdict(change), "at": step})
+        gathered.append(session.gather_integers([own, step]))
+
+    session.on_membership(changed)
+    states: list[list[Tensor]] = []
+    for step in range(1, job["steps"] + 1):
+        reached("forward")
+        loss = loss_of(model, own, step)
+        loss.backward()
+        reached("after backward")
+        optimizer.step()
+        reached("after step")
+        optimizer.zero_grad()
+        if job["looks"]:
+            states.append([one.detach().clone() for one in model.state_dict().values()])
+    session.synchronize()
+    final = [one.detach().clone() for one in model.state_dict().values()]
+    lost = [[row["rank"], row["step"]] for row in session.metrics()["lost"]]
+    session.close()
+    torch.save(
+        {"states": states, "final": final, "changes": changes, "gathered": gathered, "lost": lost},
+        Path(job["folder"]) / f"rank-{own}.pt",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Processes are lost, and the others train on: the same bits, each mean over one set of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from tests.built import needs_core
+from tests.forked_programs import ForkedPrograms
+from tests.training.model.going_rank import Model, loss_of, optimizer_of
+
+pytestmark = needs_core
+
+STEPS = 12
+FATAL_STEP = 4
+PATIENT_S = 120.0
+
+
+class Run:
+    """The ranks of one training, as they have ended."""
+
+    def __init__(
+        self,
+        programs: ForkedPrograms,
+        folder: Path,
+        world_size: int,
+        ends: Mapping[int, tuple[str, int, str]],
+        *,
+        steps: int = STEPS,
+        looks: bool = True,
+        kill_after_s: float | None = None,
+        **options: Any,
+    ) -> None:
+        """Start all ranks, and wait for those that survive.
+
+        Args:
+            programs: forks the ranks.
+            folder: for files.
+            world_size: number of ranks.
+            ends: of the victims: how, in which step and at which moment.
+            steps: of training.
+            looks: whether each step waits for its end.
+            kill_after_s: seconds from the start of the ranks to a kill of the victims from outside.
+            options: further options.
+        """
+        # It outlives every rank.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        path = folder / "job.json"
+        job = {
+            "port": store.port,
+            "folder": str(folder),
+            "world_size": world_size,
+            "steps": steps,
+            "looks": looks,
+            "ends": {str(rank): end for rank, end in ends.items() if end[0]},
+            "options": {
+                "going_on": True,
+                "connect_timeout_s": PATIENT_S,
+                "silence_timeout_s": PATIENT_S,
+                "progress_timeout_s": PATIENT_S,
+                **options,
+            },
+        }
+        path.write_text(json.dumps(job))
+        names = {rank: f"{folder}-{rank}" for rank in range(world_size)}
+        pids: dict[int, int] = {}
+        self.survivors = [rank for rank in names if rank not in ends]
+        try:
+            for rank, name in names.items():
+                pids[rank] = programs.start(
+                    name,
+                    program="tests.training.model.going_rank",
+                    arguments=[str(path)],
+                    output=str(folder / f"output-{rank}"),
+                    errors=str(folder / f"errors-{rank}"),
+                    environment={"RANK": str(rank)},
+                )
+            if kill_after_s is not None:
+                time.sleep(kill_after_s)
+                for rank in ends:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pids[rank], signal.SIGKILL)
+            deadline = time.monotonic() + 2 * PATIENT_S
+            self.codes = {
+                rank: programs.wait(names[rank], max(0.1, deadline - time.monotonic()))
+                for rank in self.survivors
+            }
+        finally:
+            for pid in pids.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.errors = {rank: (folder / f"errors-{rank}").read_text() for rank in names}
+        self.results: dict[int, dict[str, Any]] = {
+            rank: torch.load(folder / f"rank-{rank}.pt")
+            for rank in self.survivors
+            if self.codes[rank] == 0
+        }
+
+    def check_alike(self) -> None:
+        """Check that all survivors came to their end with the same bits and the same changes."""
+        assert set(self.codes.values()) == {0}, self.errors
+        first = self.results[self.survivors[0]]
+        for result in self.results.values():
+            for step, states in enumerate(result["states"], 1):
+                for one, other in zip(states, first["states"][step - 1], strict=True):
+                    assert torch.equal(one, other), step
+            assert all(map(torch.equal, result["final"], first["final"]))
+            plain = [{**change, "rank": 0} for change in result["changes"]]
+            assert plain == [{**change, "rank": 0} for change in first["changes"]]
+            assert result["gathered"] == first["gathered"]
+            assert result["lost"] == first["lost"]
+
+
+def check_reference(states: list[list[Tensor]], world_size: int, survivors: list[int]) -> list[str]:
+    """Check each tensor after each step against one process; return whose mean each step had.
+
+    Returns:
+        By step, `old`, `new`, or `both` where some tensors had the one and some the other.
+    """
+    model = Model()
+    optimizer = optimizer_of(model)
+    names = [name for name, _ in model.named_parameters()]
+    keys = list(model.state_dict())
+    words = []
+    is_new = False
+    for step, state in enumerate(states, 1):
+        gradients = []
+        for rank in range(world_size):
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+            gradients.append({name: one.grad for name, one in model.named_parameters()})
+        before = [one.detach().clone() for one in model.parameters()]
+        at = optimizer.state_dict()
+        saved = {
+            "param_groups": at["param_groups"],
+            "state": {
+                key: {name: value.clone() for name, value in row.items()}
+                for key, row in at["state"].items()
+            },
+        }
+        moved: dict[str, Any] = {}
+        after: dict[str, list[Tensor]] = {}
+        for word, ranks in (("old", list(range(world_size))), ("new", survivors)):
+            with torch.no_grad():
+                for one, value in zip(model.parameters(), before, strict=True):
+                    one.copy_(value)
+            optimizer.load_state_dict(saved)
+            for name, parameter in model.named_parameters():
+                total = gradients[ranks[0]][name]
+                assert total is not None
+                for rank in ranks[1:]:
+                    total = total + gradients[rank][name]
+                parameter.grad = total / len(ranks)
+            optimizer.step()
+            after[word] = [one.detach().clone() for one in model.parameters()]
+            moved[word] = {
+                key: {name: value.clone() for name, value in row.items()}
+                for key, row in optimizer.state_dict()["state"].items()
+            }
+        chosen = []
+        for index, name in enumerate(names):
+            value = state[keys.index(name)]
+            fits = [word for word in after if torch.equal(value, after[word][index])]
+            assert fits, f"{name} in step {step} is over neither set"
+            chosen.append(fits[0])
+        assert not is_new or set(chosen) == {"new"}, (step, chosen)
+        is_new = "new" in chosen
+        words.append(chosen[0] if len(set(chosen)) == 1 else "both")
+        with torch.no_grad():
+            for index, one in enumerate(model.parameters()):
+                one.copy_(after[chosen[index]][index])
+        saved["state"] = {
+            index: moved[chosen[index]][index] for index in range(len(names)) if moved["old"]
+        }
+        optimizer.load_state_dict(saved)
+    return words
+
+
+@pytest.mark.parametrize(
+    ("victim", "moment"),
+    [
+        (0, "forward"),
+        (0, "backward"),
+        (2, "backward"),
+        (2, "after backward"),
+        (0, "after step"),
+    ],
+)
+def test_a_killed_rank_costs_no_step(
+    programs: ForkedPrograms, tmp_path: Path, victim: int, moment: str
+) -> None:
+    run = Run(programs, tmp_path, 4, {victim: ("sigkill", FATAL_STEP, moment)})
+    run.check_alike()
+    first = run.results[run.survivors[0]]
+    words = check_reference(first["states"], 4, run.survivors)
+    assert words[: FATAL_STEP - 2] == ["old"] * (FATAL_STEP - 2)
+    assert words[FATAL_STEP:] == ["new"] * (STEPS - FATAL_STEP)
+    (change,) = first["changes"]
+    assert change["members"] == tuple(run.survivors) and change["lost"] == (victim,)
+    assert first["gathered"] == [[[rank, change["at"]] for rank in run.survivors]]
+    assert [rank for rank, _ in first["lost"]] == [victim]
+    assert f"training goes on without rank {victim}" in run.errors[run.survivors[0]]
+    assert f"went on without rank {victim}" in run.errors[run.survivors[0]]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_world_of_two_goes_on_with_one(
+    programs: ForkedPrograms, tmp_path: Path, victim: int
+) -> None:
+    run = Run(programs, tmp_path, 2, {victim: ("sigkill", FATAL_STEP, "backward")})
+    run.check_alike()
+    check_reference(run.results[1 - victim]["states"], 2, run.survivors)
+
+
+@pytest.mark.parametrize("kind", ["raise", "sigterm"])
+def test_a_rank_that_gives_up_is_lost_with_its_reason(
+    programs: ForkedPrograms, tmp_path: Path, kind: str
+) -> None:
+    run = Run(programs, tmp_path, 3, {1: (kind, FATAL_STEP, "after backward")})
+    run.check_alike()
+    check_reference(run.results[0]["states"], 3, run.survivors)
+    reason = run.results[0]["changes"][0]["reason"]
+    assert ("the loss is not a number" if kind == "raise" else "SIGTERM") in reason
+
+
+def test_a_silent_rank_is_lost(programs: ForkedPrograms, tmp_path: Path) -> None:
+    run = Run(
+        programs,
+        tmp_path,
+        3,
+        {0: ("sigstop", FATAL_STEP, "backward")},
+        silence_timeout_s=6.0,
+    )
+    run.check_alike()
+    check_reference(run.results[1]["states"], 3, run.survivors)
+
+
+def test_two_ranks_are_lost_at_different_moments(programs: ForkedPrograms, tmp_path: Path) -> None:
+    ends = {0: ("sigkill", FATAL_STEP, "backward"), 3: ("sigkill", FATAL_STEP + 3, "forward")}
+    run = Run(programs, tmp_path, 5, ends, steps=STEPS + 4)
+    run.check_alike()
+    changes = run.results[1]["changes"]
+    assert changes[-1]["members"] == (1, 2, 4)
+    assert {rank for rank, _ in run.results[1]["lost"]} == {0, 3}
+
+
+def test_too_few_ranks_end_with_an_error(programs: ForkedPrograms, tmp_path: Path) -> None:
+    ends = {2: ("sigkill", FATAL_STEP, "backward")}
+    run = Run(programs, tmp_path, 3, ends, min_ranks=3)
+    assert set(run.codes.values()) == {1}
+    for rank in run.survivors:
+        assert "gradlane.errors." in run.errors[rank] and "rank 2" in run.errors[rank]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kill_at_any_moment_of_a_training_that_never_waits(
+    programs: ForkedPrograms, tmp_path: Path, seed: int
+) -> None:
+    draw = random.Random(seed)
+    victim = draw.randrange(4)
+    run = Run(
+        programs,
+        tmp_path,
+        4,
+        {victim: ("", 0, "")},
+        steps=1500,
+        looks=False,
+        kill_after_s=draw.uniform(1.0, 2.5),
+    )
+    # A kill before all are connected ends the start, on all ranks.
+    if set(run.codes.values()) == {0}:
+        run.check_alike()
+    else:
+        assert set(run.codes.values()) == {1}
+        assert all("RendezvousError" in run.errors[rank] for rank in run.survivors), run.errors
