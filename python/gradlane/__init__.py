@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from gradlane.training.options.options import LocalSums, Strategy
     from gradlane.training.options.stragglers import Stragglers
     from gradlane.training.plans.plan import Plan, PlanError, read_plan
+    from gradlane.training.sampler.sampler import ElasticSampler
     from gradlane.training.session.session import Session
     from gradlane.training.session.start import init
 
@@ -44,6 +45,7 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "Coordinator",
+    "ElasticSampler",
     "GradlaneError",
     "LocalSums",
     "Monitoring",
@@ -75,6 +77,7 @@ __all__ = [
 _MODULES = {
     "Checkpoints": "training.options.groups",
     "Coordinator": "planning.planner.coordinator",
+    "ElasticSampler": "training.sampler.sampler",
     "LocalSums": "training.options.options",
     "Monitoring": "training.options.groups",
     "Network": "training.options.groups",
