@@ -41,6 +41,7 @@ EVENTS = st.builds(
     ahead=st.lists(st.integers(0, 9), min_size=1, max_size=4),
     drop_last=st.booleans(),
     shuffle=st.booleans(),
+    batches_per_step=st.integers(1, 3),
     events=st.lists(EVENTS, max_size=6),
 )
 def test_each_sample_is_trained_once(
@@ -50,6 +51,7 @@ def test_each_sample_is_trained_once(
     ahead: list[int],
     drop_last: bool,
     shuffle: bool,
+    batches_per_step: int,
     events: list[Event],
 ) -> None:
     depths = itertools.cycle(ahead)
@@ -59,6 +61,7 @@ def test_each_sample_is_trained_once(
             range(samples), batch_size, session, shuffle=shuffle, drop_last=drop_last
         ),
         lambda sampler: AheadLoader(sampler, next(depths)),
+        batches_per_step,
     )
     coming = iter(events)
     upcoming = next(coming, None)
@@ -84,9 +87,7 @@ def test_each_sample_is_trained_once(
             assert len(world.steps_left(epoch)) <= 1
             largest = max(largest, len(world.members))
         size = len(world.members)
-        assert {
-            sampler.epoch for name, sampler in world.samplers.items() if name in world.members
-        } == {epoch + 1}
+        assert {world.samplers[name].epoch for name in world.members} == {epoch + 1}
         repeated = sum(world.trained.values()) - len(world.trained)
         if drop_last:
             assert samples - len(world.trained) < batch_size * largest

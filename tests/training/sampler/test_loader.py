@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from gradlane.training.sampler.sampler import ElasticSampler
 from tests.training.sampler.world import World
 
-SAMPLES = 203
+SAMPLES = 223
 
 
 class Data:

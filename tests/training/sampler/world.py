@@ -88,6 +88,7 @@ class World:
         size: int,
         make: Callable[[Session], ElasticSampler],
         load: Callable[[ElasticSampler], Iterable[list[int]]],
+        batches_per_step: int = 1,
     ) -> None:
         """Begin with members 0 to size - 1.
 
@@ -95,6 +96,7 @@ class World:
             size: the number of members.
             make: makes a rank's sampler.
             load: makes a rank's loader, which yields batches of indices.
+            batches_per_step: that gradients are accumulated over; fewer at the end of an epoch.
         """
         self.step = 0
         self.members = tuple(range(size))
@@ -107,7 +109,8 @@ class World:
         self.sessions: dict[int, Session] = {}
         self.samplers: dict[int, ElasticSampler] = {}
         self._loops: dict[int, Iterator[list[int]]] = {}
-        self._taken: dict[int, list[int]] = {}
+        self._taken: dict[int, list[list[int]]] = {}
+        self._per_step = batches_per_step
         for name in self.members:
             self._add(name)
 
@@ -120,7 +123,7 @@ class World:
     def train(
         self, lost: Iterable[int] = (), joining: int = 0, late: int = 0, fail: int = 0
     ) -> bool:
-        """Train a step; return False, and none, if the epoch is over on all members.
+        """Train a step on all members; return False if the epoch is over.
 
         Args:
             lost: ranks that are lost in it.
@@ -128,12 +131,20 @@ class World:
             late: so many of the ranks that stay hear of that after their next batch.
             fail: so many of the ranks that stay are lost while that is cut.
         """
-        for name in self.members:
-            self._take(name)
+        for count in range(1, self._per_step + 1):
+            for name in self.members:
+                while len(self._taken.get(name, ())) < count and self._take(name):
+                    pass
+            if all(
+                self.samplers[name]._progress.taken == self.samplers[name]._progress.cut.steps
+                for name in self.members
+            ):
+                break
         assert self.pending is None
         if not self._taken:
             return False
-        assert set(self._taken) == set(self.members), "ranks train different numbers of batches"
+        numbers = {len(self._taken.get(name, ())) for name in self.members}
+        assert len(numbers) == 1, "ranks train different numbers of batches"
         gone = {self.members[rank] for rank in lost}
         stay = tuple(name for name in self.members if name not in gone)
         failing = stay[1 : 1 + fail]
@@ -141,8 +152,9 @@ class World:
         for name in self.members:
             # The last batch of a lost rank counts as not trained.
             if name not in {*gone, *failing}:
-                self.trained.update(self._taken[name])
-                self.batches.append(self._taken[name])
+                self.batches += self._taken[name]
+                for batch in self._taken[name]:
+                    self.trained.update(batch)
         self._taken.clear()
         if gone or joining or failing:
             self._change(stay, failing, joining, late)
@@ -210,11 +222,11 @@ class World:
         sampler = self.samplers[name]
         return sampler.track(self._load(sampler))
 
-    def _take(self, name: int) -> None:
-        if name not in self._taken:
-            batch = next(self._loops[name], None)
-            if batch is not None:
-                self._taken[name] = batch
+    def _take(self, name: int) -> bool:
+        batch = next(self._loops[name], None)
+        if batch is not None:
+            self._taken.setdefault(name, []).append(batch)
+        return batch is not None
 
 
 class AheadLoader:
