@@ -33,7 +33,7 @@ EVENTS = st.builds(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(
     size=st.integers(1, 5),
     samples=st.integers(1, 160),

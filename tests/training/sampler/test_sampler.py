@@ -6,12 +6,13 @@ import json
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from gradlane.errors import GradlaneError, RanksDifferError, SessionFailedError, UsageError
 from gradlane.training.sampler.agreement import Row
@@ -189,7 +190,7 @@ def test_a_large_dataset_takes_no_memory_beside_its_order() -> None:
         (lambda: made(batch_size=0), "batch_size=0"),
         (lambda: made(seed=-1), "seed=-1"),
         (lambda: made().set_epoch(-1), r"set_epoch\(-1\)"),
-        (lambda: ElasticSampler(Stream(), 4, Session()), "Stream, which has no length"),
+        (lambda: ElasticSampler(cast(Any, Stream()), 4, Session()), "Stream, which has no length"),
     ],
 )
 def test_what_cannot_be_drawn_from_is_refused(make: Callable[[], object], words: str) -> None:
@@ -228,18 +229,17 @@ def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], words: str
 
 def test_drawing_outside_of_a_loop_is_refused() -> None:
     sampler = made()
-    loader = DataLoader(list(range(20)), batch_sampler=sampler)
+    loader = DataLoader(TensorDataset(torch.zeros(20)), batch_sampler=sampler)
     with pytest.raises(UsageError, match=r"sampler\.track\(loader\)"):
         next(iter(loader))
 
 
 def test_loaders_that_do_not_yield_the_samplers_batches_are_refused() -> None:
     sampler = made()
-    for loader in ([], iter(())):
-        with pytest.raises(UsageError, match="does not draw from this sampler"):
-            list(sampler.track(loader))
+    with pytest.raises(UsageError, match="does not draw from this sampler"):
+        list(sampler.track([]))
     with pytest.raises(UsageError, match="has not drawn"):
-        list(sampler.track(DataLoader(list(range(8)), batch_size=4)))
+        list(sampler.track([[0, 1, 2, 3]]))
 
     class Skipping(AheadLoader):
         def __iter__(self) -> Iterator[list[int]]:

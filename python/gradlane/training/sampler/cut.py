@@ -101,6 +101,13 @@ class Cut:
         before = sum(len(other) <= step for other in self.queues[:rank])
         return self._fill(self._slots_before(step) + before)
 
+    def batches(self, step: int) -> list[Ranges]:
+        """Return the positions of all ranks' batches in a step."""
+        slots = itertools.count(self._slots_before(step))
+        return [
+            queue[step] if step < len(queue) else self._fill(next(slots)) for queue in self.queues
+        ]
+
     def untrained(self, trained: Sequence[int]) -> Ranges:
         """Return what is left when each rank has trained so many of its batches.
 
@@ -110,12 +117,9 @@ class Cut:
         edge = min(self.steps, max(*trained, *map(len, self.queues)))
         found: list[tuple[int, int]] = []
         for step in range(min(trained), edge):
-            slot = self._slots_before(step)
-            for queue, done in zip(self.queues, trained, strict=True):
-                is_queued = step < len(queue)
+            for batch, done in zip(self.batches(step), trained, strict=True):
                 if step >= done:
-                    found.extend(queue[step] if is_queued else self._fill(slot))
-                slot += not is_queued
+                    found.extend(batch)
         found.extend(self._take(self._offset(self._slots_before(edge)), self._pooled))
         return _joined(self.samples, found)
 

@@ -408,10 +408,10 @@ class ElasticSampler(Sampler[list[int]]):
         left = before.untrained(
             [drawn.get(rank, member.counted) for rank in range(len(before.queues))]
         )
+        done = member.trained
+        ahead = [before.batches(step) for step in range(done, max(drawn.values()))]
         queues = [
-            [before.batch(row.rank, step) for step in range(member.trained, row.drawn)]
-            if row.is_member
-            else []
+            [batches[row.rank] for batches in ahead[: row.drawn - done]] if row.is_member else []
             for row in rows
         ]
         return Cut(
@@ -420,5 +420,5 @@ class ElasticSampler(Sampler[list[int]]):
             queues,
             self._batch_size,
             drop_last=self._drop_last,
-            least_steps=max(row.taken - member.trained for row in rows if row.is_member),
+            least_steps=max(row.taken - done for row in rows if row.is_member),
         )
