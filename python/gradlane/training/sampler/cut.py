@@ -161,12 +161,12 @@ class Cut:
             return 0
         if self._pooled < self._slots:
             return self._slots
-        for steps in itertools.count(self.steps - 1, -1):
-            tail = self._slots - self._slots_before(steps)
-            # Each batch of the tail keeps one sample at least.
-            if tail * (self._batch_size - 1) >= missing:
-                return tail
-        raise AssertionError("fewer samples than batches")
+        # Each batch of the tail keeps one sample at least.
+        return next(
+            tail
+            for steps in reversed(range(self.steps))
+            if (tail := self._slots - self._slots_before(steps)) * (self._batch_size - 1) >= missing
+        )
 
     def _offset(self, slot: int) -> int:
         """Return the first sample of a new batch, counted in the pool."""
