@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from gradlane.training.options.stragglers import Stragglers
     from gradlane.training.plans.plan import Plan, PlanError, read_plan
     from gradlane.training.rendezvous.membership import MembershipChange
+    from gradlane.training.sampler.sampler import ElasticSampler
     from gradlane.training.session.session import Session
     from gradlane.training.session.start import init
 
@@ -46,6 +47,7 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "Coordinator",
+    "ElasticSampler",
     "GoingOn",
     "GradlaneError",
     "LocalSums",
@@ -79,6 +81,7 @@ __all__ = [
 _MODULES = {
     "Checkpoints": "training.options.groups",
     "Coordinator": "planning.planner.coordinator",
+    "ElasticSampler": "training.sampler.sampler",
     "GoingOn": "training.options.going_on",
     "LocalSums": "training.options.options",
     "MembershipChange": "training.rendezvous.membership",

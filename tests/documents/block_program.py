@@ -35,6 +35,7 @@ SUBSTITUTES = {
     "device_ids=[device]": "device_ids=None",
     'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))': "",
     "model.cuda()": "model",
+    "session=session)": "session=FixedMembers(session))",
 }
 """Texts of pages, and what a machine without accelerators and with any free port runs instead."""
 
@@ -59,6 +60,20 @@ class SummaryWriter:
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         """Keep a scalar."""
         self.scalars.append((tag, value, step))
+
+
+class FixedMembers:
+    """A session whose members never change, as `ElasticSampler` sees it."""
+
+    step = 0
+
+    def __init__(self, session: gradlane.Session) -> None:
+        """Take a session."""
+        self.rank, self.world_size = session.rank, session.world_size
+        self.gather_integers = session.exchange
+
+    def on_membership(self, callback: Callable[[Any], object]) -> None:
+        """Have nothing to tell."""
 
 
 def _data() -> TensorDataset:
@@ -113,6 +128,7 @@ def _trainer(_: Names) -> Any:
 STAND_INS: dict[str, Callable[[Names], Any]] = {
     "AdamW": lambda _: torch.optim.AdamW,
     "DDP": lambda _: DistributedDataParallel,
+    "FixedMembers": lambda _: FixedMembers,
     "DistributedSampler": lambda _: DistributedSampler,
     "Model": lambda _: Model,
     "SummaryWriter": lambda _: SummaryWriter,
@@ -141,6 +157,7 @@ STAND_INS: dict[str, Callable[[Names], Any]] = {
         "second": np.ones(5, np.float32),
     },
     "rate": lambda _: 0.1,
+    "sampler": lambda names: gradlane.ElasticSampler(_data(), 8, FixedMembers(names["session"])),
     "scheduler": lambda names: torch.optim.lr_scheduler.StepLR(names["optimizer"], 1),
     "session": lambda names: names.open_session(),
     "steps": lambda _: 3,

@@ -458,6 +458,9 @@ impl Engine {
             }
             FrameKind::Goodbye => {
                 self.session.depart(from, header.step);
+                if self.membership.is_some() {
+                    self.leave_the_lost();
+                }
                 self.check_departed();
                 Ok(())
             }

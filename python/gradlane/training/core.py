@@ -93,12 +93,13 @@ class Channel(Protocol):
         """Return (tensor, step) whose blocks are all here and wait for this rank's result."""
 
     def next_changes(self, *, wait: bool = True) -> list[tuple[str, int, list[int], int, str]]:
-        """Return (kind, generation, members, step, reason) of changes of the members: `members`:
-        they go on from `step` on, the latest step that any of them was in; `claim`: half of them
-        are left, and the members that the job's store holds decide (`answer_claim`)."""
+        """Return (kind, generation, members, step, text) of changes of the members: `members`:
+        they go on from `step` on, the latest step that any of them was in, and the text says why;
+        `claim`: half of them are left, and what the job's store holds decides: the text, unless it
+        holds another one (`answer_claim`)."""
 
-    def answer_claim(self, generation: int, members: list[int] | None) -> None:
-        """Tell which members the job's store holds for a generation; None: it did not answer."""
+    def answer_claim(self, generation: int, text: str | None) -> None:
+        """Tell what the job's store holds for a generation; None: it did not answer."""
 
     def take_blocks(self, tensor: int, step: int) -> Blocks | None:
         """Return all ranks' blocks of a tensor that is ready in a step, once."""

@@ -27,12 +27,22 @@ impl Engine {
         self.cx.tx.forget(peer);
         self.schemes.ps.forget_receiver(&mut self.cx, peer);
         let needed = self.session.lose_member(peer) || self.changes.are_under_way();
-        if needed && self.goes_on_without(peer) {
+        if needed && !self.leave_the_lost() && self.goes_on_without(peer) {
             self.lose_member(peer, reason);
         } else {
             // It has left, or the others go on without it already.
             self.settle();
         }
+    }
+
+    /// Whether this rank is through and leaves, without agreeing on who goes on.
+    pub(super) fn leave_the_lost(&mut self) -> bool {
+        let leaves = self.session.leave_the_lost(&self.cx.plan.members());
+        if leaves && self.changes.is_in(Phase::Agreeing) {
+            self.changes.now = None;
+            self.cx.tx.hold_slices(false);
+        }
+        leaves
     }
 
     /// A member is lost.

@@ -117,15 +117,25 @@ impl Session {
         departed.find(|&(_, last)| last < step)
     }
 
-    /// The connection to a member is gone, and training goes on; whether this rank still needs the peer. After
-    /// its own goodbye it needs nobody: those that lack something notice the loss themselves.
+    /// The connection to a member is gone, and training goes on; whether this rank still needs the peer.
     pub(crate) fn lose_member(&mut self, peer: Rank) -> bool {
         self.lost.insert(peer);
-        if self.goodbye_said {
-            let last = self.last_departed();
-            self.departed.entry(peer).or_insert(last);
-        }
         !self.has_departed(peer)
+    }
+
+    /// Whether this rank needs nobody any more: it has said goodbye, as have so many that they are a
+    /// majority of the members. No members can go on without one of these, which has all results.
+    /// Peers that are lost have left, then.
+    pub(crate) fn leave_the_lost(&mut self, members: &RankSet) -> bool {
+        let complete = members.iter().filter(|&rank| self.has_departed(rank)).count() as u32 + 1;
+        let may = self.goodbye_said && 2 * complete > members.len();
+        if may {
+            let last = self.last_departed();
+            for peer in self.lost.iter() {
+                self.departed.entry(peer).or_insert(last);
+            }
+        }
+        may
     }
 
     /// The connection to a peer is gone; whether this rank still needs it.

@@ -606,7 +606,10 @@ impl World {
         }
         for (rank, node) in self.nodes.iter().enumerate() {
             let rank = rank as u32;
-            let excused = node.dead || self.may_end.contains(&rank);
+            // After two losses at the end, a rank may find nobody left to agree with; it is through.
+            let is_through = node.completed.last() == Some(&Step(self.setting.steps));
+            let excused =
+                node.dead || self.may_end.contains(&rank) || (is_through && self.struck > 1);
             assert!(node.closed || excused, "seed {seed}: rank {rank} {}", self.describe());
             if node.closed {
                 assert_eq!(node.engine.buffers_in_use(), 0, "seed {seed}: buffers leaked");
@@ -638,7 +641,11 @@ impl World {
         let means: Vec<(usize, &Vec<u32>)> = (0..self.nodes.len()).filter_map(of).collect();
         let (_, first) = means[0];
         for (rank, mean) in &means {
-            assert_eq!(mean, &first, "seed {seed}: rank {rank}, step {step}, tensor {tensor}");
+            assert!(
+                mean == &first,
+                "seed {seed}: rank {rank}, step {step}, tensor {tensor} {}",
+                self.describe()
+            );
         }
         // A change is in the step that it names; before, the members of before count, after it, the new.
         let begins: Vec<(u64, &Vec<u32>)> =

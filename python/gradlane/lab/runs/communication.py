@@ -184,6 +184,7 @@ class Gradlane:
             update=strategy.update,
             local=gradlane.LocalSums(strategy.local, where=strategy.local_sums),
             stragglers=gradlane.Stragglers(strategy.stragglers, late=strategy.late),
+            going_on=strategy.going_on,
             servers=request.servers,
             workers=request.world_size if request.serving else None,
             rendezvous=gradlane.Rendezvous(

@@ -27,6 +27,9 @@ AUTO = "auto"
 POSEIDON = "poseidon"
 """p3 with the scheme of each layer by Poseidon's rule."""
 
+GOING_ON = "going-on"
+"""Behind `p3/`: training would go on without lost ranks."""
+
 ANY_ROUNDING = "any-rounding"
 """Behind `auto:`: it may choose a ring or factors, whose results differ in the last bits."""
 
@@ -49,6 +52,8 @@ class Strategy:
             name, as in `p3/backup=1`.
         late: what becomes of late gradients, as in `gradlane.init`; written after the rule, as in
             `p3/backup=1:carry`.
+        going_on: whether training would go on without lost ranks, as in `gradlane.init`; written
+            after the name, as in `p3/going-on`.
         hook: what encodes DDP's gradients: `fp16` and `powersgd[:RANK]` of PyTorch's own, or a
             codec for `gradlane.ddp.ddp_hook`; empty where nothing does.
         local: what gradlane's ranks of one node do, as in `gradlane.init`.
@@ -67,17 +72,22 @@ class Strategy:
     any_rounding: bool = False
     stragglers: str = WAIT
     late: str = Stragglers.late
+    going_on: bool = False
 
     def with_stragglers(self, rule: str) -> Strategy:
         """Return the same strategy with a rule for ranks that are late.
 
         Args:
-            rule: such as `wait`, `drop` or `backup=1:carry`.
+            rule: such as `wait`, `drop` or `backup=1:carry`; `going-on`: none may be late, but some
+                may be lost.
 
         Raises:
             ValueError: the rule is unknown, or the strategy is none of gradlane's that has servers
                 and waits for all.
         """
+        if rule == GOING_ON:
+            Options.of(strategy=self.setting, going_on=True)
+            return replace(self, text=f"{self.text}/{rule}", going_on=True)
         stragglers, colon, late = rule.partition(":")
         if not colon:
             late = Stragglers.late

@@ -50,7 +50,7 @@ class UnsupportedCalls:
         """Refuse: a node's ranks do not go on without its leader."""
         _refuse("going on without lost ranks")
 
-    def answer_claim(self, generation: int, members: list[int] | None) -> None:
+    def answer_claim(self, generation: int, text: str | None) -> None:
         """Refuse: a node's ranks do not go on without its leader."""
         _refuse("going on without lost ranks")
 

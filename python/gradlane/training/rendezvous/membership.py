@@ -8,7 +8,6 @@ come into force at the end of the first step in which every rank has known them.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,31 +132,27 @@ class Membership:
         def run() -> None:
             try:
                 while True:
-                    for kind, generation, members, step, reason in channel.next_changes(wait=True):
+                    for kind, generation, members, step, text in channel.next_changes(wait=True):
                         if kind == "claim":
-                            answer = self._claim(scope, generation, members)
-                            channel.answer_claim(generation, answer)
+                            channel.answer_claim(generation, self._claim(scope, generation, text))
                         else:
                             last = training_step_of(step)
-                            self.note(generation, tuple(members), step, last, reason)
+                            self.note(generation, tuple(members), step, last, text)
             except core.ChannelError:
                 return  # The session is over; its waits raise the reason.
 
         threading.Thread(target=run, name="gradlane-members", daemon=True).start()
 
-    def _claim(
-        self, scope: RendezvousScope, generation: int, members: list[int]
-    ) -> list[int] | None:
-        """Return the members of a generation that the job's store holds, these if it held none."""
+    def _claim(self, scope: RendezvousScope, generation: int, value: str) -> str | None:
+        """Return what the job's store holds for a generation: this value if it held none."""
         try:
-            held: list[int] = json.loads(scope.claim(f"members/{generation}", json.dumps(members)))
+            return scope.claim(f"members/{generation}", value)
         except RendezvousError as error:
             self._say(
                 f"{error}: half of the ranks are left, and the store alone could tell whether "
                 "the other half goes on"
             )
             return None
-        return held
 
     def note(
         self, generation: int, members: tuple[int, ...], step: int, last: int, reason: str
