@@ -256,6 +256,23 @@ class Channel:
             ChannelError: the channel has failed.
         """
 
+    def next_changes(self, *, wait: bool = True) -> list[tuple[str, int, list[int], int, str]]:
+        """Return (kind, generation, members, step, reason) of changes of the members, once each.
+
+        Args:
+            wait: wait for one, without the GIL; otherwise there may be none.
+
+        Raises:
+            ChannelError: the channel has ended.
+        """
+
+    def answer_claim(self, generation: int, members: list[int] | None) -> None:
+        """Tell which members the job's store holds for a generation; None: it did not answer.
+
+        Raises:
+            ChannelError: the channel has ended.
+        """
+
     def next_root_requests(self, *, wait: bool = True) -> list[tuple[int, int]]:
         """Return (tensor, step) whose blocks are all here and wait for this rank, their root, once.
 

@@ -128,6 +128,8 @@ class World:
         with self.changed:
             before = len(self.alive)
             self.lost.add(rank)
+            if not self.alive:
+                return
             kind = "claim" if 2 * len(self.alive) == before else "members"
             self.changes.append((kind, *self.next_members(reason)))
             if kind == "members":
@@ -399,7 +401,7 @@ class FakeChannel:
             world.changed.wait_for(lambda: len(world.changes) > self.changes_seen or self.is_over())
             rows = world.changes[self.changes_seen :]
             self.changes_seen += len(rows)
-            if not rows:
+            if not rows or self.rank in world.lost:
                 raise ChannelError("the session is over", self.step, None)
             return rows
 

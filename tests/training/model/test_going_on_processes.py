@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import random
@@ -136,39 +137,29 @@ def check_reference(states: list[list[Tensor]], world_size: int, survivors: list
     words = []
     is_new = False
     for step, state in enumerate(states, 1):
-        gradients = []
+        gradients: list[dict[str, Any]] = []
         for rank in range(world_size):
             model.zero_grad()
             loss_of(model, rank, step).backward()
             gradients.append({name: one.grad for name, one in model.named_parameters()})
         before = [one.detach().clone() for one in model.parameters()]
-        at = optimizer.state_dict()
-        saved = {
-            "param_groups": at["param_groups"],
-            "state": {
-                key: {name: value.clone() for name, value in row.items()}
-                for key, row in at["state"].items()
-            },
-        }
+        saved = copy.deepcopy(optimizer.state_dict())
         moved: dict[str, Any] = {}
         after: dict[str, list[Tensor]] = {}
         for word, ranks in (("old", list(range(world_size))), ("new", survivors)):
             with torch.no_grad():
                 for one, value in zip(model.parameters(), before, strict=True):
                     one.copy_(value)
-            optimizer.load_state_dict(saved)
+            # Updates write into what was loaded.
+            optimizer.load_state_dict(copy.deepcopy(saved))
             for name, parameter in model.named_parameters():
                 total = gradients[ranks[0]][name]
-                assert total is not None
                 for rank in ranks[1:]:
                     total = total + gradients[rank][name]
                 parameter.grad = total / len(ranks)
             optimizer.step()
             after[word] = [one.detach().clone() for one in model.parameters()]
-            moved[word] = {
-                key: {name: value.clone() for name, value in row.items()}
-                for key, row in optimizer.state_dict()["state"].items()
-            }
+            moved[word] = copy.deepcopy(optimizer.state_dict()["state"])
         chosen = []
         for index, name in enumerate(names):
             value = state[keys.index(name)]
@@ -181,9 +172,7 @@ def check_reference(states: list[list[Tensor]], world_size: int, survivors: list
         with torch.no_grad():
             for index, one in enumerate(model.parameters()):
                 one.copy_(after[chosen[index]][index])
-        saved["state"] = {
-            index: moved[chosen[index]][index] for index in range(len(names)) if moved["old"]
-        }
+        saved["state"] = {index: moved[chosen[index]][index] for index in range(len(names))}
         optimizer.load_state_dict(saved)
     return words
 

@@ -113,7 +113,7 @@ class GradientExchange:
         """How many gradients of each tensor were submitted so far."""
         self._packed_buffers: Tensor | None = None
         self._submitted_buffers = True
-        self._statuses: Statuses | None = None
+        self._statuses: Statuses = {}
         self._judged_step = 0
         self.step = 0
         self.may_measure = not layout.factored and channel.has_measurable_squares(
@@ -494,7 +494,7 @@ class GradientExchange:
         tensor = self._layout.status
         if tensor is None or self.step == 0:
             return {}
-        if self._judged_step < self.step or self._statuses is None:
+        if self._judged_step < self.step:
             self._judged_step = self.step
             self._statuses = tensor.read()
             self._consistency.judge(self._statuses, self.training_step)

@@ -95,6 +95,12 @@ class PreparedModels:
         plan: PlanArgument,
     ) -> tuple[ModelType, OptimizerType]:
         """Connect a model and its optimizer to all ranks."""
+        if self._ctx.membership.lost:
+            # On all ranks alike, and the lost ones come to no meeting.
+            raise UsageError(
+                "prepare() after ranks were lost: those that are left do not connect anew; "
+                "restart, or prepare before"
+            )
         before: PreparedModel | None = None
         unable: ValueError | GradlaneError | None = None
         sizes: dict[str, int] = {}
@@ -168,17 +174,12 @@ class PreparedModels:
         """Check that a model can be prepared in a session that goes on when ranks are lost.
 
         Raises:
-            UsageError: it is a second one, or a rank was lost before.
+            UsageError: it is a second one.
             ValueError: its buffers cannot be kept alike then.
         """
         ctx = self._ctx
         if not ctx.options.going_on.on:
             return
-        if ctx.membership.lost:
-            raise UsageError(
-                "prepare() after ranks were lost: those that are left do not connect anew; "
-                "restart, or prepare before"
-            )
         if any(one.model is not model for one in self.prepared):
             raise UsageError(
                 "prepare() of a second model with going_on: each would agree on its own who is "
