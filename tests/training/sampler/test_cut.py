@@ -28,3 +28,5 @@ def test_steps_of_full_batches_alone_leave_out_the_rest() -> None:
         [((8, 12),), ((12, 16),)],
     ]
     assert cut.untrained([2, 2]) == ((16, 20),)
+    uneven = Cut(10, ((8, 10),), [[((0, 4),), ((4, 8),)], []], 4, drop_last=True)
+    assert (uneven.steps, uneven.batches(0)) == (1, [((0, 4),), ((4, 8),)])

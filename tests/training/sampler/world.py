@@ -48,6 +48,7 @@ class Session:
         self.rank = rank
         self.callback: Callable[[MembershipChange], object] = lambda change: None
         self.told: list[int] = []
+        self.gathers = 0
         self.waits_for: Pending | None = None
 
     @property
@@ -72,6 +73,7 @@ class Session:
             if self._world.pending is not None:
                 self._world.deliver()
                 return []
+            self.gathers += 1
             return [values] * self.world_size
         if self.waits_for.broken_off is not None:
             self.hear(self.waits_for.broken_off)
@@ -141,6 +143,8 @@ class World:
             ):
                 break
         assert self.pending is None
+        gathers = {self.sessions[name].gathers for name in self.members}
+        assert len(gathers) == 1, "a rank waits in a gather that others do not call"
         if not self._taken:
             return False
         numbers = {len(self._taken.get(name, ())) for name in self.members}
@@ -181,6 +185,7 @@ class World:
         for name in last.members:
             self.sessions[name].waits_for = None
             if name not in self._loops:
+                self.sessions[name].gathers = self.sessions[last.members[0]].gathers
                 self._loops[name] = self._loop(name)
 
     def gathered(self) -> list[list[int]]:
