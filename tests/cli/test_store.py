@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from gradlane.training.rendezvous.store_server import bind_store, host_store
 from tests.built import needs_core
 from tests.command_line import run
 from tests.forked_programs import ForkedPrograms
@@ -66,7 +69,8 @@ class HostedStore:
 def hosted(programs: ForkedPrograms, tmp_path: Path) -> Iterator[HostedStore]:
     store = HostedStore(programs, tmp_path)
     yield store
-    store.end(signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        store.end(signal.SIGKILL)
 
 
 def test_a_taken_port_and_a_foreign_address_are_named(
@@ -82,6 +86,24 @@ def test_a_taken_port_and_a_foreign_address_are_named(
     status, _, errors = run(monkeypatch, capsys, "store", "--host", "192.0.2.7", "--port", "0")
     assert status == 1 and "at 192.0.2.7:0: Cannot assign" in errors and "give --host" in errors
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM}
+
+
+def listening_at(port: int) -> list[str]:
+    """Return the IPv4 addresses at which this machine listens on a port."""
+    found = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state = line.split()[:4]
+        address, _, local_port = local.partition(":")
+        if state == "0A" and int(local_port, 16) == port:
+            found.append(socket.inet_ntoa(struct.pack("=I", int(address, 16))))
+    return found
+
+
+def test_it_listens_on_loopback_alone_unless_told_otherwise(hosted: HostedStore) -> None:
+    assert listening_at(hosted.port) == ["127.0.0.1"]
+    store = host_store(bind_store("0.0.0.0", 0))
+    assert listening_at(store.port) == ["0.0.0.0"]
+    store.set("word", "1")
 
 
 def test_it_keeps_what_a_killed_rank_0_wrote(
