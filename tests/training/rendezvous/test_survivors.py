@@ -24,7 +24,7 @@ PATIENCE_S = 240.0
 """Agents take seconds of processor time to start, and as long to end."""
 SETTLED_S = 1.0
 """Ten times the interval at which an agent looks at its workers and its store."""
-WORKER = "echo $$ > $0/$RANK.new && mv $0/$RANK.new $0/$RANK; exec sleep 600"
+WORKER = "echo $$ > $1/$RANK.new && mv $1/$RANK.new $1/$RANK; exec sleep 600\n"
 """A rank: its process id in a file, and nothing else."""
 
 
@@ -69,6 +69,8 @@ def test_torchrun_after_the_death_of_rank_0(
 ) -> None:
     """One `torchrun` a node; c10d's own store is in the agent of node 0 and ends with it."""
     port = str(reserve_port())
+    worker = tmp_path / "worker.sh"
+    worker.write_text(WORKER)
     if meeting == "c10d in gradlane store":
         start("gradlane", "store", "--port", port)
     agents = []
@@ -81,7 +83,7 @@ def test_torchrun_after_the_death_of_rank_0(
         agents.append(
             start(
                 *("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *where),
-                *("--max-restarts", "0", "--no-python", "bash", "-c", WORKER, str(tmp_path)),
+                *("--max-restarts", "0", "--no-python", "bash", str(worker), str(tmp_path)),
             )
         )
     ranks = [tmp_path / str(rank) for rank in range(2)]
