@@ -238,7 +238,8 @@ MEASURES: dict[str, tuple[str, str, str, Any]] = {
     ),
 }
 """Commands that measure first: the package, what measures, the module that prints, a result."""
-OTHERS = {"lab run", "demo", "probe", "profile", "reproduce", "serve", "watch", "secret sign"}
+OTHERS = {"lab run", "demo", "probe", "profile", "reproduce", "serve", "store", "watch"}
+OTHERS |= {"secret sign"}
 """Those whose file is there since their first run (`lab run`, `demo`), or that need other ranks, a
 session or checkpoints."""
 

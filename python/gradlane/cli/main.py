@@ -28,6 +28,7 @@ from gradlane.cli.options import (
 from gradlane.cli.planning import add_planning
 from gradlane.cli.secret import secret
 from gradlane.cli.serve import serve
+from gradlane.cli.store import store
 from gradlane.formats.reported import ReportedError
 from gradlane.formats.signals import Terminated, unwind_on_sigterm
 from gradlane.formats.untrusted import escaped, escaped_lines
@@ -106,6 +107,7 @@ def demo(
 
 add_planning(app)
 app.command()(serve)
+app.command()(store)
 
 
 @app.command()

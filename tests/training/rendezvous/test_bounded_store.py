@@ -39,6 +39,7 @@ MAKERS = {
     # The types of stores, and those that sessions open.
     "training/rendezvous/bounded_store.py",
     "training/rendezvous/rendezvous.py",
+    "training/rendezvous/store_server.py",
     # What a user's program hands over.
     "training/options/groups.py",
     # torch's own groups call theirs: on this node alone, or in runs that their starter ends.
@@ -133,6 +134,17 @@ def test_a_port_without_a_listener_is_named() -> None:
         taken.listen()
         with pytest.raises(RendezvousError, match="rank 0 cannot open the rendezvous store"):
             open_store(RankInfo(0, 2, "job", 0), environment, 0.5, 1.0)
+
+
+def test_rank_0_hosts_no_store_where_one_is_given_by_its_address() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        given = nobody.getsockname()
+        for world_size in (1, 2):
+            with pytest.raises(
+                RendezvousError, match=r"own keeps: .*GRADLANE_STORE.*gradlane store"
+            ):
+                open_store(RankInfo(0, world_size, "job", 0), {}, 0.5, 1.0, None, given)
 
 
 @pytest.mark.parametrize(

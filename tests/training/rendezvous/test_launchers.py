@@ -15,6 +15,8 @@ import torch
 import torch.distributed.checkpoint
 from torch import nn
 
+from gradlane.training.options.groups import Rendezvous
+from gradlane.training.options.option_fields import with_environment
 from gradlane.training.rendezvous.environment import RankInfo, find_rank_info, find_store_address
 from tests.built import needs_core
 from tests.forked_programs import SOURCES, ForkedPrograms
@@ -99,6 +101,21 @@ def test_stores() -> None:
     assert find_store_address({"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"})[0] == "127.0.0.1"
     with pytest.raises(ValueError, match=r"mpirun -x MASTER_ADDR=HOST.*-genv MASTER_ADDR HOST"):
         find_store_address({**on_one_node, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+
+
+def test_the_address_of_a_store_is_read_from_the_environment() -> None:
+    def given(text: str) -> Rendezvous:
+        return with_environment(Rendezvous(), {"GRADLANE_STORE": text})
+
+    assert given("gpu03:29600").store_address == ("gpu03", 29600)
+    assert given("[::1]:5").store_address == ("::1", 5)
+    assert given("29600").store_address == ("127.0.0.1", 29600)
+    assert given("").store_address is None and Rendezvous().store_address is None
+    for text in ("gpu03", "gpu03:0", "gpu03:65536"):
+        with pytest.raises(ValueError, match=f"^GRADLANE_STORE is {text}; it must be HOST:PORT"):
+            given(text)
+    chosen = with_environment(Rendezvous(store="a:5"), {"GRADLANE_STORE": "b:6"})
+    assert chosen.store_address == ("a", 5)
 
 
 def run_all(commands: list[list[str]], environments: list[dict[str, str]]) -> list[str]:

@@ -18,7 +18,8 @@ from typing import Any
 from gradlane.formats.provenance import NOT_INSTALLED, package_versions
 from gradlane.formats.rates import format_rate
 from gradlane.planning.doctor.findings import Finding, fault, ok, warning
-from gradlane.training.options.groups import Network
+from gradlane.training.options.groups import Network, Rendezvous
+from gradlane.training.options.option_fields import with_environment
 from gradlane.training.options.secret import secret_bits
 from gradlane.training.rendezvous import addresses
 from gradlane.training.rendezvous.environment import find_store_address
@@ -149,7 +150,8 @@ class Machine:
         """Return the addresses that a session would try to listen on; none without a route."""
         network = self._network
         try:
-            store = find_store_address(self._environment)
+            given = with_environment(Rendezvous(), self._environment).store_address
+            store = given or find_store_address(self._environment)
         except ValueError:
             # No launcher: what is asked is which way leads out.
             store = addresses.UNROUTED
@@ -188,8 +190,8 @@ class Machine:
             return warning(
                 check,
                 f"{name or address}: reaches this machine only{beside}",
-                "for several machines set MASTER_ADDR to an address of the network, or give "
-                "Network(interface=...)",
+                "for several machines set MASTER_ADDR (or GRADLANE_STORE) to an address of the "
+                "network, or give Network(interface=...)",
             )
         rate_bps = self.nominal_bps(name)
         rate = format_rate(rate_bps) if rate_bps else "rate unknown to the kernel"

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from gradlane.training.node.devices import NCCL
 from gradlane.training.node.layout import Layout
-from gradlane.training.rendezvous.addresses import bind_loopback
+from gradlane.training.rendezvous.addresses import bind
 from gradlane.training.rendezvous.rendezvous import RendezvousScope, listening_on
 
 _LOOPBACK = "127.0.0.1"
@@ -66,7 +66,7 @@ def open_node_store(layout: Layout, scope: RendezvousScope, timeout_s: float) ->
     if layout.local_rank > 0:
         port = int(scope.get(key, layout.rank_of(layout.node, 0)))
         return TCPStore(_LOOPBACK, port, is_master=False, timeout=limit, wait_for_workers=False)
-    listener = bind_loopback(_LOOPBACK, 0)
+    listener = bind(_LOOPBACK, 0)
     port = listener.getsockname()[1]
     store = TCPStore(
         _LOOPBACK,

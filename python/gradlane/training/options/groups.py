@@ -5,10 +5,12 @@ Each can be given to `gradlane.init`, and each option by an environment variable
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradlane.formats.untrusted import escaped
 from gradlane.training.options.endpoint import parse_address
 from gradlane.training.options.option_fields import OptionGroup, option, read_int, read_ports
 from gradlane.training.options.secret import check_secret, read_secret_file
@@ -25,11 +27,11 @@ _MOST_THREADS = 3
 class Rendezvous(OptionGroup):
     """Which rank this is, and where the ranks meet; what is absent comes from the launcher."""
 
-    store: Store | None = option(
+    store: Store | str | None = option(
         None,
-        "The c10d store in which the ranks meet; else torch.distributed's if it is initialized, "
-        "else one at `MASTER_ADDR:MASTER_PORT`.",
-        in_environment=False,
+        "The c10d store in which the ranks meet, or `HOST:PORT` of one that no rank hosts, such as "
+        "`gradlane store`; else torch.distributed's if it is initialized, else one at "
+        "`MASTER_ADDR:MASTER_PORT`, which rank 0 or its launcher hosts.",
     )
     rank: int | None = option(
         None, "This rank; else the launcher's; 0 without a launcher.", least=0, read=read_int
@@ -43,6 +45,28 @@ class Rendezvous(OptionGroup):
     job: str | None = option(
         None, "Name of the job, which ranks of one job share; else the launcher's."
     )
+
+    def __post_init__(self) -> None:
+        """Check every option.
+
+        Raises:
+            ValueError: an option is out of its range, or the store's address is none.
+        """
+        super().__post_init__()
+        if isinstance(self.store, str) and self.store_address is None:
+            raise ValueError(
+                f"store is {escaped(self.store)}; it must be HOST:PORT or [IPv6]:PORT of a store "
+                "that runs (`gradlane store`), or its PORT on this machine"
+            )
+
+    @property
+    def store_address(self) -> tuple[str, int] | None:
+        """Host and port of a store that is given by its address."""
+        if isinstance(self.store, str):
+            with contextlib.suppress(ValueError):
+                host, port = parse_address(self.store, "store")
+                return (host, port) if port else None
+        return None
 
 
 @dataclass(frozen=True, repr=False)

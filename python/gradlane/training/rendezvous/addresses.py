@@ -39,15 +39,15 @@ def names_loopback(host: str) -> bool:
     return is_loopback(host) or host == "localhost"
 
 
-def bind_loopback(host: str, port: int) -> socket.socket:
-    """Return a TCP socket that is bound to a loopback address.
+def bind(host: str, port: int) -> socket.socket:
+    """Return a TCP socket that is bound to an address of this machine.
 
     Args:
-        host: a loopback address or `localhost`.
+        host: the address, or a name that leads to it.
         port: 0: any.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is taken, or the address is not this machine's.
     """
     address = resolve(host)
     bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)

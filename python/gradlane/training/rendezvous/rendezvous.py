@@ -67,11 +67,13 @@ def open_store(
     timeout_s: float,
     store_timeout_s: float,
     secret: str | None = None,
+    given: tuple[str, int] | None = None,
 ) -> BoundedStore:
-    """Return torch.distributed's default store, or open the one that torchrun would use.
+    """Open the store at the given address, or torch.distributed's, or the one torchrun would use.
 
-    Rank 0 hosts it, unless torchrun's agent does: on the loopback interface alone where
-    `MASTER_ADDR` is a loopback address or `localhost`, else on all addresses.
+    No rank hosts the store at a given address. Rank 0 hosts torchrun's, unless torchrun's agent
+    does: on the loopback interface alone where `MASTER_ADDR` is a loopback address or `localhost`,
+    else on all addresses.
 
     Args:
         rank_info: this rank.
@@ -79,6 +81,7 @@ def open_store(
         timeout_s: longest time to connect, in seconds.
         store_timeout_s: longest response time afterwards, in seconds.
         secret: of the user, which signs all values; None: they are not signed.
+        given: host and port of a store in a process of its own; None: there is none.
 
     Raises:
         ValueError: the environment names no host.
@@ -92,16 +95,20 @@ def open_store(
         if agent_hosts_store
         else "which rank 0 keeps"
     )
-    if dist.is_available() and dist.is_initialized():
+    remedy = "check MASTER_ADDR and MASTER_PORT, and that rank 0 is running"
+    if given is not None:
+        host_text = "which a process of its own keeps"
+        remedy = "check GRADLANE_STORE or store=, and that `gradlane store` is running there"
+    elif dist.is_available() and dist.is_initialized():
         from torch.distributed import distributed_c10d
 
         store = distributed_c10d._get_default_store()
         return wrap_store(store, rank_info, environment, store_timeout_s, secret, host_text)
-    if rank_info.ranks == 1:
+    elif rank_info.ranks == 1:
         return wrap_store(HashStore(), rank_info, environment, store_timeout_s, secret)
-    host, port = find_store_address(environment)
+    host, port = given or find_store_address(environment)
     at = addresses.endpoint(host, port)
-    is_host = rank_info.rank == 0 and not agent_hosts_store
+    is_host = rank_info.rank == 0 and not agent_hosts_store and given is None
     bounded = BoundedStore(
         rank_info.rank, f"at {at}, {host_text}", store_timeout_s, job=rank_info.job, secret=secret
     )
@@ -111,7 +118,7 @@ def open_store(
         if is_host and addresses.names_loopback(host):
             # The port is taken where this process has opened the store before: torch shares it.
             with contextlib.suppress(OSError):
-                listening = listening_on(addresses.bind_loopback(host, port))
+                listening = listening_on(addresses.bind(host, port))
         return TCPStore(
             host,
             port,
@@ -137,9 +144,7 @@ def open_store(
     if opened is None:
         raise RendezvousError(
             f"rank {rank_info.rank} cannot reach the rendezvous store at {at}, {host_text}: "
-            f"{reason}; "
-            f"{_listener_at(host, port)}; check MASTER_ADDR and MASTER_PORT, and that rank 0 is "
-            "running"
+            f"{reason}; {_listener_at(host, port)}; {remedy}"
         )
     return bounded
 

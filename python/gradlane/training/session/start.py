@@ -62,8 +62,9 @@ def init(
     """Open a session on this rank; every rank calls it with the same options.
 
     Rank, world size and job come from torchrun, Slurm or MPI where they are not given; without
-    any of them the program is a world of one. Ranks meet in a c10d store: the one that is given,
-    else torch.distributed's if it is initialized, else one at `MASTER_ADDR:MASTER_PORT`.
+    any of them the program is a world of one. Ranks meet in a c10d store: the one that is given
+    (also by its address: `GRADLANE_STORE`), else torch.distributed's if it is initialized, else
+    one at `MASTER_ADDR:MASTER_PORT`.
 
     `docs/options.md` lists all options with their ranges. Options of `rendezvous`, `network`,
     `checkpoints` and `monitoring` that the program does not give are read from environment
@@ -262,7 +263,8 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
 
 def _open_store(options: Options, place: RankInfo, secret: str | None) -> BoundedStore:
     """Return the store that is given, torch.distributed's, or the launcher's."""
-    store, limit_s = options.rendezvous.store, store_timeout_s(options)
-    if store is not None:
-        return wrap_store(store, place, os.environ, limit_s, secret)
-    return open_store(place, os.environ, options.network.connect_timeout_s, limit_s, secret)
+    given, limit_s = options.rendezvous, store_timeout_s(options)
+    if given.store is not None and not isinstance(given.store, str):
+        return wrap_store(given.store, place, os.environ, limit_s, secret)
+    timeout_s = options.network.connect_timeout_s
+    return open_store(place, os.environ, timeout_s, limit_s, secret, given.store_address)

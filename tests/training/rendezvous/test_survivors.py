@@ -1,0 +1,100 @@
+"""What launchers do to the other ranks when one dies: `docs/launching.md` says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.children import children_of
+from tests.forked_programs import SOURCES
+from tests.paths import ROOT
+from tests.ports import reserve_port
+from tests.waiting import eventually
+
+pytest.importorskip("torch.distributed.run", reason="this torch has no torchrun")
+PATIENCE_S = 240.0
+"""Agents take seconds of processor time to start, and as long to end."""
+SETTLED_S = 1.0
+"""Ten times the interval at which an agent looks at its workers and its store."""
+WORKER = "echo $$ > $1/$RANK.new && mv $1/$RANK.new $1/$RANK; exec sleep 600\n"
+"""A rank: its process id in a file, and nothing else."""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start programs of the interpreter, which end with the test, and whatever they started."""
+    with ExitStack() as ending:
+
+        def start_one(*arguments: str) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                cwd=ROOT,
+                env={**os.environ, **SOURCES},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            ending.callback(_end, process)
+            return process
+
+        yield start_one
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for one in [*children_of(process.pid), process.pid] if process.poll() is None else []:
+        os.kill(one, signal.SIGKILL)
+    process.wait()
+
+
+def is_alive(process: int) -> bool:
+    """Return whether a process runs; one that has ended and is not reaped does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("meeting", "goes_on"), [("static", True), ("c10d in gradlane store", True), ("c10d", False)]
+)
+def test_torchrun_after_the_death_of_rank_0(
+    meeting: str, goes_on: bool, start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """One `torchrun` a node; c10d's own store is in the agent of node 0 and ends with it."""
+    port = str(reserve_port())
+    worker = tmp_path / "worker.sh"
+    worker.write_text(WORKER)
+    if meeting == "c10d in gradlane store":
+        start("gradlane", "store", "--port", port)
+    agents = []
+    for node in range(2):
+        where = ["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", port]
+        if meeting != "static":
+            is_host = meeting == "c10d" and node == 0
+            where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+            where += ["--rdzv-id", "job", "--rdzv-conf", f"is_host={is_host}"]
+        agents.append(
+            start(
+                *("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *where),
+                *("--max-restarts", "0", "--no-python", "bash", str(worker), str(tmp_path)),
+            )
+        )
+    ranks = [tmp_path / str(rank) for rank in range(2)]
+    assert eventually(lambda: all(path.exists() for path in ranks), PATIENCE_S)
+    first, other = (int(path.read_text()) for path in ranks)
+    agent_of_first = next(one for one in agents if first in children_of(one.pid))
+    os.kill(first, signal.SIGKILL)
+    if goes_on:
+        assert agent_of_first.wait(PATIENCE_S) == 1
+        time.sleep(SETTLED_S)
+        assert is_alive(other)
+        assert [one.poll() for one in agents if one is not agent_of_first] == [None]
+    else:
+        assert eventually(lambda: not is_alive(other), PATIENCE_S)
