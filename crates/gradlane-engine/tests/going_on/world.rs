@@ -608,8 +608,10 @@ impl World {
             let rank = rank as u32;
             // After two losses at the end, a rank may find nobody left to agree with; it is through.
             let is_through = node.completed.last() == Some(&Step(self.setting.steps));
-            let excused =
-                node.dead || self.may_end.contains(&rank) || (is_through && self.struck > 1);
+            let excused = node.dead
+                || self.may_end.contains(&rank)
+                || (is_through && self.struck > 1)
+                || (may_stall && stalled(node));
             assert!(node.closed || excused, "seed {seed}: rank {rank} {}", self.describe());
             if node.closed {
                 assert_eq!(node.engine.buffers_in_use(), 0, "seed {seed}: buffers leaked");
