@@ -117,7 +117,7 @@ def train_gradlane(job: dict[str, Any]) -> None:
         "monitoring": gradlane.Monitoring(summary=False),
     }
     if job["going_on"]:
-        from torch.distributed import TCPStore
+        from torch._C._distributed_c10d import TCPStore
 
         # The launcher keeps the store: it outlives every rank.
         port = int(os.environ["MASTER_PORT"])
@@ -147,7 +147,7 @@ def train_torchft(job: dict[str, Any]) -> None:
     (`torchft.DistributedDataParallel`, 0.2.0) ends the survivors of a broken Gloo connection with
     an AssertionError.
     """
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     torchft: Any = importlib.import_module("torchft")
     rank = int(os.environ["REPLICA_GROUP_ID"])

@@ -78,7 +78,7 @@ def _start_ddp(job: Job, processes: Processes) -> None:
 
 
 def _start_going_on(job: Job, processes: Processes) -> None:
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes.keep(store)
