@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -144,6 +145,8 @@ def main() -> None:
         parser.error(f"unknown systems {', '.join(unknown)}; known are {', '.join(SYSTEMS)}")
     if given.ranks < 2 or given.kills < 1 or given.every < 1:
         parser.error("at least two --ranks, one of --kills and one step for --every")
+    # Ended from outside, it ends its trainings first.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console()
 
     def say(text: str) -> None:

@@ -18,7 +18,7 @@ from benchmarks.lost_rank.systems import Job, System
 
 STEPS_AFTER = 40
 """Steps of a training after the one at which a rank is killed."""
-LIMIT_S = 180
+LIMIT_S = 300
 """Seconds that a training may take, its start included."""
 _RANK_LIMIT_S = LIMIT_S + 30
 _LATEST_KILL_S = 0.1
