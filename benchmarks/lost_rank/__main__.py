@@ -15,7 +15,7 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -99,9 +99,8 @@ def run_all(
     given: argparse.Namespace,
     names: Sequence[str],
     say: Callable[[str], None],
-) -> list[Result]:
+) -> Iterator[Result]:
     """Give every kill to every system in turn."""
-    results = []
     for index, kill in enumerate(kills):
         for name in names:
             with tempfile.TemporaryDirectory(prefix="gradlane-lost-") as text:
@@ -109,20 +108,20 @@ def run_all(
                 result = run_kill(name, SYSTEMS[name], kill, job, given.every)
                 if result.failure:
                     say(read_outputs(job.folder))
-            results.append(result)
             verdict = result.verdict
             found = result.failure
             if verdict is not None and verdict.finished:
                 found = (
                     f"no step for {verdict.pause_s:.2f} s, no new one for "
                     f"{verdict.until_new_s:.2f} s, {verdict.steps_lost} lost, "
-                    f"{verdict.live_ranks} ranks at the end"
+                    f"{verdict.live_ranks} ranks at the end, parameters "
+                    f"{'the same' if verdict.same_parameters else 'that differ'}"
                 )
             say(
                 f"kill {index}, rank {kill.victim} after step {kill.step}, {name}: {found} "
                 f"(load {result.load:.1f}, {result.wall_s:.0f} s)"
             )
-    return results
+            yield result
 
 
 def main() -> None:
@@ -159,28 +158,30 @@ def main() -> None:
     tried = [name for name in names if name not in absent]
     machine = machine_facts()
     kills = draw_kills(given.seed, given.kills, given.ranks, given.every)
-    results = run_all(kills, given, tried, say)
-    rows = [summarize(name, results) for name in tried]
-    loads = [result.load for result in results]
-    say(table(rows))
-    if loads:
+    results: list[Result] = []
+    for result in run_all(kills, given, tried, say):
+        results.append(result)
+        if given.json is not None:
+            # After each kill: a campaign that is ended from outside loses none.
+            found = {
+                "seed": given.seed,
+                "ranks": given.ranks,
+                "checkpoint_every": given.every,
+                "machine": {**machine, "command": sys.argv},
+                "versions": package_versions(),
+                "not_available": absent,
+                "systems": [summarize(name, results) for name in tried],
+                "kills": [asdict(one) for one in results],
+            }
+            given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if results:
+        loads = [result.load for result in results]
+        say(table([summarize(name, results) for name in tried]))
         say(
             f"{given.kills} kills a system, seed {given.seed}, {given.ranks} ranks, a checkpoint "
             f"every {given.every} steps; load {min(loads):.1f} to {max(loads):.1f} on "
             f"{machine['processors']} processors"
         )
-    if given.json is not None:
-        found = {
-            "seed": given.seed,
-            "ranks": given.ranks,
-            "checkpoint_every": given.every,
-            "machine": {**machine, "command": sys.argv},
-            "versions": package_versions(),
-            "not_available": absent,
-            "systems": rows,
-            "kills": [asdict(result) for result in results],
-        }
-        given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     if any(result.failure for result in results):
         sys.exit(1)
 
