@@ -1,0 +1,1 @@
+"""Training after the loss of a rank: the same kill under several systems."""
