@@ -257,7 +257,10 @@ class Channel:
         """
 
     def next_changes(self, *, wait: bool = True) -> list[tuple[str, int, list[int], int, str]]:
-        """Return (kind, generation, members, step, reason) of changes of the members, once each.
+        """Return (kind, generation, members, step, text) of changes of the members, once each.
+
+        Kind `members`: they go on from the step on, for the reason in the text. Kind `claim`: the
+        text is for the store's register of the generation (`answer_claim`).
 
         Args:
             wait: wait for one, without the GIL; otherwise there may be none.
@@ -266,11 +269,11 @@ class Channel:
             ChannelError: the channel has ended.
         """
 
-    def answer_claim(self, generation: int, members: list[int] | None) -> None:
-        """Tell which members the job's store holds for a generation; None: it did not answer.
+    def answer_claim(self, generation: int, text: str | None) -> None:
+        """Tell what the job's store holds for a generation; None: it did not answer.
 
         Raises:
-            ChannelError: the channel has ended.
+            ValueError: it is no text of `next_changes`.
         """
 
     def next_root_requests(self, *, wait: bool = True) -> list[tuple[int, int]]:

@@ -131,7 +131,11 @@ class World:
             if not self.alive:
                 return
             kind = "claim" if 2 * len(self.alive) == before else "members"
-            self.changes.append((kind, *self.next_members(reason)))
+            generation, members, step, reason = self.next_members(reason)
+            if kind == "claim":
+                self.changes.append((kind, generation, [], 0, str(members)))
+            else:
+                self.changes.append((kind, generation, members, step, reason))
             if kind == "members":
                 self.settle()
             self.changed.notify_all()
@@ -409,9 +413,9 @@ class FakeChannel:
         world = self.world
         return bool(world.failure) or self.rank in world.finished or self.rank in world.lost
 
-    def answer_claim(self, generation: int, members: list[int] | None) -> None:
-        if members != self.world.alive:
-            self.world.fail(f"the other half may go on: the store holds {members}", None)
+    def answer_claim(self, generation: int, text: str | None) -> None:
+        if text != str(self.world.alive):
+            self.world.fail(f"the other half may go on: the store holds {text}", None)
             return
         with self.world.changed:
             self.world.changes.append(("members", *self.world.next_members("claimed")))
