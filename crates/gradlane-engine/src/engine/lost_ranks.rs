@@ -176,6 +176,9 @@ impl Engine {
 
     /// Takes the next steps of a change that can be taken now.
     pub(super) fn advance_change(&mut self) {
+        if self.changes.is_in(Phase::Agreeing) && self.session.is_leaving() {
+            self.leave_the_lost();
+        }
         if self.changes.is_in(Phase::Settling) && self.is_settled() {
             self.tell_holdings();
         }
