@@ -300,30 +300,33 @@ impl World {
             _ => self.go_on(rank),
         };
         self.listen(rank);
-        if self.nodes[rank as usize].failure.is_some() {
-            self.leave(rank);
-        }
+        self.leave_if_ended(rank);
         moved
     }
 
-    /// A rank whose session has failed says why, as far as it can, and closes its connections.
-    fn leave(&mut self, rank: u32) {
+    /// A rank whose session is over sends what it has still to say, and closes its connections.
+    fn leave_if_ended(&mut self, rank: u32) {
         let node = &mut self.nodes[rank as usize];
+        if node.failure.is_none() && !node.closed {
+            return;
+        }
         let last: Vec<_> = std::iter::from_fn(|| node.engine.poll_transmit()).collect();
         for transmit in last {
-            let (Payload::Inline(_) | Payload::None) = &transmit.payload else {
-                continue;
-            };
             let payload = match transmit.payload {
                 Payload::Inline(bytes) => bytes,
-                _ => Vec::new(),
+                Payload::None => Vec::new(),
+                Payload::Region(_) => continue,
             };
             if !self.cut.contains(&(rank, transmit.peer.0)) {
                 let wire = self.wires.entry((rank, transmit.peer.0)).or_default();
                 wire.push_back(Item::Frame(transmit.header, payload));
             }
         }
-        (0..self.setting.ranks).filter(|&it| it != rank).for_each(|it| self.close(rank, it));
+        for other in (0..self.setting.ranks).filter(|&it| it != rank) {
+            if self.cut.insert((rank, other)) {
+                self.wires.entry((rank, other)).or_default().push_back(Item::Closed);
+            }
+        }
     }
 
     fn sweep(&mut self) -> bool {
@@ -347,9 +350,7 @@ impl World {
             for rank in alive {
                 self.nodes[rank as usize].engine.handle_time(self.now);
                 self.listen(rank);
-                if self.nodes[rank as usize].failure.is_some() {
-                    self.leave(rank);
-                }
+                self.leave_if_ended(rank);
             }
             return true;
         }
