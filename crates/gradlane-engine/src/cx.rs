@@ -4,7 +4,7 @@
 use crate::api::{BufferRef, Event, Job, Memory, Operation, Region};
 use crate::buffers::BufferTable;
 use crate::jobs::{JobQueue, Running, Task, Then};
-use crate::kept::{self, Kept, KeptResults};
+use crate::kept::{Kept, KeptResult, KeptResults};
 use crate::plan::Plan;
 use crate::rank_set::RankSet;
 use crate::session::Clock;
@@ -198,11 +198,11 @@ impl Cx {
     pub(crate) fn keep_result(&mut self, slice: SliceId, buffer: BufferRef) {
         if self.kept.are_kept() {
             self.buffers.retain(buffer);
-            self.keep(slice, kept::Result::Buffer(buffer));
+            self.keep(slice, KeptResult::Buffer(buffer));
         }
     }
 
-    fn keep(&mut self, slice: SliceId, result: kept::Result) {
+    fn keep(&mut self, slice: SliceId, result: KeptResult) {
         let step = self.worker.step();
         if let Some(old) = self.kept.keep(slice, Kept { step, result }) {
             self.release(old);
@@ -320,7 +320,7 @@ impl Cx {
     /// A slice's result may be released.
     pub(crate) fn finish_slice(&mut self, slice: SliceId, has_value: bool) {
         if self.kept.are_kept() && self.kept.of(slice, self.worker.step()).is_none() {
-            let empty = if has_value { kept::Result::Empty } else { kept::Result::Absent };
+            let empty = if has_value { KeptResult::Empty } else { KeptResult::Absent };
             self.keep(slice, empty);
         }
         self.worker.finish(&self.plan, slice, has_value, &mut self.events);

@@ -10,7 +10,7 @@ use gradlane_units::{SliceId, Step};
 
 /// The result of a slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Result {
+pub(crate) enum KeptResult {
     /// Its bytes.
     Buffer(BufferRef),
     /// It has a value, of no bytes.
@@ -23,7 +23,7 @@ pub(crate) enum Result {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Kept {
     pub(crate) step: Step,
-    pub(crate) result: Result,
+    pub(crate) result: KeptResult,
 }
 
 #[derive(Debug, Default)]
@@ -44,7 +44,7 @@ impl KeptResults {
     }
 
     /// The result of a slice in a step, if it is here.
-    pub(crate) fn of(&self, slice: SliceId, step: Step) -> Option<Result> {
+    pub(crate) fn of(&self, slice: SliceId, step: Step) -> Option<KeptResult> {
         let kept = self.slices.get(slice.index()).copied().flatten();
         kept.filter(|kept| kept.step == step).map(|kept| kept.result)
     }
@@ -68,7 +68,7 @@ impl KeptResults {
 
 fn buffer_of(kept: Option<Kept>) -> Option<BufferRef> {
     match kept?.result {
-        Result::Buffer(buffer) => Some(buffer),
-        Result::Empty | Result::Absent => None,
+        KeptResult::Buffer(buffer) => Some(buffer),
+        KeptResult::Empty | KeptResult::Absent => None,
     }
 }

@@ -14,7 +14,7 @@ use crate::api::{BufferRef, Job, Operation, Outstanding, PayloadDest, Region};
 use crate::contribution::Contribution;
 use crate::cx::Cx;
 use crate::jobs::{self, Done, Running, Then};
-use crate::kept;
+use crate::kept::KeptResult;
 use crate::plan::{Plan, PullRule, Scheme, Slice, Synchrony};
 use crate::rank_set::RankSet;
 use crate::schemes::Aggregator;
@@ -106,15 +106,15 @@ impl ParameterServer {
         });
         let kept = cx.kept.of(slice, step).expect("a rank spreads what it said that it has");
         let buffer = match kept {
-            kept::Result::Buffer(buffer) => Some(buffer),
-            kept::Result::Empty | kept::Result::Absent => None,
+            KeptResult::Buffer(buffer) => Some(buffer),
+            KeptResult::Empty | KeptResult::Absent => None,
         };
         if let Some(buffer) = buffer {
             cx.buffers.retain(buffer);
         }
         let priority = cx.priority(step, slice);
         let mut message = result_message(cx, slice, step, (buffer, PayloadForm::Raw), priority);
-        if kept == kept::Result::Empty {
+        if kept == KeptResult::Empty {
             message.header.flags = FrameFlags::NONE;
         }
         let (form, to_send) = (PayloadForm::Raw, lacking.clone());

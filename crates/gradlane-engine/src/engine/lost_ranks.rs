@@ -93,7 +93,7 @@ impl Engine {
             _ => {
                 let generation = <[u8; 4]>::try_from(payload).map_or(0, u32::from_le_bytes);
                 if generation > self.generation_in_force() || self.changes.is_in(Phase::Resuming) {
-                    self.changes.note_resumed(generation, from);
+                    self.changes.note_resumed(generation, from)?;
                 }
             }
         }
@@ -273,6 +273,7 @@ impl Engine {
         to.remove(own_rank);
         let header = self.cx.control_header(FrameKind::Resumed);
         self.cx.send_control(to, header, Body::Inline(generation.to_le_bytes().to_vec()));
-        self.changes.note_resumed(generation, own_rank);
+        // The membership in force is not ahead.
+        let _ = self.changes.note_resumed(generation, own_rank);
     }
 }

@@ -13,7 +13,7 @@
 //! A result is over the contributions of one membership: whoever has it has the same bits, and a rank
 //! that was the only one to have it and is lost, is in no later membership.
 
-use crate::kept::Result;
+use crate::kept::KeptResult;
 use crate::plan::Plan;
 use crate::rank_set::RankSet;
 use crate::violation::{violation, Validated};
@@ -24,7 +24,7 @@ use alloc::vec::Vec;
 use gradlane_units::{Rank, SliceId, Step};
 
 /// Memberships that others may be ahead by, at most.
-const MEMBERSHIPS_AHEAD_MAX: usize = 64;
+const MEMBERSHIPS_AHEAD_MAX: u32 = 64;
 
 /// What a rank has of a slice's result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,12 +36,12 @@ pub(crate) enum Holding {
     Absent,
 }
 
-impl From<Option<Result>> for Holding {
-    fn from(result: Option<Result>) -> Holding {
+impl From<Option<KeptResult>> for Holding {
+    fn from(result: Option<KeptResult>) -> Holding {
         match result {
             None => Holding::Nothing,
-            Some(Result::Absent) => Holding::Absent,
-            Some(Result::Buffer(_) | Result::Empty) => Holding::Value,
+            Some(KeptResult::Absent) => Holding::Absent,
+            Some(KeptResult::Buffer(_) | KeptResult::Empty) => Holding::Value,
         }
     }
 }
@@ -194,22 +194,29 @@ impl Changes {
         rank: Rank,
         holdings: Holdings,
     ) -> Validated<()> {
-        let of_rank = self.holdings.keys().filter(|(_, of)| *of == rank).count();
-        if of_rank > MEMBERSHIPS_AHEAD_MAX {
-            return violation(format!("holdings for {of_rank} memberships that are not in force"));
-        }
+        self.check_generation(generation)?;
         if self.holdings.insert((generation, rank), holdings).is_some() {
             return violation(format!("holdings for membership {generation} twice"));
         }
         Ok(())
     }
 
+    /// Checks that a membership is not further ahead than any can be.
+    fn check_generation(&self, generation: u32) -> Validated<()> {
+        if generation.saturating_sub(self.in_force) <= MEMBERSHIPS_AHEAD_MAX {
+            return Ok(());
+        }
+        violation(format!("membership {generation}, this rank is in {}", self.in_force))
+    }
+
     /// A member takes slices of a membership.
-    pub(crate) fn note_resumed(&mut self, generation: u32, rank: Rank) {
+    pub(crate) fn note_resumed(&mut self, generation: u32, rank: Rank) -> Validated<()> {
+        self.check_generation(generation)?;
         let resumed = self.resumed.entry(generation).or_default();
         if !resumed.contains(&rank) {
             resumed.push(rank);
         }
+        Ok(())
     }
 
     /// What the members have, once all have said so.
