@@ -5,13 +5,14 @@ mod common;
 
 use common::{frame, plan, tensors, Cluster};
 use gradlane_engine::{
-    Cutoff, Input, Memory, PayloadDest, Plan, StragglerPolicy, Strategy as Setting, Synchrony,
-    Update,
+    Cutoff, Engine, EngineOptions, Event, GoingOn, Input, Memory, PayloadDest, Plan,
+    StragglerPolicy, Strategy as Setting, Synchrony, Update,
 };
-use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
+use gradlane_units::{Priority, Rank, SliceId, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 use proptest::prelude::*;
 use std::sync::Arc;
+use std::time::Duration;
 
 #[derive(Clone, Debug)]
 struct Hostile {
@@ -104,6 +105,86 @@ proptest! {
             while engine.poll_job().is_some() {}
             while engine.poll_transmit().is_some() {}
             while engine.poll_event().is_some() {}
+        }
+    }
+}
+
+/// What happens to a rank whose training goes on when others are lost.
+#[derive(Clone, Debug)]
+enum Happening {
+    Frame(u32, FrameKind, u64, Vec<u8>),
+    Lost(u32),
+    Seconds(u64),
+}
+
+fn happening() -> impl Strategy<Value = Happening> {
+    use FrameKind::{
+        Abort, Broadcast, Goodbye, Holdings, Membership, PlanSwitchAck, Push, Resumed,
+    };
+    let kinds = vec![Abort, Broadcast, Goodbye, PlanSwitchAck, Push, Holdings, Membership, Resumed];
+    let kind = proptest::sample::select(kinds);
+    // Lengths of right ones among them: a resumption, the holdings of six slices.
+    let length = prop_oneof![Just(4_usize), Just(6_usize), 0..90_usize];
+    let payload = length.prop_flat_map(|length| {
+        proptest::collection::vec(prop_oneof![0..4_u8, any::<u8>()], length)
+    });
+    let frame = (1..3_u32, kind, 0..4_u64, payload);
+    prop_oneof![
+        6 => frame.prop_map(|(from, kind, step, payload)| {
+            Happening::Frame(from, kind, step, payload)
+        }),
+        1 => (1..3_u32).prop_map(Happening::Lost),
+        1 => (0..40_u64).prop_map(Happening::Seconds),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn nothing_a_peer_says_of_memberships_makes_the_engine_panic(
+        happenings in proptest::collection::vec(happening(), 1..60),
+    ) {
+        let plan = plan(&[100, 30, 1], "p3", 40, 3);
+        let going_on = GoingOn {
+            min_ranks: 1,
+            collect: Duration::from_secs(1),
+            answer: Duration::from_secs(2),
+        };
+        let options = EngineOptions { going_on: Some(going_on), ..EngineOptions::new(Rank(0)) };
+        let mut engine = Engine::after_initial(options, plan, vec![Priority(0); 3]);
+        engine.handle(Input::StepBegin(Step(1))).expect("begins");
+        engine.handle(Input::GradientReady(TensorId(0), Step(1))).expect("a gradient");
+        let mut now = Time::ZERO;
+        for happening in happenings {
+            match happening {
+                Happening::Frame(from, kind, step, payload) => {
+                    let (step, length) = (Step(step), payload.len() as u32);
+                    let header = FrameHeader { step, length, ..frame(kind, Rank(from)) };
+                    let from = Rank(from);
+                    match engine.handle_header(from, &header) {
+                        Ok(PayloadDest::Control) => {
+                            let _ = engine.handle_control(from, &header, &payload);
+                        }
+                        Ok(_) => {
+                            let _ = engine.handle_frame(from, &header);
+                        }
+                        Err(error) => prop_assert_eq!(error.peer, from),
+                    }
+                }
+                Happening::Lost(peer) => engine.handle_peer_lost(Rank(peer), "closed"),
+                Happening::Seconds(seconds) => now = now + Duration::from_secs(seconds),
+            }
+            engine.handle_time(now);
+            while let Some(job) = engine.poll_job() {
+                engine.handle_job_done(job.id);
+            }
+            while let Some(transmit) = engine.poll_transmit() {
+                engine.handle_sent(&transmit);
+            }
+            while let Some(event) = engine.poll_event() {
+                if let Event::Disconnect(peer) = event {
+                    engine.handle_peer_lost(peer, "left out");
+                }
+            }
         }
     }
 }
