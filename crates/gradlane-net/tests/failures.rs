@@ -634,6 +634,7 @@ fn memory_is_let_go_of_before_the_failure_is_told() {
         }
         barrier.wait();
         let mut tensors = contribute(&channel, 1).expect("gradients");
+        barrier.wait();
         if channel.rank().0 == 0 {
             std::thread::sleep(Duration::from_millis(200));
             let releasing = std::sync::Arc::clone(&stalled);
