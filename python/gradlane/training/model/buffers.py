@@ -57,6 +57,8 @@ class _Slot:
         self.nbytes = buffer.numel() * buffer.element_size()
         self._seen: Tensor | None = None
         self._seen_version = 0
+        self._packed: Tensor | None = None
+        self._packed_version = 0
 
     def held(self) -> Tensor | None:
         """Return whatever the module has now in the buffer's place, without waiting."""
@@ -87,6 +89,25 @@ class _Slot:
         self._seen = self.held()
         self._seen_version = _version_of(self._seen)
 
+    def note_packed(self) -> None:
+        """Note the buffer as it is when the values of a step are handed over."""
+        self._packed = self.held()
+        self._packed_version = _version_of(self._packed)
+
+    def check_unwritten(self) -> None:
+        """Check that the common values of a step may be written into the buffer.
+
+        Raises:
+            UsageError: it was written since `note_packed`, which would be lost.
+        """
+        buffer = self.held()
+        if buffer is self._packed and _version_of(buffer) != self._packed_version:
+            raise UsageError(
+                f"buffer {self.name!r} was written through a reference kept from before, while "
+                "the values that all ranks share after this step were on their way: write it "
+                "through the model, or call session.synchronize() before"
+            )
+
     def is_changed(self) -> bool:
         """Return whether the buffer was written or replaced since `note`."""
         buffer = self.held()
@@ -116,6 +137,7 @@ class BufferPack:
         averages = mode == "average"
         self._averaged = [slot for slot in slots if averages and slot.dtype.is_floating_point]
         self._copied = [slot for slot in slots if not averages or not slot.dtype.is_floating_point]
+        self._landing = [*self._averaged, *(self._copied if rank != 0 else ())]
         self._averages = averages
         self._rank = rank
         self._world_size = world_size
@@ -163,6 +185,8 @@ class BufferPack:
         Args:
             silent: this rank has seen no data in this step.
         """
+        for slot in self._landing:
+            slot.note_packed()
         if self._rank == 0:
             # No other rank sees later changes before the next step's end.
             self._note()
@@ -192,7 +216,13 @@ class BufferPack:
 
         Args:
             mean: the pack as it came back; None: no rank had anything to say.
+
+        Raises:
+            UsageError: a buffer was changed since `pack` in a way that goes with no common values.
         """
+        # Before any is written: views count their writes together.
+        for slot in self._landing:
+            slot.check_unwritten()
         if mean is not None and not self._averages:
             self._words.copy_(mean[self._first_word :])
         elif mean is not None:

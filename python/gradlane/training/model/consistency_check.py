@@ -5,10 +5,11 @@ another calls `zero_grad()`, or has another learning rate, the gradients of the 
 match, and the ranks would train different models without a word. So every rank's first
 contribution to a step is a lane of this tensor: how it ended the step before, with which
 hyper-parameters, which buffers it has changed since, and whether it has data for this step. The
+second lane says how its parameters lie in memory: norms and some optimizers add up in that order. The
 tensor travels while backward runs and is read before the first update of the step, which therefore
 never mixes unlike ranks.
 
-Every `SAMPLE_EVERY` steps a second lane holds a digest of a sample of the rank's parameters: an
+Every `SAMPLE_EVERY` steps that lane also holds a digest of a sample of the rank's parameters: an
 update past gradlane, or a hand-written change on one rank, is found there instead of drifting. A
 third one holds the samples that the rank's gradients of the step are the mean of, where the program
 has said so: `session.weight()`.
@@ -35,7 +36,7 @@ from gradlane.errors import RendezvousError, SessionFailedError
 from gradlane.training.model.buffers import UNCHANGED, UNKNOWN, BufferPack
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.lazy_parameters import Exemption
-from gradlane.training.rendezvous.parameter_check import SAMPLE_EVERY, ParameterCheck
+from gradlane.training.rendezvous.parameter_check import SAMPLE_BITS, SAMPLE_EVERY, ParameterCheck
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.signatures import StoreValueRefusedError
 
@@ -60,6 +61,7 @@ _SHADOW = 8
 _DIGEST_UNIT = 16
 _DIGEST_BITS = 24
 _CHANGES_UNIT = _DIGEST_UNIT << _DIGEST_BITS
+_LAYOUT_UNIT = 1 << SAMPLE_BITS
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class RankStatus:
         changed: name of the first buffer that was changed, or empty.
         sample: digest of a sample of its parameters after that step; 0 if it took none.
         weight: samples behind its gradients of this step; None: it has not said.
+        layout: digest of how its parameters lie in memory as the step begins; 0: it has not said.
     """
 
     ending: StepEnding
@@ -83,10 +86,11 @@ class RankStatus:
     changed: str = ""
     sample: int = 0
     weight: int | None = None
+    layout: int = 0
 
 
 class StatusTensor:
-    """Holds one lane for each rank, one more for its sample, and one for its weight."""
+    """Holds one lane for each rank, one more for sample and layout, and one for its weight."""
 
     def __init__(self, rank: int, world_size: int, buffers: BufferPack | None = None) -> None:
         """Make the tensor, whose memory is lent to the core for a whole step at a time.
@@ -112,7 +116,8 @@ class StatusTensor:
         with torch.no_grad():
             self.tensor.zero_()
             self.tensor[self._rank] = float(lane)
-            self.tensor[self._world_size + self._rank] = float(status.sample)
+            state = status.sample + _LAYOUT_UNIT * status.layout
+            self.tensor[self._world_size + self._rank] = float(state)
             if status.weight is not None:
                 self.tensor[2 * self._world_size + self._rank] = float(status.weight + 1)
         return self.tensor
@@ -122,16 +127,18 @@ class StatusTensor:
         lanes = [round(mean * self._world_size) for mean in self._lanes.tolist()]
         count = self._world_size
         each = zip(lanes[:count], lanes[count : 2 * count], lanes[2 * count :], strict=True)
-        return [self._status(lane, sample, weight) for lane, sample, weight in each]
+        return [self._status(lane, state, weight) for lane, state, weight in each]
 
-    def _status(self, lane: int, sample: int, weight: int) -> RankStatus:
+    def _status(self, lane: int, state: int, weight: int) -> RankStatus:
+        layout, sample = divmod(state, _LAYOUT_UNIT)
         digest, changes = lane % _CHANGES_UNIT // _DIGEST_UNIT, lane // _CHANGES_UNIT
         changed = ""
         if self._buffers is not None and changes > UNCHANGED:
             changed = self._buffers.first_changed(changes)
         ending = StepEnding(lane % _SHADOW)
         said = weight - 1 if weight else None
-        return RankStatus(ending, bool(lane & _SHADOW), digest, changes, changed, sample, said)
+        shadow = bool(lane & _SHADOW)
+        return RankStatus(ending, shadow, digest, changes, changed, sample, said, layout)
 
 
 class JoinWatch(Protocol):
@@ -196,7 +203,10 @@ class ConsistencyCheck:
             weight: samples behind its gradients of the next step; None: the program has not said.
         """
         sample = 0 if step is None else self._agreement.sample(step)
-        return RankStatus(self.ending, shadow, self.digest, sample=sample, weight=weight)
+        layout = 0 if shadow else self._hyperparameters.layout_digest()
+        return RankStatus(
+            self.ending, shadow, self.digest, sample=sample, weight=weight, layout=layout
+        )
 
     def note_hyperparameters(self, clipping: tuple[float, ...] = ()) -> None:
         """Take the digest of the hyper-parameters for this step.
@@ -230,6 +240,7 @@ class ConsistencyCheck:
         try:
             check_endings(statuses, step - 1)
             check_weights(statuses, step)
+            check_layouts(statuses, step)
         except SessionFailedError as error:
             self._failure.fail_and_raise(error)
         differing = differing_samples(statuses)
@@ -308,6 +319,26 @@ def check_weights(statuses: Sequence[RankStatus], step: int) -> None:
         )
 
 
+def check_layouts(statuses: Sequence[RankStatus], step: int) -> None:
+    """Check that parameters lie in memory alike on all ranks as a step begins.
+
+    Raises:
+        SessionFailedError: they do not; the message names the ranks.
+    """
+    ranks: dict[int, list[int]] = {}
+    for rank, status in enumerate(statuses):
+        if status.layout:
+            ranks.setdefault(status.layout, []).append(rank)
+    if len(ranks) > 1:
+        told = " and ".join(map(_ranks, ranks.values()))
+        raise SessionFailedError(
+            f"the memory formats of parameters differ between {told} in step {step}: norms and "
+            "some optimizers add up in the order of the memory, and would give other bits; call "
+            "model.to(memory_format=...) on all ranks alike",
+            step - 1,
+        )
+
+
 def differing_samples(statuses: Sequence[RankStatus]) -> str:
     """Return which ranks' samples of the parameters differ; empty where they agree."""
     ranks: dict[int, list[int]] = {}
@@ -346,6 +377,8 @@ class Hyperparameters:
         self._optimizer = optimizer
         self._last: list[tuple[object, ...]] = []
         self._digest = 0
+        self._last_strides: list[tuple[tuple[int, ...], ...]] = []
+        self._layout = 0
 
     def digest(self, clipping: tuple[float, ...] = ()) -> int:
         """Return a number of 24 bits, never 0; tensors among the hyper-parameters are left out.
@@ -358,14 +391,31 @@ class Hyperparameters:
             tuple(group[name] for name in names if _is_numeric(group.get(name)))
             for group in self._optimizer.param_groups
         ]
-        # Norms and factored moments add up in the order of the memory, so that it must be alike.
-        for group in self._optimizer.param_groups:
-            now.append(tuple(one.stride() for one in list.__iter__(group["params"])))
+        now += self._strides()
         now.append(clipping)
         if self._digest == 0 or now != self._last:
             self._last = now
-            self._digest = zlib.crc32(repr(now).encode()) % ((1 << _DIGEST_BITS) - 1) + 1
+            self._digest = _digest_of(now)
         return self._digest
+
+    def layout_digest(self) -> int:
+        """Return a number of 24 bits, never 0, of how the parameters lie in memory now."""
+        now = self._strides()
+        if self._layout == 0 or now != self._last_strides:
+            self._last_strides = now
+            self._layout = _digest_of(now)
+        return self._layout
+
+    def _strides(self) -> list[tuple[tuple[int, ...], ...]]:
+        # Norms and factored moments add up in the order of the memory, so that it must be alike.
+        return [
+            tuple(one.stride() for one in list.__iter__(group["params"]))
+            for group in self._optimizer.param_groups
+        ]
+
+
+def _digest_of(value: object) -> int:
+    return zlib.crc32(repr(value).encode()) % ((1 << _DIGEST_BITS) - 1) + 1
 
 
 def _is_numeric(value: object) -> bool:
