@@ -319,14 +319,10 @@ STATE_READS: dict[str, Callable[[torch.optim.Optimizer, list[Tensor]], list[Tens
         one for key in parameters for one in _tensors(optimizer.state.get(key, {}))
     ],
     "vars": lambda optimizer, _: _in_order(list(vars(optimizer)["state"].values())),
-    "getstate": lambda optimizer, _: _in_order(
-        list(optimizer.__getstate__()["state"].values())
-    ),
+    "getstate": lambda optimizer, _: _in_order(list(optimizer.__getstate__()["state"].values())),
     "copy": lambda optimizer, _: _in_order(list(dict(optimizer.state).values())),
     "deepcopy": lambda optimizer, _: _copy_state(optimizer),
-    "deepcopy_state": lambda optimizer, _: _in_order(
-        list(copy.deepcopy(optimizer.state).values())
-    ),
+    "deepcopy_state": lambda optimizer, _: _in_order(list(copy.deepcopy(optimizer.state).values())),
     "shallow": lambda optimizer, _: _in_order(list(copy.copy(optimizer).state.values())),
     "save": lambda optimizer, _: _save_optimizer(optimizer),
     "save_dict": lambda optimizer, _: _state_dict_values(_saved(optimizer.state_dict())),
