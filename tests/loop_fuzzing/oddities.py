@@ -14,7 +14,7 @@ import pickle
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -273,14 +273,9 @@ def _tensors(state: dict[str, Any]) -> list[Tensor]:
     ]
 
 
-def _in_any_order(states: list[dict[str, Any]]) -> list[Tensor]:
-    """Return states in an order of their own: that of the keys is nobody's promise."""
-    found = [_tensors(state) for state in states]
-
-    def key(tensors: list[Tensor]) -> list[float]:
-        return [float(one.detach().abs().double().nan_to_num().sum()) for one in tensors]
-
-    return [one for tensors in sorted(found, key=key) for one in tensors]
+def _in_order(states: Iterable[dict[str, Any]]) -> list[Tensor]:
+    """Return states in the order of their keys, which is that of torch."""
+    return [one for state in states for one in _tensors(state)]
 
 
 def _copy_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -315,24 +310,20 @@ STATE_READS: dict[str, Callable[[torch.optim.Optimizer, list[Tensor]], list[Tens
     "by_parameter": optimizer_state,
     "values": lambda optimizer, _: [
         torch.tensor(len(optimizer.state)),
-        *_in_any_order(list(optimizer.state.values())),
+        *_in_order(list(optimizer.state.values())),
     ],
-    "items": lambda optimizer, _: _in_any_order(
+    "items": lambda optimizer, _: _in_order(
         [{**state, "key": key} for key, state in list(optimizer.state.items())]
     ),
     "get": lambda optimizer, parameters: [
         one for key in parameters for one in _tensors(optimizer.state.get(key, {}))
     ],
-    "vars": lambda optimizer, _: _in_any_order(list(vars(optimizer)["state"].values())),
-    "getstate": lambda optimizer, _: _in_any_order(
-        list(optimizer.__getstate__()["state"].values())
-    ),
-    "copy": lambda optimizer, _: _in_any_order(list(dict(optimizer.state).values())),
+    "vars": lambda optimizer, _: _in_order(list(vars(optimizer)["state"].values())),
+    "getstate": lambda optimizer, _: _in_order(list(optimizer.__getstate__()["state"].values())),
+    "copy": lambda optimizer, _: _in_order(list(dict(optimizer.state).values())),
     "deepcopy": lambda optimizer, _: _copy_state(optimizer),
-    "deepcopy_state": lambda optimizer, _: _in_any_order(
-        list(copy.deepcopy(optimizer.state).values())
-    ),
-    "shallow": lambda optimizer, _: _in_any_order(list(copy.copy(optimizer).state.values())),
+    "deepcopy_state": lambda optimizer, _: _in_order(list(copy.deepcopy(optimizer.state).values())),
+    "shallow": lambda optimizer, _: _in_order(list(copy.copy(optimizer).state.values())),
     "save": lambda optimizer, _: _save_optimizer(optimizer),
     "save_dict": lambda optimizer, _: _state_dict_values(_saved(optimizer.state_dict())),
     "elsewhere": _load_elsewhere,

@@ -457,9 +457,9 @@ def _flatten(value: Any) -> list[Tensor]:
 
 
 def _optimizer_state(program: Program, number: int) -> list[Tensor]:
-    """All groups, and the state sorted by parameter: the order of its keys is nobody's promise."""
+    """All groups, and the state in the order of its keys."""
     state = program.optimizers[number].state_dict()
-    names = sorted(state["state"])
+    names = list(state["state"])
     by_name = [sorted(state["state"][name].items(), key=lambda one: one[0]) for name in names]
     return [torch.tensor(names), *_flatten(by_name), *_flatten(state["param_groups"])]
 

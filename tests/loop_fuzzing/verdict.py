@@ -24,7 +24,7 @@ REFUSALS: dict[str, str] = {
     "server_reads": r"update=\"server\"|before optimizer\.step\(\)",
     "server_forgets": r"update=\"server\"",
     "thawed": r"was frozen when the model was prepared",
-    "layouts": r"hyper-parameters in step \d+ differ between|has stride \[",
+    "layouts": r"the memory formats of parameters differ between|has stride \[",
     "reformat": r"was converted after prepare",
 }
 """Constructs that may be refused, and the words of the refusal."""

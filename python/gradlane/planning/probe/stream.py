@@ -50,10 +50,10 @@ def _connect(address: str, port: int) -> socket.socket:
 def send_until(connection: socket.socket, end_s: float) -> None:
     """Send at full rate until a time, or until the receiver closes."""
     chunk = memoryview(bytes(_CHUNK_BYTES))
-    connection.settimeout(2.0)
     # A receiver that is done closes first: that ends the stream as well as the clock does.
     with contextlib.suppress(OSError):
-        while time.monotonic() < end_s:
+        while (left_s := end_s - time.monotonic()) > 0.0:
+            connection.settimeout(left_s)
             connection.send(chunk)
 
 

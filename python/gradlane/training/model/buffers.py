@@ -63,6 +63,8 @@ class _Slot:
         self.nbytes = buffer.numel() * buffer.element_size()
         self._seen: Tensor | None = None
         self._seen_version = 0
+        self._packed: Tensor | None = None
+        self._packed_version = 0
 
     def held(self) -> Tensor | None:
         """Return whatever the module has now in the buffer's place, without waiting."""
@@ -92,6 +94,25 @@ class _Slot:
         """Note the buffer as the value that all ranks have agreed on."""
         self._seen = self.held()
         self._seen_version = _version_of(self._seen)
+
+    def note_packed(self) -> None:
+        """Note the buffer as it is when the values of a step are handed over."""
+        self._packed = self.held()
+        self._packed_version = _version_of(self._packed)
+
+    def check_unwritten(self) -> None:
+        """Check that the common values of a step may be written into the buffer.
+
+        Raises:
+            UsageError: it was written since `note_packed`, which would be lost.
+        """
+        buffer = self.held()
+        if buffer is self._packed and _version_of(buffer) != self._packed_version:
+            raise UsageError(
+                f"buffer {self.name!r} was written through a reference kept from before, while "
+                "the values that all ranks share after this step were on their way: write it "
+                "through the model, or call session.synchronize() before"
+            )
 
     def is_changed(self) -> bool:
         """Return whether the buffer was written or replaced since `note`."""
@@ -164,6 +185,10 @@ class BufferPack:
         self._note()
 
     @torch.no_grad()
+    def _landing(self) -> list[_Slot]:
+        """Return the buffers that the common values of a step are written into on this rank."""
+        return [*self._averaged, *(() if self._leads else self._copied)]
+
     def pack(self, *, silent: bool) -> Tensor | None:
         """Return the pack with this rank's part, or None if it has nothing to say.
 
@@ -171,6 +196,8 @@ class BufferPack:
             silent: this rank has seen no data in this step.
         """
         self._leads = self._membership.leads
+        for slot in self._landing():
+            slot.note_packed()
         if self._leads:
             # No other rank sees later changes before the next step's end.
             self._note()
@@ -199,7 +226,13 @@ class BufferPack:
 
         Args:
             mean: the pack as it came back; None: no rank had anything to say.
+
+        Raises:
+            UsageError: a buffer was changed since `pack` in a way that goes with no common values.
         """
+        # Before any is written: views count their writes together.
+        for slot in self._landing():
+            slot.check_unwritten()
         if mean is not None:
             words = mean[self._first_word :]
             # On an accelerator nothing waits for the answer.

@@ -5,10 +5,11 @@ another calls `zero_grad()`, or has another learning rate, the gradients of the 
 match, and the ranks would train different models without a word. So every rank's first
 contribution to a step is a lane of this tensor: how it ended the step before, with which
 hyper-parameters, which buffers it has changed since, and whether it has data for this step. The
-tensor travels while backward runs and is read before the first update of the step, which therefore
-never mixes unlike ranks.
+second lane says how its parameters lie in memory: norms and some optimizers add up in that order.
+The tensor travels while backward runs and is read before the first update of the step, which
+therefore never mixes unlike ranks.
 
-Every `SAMPLE_EVERY` steps a second lane holds a digest of a sample of the rank's parameters: an
+Every `SAMPLE_EVERY` steps that lane also holds a digest of a sample of the rank's parameters: an
 update past gradlane, or a hand-written change on one rank, is found there instead of drifting. A
 third one holds the samples that the rank's gradients of the step are the mean of, where the program
 has said so: `session.weight()`. The fourth holds the number of the membership that the rank knows,
@@ -43,7 +44,7 @@ from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.lazy_parameters import Exemption
 from gradlane.training.options.going_on import STATUS_LANES_LEAST
 from gradlane.training.rendezvous.membership import Membership
-from gradlane.training.rendezvous.parameter_check import SAMPLE_EVERY, ParameterCheck
+from gradlane.training.rendezvous.parameter_check import SAMPLE_BITS, SAMPLE_EVERY, ParameterCheck
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.signatures import StoreValueRefusedError
 
@@ -73,6 +74,7 @@ _WORD_BYTES = 5
 """A lane holds numbers below 2^48."""
 _GATHERS = 1 << 40
 """Added to the number of a membership where a rank gathers numbers in place of a step."""
+_LAYOUT_UNIT = 1 << SAMPLE_BITS
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class RankStatus:
         changed: name of the first buffer that was changed, or empty.
         sample: digest of a sample of its parameters after that step; 0 if it took none.
         weight: samples behind its gradients of this step; None: it has not said.
+        layout: digest of how its parameters lie in memory as the step begins; 0: it has not said.
         generation: number of the newest membership that it knows; None: it gathers numbers.
     """
 
@@ -97,6 +100,7 @@ class RankStatus:
     changed: str = ""
     sample: int = 0
     weight: int | None = None
+    layout: int = 0
     generation: int | None = 0
 
 
@@ -120,7 +124,7 @@ class RankNumbers:
 
 
 class StatusTensor:
-    """Holds some lanes for each rank: its status, its sample, its weight, and its membership."""
+    """Holds some lanes for each rank: status, sample and layout, weight, membership."""
 
     def __init__(
         self, rank: int, world_size: int, buffers: BufferPack | None = None, lanes: int = _LANES
@@ -148,7 +152,8 @@ class StatusTensor:
             lane += _CHANGES_UNIT * self._buffers.changes()
         weight = 0 if status.weight is None else status.weight + 1
         generation = 0 if status.generation is None else status.generation
-        return self._write([lane, status.sample, weight, generation + 1])
+        state = status.sample + _LAYOUT_UNIT * status.layout
+        return self._write([lane, state, weight, generation + 1])
 
     def write_numbers(self, generation: int, size: int, part: bytes) -> Tensor:
         """Write some bytes of this rank's numbers into its lanes; returns the tensor to submit.
@@ -198,9 +203,10 @@ class StatusTensor:
             (rank, [round(mean * len(present)) for mean in means[rank::count]]) for rank in present
         ]
 
-    def _status(self, lane: int, sample: int, weight: int, known: int) -> RankStatus:
+    def _status(self, lane: int, state: int, weight: int, known: int) -> RankStatus:
         if known > _GATHERS:
             return RankStatus(StepEnding.NONE, False, 0, generation=None)
+        layout, sample = divmod(state, _LAYOUT_UNIT)
         digest, changes = lane % _CHANGES_UNIT // _DIGEST_UNIT, lane // _CHANGES_UNIT
         changed = ""
         if self._buffers is not None and changes > UNCHANGED:
@@ -208,7 +214,7 @@ class StatusTensor:
         ending = StepEnding(lane % _SHADOW)
         said = weight - 1 if weight else None
         shadow = bool(lane & _SHADOW)
-        return RankStatus(ending, shadow, digest, changes, changed, sample, said, known - 1)
+        return RankStatus(ending, shadow, digest, changes, changed, sample, said, layout, known - 1)
 
 
 class JoinWatch(Protocol):
@@ -276,12 +282,14 @@ class ConsistencyCheck:
             weight: samples behind its gradients of the next step; None: the program has not said.
         """
         sample = 0 if step is None else self._agreement.sample(step)
+        layout = 0 if shadow else self._hyperparameters.layout_digest()
         return RankStatus(
             self.ending,
             shadow,
             self.digest,
             sample=sample,
             weight=weight,
+            layout=layout,
             generation=self._membership.known_generation,
         )
 
@@ -326,6 +334,7 @@ class ConsistencyCheck:
         try:
             check_endings(statuses, step - 1)
             check_weights(statuses, step)
+            check_layouts(statuses, step)
         except SessionFailedError as error:
             self._failure.fail_and_raise(error)
         differing = differing_samples(statuses)
@@ -406,6 +415,26 @@ def check_weights(statuses: Statuses, step: int) -> None:
         )
 
 
+def check_layouts(statuses: Statuses, step: int) -> None:
+    """Check that parameters lie in memory alike on all ranks as a step begins.
+
+    Raises:
+        SessionFailedError: they do not; the message names the ranks.
+    """
+    ranks: dict[int, list[int]] = {}
+    for rank, status in statuses.items():
+        if status.layout:
+            ranks.setdefault(status.layout, []).append(rank)
+    if len(ranks) > 1:
+        told = " and ".join(map(_ranks, ranks.values()))
+        raise SessionFailedError(
+            f"the memory formats of parameters differ between {told} in step {step}: norms and "
+            "some optimizers add up in the order of the memory, and would give other bits; call "
+            "model.to(memory_format=...) on all ranks alike",
+            step - 1,
+        )
+
+
 def differing_samples(statuses: Statuses) -> str:
     """Return which ranks' samples of the parameters differ; empty where they agree."""
     ranks: dict[int, list[int]] = {}
@@ -444,6 +473,8 @@ class Hyperparameters:
         self._optimizer = optimizer
         self._last: list[tuple[object, ...]] = []
         self._digest = 0
+        self._last_strides: list[tuple[tuple[int, ...], ...]] = []
+        self._layout = 0
 
     def digest(self, clipping: tuple[float, ...] = ()) -> int:
         """Return a number of 24 bits, never 0; tensors among the hyper-parameters are left out.
@@ -456,14 +487,31 @@ class Hyperparameters:
             tuple(group[name] for name in names if _is_numeric(group.get(name)))
             for group in self._optimizer.param_groups
         ]
-        # Norms and factored moments add up in the order of the memory, so that it must be alike.
-        for group in self._optimizer.param_groups:
-            now.append(tuple(one.stride() for one in list.__iter__(group["params"])))
+        now += self._strides()
         now.append(clipping)
         if self._digest == 0 or now != self._last:
             self._last = now
-            self._digest = zlib.crc32(repr(now).encode()) % ((1 << _DIGEST_BITS) - 1) + 1
+            self._digest = _digest_of(now)
         return self._digest
+
+    def layout_digest(self) -> int:
+        """Return a number of 24 bits, never 0, of how the parameters lie in memory now."""
+        now = self._strides()
+        if self._layout == 0 or now != self._last_strides:
+            self._last_strides = now
+            self._layout = _digest_of(now)
+        return self._layout
+
+    def _strides(self) -> list[tuple[tuple[int, ...], ...]]:
+        # Norms and factored moments add up in the order of the memory, so that it must be alike.
+        return [
+            tuple(one.stride() for one in list.__iter__(group["params"]))
+            for group in self._optimizer.param_groups
+        ]
+
+
+def _digest_of(value: object) -> int:
+    return zlib.crc32(repr(value).encode()) % ((1 << _DIGEST_BITS) - 1) + 1
 
 
 def _is_numeric(value: object) -> bool:

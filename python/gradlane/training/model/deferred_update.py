@@ -72,11 +72,16 @@ class DeferredUpdate:
         self._groups: list[dict[str, Any]] = []
         self._place: dict[int, tuple[int, int]] = {}
         self._state: MutableMapping[Any, Any] = {}
+        self._states_before = 0
+        """How many entries the state had at the recorded step."""
         self._stepped: set[int] = set()
         self._written: set[int] = set()
         self._leaves_zeros = False
         self._leaves_none = False
         self._empty: list[tuple[int, int, Tensor]] = []
+        """Group, place and parameter of those without elements that have a gradient."""
+        self._empty_due: list[tuple[int, int, Tensor]] = []
+        """Those of them that the recorded step has yet to step."""
 
     def record(self) -> None:
         """Keep every group's hyper-parameters as they are now.
@@ -102,8 +107,9 @@ class DeferredUpdate:
                         f"{tuple(parameter.shape)} that was not trained when the model was "
                         "prepared: call session.prepare(model, optimizer) again, on all ranks"
                     )
-        self._groups, self._place, self._empty = groups, place, empty
+        self._groups, self._place, self._empty, self._empty_due = groups, place, empty, empty
         self._state = plain_state(self._optimizer)
+        self._states_before = len(self._state)
         self._stepped.clear()
         self._written.clear()
         self._leaves_zeros = False
@@ -263,11 +269,11 @@ class DeferredUpdate:
         if not stepped:
             return
         # Nothing of these is exchanged, but the optimizer keeps state of them, too.
-        for number, position, parameter in self._empty:
+        empty, self._empty_due = self._empty_due, []
+        for number, position, parameter in empty:
             stepped.append((-1, parameter, raw_grad(parameter)))
             set_raw_grad(parameter, torch.empty_like(parameter))
             members.setdefault(number, []).append((position, parameter))
-        self._empty.clear()
         groups = [
             {
                 **self._groups[number],
@@ -293,6 +299,21 @@ class DeferredUpdate:
                     set_raw_grad(parameter, local)
                 elif self._leaves_zeros:
                     self._zero(parameter)
+
+    def order_state(self) -> None:
+        """Put new entries of the state into the order that one whole step would have made them in.
+
+        Called after the last part of a step. Gradients arrive in an order that differs by rank.
+        """
+        state = self._state
+        if len(state) <= self._states_before:
+            return
+        places = {id(self._parameters[index]): place for index, place in self._place.items()}
+        places.update((id(one), (number, position)) for number, position, one in self._empty)
+        last = (len(self._groups), 0)
+        new = [(places.get(id(key), last), key) for key in list(state)[self._states_before :]]
+        for _, key in sorted(new, key=_POSITION):
+            state[key] = state.pop(key)
 
     def _zero(self, parameter: Tensor) -> None:
         gradient = raw_grad(parameter)

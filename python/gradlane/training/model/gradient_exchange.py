@@ -21,6 +21,7 @@ from gradlane.training.carrier import Carrier
 from gradlane.training.core import Channel, CoreModule, translate_error
 from gradlane.training.factors.block import BlockError, Dense, Part, TouchedRows
 from gradlane.training.factors.sending import FactorExchange
+from gradlane.training.model.buffers import BufferPack
 from gradlane.training.model.clipping import exact_norm
 from gradlane.training.model.consistency_check import (
     ConsistencyCheck,
@@ -439,12 +440,23 @@ class GradientExchange:
                 packed, self._packed_buffers = self._packed_buffers, None
                 if packed is not None and not absent:
                     self._carrier.collect([(index, packed)])
-                layout.buffers.land(None if absent else packed)
+                self._land_buffers(layout.buffers, None if absent else packed)
         if arrived.gradients:
             self._carrier.collect(arrived.gradients)
         arrived.gradients += rebuilt
         self._match_layouts(arrived)
         return arrived
+
+    def _land_buffers(self, buffers: BufferPack, mean: Tensor | None) -> None:
+        """Write the values that all ranks share after a step into the buffers."""
+        try:
+            buffers.land(mean)
+        except UsageError as error:
+            # What else has arrived with it is taken: the step cannot end here any more.
+            with contextlib.suppress(self._core.ChannelError):
+                self._channel.abort(str(error))
+            self._failure.fail(error)
+            raise
 
     def wait_norm(self) -> float:
         """Wait for the norm of all averaged gradients of this step; means may be still to come."""

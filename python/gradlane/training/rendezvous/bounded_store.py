@@ -112,6 +112,8 @@ class BoundedStore:
             secret: signs the values of the job; None: values are not signed.
         """
         self._rank = rank
+        self.ends_with_rank_0 = False
+        """Whether rank 0's process hosts it."""
         self._where = where
         self._signer = StoreSigner.of(rank, secret, job, where)
         self._limit_s = limit_s

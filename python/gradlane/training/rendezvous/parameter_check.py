@@ -21,6 +21,8 @@ from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 SAMPLE_EVERY = 100
 """Steps between samples."""
+SAMPLE_BITS = 24
+"""A sample's digest is below two to this."""
 _SAMPLE_BYTES = 16_384
 """Bytes of each tensor in a sample; the next sample takes the bytes after them."""
 
@@ -42,14 +44,14 @@ class ParameterCheck:
         return self._every > 0 and step > 0 and step % self._every == 0
 
     def sample(self, step: int) -> int:
-        """Return a 24-bit digest of the sample after a step; 0: no sample is due.
+        """Return a digest of `SAMPLE_BITS` of the sample after a step; 0: no sample is due.
 
         Every parameter must have its update.
         """
         if not self._samples or step == 0 or step % SAMPLE_EVERY:
             return 0
         checksums = json.dumps(self._sampled_checksums(step)).encode()
-        return zlib.crc32(checksums) % ((1 << 24) - 1) + 1
+        return zlib.crc32(checksums) % ((1 << SAMPLE_BITS) - 1) + 1
 
     def describe_difference(self, step: int, ranks: Sequence[int]) -> str:
         """Return the name of a parameter that differs in the sample, if the store can tell.

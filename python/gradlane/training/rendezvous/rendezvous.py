@@ -113,6 +113,8 @@ def open_store(
         rank_info.rank, f"at {at}, {host_text}", store_timeout_s, job=rank_info.job, secret=secret
     )
 
+    bounded.ends_with_rank_0 = not agent_hosts_store
+
     def connect() -> TCPStore:
         listening: dict[str, Any] = {}
         if is_host and addresses.names_loopback(host):

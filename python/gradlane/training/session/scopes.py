@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable
 
+from gradlane.errors import RendezvousError
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.incarnation import incarnation_of
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
+log = logging.getLogger("gradlane")
+
+_sessions: dict[tuple[str, int, int], int] = {}
+"""Sessions opened so far by (job, restart, rank), counted alike on all ranks."""
 _channels: dict[tuple[str, int, int], int] = {}
 """Channels made so far by (job, restart, rank): ranks that make the same calls count the same."""
 
@@ -40,6 +47,11 @@ class SessionScopes:
         self._deadlocks = deadlocks
         self._look = look
         self._opened: list[RendezvousScope] = []
+        key = (place.job, place.restart, place.rank)
+        number = _sessions[key] = _sessions.get(key, 0) + 1
+        self._arrivals = store.with_prefix(f"gradlane/{place.job}/{place.restart}/here/{number}")
+        if store.ends_with_rank_0 and place.rank > 0:
+            self._arrivals.set(str(place.rank), "")
 
     @property
     def has_met(self) -> bool:
@@ -58,6 +70,25 @@ class SessionScopes:
         scope = RendezvousScope(self._store, place, number, self._timeout_s, start, self._look)
         self._opened = [one for one in self._opened if not one.has_deleted_keys] + [scope]
         return scope
+
+    def wait_for_arrivals(self) -> None:
+        """Keep rank 0's store until every rank has reached it, where they have never met.
+
+        A later rank would take the store for one that is still to come, and wait for it in vain.
+        """
+        if not self._store.ends_with_rank_0 or self._place.rank > 0 or self._opened:
+            return
+        ranks = range(1, self._place.ranks)
+        with contextlib.suppress(RendezvousError):
+            self._arrivals.wait_for({str(rank): rank for rank in ranks}, self._timeout_s)
+            for rank in ranks:
+                if self._arrivals.read(str(rank), rank) is None:
+                    log.warning(
+                        "rank %d has not opened the session in the %g s that rank 0 waited to end "
+                        "its own: look at that rank's log",
+                        rank,
+                        self._timeout_s,
+                    )
 
     def leave(self) -> None:
         """Leave all scopes."""

@@ -823,6 +823,7 @@ class Session:
         parts = self._parts()
         if parts and all(part.has_parted for part in parts):
             self._scopes.leave()
+        self._scopes.wait_for_arrivals()
         self._store.close()
         self._write_reports(f"failed: {errors[0]}" if errors else "closed")
         if errors:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import gradlane
 from tests.training.model.constructs import Construct
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import ReferenceSession, run_reference, same_bits
@@ -202,6 +203,38 @@ def write_by_hand(model: Any, rank: int) -> None:
     dict.__getitem__(model._buffers, "scale").mul_(0.5)
 
 
+def kept_reference(defer: bool | None) -> None:
+    """Let the error of a write past the model through, where ranks would lose it."""
+
+    def trained(mode: str, defer: bool | None) -> list[Any]:
+        models: Any = built(Model)
+
+        def body(session: Any) -> Tensor:
+            model = models[session.rank]
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            kept = model.unused
+            session.prepare(model, optimizer, defer=defer, buffers=mode)
+            for step in range(2):
+                model(values_of(session.rank, step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 1:
+                    session.synchronize()
+                kept.add_(1.0)
+            found: Tensor = model.unused.clone()
+            return found
+
+        return run_ranks(2, body, expect_errors=True)
+
+    for mode in ("broadcast", "average"):
+        if defer is False:
+            assert all(one.tolist() == [2.0, 2.0, 2.0] for one in trained(mode, defer))
+        errors = trained(mode, None)
+        assert any(isinstance(one, gradlane.UsageError) for one in errors)
+        assert all("buffer 'unused' was written through a reference kept" in str(e) for e in errors)
+    raise next(one for one in errors if isinstance(one, gradlane.UsageError))
+
+
 def on(rank: int, change: Change) -> Change:
     """Have one rank alone make a change."""
     return lambda model, own: change(model, own) if own == rank else None
@@ -304,6 +337,10 @@ REFUSED: dict[str, tuple[Callable[[bool | None], None], str]] = {
         refused(lambda model, rank: model.scale.fill_(rank + 2)),
         "not alike on all ranks: rank 0 changed 'scale'; rank 1 changed 'scale'",
     ),
+    "written after `step()` through a reference kept from before": (
+        kept_reference,
+        "buffer 'unused' was written through a reference kept from before, while the values",
+    ),
     "a buffer that gets its size in the first forward": (
         refused(build=Observer),
         "buffer 'seen' is (3,) torch.float32 now, and in prepare() it was not there",
@@ -344,6 +381,9 @@ REFUSED: dict[str, tuple[Callable[[bool | None], None], str]] = {
 
 NOTES = {
     "written between steps on rank 0 alone": "not noticed in modules whose forward is compiled",
+    "written after `step()` through a reference kept from before": "at the next use of the model; "
+    "right after `session.synchronize()`, with `defer=False` and through the model; so with "
+    '`buffers="average"`, too',
     "a buffer that gets its size in the first forward": "right after a forward before `prepare`",
     "`register_buffer` with a new name after `prepare`": 'right with `buffers="local"`',
 }

@@ -7,13 +7,14 @@ missing it shows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.training.model.constructs import Construct
+from tests.training.model.late_core import LateCore
 from tests.training.model.ranks import run_ranks
 
 
@@ -273,6 +274,25 @@ def _state_changed(change: Check) -> Callable[[bool | None], None]:
     return lambda defer: on_two(check, defer, momentum=0.5)
 
 
+def in_torchs_order(defer: bool | None) -> None:
+    """Check the order of the state where updates come last layer first."""
+
+    def body(session: Any) -> None:
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        session.prepare(model, optimizer, defer=defer)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        for layer in reversed(model):
+            assert layer.weight.isfinite().all()
+        right = [id(one) for one in model.parameters()]
+        state = cast("Any", optimizer).__getstate__()["state"]
+        assert [id(key) for key in state] == right
+        assert list(optimizer.state_dict()["state"]) == list(range(6))
+
+    run_ranks(1, body, core=LateCore())
+
+
 def _on_two(check: Check) -> Callable[[bool | None], None]:
     return lambda defer: on_two(check, defer)
 
@@ -342,5 +362,11 @@ CONSTRUCTS = [
     *(
         Construct("The optimizer's state by hand", name, _state_changed(change))
         for change, name in _STATES.items()
+    ),
+    Construct(
+        "The optimizer's state by hand",
+        "the order of `optimizer.state`, also by `__getstate__()` and in `state_dict()`",
+        in_torchs_order,
+        note="that of the groups, whatever order updates came in",
     ),
 ]
