@@ -5,9 +5,9 @@ another calls `zero_grad()`, or has another learning rate, the gradients of the 
 match, and the ranks would train different models without a word. So every rank's first
 contribution to a step is a lane of this tensor: how it ended the step before, with which
 hyper-parameters, which buffers it has changed since, and whether it has data for this step. The
-second lane says how its parameters lie in memory: norms and some optimizers add up in that order. The
-tensor travels while backward runs and is read before the first update of the step, which therefore
-never mixes unlike ranks.
+second lane says how its parameters lie in memory: norms and some optimizers add up in that order.
+The tensor travels while backward runs and is read before the first update of the step, which
+therefore never mixes unlike ranks.
 
 Every `SAMPLE_EVERY` steps that lane also holds a digest of a sample of the rank's parameters: an
 update past gradlane, or a hand-written change on one rank, is found there instead of drifting. A
