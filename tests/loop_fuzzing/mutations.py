@@ -192,7 +192,7 @@ MUTATIONS = (
     Mutation("hyper-parameters of a later moment", _late_hyper_parameters),
     Mutation("gradients left behind after the update", _gradients_left_behind, seed=12),
     Mutation("gradients lent though others read them", _gradients_lent_though_shared),
-    Mutation("memory layouts of gradients ignored", _layouts_ignored, seed=178),
+    Mutation("memory layouts of gradients ignored", _layouts_ignored, seed=6139),
     Mutation("the optimizer's state read early", _state_read_early, seed=48),
     Mutation(
         "updates under the reader's inference mode", _updates_under_the_readers_modes, seed=37

@@ -296,10 +296,14 @@ def _take_state(mine: torch.optim.Optimizer, given: torch.optim.Optimizer) -> No
         for name, value in its.items():
             if name != "params":
                 group[name] = copy.deepcopy(value)
-        for one, other in zip(group["params"], its["params"], strict=True):
-            mine.state.pop(one, None)
-            if other in given.state:
-                mine.state[one] = copy.deepcopy(given.state[other])
+    kept = [
+        [one for group in each.param_groups for one in group["params"]] for each in (given, mine)
+    ]
+    own = dict(zip(*kept, strict=True))
+    state = {own[one]: copy.deepcopy(found) for one, found in given.state.items()}
+    for one in own.values():
+        mine.state.pop(one, None)
+    mine.state.update(state)
 
 
 def _mean_in_rank_order(gradients: list[Tensor | None], like: Tensor) -> Tensor:

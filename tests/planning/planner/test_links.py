@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from gradlane.formats.link_report import LinkReport, PortFigures, RoundTrip
-from gradlane.planning.probe import stream, streams
+from gradlane.planning.probe import streams
 from gradlane.planning.probe.links import _one_way_pairs
+from gradlane.planning.probe.stream import receive_until
 from gradlane.planning.probe.streams import StreamEndpoint, StreamError
 from tests.ports import reserve_port
 from tests.training.model.pool import FirstRanks
@@ -122,7 +123,7 @@ def test_a_receiver_that_begins_late_ends_the_stream() -> None:
 
 
 def test_a_window_without_a_processor_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = stream.receive_until, 0
+    real, calls = receive_until, 0
 
     def receive(connection: socket.socket, end_s: float) -> list[tuple[float, int]]:
         nonlocal calls

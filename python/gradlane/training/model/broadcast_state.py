@@ -141,10 +141,14 @@ def _described(
     """Pack what the state consists of; its tensors by shape, everything else by value."""
     rows: dict[int, dict[str, Any]] = {}
     states = plain_state(optimizer)
-    for index, parameter in enumerate(parameters):
-        if parameter in states:
-            rows[index] = {}
-        for key, value in states.get(parameter, {}).items():
+    numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
+    # In the state's own order, which programs may go by.
+    for parameter, own in states.items():
+        index = numbers.get(id(parameter))
+        if index is None:
+            continue
+        rows[index] = {}
+        for key, value in own.items():
             if isinstance(value, Tensor):
                 on_cpu = value.device.type == "cpu"
                 value = {"shape": list(value.shape), "dtype": value.dtype, "on_cpu": on_cpu}
@@ -181,6 +185,8 @@ def _adopt(parameters: Sequence[Tensor], optimizer: Optimizer, told: dict[str, A
             del state[key]
         for key, value in rows.items():
             state[key] = _formed(state.get(key), value, parameter)
+    for index in expected:
+        states[parameters[index]] = states.pop(parameters[index])
     for key, value in told["others"].items():
         states[key] = value
     for group, hyperparameters in zip(optimizer.param_groups, told["param_groups"], strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gradlane.errors import RendezvousError
 from gradlane.training.rendezvous.bounded_store import BoundedStore
@@ -74,11 +74,17 @@ class SessionScopes:
     def wait_for_arrivals(self) -> None:
         """Keep rank 0's store until every rank has reached it, where they have never met.
 
-        A later rank would take the store for one that is still to come, and wait for it in vain.
+        A late rank would take the store for one that is still to come, and wait for it in vain.
         """
-        if not self._store.ends_with_rank_0 or self._place.rank > 0 or self._opened:
+        if not self._store.ends_with_rank_0 or self._place.rank > 0:
             return
         ranks = range(1, self._place.ranks)
+        if not self._opened:
+            self._wait_for(ranks)
+        for rank in ranks:
+            self._arrivals.delete(str(rank))
+
+    def _wait_for(self, ranks: Sequence[int]) -> None:
         with contextlib.suppress(RendezvousError):
             self._arrivals.wait_for({str(rank): rank for rank in ranks}, self._timeout_s)
             for rank in ranks:

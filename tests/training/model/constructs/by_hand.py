@@ -278,16 +278,16 @@ def in_torchs_order(defer: bool | None) -> None:
     """Check the order of the state where updates come last layer first."""
 
     def body(session: Any) -> None:
-        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+        layers = [nn.Linear(2, 2) for _ in range(3)]
+        model = nn.Sequential(*layers)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         session.prepare(model, optimizer, defer=defer)
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        for layer in reversed(model):
-            assert cast("nn.Linear", layer).weight.isfinite().all()
+        for layer in reversed(layers):
+            assert layer.weight.isfinite().all()
         right = [id(one) for one in model.parameters()]
-        state = cast("Any", optimizer).__getstate__()["state"]
-        assert [id(key) for key in state] == right
+        assert [id(key) for key in cast("Any", optimizer).__getstate__()["state"]] == right
         assert list(optimizer.state_dict()["state"]) == list(range(6))
 
     run_ranks(1, body, core=LateCore())
