@@ -184,11 +184,11 @@ class BufferPack:
             self._sent.copy_(self._words)
         self._note()
 
-    @torch.no_grad()
     def _landing(self) -> list[_Slot]:
         """Return the buffers that the common values of a step are written into on this rank."""
         return [*self._averaged, *(() if self._leads else self._copied)]
 
+    @torch.no_grad()
     def pack(self, *, silent: bool) -> Tensor | None:
         """Return the pack with this rank's part, or None if it has nothing to say.
 
