@@ -44,10 +44,10 @@ faults: build
 
 # Clusters in virtual time whose ranks are killed, stopped and cut off at any moment: as many seeds, and every
 # kill point of a small one.
-SEEDS ?= 1000000
+SWARM_SEEDS ?= 1000000
 swarm: .cache/tools
-	GRADLANE_SWARM=$(SEEDS) cargo test --release -p gradlane-engine --lib membership::tests -- --nocapture
-	GRADLANE_SWARM=$(SEEDS) cargo test --release -p gradlane-engine --test going_on -- --nocapture
+	GRADLANE_SWARM=$(SWARM_SEEDS) cargo test --release -p gradlane-engine --lib membership::tests -- --nocapture
+	GRADLANE_SWARM=$(SWARM_SEEDS) cargo test --release -p gradlane-engine --test going_on -- --nocapture
 
 # By emulation on other machines than aarch64; says what to install. CI does not run it.
 test-neon: .cache/tools

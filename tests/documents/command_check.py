@@ -194,7 +194,7 @@ _OF_THE_SYSTEM = (
         "rm",
         "rustup",
     ),
-    *("scp", "srun", "ssh", "umask", "wg", "wg-quick"),
+    *("salloc", "scp", "srun", "ssh", "umask", "wg", "wg-quick"),
 )
 _CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     "cargo": _cargo,
