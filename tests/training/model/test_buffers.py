@@ -235,3 +235,37 @@ def test_an_unknown_mode() -> None:
             session.prepare(model, sgd(model), buffers="mean")
 
     run_ranks(1, body)
+
+
+class Drifting(nn.Module):
+    """A buffer that autograd knows, as of a running mean of weights; inputs (N, 3)."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("mean", torch.zeros(1, 3))
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.mean = self.mean.detach() * 0.5 + self.layer.weight  # requires a gradient
+        return self.layer(values)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "average"])
+def test_a_buffer_with_a_gradient_is_kept_alike_when_a_step_is_discarded(mode: str) -> None:
+    def body(session: Any) -> Tensor:
+        model = seeded(Drifting)
+        optimizer = sgd(model)
+        session.prepare(model, optimizer, buffers=mode)
+        for step in range(3):
+            model(torch.ones(2, 3) * (session.rank + 1)).sum().backward()
+            if step == 1:
+                optimizer.zero_grad()
+            else:
+                optimizer.step()
+        session.synchronize()
+        return model.mean.detach().clone()
+
+    first, second = run_ranks(2, body)
+    assert torch.equal(first, second)
