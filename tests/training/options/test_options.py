@@ -95,7 +95,7 @@ def test_variables_give_what_the_program_does_not() -> None:
         "GRADLANE_CHECKPOINT_EVERY": "7",
         "GRADLANE_CHECKPOINT_FOLDER": "",
         "GRADLANE_JOB": "night",
-        "GRADLANE_STORE": "none",
+        "GRADLANE_STORE": "10.0.0.1:29600",
     }
     # The default, but given.
     network = gradlane.Network(io_threads=1)
@@ -104,7 +104,7 @@ def test_variables_give_what_the_program_does_not() -> None:
         io_threads=1, frame_bytes=4096, ports=(4000, 4010), pacing=False
     )
     assert options.checkpoints == gradlane.Checkpoints(every=7)
-    assert options.rendezvous == gradlane.Rendezvous(job="night")
+    assert options.rendezvous == gradlane.Rendezvous(job="night", store="10.0.0.1:29600")
     assert Options.of(network=network).network == network
 
 

@@ -146,7 +146,7 @@ def _left_out(*, goes_on: bool, meets: bool = False) -> StepMachine:
     exchange.layout = StepLayout(entries, len(entries))
     exchange.step = exchange.training_step = 3
     exchange.may_measure = False
-    exchange.statuses.return_value = []
+    exchange.statuses.return_value = {}
     exchange.was_left_out.return_value = True
     exchange.next_goes_on.return_value = goes_on
     exchange.take.side_effect = _WaitedError

@@ -266,9 +266,9 @@ class ElasticSampler(Sampler[list[int]]):
         if not self._shuffle:
             return [at % self._samples for start, stop in batch for at in range(start, stop)]
         if self._order is None:
-            random = torch.Generator().manual_seed(self._seed + self.epoch)
+            random = torch.Generator("cpu").manual_seed(self._seed + self.epoch)
             dtype = torch.int32 if self._samples < 1 << 31 else torch.int64
-            self._order = torch.randperm(self._samples, generator=random, dtype=dtype)
+            self._order = torch.randperm(self._samples, generator=random, dtype=dtype, device="cpu")
         found: list[int] = []
         for start, stop in batch:
             first = start % self._samples
