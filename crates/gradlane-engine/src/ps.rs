@@ -93,6 +93,11 @@ impl ParameterServer {
         self.owner.skip_each_to(step);
     }
 
+    /// All ranks are through: nothing is owed to any.
+    pub(crate) fn forget_owed(&mut self, cx: &mut Cx) {
+        self.owner.drain().into_iter().for_each(|buffer| cx.release(buffer));
+    }
+
     /// A peer is lost: no result is owed to it.
     pub(crate) fn forget_receiver(&mut self, cx: &mut Cx, peer: Rank) {
         self.owner.forget_receiver(peer).into_iter().for_each(|buffer| cx.release(buffer));

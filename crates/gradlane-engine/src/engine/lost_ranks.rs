@@ -38,9 +38,13 @@ impl Engine {
     /// Whether this rank is through and leaves, without agreeing on who goes on.
     pub(super) fn leave_the_lost(&mut self) -> bool {
         let leaves = self.session.leave_the_lost(&self.cx.plan.members());
-        if leaves && self.changes.is_in(Phase::Agreeing) {
+        // Where all have left nobody is owed anything; else a change that is under way goes on, since it has
+        // dropped what was queued.
+        let all_left = leaves && self.session.have_departed(self.cx.others().iter());
+        if all_left && self.changes.is_in(Phase::Agreeing) {
             self.changes.now = None;
             self.cx.tx.hold_slices(false);
+            self.schemes.ps.forget_owed(&mut self.cx);
         }
         leaves
     }
