@@ -294,7 +294,9 @@ def _take_state(mine: torch.optim.Optimizer, given: torch.optim.Optimizer) -> No
         mine.k = given.k
     for group, its in zip(mine.param_groups, given.param_groups, strict=True):
         for name, value in its.items():
-            if name != "params":
+            if isinstance(value, Tensor):
+                group[name].copy_(value)
+            elif name != "params":
                 group[name] = copy.deepcopy(value)
     kept = [
         [one for group in each.param_groups for one in group["params"]] for each in (given, mine)

@@ -86,6 +86,30 @@ def test_uneven_data_equals_the_reference(batches: tuple[int, ...], clips: bool)
     assert len(core.worlds) == (1 if len(set(batches)) == 1 else 2)
 
 
+def test_the_order_of_the_state_and_shared_settings_are_handed_over() -> None:
+    """The rank that ran out of data keeps its own keys, and its own tensors of settings."""
+
+    def body(session: Any) -> tuple[list[int], list[float]]:
+        layers = [nn.Linear(2, 2, bias=False) for _ in range(3)]
+        rate = torch.tensor(0.1)
+        groups = [{"params": [layer.weight]} for layer in layers]
+        optimizer = torch.optim.Adam(groups, lr=rate)
+        session.prepare(nn.ModuleList(layers), optimizer)
+        with session.join():
+            # Rank 1 has data for the last layer alone.
+            for layer in layers[::-1][: 3 - 2 * session.rank]:
+                layer(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        rate.mul_(0.5)
+        numbers = {id(layer.weight): number for number, layer in enumerate(layers)}
+        order = [numbers[id(key)] for key in optimizer.state]
+        return order, [float(group["lr"]) for group in optimizer.param_groups]
+
+    half = float(torch.tensor(0.1) * 0.5)
+    assert run_ranks(2, body) == [([2, 1, 0], [half] * 3)] * 2
+
+
 def test_several_models_no_sync_and_a_scheduler() -> None:
     batches = (2, 5)
 

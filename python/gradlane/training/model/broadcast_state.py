@@ -191,8 +191,21 @@ def _adopt(parameters: Sequence[Tensor], optimizer: Optimizer, told: dict[str, A
         states[key] = value
     for group, hyperparameters in zip(optimizer.param_groups, told["param_groups"], strict=True):
         for key, value in hyperparameters.items():
-            group[key] = value
+            # Groups may share a tensor, such as a learning rate, and the program may keep it.
+            if not _written_over(group.get(key), value):
+                group[key] = value
     vars(optimizer).update(told["attributes"])
+
+
+def _written_over(own: Any, told: Any) -> bool:
+    """Write a told tensor over one's own if both are of one form; return whether it was done."""
+    if not (isinstance(own, Tensor) and isinstance(told, Tensor)):
+        return False
+    if own.shape != told.shape or own.dtype is not told.dtype:
+        return False
+    with torch.inference_mode(False), torch.no_grad():
+        own.copy_(told)
+    return True
 
 
 def _formed(own: Any, told: Any, parameter: Tensor) -> Any:
