@@ -38,7 +38,7 @@ pub(crate) struct Cx {
     pub(crate) kept: KeptResults,
     /// Slices whose result of the current step existed when ranks were lost: it is not contributed to again.
     pub(crate) settled: BTreeSet<SliceId>,
-    /// Slices whose result comes from this rank, in place of their owner, after ranks were lost.
+    /// By slice: the rank that its result comes from, in place of its owner, after ranks were lost.
     pub(crate) spread_by: BTreeMap<SliceId, (Step, Rank)>,
     /// Why a component cannot go on: the engine ends the session.
     pub(crate) abort: Option<String>,
@@ -57,11 +57,7 @@ impl Cx {
 
     /// All other ranks.
     pub(crate) fn others(&self) -> RankSet {
-        let mut others = RankSet::all_but(self.plan.world_size, self.rank);
-        self.plan.lost.iter().for_each(|rank| {
-            others.remove(rank);
-        });
-        others
+        RankSet::all_but(self.plan.world_size, self.rank).without(&self.plan.lost)
     }
 
     /// Which rank a frame about a slice's result comes from: its owner, or one that has the result since

@@ -12,7 +12,7 @@ use crate::cx::Cx;
 use crate::gather;
 use crate::jobs::{Done, JobQueue, Running, Task, Then, Written};
 use crate::kept::KeptResults;
-use crate::membership::{Membership, MembershipOptions};
+use crate::membership::Membership;
 use crate::plan::Plan;
 use crate::ps::{lacks_initial, StepEntry};
 use crate::schemes::Schemes;
@@ -57,15 +57,10 @@ impl Engine {
             let timeout = &mut options.progress_timeout;
             *timeout = timeout.saturating_add(*timeout / 4);
         }
-        let membership = options.going_on.as_ref().map(|it| {
+        let membership = options.going_on.clone().map(|going_on| {
             let refused = plan.check_goes_on();
             assert!(refused.is_ok(), "{refused:?}");
-            let options = MembershipOptions {
-                min_ranks: it.min_ranks,
-                collect: it.collect,
-                answer: it.answer,
-            };
-            Membership::new(rank, plan.world_size, options)
+            Membership::new(rank, plan.world_size, going_on)
         });
         let kept = membership.as_ref().map(|_| KeptResults::new(&plan)).unwrap_or_default();
         Engine {

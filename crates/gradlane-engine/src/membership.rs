@@ -24,6 +24,7 @@ mod round;
 #[cfg(test)]
 mod tests;
 
+use crate::api::GoingOn;
 use crate::rank_set::RankSet;
 use crate::session::Blame;
 use crate::violation::{violation, Validated};
@@ -32,19 +33,8 @@ use alloc::collections::{BTreeMap, VecDeque};
 use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
-use core::time::Duration;
 use gradlane_units::{Rank, Time};
 use message::{Message, Value};
-
-#[derive(Clone, Debug)]
-pub(crate) struct MembershipOptions {
-    /// Smallest number of members.
-    pub(crate) min_ranks: u32,
-    /// How long to wait for what other ranks have lost before a proposal.
-    pub(crate) collect: Duration,
-    /// How long to wait for the answer to a proposal, longer than a round trip: who does not answer leaves.
-    pub(crate) answer: Duration,
-}
 
 /// What the driver is to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -65,7 +55,7 @@ pub(crate) enum Decision {
 pub(crate) struct Membership {
     rank: Rank,
     world_size: u32,
-    options: MembershipOptions,
+    options: GoingOn,
     generation: u32,
     members: RankSet,
     /// Members that this rank has lost its connection to, and why.
@@ -80,7 +70,7 @@ pub(crate) struct Membership {
 
 impl Membership {
     /// Membership of generation 0: all ranks below `world_size`.
-    pub(crate) fn new(rank: Rank, world_size: u32, options: MembershipOptions) -> Membership {
+    pub(crate) fn new(rank: Rank, world_size: u32, options: GoingOn) -> Membership {
         Membership {
             rank,
             world_size,

@@ -55,6 +55,14 @@ impl RankSet {
         there
     }
 
+    /// The same ranks, but for those of another set.
+    pub(crate) fn without(mut self, other: &RankSet) -> RankSet {
+        other.iter().for_each(|rank| {
+            self.remove(rank);
+        });
+        self
+    }
+
     pub(crate) fn contains(&self, rank: Rank) -> bool {
         self.words.get(rank.index() / 64).is_some_and(|word| word >> (rank.index() % 64) & 1 == 1)
     }

@@ -38,7 +38,8 @@ pub struct GoingOn {
     pub min_ranks: u32,
     /// How long to wait for what other ranks have lost before a membership is proposed.
     pub collect: Duration,
-    /// How long to wait for answers to a proposal.
+    /// How long to wait for the answer to a proposal: longer than a round trip. A rank that does not
+    /// answer is lost.
     pub answer: Duration,
 }
 

@@ -5,7 +5,8 @@ use super::message::{self, Ballot, Message, Value};
 use super::round::{Round, Step, Voter};
 #[cfg(test)]
 use super::tests::Fault;
-use super::{Decision, Membership, MembershipOptions};
+use super::{Decision, Membership};
+use crate::api::GoingOn;
 use crate::rank_set::RankSet;
 use crate::session::Blame;
 use crate::violation::{violation, Validated};
@@ -109,7 +110,7 @@ impl Membership {
 
     /// Notes a lost connection. What others have lost is collected anew, unless a value is proposed already.
     fn note_cut(&mut self, by: Rank, peer: Rank, reason: &str, now: Time) {
-        let (own, MembershipOptions { collect, answer, .. }) = (self.rank, &self.options);
+        let (own, GoingOn { collect, answer, .. }) = (self.rank, &self.options);
         let Some(change) = &mut self.change else {
             return;
         };

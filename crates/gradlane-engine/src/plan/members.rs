@@ -12,11 +12,7 @@ use gradlane_units::{Rank, SliceId};
 impl Plan {
     /// Ranks that train, and have not been lost.
     pub(crate) fn members(&self) -> RankSet {
-        let mut members = RankSet::all(self.workers());
-        self.lost.iter().for_each(|rank| {
-            members.remove(rank);
-        });
-        members
+        RankSet::all(self.workers()).without(&self.lost)
     }
 
     /// Checks that training under this plan can go on when ranks are lost.
@@ -49,14 +45,9 @@ impl Plan {
     /// all, if none of these is left.
     pub(crate) fn with_members(&self, members: &RankSet) -> Plan {
         let mut plan = self.clone();
-        plan.lost = RankSet::all(self.world_size);
-        let mut owners: Vec<Rank> = Vec::new();
-        for rank in members.iter() {
-            plan.lost.remove(rank);
-            if self.slices.iter().any(|slice| slice.owner == rank) {
-                owners.push(rank);
-            }
-        }
+        plan.lost = RankSet::all(self.world_size).without(members);
+        let owns = |rank: &Rank| self.slices.iter().any(|slice| slice.owner == *rank);
+        let mut owners: Vec<Rank> = members.iter().filter(owns).collect();
         if owners.is_empty() {
             owners = members.iter().collect();
         }

@@ -92,10 +92,6 @@ impl Plan {
 
     /// Ranks that train, but this one.
     pub(crate) fn workers_but(&self, rank: Rank) -> RankSet {
-        let mut others = RankSet::all_but(self.workers(), rank);
-        self.lost.iter().for_each(|lost| {
-            others.remove(lost);
-        });
-        others
+        RankSet::all_but(self.workers(), rank).without(&self.lost)
     }
 }

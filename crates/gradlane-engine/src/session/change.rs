@@ -250,16 +250,13 @@ fn find(plan: &Plan, all: &[(Rank, &Holdings)]) -> Findings {
     let (mut spreads, mut settled) = (Vec::new(), Vec::with_capacity(plan.slices.len()));
     for slice in plan.slice_ids() {
         let takes_part = |step| plan.takes_part(plan.slice(slice).tensor, step);
-        let has = |holdings: &Holdings, step| match () {
-            () if holdings.step > step => true,
-            () => holdings.step == step && holdings.of[slice.index()] != Holding::Nothing,
+        let has = |holdings: &Holdings, step| {
+            let is_here = holdings.of[slice.index()] != Holding::Nothing;
+            holdings.step > step || (holdings.step == step && is_here)
         };
         settled.push(takes_part(step) && all.iter().any(|(_, it)| has(it, step)));
-        let mut each = Vec::from([earliest]);
-        if step != earliest {
-            each.push(step);
-        }
-        for step in each.into_iter().filter(|&step| takes_part(step)) {
+        let later = Some(step).filter(|&step| step != earliest);
+        for step in [Some(earliest), later].into_iter().flatten().filter(|&it| takes_part(it)) {
             let holders: Vec<Rank> =
                 all.iter().filter(|(_, it)| has(it, step)).map(|&(rank, _)| rank).collect();
             let lacks = |it: &Holdings| it.step == step && !has(it, step);

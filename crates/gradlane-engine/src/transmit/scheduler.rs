@@ -78,10 +78,8 @@ impl Scheduler {
     }
 
     /// Queues a message to several peers as one entry.
-    pub(crate) fn push_shared(&mut self, mut owed: RankSet, key: OrderKey, message: Message) {
-        self.forgotten.iter().for_each(|rank| {
-            owed.remove(rank);
-        });
+    pub(crate) fn push_shared(&mut self, owed: RankSet, key: OrderKey, message: Message) {
+        let owed = owed.without(&self.forgotten);
         if !owed.is_empty() {
             self.shared.insert(key, Shared { message: Arc::new(message), owed });
         }

@@ -9,7 +9,7 @@ pub mod round;
 pub mod toy;
 
 use gradlane_engine::{
-    Failure, Input, Job, Operation, Payload, Plan, Scheme, Strategy, TensorKind, TensorSpec, Update,
+    Failure, Input, Job, Operation, Plan, Scheme, Strategy, TensorKind, TensorSpec, Update,
 };
 use gradlane_units::{Dtype, Priority, Rank, Rng, SliceId, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
@@ -271,11 +271,7 @@ impl Cluster {
             return false;
         }
         let transmit = node.unsent.remove(position).expect("it was there");
-        let payload = match &transmit.payload {
-            Payload::None => Vec::new(),
-            Payload::Inline(bytes) => bytes.clone(),
-            Payload::Region(region) => node.read(*region),
-        };
+        let payload = node.payload(&transmit.payload);
         assert_eq!(payload.len(), transmit.header.length as usize);
         wire.push_back((transmit.header, payload));
         let (kind, flags) = (transmit.header.kind, transmit.header.flags);

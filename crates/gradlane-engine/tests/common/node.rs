@@ -2,8 +2,8 @@
 
 use super::toy::Toy;
 use gradlane_engine::{
-    Engine, EngineOptions, Event, Failure, Input, Job, Memory, Operation, PayloadDest, Plan,
-    Region, Transmit,
+    Engine, EngineOptions, Event, Failure, Input, Job, Memory, Operation, Payload, PayloadDest,
+    Plan, Region, Transmit,
 };
 use gradlane_units::{Rank, SliceId, SquareSum, Step, TensorId};
 use gradlane_wire::FrameHeader;
@@ -139,6 +139,15 @@ impl Node {
     pub fn read(&self, region: Region) -> Vec<u8> {
         let bytes = self.bytes_of(region.memory);
         bytes[region.offset as usize..(region.offset + region.length) as usize].to_vec()
+    }
+
+    /// The bytes of a frame after its header.
+    pub fn payload(&self, payload: &Payload) -> Vec<u8> {
+        match payload {
+            Payload::None => Vec::new(),
+            Payload::Inline(bytes) => bytes.clone(),
+            Payload::Region(region) => self.read(*region),
+        }
     }
 
     pub fn write(&mut self, region: Region, payload: &[u8]) {

@@ -394,24 +394,23 @@ impl World {
 
     fn send(&mut self, rank: u32) -> bool {
         let pick = self.rng.next_u64() as usize;
-        let node = &mut self.nodes[rank as usize];
-        if node.unsent.is_empty() {
-            return false;
-        }
-        let peer = node.unsent[pick % node.unsent.len()].peer;
-        let position = node.unsent.iter().position(|it| it.peer == peer).expect("it was there");
-        let is_cut = self.cut.contains(&(rank, peer.0));
-        let wire = self.wires.entry((rank, peer.0)).or_default();
-        if !is_cut && wire.len() >= self.setting.wire_depth {
-            return false;
-        }
-        let transmit = node.unsent.remove(position).expect("it was there");
-        let payload = match &transmit.payload {
-            Payload::None => Vec::new(),
-            Payload::Inline(bytes) => bytes.clone(),
-            Payload::Region(region) => node.read(*region),
+        // A full wire to one peer holds up no other.
+        let unsent = &self.nodes[rank as usize].unsent;
+        let has_room = |peer: Rank| {
+            let wire = self.wires.get(&(rank, peer.0));
+            self.cut.contains(&(rank, peer.0))
+                || wire.is_none_or(|wire| wire.len() < self.setting.wire_depth)
         };
-        if !is_cut {
+        let open: Vec<Rank> = unsent.iter().map(|it| it.peer).filter(|&it| has_room(it)).collect();
+        let Some(&peer) = open.get(pick % open.len().max(1)) else {
+            return false;
+        };
+        let node = &mut self.nodes[rank as usize];
+        let position = node.unsent.iter().position(|it| it.peer == peer).expect("it was there");
+        let transmit = node.unsent.remove(position).expect("it was there");
+        let payload = node.payload(&transmit.payload);
+        if !self.cut.contains(&(rank, peer.0)) {
+            let wire = self.wires.entry((rank, peer.0)).or_default();
             wire.push_back(Item::Frame(transmit.header, payload));
         }
         node.engine.handle_sent(&transmit);

@@ -3,7 +3,8 @@
 //! the path is cut, and never comes back.
 
 use super::Fault;
-use crate::membership::{Decision, Membership, MembershipOptions};
+use crate::api::GoingOn;
+use crate::membership::{Decision, Membership};
 use crate::rank_set::RankSet;
 use alloc::collections::BTreeMap;
 use alloc::format;
@@ -137,7 +138,7 @@ pub(super) struct Cluster {
 
 impl Cluster {
     pub(super) fn new(conditions: Conditions, seed: u64) -> Cluster {
-        let options = MembershipOptions {
+        let options = GoingOn {
             min_ranks: conditions.min_ranks,
             collect: Duration::from_nanos(COLLECT),
             answer: Duration::from_nanos(ANSWER),

@@ -1,10 +1,11 @@
 //! Single messages, texts and sets.
 
 use super::cluster::{Accident, Cluster, Conditions, COLLECT, MS};
+use crate::api::GoingOn;
 use crate::membership::links::Links;
 use crate::membership::message::{shorten, Ballot, Message, Value};
 use crate::membership::message::{LOSS_BYTES_MAX, REASON_BYTES_MAX, ROUNDS_MAX};
-use crate::membership::{Decision, Membership, MembershipOptions};
+use crate::membership::{Decision, Membership};
 use crate::rank_set::RankSet;
 use crate::session::Blame;
 use alloc::string::{String, ToString};
@@ -17,7 +18,7 @@ const WORLD: u32 = 4;
 
 fn membership(rank: u32, world: u32, min_ranks: u32) -> Membership {
     let (collect, answer) = (Duration::from_millis(60), Duration::from_millis(100));
-    Membership::new(Rank(rank), world, MembershipOptions { min_ranks, collect, answer })
+    Membership::new(Rank(rank), world, GoingOn { min_ranks, collect, answer })
 }
 
 fn set(world: u32, ranks: &[u32]) -> RankSet {
