@@ -26,8 +26,9 @@ impl Engine {
     pub(super) fn lose_connection(&mut self, peer: Rank, reason: &str) {
         self.cx.tx.forget(peer);
         self.schemes.ps.forget_receiver(&mut self.cx, peer);
-        let needed = self.session.lose_member(peer) || self.changes.are_under_way();
-        if needed && !self.leave_the_lost() && self.goes_on_without(peer) {
+        let needed = self.session.lose_member(peer) && !self.leave_the_lost();
+        // A change that is under way counts on the peer, also where this rank needs nobody.
+        if (needed || self.changes.are_under_way()) && self.goes_on_without(peer) {
             self.lose_member(peer, reason);
         } else {
             // It has left, or the others go on without it already.

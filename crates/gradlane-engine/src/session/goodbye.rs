@@ -118,9 +118,11 @@ impl Session {
     }
 
     /// The connection to a member is gone, and training goes on; whether this rank still needs the peer.
+    /// Nobody closes a connection before all have said goodbye, so until this rank has, what a peer has
+    /// sent before its own may be lost.
     pub(crate) fn lose_member(&mut self, peer: Rank) -> bool {
         self.lost.insert(peer);
-        !self.has_departed(peer)
+        !(self.goodbye_said && self.has_departed(peer))
     }
 
     /// Whether this rank needs nobody any more: it has said goodbye, as have so many that they are a
