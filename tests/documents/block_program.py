@@ -35,7 +35,6 @@ SUBSTITUTES = {
     "device_ids=[device]": "device_ids=None",
     'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))': "",
     "model.cuda()": "model",
-    "session=session)": "session=FixedMembers(session))",
 }
 """Texts of pages, and what a machine without accelerators and with any free port runs instead."""
 
@@ -128,7 +127,6 @@ def _trainer(_: Names) -> Any:
 STAND_INS: dict[str, Callable[[Names], Any]] = {
     "AdamW": lambda _: torch.optim.AdamW,
     "DDP": lambda _: DistributedDataParallel,
-    "FixedMembers": lambda _: FixedMembers,
     "DistributedSampler": lambda _: DistributedSampler,
     "Model": lambda _: Model,
     "SummaryWriter": lambda _: SummaryWriter,
