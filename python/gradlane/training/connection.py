@@ -297,7 +297,7 @@ def shutdown_channel(
         GradlaneError: the session has failed.
     """
     # Where ranks were lost, the store may be lost, too.
-    shares = not ctx.membership.lost
+    shares = not ctx.membership.lacks_ranks
     if shares:
         watch.publish_lateness(scope)
     try:
@@ -307,7 +307,7 @@ def shutdown_channel(
     except ctx.core.ChannelError as error:
         raise translate_error(ctx.core, error, "closing the session") from error
     scope.mark_closed()
-    if shares and not ctx.membership.lost:
+    if shares and not ctx.membership.lacks_ranks:
         watch.collect_lateness(scope)
     return True
 

@@ -81,6 +81,9 @@ def broadcast_state(
             "all ranks have the same model, optimizer and version of gradlane?"
         ) from error
     everything = [*entries, *_state_entries(parameters, optimizer)]
+    if not everything:
+        meeting.delete_keys()
+        return
     rows = [entry.bytes_row() for entry in everything]
     channel = open_channel(
         ctx, meeting, rows, node_layout(ctx, meeting), update="worker", first=source
@@ -157,10 +160,7 @@ def _described(
             rows[index][key] = value
     # Some optimizers keep state that is of no parameter.
     others = {key: value for key, value in states.items() if not isinstance(key, Tensor)}
-    groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+    groups = hyperparameters_of(optimizer)
     now = attributes_of(optimizer)
     changed = {name: now[name] for name in differing(attributes, now)}
     try:
@@ -189,12 +189,25 @@ def _adopt(parameters: Sequence[Tensor], optimizer: Optimizer, told: dict[str, A
         states[parameters[index]] = states.pop(parameters[index])
     for key, value in told["others"].items():
         states[key] = value
-    for group, hyperparameters in zip(optimizer.param_groups, told["param_groups"], strict=True):
+    adopt_hyperparameters(optimizer, told["param_groups"])
+    vars(optimizer).update(told["attributes"])
+
+
+def hyperparameters_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return everything in an optimizer's groups but the parameters."""
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def adopt_hyperparameters(optimizer: Optimizer, told: Sequence[dict[str, Any]]) -> None:
+    """Take over what `hyperparameters_of` has returned on another rank."""
+    for group, hyperparameters in zip(optimizer.param_groups, told, strict=True):
         for key, value in hyperparameters.items():
             # Groups may share a tensor, such as a learning rate, and the program may keep it.
             if not _written_over(group.get(key), value):
                 group[key] = value
-    vars(optimizer).update(told["attributes"])
 
 
 def _written_over(own: Any, told: Any) -> bool:

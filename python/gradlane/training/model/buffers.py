@@ -447,7 +447,7 @@ def form_of(model: nn.Module, mode: str, world_size: int) -> BufferForm | None:
 
 def pack_buffers(model: nn.Module, mode: str, membership: Membership) -> BufferPack | None:
     """Return the pack of a model's buffers, or None where there is nothing to keep alike."""
-    if mode == "local" or membership.world_size == 1 or not _slots(model):
+    if mode == "local" or not _slots(model):
         return None
     return BufferPack(model, mode, membership)
 

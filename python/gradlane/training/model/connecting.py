@@ -34,11 +34,31 @@ from gradlane.training.rendezvous.serving import check_codecs_served
 from gradlane.training.rendezvous.tensor_table import TensorEntry, names_of
 
 
+class StagingFailures:
+    """Why copies through the host ended, for a model that is made later."""
+
+    def __init__(self) -> None:
+        """Nothing has failed."""
+        self._errors: list[Exception] = []
+        self._listener: Callable[[Exception], None] = self._errors.append
+
+    def tell(self, error: Exception) -> None:
+        """Tell a failure."""
+        self._listener(error)
+
+    def subscribe(self, listener: Callable[[Exception], None]) -> None:
+        """Have a function called with each failure, those of before included."""
+        self._listener = listener
+        for error in self._errors:
+            listener(error)
+
+
 @dataclass(frozen=True)
 class Connected:
     """A model's channel and the tensors that travel on it.
 
     Attributes:
+        meeting: where its ranks agreed.
         spec: the model as the ranks have agreed on it.
         layout: the tensors that take part in each step.
         extras: entries of tensors beside the table, whose numbers follow it.
@@ -47,8 +67,10 @@ class Connected:
         recording: of this channel, or None.
         carrier: brings gradients to the channel and back.
         served: parameters in the hands of servers that update them, or None.
+        staging: tells why copies through the host ended.
     """
 
+    meeting: RendezvousScope
     spec: ModelSpec
     layout: StepLayout
     extras: Sequence[TensorEntry]
@@ -57,6 +79,12 @@ class Connected:
     recording: Recording | None
     carrier: Carrier
     served: ServedParameters | None
+    staging: StagingFailures
+
+    def abort(self, reason: str) -> None:
+        """Tell all ranks why nothing comes of these connections, and let them go."""
+        self.channel.abort(reason)
+        self.carrier.close()
 
 
 def connect(
@@ -65,7 +93,7 @@ def connect(
     model: nn.Module,
     optimizer: Optimizer,
     buffers: str,
-    staging_failed: Callable[[Exception], None],
+    checked: ModelSpec | None = None,
 ) -> Connected:
     """Agree with all ranks, open a channel and broadcast rank 0's values.
 
@@ -75,13 +103,13 @@ def connect(
         model: the user's.
         optimizer: the user's.
         buffers: how buffers are kept: `"broadcast"`, `"average"` or `"local"`.
-        staging_failed: called by another thread with why copies through the host ended.
+        checked: the model as it was checked when it was prepared, and is now; None: check it.
 
     Raises:
         ValueError: the model or the optimizer cannot take part.
         GradlaneError: the ranks differ, or cannot reach each other.
     """
-    spec = verify_model_across_ranks(ctx, meeting, model, optimizer, buffers)
+    spec = verify_model_across_ranks(ctx, meeting, model, optimizer, buffers, checked)
     nodes = node_layout(ctx, meeting)
     if nodes is not None:
         spec = _for_nodes(spec, nodes, ctx.rank_info.rank)
@@ -115,15 +143,18 @@ def connect(
     if ctx.recorder is not None:
         recording = ctx.recorder.record(channel, [str(row["name"]) for row in rows])
         channel = recording.channel
+    staging = StagingFailures()
     connected = Connected(
+        meeting,
         spec,
         layout,
         extras,
         codecs,
         channel,
         recording,
-        _carrier(ctx, opened, channel, spec, extras, staging_failed),
+        _carrier(ctx, opened, channel, spec, extras, staging.tell),
         ServedParameters(channel, trained) if serves else None,
+        staging,
     )
     _broadcast_initial(ctx, connected)
     return connected
@@ -209,8 +240,7 @@ def _broadcast_initial(ctx: SessionContext, connected: Connected) -> None:
         if connected.served is not None:
             connected.served.register()
     except BaseException as error:
-        connected.channel.abort(f"{type(error).__name__} while spreading the model: {error}")
-        connected.carrier.close()
+        connected.abort(f"{type(error).__name__} while spreading the model: {error}")
         if isinstance(error, ctx.core.ChannelError):
             raise translate_error(ctx.core, error, "spreading rank 0's values") from error
         raise

@@ -13,7 +13,8 @@ Every `SAMPLE_EVERY` steps that lane also holds a digest of a sample of the rank
 update past gradlane, or a hand-written change on one rank, is found there instead of drifting. A
 third one holds the samples that the rank's gradients of the step are the mean of, where the program
 has said so: `session.weight()`. The fourth holds the number of the membership that the rank knows,
-plus one.
+plus one. Where training goes on, the fifth holds the number of a request to join that the first
+member has found.
 
 A lane is an integer below 2^48 that one rank contributes and all others leave at 0, so the mean
 times the number of ranks in it gives it back exactly. Where ranks are lost and training goes on, a
@@ -91,6 +92,7 @@ class RankStatus:
         weight: samples behind its gradients of this step; None: it has not said.
         layout: digest of how its parameters lie in memory as the step begins; 0: it has not said.
         generation: number of the newest membership that it knows; None: it gathers numbers.
+        request: number of a request to join that it has found; 0: none.
     """
 
     ending: StepEnding
@@ -102,6 +104,7 @@ class RankStatus:
     weight: int | None = None
     layout: int = 0
     generation: int | None = 0
+    request: int = 0
 
 
 Statuses = Mapping[int, RankStatus]
@@ -140,6 +143,7 @@ class StatusTensor:
         self._rank = rank
         self._buffers = buffers
         self._world_size = world_size
+        self._has_requests = lanes > _LANES
         with torch.inference_mode(False):
             self.tensor = torch.zeros(lanes * world_size, dtype=torch.float64, device="cpu")
             # The same memory: torch 2.4 reads no tensor inside torch.func.
@@ -153,7 +157,8 @@ class StatusTensor:
         weight = 0 if status.weight is None else status.weight + 1
         generation = 0 if status.generation is None else status.generation
         state = status.sample + _LAYOUT_UNIT * status.layout
-        return self._write([lane, state, weight, generation + 1])
+        lanes = [lane, state, weight, generation + 1]
+        return self._write([*lanes, status.request] if self._has_requests else lanes)
 
     def write_numbers(self, generation: int, size: int, part: bytes) -> Tensor:
         """Write some bytes of this rank's numbers into its lanes; returns the tensor to submit.
@@ -183,7 +188,8 @@ class StatusTensor:
 
     def read(self) -> dict[int, RankStatus]:
         """Read all ranks' lanes from the mean that has arrived."""
-        return {rank: self._status(*lanes[:_LANES]) for rank, lanes in self._lanes_by_rank()}
+        count = _LANES + self._has_requests
+        return {rank: self._status(*lanes[:count]) for rank, lanes in self._lanes_by_rank()}
 
     def read_numbers(self) -> dict[int, RankNumbers]:
         """Read some bytes of all ranks' numbers from the mean that has arrived."""
@@ -203,7 +209,9 @@ class StatusTensor:
             (rank, [round(mean * len(present)) for mean in means[rank::count]]) for rank in present
         ]
 
-    def _status(self, lane: int, state: int, weight: int, known: int) -> RankStatus:
+    def _status(
+        self, lane: int, state: int, weight: int, known: int, request: int = 0
+    ) -> RankStatus:
         if known > _GATHERS:
             return RankStatus(StepEnding.NONE, False, 0, generation=None)
         layout, sample = divmod(state, _LAYOUT_UNIT)
@@ -214,7 +222,9 @@ class StatusTensor:
         ending = StepEnding(lane % _SHADOW)
         said = weight - 1 if weight else None
         shadow = bool(lane & _SHADOW)
-        return RankStatus(ending, shadow, digest, changes, changed, sample, said, layout, known - 1)
+        return RankStatus(
+            ending, shadow, digest, changes, changed, sample, said, layout, known - 1, request
+        )
 
 
 class JoinWatch(Protocol):
@@ -291,6 +301,7 @@ class ConsistencyCheck:
             weight=weight,
             layout=layout,
             generation=self._membership.known_generation,
+            request=self._membership.request,
         )
 
     def note_hyperparameters(self, clipping: tuple[float, ...] = ()) -> None:
@@ -320,6 +331,9 @@ class ConsistencyCheck:
                     step - 1,
                 )
             )
+        for status in statuses.values():
+            if status.request:
+                self._membership.note_request(status.request, step)
         shadows = [rank for rank, status in statuses.items() if status.shadow]
         if self.join is not None:
             self.join.note(statuses)

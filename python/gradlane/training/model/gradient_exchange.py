@@ -74,6 +74,7 @@ class GradientExchange:
         late: LateGradientBuffer | None = None,
         takeover: MomentumTakeover | None = None,
         clipping: LocalClipping | None = None,
+        steps_before: int = 0,
     ) -> None:
         """Start after step 0.
 
@@ -89,6 +90,7 @@ class GradientExchange:
             late: keeps gradients that come too late for their step, or None.
             takeover: prepares gradients for codecs that apply SGD's momentum, or None.
             clipping: clips this rank's gradients before they are encoded, or None.
+            steps_before: training steps before the ranks were connected.
         """
         self._core = core
         self._channel = channel
@@ -103,6 +105,7 @@ class GradientExchange:
         self._trained = layout.trained
         self._factored = layout.factored
         self._captured = layout.captured
+        self._steps_before = steps_before
         self._intake = GradientIntake(layout.trained)
         self._factors = FactorExchange(core, channel, layout.factored, rank, self.training_step_of)
         # Eight bytes for each, and there may be some for every checkpoint.
@@ -133,11 +136,11 @@ class GradientExchange:
     @property
     def training_step(self) -> int:
         """Number of the current step of training."""
-        return self.step - len(self._spent_steps)
+        return self.training_step_of(self.step)
 
     def training_step_of(self, step: int) -> int:
         """Number of the training step that a step of the channel was, or came after."""
-        return step - bisect.bisect_right(self._spent_steps, step)
+        return self._steps_before + step - bisect.bisect_right(self._spent_steps, step)
 
     # ---- to the channel
 

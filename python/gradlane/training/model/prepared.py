@@ -35,7 +35,7 @@ from gradlane.training.model.broadcast_state import (
     with_current_buffers,
 )
 from gradlane.training.model.buffers import BufferWatch
-from gradlane.training.model.connecting import connect, schemes_of
+from gradlane.training.model.connecting import Connected, connect, schemes_of
 from gradlane.training.model.consistency_check import (
     ConsistencyCheck,
     Hyperparameters,
@@ -46,6 +46,7 @@ from gradlane.training.model.deferred_update import DeferredUpdate
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.gradient_exchange import GradientExchange
 from gradlane.training.model.hooks import HookManager
+from gradlane.training.model.joining import connect_to_join
 from gradlane.training.model.late_gradients import LateGradientBuffer
 from gradlane.training.model.lazy_parameters import Exemption
 from gradlane.training.model.local_clipping import LocalClipping
@@ -66,6 +67,23 @@ CLOSE_TIMEOUT_S = 60.0
 """Seconds to wait for the other ranks' goodbyes by default."""
 
 
+class _OwnSteps:
+    """Numbers of a model's steps since its ranks were connected, for what counts those."""
+
+    def __init__(self, steps: StepMachine, steps_before: int) -> None:
+        self._steps = steps
+        self._steps_before = steps_before
+
+    @property
+    def step(self) -> int:
+        """Number of the current training step."""
+        return self._steps.step - self._steps_before
+
+    def training_step_of(self, step: int) -> int:
+        """Return the training step that a step of the channel was, or came after."""
+        return self._steps.training_step_of(step) - self._steps_before
+
+
 class PreparedModel:
     """A connected model."""
 
@@ -77,6 +95,11 @@ class PreparedModel:
         optimizer: Optimizer,
         defer: bool,
         buffers: str = "local",
+        *,
+        connected: Connected | None = None,
+        attributes: dict[str, Any] | None = None,
+        steps_before: int = 0,
+        on_step_begin: Callable[[], None] = lambda: None,
     ) -> None:
         """Agree with all ranks, connect, broadcast rank 0's values and install all hooks.
 
@@ -87,23 +110,29 @@ class PreparedModel:
             optimizer: the user's.
             defer: whether updates may happen after `optimizer.step()` and in parts.
             buffers: how buffers are kept: `"broadcast"`, `"average"` or `"local"`.
+            connected: all ranks are connected already, and have rank 0's values; None: connect.
+            attributes: what `attributes_of` gave when the program prepared the model; None: now.
+            steps_before: training steps before the ranks were connected.
+            on_step_begin: called before each step.
 
         Raises:
             ValueError: the model or the optimizer cannot take part.
             GradlaneError: the ranks differ, or cannot reach each other.
         """
-        meeting = meet()
         self._ctx = ctx
         self._meet = meet
-        self._meeting = meeting
         self._addresses: list[PublishedAddress | None] | None = None
         self._optimizer = optimizer
-        self._attributes = attributes_of(optimizer)
+        self._attributes = attributes_of(optimizer) if attributes is None else attributes
         self._defer = defer
         self._buffers = buffers
+        self._steps_before = steps_before
+        self._before_step = on_step_begin
         self.model = model
-        connected = connect(ctx, meeting, model, optimizer, buffers, self._staging_failed)
+        if connected is None:
+            connected = connect(ctx, meet(), model, optimizer, buffers)
         self._connected = connected
+        meeting = self._meeting = connected.meeting
         self.channel, self.codecs = connected.channel, connected.codecs
         self._layout, self._served = connected.layout, connected.served
         self._entries, self._trained = connected.spec.entries, connected.spec.trained
@@ -113,7 +142,9 @@ class PreparedModel:
         self._momentum_codecs = connected.spec.momentum_codecs if encodes else {}
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
         self._failure = FailureLatch()
-        self._agreement = ParameterCheck(meeting, self._trained, ctx.options.check_every)
+        self._agreement = ParameterCheck(
+            meeting, self._trained, ctx.options.check_every, steps_before
+        )
         pack = self._layout.buffers
         self.hook_manager = HookManager(
             model, optimizer, self._entries, pack.owners if pack is not None else set()
@@ -135,11 +166,12 @@ class PreparedModel:
         self._watch = ctx.observer.watch(
             model,
             self.channel,
-            self.steps,
+            _OwnSteps(self.steps, steps_before),
             name=meeting.name,
             tensors=[entry.name for entry in (*self._entries, *connected.extras)],
             codecs=self.codecs,
         )
+        connected.staging.subscribe(self._staging_failed)
         self._barrier: Barrier | None = None
         if ctx.options.is_asynchronous:
             limit_s = ctx.options.network.progress_timeout_s
@@ -247,7 +279,7 @@ class PreparedModel:
         self._failure.fail(SessionClosedError("the session was closed"))
         self._connected.carrier.close()
         # Where ranks were lost, the store may be lost, too.
-        compares = self._layout.status is not None and not self._ctx.membership.lost
+        compares = self._layout.status is not None and not self._ctx.membership.lacks_ranks
         if compares:
             consistency = self.steps.consistency
             ending, digest = consistency.ending, consistency.digest
@@ -313,8 +345,7 @@ class PreparedModel:
             self._server.bring_home()
         residuals = self.residuals.state_dict()
         self.close(timeout_s)
-        # Connecting spreads rank 0's; buffers may be each rank's own.
-        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        restore = self._kept_buffers()
         ctx = replace(self._ctx, options=options)
         if schemes is not None:
             ctx = replace(ctx, schemes=schemes)
@@ -326,11 +357,90 @@ class PreparedModel:
             self._defer,
             self._buffers,
         )
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
+        restore()
         again.residuals.load_state_dict(residuals)
         return again
+
+    def connect_beside(self, ctx: SessionContext, meet: Callable[[], RendezvousScope]) -> Connected:
+        """Connect the model to the ranks of another world, and stay connected to those of this.
+
+        A collective call of the ranks of both worlds between two steps; all have the same values.
+        Rank 0 gives its parameters, buffers and optimizer's state.
+
+        Args:
+            ctx: the session's, for the other world.
+            meet: opens a scope where its ranks agree.
+
+        Raises:
+            ValueError: the model or the optimizer cannot take part.
+            GradlaneError: the ranks differ, or cannot reach each other.
+        """
+        self.steps.settle()
+        self.check_between_steps()
+        self._check_unchanged()
+        spec = self._connected.spec
+        entries = with_current_buffers(spec.entries, self.model)
+        restore = self._kept_buffers()
+        try:
+            connected = connect_to_join(
+                ctx,
+                meet,
+                self.model,
+                self._optimizer,
+                self._buffers,
+                self._attributes,
+                replace(spec, entries=entries),
+            )
+        except BaseException:
+            restore()
+            raise
+        if connected.layout.buffers is None:
+            restore()
+        return connected
+
+    def stay(self) -> None:
+        """Go on with the connections of this world: nothing came of `connect_beside` on a rank."""
+        if self._layout.buffers is not None:
+            self._layout.buffers.start()
+
+    def moved_to(
+        self,
+        connected: Connected,
+        ctx: SessionContext,
+        meet: Callable[[], RendezvousScope],
+        on_step_begin: Callable[[], None],
+    ) -> PreparedModel:
+        """Train in another world from now on; the connections of this one are closed already.
+
+        Args:
+            connected: what `connect_beside` returned.
+            ctx: as for that call.
+            meet: as for that call.
+            on_step_begin: called before each step.
+        """
+        return PreparedModel(
+            ctx,
+            meet,
+            self.model,
+            self._optimizer,
+            self._defer,
+            self._buffers,
+            connected=connected,
+            attributes=self._attributes,
+            steps_before=self.steps.step,
+            on_step_begin=on_step_begin,
+        )
+
+    def _kept_buffers(self) -> Callable[[], None]:
+        """Keep this rank's own buffers while rank 0's are sent; return what restores them."""
+        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+
+        def restore() -> None:
+            with torch.no_grad():
+                for buffer, value in kept:
+                    buffer.copy_(value)
+
+        return restore
 
     def broadcast_state(self, source: int) -> None:
         """Give every rank the parameters, optimizer state and buffers of one; a collective call."""
@@ -350,8 +460,7 @@ class PreparedModel:
         """Give up, tell all ranks why, and make the model unreadable if it is in mid-step."""
         self._failure.fail(SessionClosedError(f"the session was given up: {reason}"))
         with contextlib.suppress(self._ctx.core.ChannelError):
-            self.channel.abort(reason)
-        self._connected.carrier.close()
+            self._connected.abort(reason)
 
     def _on_deadlock(self, reason: str) -> None:
         """Fail here and tell all ranks; called while this rank waits."""
@@ -469,6 +578,7 @@ class PreparedModel:
             LateGradientBuffer() if carries_late else None,
             self._takeover,
             LocalClipping(self._local_limit) if self._local_limit else None,
+            self._steps_before,
         )
         update = DeferredUpdate(
             optimizer,
@@ -507,7 +617,8 @@ class PreparedModel:
         )
 
     def _on_step_begin(self, step: int) -> None:
-        self._watch.step_begins(step)
+        self._before_step()
+        self._watch.step_begins(step - self._steps_before)
         if self._agreement.is_due(step - 1):
             self._agreement.after_step(step - 1)
         if self._server is not None and self._served is not None:

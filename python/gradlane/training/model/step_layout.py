@@ -90,7 +90,7 @@ def build_step_layout(
     trained = [entry for entry in entries if entry.trained]
     if alone:
         return [], StepLayout(trained, len(entries))
-    pack = pack_buffers(model, buffers, membership)
+    pack = pack_buffers(model, buffers, membership) if place.world_size > 1 else None
     status = StatusTensor(place.rank, place.world_size, pack, status_lanes)
     index = len(entries)
     extras = [extra_entry("gradlane's rank statuses", status.tensor)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -86,6 +87,7 @@ def verify_model_across_ranks(
     model: nn.Module,
     optimizer: Optimizer,
     buffers: str,
+    checked: ModelSpec | None = None,
 ) -> ModelSpec:
     """Check a model and its optimizer, and that all ranks have the same.
 
@@ -95,6 +97,7 @@ def verify_model_across_ranks(
         model: the user's.
         optimizer: the user's.
         buffers: how buffers are kept.
+        checked: the model as it was checked when it was prepared, and is now; None: check it.
 
     Raises:
         ValueError: the model or the optimizer cannot take part; the message names the tensor.
@@ -107,44 +110,59 @@ def verify_model_across_ranks(
         "buffers": buffers,
     }
     try:
-        check_model(model)
-        entries = build_table(model)
-        _check_memory(entries)
-        if ctx.options.checkpoints.folder is not None:
-            _check_loadable(model, entries)
-        check_optimizer(optimizer, entries)
-        trained = [entry for entry in entries if entry.trained]
-        factored = choose_factored(model, trained, ctx.schemes, ctx.options)
-        row_sparse = choose_row_sparse(
-            model,
-            trained,
-            ctx.options,
-            needing_sparse=needing_sparse(optimizer),
-            takes_sparse=functools.partial(takes_sparse, optimizer),
-        )
-        factored = row_sparse | factored
-        ranks = ring_ranks(ctx.options.strategy.name, ctx.rank_info.world_size)
-        coded = [entry.coded() for entry in trained]
-        spec = ModelSpec(entries, factored, choose_codecs(ctx.options.codec, coded, ranks))
-        has_ring = ranks is not None or RING in ctx.schemes.values()
-        unused = unused_codec_option(ctx.options.codec, has_ring=has_ring)
-        if unused:
-            raise ValueError(unused)
-        _check_all_clipped(spec)
-        may_take_over = ctx.options.update == "worker"
-        check_momentum(optimizer, spec.momentum_codecs, may_take_over=may_take_over)
-        if ctx.options.update == "server":
-            check_server_optimizer(optimizer, entries)
-            _check_apart(trained)
-            options["optimizer_state"] = check_taken_over(optimizer, trained)
+        spec = _checked(ctx, model, optimizer, options) if checked is None else checked
     except (ValueError, UsageError) as error:
         meeting.refuse(str(error))
         raise
     rows = [
-        {**entry.row(), "scheme": factored[index].scheme} if index in factored else entry.row()
-        for index, entry in enumerate(entries)
+        {**entry.row(), "scheme": spec.factored[index].scheme}
+        if index in spec.factored
+        else entry.row()
+        for index, entry in enumerate(spec.entries)
     ]
     meeting.agree({"options": options, "tensors": rows})
+    return spec
+
+
+def _checked(
+    ctx: SessionContext, model: nn.Module, optimizer: Optimizer, options: dict[str, Any]
+) -> ModelSpec:
+    """Check a model and its optimizer on this rank.
+
+    Raises:
+        ValueError: the model or the optimizer cannot take part; the message names the tensor.
+        UsageError: the optimizer would apply momentum again that a codec has applied.
+    """
+    check_model(model)
+    entries = build_table(model)
+    _check_memory(entries)
+    if ctx.options.checkpoints.folder is not None:
+        _check_loadable(model, entries)
+    check_optimizer(optimizer, entries)
+    trained = [entry for entry in entries if entry.trained]
+    factored = choose_factored(model, trained, ctx.schemes, ctx.options)
+    row_sparse = choose_row_sparse(
+        model,
+        trained,
+        ctx.options,
+        needing_sparse=needing_sparse(optimizer),
+        takes_sparse=functools.partial(takes_sparse, optimizer),
+    )
+    factored = row_sparse | factored
+    ranks = ring_ranks(ctx.options.strategy.name, ctx.rank_info.world_size)
+    coded = [entry.coded() for entry in trained]
+    spec = ModelSpec(entries, factored, choose_codecs(ctx.options.codec, coded, ranks))
+    has_ring = ranks is not None or RING in ctx.schemes.values()
+    unused = unused_codec_option(ctx.options.codec, has_ring=has_ring)
+    if unused:
+        raise ValueError(unused)
+    _check_all_clipped(spec)
+    may_take_over = ctx.options.update == "worker"
+    check_momentum(optimizer, spec.momentum_codecs, may_take_over=may_take_over)
+    if ctx.options.update == "server":
+        check_server_optimizer(optimizer, entries)
+        _check_apart(trained)
+        options["optimizer_state"] = check_taken_over(optimizer, trained)
     return spec
 
 

@@ -116,6 +116,10 @@ class LiveView:
         self._handler = _EventHandler(self.add_event)
         log.addHandler(self._handler)
 
+    def use_place(self, rank_info: RankInfo) -> None:
+        """Be this rank from now on."""
+        self._rank_info = rank_info
+
     def add_event(self, text: str, level: str = "info") -> None:
         """Note an event of now; from any thread.
 

@@ -73,6 +73,11 @@ def check_going_on(options: Options) -> None:
     Raises:
         ValueError: an option does not; the message says why, and what to do.
     """
+    if options.rendezvous.join and not options.going_on.on:
+        raise ValueError(
+            "join without going_on: a rank joins a training that goes on when ranks come and go; "
+            "open all sessions with going_on=True"
+        )
     refusal = _refusal(options) if options.going_on.on else ""
     if refusal:
         raise ValueError(f"going_on with {refusal}")

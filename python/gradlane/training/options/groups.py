@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from gradlane.formats.untrusted import escaped
 from gradlane.training.options.endpoint import parse_address
-from gradlane.training.options.option_fields import OptionGroup, option, read_int, read_ports
+from gradlane.training.options.option_fields import (
+    OptionGroup,
+    option,
+    read_flag,
+    read_int,
+    read_ports,
+)
 from gradlane.training.options.secret import check_secret, read_secret_file
 
 if TYPE_CHECKING:
@@ -44,6 +50,12 @@ class Rendezvous(OptionGroup):
     )
     job: str | None = option(
         None, "Name of the job, which ranks of one job share; else the launcher's."
+    )
+    join: bool = option(
+        False,
+        "Join a training of the job that runs with `going_on`, in place of starting one with the "
+        "other ranks; rank and world size are then those that the members give.",
+        read=read_flag,
     )
 
     def __post_init__(self) -> None:

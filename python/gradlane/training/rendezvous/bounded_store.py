@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -171,6 +172,12 @@ class BoundedStore:
         """Return the same store for keys with a prefix."""
         part = object.__new__(BoundedStore)
         part.__dict__.update(self.__dict__, _prefix=f"{self._prefix}{prefix}/")
+        return part
+
+    def as_rank(self, rank: int) -> BoundedStore:
+        """Return the same store for this process under another rank."""
+        part = object.__new__(BoundedStore)
+        part.__dict__.update(self.__dict__, _rank=rank, _signer=replace(self._signer, rank=rank))
         return part
 
     def set(self, key: str, value: str | bytes, *, on_poll: PollHook | None = None) -> None:

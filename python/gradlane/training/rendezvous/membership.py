@@ -1,13 +1,17 @@
-"""The ranks that train: all of the start, until ranks are lost and the others go on.
+"""The ranks that train: all of the start, until ranks are lost and the others go on, or one joins.
 
 The core agrees on the next members, and finishes the step that was under way. The program must not
 see its rank change in the middle of a step, nor in another step than the other ranks. So each rank
 tells in its status of a step which members it knows (`model/consistency_check.py`), and new ones
 come into force at the end of the first step in which every rank has known them.
+
+A rank that joins makes a new world, with connections of its own and ranks that are numbered anew
+(`session/joining.py`).
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,13 +31,14 @@ class MembershipChange:
         generation: number of the membership; 0 was that of the start.
         rank: this rank's place among the members.
         world_size: number of members.
-        members: the ranks that go on, by the numbers that they had at the start; their places in
-            this list are their ranks from now on.
-        lost: ranks that were members before and are none now, by their numbers of the start.
-        joined: ranks that are members now and were none before.
-        step: the first training step whose means are all over the members. Ranks were lost in the
-            step before: each of its slices is the mean over the ranks of before, or over these.
-        reason: which ranks were lost, and why; the same on every rank.
+        members: the ranks that go on, by the numbers that they had at the start, or when the last
+            rank joined; their places in this list are their ranks from now on.
+        lost: ranks that were members before and are none now, by the same numbers.
+        joined: ranks that are members now and were none before; all are numbered anew then.
+        step: the first training step whose means are all over the members. Where ranks were lost,
+            it was in the step before: each of its slices is the mean over the ranks of before, or
+            over these.
+        reason: which ranks were lost or joined, and why; the same on every rank.
     """
 
     generation: int
@@ -51,7 +56,7 @@ class LostRank:
     """A rank that training has gone on without.
 
     Attributes:
-        rank: its number of the start.
+        rank: its number of the start, or of when the last rank had joined.
         step: the training step in which it was lost.
         reason: of the change in which it was left out.
     """
@@ -68,6 +73,19 @@ class _Agreed:
     members: tuple[int, ...]
     step: int
     reason: str
+
+
+@dataclass(frozen=True)
+class JoinedRank:
+    """A rank that has joined.
+
+    Attributes:
+        rank: its number.
+        step: the first training step that it took part in.
+    """
+
+    rank: int
+    step: int
 
 
 class Membership:
@@ -90,6 +108,16 @@ class Membership:
         """The ranks that train, by their numbers of the start."""
         self.lost: tuple[LostRank, ...] = ()
         """Ranks that training has gone on without, the first one first."""
+        self.joined: tuple[JoinedRank, ...] = ()
+        """Ranks that have joined, the first one first; no earlier ones than this rank."""
+        self.request = 0
+        """Number of a request to join that this rank has found; 0: none."""
+        self._noted: tuple[int, int] | None = None
+        """Number of a request that all ranks have heard of, and in which training step."""
+        self._answered = 0
+        """Number of the last request that was answered."""
+        self._opened_with = 0
+        """Generation of the members that the connections were opened with."""
         self.listeners: list[Callable[[MembershipChange], object]] = []
         """Called with each change that comes into force, on the thread of the program."""
 
@@ -102,6 +130,11 @@ class Membership:
     def world_size(self) -> int:
         """Number of members."""
         return len(self.members)
+
+    @property
+    def lacks_ranks(self) -> bool:
+        """Whether ranks of the connections that are open were lost."""
+        return self.known_generation > self._opened_with
 
     @property
     def leads(self) -> bool:
@@ -128,6 +161,7 @@ class Membership:
             scope: of the channel; a world that breaks in halves decides in its store.
             training_step_of: turns a step of the channel into one of training.
         """
+        first = self._opened_with
 
         def run() -> None:
             try:
@@ -137,7 +171,7 @@ class Membership:
                             channel.answer_claim(generation, self._claim(scope, generation, text))
                         else:
                             last = training_step_of(step)
-                            self.note(generation, tuple(members), step, last, text)
+                            self.note(first + generation, tuple(members), step, last, text)
             except core.ChannelError:
                 return  # The session is over; its waits raise the reason.
 
@@ -188,19 +222,78 @@ class Membership:
             return
         agreed, before = self._known[generation], self.members
         self.generation, self.members = generation, agreed.members
-        change = MembershipChange(
-            generation=generation,
-            rank=self.rank,
-            world_size=self.world_size,
-            members=self.members,
-            lost=tuple(rank for rank in before if rank not in self.members),
-            joined=tuple(rank for rank in self.members if rank not in before),
-            step=training_step_of(agreed.step) + 1,
-            reason=agreed.reason,
+        self.tell(
+            MembershipChange(
+                generation=generation,
+                rank=self.rank,
+                world_size=self.world_size,
+                members=self.members,
+                lost=tuple(rank for rank in before if rank not in self.members),
+                joined=(),
+                step=training_step_of(agreed.step) + 1,
+                reason=agreed.reason,
+            )
         )
+
+    def note_request(self, number: int, step: int) -> None:
+        """Note a request to join, as all ranks hear of it in the statuses of a training step."""
+        if number > self._answered and self._noted is None:
+            self._noted = number, step
+
+    def due_request(self, step: int) -> int | None:
+        """Return the number of a request that is answered after a training step; None: no request.
+
+        Statuses of a step are read at the latest as the next one begins. So all ranks that end the
+        step after it have heard of the request.
+        """
+        return self._noted[0] if self._noted is not None and self._noted[1] < step else None
+
+    def forget_request(self, number: int) -> None:
+        """Note that a request was answered; all ranks do it at the end of the same step."""
+        self._answered = max(self._answered, number)
+        self._noted = None
+        self.request = 0
+
+    @property
+    def answered(self) -> int:
+        """Number of the last request to join that was answered."""
+        return self._answered
+
+    def open_with(
+        self, rank: int, world_size: int, generation: int, step: int, reason: str
+    ) -> MembershipChange:
+        """Put the members of a new world into force, of which the last one has joined.
+
+        Args:
+            rank: this rank there.
+            world_size: number of its ranks.
+            generation: number of the membership.
+            step: the first training step of all of them.
+            reason: which rank has joined.
+
+        Returns:
+            The change, of which the listeners are not told yet.
+        """
+        self._own, self.members, self._known = rank, tuple(range(world_size)), {}
+        self.generation = self.known_generation = self._opened_with = generation
+        self.joined += (JoinedRank(world_size - 1, step),)
+        self._say(f"{reason}: {world_size} ranks train from step {step} on", logging.INFO)
+        return MembershipChange(
+            generation=generation,
+            rank=rank,
+            world_size=world_size,
+            members=self.members,
+            lost=(),
+            joined=(world_size - 1,),
+            step=step,
+            reason=reason,
+        )
+
+    def tell(self, change: MembershipChange) -> None:
+        """Call the listeners with a change that has come into force."""
         for listener in tuple(self.listeners):
             listener(change)
 
-    def _say(self, text: str) -> None:
-        log.warning("rank %d: %s", self._own, text)
-        self.on_event(text, "warning")
+    def _say(self, text: str, level: int = logging.WARNING) -> None:
+        log.log(level, "rank %d: %s", self._own, text)
+        self.on_event(text, logging.getLevelName(level).lower())

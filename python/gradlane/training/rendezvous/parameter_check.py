@@ -31,12 +31,24 @@ class ParameterCheck:
     """Compares parameters across ranks."""
 
     def __init__(
-        self, scope: RendezvousScope, trained: Sequence[TensorEntry], every: int | None
+        self,
+        scope: RendezvousScope,
+        trained: Sequence[TensorEntry],
+        every: int | None,
+        steps_before: int,
     ) -> None:
-        """Compare the given tensors every so many steps; 0: never; None: a sample of them."""
+        """Compare the given tensors every so many steps; 0: never; None: a sample of them.
+
+        Args:
+            scope: where all ranks meet.
+            trained: the tensors.
+            every: steps between two comparisons.
+            steps_before: training steps before the ranks were connected; a sample is due then.
+        """
         self._scope = scope
         self._trained = trained
         self._every = every or 0
+        self._steps_before = steps_before
         self._samples = every is None and scope.rank_info.world_size > 1
 
     def is_due(self, step: int) -> bool:
@@ -48,7 +60,8 @@ class ParameterCheck:
 
         Every parameter must have its update.
         """
-        if not self._samples or step == 0 or step % SAMPLE_EVERY:
+        is_due = step % SAMPLE_EVERY == 0 or step == self._steps_before
+        if not self._samples or step == 0 or not is_due:
             return 0
         checksums = json.dumps(self._sampled_checksums(step)).encode()
         return zlib.crc32(checksums) % ((1 << SAMPLE_BITS) - 1) + 1

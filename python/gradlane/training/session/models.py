@@ -26,7 +26,9 @@ from gradlane.training.plans.agreement import PlanArgument, agree_on_plan
 from gradlane.training.plans.in_force import ActivePlan
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.planning_wing import Book, measure_links, open_book
-from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.rendezvous.bounded_store import BoundedStore
+from gradlane.training.session.joining import Joins
+from gradlane.training.session.world import World
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
@@ -37,22 +39,29 @@ class PreparedModels:
 
     def __init__(
         self,
-        ctx: SessionContext,
-        meet: Callable[[], RendezvousScope],
+        world: World,
+        store: BoundedStore,
+        look: Callable[[], object],
         abort: Callable[[str], None],
     ) -> None:
         """Prepare nothing yet.
 
         Args:
-            ctx: the context of the session.
-            meet: opens the next place where the ranks agree.
+            world: the ranks that this one is connected to.
+            store: the rendezvous store.
+            look: raises when a model has lost a rank.
             abort: aborts the session.
         """
-        self._ctx = ctx
-        self._meet = meet
+        self._world = world
+        self._meet = world.meet
         self.prepared: list[PreparedModel] = []
+        self.joins = Joins(world, store, self.prepared, look)
         self._links: LinkReport | None = None
-        self.plans = ActivePlan(ctx.options, meet, self.prepared, abort)
+        self.plans = ActivePlan(world.ctx.options, world.meet, self.prepared, abort)
+
+    @property
+    def _ctx(self) -> SessionContext:
+        return self._world.ctx
 
     def measure_links(
         self,
@@ -95,20 +104,31 @@ class PreparedModels:
         plan: PlanArgument,
     ) -> tuple[ModelType, OptimizerType]:
         """Connect a model and its optimizer to all ranks."""
-        if self._ctx.membership.lost:
+        if self._ctx.membership.lacks_ranks:
             # On all ranks alike, and the lost ones come to no meeting.
             raise UsageError(
                 "prepare() after ranks were lost: those that are left do not connect anew; "
                 "restart, or prepare before"
             )
+        if self._ctx.options.rendezvous.join and not self.prepared:
+            check_arguments(model, optimizer)
+            self._check_buffers(buffers)
+            self._check_goes_on(model, buffers, plan)
+            if plan is not None:
+                raise UsageError(
+                    f"prepare(plan={plan!r}) of a rank that joins: it takes part with the settings "
+                    "of its session; start the training without a plan, or all ranks with it"
+                )
+            deferred = steps_per_parameter(optimizer) if defer is None else defer
+            self.joins.follow(self.joins.join(model, optimizer, deferred, buffers))
+            return model, optimizer
         before: PreparedModel | None = None
         unable: ValueError | GradlaneError | None = None
         sizes: dict[str, int] = {}
         try:
             check_arguments(model, optimizer)
             self._check_goes_on(model, buffers, plan)
-            if buffers not in MODES:
-                raise ValueError(f"unknown buffers {buffers!r}; known are {', '.join(MODES)}")
+            self._check_buffers(buffers)
             if not (plan is None or isinstance(plan, (Plan, str, os.PathLike))):
                 raise UsageError(
                     f"prepare() was given plan={plan!r}: give a Plan, the path of a plan file, "
@@ -158,6 +178,8 @@ class PreparedModels:
         if residuals is not None:
             prepared.residuals.load_state_dict(prepared.residuals.fitting(residuals))
         self.prepared.append(prepared)
+        if ctx.options.going_on.on and place.world_size > 1:
+            self.joins.follow(prepared)
         if links is not None:
             self.plans.learn(prepared, links, agreed.rule)
         if defer is None and not deferred and self._ctx.options.update == "worker":
@@ -169,6 +191,10 @@ class PreparedModels:
                 stacklevel=3,
             )
         return model, optimizer
+
+    def _check_buffers(self, buffers: str) -> None:
+        if buffers not in MODES:
+            raise ValueError(f"unknown buffers {buffers!r}; known are {', '.join(MODES)}")
 
     def _check_goes_on(self, model: nn.Module, buffers: str, plan: PlanArgument) -> None:
         """Check that a model can be prepared in a session that goes on when ranks are lost.

@@ -34,6 +34,7 @@ from gradlane.training.checkpoints.manager import Checkpoints
 from gradlane.training.connection import SessionContext
 from gradlane.training.log import log
 from gradlane.training.model.join import Join
+from gradlane.training.model.joining import Stateful
 from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
 from gradlane.training.monitoring.metrics import Metrics
 from gradlane.training.monitoring.tensorboard import ScalarFunction, ScalarWriter
@@ -49,6 +50,7 @@ from gradlane.training.session.models import ModelType, OptimizerType, PreparedM
 from gradlane.training.session.pace import BatchType, at_pace
 from gradlane.training.session.scopes import SessionScopes
 from gradlane.training.session.staleness import StalenessSums
+from gradlane.training.session.world import World
 
 _STATE_VERSION = 1
 _TOLD_EVERY_S = 0.5
@@ -75,9 +77,8 @@ class Session:
 
     def __init__(
         self,
-        ctx: SessionContext,
+        world: World,
         store: BoundedStore,
-        scopes: SessionScopes,
         models: PreparedModels,
         arrays: RegisteredArrays,
         checkpoints: Checkpoints | None,
@@ -86,23 +87,29 @@ class Session:
         """Open a session of these parts; use `gradlane.init` instead.
 
         Args:
-            ctx: core, options, rank, observer and recorder.
+            world: the ranks that this one is connected to.
             store: the rendezvous store.
-            scopes: the places where the ranks agree.
             models: the prepared models.
             arrays: the registered arrays.
             checkpoints: takes checkpoints, or None.
             server: serves, on a rank that only serves, or None.
         """
-        self._ctx = ctx
+        self._world = world
         self._store = store
-        self._scopes = scopes
         self._models = models
         self._arrays = arrays
         self._checkpoints = checkpoints
         self._server = server
         self._ended: str | None = None
         lifecycle.watch(self)
+
+    @property
+    def _ctx(self) -> SessionContext:
+        return self._world.ctx
+
+    @property
+    def _scopes(self) -> SessionScopes:
+        return self._world.scopes
 
     def __repr__(self) -> str:
         models = f", models={len(self._models.prepared)}" if self._models.prepared else ""
@@ -166,7 +173,35 @@ class Session:
             GradlaneError: the session has failed or is closed.
         """
         self._check_open()
-        return self._models.find(None, "gather_integers()").steps.gather_integers(values)
+        prepared = self._models.find(None, "gather_integers()")
+        self._models.joins.tell_first_step()
+        return prepared.steps.gather_integers(values)
+
+    def share_state(self, **objects: Stateful) -> None:
+        """Name objects whose state a rank that joins takes over; see `docs/going-on.md`.
+
+        Parameters, buffers and the optimizer's state are taken over anyway. Learning rate
+        schedulers, a `GradScaler` and what else the program keeps alike on all ranks are shared::
+
+            session.share_state(scheduler=scheduler, scaler=scaler)     # before prepare()
+
+        Their `state_dict()` is handed over as rank 0 begins its next step.
+
+        Args:
+            objects: with `state_dict` and `load_state_dict`, by name; the same names on all ranks.
+
+        Raises:
+            TypeError: an object lacks one of the two.
+            SessionClosedError: the session has ended.
+        """
+        self._check_open()
+        for name, one in objects.items():
+            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+                raise TypeError(
+                    f"share_state({name}=...) was given a {type(one).__name__}, which has no "
+                    "state_dict() and load_state_dict()"
+                )
+        self._models.joins.shared.update(objects)
 
     def prepare(
         self,
@@ -804,6 +839,7 @@ class Session:
         self._ended = "closed"
         lifecycle.unwatch(self)
         self._models.plans.stop()
+        self._models.joins.close()
         if self._ctx.rank_info.world_size > 1 and not self._scopes.has_met and not self.serves:
             log.warning(
                 "rank %d closes a session in which nothing was prepared: no gradient was averaged; "
@@ -840,6 +876,7 @@ class Session:
         self._ended = f"given up: {reason}"
         lifecycle.unwatch(self)
         self._models.plans.stop()
+        self._models.joins.close()
         if self._checkpoints is not None:
             self._checkpoints.stop()
         for part in self._parts():
@@ -912,11 +949,11 @@ class Session:
 
     def _refuse_lost(self, call: str) -> None:
         """Refuse a collective call that needs all ranks of the start."""
-        lost = self._ctx.membership.lost
-        if lost:
+        membership = self._ctx.membership
+        if membership.lacks_ranks:
             raise UsageError(
-                f"session.{call} after rank {lost[0].rank} was lost: it needs all ranks of the "
-                "start; call it before, or use gather_integers()"
+                f"session.{call} after rank {membership.lost[-1].rank} was lost: it needs all "
+                "ranks that are connected; call it before, or use gather_integers()"
             )
 
     def _say(self, connected: ServedStats) -> None:

@@ -22,6 +22,7 @@ from gradlane.training.options.groups import Checkpoints, Monitoring, Network, R
 from gradlane.training.options.options import LocalSums, Options, Strategy
 from gradlane.training.options.stragglers import Stragglers
 from gradlane.training.rendezvous.bounded_store import BoundedStore
+from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
 from gradlane.training.rendezvous.environment import (
     RankInfo,
@@ -30,6 +31,7 @@ from gradlane.training.rendezvous.environment import (
     own_processors,
     warn_of_unknown_variables,
 )
+from gradlane.training.rendezvous.join_requests import join_keys, ranks_in_training
 from gradlane.training.rendezvous.membership import Membership
 from gradlane.training.rendezvous.rendezvous import (
     open_store,
@@ -41,6 +43,7 @@ from gradlane.training.rendezvous.serving import JobAnnouncements, Server, Serve
 from gradlane.training.session.models import PreparedModels
 from gradlane.training.session.scopes import SessionScopes
 from gradlane.training.session.session import Session
+from gradlane.training.session.world import World
 
 
 def init(
@@ -58,6 +61,7 @@ def init(
     network: Network | None = None,
     checkpoints: Checkpoints | None = None,
     monitoring: Monitoring | None = None,
+    join: bool = False,
 ) -> Session:
     """Open a session on this rank; every rank calls it with the same options.
 
@@ -126,6 +130,8 @@ def init(
         monitoring=monitoring,
         environment=os.environ,
     )
+    if join:
+        options = replace(options, rendezvous=replace(options.rendezvous, join=True))
     warn_of_unknown_variables(os.environ)
     return open_session(load_core(), options)
 
@@ -188,6 +194,9 @@ def init_serving(
 
 def _find_rank_info(options: Options) -> RankInfo:
     given = options.rendezvous
+    if given.join:
+        # Which rank it will be is for the members to say.
+        return find_rank_info(os.environ, rank=1, world_size=2, job=given.job)
     return find_rank_info(os.environ, rank=given.rank, world_size=given.world_size, job=given.job)
 
 
@@ -196,6 +205,10 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
     network = options.network
     secret = network.read_secret()
     store = _open_store(options, place, secret)
+    if options.rendezvous.join:
+        deadline = SuspendAwareDeadline(network.connect_timeout_s)
+        count = ranks_in_training(join_keys(store, place.job), deadline)
+        place, store = replace(place, rank=count, world_size=count + 1), store.as_rank(count)
     host, port = store_address(store.store, os.environ)
     registry = ServerRegistry(store, place, network.connect_timeout_s) if place.serving else None
     folder = None if place.serves else options.checkpoints.folder
@@ -255,9 +268,10 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
                     raise translate_error(core, error, "waiting for other ranks") from error
 
     scopes = SessionScopes(store, place, network.connect_timeout_s, ctx.deadlocks, look)
-    models = PreparedModels(ctx, scopes.open, lambda reason: session.abort(reason))
+    world = World(ctx, scopes)
+    models = PreparedModels(world, store, look, lambda reason: session.abort(reason))
     arrays = RegisteredArrays(ctx, scopes.open)
-    session = Session(ctx, store, scopes, models, arrays, checkpoints, server)
+    session = Session(world, store, models, arrays, checkpoints, server)
     return session
 
 

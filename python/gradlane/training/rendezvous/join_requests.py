@@ -1,0 +1,230 @@
+"""Requests of ranks that want to join a training that runs, through the job's store.
+
+Keys are under `gradlane/{job}/join`, and numbers of requests count up from 1:
+
+- `world`: how many ranks train; the first member keeps it up to date.
+- `request/N`: of a rank that wants to join; it takes the first free number.
+- `call/N`, `here/N`: the first member calls, and the rank answers with the same word, so that
+  nobody waits for a rank that has ended since.
+- `invitation/N`: which rank it will be, and where the new world meets.
+- `outcome/N`: whether it joined, or why not.
+
+The first member looks for requests in a thread of its own, and tells the others the number in the
+statuses of a training step. Where the job has a secret, all values are signed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradlane.errors import RendezvousError
+from gradlane.training.log import log
+from gradlane.training.rendezvous.bounded_store import BoundedStore
+from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
+from gradlane.training.rendezvous.membership import Membership
+
+_LOOK_EVERY_S = 0.5
+_ANSWER_S = 3.0
+"""How long the first member waits for the answer to its call."""
+_POLL_S = 0.02
+JOINED = "joined"
+_UNANSWERED = "this rank did not answer the first member's call"
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What a rank that joins has to know of the world that it joins.
+
+    Attributes:
+        rank: its rank there; the last one.
+        world_size: number of ranks, this one included.
+        generation: number of the membership.
+        step: training steps that have ended.
+        job: name of the world in the store.
+    """
+
+    rank: int
+    world_size: int
+    generation: int
+    step: int
+    job: str
+
+
+def join_keys(store: BoundedStore, job: str) -> BoundedStore:
+    """Return a job's store for requests to join."""
+    return store.with_prefix(f"gradlane/{job}/join")
+
+
+class JoinRequests:
+    """The requests to join, as the members see them."""
+
+    def __init__(self, store: BoundedStore, membership: Membership) -> None:
+        """Look for nothing yet.
+
+        Args:
+            store: of `join_keys`.
+            membership: the ranks that train; learns the number of a request.
+        """
+        self._store = store
+        self._membership = membership
+        self._passed = 0
+        """Number of the last request whose rank did not answer."""
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Look for requests from now on, while this rank is the first member."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="gradlane-joins", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._closing.set()
+
+    def invite(self, number: int, invitation: Invitation) -> None:
+        """Invite the rank of a request.
+
+        Raises:
+            RendezvousError: the store is gone or does not answer.
+        """
+        self._store.set(f"invitation/{number}", json.dumps(dataclasses.asdict(invitation)))
+
+    def settle(self, number: int, outcome: str) -> None:
+        """Tell the rank of a request whether it has joined, unless another member has."""
+        with contextlib.suppress(RendezvousError):
+            self._store.set_if_absent(f"outcome/{number}", outcome)
+
+    def _run(self) -> None:
+        told = 0
+        try:
+            while not self._closing.wait(_LOOK_EVERY_S):
+                membership = self._membership
+                if not membership.leads or membership.request:
+                    continue
+                if told != membership.world_size:
+                    told = membership.world_size
+                    self._store.set("world", json.dumps(told))
+                number = max(membership.answered, self._passed) + 1
+                if self._store.read(f"request/{number}", None) is None:
+                    continue
+                if self._answers(number):
+                    membership.request = number
+                else:
+                    self._passed = number
+                    self.settle(number, _UNANSWERED)
+        except RendezvousError as error:
+            if not self._closing.is_set():
+                log.warning("no rank can join any more: %s", error)
+
+    def _answers(self, number: int) -> bool:
+        """Return whether the rank of a request is still there."""
+        word = secrets.token_hex(8)
+        self._store.set(f"call/{number}", word)
+        deadline = SuspendAwareDeadline(_ANSWER_S)
+        while not deadline.is_over(_POLL_S):
+            answer = self._store.read(f"here/{number}", None)
+            if answer is not None and answer.decode() == word:
+                return True
+            time.sleep(_POLL_S)
+        return False
+
+
+class JoinRequest:
+    """A request to join, as its rank sees it."""
+
+    def __init__(self, store: BoundedStore) -> None:
+        """Write a request.
+
+        Args:
+            store: of `join_keys`.
+
+        Raises:
+            RendezvousError: the store is gone or does not answer.
+        """
+        self._store = store
+        word = secrets.token_hex(8)
+        self.number = 1
+        while store.set_if_absent(f"request/{self.number}", word) != word:
+            self.number += 1
+
+    def wait_for_invitation(self, deadline: SuspendAwareDeadline) -> Invitation:
+        """Wait until the members have invited this rank, at the end of a step.
+
+        Raises:
+            RendezvousError: they do not until the deadline; or the store is lost.
+        """
+        called = ""
+        keys: dict[str, int | None] = dict.fromkeys(
+            f"{key}/{self.number}" for key in ("outcome", "invitation", "call")
+        )
+        while True:
+            found = self._store.read_first(keys, limit_s=deadline.remaining_s)
+            key, value = ("", b"") if found is None else found
+            if key.startswith("outcome/"):
+                raise RendezvousError(f"the members did not let this rank in: {value.decode()}")
+            if key.startswith("invitation/"):
+                return Invitation(**json.loads(value))
+            if key and value.decode() != called:
+                called = value.decode()
+                self._store.set(f"here/{self.number}", called)
+            if deadline.is_over(_POLL_S):
+                state = "has found the request, and trains no step" if called else "looks for it"
+                raise RendezvousError(
+                    f"no rank has invited this one to join in {deadline.limit_s:g} s: "
+                    f"{'a rank' if called else 'none'} {state}; is a training under way, with "
+                    "going_on, two ranks or more, and the same job and store?"
+                )
+            time.sleep(_POLL_S)
+
+    def wait_for_outcome(self, deadline: SuspendAwareDeadline, look: Callable[[], object]) -> None:
+        """Wait until the members have agreed that this rank has joined.
+
+        Args:
+            deadline: for it.
+            look: called while waiting; raises when the connections to the members are lost.
+
+        Raises:
+            RendezvousError: they have agreed that it has not, or not in time.
+        """
+        while True:
+            outcome = self._store.read(f"outcome/{self.number}", None, limit_s=deadline.remaining_s)
+            if outcome is not None and outcome.decode() == JOINED:
+                return
+            if outcome is not None:
+                raise RendezvousError(f"this rank did not join: {outcome.decode()}")
+            look()
+            if deadline.is_over(_POLL_S):
+                raise RendezvousError(
+                    f"the members have not agreed in {deadline.limit_s:g} s that this rank joins"
+                )
+            time.sleep(_POLL_S)
+
+
+def ranks_in_training(store: BoundedStore, deadline: SuspendAwareDeadline) -> int:
+    """Wait until a training is under way; return how many ranks it has.
+
+    Args:
+        store: of `join_keys`.
+        deadline: for it.
+
+    Raises:
+        RendezvousError: none is under way until the deadline.
+    """
+    while True:
+        world = store.read("world", None, limit_s=deadline.remaining_s)
+        if world is not None:
+            return int(world)
+        if deadline.is_over(_LOOK_EVERY_S):
+            raise RendezvousError(
+                f"no training that can be joined was found in {deadline.limit_s:g} s: it runs with "
+                "going_on and two ranks or more, under the same job name, and in the same store"
+            )
+        time.sleep(_POLL_S)

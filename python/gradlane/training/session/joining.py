@@ -1,0 +1,272 @@
+"""A rank joins a training that runs.
+
+The members connect to it in a new world, beside the connections that they have, at the end of a
+step that all know of. They agree over their old connections whether all of them have come that far:
+then the new world takes the place of the old one, else the old one goes on. So whatever happens to
+the rank that joins, or to a member meanwhile, all members train in the same world.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gradlane.errors import GradlaneError, RanksDifferError, UsageError
+from gradlane.training.connection import SessionContext
+from gradlane.training.core import translate_error
+from gradlane.training.log import log
+from gradlane.training.model.broadcast_state import attributes_of
+from gradlane.training.model.connecting import Connected
+from gradlane.training.model.joining import FirstStepState, Stateful, connect_to_join
+from gradlane.training.model.prepared import PreparedModel
+from gradlane.training.options.options import Options
+from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLostError
+from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.join_requests import (
+    JOINED,
+    Invitation,
+    JoinRequest,
+    JoinRequests,
+    join_keys,
+)
+from gradlane.training.rendezvous.membership import MembershipChange
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.session.scopes import SessionScopes
+from gradlane.training.session.world import World
+
+_CONNECT_S = 30.0
+"""Longest wait for ranks to connect in a new world, while the members train nothing."""
+_GOODBYE_S = 10.0
+
+
+class Joins:
+    """Lets ranks join the training of one model, and joins one."""
+
+    def __init__(
+        self,
+        world: World,
+        store: BoundedStore,
+        prepared: list[PreparedModel],
+        look: Callable[[], object],
+    ) -> None:
+        """Let nobody in yet.
+
+        Args:
+            world: of the session.
+            store: the rendezvous store.
+            prepared: the session's models; one that moves to a new world is replaced in the list.
+            look: raises when the session has failed.
+        """
+        self._world = world
+        self._store = store
+        self._prepared = prepared
+        self._look = look
+        self._job = world.ctx.rank_info.job
+        self._keys = join_keys(store, self._job)
+        self._requests = JoinRequests(self._keys, world.ctx.membership)
+        self._first: FirstStepState | None = None
+        self.shared: dict[str, Stateful] = {}
+        """Objects whose state a rank that joins takes over, by name."""
+
+    def follow(self, prepared: PreparedModel) -> None:
+        """Let ranks join the training of a model at the ends of its steps."""
+        prepared.hook_manager.subscribe(self._after_step)
+        self._requests.start()
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._requests.close()
+        self.tell_first_step()
+
+    def tell_first_step(self) -> None:
+        """Hand over what the next step begins with, unless that was done: it begins elsewhere."""
+        if self._first is not None:
+            self._first.tell()
+            self._first = None
+
+    # ---- members
+
+    def _after_step(self) -> None:
+        prepared, membership = self._prepared[0], self._world.ctx.membership
+        number = membership.due_request(prepared.steps.step)
+        if number is not None:
+            self._answer(number, prepared)
+
+    def _answer(self, number: int, prepared: PreparedModel) -> None:
+        """Connect to a rank that wants to join, and move to a new world if all members can."""
+        membership = self._world.ctx.membership
+        # Afterwards all have the same members in force.
+        prepared.steps.gather_integers([])
+        membership.forget_request(number)
+        count, step = len(membership.members), prepared.steps.step
+        invitation = Invitation(
+            count, count + 1, membership.generation + 1, step, f"{self._job}/join/{number}"
+        )
+        connected: Connected | None = None
+        failure = "a member could not connect, or was lost meanwhile"
+        try:
+            ctx, scopes = self._other_world(membership.rank, invitation, prepared.options)
+            if membership.leads:
+                self._requests.invite(number, invitation)
+            connected = prepared.connect_beside(ctx, scopes.open)
+            first = self._first_step_state(scopes.open(), prepared.optimizer, connected, ctx)
+        except (GradlaneError, ValueError) as error:
+            failure = str(error)
+        answers = prepared.steps.gather_integers([int(connected is not None)])
+        if connected is None or answers != [[1]] * count:
+            if connected is not None:
+                _abort(ctx, connected, failure)
+            prepared.stay()
+            self._requests.settle(number, failure)
+            log.warning(
+                "rank %d: a rank that wanted to join did not, and training goes on without it: %s",
+                membership.rank,
+                failure,
+            )
+            return
+        self._requests.settle(number, JOINED)
+        try:
+            prepared.close(_GOODBYE_S)
+        except GradlaneError as error:
+            # A member was lost since all agreed; the new world goes on without it.
+            log.info("rank %d: leaving the old world: %s", membership.rank, error)
+        change = self._move(ctx, scopes, invitation)
+        self._prepared[0] = prepared.moved_to(connected, ctx, scopes.open, first.tell)
+        self.follow(self._prepared[0])
+        membership.tell(change)
+        self._first = first
+
+    # ---- the rank that joins
+
+    def join(
+        self, model: nn.Module, optimizer: Optimizer, defer: bool, buffers: str
+    ) -> PreparedModel:
+        """Join the training of a model.
+
+        Args:
+            model: the user's.
+            optimizer: the user's.
+            defer: whether updates may happen after `optimizer.step()` and in parts.
+            buffers: how buffers are kept.
+
+        Raises:
+            ValueError: the model or the optimizer cannot take part.
+            GradlaneError: the ranks differ, or the members let nobody in until the time limit.
+        """
+        attributes = attributes_of(optimizer)
+        deadline = SuspendAwareDeadline(self._world.ctx.options.network.connect_timeout_s)
+        while True:
+            request = JoinRequest(self._keys)
+            invitation = request.wait_for_invitation(deadline)
+            ctx, scopes = self._other_world(invitation.rank, invitation, self._world.ctx.options)
+            try:
+                connected = connect_to_join(ctx, scopes.open, model, optimizer, buffers, attributes)
+                first = self._wait_for_outcome(request, scopes.open(), optimizer, connected, ctx)
+                break
+            except (RanksDifferError, StoreLostError, UsageError):
+                raise
+            except GradlaneError as error:
+                if deadline.is_over():
+                    raise
+                log.warning("this rank asks to join again: %s", error)
+        change = self._move(ctx, scopes, invitation)
+        prepared = PreparedModel(
+            ctx,
+            scopes.open,
+            model,
+            optimizer,
+            defer,
+            buffers,
+            connected=connected,
+            attributes=attributes,
+            steps_before=invitation.step,
+        )
+        self._prepared.append(prepared)
+        ctx.membership.forget_request(request.number)
+        ctx.membership.tell(change)
+        first.take()
+        return prepared
+
+    def _wait_for_outcome(
+        self,
+        request: JoinRequest,
+        scope: RendezvousScope,
+        optimizer: Optimizer,
+        connected: Connected,
+        ctx: SessionContext,
+    ) -> FirstStepState:
+        """Wait until the members have agreed that this rank has joined.
+
+        Raises:
+            GradlaneError: they have agreed that it has not, or were lost.
+        """
+        try:
+            first = self._first_step_state(scope, optimizer, connected, ctx)
+            request.wait_for_outcome(
+                SuspendAwareDeadline(_CONNECT_S), lambda: _look(ctx, connected)
+            )
+        except BaseException as error:
+            _abort(ctx, connected, str(error))
+            raise
+        return first
+
+    # ---- both
+
+    def _other_world(
+        self, rank: int, invitation: Invitation, options: Options
+    ) -> tuple[SessionContext, SessionScopes]:
+        """Return the context of this rank in a new world, and the places where that agrees.
+
+        Raises:
+            ValueError: the session's options do not go with so many ranks.
+        """
+        options.check_world(invitation.world_size)
+        limit_s = min(options.network.connect_timeout_s, _CONNECT_S)
+        network = replace(options.network, connect_timeout_s=limit_s)
+        place = RankInfo(rank, invitation.world_size, invitation.job, restart=0)
+        options = replace(options, network=network)
+        ctx = replace(self._world.ctx, rank_info=place, options=options)
+        store = self._store.as_rank(rank)
+        return ctx, SessionScopes(store, place, limit_s, ctx.deadlocks, self._look)
+
+    def _first_step_state(
+        self,
+        scope: RendezvousScope,
+        optimizer: Optimizer,
+        connected: Connected,
+        ctx: SessionContext,
+    ) -> FirstStepState:
+        scope.mark_connected(ctx.options.network.progress_timeout_s, lambda: _look(ctx, connected))
+        return FirstStepState(scope, optimizer, self.shared)
+
+    def _move(
+        self, ctx: SessionContext, scopes: SessionScopes, invitation: Invitation
+    ) -> MembershipChange:
+        """Move to a new world, whose members are told later."""
+        self._world.move(replace(ctx, options=self._world.ctx.options), scopes)
+        joined = invitation.rank
+        return ctx.membership.open_with(
+            ctx.rank_info.rank,
+            invitation.world_size,
+            invitation.generation,
+            invitation.step + 1,
+            f"rank {joined} has joined",
+        )
+
+
+def _look(ctx: SessionContext, connected: Connected) -> None:
+    """Raise if connections are lost."""
+    try:
+        connected.channel.is_ready(0, 0)
+    except ctx.core.ChannelError as error:
+        raise translate_error(ctx.core, error, "waiting for other ranks") from error
+
+
+def _abort(ctx: SessionContext, connected: Connected, reason: str) -> None:
+    with contextlib.suppress(ctx.core.ChannelError):
+        connected.abort(reason)
