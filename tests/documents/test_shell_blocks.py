@@ -100,7 +100,14 @@ def test_the_line_at_the_end_is_as_printed() -> None:
     wait = {"name": "layers.0", "wait_s": 18.3, "whole_step_s": 0.0}
     wait |= {"max_step": 88, "wait_share": 0.61}
     steps = {"median_s": 0.213, "wait_share": 0.12, "wait_median_s": 0.025}
-    metrics: Any = {"step": 1200, "world_size": 4, "steps": steps, "left_out": [], "lost": []}
+    metrics: Any = {
+        "step": 1200,
+        "world_size": 4,
+        "steps": steps,
+        "left_out": [],
+        "lost": [],
+        "joined": [],
+    }
     metrics["layer_waits"] = [wait]
     line = f"gradlane: {summary_line(metrics, [LateRank(2, 0.71, 0.0041)])}"
     printed = [block for block in all_blocks("text") if block.text.startswith("gradlane: ")]

@@ -105,6 +105,13 @@ class Lost(TypedDict):
     reason: str
 
 
+class Joined(TypedDict):
+    """A rank that has joined, and its first training step."""
+
+    rank: int
+    step: int
+
+
 class Metrics(TypedDict):
     """The result of `Session.metrics()`: sums over all models of the session, on this rank.
 
@@ -115,8 +122,9 @@ class Metrics(TypedDict):
     slices all ranks have contributed to, and `tied_slices` those of them without a late rank.
     `left_out` is empty if steps wait for all ranks. There are no reconnections: a lost
     connection ends the session, or, with `going_on`, training goes on without a rank. Ranks have
-    the numbers of the start here, and `rank` and `world_size` are those. `members` are the ranks
-    that train now, `generation` is 0 until ranks are lost, and `lost` are those that were.
+    the numbers of the start here, and `rank` and `world_size` are those; where a rank has joined,
+    the numbers since the last one has. `members` are the ranks that train now, `generation` is 0
+    until ranks are lost or join, and `lost` and `joined` are those that were and did.
     `channels` has the core's own counters, one of each model.
     """
 
@@ -125,6 +133,7 @@ class Metrics(TypedDict):
     members: list[int]
     generation: int
     lost: list[Lost]
+    joined: list[Joined]
     step: int
     tx_bytes: int
     rx_bytes: int
@@ -251,6 +260,7 @@ def metrics_of(
         members=list(range(world_size) if membership is None else membership.members),
         generation=0 if membership is None else membership.generation,
         lost=[] if membership is None else [asdict(one) for one in membership.lost],
+        joined=[] if membership is None else [asdict(one) for one in membership.joined],
         step=max((reading.get("step", 0) for reading in readings), default=0),
         codec_ratio=total("raw_bytes") / encoded if encoded else 1.0,
         plan_version=max((reading.get("plan_version", 0) for reading in readings), default=0),

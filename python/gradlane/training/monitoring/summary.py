@@ -74,6 +74,7 @@ def summary_line(metrics: Metrics, late: Sequence[LateRank]) -> str:
     parts += [
         f"went on without rank {one['rank']} in step {one['step']}" for one in metrics["lost"]
     ]
+    parts += [f"rank {one['rank']} joined in step {one['step']}" for one in metrics["joined"]]
     left_out = _left_out_ranks(metrics)
     if left_out:
         parts.append(left_out)

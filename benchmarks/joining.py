@@ -1,0 +1,172 @@
+"""What it costs four emulated nodes when a fifth joins them: `python -m benchmarks.joining`.
+
+As root. A model as large as ResNet-50 (25.2 million parameters) trains with AdamW; its layers sleep
+where an accelerator would compute. When it has trained for some steps, a rank joins. Printed are the
+median step before and after, the longest step, and how long the bytes of the state need at the
+link's rate. `--json PATH` writes what is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+MEMBERS = 4
+LAYERS = 24
+WIDTH = 1024
+STORE_PORT = 29600
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train as one rank, and write the times of its steps to standard output as JSON."""
+    import torch
+    from torch import nn
+
+    import gradlane
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    for layer in model:
+        layer.register_forward_pre_hook(lambda *_: time.sleep(options.compute_s / 3 / LAYERS))
+        layer.register_full_backward_pre_hook(
+            lambda *_: time.sleep(options.compute_s / 1.5 / LAYERS)
+        )
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = gradlane.init(going_on=True, join=options.join)
+    changes: list[gradlane.MembershipChange] = []
+    session.on_membership(changes.append)
+    asked_s = time.monotonic()
+    session.prepare(model, optimizer)
+    joined_s = time.monotonic() - asked_s
+    begun_s = [time.monotonic()]
+    while session.step < (changes[0].step + options.steps if changes else 1 << 30):
+        inputs = torch.randn(1, WIDTH)
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        begun_s.append(time.monotonic())
+        if len(begun_s) == options.steps:
+            print("ready", flush=True)
+    session.synchronize()
+    total = sum(float(one.double().sum()) for one in model.parameters())
+    state = sum(
+        value.nbytes
+        for one in optimizer.state.values()
+        for value in one.values()
+        if isinstance(value, torch.Tensor)
+    )
+    size = sum(one.nbytes for one in model.parameters())
+    first = changes[0].step
+    print(
+        json.dumps(
+            {
+                "times_s": [after - before for before, after in itertools.pairwise(begun_s)],
+                "joined_s": joined_s,
+                "first_step": first,
+                "sum": total,
+                "state_bytes": size + state,
+            }
+        ),
+        flush=True,
+    )
+    session.close()
+
+
+def measure(cluster: Any, arguments: list[str], steps: int) -> dict[str, Any]:
+    """Let a rank join four others; return the figures."""
+    module = [sys.executable, "-m", "benchmarks.joining", "--train", *arguments]
+    address = f"{cluster.addresses[0]}:{STORE_PORT}"
+    store = cluster.spawn(
+        0,
+        [sys.executable, "-m", "gradlane", "store", "--host", cluster.addresses[0], "--json"],
+        environment={},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        store.stdout.readline()
+        ranks = [
+            cluster.spawn(
+                node,
+                module if node < MEMBERS else [*module, "--join"],
+                environment={
+                    "GRADLANE_STORE": address,
+                    "GRADLANE_INTERFACE": "eth0",
+                    **({"RANK": str(node), "WORLD_SIZE": str(MEMBERS)} if node < MEMBERS else {}),
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for node in range(MEMBERS)
+        ]
+        assert ranks[1].stdout.readline().strip() == b"ready", ranks[1].stderr.read().decode()
+        ranks.append(
+            cluster.spawn(
+                MEMBERS,
+                [*module, "--join"],
+                environment={"GRADLANE_STORE": address, "GRADLANE_INTERFACE": "eth0"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
+        rows = []
+        for rank in ranks:
+            output, errors = rank.communicate(timeout=300)
+            if rank.returncode:
+                raise SystemExit(errors.decode(errors="replace")[-3000:])
+            rows.append(json.loads(output.decode().splitlines()[-1]))
+    finally:
+        store.terminate()
+    assert len({row["sum"] for row in rows}) == 1, [row["sum"] for row in rows]
+    times_s, first = rows[1]["times_s"], rows[1]["first_step"]
+    return {
+        "before_s": statistics.median(times_s[2 : first - 1]),
+        "longest_s": max(times_s[first - 2 : first]),
+        "after_s": statistics.median(times_s[first:]),
+        "joined_s": rows[-1]["joined_s"],
+        "state_bytes": rows[1]["state_bytes"],
+    }
+
+
+def main() -> None:
+    """Train as one rank, or measure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--train", action="store_true")
+    parser.add_argument("--join", action="store_true")
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--compute-s", type=float, default=0.5)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.train:
+        train(options)
+        return
+    from gradlane.formats.rates import parse_rate
+    from gradlane.lab.cluster.namespaces import Cluster
+
+    rate_bps = int(parse_rate(options.rate))
+    arguments = ["--steps", str(options.steps), "--compute-s", str(options.compute_s)]
+    with Cluster(MEMBERS + 1, rate_bps) as cluster:
+        found = measure(cluster, arguments, options.steps)
+    found["bytes_s"] = found["state_bytes"] * 8 / rate_bps
+    print(
+        f"{options.rate}, {MEMBERS} ranks and one that joins: a step took "
+        f"{found['before_s'] * 1e3:.0f} ms before and {found['after_s'] * 1e3:.0f} ms after, the "
+        f"step of joining {found['longest_s'] * 1e3:.0f} ms; prepare() of the rank that joined "
+        f"{found['joined_s']:.2f} s; its {found['state_bytes'] / 1e6:.0f} MB need "
+        f"{found['bytes_s']:.2f} s"
+    )
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""A rank of a training that others join: `python -m ... JOB.json`, with `LABEL` set, and `RANK` if
+it is there from the start.
+
+The job has `port` of the store, `folder`, `world_size` of the start, `joins`: how many ranks join
+until it ends, some steps later, `options`, `secret`, `fatal`: by label, the function in whose first
+call a rank is killed, and `samples`: of an epoch for an `ElasticSampler`, or 0. Writes what it has
+seen to `LABEL.json`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import TCPStore
+from torch.utils.data import DataLoader
+
+import gradlane
+from gradlane.training.options.options import keywords_of
+from tests.training.model.going_rank import Model, loss_of
+
+STEPS_AFTER = 6
+EPOCHS = 4
+PAUSE_S = 0.01
+PATIENT_S = 100.0
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer with state."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Return a scheduler that changes the rate often."""
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.99)
+
+
+def digest_of(model: nn.Module) -> str:
+    """Return a digest of the bits of all parameters."""
+    parts = [one.detach().numpy().tobytes() for one in model.parameters()]
+    return hashlib.sha1(b"".join(parts)).hexdigest()
+
+
+def kill_in(path: str) -> None:
+    """Have this process killed in the first call of `module:function`."""
+    module_name, _, name = path.partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *outer, last = name.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+
+    @functools.wraps(getattr(owner, last))
+    def fatal(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, last, fatal)
+
+
+def main() -> None:
+    """Train, until as many ranks have joined as the job says."""
+    torch.set_num_threads(1)
+    label = os.environ["LABEL"]
+    job = json.loads(Path(sys.argv[1]).read_text())
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    if label in job["fatal"]:
+        kill_in(job["fatal"][label])
+    is_member = "RANK" in os.environ
+    place = {"rank": int(os.environ["RANK"]), "world_size": job["world_size"]} if is_member else {}
+    session = gradlane.init(
+        join=not is_member,
+        **keywords_of(
+            store=TCPStore("127.0.0.1", job["port"], is_master=False, wait_for_workers=False),
+            job="joining",
+            advertise="127.0.0.1",
+            **place,
+            **job["options"],
+        ),
+    )
+    model = Model()
+    optimizer = optimizer_of(model)
+    scheduler = scheduler_of(optimizer)
+    session.share_state(scheduler=scheduler)
+    changes: list[dict[str, Any]] = []
+    gathered: list[list[list[int]]] = []
+
+    joined = 0
+    """Ranks that have joined and are still there."""
+
+    def changed(change: gradlane.MembershipChange) -> None:
+        nonlocal joined
+        changes.append(asdict(change))
+        rows = session.gather_integers([session.rank, session.step, int(not is_member)])
+        gathered.append([[rank, step] for rank, step, _ in rows])
+        joined = sum(has_joined for _, _, has_joined in rows)
+
+    session.on_membership(changed)
+    sampler = None
+    if job["samples"]:
+        sampler = gradlane.ElasticSampler(
+            range(job["samples"]), batch_size=2, session=session, shuffle=True
+        )
+    session.prepare(model, optimizer)
+    rows: list[list[Any]] = []
+    metrics: Any
+    ids: list[list[int]] = []
+    deadline_s = time.monotonic() + PATIENT_S
+
+    def train(step: int) -> None:
+        loss = loss_of(model, session.rank, step)
+        world_size = session.world_size
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        session.synchronize()
+        rows.append([step, world_size, digest_of(model)])
+        time.sleep(PAUSE_S)
+        assert time.monotonic() < deadline_s, f"{joined} have joined"
+
+    def steps() -> Iterator[int]:
+        """Yield steps until all ranks have joined, and some more."""
+        while True:
+            last = changes[-1]["step"] + STEPS_AFTER if changes else 0
+            if joined >= job["joins"] and session.step >= last:
+                return
+            yield session.step + 1
+
+    if sampler is None:
+        for step in steps():
+            train(step)
+    else:
+        data: Any = torch.arange(job["samples"])
+        loader: Any = DataLoader(data, batch_sampler=sampler)
+        for epoch in range(sampler.epoch, EPOCHS):
+            sampler.set_epoch(epoch)
+            for batch in sampler.track(loader):
+                ids.extend([epoch, one] for one in batch.tolist())
+                train(session.step + 1)
+                time.sleep(0.05)
+    metrics = session.metrics()
+    result = {
+        "rows": rows,
+        "ids": ids,
+        "changes": changes,
+        "gathered": gathered,
+        "rate": optimizer.param_groups[0]["lr"],
+        "scheduled": scheduler.last_epoch,
+        "step": session.step,
+        "metrics": {name: metrics[name] for name in ("members", "generation", "joined", "lost")},
+    }
+    session.close()
+    (Path(job["folder"]) / f"{label}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""Ranks join a training that runs, and some are killed meanwhile: the same bits on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from tests.built import needs_core
+from tests.forked_programs import ForkedPrograms
+from tests.training.model.going_rank import Model, loss_of
+from tests.training.model.joining_rank import (
+    EPOCHS,
+    STEPS_AFTER,
+    digest_of,
+    optimizer_of,
+    scheduler_of,
+)
+
+pytestmark = needs_core
+
+PATIENT_S = 120.0
+JOINING = "gradlane.training.session.joining"
+
+
+class Run:
+    """A training of some ranks that others join, as all have ended."""
+
+    def __init__(
+        self,
+        programs: ForkedPrograms,
+        folder: Path,
+        *,
+        joiners: int = 1,
+        world_size: int = 3,
+        fatal: Mapping[str, str] | None = None,
+        samples: int = 0,
+        one_by_one: bool = True,
+        **options: Any,
+    ) -> None:
+        """Start all ranks, and wait for those that survive.
+
+        Args:
+            programs: forks the ranks.
+            folder: for files.
+            joiners: ranks that come later, by the labels `joiner-0`...
+            world_size: ranks of the start, by the labels `0`, `1`...
+            fatal: by label, the function in whose first call a rank is killed.
+            samples: of an epoch, or 0.
+            one_by_one: whether a joiner is started once the one before has joined or ended.
+            options: further options of the sessions.
+        """
+        fatal = fatal or {}
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        path = folder / "job.json"
+        labels = [str(rank) for rank in range(world_size)]
+        later = [f"joiner-{number}" for number in range(joiners)]
+        job = {
+            "port": store.port,
+            "folder": str(folder),
+            "world_size": world_size,
+            "joins": len([label for label in later if label not in fatal]),
+            "fatal": fatal,
+            "samples": samples,
+            "options": {
+                "going_on": True,
+                "connect_timeout_s": PATIENT_S,
+                "silence_timeout_s": PATIENT_S,
+                "progress_timeout_s": PATIENT_S,
+                **options,
+            },
+        }
+        path.write_text(json.dumps(job))
+        self._programs, self._folder = programs, folder
+        self._pids: dict[str, int] = {}
+        self.codes: dict[str, int] = {}
+        try:
+            for rank, label in enumerate(labels):
+                self._start(label, path, {"RANK": str(rank)})
+            for label in later:
+                self._start(label, path, {})
+                if label in fatal:
+                    self._wait(label)
+                elif one_by_one:
+                    self._wait_until_joined(label)
+            for label in (*labels, *later):
+                if label not in fatal:
+                    self._wait(label)
+        finally:
+            for pid in self._pids.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.errors = {label: (folder / f"errors-{label}").read_text() for label in self._pids}
+        self.survivors = [label for label in self._pids if label not in fatal]
+        assert [self.codes[label] for label in self.survivors] == [0] * len(self.survivors), (
+            self.errors
+        )
+        self.results: dict[str, dict[str, Any]] = {
+            label: json.loads((folder / f"{label}.json").read_text()) for label in self.survivors
+        }
+
+    def _start(self, label: str, path: Path, place: dict[str, str]) -> None:
+        self._pids[label] = self._programs.start(
+            f"{self._folder}-{label}",
+            program="tests.training.model.joining_rank",
+            arguments=[str(path)],
+            output=str(self._folder / f"output-{label}"),
+            errors=str(self._folder / f"errors-{label}"),
+            environment={"LABEL": label, **place},
+        )
+
+    def _wait(self, label: str) -> None:
+        self.codes[label] = self._programs.wait(f"{self._folder}-{label}", PATIENT_S)
+
+    def _wait_until_joined(self, label: str) -> None:
+        end_s = time.monotonic() + PATIENT_S
+        while "has joined" not in (self._folder / f"errors-{label}").read_text():
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+
+    def check_alike(self) -> None:
+        """Check that all ranks that end together had the same bits, rates and places."""
+        first = self.results[self.survivors[0]]
+        digests = {step: (count, digest) for step, count, digest in first["rows"]}
+        for label, result in self.results.items():
+            assert result["step"] == first["step"], label
+            for step, count, digest in result["rows"]:
+                assert (count, digest) == digests[step], (label, step)
+            assert result["rate"] == first["rate"], label
+            assert result["scheduled"] == first["scheduled"], label
+            assert result["metrics"]["members"] == first["metrics"]["members"]
+            assert result["metrics"]["generation"] == first["metrics"]["generation"]
+            places = [gathered for gathered in result["gathered"][-1]]
+            assert places == [[rank, places[0][1]] for rank in range(len(places))], label
+
+    def check_reference(self) -> None:
+        """Check the bits after each step against one process; no rank may have been lost."""
+        model = Model()
+        optimizer = optimizer_of(model)
+        scheduler = scheduler_of(optimizer)
+        for step, count, digest in self.results["0"]["rows"]:
+            gradients: list[list[torch.Tensor]] = []
+            for rank in range(count):
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                gradients.append(
+                    [one.grad.clone() for one in model.parameters() if one.grad is not None]
+                )
+            for parameter, *parts in zip(model.parameters(), *gradients, strict=True):
+                total = parts[0]
+                for part in parts[1:]:
+                    total = total + part
+                parameter.grad = total / count
+            optimizer.step()
+            scheduler.step()
+            assert digest_of(model) == digest, (step, count)
+
+
+@pytest.mark.parametrize("secret", [None, "0123456789abcdef0123456789abcdef"])
+def test_a_rank_joins_and_all_have_the_bits_of_one_process(
+    tmp_path: Path, programs: ForkedPrograms, secret: str | None
+) -> None:
+    """Parameters, optimizer's state and scheduler are taken over, and the first mean is of all."""
+    options: dict[str, Any] = {} if secret is None else {"secret": secret}
+    run = Run(programs, tmp_path, **options)
+    run.check_alike()
+    run.check_reference()
+    counts = [count for _, count, _ in run.results["0"]["rows"]]
+    assert counts[0] == 3 and counts[-STEPS_AFTER:] == [4] * STEPS_AFTER
+    (change,) = run.results["joiner-0"]["changes"]
+    assert change["joined"] == [3] and change["rank"] == 3 and change["world_size"] == 4
+    first = run.results["joiner-0"]["rows"][0][0]
+    assert change["step"] == first
+    assert run.results["joiner-0"]["metrics"]["joined"] == [{"rank": 3, "step": first}]
+    assert run.results["joiner-0"]["scheduled"] == run.results["0"]["step"]
+
+
+def test_two_ranks_join_at_once(tmp_path: Path, programs: ForkedPrograms) -> None:
+    """One after the other, in worlds of their own."""
+    run = Run(programs, tmp_path, joiners=2, world_size=2, one_by_one=False)
+    run.check_alike()
+    run.check_reference()
+    assert run.results["0"]["metrics"]["members"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        f"{JOINING}:JoinRequest.wait_for_invitation",
+        f"{JOINING}:connect_to_join",
+        "gradlane.training.model.joining:broadcast_state",
+        f"{JOINING}:JoinRequest.wait_for_outcome",
+        f"{JOINING}:Joins._move",
+        f"{JOINING}:FirstStepState.take",
+    ],
+)
+def test_a_rank_is_killed_while_it_joins_and_another_joins(
+    tmp_path: Path, programs: ForkedPrograms, place: str
+) -> None:
+    """The others train on without it, and lose no step."""
+    run = Run(programs, tmp_path, joiners=2, fatal={"joiner-0": place})
+    run.check_alike()
+    steps = [step for step, _, _ in run.results["0"]["rows"]]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(run.results["0"]["metrics"]["members"]) == 4
+
+
+@pytest.mark.parametrize("victim", ["0", "2"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        f"{JOINING}:Joins._answer",
+        "gradlane.training.model.prepared:connect_to_join",
+        "gradlane.training.model.joining:broadcast_state",
+        "gradlane.training.rendezvous.join_requests:JoinRequests.settle",
+        f"{JOINING}:Joins._move",
+        "gradlane.training.model.prepared:PreparedModel.moved_to",
+    ],
+)
+def test_a_member_is_killed_while_a_rank_joins(
+    tmp_path: Path, programs: ForkedPrograms, victim: str, place: str
+) -> None:
+    """The rank that joins asks again, or trains on with those that are left."""
+    run = Run(programs, tmp_path, fatal={victim: place})
+    run.check_alike()
+    assert len(run.results["joiner-0"]["metrics"]["members"]) == 3
+
+
+def test_a_rank_joins_in_the_place_of_one_that_was_lost(
+    tmp_path: Path, programs: ForkedPrograms
+) -> None:
+    """A joiner's own death is a loss like any other, and the next one joins the rest."""
+    place = "gradlane.training.model.step_machine:StepMachine.end_step"
+    run = Run(programs, tmp_path, joiners=2, fatal={"joiner-0": place})
+    run.check_alike()
+    assert [one["rank"] for one in run.results["0"]["metrics"]["lost"]] == [3]
+    assert run.results["0"]["metrics"]["members"] == [0, 1, 2, 3]
+
+
+def test_no_sample_is_lost_or_doubled(tmp_path: Path, programs: ForkedPrograms) -> None:
+    """An `ElasticSampler` shares out what is left of the epoch that a rank joins in."""
+    samples = 96
+    run = Run(programs, tmp_path, world_size=2, samples=samples)
+    run.check_alike()
+    trained = sorted(tuple(one) for result in run.results.values() for one in result["ids"])
+    assert trained == [(epoch, one) for epoch in range(EPOCHS) for one in range(samples)]
+    assert run.results["joiner-0"]["ids"]
