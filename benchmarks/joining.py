@@ -1,9 +1,9 @@
 """What it costs four emulated nodes when a fifth joins them: `python -m benchmarks.joining`.
 
-As root. A model as large as ResNet-50 (25.2 million parameters) trains with AdamW; its layers sleep
-where an accelerator would compute. When it has trained for some steps, a rank joins. Printed are the
-median step before and after, the longest step, and how long the bytes of the state need at the
-link's rate. `--json PATH` writes what is printed.
+As root. A model as large as ResNet-50 (25.2 million parameters) trains with AdamW; its layers
+sleep where an accelerator would compute. When it has trained for some steps, a rank joins. Printed
+are the median step before and after, the longest step, and how long the bytes of the state need at
+the link's rate. `--json PATH` writes what is printed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ def train(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    part_s = options.compute_s / 3 / LAYERS
     for layer in model:
-        layer.register_forward_pre_hook(lambda *_: time.sleep(options.compute_s / 3 / LAYERS))
-        layer.register_full_backward_pre_hook(
-            lambda *_: time.sleep(options.compute_s / 1.5 / LAYERS)
-        )
+        layer.register_forward_pre_hook(lambda *_: time.sleep(part_s))
+        layer.register_full_backward_pre_hook(lambda *_: time.sleep(2 * part_s))
     optimizer = torch.optim.AdamW(model.parameters())
     session = gradlane.init(going_on=True, join=options.join)
     changes: list[gradlane.MembershipChange] = []

@@ -60,30 +60,13 @@ def broadcast_state(
         GradlaneError: a rank was lost.
     """
     is_source = ctx.rank_info.rank == source
-    # Also those without elements: nothing of them is sent, but they have state.
-    groups = optimizer.param_groups
-    parameters = [one for group in groups for one in list.__iter__(group["params"])]
-    told = _described(parameters, optimizer, attributes) if is_source else b""
+    told = describe_state(optimizer, attributes) if is_source else b""
     if is_source:
         meeting.put("state", told)
     # The source reads its own words, so that all fail alike.
     told = told or meeting.get("state", source)
-    device = parameters[0].device if parameters else torch.device("cpu")
-    try:
-        state = unpack(told, device)
-        if "refused" in state:
-            raise UsageError(f"rank {source} cannot hand its state over: {state['refused']}")
-        if not is_source:
-            _adopt(parameters, optimizer, state)
-    except (FormatError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"rank {ctx.rank_info.rank} cannot take over the state of rank {source}: {error!r}; do "
-            "all ranks have the same model, optimizer and version of gradlane?"
-        ) from error
-    everything = [*entries, *_state_entries(parameters, optimizer)]
-    if not everything:
-        meeting.delete_keys()
-        return
+    adopt_state(optimizer, told, ctx.rank_info.rank, source)
+    everything = [*entries, *state_entries(optimizer)]
     rows = [entry.bytes_row() for entry in everything]
     channel = open_channel(
         ctx, meeting, rows, node_layout(ctx, meeting), update="worker", first=source
@@ -138,10 +121,20 @@ def _refers_to_tensors(value: Any) -> bool:
     return isinstance(value, (nn.Parameter, dict))
 
 
-def _described(
-    parameters: Sequence[Tensor], optimizer: Optimizer, attributes: dict[str, Any]
-) -> bytes:
-    """Pack what the state consists of; its tensors by shape, everything else by value."""
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return all parameters, also those without elements: nothing is sent, but they have state."""
+    groups = optimizer.param_groups
+    return [one for group in groups for one in list.__iter__(group["params"])]
+
+
+def describe_state(optimizer: Optimizer, attributes: dict[str, Any]) -> bytes:
+    """Pack what an optimizer's state consists of; its tensors by shape, everything else by value.
+
+    Args:
+        optimizer: all its parameters have their updates.
+        attributes: what `attributes_of` gave in `prepare`; those that changed are given, too.
+    """
+    parameters = _parameters(optimizer)
     rows: dict[int, dict[str, Any]] = {}
     states = plain_state(optimizer)
     numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -171,8 +164,34 @@ def _described(
         return pack({"refused": f"in its optimizer, {error}"})
 
 
+def adopt_state(optimizer: Optimizer, described: bytes, rank: int, source: int) -> None:
+    """Give an optimizer state of another rank's form; tensors get their values later.
+
+    Args:
+        optimizer: of this rank; the source's own stays as it is.
+        described: what `describe_state` has returned on the source.
+        rank: this rank.
+        source: the other.
+
+    Raises:
+        UsageError: it is not what the optimizer can have.
+    """
+    parameters = _parameters(optimizer)
+    device = parameters[0].device if parameters else torch.device("cpu")
+    try:
+        state = unpack(described, device)
+        if "refused" in state:
+            raise UsageError(f"rank {source} cannot hand its state over: {state['refused']}")
+        if rank != source:
+            _adopt(parameters, optimizer, state)
+    except (FormatError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"rank {rank} cannot take over the state of rank {source}: {error!r}; do all ranks "
+            "have the same model, optimizer and version of gradlane?"
+        ) from error
+
+
 def _adopt(parameters: Sequence[Tensor], optimizer: Optimizer, told: dict[str, Any]) -> None:
-    """Give the optimizer state of the source's form; tensors get their values later."""
     expected: dict[int, dict[str, Any]] = told["state"]
     states = plain_state(optimizer)
     for index, parameter in enumerate(parameters):
@@ -232,10 +251,11 @@ def _formed(own: Any, told: Any, parameter: Tensor) -> Any:
         return torch.zeros(shape, dtype=told["dtype"], device=device)
 
 
-def _state_entries(parameters: Sequence[Tensor], optimizer: Optimizer) -> list[TensorEntry]:
+def state_entries(optimizer: Optimizer) -> list[TensorEntry]:
+    """Return the tensors of an optimizer's state, in the order of its parameters."""
     return [
         state_entry(f"{key} of the optimizer", value)
-        for parameter in parameters
+        for parameter in _parameters(optimizer)
         for key, value in sorted(plain_state(optimizer).get(parameter, {}).items(), key=_by_name)
         if isinstance(value, Tensor) and value.numel() > 0
     ]

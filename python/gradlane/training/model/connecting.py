@@ -5,6 +5,7 @@ When `connect` returns, all ranks have rank 0's parameters and buffers; nothing 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from gradlane.training.carrier import Carrier
+from gradlane.training.carrier import Carrier, broadcast_nothing
 from gradlane.training.connection import SessionContext, node_layout, open_channel
-from gradlane.training.core import Channel, translate_error
+from gradlane.training.core import Channel, CoreModule, translate_error
 from gradlane.training.factors.rows import RowSparse
 from gradlane.training.log import log
 from gradlane.training.model.served_parameters import ServedParameters
@@ -58,6 +59,7 @@ class Connected:
     """A model's channel and the tensors that travel on it.
 
     Attributes:
+        core: the compiled core.
         meeting: where its ranks agreed.
         spec: the model as the ranks have agreed on it.
         layout: the tensors that take part in each step.
@@ -70,6 +72,7 @@ class Connected:
         staging: tells why copies through the host ended.
     """
 
+    core: CoreModule
     meeting: RendezvousScope
     spec: ModelSpec
     layout: StepLayout
@@ -81,9 +84,21 @@ class Connected:
     served: ServedParameters | None
     staging: StagingFailures
 
+    def look(self) -> None:
+        """Raise if these connections are lost.
+
+        Raises:
+            GradlaneError: they are.
+        """
+        try:
+            self.channel.is_ready(0, 0)
+        except self.core.ChannelError as error:
+            raise translate_error(self.core, error, "waiting for other ranks") from error
+
     def abort(self, reason: str) -> None:
         """Tell all ranks why nothing comes of these connections, and let them go."""
-        self.channel.abort(reason)
+        with contextlib.suppress(self.core.ChannelError):
+            self.channel.abort(reason)
         self.carrier.close()
 
 
@@ -94,6 +109,8 @@ def connect(
     optimizer: Optimizer,
     buffers: str,
     checked: ModelSpec | None = None,
+    *,
+    spreads: bool = True,
 ) -> Connected:
     """Agree with all ranks, open a channel and broadcast rank 0's values.
 
@@ -104,6 +121,7 @@ def connect(
         optimizer: the user's.
         buffers: how buffers are kept: `"broadcast"`, `"average"` or `"local"`.
         checked: the model as it was checked when it was prepared, and is now; None: check it.
+        spreads: whether rank 0's values are broadcast.
 
     Raises:
         ValueError: the model or the optimizer cannot take part.
@@ -145,6 +163,7 @@ def connect(
         channel = recording.channel
     staging = StagingFailures()
     connected = Connected(
+        ctx.core,
         meeting,
         spec,
         layout,
@@ -156,7 +175,7 @@ def connect(
         ServedParameters(channel, trained) if serves else None,
         staging,
     )
-    _broadcast_initial(ctx, connected)
+    _run_step_0(ctx, connected, spreads=spreads)
     return connected
 
 
@@ -227,14 +246,18 @@ def _carrier(
     return carrier_for(channel, {**trained, **beside}, staging_failed, zeroes=zeroes)
 
 
-def _broadcast_initial(ctx: SessionContext, connected: Connected) -> None:
+def _run_step_0(ctx: SessionContext, connected: Connected, *, spreads: bool) -> None:
     """Run step 0, or tell all ranks why it failed."""
+    everything = [*connected.spec.entries, *connected.extras]
     try:
-        connected.carrier.broadcast_initial(
-            [*connected.spec.entries, *connected.extras],
-            first=ctx.rank_info.rank == 0,
-            without=connected.layout.factored.keys(),
-        )
+        if spreads:
+            connected.carrier.broadcast_initial(
+                everything,
+                first=ctx.rank_info.rank == 0,
+                without=connected.layout.factored.keys(),
+            )
+        else:
+            broadcast_nothing(connected.channel, everything)
         if connected.layout.buffers is not None:
             connected.layout.buffers.start()
         if connected.served is not None:

@@ -8,7 +8,9 @@ that next step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,17 +21,28 @@ from gradlane.errors import GradlaneError, UsageError
 from gradlane.formats.serialization.pieces import pack, unpack
 from gradlane.formats.serialization.strict_json import FormatError
 from gradlane.formats.serialization.structure import UnstorableError
-from gradlane.training.connection import SessionContext
+from gradlane.training.carrier import broadcast_from_host
+from gradlane.training.connection import SessionContext, open_channel
+from gradlane.training.core import translate_error
 from gradlane.training.log import log
 from gradlane.training.model.broadcast_state import (
     adopt_hyperparameters,
-    broadcast_state,
+    adopt_state,
+    describe_state,
     hyperparameters_of,
+    state_entries,
 )
 from gradlane.training.model.connecting import Connected, connect
 from gradlane.training.model.verification import ModelSpec
+from gradlane.training.options.going_on import GoingOn
+from gradlane.training.rendezvous.bounded_store import BoundedStore
+from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.rendezvous.tensor_table import TensorEntry
 
+_DONORS_MAX = 4
+"""Ranks that share in sending the state; more fill no port that these leave empty."""
+_GOODBYE_S = 10.0
 _KEY = "first step"
 
 
@@ -43,20 +56,59 @@ class Stateful(Protocol):
         """Take a state over."""
 
 
+@dataclass(frozen=True)
+class JoinedWorld:
+    """The world that a rank joins, which is the last one there.
+
+    Attributes:
+        ctx: the session's, for this world.
+        meet: opens a scope where all its ranks agree.
+        store: the rendezvous store.
+        generation: number of its first membership.
+    """
+
+    ctx: SessionContext
+    meet: Callable[[], RendezvousScope]
+    store: BoundedStore
+    generation: int
+
+    @property
+    def joins(self) -> bool:
+        """Whether this rank is the one that joins."""
+        return self.ctx.rank_info.rank == self.ctx.rank_info.world_size - 1
+
+    def pair(self, connected: Connected, donor: int) -> tuple[SessionContext, RendezvousScope]:
+        """Return a context and a scope of two ranks: a donor, and the one that joins."""
+        ctx = self.ctx
+        job = f"{ctx.rank_info.job}/from-{donor}"
+        place = RankInfo(int(self.joins), world_size=2, job=job, restart=0)
+        # What is lost meanwhile ends the transfer.
+        rendezvous = replace(ctx.options.rendezvous, join=False)
+        options = replace(ctx.options, going_on=GoingOn(on=False), rendezvous=rendezvous)
+        ctx = replace(ctx, rank_info=place, options=options)
+        scope = RendezvousScope(
+            self.store.as_rank(place.rank),
+            place,
+            0,
+            ctx.options.network.connect_timeout_s,
+            connected.meeting.incarnation,
+            connected.look,
+        )
+        return ctx, scope
+
+
 def connect_to_join(
-    ctx: SessionContext,
-    meet: Callable[[], RendezvousScope],
+    world: JoinedWorld,
     model: nn.Module,
     optimizer: Optimizer,
     buffers: str,
     attributes: dict[str, Any],
     checked: ModelSpec | None = None,
 ) -> Connected:
-    """Connect to all ranks of a world, of which rank 0 gives its values and optimizer state.
+    """Connect all ranks of a world, and give the one that joins the others' state.
 
     Args:
-        ctx: the session's.
-        meet: opens a scope where the ranks agree.
+        world: the ranks.
         model: the user's.
         optimizer: the user's.
         buffers: how buffers are kept.
@@ -67,14 +119,77 @@ def connect_to_join(
         ValueError: the model or the optimizer cannot take part.
         GradlaneError: the ranks differ, or cannot reach each other.
     """
-    connected = connect(ctx, meet(), model, optimizer, buffers, checked)
+    ctx = world.ctx
+    connected = connect(ctx, world.meet(), model, optimizer, buffers, checked, spreads=False)
+    ctx.membership.follow(ctx.core, connected.channel, connected.meeting, world.generation)
     try:
-        broadcast_state(ctx, meet(), [], optimizer, attributes, source=0)
+        with _translating(ctx):
+            _hand_over(world, connected, optimizer, attributes)
+        if connected.layout.buffers is not None:
+            connected.layout.buffers.start()
     except BaseException as error:
-        with contextlib.suppress(ctx.core.ChannelError):
-            connected.abort(f"{type(error).__name__} while handing the state over: {error}")
+        connected.abort(f"{type(error).__name__} while handing the state over: {error}")
         raise
     return connected
+
+
+def _hand_over(
+    world: JoinedWorld, connected: Connected, optimizer: Optimizer, attributes: dict[str, Any]
+) -> None:
+    """Send parameters, buffers and optimizer's state to the rank that joins, from some donors."""
+    meeting, rank = world.meet(), world.ctx.rank_info.rank
+    donors = range(min(world.ctx.rank_info.world_size - 1, _DONORS_MAX))
+    if rank == 0:
+        meeting.put("state", describe_state(optimizer, attributes))
+    elif world.joins:
+        adopt_state(optimizer, meeting.get("state", 0), rank, 0)
+    shares = _shared_out(connected.spec.entries, state_entries(optimizer), len(donors))
+    own = donors if world.joins else [donor for donor in donors if donor == rank]
+
+    def run(donor: int) -> None:
+        ctx, scope = world.pair(connected, donor)
+        rows = [entry.bytes_row() for entry in shares[donor]]
+        channel = open_channel(ctx, scope, rows, None, update="worker")
+        try:
+            broadcast_from_host(channel, shares[donor], first=not world.joins)
+        finally:
+            with contextlib.suppress(ctx.core.ChannelError):
+                channel.finish(_GOODBYE_S)
+
+    with ThreadPoolExecutor(_DONORS_MAX) as pool:
+        for _ in pool.map(run, [donor for donor in own if shares[donor]]):
+            pass
+
+
+def _shared_out(
+    entries: Sequence[TensorEntry], state: Sequence[TensorEntry], donors: int
+) -> list[list[TensorEntry]]:
+    """Share tensors out among donors.
+
+    Args:
+        entries: the model's; those that are not trained, such as buffers that can be each rank's
+            own, are rank 0's.
+        state: the optimizer's.
+        donors: how many there are.
+    """
+    shares: list[list[TensorEntry]] = [[] for _ in range(donors)]
+    loads = [0] * donors
+    shares[0] += [entry for entry in entries if not entry.trained]
+    loads[0] = sum(entry.nbytes for entry in shares[0])
+    others = [*(entry for entry in entries if entry.trained), *state]
+    for entry in sorted(others, key=lambda entry: entry.nbytes, reverse=True):
+        donor = loads.index(min(loads))
+        shares[donor].append(entry)
+        loads[donor] += entry.nbytes
+    return shares
+
+
+@contextlib.contextmanager
+def _translating(ctx: SessionContext) -> Iterator[None]:
+    try:
+        yield
+    except ctx.core.ChannelError as error:
+        raise translate_error(ctx.core, error, "handing over the state") from error
 
 
 class FirstStepState:

@@ -46,7 +46,7 @@ from gradlane.training.model.deferred_update import DeferredUpdate
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.gradient_exchange import GradientExchange
 from gradlane.training.model.hooks import HookManager
-from gradlane.training.model.joining import connect_to_join
+from gradlane.training.model.joining import JoinedWorld, connect_to_join
 from gradlane.training.model.late_gradients import LateGradientBuffer
 from gradlane.training.model.lazy_parameters import Exemption
 from gradlane.training.model.local_clipping import LocalClipping
@@ -131,6 +131,9 @@ class PreparedModel:
         self.model = model
         if connected is None:
             connected = connect(ctx, meet(), model, optimizer, buffers)
+            if ctx.options.going_on.on and ctx.rank_info.world_size > 1:
+                members = ctx.membership
+                members.follow(ctx.core, connected.channel, connected.meeting, members.generation)
         self._connected = connected
         meeting = self._meeting = connected.meeting
         self.channel, self.codecs = connected.channel, connected.codecs
@@ -196,9 +199,7 @@ class PreparedModel:
             # From now on this rank updates its own slices, also before its own first step.
             self.channel.set_optimizer(0, self._updates.checked_rows())
 
-        if ctx.options.going_on.on and place.world_size > 1:
-            steps = self.steps
-            ctx.membership.follow(ctx.core, self.channel, meeting, steps.training_step_of)
+        ctx.membership.training_step_of = self.steps.training_step_of
         self.has_parted = False
         """Whether every rank has said goodbye."""
         meeting.mark_connected(ctx.options.network.progress_timeout_s, self._look)
@@ -345,7 +346,8 @@ class PreparedModel:
             self._server.bring_home()
         residuals = self.residuals.state_dict()
         self.close(timeout_s)
-        restore = self._kept_buffers()
+        # Connecting spreads rank 0's; buffers may be each rank's own.
+        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         ctx = replace(self._ctx, options=options)
         if schemes is not None:
             ctx = replace(ctx, schemes=schemes)
@@ -357,21 +359,22 @@ class PreparedModel:
             self._defer,
             self._buffers,
         )
-        restore()
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
         again.residuals.load_state_dict(residuals)
         return again
 
-    def connect_beside(self, ctx: SessionContext, meet: Callable[[], RendezvousScope]) -> Connected:
-        """Connect the model to the ranks of another world, and stay connected to those of this.
+    def connect_beside(self, world: JoinedWorld) -> Connected:
+        """Connect the model in the world that a rank joins, and stay connected to those of this.
 
-        A collective call of the ranks of both worlds between two steps; all have the same values.
-        Rank 0 gives its parameters, buffers and optimizer's state.
+        A collective call of the ranks of both worlds between two steps.
 
         Args:
-            ctx: the session's, for the other world.
-            meet: opens a scope where its ranks agree.
+            world: that a rank joins.
 
         Raises:
+            UsageError: the program has changed the model since it was prepared.
             ValueError: the model or the optimizer cannot take part.
             GradlaneError: the ranks differ, or cannot reach each other.
         """
@@ -379,48 +382,24 @@ class PreparedModel:
         self.check_between_steps()
         self._check_unchanged()
         spec = self._connected.spec
-        entries = with_current_buffers(spec.entries, self.model)
-        restore = self._kept_buffers()
-        try:
-            connected = connect_to_join(
-                ctx,
-                meet,
-                self.model,
-                self._optimizer,
-                self._buffers,
-                self._attributes,
-                replace(spec, entries=entries),
-            )
-        except BaseException:
-            restore()
-            raise
-        if connected.layout.buffers is None:
-            restore()
-        return connected
-
-    def stay(self) -> None:
-        """Go on with the connections of this world: nothing came of `connect_beside` on a rank."""
-        if self._layout.buffers is not None:
-            self._layout.buffers.start()
+        checked = replace(spec, entries=with_current_buffers(spec.entries, self.model))
+        return connect_to_join(
+            world, self.model, self._optimizer, self._buffers, self._attributes, checked
+        )
 
     def moved_to(
-        self,
-        connected: Connected,
-        ctx: SessionContext,
-        meet: Callable[[], RendezvousScope],
-        on_step_begin: Callable[[], None],
+        self, world: JoinedWorld, connected: Connected, on_step_begin: Callable[[], None]
     ) -> PreparedModel:
         """Train in another world from now on; the connections of this one are closed already.
 
         Args:
+            world: that a rank has joined.
             connected: what `connect_beside` returned.
-            ctx: as for that call.
-            meet: as for that call.
             on_step_begin: called before each step.
         """
         return PreparedModel(
-            ctx,
-            meet,
+            world.ctx,
+            world.meet,
             self.model,
             self._optimizer,
             self._defer,
@@ -430,17 +409,6 @@ class PreparedModel:
             steps_before=self.steps.step,
             on_step_begin=on_step_begin,
         )
-
-    def _kept_buffers(self) -> Callable[[], None]:
-        """Keep this rank's own buffers while rank 0's are sent; return what restores them."""
-        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-
-        def restore() -> None:
-            with torch.no_grad():
-                for buffer, value in kept:
-                    buffer.copy_(value)
-
-        return restore
 
     def broadcast_state(self, source: int) -> None:
         """Give every rank the parameters, optimizer state and buffers of one; a collective call."""
@@ -459,8 +427,7 @@ class PreparedModel:
     def abort(self, reason: str) -> None:
         """Give up, tell all ranks why, and make the model unreadable if it is in mid-step."""
         self._failure.fail(SessionClosedError(f"the session was given up: {reason}"))
-        with contextlib.suppress(self._ctx.core.ChannelError):
-            self._connected.abort(reason)
+        self._connected.abort(reason)
 
     def _on_deadlock(self, reason: str) -> None:
         """Fail here and tell all ranks; called while this rank waits."""

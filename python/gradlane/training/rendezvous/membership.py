@@ -116,6 +116,11 @@ class Membership:
         """Number of a request that all ranks have heard of, and in which training step."""
         self._answered = 0
         """Number of the last request that was answered."""
+        self.training_step_of: Callable[[int], int] = lambda step: step
+        """Turns a step of the channel in force into one of training."""
+        self._early: list[tuple[int, int, tuple[int, ...], int, str]] = []
+        """Changes on connections that are not in force yet, with the generation of these."""
+        self._lock = threading.Lock()
         self._opened_with = 0
         """Generation of the members that the connections were opened with."""
         self.listeners: list[Callable[[MembershipChange], object]] = []
@@ -151,7 +156,7 @@ class Membership:
         core: CoreModule,
         channel: Channel,
         scope: RendezvousScope,
-        training_step_of: Callable[[int], int],
+        opened_with: int,
     ) -> None:
         """Learn of changes on a channel from now on, in a thread that ends with it.
 
@@ -159,9 +164,9 @@ class Membership:
             core: where the channel's errors come from.
             channel: tells the changes.
             scope: of the channel; a world that breaks in halves decides in its store.
-            training_step_of: turns a step of the channel into one of training.
+            opened_with: generation of the members that the channel connects; its changes count
+                once these are in force.
         """
-        first = self._opened_with
 
         def run() -> None:
             try:
@@ -170,8 +175,7 @@ class Membership:
                         if kind == "claim":
                             channel.answer_claim(generation, self._claim(scope, generation, text))
                         else:
-                            last = training_step_of(step)
-                            self.note(first + generation, tuple(members), step, last, text)
+                            self._hear(opened_with, generation, tuple(members), step, text)
             except core.ChannelError:
                 return  # The session is over; its waits raise the reason.
 
@@ -188,21 +192,29 @@ class Membership:
             )
             return None
 
-    def note(
-        self, generation: int, members: tuple[int, ...], step: int, last: int, reason: str
+    def _hear(
+        self, opened_with: int, change: int, members: tuple[int, ...], step: int, reason: str
     ) -> None:
+        """Note the n-th change on some connections, once these are in force."""
+        with self._lock:
+            if opened_with != self._opened_with:
+                self._early.append((opened_with, change, members, step, reason))
+                return
+        self.note(opened_with + change, members, step, reason)
+
+    def note(self, generation: int, members: tuple[int, ...], step: int, reason: str) -> None:
         """Note members that the core has agreed on, and say so.
 
         Args:
             generation: number of the membership.
             members: by their numbers of the start.
             step: the channel's latest step that a member was in.
-            last: that step as one of training.
             reason: which ranks were lost, and why.
         """
         before = self._known[self.known_generation].members if self._known else self.members
         self._known[generation] = _Agreed(members, step, reason)
         gone = [rank for rank in before if rank not in members]
+        last = self.training_step_of(step)
         self.lost += tuple(LostRank(rank, last, reason) for rank in gone)
         # Not before: whoever sees the number looks for the members.
         self.known_generation = generation
@@ -274,10 +286,16 @@ class Membership:
         Returns:
             The change, of which the listeners are not told yet.
         """
-        self._own, self.members, self._known = rank, tuple(range(world_size)), {}
-        self.generation = self.known_generation = self._opened_with = generation
+        with self._lock:
+            self._own, self.members, self._known = rank, tuple(range(world_size)), {}
+            self.generation = self.known_generation = self._opened_with = generation
+            early, self._early = self._early, []
         self.joined += (JoinedRank(world_size - 1, step),)
         self._say(f"{reason}: {world_size} ranks train from step {step} on", logging.INFO)
+        self.training_step_of = lambda channel_step: step - 1 + channel_step
+        for opened_with, number, members, channel_step, why in early:
+            if opened_with == generation:
+                self.note(generation + number, members, channel_step, why)
         return MembershipChange(
             generation=generation,
             rank=rank,

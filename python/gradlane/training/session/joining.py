@@ -8,7 +8,6 @@ the rank that joins, or to a member meanwhile, all members train in the same wor
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,12 +15,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradlane.errors import GradlaneError, RanksDifferError, UsageError
-from gradlane.training.connection import SessionContext
-from gradlane.training.core import translate_error
 from gradlane.training.log import log
 from gradlane.training.model.broadcast_state import attributes_of
 from gradlane.training.model.connecting import Connected
-from gradlane.training.model.joining import FirstStepState, Stateful, connect_to_join
+from gradlane.training.model.joining import (
+    FirstStepState,
+    JoinedWorld,
+    Stateful,
+    connect_to_join,
+)
 from gradlane.training.model.prepared import PreparedModel
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLostError
@@ -35,7 +37,6 @@ from gradlane.training.rendezvous.join_requests import (
     join_keys,
 )
 from gradlane.training.rendezvous.membership import MembershipChange
-from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.session.scopes import SessionScopes
 from gradlane.training.session.world import World
 
@@ -110,18 +111,17 @@ class Joins:
         connected: Connected | None = None
         failure = "a member could not connect, or was lost meanwhile"
         try:
-            ctx, scopes = self._other_world(membership.rank, invitation, prepared.options)
+            world, scopes = self._other_world(membership.rank, invitation, prepared.options)
             if membership.leads:
                 self._requests.invite(number, invitation)
-            connected = prepared.connect_beside(ctx, scopes.open)
-            first = self._first_step_state(scopes.open(), prepared.optimizer, connected, ctx)
+            connected = prepared.connect_beside(world)
+            first = self._first_step_state(world, prepared.optimizer, connected)
         except (GradlaneError, ValueError) as error:
             failure = str(error)
         answers = prepared.steps.gather_integers([int(connected is not None)])
         if connected is None or answers != [[1]] * count:
             if connected is not None:
-                _abort(ctx, connected, failure)
-            prepared.stay()
+                connected.abort(failure)
             self._requests.settle(number, failure)
             log.warning(
                 "rank %d: a rank that wanted to join did not, and training goes on without it: %s",
@@ -135,8 +135,8 @@ class Joins:
         except GradlaneError as error:
             # A member was lost since all agreed; the new world goes on without it.
             log.info("rank %d: leaving the old world: %s", membership.rank, error)
-        change = self._move(ctx, scopes, invitation)
-        self._prepared[0] = prepared.moved_to(connected, ctx, scopes.open, first.tell)
+        change = self._move(world, scopes, invitation)
+        self._prepared[0] = prepared.moved_to(world, connected, first.tell)
         self.follow(self._prepared[0])
         membership.tell(change)
         self._first = first
@@ -163,10 +163,16 @@ class Joins:
         while True:
             request = JoinRequest(self._keys)
             invitation = request.wait_for_invitation(deadline)
-            ctx, scopes = self._other_world(invitation.rank, invitation, self._world.ctx.options)
+            options = self._world.ctx.options
+            world, scopes = self._other_world(invitation.rank, invitation, options)
             try:
-                connected = connect_to_join(ctx, scopes.open, model, optimizer, buffers, attributes)
-                first = self._wait_for_outcome(request, scopes.open(), optimizer, connected, ctx)
+                connected = connect_to_join(world, model, optimizer, buffers, attributes)
+                try:
+                    first = self._first_step_state(world, optimizer, connected)
+                    request.wait_for_outcome(SuspendAwareDeadline(_CONNECT_S), connected.look)
+                except BaseException as error:
+                    connected.abort(str(error))
+                    raise
                 break
             except (RanksDifferError, StoreLostError, UsageError):
                 raise
@@ -174,10 +180,10 @@ class Joins:
                 if deadline.is_over():
                     raise
                 log.warning("this rank asks to join again: %s", error)
-        change = self._move(ctx, scopes, invitation)
+        change = self._move(world, scopes, invitation)
         prepared = PreparedModel(
-            ctx,
-            scopes.open,
+            world.ctx,
+            world.meet,
             model,
             optimizer,
             defer,
@@ -187,40 +193,18 @@ class Joins:
             steps_before=invitation.step,
         )
         self._prepared.append(prepared)
-        ctx.membership.forget_request(request.number)
-        ctx.membership.tell(change)
+        membership = world.ctx.membership
+        membership.forget_request(request.number)
+        membership.tell(change)
         first.take()
         return prepared
-
-    def _wait_for_outcome(
-        self,
-        request: JoinRequest,
-        scope: RendezvousScope,
-        optimizer: Optimizer,
-        connected: Connected,
-        ctx: SessionContext,
-    ) -> FirstStepState:
-        """Wait until the members have agreed that this rank has joined.
-
-        Raises:
-            GradlaneError: they have agreed that it has not, or were lost.
-        """
-        try:
-            first = self._first_step_state(scope, optimizer, connected, ctx)
-            request.wait_for_outcome(
-                SuspendAwareDeadline(_CONNECT_S), lambda: _look(ctx, connected)
-            )
-        except BaseException as error:
-            _abort(ctx, connected, str(error))
-            raise
-        return first
 
     # ---- both
 
     def _other_world(
         self, rank: int, invitation: Invitation, options: Options
-    ) -> tuple[SessionContext, SessionScopes]:
-        """Return the context of this rank in a new world, and the places where that agrees.
+    ) -> tuple[JoinedWorld, SessionScopes]:
+        """Return a new world, as this rank sees it, and the places where its ranks agree.
 
         Raises:
             ValueError: the session's options do not go with so many ranks.
@@ -229,44 +213,27 @@ class Joins:
         limit_s = min(options.network.connect_timeout_s, _CONNECT_S)
         network = replace(options.network, connect_timeout_s=limit_s)
         place = RankInfo(rank, invitation.world_size, invitation.job, restart=0)
-        options = replace(options, network=network)
-        ctx = replace(self._world.ctx, rank_info=place, options=options)
-        store = self._store.as_rank(rank)
-        return ctx, SessionScopes(store, place, limit_s, ctx.deadlocks, self._look)
+        ctx = replace(self._world.ctx, rank_info=place, options=replace(options, network=network))
+        scopes = SessionScopes(self._store.as_rank(rank), place, limit_s, ctx.deadlocks, self._look)
+        return JoinedWorld(ctx, scopes.open, self._store, invitation.generation), scopes
 
     def _first_step_state(
-        self,
-        scope: RendezvousScope,
-        optimizer: Optimizer,
-        connected: Connected,
-        ctx: SessionContext,
+        self, world: JoinedWorld, optimizer: Optimizer, connected: Connected
     ) -> FirstStepState:
-        scope.mark_connected(ctx.options.network.progress_timeout_s, lambda: _look(ctx, connected))
+        scope = world.meet()
+        scope.mark_connected(world.ctx.options.network.progress_timeout_s, connected.look)
         return FirstStepState(scope, optimizer, self.shared)
 
     def _move(
-        self, ctx: SessionContext, scopes: SessionScopes, invitation: Invitation
+        self, world: JoinedWorld, scopes: SessionScopes, invitation: Invitation
     ) -> MembershipChange:
         """Move to a new world, whose members are told later."""
+        ctx = world.ctx
         self._world.move(replace(ctx, options=self._world.ctx.options), scopes)
-        joined = invitation.rank
         return ctx.membership.open_with(
             ctx.rank_info.rank,
             invitation.world_size,
             invitation.generation,
             invitation.step + 1,
-            f"rank {joined} has joined",
+            f"rank {invitation.rank} has joined",
         )
-
-
-def _look(ctx: SessionContext, connected: Connected) -> None:
-    """Raise if connections are lost."""
-    try:
-        connected.channel.is_ready(0, 0)
-    except ctx.core.ChannelError as error:
-        raise translate_error(ctx.core, error, "waiting for other ranks") from error
-
-
-def _abort(ctx: SessionContext, connected: Connected, reason: str) -> None:
-    with contextlib.suppress(ctx.core.ChannelError):
-        connected.abort(reason)
