@@ -93,7 +93,7 @@ class Run:
                 elif one_by_one:
                     self._wait_until_joined(label)
             for label in (*labels, *later):
-                if label not in fatal:
+                if label not in self.codes:
                     self._wait(label)
         finally:
             for pid in self._pids.values():
@@ -101,9 +101,8 @@ class Run:
                     os.kill(pid, signal.SIGKILL)
         self.errors = {label: (folder / f"errors-{label}").read_text() for label in self._pids}
         self.survivors = [label for label in self._pids if label not in fatal]
-        assert [self.codes[label] for label in self.survivors] == [0] * len(self.survivors), (
-            self.errors
-        )
+        expected = {label: -signal.SIGKILL if label in fatal else 0 for label in self._pids}
+        assert self.codes == expected, self.errors
         self.results: dict[str, dict[str, Any]] = {
             label: json.loads((folder / f"{label}.json").read_text()) for label in self.survivors
         }
@@ -197,7 +196,7 @@ def test_two_ranks_join_at_once(tmp_path: Path, programs: ForkedPrograms) -> Non
     [
         f"{JOINING}:JoinRequest.wait_for_invitation",
         f"{JOINING}:connect_to_join",
-        "gradlane.training.model.joining:broadcast_state",
+        "gradlane.training.model.joining:broadcast_from_host",
         f"{JOINING}:JoinRequest.wait_for_outcome",
         f"{JOINING}:Joins._move",
         f"{JOINING}:FirstStepState.take",
@@ -220,7 +219,7 @@ def test_a_rank_is_killed_while_it_joins_and_another_joins(
     [
         f"{JOINING}:Joins._answer",
         "gradlane.training.model.prepared:connect_to_join",
-        "gradlane.training.model.joining:broadcast_state",
+        "gradlane.training.model.joining:broadcast_from_host",
         "gradlane.training.rendezvous.join_requests:JoinRequests.settle",
         f"{JOINING}:Joins._move",
         "gradlane.training.model.prepared:PreparedModel.moved_to",

@@ -1,14 +1,14 @@
 """Connect a model in a world that a rank joins: everyone gets rank 0's values and optimizer state.
 
-The program of a rank that joins begins its loop with the next step. What the others' programs still
-do at the end of theirs, such as a step of their schedulers, is handed over once rank 0 has come to
+The program of a rank that joins begins its loop with the next step. What the others' programs do at
+the end of theirs, such as a step of their schedulers, is handed over once one of them has come to
 that next step.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -36,6 +36,7 @@ from gradlane.training.model.connecting import Connected, connect
 from gradlane.training.model.verification import ModelSpec
 from gradlane.training.options.going_on import GoingOn
 from gradlane.training.rendezvous.bounded_store import BoundedStore
+from gradlane.training.rendezvous.connecting import to_world_ranks
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.tensor_table import TensorEntry
@@ -64,13 +65,11 @@ class JoinedWorld:
         ctx: the session's, for this world.
         meet: opens a scope where all its ranks agree.
         store: the rendezvous store.
-        generation: number of its first membership.
     """
 
     ctx: SessionContext
     meet: Callable[[], RendezvousScope]
     store: BoundedStore
-    generation: int
 
     @property
     def joins(self) -> bool:
@@ -92,9 +91,18 @@ class JoinedWorld:
             0,
             ctx.options.network.connect_timeout_s,
             connected.meeting.incarnation,
-            connected.look,
+            lambda: self.look(connected),
         )
         return ctx, scope
+
+    def look(self, connected: Connected) -> None:
+        """Raise if a rank of this world was lost before it is in force.
+
+        Raises:
+            GradlaneError: one was.
+        """
+        connected.look()
+        self.ctx.membership.check_unchanged(self.ctx.rank_info.job)
 
 
 def connect_to_join(
@@ -121,10 +129,9 @@ def connect_to_join(
     """
     ctx = world.ctx
     connected = connect(ctx, world.meet(), model, optimizer, buffers, checked, spreads=False)
-    ctx.membership.follow(ctx.core, connected.channel, connected.meeting, world.generation)
+    ctx.membership.follow(ctx.core, connected.channel, connected.meeting)
     try:
-        with _translating(ctx):
-            _hand_over(world, connected, optimizer, attributes)
+        _hand_over(world, connected, optimizer, attributes)
         if connected.layout.buffers is not None:
             connected.layout.buffers.start()
     except BaseException as error:
@@ -152,6 +159,10 @@ def _hand_over(
         channel = open_channel(ctx, scope, rows, None, update="worker")
         try:
             broadcast_from_host(channel, shares[donor], first=not world.joins)
+        except ctx.core.ChannelError as error:
+            text, lost = to_world_ranks(error, [donor, world.ctx.rank_info.world_size - 1])
+            named = type(error)(text, *error.args[1:2], lost)
+            raise translate_error(ctx.core, named, "handing over the state") from error
         finally:
             with contextlib.suppress(ctx.core.ChannelError):
                 channel.finish(_GOODBYE_S)
@@ -184,16 +195,8 @@ def _shared_out(
     return shares
 
 
-@contextlib.contextmanager
-def _translating(ctx: SessionContext) -> Iterator[None]:
-    try:
-        yield
-    except ctx.core.ChannelError as error:
-        raise translate_error(ctx.core, error, "handing over the state") from error
-
-
 class FirstStepState:
-    """Hyper-parameters and shared objects as they are when rank 0 begins its next step."""
+    """Hyper-parameters and shared objects as they are when the members begin their next step."""
 
     def __init__(
         self,
@@ -204,18 +207,20 @@ class FirstStepState:
         """Hand nothing over yet.
 
         Args:
-            scope: of all ranks, for this alone.
+            scope: of all ranks, for this alone; the last one joins.
             optimizer: of the model.
             shared: objects that each rank has, by name.
         """
         self._scope = scope
         self._optimizer = optimizer
         self._shared = shared
-        self._is_told = scope.rank_info.rank > 0
+        self._members = range(scope.rank_info.world_size - 1)
+        self._is_told = False
 
     def tell(self) -> None:
-        """Hand over what rank 0 has now; once, and on rank 0 alone."""
-        if self._is_told:
+        """Hand over what this member has now, which all have alike; once."""
+        rank = self._scope.rank_info.rank
+        if self._is_told or rank not in self._members:
             return
         self._is_told = True
         try:
@@ -224,28 +229,29 @@ class FirstStepState:
         except UnstorableError as error:
             told = pack({"refused": f"in its optimizer or a shared object, {error}"})
         try:
-            self._scope.put(_KEY, told)
+            self._scope.put(f"{_KEY}/{rank}", told)
         except GradlaneError as error:
             log.warning("the rank that joins does not get what it begins with: %s", error)
 
     def take(self) -> None:
-        """Wait until rank 0 has handed it over, and take it over.
+        """Wait until a member has handed it over, and take it over.
 
         Raises:
             UsageError: it cannot be taken over.
-            GradlaneError: rank 0 does not hand it over in time, or the session has failed.
+            GradlaneError: nobody hands it over in time, or the session has failed.
         """
-        told = self._scope.get(_KEY, 0)
+        # Whichever is first: a member may be lost meanwhile.
+        told = self._scope.get_first({rank: f"{_KEY}/{rank}" for rank in self._members})
         own = self._scope.rank_info.rank
         try:
             state = unpack(told, torch.device("cpu"))
             if "refused" in state:
                 raise UsageError(
-                    f"rank 0 cannot hand over what rank {own} begins with: {state['refused']}"
+                    f"the others cannot hand over what rank {own} begins with: {state['refused']}"
                 )
             if set(state["shared"]) != set(self._shared):
                 raise UsageError(
-                    f"rank 0 shares {sorted(state['shared'])} and rank {own}, which joins, "
+                    f"the others share {sorted(state['shared'])} and rank {own}, which joins, "
                     f"{sorted(self._shared)}: call session.share_state() alike on all ranks, "
                     "before prepare()"
                 )
@@ -254,6 +260,6 @@ class FirstStepState:
                 one.load_state_dict(state["shared"][name])
         except (FormatError, KeyError, TypeError, ValueError) as error:
             raise UsageError(
-                f"rank {own} cannot take over what rank 0 begins the next step with: {error!r}; do "
-                "all ranks have the same program and version of gradlane?"
+                f"rank {own} cannot take over what the others begin the next step with: {error!r}; "
+                "do all ranks have the same program and version of gradlane?"
             ) from error

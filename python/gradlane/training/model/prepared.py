@@ -132,8 +132,7 @@ class PreparedModel:
         if connected is None:
             connected = connect(ctx, meet(), model, optimizer, buffers)
             if ctx.options.going_on.on and ctx.rank_info.world_size > 1:
-                members = ctx.membership
-                members.follow(ctx.core, connected.channel, connected.meeting, members.generation)
+                ctx.membership.follow(ctx.core, connected.channel, connected.meeting)
         self._connected = connected
         meeting = self._meeting = connected.meeting
         self.channel, self.codecs = connected.channel, connected.codecs

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradlane.errors import RendezvousError
+from gradlane.errors import RendezvousError, SessionFailedError
 from gradlane.training.core import Channel, CoreModule
 from gradlane.training.log import log
 from gradlane.training.rendezvous.environment import RankInfo
@@ -118,8 +118,10 @@ class Membership:
         """Number of the last request that was answered."""
         self.training_step_of: Callable[[int], int] = lambda step: step
         """Turns a step of the channel in force into one of training."""
-        self._early: list[tuple[int, int, tuple[int, ...], int, str]] = []
-        """Changes on connections that are not in force yet, with the generation of these."""
+        self._world = rank_info.job
+        """Name of the world whose connections are in force."""
+        self._early: list[tuple[str, int, tuple[int, ...], int, str]] = []
+        """Changes in worlds that are not in force yet, with their names."""
         self._lock = threading.Lock()
         self._opened_with = 0
         """Generation of the members that the connections were opened with."""
@@ -156,7 +158,6 @@ class Membership:
         core: CoreModule,
         channel: Channel,
         scope: RendezvousScope,
-        opened_with: int,
     ) -> None:
         """Learn of changes on a channel from now on, in a thread that ends with it.
 
@@ -164,9 +165,8 @@ class Membership:
             core: where the channel's errors come from.
             channel: tells the changes.
             scope: of the channel; a world that breaks in halves decides in its store.
-            opened_with: generation of the members that the channel connects; its changes count
-                once these are in force.
         """
+        world = scope.rank_info.job
 
         def run() -> None:
             try:
@@ -175,7 +175,7 @@ class Membership:
                         if kind == "claim":
                             channel.answer_claim(generation, self._claim(scope, generation, text))
                         else:
-                            self._hear(opened_with, generation, tuple(members), step, text)
+                            self._hear(world, generation, tuple(members), step, text)
             except core.ChannelError:
                 return  # The session is over; its waits raise the reason.
 
@@ -193,14 +193,28 @@ class Membership:
             return None
 
     def _hear(
-        self, opened_with: int, change: int, members: tuple[int, ...], step: int, reason: str
+        self, world: str, change: int, members: tuple[int, ...], step: int, reason: str
     ) -> None:
-        """Note the n-th change on some connections, once these are in force."""
+        """Note the n-th change of the members of a world, once that is in force."""
         with self._lock:
-            if opened_with != self._opened_with:
-                self._early.append((opened_with, change, members, step, reason))
+            if world != self._world:
+                self._early.append((world, change, members, step, reason))
                 return
-        self.note(opened_with + change, members, step, reason)
+        self.note(self._opened_with + change, members, step, reason)
+
+    def check_unchanged(self, world: str) -> None:
+        """Check that no rank was lost of a world that is not in force yet.
+
+        Args:
+            world: its name.
+
+        Raises:
+            SessionFailedError: one was.
+        """
+        with self._lock:
+            for one, _, _, _, reason in self._early:
+                if one == world:
+                    raise SessionFailedError(f"while a rank joined, {reason}", None)
 
     def note(self, generation: int, members: tuple[int, ...], step: int, reason: str) -> None:
         """Note members that the core has agreed on, and say so.
@@ -272,13 +286,12 @@ class Membership:
         return self._answered
 
     def open_with(
-        self, rank: int, world_size: int, generation: int, step: int, reason: str
+        self, rank_info: RankInfo, generation: int, step: int, reason: str
     ) -> MembershipChange:
         """Put the members of a new world into force, of which the last one has joined.
 
         Args:
-            rank: this rank there.
-            world_size: number of its ranks.
+            rank_info: this rank there.
             generation: number of the membership.
             step: the first training step of all of them.
             reason: which rank has joined.
@@ -286,15 +299,17 @@ class Membership:
         Returns:
             The change, of which the listeners are not told yet.
         """
+        rank, world_size = rank_info.rank, rank_info.world_size
         with self._lock:
+            self._world = rank_info.job
             self._own, self.members, self._known = rank, tuple(range(world_size)), {}
             self.generation = self.known_generation = self._opened_with = generation
             early, self._early = self._early, []
         self.joined += (JoinedRank(world_size - 1, step),)
         self._say(f"{reason}: {world_size} ranks train from step {step} on", logging.INFO)
         self.training_step_of = lambda channel_step: step - 1 + channel_step
-        for opened_with, number, members, channel_step, why in early:
-            if opened_with == generation:
+        for world, number, members, channel_step, why in early:
+            if world == rank_info.job:
                 self.note(generation + number, members, channel_step, why)
         return MembershipChange(
             generation=generation,

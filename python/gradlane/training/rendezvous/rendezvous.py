@@ -330,6 +330,33 @@ class RendezvousScope:
         deadline = SuspendAwareDeadline(self._timeout_s + extra_s)
         return [self._get(key, rank, deadline) for rank, key in keys.items()]
 
+    def get_first(self, keys: Mapping[int, str]) -> bytes:
+        """Wait until any of some ranks, which are connected, has written its key; its value.
+
+        Args:
+            keys: by rank.
+
+        Raises:
+            RendezvousError: the store is gone or does not answer.
+            ProgressTimeoutError: no rank has written one in time.
+            SessionFailedError: the session has failed meanwhile.
+        """
+        deadline = SuspendAwareDeadline(self._timeout_s)
+        writers: dict[str, int | None] = {key: rank for rank, key in keys.items()}
+        pause_s = 0.001
+        while True:
+            found = self._store.read_first(writers, on_poll=self.on_poll)
+            if found is not None:
+                return found[1]
+            if self.on_poll is not None:
+                self.on_poll()
+            if deadline.is_over(pause_s):
+                raise self._timeout_error(
+                    *min((key, rank) for rank, key in keys.items()), deadline.limit_s
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
+
     def _get(self, key: str, rank: int, deadline: SuspendAwareDeadline) -> bytes:
         # Polling lets Ctrl-C through, which a wait inside the store does not.
         pause_s = 0.001

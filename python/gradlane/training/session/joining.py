@@ -215,7 +215,7 @@ class Joins:
         place = RankInfo(rank, invitation.world_size, invitation.job, restart=0)
         ctx = replace(self._world.ctx, rank_info=place, options=replace(options, network=network))
         scopes = SessionScopes(self._store.as_rank(rank), place, limit_s, ctx.deadlocks, self._look)
-        return JoinedWorld(ctx, scopes.open, self._store, invitation.generation), scopes
+        return JoinedWorld(ctx, scopes.open, self._store), scopes
 
     def _first_step_state(
         self, world: JoinedWorld, optimizer: Optimizer, connected: Connected
@@ -231,8 +231,7 @@ class Joins:
         ctx = world.ctx
         self._world.move(replace(ctx, options=self._world.ctx.options), scopes)
         return ctx.membership.open_with(
-            ctx.rank_info.rank,
-            invitation.world_size,
+            ctx.rank_info,
             invitation.generation,
             invitation.step + 1,
             f"rank {invitation.rank} has joined",

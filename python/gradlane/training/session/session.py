@@ -185,7 +185,7 @@ class Session:
 
             session.share_state(scheduler=scheduler, scaler=scaler)     # before prepare()
 
-        Their `state_dict()` is handed over as rank 0 begins its next step.
+        Their `state_dict()` is handed over as the others begin their next step.
 
         Args:
             objects: with `state_dict` and `load_state_dict`, by name; the same names on all ranks.
