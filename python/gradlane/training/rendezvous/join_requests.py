@@ -184,6 +184,16 @@ class JoinRequest:
                 )
             time.sleep(_POLL_S)
 
+    def look(self) -> None:
+        """Raise if the members have agreed that this rank does not join.
+
+        Raises:
+            RendezvousError: they have.
+        """
+        outcome = self._store.read(f"outcome/{self.number}", None)
+        if outcome is not None and outcome.decode() != JOINED:
+            raise RendezvousError(f"this rank did not join: {outcome.decode()}")
+
     def wait_for_outcome(self, deadline: SuspendAwareDeadline, look: Callable[[], object]) -> None:
         """Wait until the members have agreed that this rank has joined.
 
@@ -195,11 +205,9 @@ class JoinRequest:
             RendezvousError: they have agreed that it has not, or not in time.
         """
         while True:
-            outcome = self._store.read(f"outcome/{self.number}", None, limit_s=deadline.remaining_s)
-            if outcome is not None and outcome.decode() == JOINED:
+            self.look()
+            if self._store.read(f"outcome/{self.number}", None) is not None:
                 return
-            if outcome is not None:
-                raise RendezvousError(f"this rank did not join: {outcome.decode()}")
             look()
             if deadline.is_over(_POLL_S):
                 raise RendezvousError(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import nn
 from torch.optim import Optimizer
 
-from gradlane.errors import GradlaneError, RanksDifferError, UsageError
+from gradlane.errors import GradlaneError, RanksDifferError, SessionFailedError, UsageError
 from gradlane.training.log import log
 from gradlane.training.model.broadcast_state import attributes_of
 from gradlane.training.model.connecting import Connected
@@ -40,7 +40,7 @@ from gradlane.training.rendezvous.membership import MembershipChange
 from gradlane.training.session.scopes import SessionScopes
 from gradlane.training.session.world import World
 
-_CONNECT_S = 30.0
+_CONNECT_S = 15.0
 """Longest wait for ranks to connect in a new world, while the members train nothing."""
 _GOODBYE_S = 10.0
 
@@ -111,7 +111,9 @@ class Joins:
         connected: Connected | None = None
         failure = "a member could not connect, or was lost meanwhile"
         try:
-            world, scopes = self._other_world(membership.rank, invitation, prepared.options)
+            world, scopes = self._other_world(
+                membership.rank, invitation, prepared.options, self._look_for_losses
+            )
             if membership.leads:
                 self._requests.invite(number, invitation)
             connected = prepared.connect_beside(world)
@@ -141,6 +143,12 @@ class Joins:
         membership.tell(change)
         self._first = first
 
+    def _look_for_losses(self) -> None:
+        """Raise when a member was lost since a rank was let in."""
+        self._look()
+        if self._world.ctx.membership.is_pending:
+            raise SessionFailedError("a member was lost while a rank joined", None)
+
     # ---- the rank that joins
 
     def join(
@@ -164,7 +172,7 @@ class Joins:
             request = JoinRequest(self._keys)
             invitation = request.wait_for_invitation(deadline)
             options = self._world.ctx.options
-            world, scopes = self._other_world(invitation.rank, invitation, options)
+            world, scopes = self._other_world(invitation.rank, invitation, options, request.look)
             try:
                 connected = connect_to_join(world, model, optimizer, buffers, attributes)
                 try:
@@ -202,7 +210,11 @@ class Joins:
     # ---- both
 
     def _other_world(
-        self, rank: int, invitation: Invitation, options: Options
+        self,
+        rank: int,
+        invitation: Invitation,
+        options: Options,
+        look: Callable[[], object],
     ) -> tuple[JoinedWorld, SessionScopes]:
         """Return a new world, as this rank sees it, and the places where its ranks agree.
 
@@ -214,7 +226,7 @@ class Joins:
         network = replace(options.network, connect_timeout_s=limit_s)
         place = RankInfo(rank, invitation.world_size, invitation.job, restart=0)
         ctx = replace(self._world.ctx, rank_info=place, options=replace(options, network=network))
-        scopes = SessionScopes(self._store.as_rank(rank), place, limit_s, ctx.deadlocks, self._look)
+        scopes = SessionScopes(self._store.as_rank(rank), place, limit_s, ctx.deadlocks, look)
         return JoinedWorld(ctx, scopes.open, self._store), scopes
 
     def _first_step_state(

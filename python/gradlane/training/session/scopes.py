@@ -62,7 +62,7 @@ class SessionScopes:
         """Open the next scope."""
         place = self._place
         key = (place.job, place.restart, place.rank)
-        start = incarnation_of(self._store, place, self._timeout_s)
+        start = incarnation_of(self._store, place, self._timeout_s, self._look)
         if not self._opened:
             self._deadlocks.use_incarnation(start.name)
         number = _channels.get(key, 0)
