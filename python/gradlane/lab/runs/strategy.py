@@ -207,9 +207,9 @@ def parse_strategy(text: str) -> Strategy:
     Raises:
         ValueError: there is none, or its bucket size is no positive number.
     """
-    whole, slash, stragglers = text.strip().partition("/")
-    if slash and stragglers:
-        return parse_strategy(whole).with_stragglers(stragglers)
+    whole, slash, rule = text.strip().rpartition("/")
+    if slash and rule:
+        return parse_strategy(whole).with_stragglers(rule)
     plain, plus, hook = (part.strip() for part in text.strip().partition("+"))
     name, colon, argument = plain.partition(":")
     if plus and (name != "ddp-gloo" or not hook):
