@@ -20,7 +20,7 @@ $(shell printf 'PYTHON ?= %s\nCONSTRAINTS ?= %s\n' '$(PYTHON)' '$(CONSTRAINTS)' 
 	cmp -s $(CHOICE).new $(CHOICE) && rm $(CHOICE).new || mv $(CHOICE).new $(CHOICE))
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml
 
-.PHONY: demo test test-rust test-python test-neon faults swarm fuzz lint bench docs format wheels clean build
+.PHONY: demo test test-rust test-python test-neon faults swarm fuzz adversary lint bench docs format wheels clean build
 
 demo: build
 	$(BIN)/gradlane demo
@@ -66,10 +66,17 @@ bench: .cache/tools
 	cargo bench -p gradlane-codec --bench kernels -- --json $(CURDIR)/bench.json
 	cargo bench -p gradlane-seal --bench sealing -- --json $(CURDIR)/bench-seal.json
 
-# An hour a target, or FUZZ_S seconds; CI takes a minute each.
+# All targets side by side for an hour, or FUZZ_S seconds. CI does not run it (docs/decisions/0064-fuzzing-beside-ci.md).
 FUZZ_S ?= 3600
 fuzz: .cache/tools
 	bash scripts/fuzz $(FUZZ_S)
+
+# Sealed connections with somebody on the path: as many cases of frames of every kind, of ranks in memory and of
+# ranks over sockets. CI takes some hundreds of each.
+ADVERSARY_CASES ?= 10000
+adversary: .cache/tools
+	GRADLANE_ADVERSARY_CASES=$(ADVERSARY_CASES) cargo test -p gradlane-net --lib --test sealing -- --nocapture \
+		no_changed_frame_of_any_kind somebody_on_the_path
 
 # The site, into `site`, which opens without a network. A warning of MkDocs is an error, and tests look
 # for what would come from other hosts.

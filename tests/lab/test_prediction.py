@@ -136,22 +136,39 @@ def test_the_fit_finds_the_spread_that_made_the_rows() -> None:
         fit_spread([], MachineCosts())
 
 
+def measured(row: Row) -> Row:
+    return replace(
+        row,
+        dilation=6.7,
+        warmup=2,
+        steps=2,
+        machine={"processors": 2},
+        versions={"kernel": "6", "torch": "2"},
+        cpu_share=0.2,
+        goodput_bps=3.8e9,
+    )
+
+
 def test_a_page_names_errors_baselines_and_what_is_missing() -> None:
     rows = [
-        replace(
-            row(strategy=name, slice_elems=elems, dilation=6.7, warmup=2, steps=2),
-            machine={"processors": 2},
-            versions={"kernel": "6", "torch": "2"},
-            cpu_share=0.2,
-            goodput_bps=3.8e9,
-        )
+        measured(row(strategy=name, slice_elems=elems))
         for name, elems in (("p3", 50_000), ("ddp-gloo:4", None), ("ddp-gloo:25", None))
     ]
     rows[-1] = replace(rows[-1], step_s_median=0.9 * rows[-1].step_s_median)
     page = page_of([predict(row())], rows)
     assert "| resnet50 (fitted) | 1 |" in page
-    assert "- resnet50 at 4 Gbit/s: none, slicing, kvstore, wfbp" in page
+    assert "- resnet50 at 4 Gbit/s: none, slicing, kvstore, wfbp, p3/sealed" in page
     assert "- vgg19 at 5 Gbit/s: all" in page
     assert "DDP over p3" in page
     beside = page.split("## Beside them")[1]
     assert beside.count("resnet50") == 1 and "| 25 MB |" in beside
+
+
+def test_a_sealed_run_is_predicted_as_one() -> None:
+    plain, sealed = row(), row(strategy="p3/sealed")
+    assert can_predict(sealed)
+    # Tags travel, and bytes take the processor longer.
+    assert predict(sealed).predicted_step_s > predict(plain).predicted_step_s
+    page = page_of([predict(it) for it in (plain, sealed)], [measured(plain), measured(sealed)])
+    assert "| all that is sealed | 1 |" in page
+    assert in_grid_order([sealed, plain]) == [plain, sealed]

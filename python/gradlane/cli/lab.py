@@ -57,7 +57,8 @@ def lab_run(
             help="Comma-separated: none, ddp-gloo[:BUCKET_MB], ddp-gloo+CODEC, ddp-gloo+fp16, "
             "ddp-gloo+powersgd, ddp-gather[:BUCKET_MB], p3, "
             "slicing, wfbp, kvstore, deferred-pull, ring, asgd, poseidon, sfb, adam, "
-            "auto[:any-rounding], hierarchical[-shared][:collective]."
+            "auto[:any-rounding], hierarchical[-shared][:collective]; p3/sealed: with sealed "
+            "connections."
         ),
     ] = "none,ddp-gloo:25,p3",
     workers: Annotated[int, typer.Option(help="Ranks.")] = 4,

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from gradlane.lab.calibration.prediction import can_predict
+from gradlane.lab.runs.messages import TrialRequest
 from gradlane.lab.runs.options import LabOptions
 from gradlane.lab.runs.rows import Row
 from gradlane.lab.runs.strategy import parse_strategies, parse_strategy
@@ -32,3 +33,15 @@ def test_auto_is_a_strategy_that_learns_first() -> None:
     assert not can_predict(row)
     assert can_predict(replace(row, strategy="p3"))
     assert can_predict(replace(row, strategy="poseidon"))
+
+
+def test_a_sealed_strategy_has_a_secret() -> None:
+    sealed = parse_strategy("slicing/sealed")
+    assert (sealed.text, sealed.setting, sealed.sealed) == ("slicing/sealed", "slicing", True)
+    assert sealed.sums_in_rank_order
+    asked = TrialRequest("a", "resnet50", sealed.text, ["10.0.0.1"], 1, 1, 1, None, 0, 1.0)
+    assert asked.secret is not None and replace(asked, strategy="slicing").secret is None
+    both = parse_strategy("p3/sealed/drop")
+    assert (both.sealed, both.stragglers, both.text) == (True, "drop", "p3/sealed/drop")
+    with pytest.raises(ValueError, match="only gradlane's strategies are sealed"):
+        parse_strategy("ddp-gloo:25/sealed")

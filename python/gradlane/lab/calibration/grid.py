@@ -11,24 +11,25 @@ from dataclasses import replace
 
 from gradlane.lab.runs.cells import Cell, usual_dilation
 from gradlane.lab.runs.rows import CEILING, Row
-from gradlane.lab.runs.strategy import POSEIDON, parse_strategies
+from gradlane.lab.runs.strategy import POSEIDON, SEALED, parse_strategies
 from gradlane.training.options.options import STRATEGIES as ENGINE_STRATEGIES
 
 STRATEGIES = ("p3", "slicing", "kvstore", "wfbp")
+SEALED_STRATEGY = f"p3/{SEALED}"
 BASELINE = "ddp-gloo:4"
 """The full bandwidth preset measures other bucket sizes, too."""
 GBIT = 1_000_000_000
 
 
-def _cells(workload: str, rates_gbps: Sequence[float]) -> list[Cell]:
-    strategies = (CEILING, *STRATEGIES, BASELINE)
+def _cells(workload: str, rates_gbps: Sequence[float], *, sealed: bool = False) -> list[Cell]:
+    strategies = (CEILING, *STRATEGIES, *([SEALED_STRATEGY] if sealed else []), BASELINE)
     rates_bps = [round(rate * GBIT) for rate in rates_gbps]
     return [Cell(workload, rate, strategies, usual_dilation(workload, rate)) for rate in rates_bps]
 
 
 CELLS: tuple[Cell, ...] = (
-    *_cells("resnet50", (1.5, 3, 4, 6, 10)),
-    *_cells("inception_v3", (1.5, 2.5, 3.2, 5, 8)),
+    *_cells("resnet50", (1.5, 3, 4, 6, 10), sealed=True),
+    *_cells("inception_v3", (1.5, 2.5, 3.2, 5, 8), sealed=True),
     *_cells("sockeye", (2, 3, 4, 6, 8)),
     *_cells("vgg19", (5, 7.5, 10, 15, 30)),
 )
@@ -61,7 +62,7 @@ def in_grid_order(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of the engine's strategies sorted by workload, rate and strategy."""
     workloads = list(dict.fromkeys(cell.workload for cell in CELLS))
     others = (name for name in (*ENGINE_STRATEGIES, POSEIDON) if name not in STRATEGIES)
-    order = (*STRATEGIES, *others)
+    order = (*STRATEGIES, SEALED_STRATEGY, *others)
     return sorted(
         (row for row in rows if row.workload in workloads and row.strategy in order),
         key=lambda row: (workloads.index(row.workload), row.rate_bps, order.index(row.strategy)),

@@ -168,6 +168,7 @@ def reports_of(
         serving=row.serving,
         ranks_per_node=row.ranks_per_node,
         local=strategy.local,
+        seal=strategy.sealed,
         slice_elems=row.slice_elems,
         steps=steps,
         port_burst_bytes=PortShape(round(rate_bps)).burst_bytes,

@@ -79,7 +79,9 @@ def predict_grid(
     costs = MachineCosts() if costs_path is None else read_costs(costs_path)
     content: dict[str, Any] = {}
     if fit:
-        training = [row for row in chosen if row.workload == FITTED_WORKLOAD]
+        training = [
+            row for row in chosen if row.workload == FITTED_WORKLOAD and not _is_sealed(row)
+        ]
         spread, error = fit_spread(training, costs, lambda text: console.print(text, style="dim"))
         console.print(
             f"{FITTED_CONSTANT} {spread:.3f} fits {len(training)} rows of {FITTED_WORKLOAD} best: "
@@ -154,6 +156,10 @@ def fit_spread(
     return best, errors[best]
 
 
+def _is_sealed(run: Row | Prediction) -> bool:
+    return parse_strategy(run.strategy).sealed
+
+
 def _by_workload(predictions: Sequence[Prediction]) -> list[tuple[str, list[Prediction]]]:
     names = list(dict.fromkeys(it.workload for it in predictions))
     return [(name, [it for it in predictions if it.workload == name]) for name in names]
@@ -176,6 +182,7 @@ def verdict_of(predictions: Sequence[Prediction]) -> str:
     tested = [it for it in predictions if it.workload != FITTED_WORKLOAD]
     for name, group in [
         *((f"{name} (fitted)" if name == FITTED_WORKLOAD else name, it) for name, it in groups),
+        ("all that is sealed", [it for it in predictions if _is_sealed(it)]),
         ("all that nothing was fitted to", tested),
         ("all", list(predictions)),
     ]:
@@ -209,7 +216,7 @@ def page_of(predictions: Sequence[Prediction], rows: Sequence[Row], no_evidence:
         f"{summary['median_error'] * 100:.1f} %, worst {summary['worst_error'] * 100:.1f} % "
         f"(wanted: {MEDIAN_ERROR_TARGET * 100:g} % and {WORST_ERROR_TARGET * 100:g} %).\n",
         verdict_of(predictions) + "\n",
-        f"One constant, `{FITTED_CONSTANT}`, is fitted, on the rows of {FITTED_WORKLOAD} alone "
+        f"One constant, `{FITTED_CONSTANT}`, is fitted, on the unsealed rows of {FITTED_WORKLOAD} "
         "(`--fit` repeats it). How long\nconnections stay unequal was chosen with one row of vgg19 "
         "in sight (docs/simulator.md). All others are measured by themselves\n"
         "(`gradlane lab calibrate`, "
@@ -288,7 +295,8 @@ def is_beside(one: Row, row: Row, strategy: Strategy) -> bool:
     same_bits = fixed.sums_in_rank_order and not fixed.sends_factors
     comparable = same_bits or strategy.any_rounding
     is_fixed = fixed.family == "gradlane" and not fixed.is_planned and not fixed.is_asynchronous
-    return is_fixed and comparable and one.cluster == row.cluster
+    is_alike = fixed.sealed == strategy.sealed
+    return is_fixed and is_alike and comparable and one.cluster == row.cluster
 
 
 def _chosen(plan: Mapping[str, Any]) -> str:

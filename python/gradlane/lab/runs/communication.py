@@ -190,7 +190,7 @@ class Gradlane:
             rendezvous=gradlane.Rendezvous(
                 prefixed(request, store), rank, request.world_size + request.serving, request.job
             ),
-            network=gradlane.Network(advertise=request.address(rank)),
+            network=gradlane.Network(advertise=request.address(rank), secret=request.secret),
             monitoring=gradlane.Monitoring(trace=request.trace_path),
         )
 

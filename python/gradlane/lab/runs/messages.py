@@ -9,6 +9,9 @@ from gradlane.lab.runs.strategy import parse_strategy
 from gradlane.lab.runs.traffic import OwnerCounters
 from gradlane.planning.models.timings import TensorTiming
 
+_LAB_SECRET = "c0ffee00" * 4
+"""It protects nothing: the nodes of a lab are one user's, on one machine."""
+
 
 @dataclass(frozen=True)
 class TrialRequest:
@@ -64,6 +67,11 @@ class TrialRequest:
     def counted_steps(self) -> int:
         """Steps whose bytes are counted: all but those in which a plan is found."""
         return self.warmup + self.steps - parse_strategy(self.strategy).learning_steps
+
+    @property
+    def secret(self) -> str | None:
+        """The secret of the session's ranks, with which their connections are sealed; or None."""
+        return _LAB_SECRET if parse_strategy(self.strategy).sealed else None
 
     @property
     def world_size(self) -> int:

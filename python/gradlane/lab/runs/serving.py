@@ -29,7 +29,7 @@ def run_serving(request: TrialRequest, rank: int) -> OwnerCounters:
         rendezvous=gradlane.Rendezvous(
             prefixed(request, store), rank, request.world_size + request.serving, request.job
         ),
-        network=gradlane.Network(advertise=request.address(rank)),
+        network=gradlane.Network(advertise=request.address(rank), secret=request.secret),
         monitoring=gradlane.Monitoring(summary=False),
     )
     served = session.serve()

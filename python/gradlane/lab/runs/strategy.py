@@ -30,6 +30,9 @@ POSEIDON = "poseidon"
 GOING_ON = "going-on"
 """Behind `p3/`: training would go on without lost ranks."""
 
+SEALED = "sealed"
+"""Behind `p3/`: all that ranks send each other is encrypted and authenticated."""
+
 ANY_ROUNDING = "any-rounding"
 """Behind `auto:`: it may choose a ring or factors, whose results differ in the last bits."""
 
@@ -54,6 +57,8 @@ class Strategy:
             `p3/backup=1:carry`.
         going_on: whether training would go on without lost ranks, as in `gradlane.init`; written
             after the name, as in `p3/going-on`.
+        sealed: whether ranks have a secret, so that connections are sealed; written after the name,
+            as in `p3/sealed`.
         hook: what encodes DDP's gradients: `fp16` and `powersgd[:RANK]` of PyTorch's own, or a
             codec for `gradlane.ddp.ddp_hook`; empty where nothing does.
         local: what gradlane's ranks of one node do, as in `gradlane.init`.
@@ -73,13 +78,14 @@ class Strategy:
     stragglers: str = WAIT
     late: str = Stragglers.late
     going_on: bool = False
+    sealed: bool = False
 
     def with_stragglers(self, rule: str) -> Strategy:
         """Return the same strategy with a rule for ranks that are late.
 
         Args:
             rule: such as `wait`, `drop` or `backup=1:carry`; `going-on`: none may be late, but some
-                may be lost.
+                may be lost; `sealed`: none may be late, and connections are sealed.
 
         Raises:
             ValueError: the rule is unknown, or the strategy is none of gradlane's that has servers
@@ -88,6 +94,10 @@ class Strategy:
         if rule == GOING_ON:
             Options.of(strategy=self.setting, going_on=True)
             return replace(self, text=f"{self.text}/{rule}", going_on=True)
+        if rule == SEALED:
+            if self.family != "gradlane":
+                raise ValueError(f"{self.text}/{rule}: only gradlane's strategies are sealed")
+            return replace(self, text=f"{self.text}/{rule}", sealed=True)
         stragglers, colon, late = rule.partition(":")
         if not colon:
             late = Stragglers.late
@@ -197,9 +207,9 @@ def parse_strategy(text: str) -> Strategy:
     Raises:
         ValueError: there is none, or its bucket size is no positive number.
     """
-    whole, slash, stragglers = text.strip().partition("/")
-    if slash and stragglers:
-        return parse_strategy(whole).with_stragglers(stragglers)
+    whole, slash, rule = text.strip().rpartition("/")
+    if slash and rule:
+        return parse_strategy(whole).with_stragglers(rule)
     plain, plus, hook = (part.strip() for part in text.strip().partition("+"))
     name, colon, argument = plain.partition(":")
     if plus and (name != "ddp-gloo" or not hook):

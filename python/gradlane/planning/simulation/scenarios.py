@@ -84,6 +84,8 @@ class Cluster:
     clip: bool = False
     """True if gradients are clipped by the norm of all of them, as `session.clip_grad_norm_`
     does, or, of DDP, torch's own function."""
+    seal: bool = False
+    """True if connections are sealed, as with a secret: tags travel, and bytes are encrypted."""
     free_host: bool = False
     """True if the host takes no time for frames and reductions."""
     costs: MachineCosts = field(default_factory=MachineCosts)
@@ -253,6 +255,7 @@ def scenario_of(
         "steps": cluster.steps,
         "seed": cluster.seed,
         "clips": cluster.clip,
+        "seal": cluster.seal,
         "outputs": {"trace": trace, "trace_ranks": trace_ranks},
     }
     if cluster.free_host:
