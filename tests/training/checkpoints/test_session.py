@@ -268,6 +268,24 @@ def test_a_learning_rate_of_numpys_goes_on_with_the_same_bits(tmp_path: Path) ->
     assert [seen for _, seen in go_on(tmp_path, 4, look=look)] == [(float, 0.05)] * 2
 
 
+def test_groups_that_share_a_learning_rate_share_it_after_restoring(tmp_path: Path) -> None:
+    """As after `torch.save`, `torch.load` and `load_state_dict`: one `mul_` is of all groups."""
+
+    def change(model: Extra, optimizer: torch.optim.Optimizer) -> None:
+        rate = torch.tensor(0.05)
+        (group,) = optimizer.param_groups
+        optimizer.add_param_group({"params": [group["params"].pop()], "lr": rate, "foreach": False})
+        group.update(lr=rate, foreach=False)
+
+    def look(model: Extra, optimizer: Any) -> Any:
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+        return [float(group["lr"]) for group in optimizer.param_groups]
+
+    go_on(tmp_path, 3, change)
+    half = float(torch.tensor(0.05) * 0.5)
+    assert go_on(tmp_path, 4, change, look=look) == [(3, [half, half])] * 2
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "Decimal": (decimal.Decimal("0.1"), r" is a decimal\.Decimal,"),
     "IntEnum": (Color.RED, r" is a tests\.training\.checkpoints\.test_session\.Color,"),
