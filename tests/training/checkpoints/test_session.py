@@ -24,6 +24,7 @@ from gradlane.training.checkpoints.folder import newest
 from gradlane.training.checkpoints.shard import write_shard
 from gradlane.training.core import load_core
 from tests.built import needs_core
+from tests.forked_programs import ForkedPrograms
 from tests.training.checkpoints.kills import check_kills
 from tests.training.checkpoints.training import Model, batch_loss, train
 from tests.training.model.models import seeded
@@ -494,5 +495,7 @@ def test_a_start_that_was_replaced_says_so_and_its_checkpoints_do_not_count(tmp_
     assert found is not None and found.folder.name == "step-000000006-incarnation-2"
 
 
-def test_ranks_killed_at_random_moments_leave_the_last_checkpoint(tmp_path: Path) -> None:
-    check_kills(tmp_path, 3, {"update": "server"})
+def test_ranks_killed_at_random_moments_leave_the_last_checkpoint(
+    programs: ForkedPrograms, tmp_path: Path
+) -> None:
+    check_kills(programs, tmp_path / "checkpoints", 3, {"update": "server"})
