@@ -22,7 +22,8 @@ SOURCES = {
     "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     "OMP_NUM_THREADS": "1",
 }
-_START_S = 120.0
+PATIENCE_S = 240.0
+"""For a program to start or to end: starved processes take minutes, and pytest waits for 300 s."""
 
 
 class ForkedPrograms:
@@ -53,7 +54,7 @@ class ForkedPrograms:
                 stdout=stdout,
                 stderr=stderr,
                 folder=ROOT,
-                timeout_s=_START_S,
+                timeout_s=PATIENCE_S,
             )
         forked.stdin.close()
         forked.stdout.close()
@@ -83,7 +84,7 @@ class ForkedPrograms:
         program: str,
         arguments: list[str],
         environments: list[dict[str, str]],
-        timeout_s: float = 120.0,
+        timeout_s: float = PATIENCE_S,
     ) -> list[str]:
         """Run a program once for each environment, at once; returns what each of them printed.
 

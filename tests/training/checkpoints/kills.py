@@ -29,7 +29,6 @@ def check_kills(
         "tests.training.checkpoints.killed_ranks",
         [str(folder), str(seed), str(rounds), json.dumps(options)],
         [{}],
-        timeout_s=200.0,
     )
     found = [json.loads(line) for line in printed.splitlines()]
     assert len(found) == rounds

@@ -130,7 +130,7 @@ def test_torchrun_on_two_nodes_and_a_checkpoint(programs: ForkedPrograms, tmp_pa
     ]
     # What torchrun reads where there is no --node-rank.
     nodes = [{"PET_NODE_RANK": str(node)} for node in range(2)]
-    printed = programs.run_all(tmp_path, "torch.distributed.run", arguments, nodes, timeout_s=150.0)
+    printed = programs.run_all(tmp_path, "torch.distributed.run", arguments, nodes)
     lines = "".join(printed).splitlines()
     check(sorted(line for line in lines if line.startswith("rank")))
     model: Any = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
