@@ -203,7 +203,7 @@ def _adopt_settings(groups: list[dict[str, Any]], told_groups: list[dict[str, An
     for group, settings in zip(groups, told_groups, strict=True):
         for key, told in settings.items():
             if isinstance(told, Tensor) and id(told) not in ours:
-                own = group.get(key)
+                own: Any = group.get(key)
                 fits = _is_formed(own, told.shape, told.dtype) and id(own) not in taken
                 ours[id(told)] = own if fits else told
                 taken.add(id(ours[id(told)]))
