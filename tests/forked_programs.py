@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 import uuid
 from pathlib import Path
 
-from gradlane.lab.cluster.fork_server import ForkedProgram, ForkServer
+from gradlane.lab.cluster.fork_server import ForkedProgram, running_fork_server
 from tests.paths import ROOT
 from tests.waiting import eventually
 
-SOURCES = {"PYTHONPATH": f"{ROOT / 'python'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-_START_S = 120.0
+SOURCES = {
+    # That of ranks of the lab, so that all are forked from one process.
+    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    "OMP_NUM_THREADS": "1",
+}
+PATIENCE_S = 240.0
+"""For a program to start or to end: starved processes take minutes, and pytest waits for 300 s."""
 
 
 class ForkedPrograms:
@@ -25,7 +31,7 @@ class ForkedPrograms:
 
     def __init__(self) -> None:
         """Start the fork server; torch is loaded while the first program waits."""
-        self._server = ForkServer(SOURCES)
+        running_fork_server(SOURCES)
         self._programs: dict[str, ForkedProgram] = {}
         self._asking = threading.Lock()
 
@@ -41,14 +47,14 @@ class ForkedPrograms:
     ) -> int:
         """Fork a program; returns its process id."""
         with Path(output).open("wb") as stdout, Path(errors).open("wb") as stderr, self._asking:
-            forked = self._server.fork(
+            forked = running_fork_server(SOURCES).fork(
                 program,
                 arguments,
                 environment={**SOURCES, **environment},
                 stdout=stdout,
                 stderr=stderr,
                 folder=ROOT,
-                timeout_s=_START_S,
+                timeout_s=PATIENCE_S,
             )
         forked.stdin.close()
         forked.stdout.close()
@@ -64,7 +70,7 @@ class ForkedPrograms:
 
         def has_ended() -> bool:
             with self._asking:
-                return self._server.has_ended(self._programs[name].pid)
+                return self._programs[name].has_ended
 
         if not has_ended() and not eventually(has_ended, timeout_s):
             raise subprocess.TimeoutExpired(name, timeout_s)
@@ -78,7 +84,7 @@ class ForkedPrograms:
         program: str,
         arguments: list[str],
         environments: list[dict[str, str]],
-        timeout_s: float = 120.0,
+        timeout_s: float = PATIENCE_S,
     ) -> list[str]:
         """Run a program once for each environment, at once; returns what each of them printed.
 
@@ -111,5 +117,6 @@ class ForkedPrograms:
         return [path.read_text() for path in printed]
 
     def close(self) -> None:
-        """End the fork server and its programs."""
-        self._server.close()
+        """End the programs that still run."""
+        for program in self._programs.values():
+            program.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 import shlex
@@ -42,9 +43,15 @@ def _refusal(words: list[str]) -> str | None:
     return _CHECKS[program](words[1:])
 
 
+@functools.cache
+def _commands() -> Any:
+    """Return all commands: making them takes 0.1 s, and pages name hundreds."""
+    return typer.main.get_command(app)
+
+
 def _gradlane(words: list[str]) -> str | None:
     """Return what is wrong with a command; what is left out in prose is not."""
-    command: Any = typer.main.get_command(app)
+    command = _commands()
     context = command.context_class(command, info_name="gradlane")
     words = list(words)
     while isinstance(command, TyperGroup) and words and not words[0].startswith("-"):

@@ -186,22 +186,22 @@ def _later_parts_dropped() -> Iterator[None]:
 
 MUTATIONS = (
     Mutation("no wait before a module's forward", _no_wait_before_forward, seed=33),
-    Mutation("no wait when a parameter is read as an attribute", _no_wait_in_attributes),
-    Mutation("no wait when parameters are listed", _no_wait_in_lists),
-    Mutation("no wait when a gradient is touched", _no_wait_for_gradients),
-    Mutation("hyper-parameters of a later moment", _late_hyper_parameters),
-    Mutation("gradients left behind after the update", _gradients_left_behind, seed=12),
-    Mutation("gradients lent though others read them", _gradients_lent_though_shared),
+    Mutation("no wait when a parameter is read as an attribute", _no_wait_in_attributes, seed=1),
+    Mutation("no wait when parameters are listed", _no_wait_in_lists, seed=3),
+    Mutation("no wait when a gradient is touched", _no_wait_for_gradients, seed=1),
+    Mutation("hyper-parameters of a later moment", _late_hyper_parameters, seed=1),
+    Mutation("gradients left behind after the update", _gradients_left_behind, seed=21),
+    Mutation("gradients lent though others read them", _gradients_lent_though_shared, seed=10),
     Mutation("memory layouts of gradients ignored", _layouts_ignored, seed=6139),
-    Mutation("the optimizer's state read early", _state_read_early, seed=48),
+    Mutation("the optimizer's state read early", _state_read_early, seed=55),
     Mutation(
         "updates under the reader's inference mode", _updates_under_the_readers_modes, seed=37
     ),
-    Mutation("divided by the ranks that have a gradient", _wrong_divisor),
+    Mutation("divided by the ranks that have a gradient", _wrong_divisor, seed=7),
     Mutation("added up in another order", _wrong_order),
     Mutation("released before it has landed", _released_early),
-    Mutation("absent gradients taken for zeros", _absent_as_zeros),
-    Mutation("a parameter left out of an update", _last_parameter_never_updated),
+    Mutation("absent gradients taken for zeros", _absent_as_zeros, seed=8),
+    Mutation("a parameter left out of an update", _last_parameter_never_updated, seed=1),
     Mutation("a step's later gradients dropped", _later_parts_dropped, seed=4),
 )
 

@@ -93,6 +93,18 @@ def test_every_value_comes_back_as_it_was(value: Any) -> None:
     assert same(unpack(pack({"state": value}), CPU), {"state": value})
 
 
+def test_a_tensor_in_several_places_comes_back_as_one() -> None:
+    rate = torch.tensor(0.1)
+    state = {"groups": [{"lr": rate}, {"lr": rate}, {"lr": rate.clone()}], "again": (rate,)}
+    tree, stored = flatten(state)
+    assert list(stored) == ["/groups/0/lr", "/groups/2/lr"]
+    assert len(leaves(tree)) == 2
+    found = unpack(pack(state), CPU)
+    first, second, other = (group["lr"] for group in found["groups"])
+    assert first is second and first is found["again"][0] and first is not other
+    assert same(first, rate) and same(other, rate)
+
+
 @settings(max_examples=300, deadline=None)
 @given(paths=st.lists(st.lists(hashables, min_size=1, max_size=3).map(tuple), max_size=5))
 def test_no_two_paths_have_the_same_name(paths: list[tuple[Any, ...]]) -> None:
@@ -177,7 +189,7 @@ HOSTILE = [
     '{"tensor": ["/a", [3], "torch.load", true]}',
     '{"tensor": ["/a", [3], ["torch.float32"], true]}',
     '{"tensor": ["/a", [3], "torch.float32", 1]}',
-    '[{"tensor": ["/a", [], "torch.int8", true]}, {"tensor": ["/a", [], "torch.int8", true]}]',
+    '[{"tensor": ["/a", [], "torch.int8", true]}, {"tensor": ["/a", [1], "torch.int8", true]}]',
     "[" * 80 + "]" * 80,
 ]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,9 +17,9 @@ from gradlane.planning.probe import streams
 from gradlane.planning.probe.links import _one_way_pairs
 from gradlane.planning.probe.stream import receive_until
 from gradlane.planning.probe.streams import StreamEndpoint, StreamError
+from tests.forked_programs import ForkedPrograms
 from tests.ports import reserve_port
 from tests.training.model.pool import FirstRanks
-from tests.training.rendezvous.test_launchers import run_all
 
 MODULE = "tests.planning.planner.session_programs"
 
@@ -174,14 +173,15 @@ def test_figures_of_a_report() -> None:
     assert report.latency_s == pytest.approx(0.0015)
 
 
-def test_the_command_under_torchrun(tmp_path: Path) -> None:
+def test_the_command_under_torchrun(programs: ForkedPrograms, tmp_path: Path) -> None:
     path = tmp_path / "links.json"
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+    arguments = [
+        *("--nproc-per-node", "2"),
         *("--master-addr", "127.0.0.1", "--master-port", str(reserve_port())),
         *("-m", "gradlane", "probe", "--window-s", "0.1", "--json", str(path)),
     ]
-    (line,) = [line for line in run_all([command], [{}]) if "slowest" in line]
+    (printed,) = programs.run_all(tmp_path, "torch.distributed.run", arguments, [{}])
+    (line,) = [line for line in printed.splitlines() if "slowest" in line]
     report = json.loads(path.read_text())
     assert report["workers"] == 2
     assert "Gbit/s" in line or "Mbit/s" in line

@@ -1,7 +1,7 @@
 """Ranks that are killed at random moments, again and again, and go on from their checkpoints.
 
-A process of its own: it loads torch once, and forks the ranks of every round. Prints one line of
-JSON a round: the step that the ranks began at, and the step of the last complete checkpoint.
+A process of its own, which forks the ranks of every round. Prints one line of JSON a round: the
+step that the ranks began at, and the step of the last complete checkpoint.
 """
 
 from __future__ import annotations

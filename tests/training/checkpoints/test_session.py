@@ -24,6 +24,7 @@ from gradlane.training.checkpoints.folder import newest
 from gradlane.training.checkpoints.shard import write_shard
 from gradlane.training.core import load_core
 from tests.built import needs_core
+from tests.forked_programs import ForkedPrograms
 from tests.training.checkpoints.kills import check_kills
 from tests.training.checkpoints.training import Model, batch_loss, train
 from tests.training.model.models import seeded
@@ -268,6 +269,24 @@ def test_a_learning_rate_of_numpys_goes_on_with_the_same_bits(tmp_path: Path) ->
     assert [seen for _, seen in go_on(tmp_path, 4, look=look)] == [(float, 0.05)] * 2
 
 
+def test_groups_that_share_a_learning_rate_share_it_after_restoring(tmp_path: Path) -> None:
+    """As after `torch.save`, `torch.load` and `load_state_dict`: one `mul_` is of all groups."""
+
+    def change(model: Extra, optimizer: torch.optim.Optimizer) -> None:
+        rate = torch.tensor(0.05)
+        (group,) = optimizer.param_groups
+        optimizer.add_param_group({"params": [group["params"].pop()], "lr": rate, "foreach": False})
+        group.update(lr=rate, foreach=False)
+
+    def look(model: Extra, optimizer: Any) -> Any:
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+        return [float(group["lr"]) for group in optimizer.param_groups]
+
+    go_on(tmp_path, 3, change)
+    half = float(torch.tensor(0.05) * 0.5)
+    assert go_on(tmp_path, 4, change, look=look) == [(3, [half, half])] * 2
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "Decimal": (decimal.Decimal("0.1"), r" is a decimal\.Decimal,"),
     "IntEnum": (Color.RED, r" is a tests\.training\.checkpoints\.test_session\.Color,"),
@@ -476,5 +495,7 @@ def test_a_start_that_was_replaced_says_so_and_its_checkpoints_do_not_count(tmp_
     assert found is not None and found.folder.name == "step-000000006-incarnation-2"
 
 
-def test_ranks_killed_at_random_moments_leave_the_last_checkpoint(tmp_path: Path) -> None:
-    check_kills(tmp_path, 3, {"update": "server"})
+def test_ranks_killed_at_random_moments_leave_the_last_checkpoint(
+    programs: ForkedPrograms, tmp_path: Path
+) -> None:
+    check_kills(programs, tmp_path / "checkpoints", 3, {"update": "server"})

@@ -60,7 +60,7 @@ class RankPool:
             self._pipes.append(ours)
 
     def run(
-        self, scenario: str, *, ranks: int | None = None, timeout_s: float = 120.0, **arguments: Any
+        self, scenario: str, *, ranks: int | None = None, timeout_s: float = 240.0, **arguments: Any
     ) -> list[Any]:
         """Run a scenario on the first ranks and return their results.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.built import needs_core
-from tests.forked_programs import SOURCES, ForkedPrograms
+from tests.forked_programs import PATIENCE_S, SOURCES, ForkedPrograms
 from tests.paths import ROOT
 from tests.ports import reserve_port
 
@@ -32,7 +32,7 @@ class Run:
         folder: Path,
         ending: str,
         ranks: int = WORLD_SIZE,
-        timeout_s: float = 60.0,
+        timeout_s: float = PATIENCE_S,
     ) -> None:
         """Start all ranks, wait for the first ones to end, and end the rest."""
         port = reserve_port()
@@ -147,7 +147,7 @@ def test_a_program_of_its_own(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
+        errors = [process.communicate(timeout=PATIENCE_S)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -159,7 +159,7 @@ def test_a_program_of_its_own(tmp_path: Path) -> None:
 def test_torchrun_restarts_find_each_other(programs: ForkedPrograms, tmp_path: Path) -> None:
     """The first attempt's keys are still in the store when the second one meets there."""
     program, port = "tests.training.model.restarting", str(reserve_port())
-    (printed,) = programs.run_all(tmp_path, program, [port], [{}], timeout_s=200)
+    (printed,) = programs.run_all(tmp_path, program, [port], [{}])
     lines = sorted(line for line in printed.splitlines() if "attempt 1" in line)
     assert [line.split()[1] for line in lines] == ["0", "1"]
     assert len({line.split()[-1] for line in lines}) == 1

@@ -110,6 +110,33 @@ def test_the_order_of_the_state_and_shared_settings_are_handed_over() -> None:
     assert run_ranks(2, body) == [([2, 1, 0], [half] * 3)] * 2
 
 
+@pytest.mark.parametrize("shares", ["the one with data", "the one without"])
+def test_groups_share_settings_after_a_handover_where_the_sources_do(shares: str) -> None:
+    """A tensor that two groups share on one rank and not on the other would drift later."""
+
+    def body(session: Any) -> list[float]:
+        layers = [nn.Linear(2, 2, bias=False) for _ in range(2)]
+        rate = torch.tensor(0.1)
+        both = (session.rank == 0) == (shares == "the one with data")
+        groups = [
+            {"params": [layer.weight], "lr": rate if both else rate.clone()} for layer in layers
+        ]
+        optimizer = torch.optim.Adam(groups)
+        first = optimizer.param_groups[0]["lr"]
+        session.prepare(nn.ModuleList(layers), optimizer)
+        with session.join():
+            for _ in range(2 - session.rank):
+                sum(layer(torch.ones(1, 2)).sum() for layer in layers).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        first.mul_(0.5)
+        return [float(group["lr"]) for group in optimizer.param_groups]
+
+    tenth, half = float(torch.tensor(0.1)), float(torch.tensor(0.1) * 0.5)
+    expected = [half, half if shares == "the one with data" else tenth]
+    assert run_ranks(2, body) == [expected] * 2
+
+
 def test_several_models_no_sync_and_a_scheduler() -> None:
     batches = (2, 5)
 

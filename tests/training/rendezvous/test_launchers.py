@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,17 +16,11 @@ from gradlane.training.options.groups import Rendezvous
 from gradlane.training.options.option_fields import with_environment
 from gradlane.training.rendezvous.environment import RankInfo, find_rank_info, find_store_address
 from tests.built import needs_core
-from tests.forked_programs import SOURCES, ForkedPrograms
-from tests.paths import ROOT
+from tests.forked_programs import ForkedPrograms
 from tests.ports import reserve_port
 from tests.torch_versions import NO_DIST
 
 CHECKPOINTS: Any = torch.distributed.checkpoint
-CLEAN = {
-    name: value
-    for name, value in os.environ.items()
-    if not name.startswith(("SLURM", "OMPI", "PMI", "MPI", "MV2", "TORCHELASTIC", "MASTER"))
-}
 PROGRAM = "tests.training.model.launched_rank"
 
 BATCH_SCRIPT = {
@@ -118,30 +109,6 @@ def test_the_address_of_a_store_is_read_from_the_environment() -> None:
     assert chosen.store_address == ("a", 5)
 
 
-def run_all(commands: list[list[str]], environments: list[dict[str, str]]) -> list[str]:
-    """Start programs at once, and return the lines that all of them printed, sorted."""
-    processes = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**CLEAN, **SOURCES, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for command, environment in zip(commands, environments, strict=True)
-    ]
-    try:
-        ended = [process.communicate(timeout=150) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    for process, (_, errors) in zip(processes, ended, strict=True):
-        assert process.returncode == 0, errors
-    return sorted(line for out, _ in ended for line in out.splitlines() if line.startswith("rank"))
-
-
 def check(lines: list[str], world_size: int = 2) -> None:
     """Check that the ranks divided the data among them and learned the same."""
     assert [line.split(" saw")[0] for line in lines] == [
@@ -154,19 +121,18 @@ def check(lines: list[str], world_size: int = 2) -> None:
 
 
 @needs_core
-def test_torchrun_on_two_nodes_and_a_checkpoint(tmp_path: Path) -> None:
+def test_torchrun_on_two_nodes_and_a_checkpoint(programs: ForkedPrograms, tmp_path: Path) -> None:
     """Two agents on loopback, as two machines would have one each."""
     folder = str(tmp_path / "checkpoint")
-    port = str(reserve_port())
-    commands = [
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
-            *("--nproc-per-node", "1", "--node-rank", str(node), "--master-addr", "127.0.0.1"),
-            *("--master-port", port, "-m", PROGRAM, folder),
-        ]
-        for node in range(2)
+    arguments = [
+        *("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1"),
+        *("--master-port", str(reserve_port()), "-m", PROGRAM, folder),
     ]
-    check(run_all(commands, [{}, {}]))
+    # What torchrun reads where there is no --node-rank.
+    nodes = [{"PET_NODE_RANK": str(node)} for node in range(2)]
+    printed = programs.run_all(tmp_path, "torch.distributed.run", arguments, nodes)
+    lines = "".join(printed).splitlines()
+    check(sorted(line for line in lines if line.startswith("rank")))
     model: Any = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
     state: dict[str, Any] = {"model": model.state_dict()}
     before = model[0].weight.detach().clone()

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.children import children_of
-from tests.forked_programs import SOURCES
-from tests.paths import ROOT
+from tests.forked_programs import ForkedPrograms
 from tests.ports import reserve_port
 from tests.waiting import eventually
 
@@ -29,28 +26,33 @@ WORKER = "echo $$ > $1/$RANK.new && mv $1/$RANK.new $1/$RANK; exec sleep 600\n"
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Start programs of the interpreter, which end with the test, and whatever they started."""
-    with ExitStack() as ending:
+def start(programs: ForkedPrograms, tmp_path: Path) -> Iterator[Callable[..., tuple[str, int]]]:
+    """Start programs by name, which end with the test, and whatever they started.
 
-        def start_one(*arguments: str) -> subprocess.Popen[bytes]:
-            process = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
-                cwd=ROOT,
-                env={**os.environ, **SOURCES},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+    Returns their names and process ids.
+    """
+    pids: list[int] = []
+
+    def start_one(program: str, *arguments: str) -> tuple[str, int]:
+        name = f"{tmp_path}-{len(pids)}"
+        errors = str(tmp_path / f"errors-{len(pids)}")
+        pids.append(
+            programs.start(
+                name,
+                program=program,
+                arguments=list(arguments),
+                output=os.devnull,
+                errors=errors,
+                environment={},
             )
-            ending.callback(_end, process)
-            return process
+        )
+        return name, pids[-1]
 
-        yield start_one
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    for one in [*children_of(process.pid), process.pid] if process.poll() is None else []:
-        os.kill(one, signal.SIGKILL)
-    process.wait()
+    yield start_one
+    for pid in pids:
+        for one in [*children_of(pid), pid]:
+            with suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
 
 
 def is_alive(process: int) -> bool:
@@ -65,7 +67,11 @@ def is_alive(process: int) -> bool:
     ("meeting", "goes_on"), [("static", True), ("c10d in gradlane store", True), ("c10d", False)]
 )
 def test_torchrun_after_the_death_of_rank_0(
-    meeting: str, goes_on: bool, start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+    meeting: str,
+    goes_on: bool,
+    start: Callable[..., tuple[str, int]],
+    programs: ForkedPrograms,
+    tmp_path: Path,
 ) -> None:
     """One `torchrun` a node; c10d's own store is in the agent of node 0 and ends with it."""
     port = str(reserve_port())
@@ -89,12 +95,12 @@ def test_torchrun_after_the_death_of_rank_0(
     ranks = [tmp_path / str(rank) for rank in range(2)]
     assert eventually(lambda: all(path.exists() for path in ranks), PATIENCE_S)
     first, other = (int(path.read_text()) for path in ranks)
-    agent_of_first = next(one for one in agents if first in children_of(one.pid))
+    name = next(name for name, pid in agents if first in children_of(pid))
     os.kill(first, signal.SIGKILL)
     if goes_on:
-        assert agent_of_first.wait(PATIENCE_S) == 1
+        assert programs.wait(name, PATIENCE_S) == 1
         time.sleep(SETTLED_S)
         assert is_alive(other)
-        assert [one.poll() for one in agents if one is not agent_of_first] == [None]
+        assert [is_alive(pid) for agent, pid in agents if agent != name] == [True]
     else:
         assert eventually(lambda: not is_alive(other), PATIENCE_S)

@@ -16,7 +16,7 @@ import gradlane
 from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.rendezvous.environment import RankInfo
 from tests.built import needs_core
-from tests.forked_programs import ForkedPrograms
+from tests.forked_programs import PATIENCE_S, ForkedPrograms
 from tests.ports import reserve_port
 from tests.training.model.pool import RankPool
 
@@ -135,10 +135,10 @@ class Program:
     def errors(self, rank: int) -> str:
         return (self._folder / f"errors-{rank}").read_text()
 
-    def wait(self, rank: int, timeout_s: float = 60.0) -> int:
+    def wait(self, rank: int, timeout_s: float = PATIENCE_S) -> int:
         return self._programs.wait(self._name(rank), timeout_s)
 
-    def wait_for(self, text: str, timeout_s: float = 60.0) -> None:
+    def wait_for(self, text: str, timeout_s: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + timeout_s
         while text not in self.output(0):
             assert time.monotonic() < deadline, [self.errors(rank) for rank in range(3)]

@@ -21,6 +21,7 @@ from gradlane.errors import GradlaneError
 from gradlane.planning.planner import learning
 from gradlane.training.core import load_core
 from tests.built import needs_core
+from tests.forked_programs import ForkedPrograms
 from tests.planning.planner.session_programs import OTHER, Decided
 from tests.training.checkpoints.kills import check_kills
 from tests.training.checkpoints.training import train
@@ -178,9 +179,11 @@ def test_what_only_some_ranks_do_together_is_told_to_all() -> None:
     assert "gathers all ranks" in words and "after the same one" in words, words
 
 
-def test_ranks_killed_at_random_moments_go_on_with_what_they_carried(tmp_path: Path) -> None:
+def test_ranks_killed_at_random_moments_go_on_with_what_they_carried(
+    programs: ForkedPrograms, tmp_path: Path
+) -> None:
     options = {"update": "worker", "stragglers": "backup=1", "late": "carry", "codec": "onebit"}
-    check_kills(tmp_path, 2, options)
+    check_kills(programs, tmp_path / "checkpoints", 2, options)
 
 
 def test_buffers_of_a_checkpoint_are_one_ranks(tmp_path: Path) -> None:

@@ -103,5 +103,9 @@ def unpack(content: bytes, device: torch.device) -> Any:
     """
     _facts, pieces = read_container(io.BytesIO(content), len(content))
     tree = find_structure(pieces)
-    tensors = assemble(leaves(tree), pieces)
-    return unflatten(tree, lambda leaf: tensors[leaf.name].to("cpu" if leaf.on_host else device))
+    expected = leaves(tree)
+    values = assemble(expected, pieces)
+    tensors = {
+        leaf.name: values[leaf.name].to("cpu" if leaf.on_host else device) for leaf in expected
+    }
+    return unflatten(tree, lambda leaf: tensors[leaf.name])

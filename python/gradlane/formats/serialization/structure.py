@@ -6,7 +6,8 @@ names its path.
 
 In the JSON, `null`, booleans, strings, 64-bit integers, finite numbers and lists stand for
 themselves. Every other value is an object with one key, its type: `{"tuple": [...]}`, `{"dict":
-[[key, value], ...]}`, `{"tensor": [name, shape, dtype, on_host]}` and so on.
+[[key, value], ...]}`, `{"tensor": [name, shape, dtype, on_host]}` and so on. A tensor object that a
+state holds in several places has the name of the first in all of them, and comes back as one.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def flatten(values: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     Raises:
         UnstorableError: a value cannot be stored; the message has its path.
     """
-    tensors: dict[str, Tensor] = {}
-    return _to_tree(values, (), tensors), tensors
+    tensors = _NamedTensors()
+    return _to_tree(values, (), tensors), tensors.by_name
 
 
 def unflatten(tree: Any, tensor_of: Callable[[Leaf], Any]) -> Any:
@@ -103,16 +104,17 @@ def unflatten(tree: Any, tensor_of: Callable[[Leaf], Any]) -> Any:
 
 
 def leaves(tree: Any) -> list[Leaf]:
-    """Return the tensors of a structure, in order.
+    """Return the tensors of a structure, in order; one that is in several places once.
 
     Raises:
-        FormatError: it is no structure, or has a name twice.
+        FormatError: it is no structure, or gives one name to different tensors.
     """
     found: list[Leaf] = []
     unflatten(tree, found.append)
-    if len({leaf.name for leaf in found}) != len(found):
-        raise FormatError("its structure has a tensor's name twice")
-    return found
+    distinct = list(dict.fromkeys(found))
+    if len({leaf.name for leaf in distinct}) != len(distinct):
+        raise FormatError("its structure gives one name to different tensors")
+    return distinct
 
 
 def to_json(tree: Any) -> bytes:
@@ -158,7 +160,21 @@ def _unstorable(path: tuple[Any, ...], what: str) -> UnstorableError:
     )
 
 
-def _to_tree(value: Any, path: tuple[Any, ...], tensors: dict[str, Tensor] | None) -> Any:
+class _NamedTensors:
+    """Tensors of a state; an object that is in several places has the name of the first."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}
+
+    def name(self, value: Tensor, path: tuple[Any, ...]) -> str:
+        """Return the name of a tensor that is at a path."""
+        name = self._names.setdefault(id(value), tensor_name(path))
+        self.by_name.setdefault(name, value)
+        return name
+
+
+def _to_tree(value: Any, path: tuple[Any, ...], tensors: _NamedTensors | None) -> Any:
     """Return the JSON of a value.
 
     Args:
@@ -200,7 +216,7 @@ def _to_tree(value: Any, path: tuple[Any, ...], tensors: dict[str, Tensor] | Non
     raise _unstorable(path, f"a {kind.__module__}.{kind.__qualname__}".replace("builtins.", ""))
 
 
-def _tensor_to_tree(value: Tensor, path: tuple[Any, ...], tensors: dict[str, Tensor]) -> Any:
+def _tensor_to_tree(value: Tensor, path: tuple[Any, ...], tensors: _NamedTensors) -> Any:
     if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise _unstorable(
             path, f"a {type(value).__name__}, a tensor that is more than its elements"
@@ -210,9 +226,7 @@ def _tensor_to_tree(value: Tensor, path: tuple[Any, ...], tensors: dict[str, Ten
     dtype = _DTYPE_NAME_OF.get(value.dtype)
     if dtype is None or value.is_meta:
         raise _unstorable(path, f"a tensor of {value.dtype} on {value.device}")
-    name = tensor_name(path)
-    tensors[name] = value
-    return {"tensor": [name, list(value.shape), dtype, value.is_cpu]}
+    return {"tensor": [tensors.name(value, path), list(value.shape), dtype, value.is_cpu]}
 
 
 def _from_numpy(value: Any, path: tuple[Any, ...]) -> Any:

@@ -53,6 +53,11 @@ class ForkedProgram:
         self.stdin = stdin
         self.stdout = stdout
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the program is known to have ended."""
+        return self._server.has_ended(self.pid)
+
     def wait(self, timeout: float | None = None) -> int | None:
         """Return the exit status as `Popen.returncode` has it; None where the server is gone.
 
@@ -63,7 +68,7 @@ class ForkedProgram:
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the program if it has not ended."""
-        if not self._server.has_ended(self.pid):
+        if not self.has_ended:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 

@@ -220,31 +220,34 @@ def hyperparameters_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def adopt_hyperparameters(optimizer: Optimizer, told: Sequence[dict[str, Any]]) -> None:
-    """Take over what `hyperparameters_of` has returned on another rank."""
-    for group, hyperparameters in zip(optimizer.param_groups, told, strict=True):
-        for key, value in hyperparameters.items():
-            # Groups may share a tensor, such as a learning rate, and the program may keep it.
-            if not _written_over(group.get(key), value):
-                group[key] = value
+def adopt_hyperparameters(optimizer: Optimizer, told_groups: list[dict[str, Any]]) -> None:
+    """Take over what `hyperparameters_of` has returned on another rank.
+
+    Groups share a tensor where the source's do. A tensor of this rank stays where it fits, since the program may keep it, as a learning rate.
+    """
+    ours: dict[int, Tensor] = {}
+    taken: set[int] = set()
+    for group, settings in zip(optimizer.param_groups, told_groups, strict=True):
+        for key, told in settings.items():
+            if isinstance(told, Tensor) and id(told) not in ours:
+                own: Any = group.get(key)
+                fits = _is_formed(own, told.shape, told.dtype) and id(own) not in taken
+                ours[id(told)] = own if fits else told
+                taken.add(id(ours[id(told)]))
+                with torch.inference_mode(False), torch.no_grad():
+                    ours[id(told)].copy_(told)
+            group[key] = ours.get(id(told), told)
 
 
-def _written_over(own: Any, told: Any) -> bool:
-    """Write a told tensor over one's own if both are of one form; return whether it was done."""
-    if not (isinstance(own, Tensor) and isinstance(told, Tensor)):
-        return False
-    if own.shape != told.shape or own.dtype is not told.dtype:
-        return False
-    with torch.inference_mode(False), torch.no_grad():
-        own.copy_(told)
-    return True
+def _is_formed(own: Any, shape: torch.Size, dtype: torch.dtype) -> bool:
+    return isinstance(own, Tensor) and own.shape == shape and own.dtype is dtype
 
 
 def _formed(own: Any, told: Any, parameter: Tensor) -> Any:
     if isinstance(told, list):
         return told[0]
     shape = torch.Size(told["shape"])
-    if isinstance(own, Tensor) and own.shape == shape and own.dtype is told["dtype"]:
+    if _is_formed(own, shape, told["dtype"]):
         return own
     device = torch.device("cpu") if told["on_cpu"] else parameter.device
     with torch.inference_mode(False):

@@ -518,10 +518,8 @@ class Hyperparameters:
 
     def _strides(self) -> list[tuple[tuple[int, ...], ...]]:
         # Norms and factored moments add up in the order of the memory, so that it must be alike.
-        return [
-            tuple(one.stride() for one in list.__iter__(group["params"]))
-            for group in self._optimizer.param_groups
-        ]
+        groups = self._optimizer.param_groups
+        return [tuple(map(Tensor.stride, list.__iter__(group["params"]))) for group in groups]
 
 
 def _digest_of(value: object) -> int:
