@@ -218,8 +218,8 @@ def section_b2(simulations: Simulations) -> Sequence[Ours | Curve]:
         _smaller(
             "final_asgd",
             own.final,
-            f"Real processes, a worker's share of the learning rate; with all of it {alike.final:.1f} "
-            f"%. {_SMALL}.",
+            "Real processes, a worker's share of the learning rate; with all of it "
+            f"{alike.final:.1f} %. {_SMALL}.",
         ),
         _smaller(
             "time_to_80",
