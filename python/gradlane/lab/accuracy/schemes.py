@@ -33,7 +33,7 @@ class Scheme:
     order: str = "round"
     lr_share: float = 1.0
 
-    def codec_for(self, optimizer: str, steps: int) -> str:
+    def codec_for(self, optimizer: str, steps: int, momentum: float) -> str:
         """Return the codec of a training; `dgc` is told what the task's optimizer leaves to it.
 
         Where the text does not say otherwise, what `dgc` sends falls over the first quarter of the
@@ -43,8 +43,8 @@ class Scheme:
             return self.codec
         given = self.text.replace(" ", "")
         text = given
-        if "momentum=" not in given and optimizer != "sgd":
-            text += ",momentum=0"
+        if "momentum=" not in given:
+            text += f",momentum={momentum if optimizer == 'sgd' else 0.0:g}"
         if "warmup=" not in given:
             text += f",warmup={steps // 4}"
         return Codec(text if ":" in given else text.replace(",", ":", 1)).spec

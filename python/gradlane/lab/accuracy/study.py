@@ -65,8 +65,8 @@ BUCKETS = (
 CONVOLUTION_SCHEMES = ("qsgd:bits=2", "onebit", "topk:ratio=0.01,broadcast_ratio=0.04")
 STUDIED_CLOSELY = "resnet"
 """The task of the bucket sweep and of the comparison of layers."""
-SETTINGS = ("", "/lr=0.025", "/lr=0.1", "/momentum=0.8", "/lr=0.025/momentum=0.95")
-"""Hyperparameters of five settings, the task's own first."""
+SETTINGS = ("", "/lr=0.025", "/lr=0.1")
+"""Hyperparameters of the settings under which DGC is compared, the task's own first."""
 PAPERS_DGC = "dgc:ratio=0.001,broadcast_ratio=0.004"
 PAPERS_ASGD = ("asgd", "asgd:lr=mean", "asgd:order=real", "asgd:order=real,lr=mean")
 LAYER_SCHEMES = ("qsgd:bits=2", "onebit:bucket=64")
@@ -255,7 +255,7 @@ def make_run(run: Run, progress: LabProgress) -> Result:
     }
     return Result(
         **asdict(run),
-        codec=scheme.codec_for(task.optimizer, run.steps),
+        codec=scheme.codec_for(task.optimizer, run.steps, task.momentum),
         parameters=sum(sizes),
         compute_s=task.compute_s,
         wire_bytes_per_step=mean_bytes,

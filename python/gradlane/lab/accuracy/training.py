@@ -60,7 +60,7 @@ def _train_together(
 ) -> Curve:
     model = task.build(seed)
     optimizer = task.make_optimizer(model, momentum=not scheme.takes_momentum)
-    codec = scheme.codec_for(task.optimizer, steps)
+    codec = scheme.codec_for(task.optimizer, steps, task.momentum)
     exchange = Exchange(model, codec, workers=workers, seed=seed, layers=layers)
     parameters = list(model.parameters())
     curve = Curve()
