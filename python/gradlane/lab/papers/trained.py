@@ -150,8 +150,8 @@ def figure_11(simulations: Simulations) -> Sequence[Ours]:
             "dgc_points",
             statistics.fmean(one for own in points for one in own),
             f"P3 ends at {ranges[0]} over the learning rates, DGC at {ranges[1]}: worse on "
-            f"average, as published, and more so, since {steps} steps are few for what DGC keeps back to "
-            f"arrive; next row. {_SMALL}.",
+            f"average, as published, and more so, since {steps} steps are few for what DGC keeps "
+            f"back to arrive; next row. {_SMALL}.",
             f"0.1 %, {len(SETTINGS)} learning rates, {len(points[0])} seeds",
             main=True,
         ),
