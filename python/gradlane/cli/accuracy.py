@@ -39,6 +39,9 @@ def lab_accuracy(
             help="In place of the study's: p3, asgd or a codec, may be given repeatedly; or all."
         ),
     ] = None,
+    papers: Annotated[
+        bool, typer.Option("--papers", help="In place of the study: runs of the papers' figures.")
+    ] = False,
     seeds: Annotated[int | None, typer.Option(help="How many; 5, or 3 where it is quick.")] = None,
     workers: Annotated[int, typer.Option(help="How many are emulated.")] = 4,
     budget_s: RunsBudgetS = math.inf,
@@ -69,13 +72,16 @@ def lab_accuracy(
         tasks = tasks or [CIFAR10]
     elif CIFAR10 in tasks:
         raise ValueError(f"task {CIFAR10} needs its images: name their folder by --data")
-    runs = study.runs_of(
-        quick=quick,
-        tasks=tasks,
-        schemes=scheme or (),
-        seeds=seeds,
-        workers=workers,
-    )
+    if papers:
+        if quick or tasks or scheme or workers != study.WORKERS:
+            raise ValueError(
+                "--papers names its own runs: leave out --quick, --task, --scheme and --workers"
+            )
+        runs = study.paper_runs(3 if seeds is None else seeds)
+    else:
+        runs = study.runs_of(
+            quick=quick, tasks=tasks, schemes=scheme or (), seeds=seeds, workers=workers
+        )
     folder = PresetFolder(output)
     folder.prepare()
     require_writable(markdown)
@@ -86,11 +92,13 @@ def lab_accuracy(
         rows = study.make_missing(runs, folder, progress, budget_s=budget_s)
     still_missing = study.missing(runs, rows)
     chosen = set(runs)
-    rows = [row for row in rows if row.run in chosen]
-    folder.write_table([row.to_json() for row in rows])
+    every = [row for row in rows if row.run in chosen]
+    # Tables compare what as many workers have learned.
+    rows = [row for row in every if row.workers == workers]
+    folder.write_table([row.to_json() for row in every])
     write_page(rows, folder.page)
     if markdown is not None:
-        given = ["--quick"] * quick
+        given = ["--quick"] * quick + ["--papers"] * papers
         given += ["--task", task] if task else []
         given += [word for text in scheme or () for word in ("--scheme", text)]
         given += ["--seeds", str(seeds)] if seeds is not None else []
@@ -98,7 +106,7 @@ def lab_accuracy(
         command = shlex.join(["gradlane", "lab", "accuracy", *given, "--markdown", str(markdown)])
         markdown.write_text(page_text(rows, command), encoding="utf-8")
     if summary is not None:
-        content = findings.summary(rows, " ".join(["gradlane", *sys.argv[1:]]))
+        content = findings.summary(every, " ".join(["gradlane", *sys.argv[1:]]))
         summary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     for name in findings.tasks_of(rows):
         _print(console, name, main_table(rows, name))

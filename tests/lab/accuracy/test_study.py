@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from gradlane.cli.main import app
 from gradlane.lab.accuracy import findings, study
+from gradlane.lab.accuracy.curve import evaluation_steps
 from gradlane.lab.accuracy.exchange import Exchange
 from gradlane.lab.accuracy.markdown import (
     bytes_in_words,
@@ -23,9 +24,9 @@ from gradlane.lab.accuracy.markdown import (
     points,
 )
 from gradlane.lab.accuracy.schemes import parse_scheme
-from gradlane.lab.accuracy.tasks import CIFAR10, TASKS
+from gradlane.lab.accuracy.tasks import CIFAR10, TASKS, task_of
 from gradlane.lab.accuracy.timing import step_s, timings
-from gradlane.lab.accuracy.training import evaluation_steps, train
+from gradlane.lab.accuracy.training import train
 from tests.built import needs_core
 
 pytestmark = needs_core
@@ -67,7 +68,7 @@ def test_residuals_of_workers_and_owner_keep_everything() -> None:
 def test_only_convolutions_are_encoded_where_asked() -> None:
     model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(64, 500))
     exchange = Exchange(
-        model, "qsgd:bits=8", workers=2, seed=0, only_convolutions=True, small_elems=0
+        model, "qsgd:bits=8", workers=2, seed=0, layers="convolutions", small_elems=0
     )
     names = [slices[0].codec.name for slices in exchange.slices]
     assert names == ["qsgd", "f32", "f32", "f32"]
@@ -78,11 +79,57 @@ def test_schemes_are_read_and_wrong_ones_refused() -> None:
     scheme = parse_scheme("asgd:order=random,lr=mean", 4)
     assert (scheme.is_asynchronous, scheme.order, scheme.lr_share) == (True, "random", 0.25)
     dgc = parse_scheme("dgc:ratio=0.01", 4)
-    assert "momentum=0.9" in dgc.codec_for("sgd", 80) and "warmup=20" in dgc.codec_for("sgd", 80)
-    assert "momentum=0," in dgc.codec_for("adamw", 80)
+    assert "momentum=0.9" in dgc.codec_for("sgd", 80, 0.9)
+    assert "momentum=0.8" in dgc.codec_for("sgd", 80, 0.8)
+    assert "warmup=20" in dgc.codec_for("sgd", 80, 0.9)
+    assert "momentum=0," in dgc.codec_for("adamw", 80, 0.9)
     for text in ("asgd:order=worst", "zip", "qsgd:bits=3"):
         with pytest.raises(ValueError, match=r"asgd|no codec|bits"):
             parse_scheme(text, 4)
+
+
+def test_tasks_take_other_hyperparameters_by_name() -> None:
+    task = task_of("resnet/lr=0.1/momentum=0.8")
+    assert (task.lr, task.momentum, task.name) == (0.1, 0.8, "resnet/lr=0.1/momentum=0.8")
+    assert task_of("resnet") == TASKS["resnet"]
+    for text, words in (
+        ("chess", "no task 'chess'"),
+        ("resnet/rate=1", "'rate=1' is no setting"),
+        ("resnet/lr=fast", "'lr=fast' is no setting"),
+        ("resnet/lr=0", "'lr=0' is no setting"),
+        ("transformer/momentum=0.5", "adamw has no momentum"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            task_of(text)
+
+
+def test_the_papers_runs_have_several_settings_and_real_processes() -> None:
+    runs = study.paper_runs(2)
+    assert len(runs) == len(set(runs))
+    assert len({run.task for run in runs if run.scheme == study.PAPERS_DGC}) == 3
+    # As many samples on every number of workers, but for what does not divide.
+    assert {run.workers * run.steps for run in runs} == {440, 432}
+    assert {run.seed for run in runs if "order=real" in run.scheme} == {0, 1}
+    # Servers apply gradients as they come.
+    with pytest.raises(ValueError, match="task lstm clips gradients"):
+        study.runs_of(quick=True, tasks=["lstm"], schemes=["asgd:order=real"])
+
+
+def test_asynchronous_processes_learn_and_say_how_old_gradients_were() -> None:
+    """Real processes over loopback, with a worker's share of the learning rate."""
+    steps: list[int] = []
+    curve = train(
+        task_of("mlp"),
+        parse_scheme("asgd:order=real,lr=mean", 2),
+        workers=2,
+        seed=0,
+        steps=66,
+        advance=steps.append,
+    )
+    assert sum(steps) == 66 and curve.evaluated == evaluation_steps(66)
+    assert curve.accuracy[-1] > 0.7 > curve.accuracy[0]
+    assert curve.stale is not None and 0.0 < curve.stale < 66.0
+    assert len(curve.wire_bytes) == 66
 
 
 def test_a_quick_study_of_all_schemes_has_those_of_the_full_one() -> None:
@@ -188,13 +235,17 @@ def test_the_command_goes_on_where_it_stopped(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "study" / "results.json").read_text())
     assert [one["scheme"] for one in rows] == ["p3", "qsgd:bits=8"]
     assert rows[0]["final_accuracy"] > 0.8
-    (told,) = json.loads(summary.read_text())["tasks"].values()
-    assert told["accuracy"] == {row["scheme"]: [row["final_accuracy"]] for row in rows}
+    told = json.loads(summary.read_text())["rows"]
+    assert [one["scheme"] for one in told] == ["p3", "qsgd:bits=8"]
+    for one, made in zip(told, rows, strict=True):
+        assert one["accuracy"][0][-1] == pytest.approx(made["final_accuracy"], abs=1e-4)
     assert "qsgd:bits=8" in page.read_text() and (tmp_path / "study" / "results.csv").exists()
     html = (tmp_path / "study" / "report.html").read_text(encoding="utf-8")
     assert "Accuracy against time at 100 Mbit/s" in html
     results = str(tmp_path / "study" / "results.json")
     again = CliRunner().invoke(app, ["report", results, "--html", str(tmp_path / "again.html")])
     assert again.exit_code == 0 and "Accuracy against time" in (tmp_path / "again.html").read_text()
+    both = CliRunner().invoke(app, ["lab", "accuracy", "--papers", "--quick"])
+    assert isinstance(both.exception, ValueError) and "--papers names" in str(both.exception)
     wrong = CliRunner().invoke(app, ["lab", "accuracy", "--task", "chess"])
     assert isinstance(wrong.exception, ValueError) and "chess" in str(wrong.exception)

@@ -55,6 +55,34 @@ class TestInOneProcess:
             first = [(call, step) for call, step, tensor in calls if tensor == 7]
             assert first[-1] == ("block_absent", 1)
 
+    @pytest.mark.parametrize("codec", ["bf16", "onebit:bucket=tensor"])
+    def test_codecs_that_round_each_value_are_those_of_factors(self, codec: str) -> None:
+        def trained(session: Any) -> tuple[list[torch.Tensor], dict[str, str]]:
+            model = models.pop()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            session.prepare(model, optimizer)
+            for step in range(3):
+                sessions.backward(sessions.loss_of(model, session.rank, step))
+                optimizer.step()
+                optimizer.zero_grad()
+            values = [one.detach().clone() for one in model.parameters()]
+            return values, {one.tensor: one.reason for one in session.codecs if one.codec == "raw"}
+
+        # torch's generator is one for all threads.
+        models = [sessions.seeded(sessions.Classifier) for _ in range(4)]
+        plain = run_ranks(2, trained, core=FakeCore(), scheme="sfb")
+        pattern = {"*.weight": codec, "*": "raw"}
+        coded = run_ranks(2, trained, core=FakeCore(), scheme="sfb", codec=pattern)
+        (values, reasons), (same, _) = coded
+        assert all(torch.equal(one, other) for one, other in zip(values, same, strict=True))
+        off = max((one - other).abs().max() for one, other in zip(values, plain[0][0], strict=True))
+        if codec == "bf16":
+            assert reasons["first.weight"] == "travels as factors, in bf16"
+            assert 1e-7 < off < 2e-3
+        else:
+            assert "of other samples in each step" in reasons["first.weight"]
+            assert off == 0.0
+
 
 def test_rows_of_factors_are_recorded_as_seen() -> None:
     model = sessions.seeded(sessions.Words)

@@ -18,6 +18,13 @@ from gradlane.training.options.codec_choice import smallest_encoded
 
 SLICE_ELEMS = 50_000
 """Elements of a slice: the default of `p3`."""
+ALL, CONVOLUTIONS, LINEAR = "all", "convolutions", "linear"
+LAYERS: dict[str, tuple[type[nn.Conv2d | nn.Linear], ...]] = {
+    ALL: (),
+    CONVOLUTIONS: (nn.Conv2d,),
+    LINEAR: (nn.Linear,),
+}
+"""The kinds of layers whose weights alone are encoded; none: all tensors are."""
 
 
 @dataclass
@@ -48,7 +55,7 @@ class Exchange:
         *,
         workers: int,
         seed: int,
-        only_convolutions: bool = False,
+        layers: str = ALL,
         small_elems: int | None = None,
     ) -> None:
         """Cut the model's tensors.
@@ -58,7 +65,7 @@ class Exchange:
             codec: text of the codec.
             workers: how many send.
             seed: of the draws of stochastic codecs.
-            only_convolutions: keep everything but the weights of convolutions in full precision.
+            layers: of `LAYERS`: keep everything but the weights of these in full precision.
             small_elems: tensors with fewer elements stay f32; None: the 99 % rule, whatever the
                 codec, so that all codecs are compared on the same tensors.
         """
@@ -67,13 +74,14 @@ class Exchange:
         self.push_bytes = 0.0
         self.broadcast_bytes = 0.0
         parameters = list(model.parameters())
-        convolutions = {id(one.weight) for one in model.modules() if isinstance(one, nn.Conv2d)}
+        kinds = LAYERS[layers]
+        weights = {id(one.weight) for one in model.modules() if isinstance(one, kinds)}
         if small_elems is None:
             small_elems = smallest_encoded(one.numel() for one in parameters)
         self.slices: list[list[Slice]] = []
         for number, parameter in enumerate(parameters):
             plain = parameter.numel() < small_elems
-            plain |= only_convolutions and id(parameter) not in convolutions
+            plain |= bool(kinds) and id(parameter) not in weights
             made = Codec("f32" if plain else codec, list(parameter.shape))
             self.slices.append(self._cut(made, number, parameter.numel()))
 

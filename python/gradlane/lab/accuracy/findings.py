@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from gradlane.lab.accuracy.exchange import ALL
 from gradlane.lab.accuracy.schemes import FULL_PRECISION
-from gradlane.lab.accuracy.study import ALL, Result
-from gradlane.lab.accuracy.tasks import TASKS
+from gradlane.lab.accuracy.study import Result
 
 EQUAL_TIME_SHARE = 0.25
 """Of the time that full precision takes for all steps at a rate: where curves are compared."""
@@ -169,20 +169,25 @@ def loses(rows: Sequence[Result]) -> list[tuple[str, str, Spread]]:
 
 
 def summary(rows: Sequence[Result], command: str) -> dict[str, Any]:
-    """Return the final accuracies by network and scheme, seed by seed.
+    """Return the accuracies of each kind of run, seed by seed.
 
     Args:
-        rows: of the study, of all layers; each scheme with the same seeds.
+        rows: of the study; each kind with the same seeds.
         command: that made them.
     """
-    tasks = {}
-    for task in tasks_of(rows):
-        own = sorted(select(rows, task=task, layers=ALL), key=lambda row: row.seed)
-        tasks[task] = {
-            **{"what": TASKS[task].what, "steps": own[0].steps, "workers": own[0].workers},
-            "accuracy": {
-                scheme: list(final_accuracy(select(own, scheme=scheme)).values)
-                for scheme in schemes_of(own)
-            },
-        }
-    return {"format": "gradlane-trained", "command": command, "tasks": tasks}
+    kinds: dict[tuple[str, str, str, int], list[Result]] = {}
+    for row in sorted(rows, key=lambda one: one.seed):
+        kinds.setdefault((row.task, row.scheme, row.layers, row.workers), []).append(row)
+    found = []
+    for (task, scheme, layers, workers), own in kinds.items():
+        stale = [one.stale for one in own if one.stale is not None]
+        found.append(
+            {
+                **{"task": task, "scheme": scheme, "layers": layers, "workers": workers},
+                "steps": own[0].steps,
+                "evaluated": own[0].evaluated,
+                "accuracy": [[round(value, 4) for value in one.accuracy] for one in own],
+                "stale": statistics.fmean(stale) if stale else None,
+            }
+        )
+    return {"format": "gradlane-trained", "command": command, "rows": found}

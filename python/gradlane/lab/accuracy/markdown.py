@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from gradlane.formats.rates import format_rate
 from gradlane.lab.accuracy import findings
+from gradlane.lab.accuracy.exchange import ALL, CONVOLUTIONS, LINEAR
 from gradlane.lab.accuracy.findings import (
     Spread,
     final_accuracy,
@@ -16,14 +17,12 @@ from gradlane.lab.accuracy.findings import (
 )
 from gradlane.lab.accuracy.schemes import FULL_PRECISION
 from gradlane.lab.accuracy.study import (
-    ALL,
     BUCKETS,
-    CONVOLUTIONS,
     RATES_BPS,
     STUDIED_CLOSELY,
     Result,
 )
-from gradlane.lab.accuracy.tasks import TASKS
+from gradlane.lab.accuracy.tasks import task_of
 from gradlane.report.markdown import markdown_table
 from gradlane.report.page import Cell, Table
 
@@ -139,7 +138,7 @@ def convolutions_table(rows: Sequence[Result]) -> Table:
         [
             [scheme, layers, *_learned(here, full)]
             for scheme in schemes_of(select(own, layers=CONVOLUTIONS))
-            for layers in (CONVOLUTIONS, ALL)
+            for layers in (CONVOLUTIONS, LINEAR, ALL)
             if (here := select(own, scheme=scheme, layers=layers)) and full
         ],
         f"Of the task {STUDIED_CLOSELY}.",
@@ -233,10 +232,10 @@ def page_text(rows: Sequence[Result], command: str) -> str:
     ]
     for task in tasks_of(rows):
         one = select(rows, task=task)[0]
-        optimizer = TASKS[task].optimizer
+        what, optimizer = task_of(task).what, task_of(task).optimizer
         parts += [
             f"## {task}",
-            f"{TASKS[task].what[0].upper()}{TASKS[task].what[1:]}: {one.parameters:,} "
+            f"{what[0].upper()}{what[1:]}: {one.parameters:,} "
             f"parameters, {optimizer}, {1e3 * one.compute_s:g} ms of compute a step.",
             _markdown(main_table(rows, task)),
         ]

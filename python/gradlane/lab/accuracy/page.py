@@ -13,7 +13,7 @@ from gradlane.lab.accuracy import findings
 from gradlane.lab.accuracy.findings import schemes_of, select, tasks_of
 from gradlane.lab.accuracy.markdown import main_table, spread_caption, sweep_tables
 from gradlane.lab.accuracy.study import ALL, RATES_BPS, Result
-from gradlane.lab.accuracy.tasks import TASKS
+from gradlane.lab.accuracy.tasks import task_of
 from gradlane.report.page import Block, Paragraph, Section, measured_here, write_report
 from gradlane.report.plots import Plot
 
@@ -60,7 +60,7 @@ def _without_sweeps(rows: Sequence[Result]) -> list[Result]:
 def _about(task: str, rows: Sequence[Result]) -> str:
     seeds = len({row.seed for row in rows})
     text = (
-        f"{TASKS[task].what}, {rows[0].parameters:,} parameters, {rows[0].workers} workers, "
+        f"{task_of(task).what}, {rows[0].parameters:,} parameters, {rows[0].workers} workers, "
         f"{rows[0].steps} steps, {seeds} seed{'s' if seeds > 1 else ''}."
     )
     return f"{text} Bands reach from the least to the greatest seed." if seeds > 1 else text

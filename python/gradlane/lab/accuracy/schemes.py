@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from gradlane.codecs import Codec
 
 FULL_PRECISION = "p3"
+REAL = "real"
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Scheme:
         text: as it was written, and how results name it.
         codec: canonical text of the codec of pushes and broadcasts.
         is_asynchronous: whether each worker's gradient is applied alone.
-        order: of asynchronous workers: `"round"`, one after another, or `"random"`.
+        order: of asynchronous workers: `"round"`, one after another, `"random"`, or `"real"`, that
+            of processes which run beside each other.
         lr_share: of the task's learning rate, for each gradient that is applied alone.
     """
 
@@ -31,7 +33,7 @@ class Scheme:
     order: str = "round"
     lr_share: float = 1.0
 
-    def codec_for(self, optimizer: str, steps: int) -> str:
+    def codec_for(self, optimizer: str, steps: int, momentum: float) -> str:
         """Return the codec of a training; `dgc` is told what the task's optimizer leaves to it.
 
         Where the text does not say otherwise, what `dgc` sends falls over the first quarter of the
@@ -41,8 +43,8 @@ class Scheme:
             return self.codec
         given = self.text.replace(" ", "")
         text = given
-        if "momentum=" not in given and optimizer != "sgd":
-            text += ",momentum=0"
+        if "momentum=" not in given:
+            text += f",momentum={momentum if optimizer == 'sgd' else 0.0:g}"
         if "warmup=" not in given:
             text += f",warmup={steps // 4}"
         return Codec(text if ":" in given else text.replace(",", ":", 1)).spec
@@ -57,7 +59,7 @@ def parse_scheme(text: str, workers: int) -> Scheme:
     """Return the scheme with this text.
 
     Args:
-        text: `p3`, `asgd`, `asgd:order=random,lr=mean`, or a codec.
+        text: `p3`, `asgd`, `asgd:order=real,lr=mean`, or a codec.
         workers: whose number divides the learning rate where `lr=mean`.
 
     Raises:
@@ -70,13 +72,13 @@ def parse_scheme(text: str, workers: int) -> Scheme:
     if name != "asgd":
         return Scheme(text, Codec(text).spec)
     values = {"order": "round", "lr": "full"}
-    allowed = {"order": ("round", "random"), "lr": ("full", "mean")}
+    allowed = {"order": ("round", "random", REAL), "lr": ("full", "mean")}
     for part in options.split(",") if options else ():
         key, _, value = part.strip().partition("=")
         if key not in allowed or value not in allowed[key]:
             raise ValueError(
                 f"{text!r}: {part.strip()!r} is no option of asgd; there are: "
-                "order=round|random, lr=full|mean"
+                f"order=round|random|{REAL}, lr=full|mean"
             )
         values[key] = value
     share = 1.0 if values["lr"] == "full" else 1.0 / workers

@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from gradlane.lab.accuracy.schemes import FULL_PRECISION, parse_scheme
-from gradlane.lab.accuracy.tasks import CIFAR10, TASKS
+from gradlane.lab.accuracy.asynchronous import check_ranks
+from gradlane.lab.accuracy.exchange import ALL, CONVOLUTIONS, LAYERS
+from gradlane.lab.accuracy.schemes import FULL_PRECISION, REAL, parse_scheme
+from gradlane.lab.accuracy.tasks import CIFAR10, TASKS, task_of
 from gradlane.lab.accuracy.timing import step_s
 from gradlane.lab.accuracy.training import train
 from gradlane.lab.experiments.folder import PresetFolder
@@ -63,9 +65,15 @@ BUCKETS = (
 CONVOLUTION_SCHEMES = ("qsgd:bits=2", "onebit", "topk:ratio=0.01,broadcast_ratio=0.04")
 STUDIED_CLOSELY = "resnet"
 """The task of the bucket sweep and of the comparison of layers."""
+SETTINGS = ("", "/lr=0.025", "/lr=0.1")
+"""Hyperparameters of the settings under which DGC is compared, the task's own first."""
+PAPERS_DGC = "dgc:ratio=0.001,broadcast_ratio=0.004"
+PAPERS_ASGD = ("asgd", "asgd:lr=mean", "asgd:order=real", "asgd:order=real,lr=mean")
+LAYER_SCHEMES = ("qsgd:bits=2", "onebit:bucket=64")
+NODES = (8, 16)
+"""Workers beside the study's, with as many samples in all."""
 EVERY = "all"
 """In place of a list of schemes: those of the full study, with buckets and layers."""
-ALL, CONVOLUTIONS = "all", "convolutions"
 
 
 @dataclass(frozen=True)
@@ -73,9 +81,9 @@ class Run:
     """One run: what makes it different from all others.
 
     Attributes:
-        task: name of a task.
+        task: a task, as `task_of` takes it.
         scheme: text of a scheme.
-        layers: `"all"`, or `"convolutions"`: only their weights are encoded.
+        layers: of `exchange.LAYERS`: those whose weights alone are encoded.
         seed: of model, batches and draws.
         workers: how many are emulated.
         steps: how many are taken.
@@ -106,7 +114,8 @@ class Result(Run):
         loss: at each evaluation, on held-out samples; None: it is no number.
         accuracy: at each evaluation, 0 to 1.
         time_s: nominal time at each evaluation, by the rate of ports as text.
-        cpu_s: processor time of the run.
+        cpu_s: processor time of the run; with real processes that of the one which waits for them.
+        stale: updates that a gradient was old when it was applied, mean; None where all were new.
     """
 
     codec: str
@@ -122,6 +131,7 @@ class Result(Run):
     accuracy: list[float]
     time_s: dict[str, list[float]]
     cpu_s: float
+    stale: float | None = None
 
     @property
     def run(self) -> Run:
@@ -159,13 +169,14 @@ def runs_of(
         ValueError: a task or scheme is unknown, or a number is out of its range.
     """
     for task in tasks:
-        if task not in TASKS:
-            raise ValueError(f"there is no task {task!r}; there are: {', '.join(TASKS)}")
+        task_of(task)
     every = list(schemes) == [EVERY]
     if every:
         schemes = ()
     for text in schemes:
-        parse_scheme(text, workers)
+        if parse_scheme(text, workers).order == REAL:
+            for task in tasks:
+                check_ranks(task_of(task))
     if seeds is None:
         seeds = 3 if quick else 5
     if not 1 <= seeds <= 1000:
@@ -188,16 +199,43 @@ def runs_of(
             layers,
             seed,
             workers,
-            TASKS[task].quick_steps if quick else TASKS[task].steps,
+            task_of(task).quick_steps if quick else task_of(task).steps,
         )
         for seed in range(seeds)
         for task, scheme, layers in pairs
     ]
 
 
+def paper_runs(seeds: int) -> list[Run]:
+    """Return the runs behind the papers' figures of accuracy, seed by seed.
+
+    Args:
+        seeds: how many.
+    """
+    own, steps = STUDIED_CLOSELY, TASKS[STUDIED_CLOSELY].quick_steps
+    chosen = [(own + one, scheme) for one in SETTINGS for scheme in (FULL_PRECISION, PAPERS_DGC)]
+    chosen += [(own, scheme) for scheme in PAPERS_ASGD]
+    return [
+        run
+        for seed in range(seeds)
+        for run in (
+            *(Run(task, scheme, ALL, seed, WORKERS, steps) for task, scheme in chosen),
+            *(
+                Run(own, scheme, layers, seed, WORKERS, steps)
+                for scheme in LAYER_SCHEMES
+                for layers in LAYERS
+            ),
+            *(
+                Run(own, FULL_PRECISION, ALL, seed, nodes, steps * WORKERS // nodes)
+                for nodes in NODES
+            ),
+        )
+    ]
+
+
 def make_run(run: Run, progress: LabProgress) -> Result:
     """Make a run and return its result."""
-    task = TASKS[run.task]
+    task = task_of(run.task)
     scheme = parse_scheme(run.scheme, run.workers)
     start_s = time.process_time()
     curve = train(
@@ -206,7 +244,7 @@ def make_run(run: Run, progress: LabProgress) -> Result:
         workers=run.workers,
         seed=run.seed,
         steps=run.steps,
-        only_convolutions=run.layers == CONVOLUTIONS,
+        layers=run.layers,
         advance=progress.advance,
     )
     sizes = [parameter.numel() for parameter in task.build(0).parameters()]
@@ -217,7 +255,7 @@ def make_run(run: Run, progress: LabProgress) -> Result:
     }
     return Result(
         **asdict(run),
-        codec=scheme.codec_for(task.optimizer, run.steps),
+        codec=scheme.codec_for(task.optimizer, run.steps, task.momentum),
         parameters=sum(sizes),
         compute_s=task.compute_s,
         wire_bytes_per_step=mean_bytes,
@@ -231,6 +269,7 @@ def make_run(run: Run, progress: LabProgress) -> Result:
         accuracy=curve.accuracy,
         time_s=times_s,
         cpu_s=time.process_time() - start_s,
+        stale=curve.stale,
     )
 
 
@@ -267,7 +306,8 @@ def results_of(content: Sequence[Mapping[str, Any]]) -> list[Result]:
     names = [one.name for one in fields(Result)]
     if any(row.get("preset") != NAME for row in content):
         raise KeyError("preset")
-    return [Result(**{name: row[name] for name in names}) for row in content]
+    # Rows of before have no staleness.
+    return [Result(**{name: row[name] for name in names if name in row}) for row in content]
 
 
 def missing(runs: Sequence[Run], results: Sequence[Result]) -> list[Run]:

@@ -6,7 +6,7 @@ Batches are a function of (seed, worker, step) alone, so that all strategies see
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -212,3 +212,34 @@ TASKS: dict[str, Task] = {
     )
 }
 """The tasks by name; that of CIFAR-10 needs its images, see `cifar.use_folder`."""
+HYPERPARAMETERS = ("lr", "momentum")
+
+
+@lru_cache
+def task_of(text: str) -> Task:
+    """Return a task by its name, with other hyperparameters where the text says so.
+
+    Args:
+        text: such as `resnet` or `resnet/lr=0.1/momentum=0.8`.
+
+    Raises:
+        ValueError: there is no such task or hyperparameter, or its value is no positive number.
+    """
+    name, *settings = text.split("/")
+    if name not in TASKS:
+        raise ValueError(f"there is no task {name!r}; there are: {', '.join(TASKS)}")
+    changes: dict[str, float] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        try:
+            changes[key] = float(value)
+        except ValueError:
+            changes[key] = 0.0
+        if key not in HYPERPARAMETERS or not 0.0 < changes[key] < 100.0:
+            raise ValueError(
+                f"task {text!r}: {setting!r} is no setting; use "
+                f"{' or '.join(f'{one}=NUMBER' for one in HYPERPARAMETERS)}"
+            )
+    if "momentum" in changes and TASKS[name].optimizer != "sgd":
+        raise ValueError(f"task {text!r}: {TASKS[name].optimizer} has no momentum")
+    return replace(TASKS[name], name=text, **changes)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from gradlane.lab.accuracy.tasks import TASKS
+from gradlane.lab.accuracy.tasks import task_of
 from gradlane.planning.models.timings import Stage, TensorTiming, timings_of
 from gradlane.planning.simulation.bound import bound_step_s
 
@@ -19,7 +19,7 @@ GOODPUT_SHARE = 0.956
 @lru_cache(maxsize=16)
 def timings(task: str) -> tuple[TensorTiming, ...]:
     """Return when each gradient of a task's network is ready and needed."""
-    chosen = TASKS[task]
+    chosen = task_of(task)
     model = chosen.build(0)
     layers = [
         (name, [(f"{name}.{key}", one.numel(), 4) for key, one in own])
@@ -47,7 +47,7 @@ def step_s(task: str, wire_bytes: int, rate_bps: float, workers: int) -> float:
         own,
         workers=workers,
         goodput_bps=GOODPUT_SHARE * rate_bps,
-        compute_s=TASKS[task].compute_s,
+        compute_s=task_of(task).compute_s,
         codec_ratio=plain_bytes / wire_bytes,
     )
     return bound.step_s

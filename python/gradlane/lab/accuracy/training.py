@@ -1,52 +1,18 @@
-"""Trains one task once under one scheme, with workers emulated one after another."""
+"""Trains one task once under one scheme, with workers emulated one after another or real ones."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from gradlane.lab.accuracy.exchange import Exchange
-from gradlane.lab.accuracy.schemes import Scheme
+from gradlane.lab.accuracy.asynchronous import train_on_ranks
+from gradlane.lab.accuracy.curve import Curve, evaluation_steps
+from gradlane.lab.accuracy.exchange import ALL, Exchange
+from gradlane.lab.accuracy.schemes import REAL, Scheme
 from gradlane.lab.accuracy.tasks import Task
-
-EVALUATIONS = 11
-"""Evaluations of a run, with the one before the first step."""
-
-
-@dataclass
-class Curve:
-    """What a run learned.
-
-    Attributes:
-        evaluated: numbers of steps that were taken before each evaluation.
-        loss: on held-out samples, nats.
-        accuracy: on held-out samples, 0 to 1.
-        wire_bytes: of each step: a worker's encoded gradient and the encoded means.
-        diverged: whether a loss was no number.
-    """
-
-    evaluated: list[int] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
-    accuracy: list[float] = field(default_factory=list)
-    wire_bytes: list[int] = field(default_factory=list)
-    diverged: bool = False
-
-    def note(self, step: int, task: Task, model: nn.Module) -> None:
-        """Evaluate the model after so many steps."""
-        loss, accuracy = task.evaluate(model)
-        self.evaluated.append(step)
-        self.loss.append(loss)
-        self.accuracy.append(accuracy)
-        self.diverged |= loss != loss
-
-
-def evaluation_steps(steps: int) -> list[int]:
-    """Return after how many steps a run is evaluated: from 0 to all, evenly spread."""
-    return sorted({round(steps * index / (EVALUATIONS - 1)) for index in range(EVALUATIONS)})
 
 
 def train(
@@ -56,7 +22,7 @@ def train(
     workers: int,
     seed: int,
     steps: int,
-    only_convolutions: bool = False,
+    layers: str = ALL,
     advance: Callable[[int], None] = lambda steps: None,
 ) -> Curve:
     """Train and return the curve.
@@ -67,16 +33,18 @@ def train(
         workers: how many are emulated; each sees its own samples.
         seed: of model, batches and draws.
         steps: each takes one batch of every worker.
-        only_convolutions: encode the weights of convolutions alone.
+        layers: of `exchange.LAYERS`: those whose weights alone are encoded.
         advance: told of each step.
     """
     threads = torch.get_num_threads()
     # Gradients must not depend on how many processors there are.
     torch.set_num_threads(1)
     try:
+        if scheme.order == REAL:
+            return train_on_ranks(task, scheme, workers, seed, steps, advance)
         if scheme.is_asynchronous:
             return _train_alone(task, scheme, workers, seed, steps, advance)
-        return _train_together(task, scheme, workers, seed, steps, only_convolutions, advance)
+        return _train_together(task, scheme, workers, seed, steps, layers, advance)
     finally:
         torch.set_num_threads(threads)
 
@@ -87,15 +55,13 @@ def _train_together(
     workers: int,
     seed: int,
     steps: int,
-    only_convolutions: bool,
+    layers: str,
     advance: Callable[[int], None],
 ) -> Curve:
     model = task.build(seed)
     optimizer = task.make_optimizer(model, momentum=not scheme.takes_momentum)
-    codec = scheme.codec_for(task.optimizer, steps)
-    exchange = Exchange(
-        model, codec, workers=workers, seed=seed, only_convolutions=only_convolutions
-    )
+    codec = scheme.codec_for(task.optimizer, steps, task.momentum)
+    exchange = Exchange(model, codec, workers=workers, seed=seed, layers=layers)
     parameters = list(model.parameters())
     curve = Curve()
     stops = set(evaluation_steps(steps))
@@ -137,8 +103,9 @@ def _train_alone(
     newest = [parameter.detach().clone() for parameter in parameters]
     pulled = [newest for _ in range(workers)]
     taken = [0] * workers
+    version_of = [0] * workers
     draws = random.Random(seed)
-    curve = Curve()
+    curve = Curve(stale=0.0)
     stops = set(evaluation_steps(steps))
     curve.note(0, task, model)
     for update in range(steps * workers):
@@ -152,6 +119,8 @@ def _train_alone(
         _update(task, parameters, optimizer)
         newest = [parameter.detach().clone() for parameter in parameters]
         pulled[worker] = newest
+        curve.stale += (update - version_of[worker]) / (steps * workers)
+        version_of[worker] = update + 1
         step, rest = divmod(update + 1, workers)
         if rest == 0:
             curve.wire_bytes.append(plain_bytes)

@@ -40,6 +40,7 @@ from gradlane.lab.papers.lowprec_model import (
     units,
 )
 from gradlane.lab.papers.simulations import Simulations
+from gradlane.lab.papers.trained import LOWPREC_5
 from gradlane.planning.models import ARCHITECTURES
 
 NEAR = 10.0
@@ -510,13 +511,9 @@ _FITTED = (
     "the model of copies, messages and kernels in `lab/papers/lowprec_model.py`, fitted to "
     "ResNet-152 alone"
 )
-_RUNS = (
-    "training runs of these networks on ImageNet; small ones instead in docs/accuracy.md (rows "
-    "`onebit` and `qsgd:bits=8`, 4 and 2; sections Buckets, and Convolutions or all layers)"
-)
 FIGURES = (
     Figure("lowprec:fig3", "the networks", "counted", figure_3),
-    Figure("lowprec:fig5", "accuracy of each precision", needs=_RUNS),
+    LOWPREC_5,
     Figure("lowprec:fig6", "speed-ups with MPI", _FITTED, figure_6),
     Figure("lowprec:fig7", "speed-ups with NCCL", _FITTED, figure_7),
     Figure("lowprec:fig8", "DGX-1 with MPI", _FITTED, figure_8),

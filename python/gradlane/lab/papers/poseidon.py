@@ -26,6 +26,7 @@ from gradlane.lab.papers.poseidon_bytes import (
 )
 from gradlane.lab.papers.poseidon_others import sequential_speedup
 from gradlane.lab.papers.simulations import Job, Simulations
+from gradlane.lab.papers.trained import POSEIDON_9B, POSEIDON_11
 from gradlane.planning.schemes.costs import SCHEMES, Counts
 from gradlane.planning.schemes.layers import schemes_by_rule
 from gradlane.planning.simulation.costs import MachineCosts
@@ -396,15 +397,6 @@ FIGURES = (
     Figure("poseidon:fig8", "scaling with Caffe at lower bandwidth", _SIMULATED, figure_8),
     Figure("poseidon:fig9", "ResNet-152: throughput", _BYTES, figure_9),
     Figure("poseidon:fig10", "traffic of each node", _BYTES, figure_10),
-    Figure(
-        "poseidon:fig9b",
-        "ResNet-152: error over epochs",
-        needs="90 epochs of training on ImageNet",
-    ),
-    Figure(
-        "poseidon:fig11",
-        "convergence with 1-bit gradients",
-        needs="training runs on CIFAR-10; small networks instead: docs/accuracy.md, written by "
-        "`gradlane lab accuracy --scheme onebit`",
-    ),
+    POSEIDON_9B,
+    POSEIDON_11,
 )

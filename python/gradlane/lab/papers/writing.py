@@ -109,7 +109,8 @@ def markdown_of(made: Sequence[Reproduction], command: str) -> str:
             parts.append("\n".join(f"- {curve_text(curve)}" for curve in one.curves) + "\n")
     missing = [figure for figure in FIGURES.values() if figure.run is None]
     lines = [f"- `{one.name}`, {one.title}: needs {one.needs}" for one in missing]
-    parts += ["## Not yet\n", "\n".join(lines) + "\n"]
+    if missing:
+        parts += ["## Not yet\n", "\n".join(lines) + "\n"]
     return "\n".join(parts).rstrip() + "\n"
 
 

@@ -83,6 +83,15 @@ def can_travel(dtype: torch.dtype) -> bool:
     return dtype in _CODES
 
 
+def narrowed(part: Part, dtype: torch.dtype) -> Part:
+    """Return a part whose values are rounded to a dtype."""
+    if isinstance(part, LinearFactors):
+        return LinearFactors(part.inputs.to(dtype), part.output_gradients.to(dtype))
+    if isinstance(part, TouchedRows):
+        return TouchedRows(part.indices, part.values.to(dtype))
+    return Dense(part.values.to(dtype))
+
+
 def part_bytes(part: Part) -> int:
     """Return what a part takes in a block."""
     return _HEADER.size + _padded(sum(tensor.nbytes for tensor in _tensors(part)))

@@ -7,9 +7,10 @@ their strategy says, also where a plan gives a whole layer the scheme `sfb`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from gradlane.training.factors.block import Part, block_bytes
@@ -22,6 +23,8 @@ from gradlane.training.rendezvous.tensor_table import TensorEntry, state_entry
 _BLOCK_DTYPE = "f32"
 """Blocks are cut like tensors of this dtype, whatever is in them."""
 _BLOCK_ELEMENT_BYTES = 4
+NARROW = {"bf16": torch.bfloat16, "f16": torch.float16}
+"""Codecs that factors travel in: both round each value by itself."""
 BLOCK_MOST_BYTES = 2**32 - 16
 """Bytes that a block may have: frames say its size in 32 bits."""
 
@@ -34,12 +37,14 @@ class Factored:
         entry: its place in the tensor table.
         layers: those that use it; several where it is tied.
         scheme: one of `FACTOR_SCHEMES`: whether they go to all ranks, or to one that answers.
+        sent_as: the dtype that factors are rounded to; None: they travel as they are.
         parts: the word for what its blocks hold.
     """
 
     entry: TensorEntry
     layers: tuple[nn.Module, ...]
     scheme: str = SFB
+    sent_as: torch.dtype | None = None
     parts: ClassVar[str] = "factors"
 
     @property
@@ -143,15 +148,42 @@ def choose_factored(
     return chosen
 
 
+def with_dtypes(
+    factored: Mapping[int, Factored], choices: Sequence[CodecChoice]
+) -> dict[int, Factored]:
+    """Return weights whose factors are rounded as their codec rounds gradients.
+
+    Args:
+        factored: by tensor number.
+        choices: the codecs of all tensors.
+    """
+    return {
+        index: replace(one, sent_as=NARROW.get(choices[index].codec))
+        if one.entry.dtype == torch.float32
+        else one
+        for index, one in factored.items()
+    }
+
+
 def without_codecs(
     choices: Iterable[CodecChoice], factored: Mapping[int, Factored]
 ) -> list[CodecChoice]:
     """Return choices of codecs with none for tensors that travel as factors or rows."""
     return [
-        CodecChoice(
-            choice.tensor, RAW, f"travels as {factored[index].parts}, which are not encoded"
-        )
+        CodecChoice(choice.tensor, RAW, _why_not_encoded(choice, factored[index]))
         if index in factored
         else choice
         for index, choice in enumerate(choices)
     ]
+
+
+def _why_not_encoded(choice: CodecChoice, one: Factored) -> str:
+    if one.sent_as is not None:
+        return f"travels as {one.parts}, in {choice.codec}"
+    text = f"travels as {one.parts}, which are not encoded"
+    if choice.codec == RAW or one.scheme not in FACTOR_SCHEMES:
+        return text
+    return (
+        f"{text} by {choice.codec}: they are of other samples in each step, so what one step has "
+        f"lost belongs to none after it; {' and '.join(NARROW)} go"
+    )

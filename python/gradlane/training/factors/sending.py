@@ -23,6 +23,7 @@ from gradlane.training.factors.block import (
     Dense,
     Part,
     dense_block,
+    narrowed,
     pack,
     part_bytes,
     unpack,
@@ -88,6 +89,8 @@ class FactorExchange:
             BlockError: its values have a dtype that does not travel.
         """
         one = self._factored[index]
+        if one.sent_as is not None and not isinstance(part, Dense):
+            part = narrowed(part, one.sent_as)
         blocks = self._held.setdefault(index, [])
         if sum(block.nbytes for block in blocks) + part_bytes(part) <= one.most_bytes:
             blocks.append(pack([part]))

@@ -223,8 +223,8 @@ def hyperparameters_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 def adopt_hyperparameters(optimizer: Optimizer, told_groups: list[dict[str, Any]]) -> None:
     """Take over what `hyperparameters_of` has returned on another rank.
 
-    Groups share a tensor where the source's do. A tensor of this rank stays where it fits, since the
-    program may keep it, as a learning rate.
+    Groups share a tensor where the source's do. A tensor of this rank stays where it fits, since
+    the program may keep it, as a learning rate.
     """
     ours: dict[int, Tensor] = {}
     taken: set[int] = set()

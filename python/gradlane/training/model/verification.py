@@ -12,7 +12,12 @@ from torch.optim import Optimizer
 
 from gradlane.errors import UsageError
 from gradlane.training.connection import SessionContext
-from gradlane.training.factors.choice import Factored, choose_factored, without_codecs
+from gradlane.training.factors.choice import (
+    Factored,
+    choose_factored,
+    with_dtypes,
+    without_codecs,
+)
 from gradlane.training.factors.rows import RowSparse, choose_row_sparse
 from gradlane.training.model.optimizers import (
     check_optimizer,
@@ -148,10 +153,10 @@ def _checked(
         needing_sparse=needing_sparse(optimizer),
         takes_sparse=functools.partial(takes_sparse, optimizer),
     )
-    factored = row_sparse | factored
     ranks = ring_ranks(ctx.options.strategy.name, ctx.rank_info.world_size)
     coded = [entry.coded() for entry in trained]
-    spec = ModelSpec(entries, factored, choose_codecs(ctx.options.codec, coded, ranks))
+    codecs = choose_codecs(ctx.options.codec, coded, ranks)
+    spec = ModelSpec(entries, row_sparse | with_dtypes(factored, codecs), codecs)
     has_ring = ranks is not None or RING in ctx.schemes.values()
     unused = unused_codec_option(ctx.options.codec, has_ring=has_ring)
     if unused:

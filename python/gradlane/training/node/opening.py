@@ -125,8 +125,9 @@ def rows_obstacle(rows: Sequence[Mapping[str, Any]]) -> str:
             facts = codec_facts(row["codec"], row["dtype"], row["sizes"])
             if facts is not None and facts.residual_width:
                 return (
-                    f"codec {row['codec']!r} of {row['name']!r} keeps what it has lost, which is "
-                    "not kept where a node's ranks add up first (one without error feedback, such "
-                    "as 'qsgd:bits=8', goes)"
+                    f"codec {row['codec']!r} of {row['name']!r} keeps what it has lost: of a "
+                    "node's mean its leader alone would have it, and checkpoints and new plans "
+                    "take it from every rank (a codec without error feedback, such as "
+                    "'qsgd:bits=8', goes)"
                 )
     return ""

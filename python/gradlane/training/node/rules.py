@@ -49,16 +49,25 @@ def nodes_refusal(options: Options) -> str:
         return 'update="server": owners update from what single ranks send'
     if options.stragglers.leaves_out:
         rule = options.stragglers.rule
-        return f"stragglers={rule!r}: a node's mean has no rank that could be late"
+        return (
+            f"stragglers={rule!r}: a node's ranks wait for each other before anything leaves, so "
+            "a late one makes all of them late, and a step without it would lose them all"
+        )
     if options.servers is not None:
         return f"servers={options.servers}: single ranks of a node are no servers"
     if options.workers is not None:
         return f"workers={options.workers}: a node's ranks add up as ranks that train"
     if options.strategy.factors:
         scheme = options.strategy.factors
-        return f'scheme="{scheme}": factors are each rank\'s own and are not added up'
+        return (
+            f'scheme="{scheme}": factors of a node\'s ranks do not add up to fewer; as many leave '
+            "the node as there are ranks"
+        )
     if options.strategy.name in SPLITTING_STRATEGIES:
         return f"strategy {options.strategy.name!r}: each rank pulls from servers by itself there"
     if options.local.mode == SHARED and options.codec != RAW:
-        return f"codec {options.codec!r}: shares of tensors are not encoded"
+        return (
+            f"codec {options.codec!r}: a rank carries a share of each large tensor, and a codec "
+            'needs a tensor\'s shape; use local="leader"'
+        )
     return ""

@@ -1,0 +1,46 @@
+"""What a run of the study learned, and when that is looked at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from gradlane.lab.accuracy.tasks import Task
+
+EVALUATIONS = 11
+"""Evaluations of a run, with the one before the first step."""
+
+
+@dataclass
+class Curve:
+    """What a run learned.
+
+    Attributes:
+        evaluated: numbers of steps that were taken before each evaluation.
+        loss: on held-out samples, nats.
+        accuracy: on held-out samples, 0 to 1.
+        wire_bytes: of each step: a worker's encoded gradient and the encoded means.
+        diverged: whether a loss was no number.
+        stale: updates that a gradient is old when it is applied, mean; None where all are new.
+    """
+
+    evaluated: list[int] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    accuracy: list[float] = field(default_factory=list)
+    wire_bytes: list[int] = field(default_factory=list)
+    diverged: bool = False
+    stale: float | None = None
+
+    def note(self, step: int, task: Task, model: nn.Module) -> None:
+        """Evaluate the model after so many steps."""
+        loss, accuracy = task.evaluate(model)
+        self.evaluated.append(step)
+        self.loss.append(loss)
+        self.accuracy.append(accuracy)
+        self.diverged |= loss != loss
+
+
+def evaluation_steps(steps: int) -> list[int]:
+    """Return after how many steps a run is evaluated: from 0 to all, evenly spread."""
+    return sorted({round(steps * index / (EVALUATIONS - 1)) for index in range(EVALUATIONS)})
