@@ -13,8 +13,10 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch._C._distributed_c10d import FileStore
 
 from gradlane.lab.accuracy.curve import Curve, evaluation_steps
 from gradlane.lab.accuracy.schemes import Scheme
@@ -95,11 +97,11 @@ def train_on_ranks(
         if failed:
             words = errors[failed[0]].read_text(encoding="utf-8", errors="replace")
             raise LabError(f"rank {failed[0]} of asgd failed; its last words: {words[-3000:]}")
-    told = [json.loads(line) for line in lines]
-    curve = Curve(**told[0]["curve"])
+    results: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    curve = Curve(**results[0]["curve"])
     # Each has counted the gradients that it applied.
-    pushes = sum(one["pushes"] for one in told)
-    curve.stale = sum(one["stale"] for one in told) / pushes
+    pushes = sum(one["pushes"] for one in results)
+    curve.stale = sum(one["stale"] for one in results) / pushes
     return curve
 
 
@@ -118,7 +120,7 @@ def main() -> None:
     curve = Curve()
     stops = evaluation_steps(steps)[1:-1]
     rendezvous = gradlane.Rendezvous(
-        store=torch.distributed.FileStore(given["store"], workers),
+        store=FileStore(given["store"], workers),
         rank=rank,
         world_size=workers,
         job=given["job"],

@@ -10,9 +10,10 @@ import numpy as np
 
 from gradlane.formats.rates import format_rate
 from gradlane.lab.accuracy import findings
+from gradlane.lab.accuracy.exchange import ALL
 from gradlane.lab.accuracy.findings import schemes_of, select, tasks_of
 from gradlane.lab.accuracy.markdown import main_table, spread_caption, sweep_tables
-from gradlane.lab.accuracy.study import ALL, RATES_BPS, Result
+from gradlane.lab.accuracy.study import RATES_BPS, Result
 from gradlane.lab.accuracy.tasks import task_of
 from gradlane.report.page import Block, Paragraph, Section, measured_here, write_report
 from gradlane.report.plots import Plot

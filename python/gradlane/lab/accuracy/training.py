@@ -105,7 +105,8 @@ def _train_alone(
     taken = [0] * workers
     version_of = [0] * workers
     draws = random.Random(seed)
-    curve = Curve(stale=0.0)
+    curve = Curve()
+    stale = 0.0
     stops = set(evaluation_steps(steps))
     curve.note(0, task, model)
     for update in range(steps * workers):
@@ -119,7 +120,7 @@ def _train_alone(
         _update(task, parameters, optimizer)
         newest = [parameter.detach().clone() for parameter in parameters]
         pulled[worker] = newest
-        curve.stale += (update - version_of[worker]) / (steps * workers)
+        stale += (update - version_of[worker]) / (steps * workers)
         version_of[worker] = update + 1
         step, rest = divmod(update + 1, workers)
         if rest == 0:
@@ -127,6 +128,7 @@ def _train_alone(
             if step in stops:
                 curve.note(step, task, model)
             advance(1)
+    curve.stale = stale
     return curve
 
 
