@@ -11,6 +11,7 @@ from tests.faults.campaign import Campaign, Result
 from tests.faults.cluster import RATE_BPS, Run, Switch, new_folder
 from tests.faults.going_on.scenario import (
     CHECKPOINT_EVERY,
+    CONNECT_TIMEOUT_S,
     STEPS,
     GoingOnScenario,
     Second,
@@ -19,7 +20,6 @@ from tests.faults.going_on.scenario import (
 from tests.faults.going_on.verdict import BOUND_S, judge
 from tests.faults.outcome import Outcome, complete_checkpoints
 from tests.faults.scenario import (
-    CONNECT_TIMEOUT_S,
     PROGRESS_TIMEOUT_S,
     SILENCE_TIMEOUT_S,
     Scenario,

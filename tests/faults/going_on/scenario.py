@@ -20,6 +20,8 @@ from tests.faults.scenario import (
 
 STEPS = 24
 CHECKPOINT_EVERY = 4
+CONNECT_TIMEOUT_S = 40.0
+"""Ranks have to come to their moment first, on a busy machine too."""
 TRAININGS = {
     name: Training({"strategy": name, "going_on": True}) for name in ("p3", "slicing", "wfbp")
 }

@@ -15,11 +15,15 @@ from tests.faults.going_on.replay import (
     replay,
     restore,
 )
-from tests.faults.going_on.scenario import CHECKPOINT_EVERY, STEPS, GoingOnScenario
+from tests.faults.going_on.scenario import (
+    CHECKPOINT_EVERY,
+    CONNECT_TIMEOUT_S,
+    STEPS,
+    GoingOnScenario,
+)
 from tests.faults.outcome import Outcome, RankEnd
 from tests.faults.scenario import (
     CLOSE_TIMEOUT_S,
-    CONNECT_TIMEOUT_S,
     PROGRESS_TIMEOUT_S,
     SILENCE_TIMEOUT_S,
 )
@@ -174,7 +178,7 @@ def _means(end: RankEnd) -> list[list[int]]:
 
 
 def _pause_s(outcome: Outcome, through: list[RankEnd]) -> float | None:
-    """Return the longest time after the fault in which a rank completed no step, less a usual one."""
+    """Return the longest time after the fault without a step, less a usual one."""
     pauses = []
     for end in through:
         times = [event["at_s"] for event in _events(end, "step")]
