@@ -39,14 +39,14 @@ _FINAL_STEPS = 3
 
 
 def judge(
-    scenario: GoingOnScenario, outcome: Outcome, checkpoint: Path
+    scenario: GoingOnScenario, outcome: Outcome, checkpoint: Path | None
 ) -> tuple[list[Problem], float | None]:
     """Judge how the ranks of a run ended, and what they left.
 
     Args:
         scenario: the faults.
         outcome: what came of them.
-        checkpoint: folder of checkpoints.
+        checkpoint: folder of checkpoints; None: there is none.
 
     Returns:
         Problems, and the seconds without progress, where the ranks that are left went on.
@@ -129,9 +129,9 @@ def _check_alike(
 
 
 def _check_bits(
-    scenario: GoingOnScenario, outcome: Outcome, end: RankEnd, checkpoint: Path
+    scenario: GoingOnScenario, outcome: Outcome, end: RankEnd, checkpoint: Path | None
 ) -> Iterator[Problem]:
-    """Check a rank's means and losses, and the checkpoints, against one process."""
+    """Check a rank's means and losses against one process, and so the checkpoints, if any."""
     changes = [Change(tuple(one["members"]), one["step"]) for one in _agreed(end)]
     losses = [event["loss"] for event in _events(end, "step")]
     try:
@@ -139,6 +139,18 @@ def _check_bits(
     except ReplayError as error:
         yield Problem("other bits", end.rank, str(error))
         return
+    if checkpoint is not None:
+        yield from _check_checkpoints(scenario, outcome, end, checkpoint, digests)
+
+
+def _check_checkpoints(
+    scenario: GoingOnScenario,
+    outcome: Outcome,
+    end: RankEnd,
+    checkpoint: Path,
+    digests: dict[int, str],
+) -> Iterator[Problem]:
+    """Check that each is of the members of its step, that none is lost, and the last one's bits."""
     found = files_by_step(checkpoint)
     if lost := set(outcome.complete_before) - set(found):
         yield Problem("lost checkpoint", None, f"steps {sorted(lost)} were complete at the fault")
