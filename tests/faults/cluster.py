@@ -298,7 +298,9 @@ class Run:
                     found.append(str(one))
         for rank in set(range(self._world_size)) - set(unable):
             if self.outcome.ends[rank].code is not None:
-                found += map(str, (self._folder / f"tmp-rank-{rank}").iterdir())
+                # Processes that load batches for torch end with their rank, and leave these.
+                own = (self._folder / f"tmp-rank-{rank}").iterdir()
+                found += [str(one) for one in own if not one.name.startswith("pymp-")]
 
     def _namespaces(self, alone: str | None, count: int) -> list[str] | None:
         if self._switch is None:
