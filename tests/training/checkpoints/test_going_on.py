@@ -31,12 +31,14 @@ def test_those_that_are_left_write_the_next_ones(
     run.check_alike()
     manifests = {one.step: one for one in map(read_manifest, complete_folders(folder))}
     (change,) = run.results[run.survivors[0]]["changes"]
-    assert {step: len(one.files) for step, one in manifests.items()} == {
-        step: 4 if step < change["at"] else 3 for step in range(EVERY, STEPS + 1, EVERY)
-    }
+    expected = {step: 4 if step < change["at"] else 3 for step in range(EVERY, STEPS + 1, EVERY)}
+    found = {step: len(one.files) for step, one in manifests.items()}
+    assert found == {step: expected[step] for step in found}
+    # One that was being written when the rank was lost may be withdrawn.
+    assert set(found) >= {step for step in expected if step >= change["at"]}
     # A new first rank has claimed the folder: what the lost one still wrote would not count.
     starts = {int(one.folder.name.rpartition("-")[2]) for one in manifests.values()}
-    assert starts == ({1, 2} if victim == 0 else {1})
+    assert max(starts) == (2 if victim == 0 else 1)
     assert len({one.run for one in manifests.values()}) == 1
     last = newest(folder)
     assert last is not None and last.step == STEPS
