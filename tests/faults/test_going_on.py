@@ -78,9 +78,12 @@ def trained() -> Outcome:
         optimizer.step()
         optimizer.zero_grad()
     for rank in survivors:
-        agreed = {"event": "agreed", "members": survivors, "step": LOST_IN + 1}
-        changed = {"event": "changed", "members": survivors, "at": LOST_IN + 1}
-        last = [{"event": "digest", "step": STEPS, "digest": ""}, {"event": "done"}]
+        agreed: dict[str, Any] = {"event": "agreed", "members": survivors, "step": LOST_IN + 1}
+        changed: dict[str, Any] = {"event": "changed", "members": survivors, "at": LOST_IN + 1}
+        last: list[dict[str, Any]] = [
+            {"event": "digest", "step": STEPS, "digest": ""},
+            {"event": "done"},
+        ]
         events[rank] += [agreed, changed, *last]
     codes = {rank: 0 if rank in survivors else None for rank in range(RANKS)}
     ends = [RankEnd(rank, codes[rank], events=events[rank]) for rank in range(RANKS)]

@@ -34,8 +34,6 @@ BOUND_S = (
 ) + SLACK_S
 """Seconds from the first fault within which every rank that is able to has to end: two are noticed
 one after the other, and a rank that is left out may wait for its last checkpoint."""
-_FINAL_STEPS = 3
-"""A fault in the last of them may come when its ranks are through."""
 
 
 def judge(
@@ -52,8 +50,8 @@ def judge(
         Problems, and the seconds without progress, where the ranks that are left went on.
     """
     if not outcome.is_reached:
-        said = [end.error["text"] for end in outcome.ends if end.error]
-        return [Problem("not run", None, f"no rank reached the moment; errors: {said}")], None
+        text = f"no rank reached the moment; errors: {outcome.errors}"
+        return [Problem("not run", None, text)], None
     problems = [Problem("left over", None, one) for one in outcome.left_over]
     for end in outcome.ends:
         if end.rank not in scenario.silenced:
@@ -122,8 +120,9 @@ def _check_alike(
             yield Problem("other bits", end.rank, f"other means than rank {first.rank}'s")
     members = ([list(range(scenario.world_size))] + [one["members"] for one in _agreed(first)])[-1]
     gone = set(range(scenario.world_size)) - set(members)
-    is_late = outcome.is_late or scenario.step > STEPS - _FINAL_STEPS
-    if gone - set(scenario.lost) or (gone != set(scenario.lost) and not is_late):
+    # A fault may come when its victim is through.
+    there = [rank for rank in scenario.lost if outcome.ends[rank].last_step < STEPS]
+    if not set(there) <= gone <= set(scenario.lost):
         text = f"went on without {sorted(gone)}, lost are {sorted(scenario.lost)}"
         yield Problem("misnamed", first.rank, text)
 

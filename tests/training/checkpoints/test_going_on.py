@@ -26,7 +26,11 @@ def test_those_that_are_left_write_the_next_ones(
     programs: ForkedPrograms, tmp_path: Path, victim: int
 ) -> None:
     folder = tmp_path / "checkpoints"
-    options = {"checkpoint_folder": str(folder), "checkpoint_every": EVERY, "checkpoint_keep": 9}
+    options: dict[str, Any] = {
+        "checkpoint_folder": str(folder),
+        "checkpoint_every": EVERY,
+        "checkpoint_keep": 9,
+    }
     run = Run(programs, tmp_path, 4, {victim: ("sigkill", FATAL_STEP, "backward")}, **options)
     run.check_alike()
     manifests = {one.step: one for one in map(read_manifest, complete_folders(folder))}

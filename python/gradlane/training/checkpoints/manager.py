@@ -207,9 +207,11 @@ class Checkpoints:
         pieces += structure
         # With two under way the memory of both would be held, and the later might be first.
         self._join()
+        # A session that closes meanwhile waits for it.
+        meeting = self._meeting.outlasting_session()
         self._thread = threading.Thread(
             target=self._write,
-            args=(step, pieces, self._meeting, members),
+            args=(step, pieces, meeting, members),
             name="gradlane-checkpoint",
         )
         self._thread.daemon = True
