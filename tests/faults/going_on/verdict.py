@@ -162,7 +162,9 @@ def _check_checkpoints(
             yield Problem("lost checkpoint", None, text)
         is_undisturbed = last_change < step < scenario.step or scenario.step < last_change < step
         if step not in found and is_undisturbed:
+            said = [line for line in _lines(outcome) if "is not complete" in line]
             text = f"step {step} is not complete, the last change was at the end of {last_change}"
+            text += f"; warnings: {said}"
             yield Problem("lost checkpoint", None, text)
     if found:
         step, digest = restore(checkpoint)
@@ -170,6 +172,11 @@ def _check_checkpoints(
             text = f"one rank restored step {step} of {sorted(found)}, with other bits"
             yield Problem("lost checkpoint", None, text)
     yield from unnamed_files(checkpoint)
+
+
+def _lines(outcome: Outcome) -> list[str]:
+    """Return what all ranks wrote to standard error."""
+    return [line for end in outcome.ends for line in end.errors.splitlines()]
 
 
 def _events(end: RankEnd, name: str) -> list[dict[str, Any]]:
