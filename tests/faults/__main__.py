@@ -10,9 +10,11 @@ import argparse
 import contextlib
 import json
 import os
+import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from gradlane.lab.cluster.privilege import why_no_namespaces
 from tests.faults.campaign import Campaign, Result
+from tests.faults.going_on import scenario as going_on
+from tests.faults.going_on.campaign import GoingOnCampaign
 from tests.faults.scenario import FAULTS, MOMENTS
 from tests.faults.verdict import KINDS
 from tests.forked_programs import ForkedPrograms
@@ -36,13 +40,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"no network namespaces ({why_not}): cut links and partitions are skipped")
     with (
         contextlib.closing(ForkedPrograms()) as programs,
-        Campaign(programs, why_not, options.keep) as campaign,
+        (GoingOnCampaign if options.going_on else Campaign)(
+            programs, why_not, options.keep
+        ) as campaign,
     ):
         for result in campaign.run_all(seeds, options.jobs):
             results.append(result)
             _show(result, len(results), len(seeds), bool(options.only))
     summary = summarize(results, time.monotonic() - began_s)
-    print("\n" + table(results))
+    print("\n" + (table(results, going_on.FAULTS) if options.going_on else table(results)))
     print(_closing(summary))
     if options.json:
         rows = [result.to_json() for result in results]
@@ -62,7 +68,8 @@ def _show(result: Result, number: int, count: int, all_errors: bool) -> None:
     if result.problems:
         for problem in result.problems:
             print(f"            {problem}", flush=True)
-        print(f"            repeat with: python -m tests.faults --only {scenario.seed}", flush=True)
+        mode = "--going-on " if isinstance(scenario, going_on.GoingOnScenario) else ""
+        print(f"            repeat with: python -m tests.faults {mode}--only {scenario.seed}")
     if all_errors:
         for rank, error in enumerate(result.errors):
             print(f"            rank {rank}: {error or 'no error'}", flush=True)
@@ -79,25 +86,44 @@ def summarize(results: list[Result], elapsed_s: float) -> dict[str, Any]:
         "missed_moments": sum(one.is_late for one in results),
         "elapsed_s": round(elapsed_s, 1),
         "problems": {kind: kinds[kind] for kind in KINDS},
+        "pauses_s": _pauses_s(results),
+    }
+
+
+def _pauses_s(results: list[Result]) -> dict[str, list[float]]:
+    """Return the seconds without a step after single faults: median, worst and number by fault."""
+    pauses: dict[str, list[float]] = {}
+    for one in results:
+        scenario = one.scenario
+        if isinstance(scenario, going_on.GoingOnScenario) and one.pause_s is not None:
+            name = scenario.fault if scenario.second is None else "two faults"
+            pauses.setdefault(name, []).append(one.pause_s)
+    return {
+        name: [round(statistics.median(values), 3), round(max(values), 3), len(values)]
+        for name, values in sorted(pauses.items())
     }
 
 
 def _closing(summary: dict[str, Any]) -> str:
     problems = ", ".join(f"{count} {kind}" for kind, count in summary["problems"].items())
+    pauses = "".join(
+        f"\nno step after {name}: median {median:.2f} s, worst {worst:.2f} s, of {count:.0f}"
+        for name, (median, worst, count) in summary["pauses_s"].items()
+    )
     return (
         f"{summary['faults']} faults in {summary['elapsed_s']:.0f} s "
         f"({summary['on_rank_0']} on rank 0, {summary['skipped']} skipped, "
         f"{summary['missed_moments']} two steps after their moment): "
-        f"{summary['failed']} failed; {problems}"
+        f"{summary['failed']} failed; {problems}{pauses}"
     )
 
 
-def table(results: list[Result]) -> str:
+def table(results: list[Result], faults: Sequence[str] = FAULTS) -> str:
     """Return a table of faults by moments: how many ran, and how many of them failed."""
-    lines = ["moment".ljust(12) + "".join(fault.rjust(18) for fault in FAULTS)]
+    lines = ["moment".ljust(12) + "".join(fault.rjust(18) for fault in faults)]
     for moment in MOMENTS:
         cells = []
-        for fault in FAULTS:
+        for fault in faults:
             here = [
                 one
                 for one in results
@@ -112,6 +138,9 @@ def table(results: list[Result]) -> str:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="of the first; they are consecutive")
+    parser.add_argument(
+        "--going-on", action="store_true", help="trainings that go on without lost ranks"
+    )
     parser.add_argument("--count", type=int, default=200, help="number of faults")
     parser.add_argument("--only", type=int, nargs="+", help="run these seeds, and print all errors")
     parser.add_argument("--jobs", type=int, default=3, help="trainings at once")

@@ -19,6 +19,7 @@ from tests.faults.cluster import (
     run_faulted,
     run_undisturbed,
 )
+from tests.faults.going_on.scenario import GoingOnScenario
 from tests.faults.outcome import complete_checkpoints
 from tests.faults.scenario import (
     REFERENCE_STEPS,
@@ -44,14 +45,17 @@ class Result:
         errors: each rank's error, or "".
         is_late: whether the program did not come by the moment, and the fault came later.
         skipped: why it could not run here, or "".
+        pause_s: seconds in which a rank that went on completed no step, less a usual one's; None:
+            none went on.
     """
 
-    scenario: Scenario
+    scenario: Scenario | GoingOnScenario
     problems: list[Problem] = field(default_factory=list)
     seconds: float = 0.0
     errors: list[str] = field(default_factory=list)
     is_late: bool = False
     skipped: str = ""
+    pause_s: float | None = None
 
     @property
     def word(self) -> str:
@@ -70,6 +74,7 @@ class Result:
             "errors": self.errors,
             "is_late": self.is_late,
             "skipped": self.skipped,
+            "pause_s": self.pause_s,
         }
 
 
@@ -123,25 +128,31 @@ class Campaign:
     def run_all(self, seeds: Iterable[int], jobs: int = _RUNS_AT_ONCE) -> Iterator[Result]:
         """Run scenarios, and yield each result in the order of the seeds."""
         with ThreadPoolExecutor(jobs) as pool:
-            futures = [pool.submit(self.run, draw(seed)) for seed in seeds]
+            futures = [pool.submit(self.run, self.draw(seed)) for seed in seeds]
             try:
                 for future in futures:
                     yield future.result()
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def run(self, scenario: Scenario) -> Result:
-        """Run one scenario, and the restart after it, and judge both."""
+    def draw(self, seed: int) -> Scenario | GoingOnScenario:
+        """Draw a scenario."""
+        return draw(seed)
+
+    def run(self, scenario: Scenario | GoingOnScenario) -> Result:
+        """Play one scenario where this machine can."""
         if scenario.namespaces and self._why_no_namespaces is not None:
             return Result(scenario, skipped=f"no namespaces: {self._why_no_namespaces}")
         try:
-            return self._run(scenario)
+            return self.play(scenario)
         except Exception:
             # A defect of the campaign is a failure, and no reason to lose all other results.
             text = traceback.format_exc(limit=-4)
             return Result(scenario, [Problem("not run", None, text)])
 
-    def _run(self, scenario: Scenario) -> Result:
+    def play(self, scenario: Scenario | GoingOnScenario) -> Result:
+        """Run one scenario, and the restart after it, and judge both."""
+        assert isinstance(scenario, Scenario)
         reference = self._reference(scenario.training, scenario.world_size)
         place = new_folder(self._root, f"seed-{scenario.seed}")
         checkpoint = place / "checkpoint"
@@ -171,10 +182,7 @@ class Campaign:
         if not self._keeps:
             shutil.rmtree(place, ignore_errors=True)
         seconds = max((end.after_s for end in outcome.ends), default=time.monotonic() - began_s)
-        errors = [
-            f"{end.error['type']}: {end.error['text']}" if end.error else "" for end in outcome.ends
-        ]
-        return Result(scenario, problems, seconds, errors, outcome.is_late)
+        return Result(scenario, problems, seconds, outcome.errors, outcome.is_late)
 
     def _reference(self, training: str, world_size: int) -> Reference:
         key = (training, world_size)

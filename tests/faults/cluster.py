@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gradlane.lab.cluster.namespaces import Cluster
+from tests.faults.going_on.scenario import GoingOnScenario
 from tests.faults.outcome import Outcome, RankEnd, complete_checkpoints
 from tests.faults.ports import Listener, own_loopback
 from tests.faults.scenario import (
@@ -26,9 +27,11 @@ from tests.faults.scenario import (
     CLOSE_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
     PROGRESS_TIMEOUT_S,
+    SIGNALS,
     SILENCE_TIMEOUT_S,
     TRAININGS,
     Scenario,
+    Training,
 )
 from tests.faults.trigger import LATE
 from tests.forked_programs import ForkedPrograms
@@ -38,7 +41,7 @@ _POLL_S = 0.01
 _PATIENT_S = 90.0
 """Time-outs of runs without a fault, which only a machine that stands still reaches."""
 _START_S = 120.0
-_RATE_BPS = 10**9
+RATE_BPS = 10**9
 _asking = threading.Lock()
 """Held while the process that forks is asked: requests are lines of one pipe."""
 
@@ -74,12 +77,13 @@ def run_undisturbed(
         last_step: the last training step.
         keep: number of complete checkpoints that stay.
     """
-    run = _Run(programs, folder, training, world_size, None, None)
+    run = Run(programs, folder, TRAININGS[training], world_size, None, None)
     options = {
         "connect_timeout_s": _PATIENT_S,
         "silence_timeout_s": _PATIENT_S,
         "progress_timeout_s": _PATIENT_S,
         "checkpoint_keep": keep,
+        "checkpoint_every": CHECKPOINT_EVERY,
     }
     with run.running(options, checkpoint, last_step):
         run.wait(range(world_size), time.monotonic() + 2 * _PATIENT_S)
@@ -100,13 +104,14 @@ def run_faulted(
     """
     switch: Switch | None = None
     if scenario.namespaces:
-        switch = Switch(scenario.node_of(scenario.world_size - 1) + 2, _RATE_BPS)
-    run = _Run(programs, folder, scenario.training, scenario.world_size, scenario, switch)
+        switch = Switch(scenario.node_of(scenario.world_size - 1) + 2, RATE_BPS)
+    run = Run(programs, folder, scenario.kind, scenario.world_size, scenario, switch)
     options = {
         "connect_timeout_s": CONNECT_TIMEOUT_S,
         "silence_timeout_s": SILENCE_TIMEOUT_S,
         "progress_timeout_s": PROGRESS_TIMEOUT_S,
         "checkpoint_keep": 2,
+        "checkpoint_every": CHECKPOINT_EVERY,
     }
     with (
         contextlib.nullcontext() if switch is None else switch,
@@ -114,36 +119,52 @@ def run_faulted(
     ):
         run.wait_for_moment()
         run.outcome.complete_before = list(complete_checkpoints(checkpoint))
-        run.inject()
+        run.inject(scenario.fault, scenario.victims)
         silent = scenario.victims if scenario.fault == "stop" else ()
         ranks = [rank for rank in range(scenario.world_size) if rank not in silent]
-        run.wait(ranks, run.fault_s + bound_s)
+        run.wait(ranks, run.outcome.fault_s + bound_s)
     run.look_for_left_over()
     return run.outcome
 
 
-class _Run:
-    """The processes of one run."""
+class Run:
+    """The processes of one run.
+
+    Attributes:
+        outcome: what came of it.
+    """
 
     def __init__(
         self,
         programs: ForkedPrograms,
         folder: Path,
-        training: str,
+        training: Training,
         world_size: int,
-        scenario: Scenario | None,
+        scenario: Scenario | GoingOnScenario | None,
         switch: Switch | None,
+        program: str = "tests.faults.rank_program",
     ) -> None:
+        """Start nothing yet.
+
+        Args:
+            programs: forks the ranks.
+            folder: for files of the run; it is made.
+            training: its options.
+            world_size: number of ranks.
+            scenario: the fault, or None.
+            switch: of the ranks' network namespaces; None: they are on one loopback interface.
+            program: module of a rank.
+        """
         self._programs = programs
+        self._program = program
         self._folder = folder
-        self._training = TRAININGS[training]
+        self._training = training
         self._world_size = world_size
         self._scenario = scenario
         self._switch = switch
         self._pids: dict[str, int] = {}
         self._codes: dict[str, int] = {}
         self.outcome = Outcome([RankEnd(rank) for rank in range(world_size)])
-        self.fault_s = float("inf")
         folder.mkdir(parents=True)
 
     @contextlib.contextmanager
@@ -159,8 +180,7 @@ class _Run:
         job = {
             "folder": str(self._folder),
             "scenario": None if scenario is None else scenario.to_json(),
-            "options": {**self._training.options, **options, "checkpoint_folder": str(checkpoint)}
-            | {"checkpoint_every": CHECKPOINT_EVERY},
+            "options": {**self._training.options, **options, "checkpoint_folder": str(checkpoint)},
             "close_timeout_s": CLOSE_TIMEOUT_S if scenario is not None else _PATIENT_S,
             "last_step": last_step,
             "digests": scenario is None,
@@ -195,7 +215,7 @@ class _Run:
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank % size)}
                 own["ADVERTISE"] = hosts[nodes[rank]]
                 name = f"rank-{rank}"
-                self._start(name, "tests.faults.rank_program", path, common | own)
+                self._start(name, self._program, path, common | own)
             yield
         finally:
             self._end_all()
@@ -220,26 +240,23 @@ class _Run:
         self.outcome.is_reached = reached.exists()
         self.outcome.is_late = reached.exists() and reached.read_text() == LATE
 
-    def inject(self) -> None:
-        """Let the fault happen."""
-        assert self._scenario is not None
-        scenario, fault = self._scenario, self._scenario.fault
-        if fault in ("kill", "stop"):
-            number = signal.SIGKILL if fault == "kill" else signal.SIGSTOP
-            for rank in scenario.victims:
-                self._signal(f"rank-{rank}", number)
+    def inject(self, fault: str, victims: Sequence[int]) -> None:
+        """Let a fault happen, and tell the rank that waits for it."""
+        if fault in SIGNALS:
+            for rank in victims:
+                self._signal(f"rank-{rank}", SIGNALS[fault], group=fault == "kill the group")
         elif fault == "cut":
             assert self._switch is not None
-            self._switch.set_link(scenario.node_of(scenario.victims[0]), connected=False)
+            self._switch.set_link(victims[0] // self._training.local_size, connected=False)
         elif fault == "partition":
             assert self._switch is not None
-            self._switch.cut_pair(*map(scenario.node_of, scenario.victims))
+            self._switch.cut_pair(*(rank // self._training.local_size for rank in victims))
         elif fault == "freeze the store":
             if self._switch is None:
                 self._signal("agent", signal.SIGSTOP)
             else:
                 self._switch.set_link(self._switch.nodes - 1, connected=False)
-        self.fault_s = time.monotonic()
+        self.outcome.fault_s = min(self.outcome.fault_s, time.monotonic())
         (self._folder / "acted").touch()
 
     def wait(self, ranks: Sequence[int], deadline_s: float) -> None:
@@ -248,7 +265,7 @@ class _Run:
             end = self.outcome.ends[rank]
             while not self._has_ended(f"rank-{rank}") and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
-            end.after_s = time.monotonic() - self.fault_s
+            end.after_s = time.monotonic() - self.outcome.fault_s
         for rank in ranks:
             if not self._has_ended(f"rank-{rank}"):
                 self._signal(f"rank-{rank}", signal.SIGUSR1)
@@ -263,9 +280,14 @@ class _Run:
     def look_for_left_over(self) -> None:
         """Look for processes, shared memory and temporary files of the ranks."""
         found = self.outcome.left_over
+        assert self._scenario is not None
+        # A process that is killed cannot remove its own, nor end its children.
+        unable = self._scenario.silenced
         pids = {pid for name, pid in self._pids.items() if name != "agent"}
-        for process in _processes_of_sessions(pids):
-            found.append(f"process {process}")
+        children_of = {self._pids[f"rank-{rank}"] for rank in unable}
+        for process, leader in _processes_of_sessions(pids).items():
+            if leader not in children_of:
+                found.append(f"process {process}")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         shared = Path("/dev/shm")
@@ -274,12 +296,11 @@ class _Run:
             for one in shared.iterdir():
                 if numbers & set(one.name.replace("-", "_").replace(".", "_").split("_")):
                     found.append(str(one))
-        assert self._scenario is not None
-        # A process that is killed cannot remove its own.
-        unable = self._scenario.victims if self._scenario.fault in ("kill", "stop") else ()
         for rank in set(range(self._world_size)) - set(unable):
             if self.outcome.ends[rank].code is not None:
-                found += map(str, (self._folder / f"tmp-rank-{rank}").iterdir())
+                # Processes that load batches for torch end with their rank, and leave these.
+                own = (self._folder / f"tmp-rank-{rank}").iterdir()
+                found += [str(one) for one in own if not one.name.startswith("pymp-")]
 
     def _namespaces(self, alone: str | None, count: int) -> list[str] | None:
         if self._switch is None:
@@ -309,10 +330,10 @@ class _Run:
                 self._codes[name] = self._programs.wait(self._name(name), 0.0)
         return name in self._codes
 
-    def _signal(self, name: str, number: int) -> None:
+    def _signal(self, name: str, number: int, *, group: bool = False) -> None:
         if not self._has_ended(name):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pids[name], number)
+                (os.killpg if group else os.kill)(self._pids[name], number)
 
     def _end_all(self) -> None:
         for name in self._pids:
@@ -332,11 +353,12 @@ def new_folder(root: Path, name: str) -> Path:
     return root / f"{name}-{uuid.uuid4().hex[:8]}"
 
 
-def _processes_of_sessions(leaders: set[int]) -> list[int]:
-    found = []
+def _processes_of_sessions(leaders: set[int]) -> dict[int, int]:
+    """Return the processes that are in one of the sessions, with its leader."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             fields = path.read_text().rpartition(")")[2].split()
             if int(fields[3]) in leaders and fields[0] != "Z":
-                found.append(int(path.parent.name))
+                found[int(path.parent.name)] = int(fields[3])
     return found

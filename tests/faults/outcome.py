@@ -59,6 +59,7 @@ class Outcome:
         is_late: whether the program did not come by it, and the fault came two steps later.
         complete_before: steps of the checkpoints that were complete when the fault came.
         left_over: processes, shared memory and temporary files that were left.
+        fault_s: monotonic seconds of the first fault; infinity before.
     """
 
     ends: list[RankEnd]
@@ -66,6 +67,14 @@ class Outcome:
     is_late: bool = False
     complete_before: list[int] = field(default_factory=list)
     left_over: list[str] = field(default_factory=list)
+    fault_s: float = float("inf")
+
+    @property
+    def errors(self) -> list[str]:
+        """Return each rank's error, or an empty text."""
+        return [
+            f"{end.error['type']}: {end.error['text']}" if end.error else "" for end in self.ends
+        ]
 
 
 def complete_checkpoints(root: Path) -> dict[int, Path]:

@@ -6,6 +6,7 @@ what it restored, digests of the model, and how it ended.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -13,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,18 @@ WIDTH = 96
 
 
 class Log:
-    """A rank's file of events."""
+    """A rank's file of events; threads may share it."""
 
     def __init__(self, path: Path) -> None:
         """Begin the file."""
         self._file = path.open("a", encoding="utf-8")
+        self._lock = threading.Lock()
 
     def write(self, event: str, **fields: Any) -> None:
         """Add an event."""
-        self._file.write(json.dumps({"event": event, **fields}) + "\n")
-        self._file.flush()
+        with self._lock:
+            self._file.write(json.dumps({"event": event, **fields}) + "\n")
+            self._file.flush()
 
 
 class Model(nn.Module):
@@ -128,15 +131,11 @@ def train(job: dict[str, Any], rank: int, log: Log) -> None:
     session.close(job["close_timeout_s"])
 
 
-def main() -> None:
-    """Run the rank; whatever is raised is written down and goes on its way."""
-    job = json.loads(Path(sys.argv[1]).read_text())
-    rank = int(os.environ["RANK"])
-    isolate(job, job["nodes"][rank])
-    torch.set_num_threads(1)
-    log = Log(Path(job["folder"]) / f"rank-{rank}")
+@contextlib.contextmanager
+def write_error(log: Log) -> Iterator[None]:
+    """Write down what is raised meanwhile, which then goes on its way."""
     try:
-        train(job, rank, log)
+        yield
     except BaseException as error:
         log.write(
             "error",
@@ -147,6 +146,17 @@ def main() -> None:
             thread=threading.current_thread().name,
         )
         raise
+
+
+def main() -> None:
+    """Run the rank; whatever is raised is written down and goes on its way."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    rank = int(os.environ["RANK"])
+    isolate(job, job["nodes"][rank])
+    torch.set_num_threads(1)
+    log = Log(Path(job["folder"]) / f"rank-{rank}")
+    with write_error(log):
+        train(job, rank, log)
     log.write("done")
 
 

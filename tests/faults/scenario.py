@@ -6,6 +6,7 @@ The same seed draws the same scenario everywhere; nothing here depends on the ma
 from __future__ import annotations
 
 import random
+import signal
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -63,6 +64,12 @@ MOMENTS = (*BEFORE_CONNECTED, "restore", *IN_STEPS, "checkpoint", "close")
 FAULTS = ("kill", "stop", "raise", "cut", "partition", "freeze the store", "silent listener")
 _WEIGHTS = (6, 4, 4, 4, 3, 2, 1)
 NETWORK_FAULTS = ("cut", "partition")
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "kill the group": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+}
+"""Of the faults that silence a process."""
 LISTENERS = ("silent", "hangs up", "speaks HTTP")
 _NOT_RAISED_IN = ("connecting", "restore", "waiting", "update", "broadcast")
 """Moments inside the engine, where no user code runs that could raise."""
@@ -124,6 +131,11 @@ class Scenario:
     def hides_link(self) -> bool:
         """Return whether a partition keeps a rank from the store before anyone can hear of it."""
         return self.moment in BEFORE_CONNECTED and 0 in self.victims and not self.agent
+
+    @property
+    def silenced(self) -> tuple[int, ...]:
+        """Return the ranks whose processes are killed or stopped."""
+        return self.victims if self.fault in SIGNALS else ()
 
     def node_of(self, rank: int) -> int:
         """Return the node that a rank is on."""

@@ -23,6 +23,8 @@ KINDS = (
     "misnamed",
     "foreign error",
     "silent",
+    "ended",
+    "lost step",
     "lost checkpoint",
     "other bits",
     "left over",
@@ -109,7 +111,7 @@ def judge_run(scenario: Scenario, outcome: Outcome) -> list[Problem]:
         if is_victim and scenario.fault in ("kill", "stop"):
             continue
         if end.code is None:
-            where = _last_frames(end.traces)
+            where = last_frames(end.traces)
             problems.append(Problem("hang", end.rank, f"not ended after the bound; {where}"))
         elif end.code < 0:
             text = f"ended by signal {-end.code} after {end.error}: {end.errors[-300:]}"
@@ -247,7 +249,7 @@ def unnamed_files(checkpoint: Path) -> Iterator[Problem]:
             yield Problem("lost checkpoint", None, text)
 
 
-def _last_frames(traces: str) -> str:
+def last_frames(traces: str) -> str:
     """Return the innermost frames of every thread, from what faulthandler wrote."""
     threads = traces[traces.rfind("Fatal") + 1 :].split("\n\n")
     frames = []

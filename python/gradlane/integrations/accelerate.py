@@ -30,8 +30,15 @@ def attach(accelerator: Accelerator, session: Session) -> Accelerator:
         The same accelerator.
 
     Raises:
-        ValueError: the accelerator shards models.
+        ValueError: the accelerator shards models, or runs several processes in a session that goes
+            on when ranks are lost.
     """
+    if session.goes_on and accelerator.num_processes > 1:
+        raise ValueError(
+            f"going_on with an accelerator of {accelerator.num_processes} processes: it exchanges "
+            "random states, losses and counts through torch.distributed, which ends with a lost "
+            "rank; have each process be the only one of its accelerator (docs/going-on.md)"
+        )
     if getattr(accelerator, "is_fsdp2", False) or str(accelerator.distributed_type).endswith(
         ("FSDP", "DEEPSPEED", "MEGATRON_LM")
     ):

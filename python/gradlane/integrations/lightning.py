@@ -31,10 +31,20 @@ class GradlaneStrategy(DDPStrategy):  # type: ignore[misc]
             defer: as in `Session.prepare`.
             options: a dictionary of options for `gradlane.init`, or None.
             settings: for Lightning's `DDPStrategy`.
+
+        Raises:
+            ValueError: the session would go on when ranks are lost.
         """
         super().__init__(**settings)
         self._defer = defer
         self._options = dict(options or {})
+        going_on = self._options.get("going_on", False)
+        if getattr(going_on, "on", going_on):
+            raise ValueError(
+                "GradlaneStrategy with going_on: Lightning's barriers and metrics go through "
+                "torch.distributed, which ends with a lost rank; give the trainer one device and "
+                "no strategy, and prepare in a callback (docs/going-on.md)"
+            )
         self._session: Session | None = None
 
     def configure_ddp(self) -> None:

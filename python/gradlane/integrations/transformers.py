@@ -51,7 +51,8 @@ def attach(trainer: Trainer, session: Session) -> Trainer:
         The same trainer.
 
     Raises:
-        ValueError: the trainer shards the model.
+        ValueError: the trainer shards the model, or runs several processes in a session that goes
+            on when ranks are lost.
     """
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ValueError(

@@ -8,6 +8,7 @@ import enum
 import errno
 import re
 import shutil
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ from gradlane.training.checkpoints import manager as keeper
 from gradlane.training.checkpoints.folder import newest
 from gradlane.training.checkpoints.shard import write_shard
 from gradlane.training.core import load_core
+from gradlane.training.rendezvous.bounded_store import BoundedStore
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from tests.built import needs_core
 from tests.forked_programs import ForkedPrograms
 from tests.training.checkpoints.kills import check_kills
@@ -99,6 +102,30 @@ def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
     ]
     found = newest(tmp_path)
     assert found is not None and len(found.files) == 2
+
+
+def test_a_checkpoint_is_finished_when_the_session_has_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, run_call = write_shard, BoundedStore._run
+    closed = threading.Semaphore(0)
+
+    def late(*arguments: Any) -> int:
+        assert closed.acquire(timeout=60)
+        return write(*arguments)
+
+    def slow(self: BoundedStore, operation: Any, limit_s: Any, on_poll: Any) -> Any:
+        if on_poll is not None and threading.current_thread().name == "gradlane-checkpoint":
+            on_poll()
+        return run_call(self, operation, limit_s, on_poll)
+
+    monkeypatch.setattr(keeper, "write_shard", late)
+    monkeypatch.setattr(BoundedStore, "_run", slow)
+    # The channel has ended, and the scope would still look at it.
+    monkeypatch.setattr(RendezvousScope, "mark_closed", lambda self: closed.release())
+    run(tmp_path, 2, 3, {})
+    found = newest(tmp_path)
+    assert found is not None and found.step == 3
 
 
 def test_training_goes_on_where_a_checkpoint_cannot_be_written(

@@ -1,8 +1,11 @@
 """Checkpoints of a session's model, taken every few steps and restored in a world of any size.
 
 All ranks take one after the same training step, between two steps. The state is copied then,
-each rank its share; a thread writes it while training goes on. Rank 0's thread makes the checkpoint
-complete when all ranks have said that theirs is on the disk.
+each rank its share; a thread writes it while training goes on. The first rank's thread makes the
+checkpoint complete when all ranks have said that theirs is on the disk.
+
+Where training goes on when ranks are lost, a checkpoint is of the members of its step. Without the
+file of each it does not become complete; the next one is written by those that are left.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from gradlane.training.checkpoints.signing import checkpoint_key
 from gradlane.training.model.residual_state import MEAN_OF
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.membership import Membership
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 if TYPE_CHECKING:
@@ -62,6 +66,7 @@ class Checkpoints:
         every: int,
         keep: int,
         place: RankInfo,
+        membership: Membership,
         timeout_s: float,
         secret: str | None,
         on_event: Callable[[str, str], None],
@@ -73,7 +78,8 @@ class Checkpoints:
             every: training steps from one checkpoint to the next.
             keep: how many complete ones are kept.
             place: this rank's.
-            timeout_s: how long rank 0 waits for the other ranks' files.
+            membership: the ranks that train.
+            timeout_s: how long the first rank waits for the other ranks' files.
             secret: of the user, which signs checkpoints; None: they are not signed.
             on_event: called, also in another thread, with what has happened and `info` or
                 `warning`.
@@ -91,6 +97,7 @@ class Checkpoints:
         self._every = every
         self._keep = keep
         self._place = place
+        self._membership = membership
         self._timeout_s = timeout_s
         self._key = None if secret is None else checkpoint_key(secret)
         self._on_event = on_event
@@ -98,7 +105,7 @@ class Checkpoints:
         self._meeting: RendezvousScope | None = None
         self._run = secrets.token_hex(8)
         self._incarnation = 0
-        """Claimed by rank 0 with the first checkpoint; 0: not yet."""
+        """Claimed by a first rank with its first checkpoint; 0: not yet."""
         self._others: list[str] = []
         """Complete checkpoints that were in the folder, unless the training goes on from them."""
         self._before = 0
@@ -168,7 +175,8 @@ class Checkpoints:
             GradlaneError: the session has failed.
         """
         assert self._prepared is not None and self._meeting is not None
-        place = self._place
+        # Of this step, on all ranks alike.
+        members, rank = self._membership.members, self._membership.rank
         state = self._prepared.whole_state()
         own = {kind: state["session"].pop(kind) for kind in MEAN_OF}
         for key in ("rank", "world_size"):
@@ -184,7 +192,7 @@ class Checkpoints:
         try:
             # On every rank, so that all end alike where it cannot be stored.
             tree, tensors = flatten(state)
-            structure = [structure_piece(tree)] if place.rank == 0 else []
+            structure = [structure_piece(tree)] if rank == 0 else []
         except (UnstorableError, FormatError) as error:
             # The one before is complete then.
             self._join()
@@ -192,15 +200,19 @@ class Checkpoints:
                 f"no checkpoint of step {step} can be written: {error}"
             ) from error
         apart = {tensor_name(("model", name)) for name in self._prepared.buffers_apart}
-        pieces = pieces_of(tensors, place.rank, place.world_size, apart)
+        pieces = pieces_of(tensors, rank, len(members), apart)
         for kind, values in own.items():
             for name, value in values.items():
-                pieces.append(Piece(f"{kind}/{place.rank}/{name}", 0, value.reshape(-1).clone()))
+                pieces.append(Piece(f"{kind}/{rank}/{name}", 0, value.reshape(-1).clone()))
         pieces += structure
         # With two under way the memory of both would be held, and the later might be first.
         self._join()
+        # A session that closes meanwhile waits for it.
+        meeting = self._meeting.outlasting_session()
         self._thread = threading.Thread(
-            target=self._write, args=(step, pieces, self._meeting), name="gradlane-checkpoint"
+            target=self._write,
+            args=(step, pieces, meeting, members),
+            name="gradlane-checkpoint",
         )
         self._thread.daemon = True
         self._thread.start()
@@ -314,58 +326,69 @@ class Checkpoints:
 
     # ---- in the thread
 
-    def _write(self, step: int, pieces: list[Piece], meeting: RendezvousScope) -> None:
-        place = self._place
+    def _write(
+        self, step: int, pieces: list[Piece], meeting: RendezvousScope, members: tuple[int, ...]
+    ) -> None:
+        """Write this rank's file; on the first of the members, make the checkpoint complete."""
+        own = self._place.rank
+        rank = members.index(own)
         folder: Path | None = None
         try:
-            folder, run = self._agreed_folder(step, meeting)
+            folder = self._agreed_folder(step, meeting, members[0])
             folder.mkdir(parents=True, exist_ok=True)
-            name = folders.file_name(place.rank, place.world_size)
-            facts = {"run": run, "step": step, "rank": place.rank, "world_size": place.world_size}
+            name = folders.file_name(rank, len(members))
+            facts = {"run": self._run, "step": step, "rank": rank, "world_size": len(members)}
             word: dict[str, Any] = {
                 "file": name,
                 "bytes": write_shard(folder / name, pieces, facts, self._key),
             }
         except Exception as error:
-            word = {"error": f"rank {place.rank} cannot write: {type(error).__name__}: {error}"}
+            word = {"error": f"rank {own} cannot write: {type(error).__name__}: {error}"}
             self._failures.append(f"the checkpoint of step {step} is not complete: {word['error']}")
         try:
-            self._tell(meeting, f"checkpoint/{step}/{place.rank}", word)
-            if place.rank == 0:
-                self._complete(step, meeting)
+            self._tell(meeting, f"checkpoint/{step}/{own}", word)
+            if rank == 0:
+                self._complete(step, meeting, members)
         except Exception as error:
             if "error" not in word:
                 self._failures.append(f"the checkpoint of step {step} is not complete: {error}")
-            if place.rank == 0 and folder is not None:
+            if rank == 0 and folder is not None:
                 folders.withdraw(folder)
 
-    def _agreed_folder(self, step: int, meeting: RendezvousScope) -> tuple[Path, str]:
-        """Return the folder that all ranks write a step into, and the run, as rank 0 says.
+    def _agreed_folder(self, step: int, meeting: RendezvousScope, first: int) -> Path:
+        """Return the folder that all ranks write a step into, and take over the run.
+
+        Args:
+            step: of the checkpoint.
+            meeting: where the ranks agree.
+            first: the rank that says it.
 
         Raises:
-            CheckpointError: rank 0 cannot write there, must not any more, or does not say.
+            CheckpointError: that rank cannot write there, must not any more, or does not say.
         """
         key = f"checkpoint/{step}/folder"
-        if self._place.rank > 0:
-            word = self._hear(meeting, key, 0, "has not said where to write")
-            return folders.named_folder(self._root, word["folder"]), str(word["run"])
+        if self._place.rank != first:
+            word = self._hear(meeting, key, first, "said where to write")
+            # The next first rank may be this one.
+            self._run = str(word["run"])
+            return folders.named_folder(self._root, word["folder"])
         try:
             if self._incarnation:
                 folders.check_claim(self._root, self._incarnation)
             else:
                 self._incarnation = folders.claim(self._root)
         except (CheckpointError, OSError) as error:
-            self._tell(meeting, key, {"error": f"rank 0: {error}"})
+            self._tell(meeting, key, {"error": f"rank {first}: {error}"})
             raise
         folder = folders.folder_of(self._root, step, self._incarnation)
         self._tell(meeting, key, {"folder": folder.name, "run": self._run})
-        return folder, self._run
+        return folder
 
-    def _complete(self, step: int, meeting: RendezvousScope) -> None:
-        keys = [f"checkpoint/{step}/{rank}" for rank in range(self._place.world_size)]
+    def _complete(self, step: int, meeting: RendezvousScope, members: tuple[int, ...]) -> None:
+        keys = [f"checkpoint/{step}/{number}" for number in members]
         words = [
-            self._hear(meeting, key, rank, "has not written its file")
-            for rank, key in enumerate(keys)
+            self._hear(meeting, key, number, "written its file")
+            for number, key in zip(members, keys, strict=True)
         ]
         for key in (*keys, f"checkpoint/{step}/folder"):
             meeting.delete(key)
@@ -386,12 +409,18 @@ class Checkpoints:
         """Return what a rank says, waiting for it.
 
         Raises:
-            CheckpointError: it has failed, or does not say anything in time.
+            CheckpointError: it has failed, is lost, or does not say anything in time.
         """
         patience, has_failed = SuspendAwareDeadline(self._timeout_s), False
-        while (said := meeting.peek(key, rank)) is None:
+        while True:
+            # Before the look: it may have been lost after it had said so.
+            is_lost = self._membership.has_lost(rank)
+            if (said := meeting.peek(key, rank)) is not None:
+                break
+            if is_lost:
+                raise CheckpointError(f"rank {rank} was lost before it had {missing}")
             if self._stopping.is_set() or patience.is_over(_POLL_S):
-                raise CheckpointError(f"rank {rank} {missing}")
+                raise CheckpointError(f"rank {rank} has not {missing}")
             if not has_failed and self._prepared is not None and self._prepared.steps.failure:
                 # The rank may be the one that is lost; or it writes, and will say so soon.
                 has_failed, patience = (

@@ -123,12 +123,6 @@ def _refusal(options: Options) -> str:
             f"check_every={options.check_every}: ranks would compare through the store, which may "
             "be lost with its rank; leave it out, and a sample is compared every 100 steps"
         )
-    if options.checkpoints.folder is not None:
-        return (
-            "checkpoints: their files are shared out among all ranks of the start; save "
-            "state_dict() on session.rank == 0 every so many steps, and call session.synchronize() "
-            "on it before"
-        )
     return ""
 
 

@@ -153,6 +153,14 @@ class Membership:
         """Whether this rank has heard of members that are not in force yet."""
         return self.known_generation > self.generation
 
+    def has_lost(self, number: int) -> bool:
+        """Return whether training goes on without a rank, as far as this one has heard.
+
+        Args:
+            number: of the rank at the start.
+        """
+        return any(one.rank == number for one in self.lost)
+
     def follow(
         self,
         core: CoreModule,

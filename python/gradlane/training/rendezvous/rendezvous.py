@@ -10,6 +10,7 @@ others can read it, since the store may end with its process.
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import json
 import os
@@ -300,6 +301,12 @@ class RendezvousScope:
         self._timeout_s = timeout_s
         self.on_poll = on_poll
         self.is_connected = True
+
+    def outlasting_session(self) -> RendezvousScope:
+        """Return this scope for calls that go on when the session has ended."""
+        scope = copy.copy(self)
+        scope.on_poll = None
+        return scope
 
     def mark_closed(self) -> None:
         """Record that the channel was closed in good order."""

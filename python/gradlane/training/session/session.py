@@ -140,6 +140,11 @@ class Session:
         first = self._models.prepared[0]
         return first.steps.step - int(first.in_step)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether training goes on when ranks are lost: `gradlane.init(going_on=True)`."""
+        return self._ctx.options.going_on.on
+
     def on_membership(self, callback: Callable[[MembershipChange], object]) -> None:
         """Have a function called when training has gone on without lost ranks; see `going_on`.
 
@@ -944,7 +949,7 @@ class Session:
 
     def _refuse_going_on(self, call: str, why: str) -> None:
         """Refuse a call in a session that goes on when ranks are lost."""
-        if self._ctx.options.going_on.on:
+        if self.goes_on:
             raise UsageError(f"session.{call} with going_on: {why}; open the session without it")
 
     def _refuse_lost(self, call: str) -> None:

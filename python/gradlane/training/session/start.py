@@ -223,6 +223,7 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
             options.checkpoints.every,
             options.checkpoints.keep,
             place,
+            membership,
             network.connect_timeout_s,
             secret,
             observer.add_event,

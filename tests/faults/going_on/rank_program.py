@@ -1,0 +1,157 @@
+"""One rank of a training that goes on: `python -m tests.faults.going_on.rank_program JOB.json`.
+
+Environment as torchrun sets it. Writes a JSON line an event to `rank-R` in the job's folder: each
+step with its loss, each mean that an update takes with its checksum, new members, and the end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import gradlane
+from gradlane.training.options.options import keywords_of
+from gradlane.training.rendezvous.membership import Membership
+from tests.faults.isolation import isolate
+from tests.faults.rank_program import WIDTH, Log, Model, digest, reach_in_core, write_error
+from tests.faults.trigger import Trigger
+
+STEP_S = 0.01
+
+
+class Batches(Dataset[Tensor]):
+    """A rank's batch of each step, from step 1 on; ranks are numbered as at the start."""
+
+    def __init__(self, rank: int, steps: int) -> None:
+        """Hold the batches of a rank."""
+        self._rank, self._steps = rank, steps
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __getitem__(self, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * (index + 1) + self._rank)
+        return torch.randn(4, WIDTH, generator=generator)
+
+
+def model_of(middle: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the model and its optimizer, the same on all ranks."""
+    torch.manual_seed(1)
+    model = Model(middle)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    """Return the loss of a batch."""
+    loss: Tensor = (model(batch) - 1.0).square().mean()
+    return loss
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return the CRC-32 of a tensor's values."""
+    return zlib.crc32(tensor.detach().numpy().tobytes())
+
+
+def log_means(model: nn.Module, log: Log) -> None:
+    """Write down each mean as an update takes it: nothing waits for it that would not otherwise."""
+    places = {one.data_ptr(): index for index, one in enumerate(model.parameters())}
+    module: Any = importlib.import_module("torch.optim.sgd")
+    update: Callable[..., Any] = module.sgd
+
+    def logged(parameters: list[Tensor], means: list[Tensor], *rest: Any, **options: Any) -> Any:
+        for parameter, mean in zip(parameters, means, strict=True):
+            log.write("mean", parameter=places[parameter.data_ptr()], crc=checksum(mean))
+        return update(parameters, means, *rest, **options)
+
+    module.sgd = logged
+
+
+def log_agreements(log: Log) -> None:
+    """Write down when this rank hears of new members."""
+    note = Membership.note
+
+    def logged(
+        self: Membership,
+        generation: int,
+        members: tuple[int, ...],
+        step: int,
+        last: int,
+        reason: str,
+    ) -> None:
+        note(self, generation, members, step, last, reason)
+        log.write("agreed", members=members, step=last + 1)
+
+    Membership.note = logged  # type: ignore[method-assign]
+
+
+def batches_of(job: dict[str, Any], rank: int) -> Iterator[Tensor]:
+    """Return a rank's batches, where the job says so by way of a process that loads them."""
+    batches = Batches(rank, job["last_step"])
+    if not job["scenario"]["loads"]:
+        return (batches[index] for index in range(len(batches)))
+    loader: Iterable[Tensor] = DataLoader(batches, batch_size=None, num_workers=1)
+    return iter(loader)
+
+
+def train(job: dict[str, Any], rank: int, log: Log) -> None:
+    """Train all steps."""
+    trigger = Trigger(Path(job["folder"]), job, rank)
+    reach_in_core(trigger)
+    log_agreements(log)
+    trigger.reach("start")
+    session = gradlane.init(**keywords_of(**job["options"], advertise=os.environ["ADVERTISE"]))
+    if job["scenario"]["call"] % 2:
+        trigger.reach("rendezvous")
+    model, optimizer = model_of(trigger.module())
+    log_means(model, log)
+    step = 0
+
+    def changed(change: gradlane.MembershipChange) -> None:
+        log.write("changed", **{**asdict(change), "rank": None, "at": step})
+
+    session.on_membership(changed)
+    session.prepare(model, optimizer)
+    trigger.reach("restore")
+    trigger.watch()
+    batches = batches_of(job, rank)
+    for step in range(1, job["last_step"] + 1):
+        trigger.step = step
+        loss = loss_of(model, next(batches))
+        loss.backward()  # type: ignore[no-untyped-call]
+        trigger.reach("pushing")
+        optimizer.step()
+        optimizer.zero_grad()
+        trigger.pass_by()
+        time.sleep(STEP_S)
+        log.write("step", step=step, loss=loss.item(), at_s=time.monotonic())
+    log.write("digest", step=step, digest=digest(session, model))
+    trigger.reach("close")
+    session.close(job["close_timeout_s"])
+
+
+def main() -> None:
+    """Run the rank; whatever is raised is written down and goes on its way."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    rank = int(os.environ["RANK"])
+    isolate(job, job["nodes"][rank])
+    torch.set_num_threads(1)
+    log = Log(Path(job["folder"]) / f"rank-{rank}")
+    with write_error(log):
+        train(job, rank, log)
+    log.write("done")
+
+
+if __name__ == "__main__":
+    main()

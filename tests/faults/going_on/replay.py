@@ -1,0 +1,140 @@
+"""The same training in one process, over the sets of ranks that each of its means was over."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gradlane
+from tests.faults.going_on.rank_program import Batches, checksum, loss_of, model_of
+from tests.faults.outcome import complete_checkpoints
+
+_seeding = threading.Lock()
+"""Held while a model is made from torch's own random numbers."""
+
+
+class ReplayError(Exception):
+    """A rank had what no undisturbed training over the members of its steps has."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """New members; see `gradlane.MembershipChange`.
+
+    Attributes:
+        members: by their numbers of the start.
+        step: the first whose means are all over them.
+    """
+
+    members: tuple[int, ...]
+    step: int
+
+
+def replay(
+    world_size: int,
+    changes: Sequence[Change],
+    means: Sequence[Sequence[int]],
+    rank: int,
+    losses: list[float],
+) -> dict[int, str]:
+    """Train as a rank did, in one process, and compare each mean's and each loss's bits.
+
+    Args:
+        world_size: number of ranks at the start.
+        changes: of the members.
+        means: of each parameter, the checksums of the means that it was updated with, by step.
+        rank: whose losses follow.
+        losses: of each step.
+
+    Returns:
+        A digest of parameters and momenta after each step.
+
+    Raises:
+        ReplayError: a mean is over a set of ranks that its step cannot have, or over none, or a
+            loss is another one.
+    """
+    with _seeding:
+        model, optimizer = model_of(nn.Identity())
+    parameters = list(model.parameters())
+    batches = [Batches(number, len(losses)) for number in range(world_size)]
+    sets = [tuple(range(world_size)), *(change.members for change in changes)]
+    begins = [0, *(change.step for change in changes), len(losses) + 2]
+    digests = {}
+    for step, said in enumerate(losses, 1):
+        gradients: list[list[Tensor]] = []
+        for number in range(world_size):
+            loss = loss_of(model, batches[number][step - 1])
+            loss.backward()  # type: ignore[no-untyped-call]
+            if number == rank and loss.item() != said:
+                raise ReplayError(f"step {step}: the loss was {said!r}, and is {loss.item()!r}")
+            gradients.append([one.grad for one in parameters if one.grad is not None])
+            optimizer.zero_grad()
+        # In the step in which a rank is lost some means are over the old and some over the new.
+        possible = {
+            members: None
+            for index, members in enumerate(sets)
+            if begins[index] - 1 <= step < begins[index + 1]
+        }
+        for index, parameter in enumerate(parameters):
+            found = {
+                checksum(mean): mean
+                for mean in (_mean(gradients, members, index) for members in possible)
+            }
+            try:
+                parameter.grad = found[means[index][step - 1]]
+            except KeyError:
+                raise ReplayError(
+                    f"step {step}: the mean of parameter {index} is over none of {list(possible)}"
+                ) from None
+        optimizer.step()
+        optimizer.zero_grad()
+        digests[step] = state_digest(model, optimizer)
+    return digests
+
+
+def restore(root: Path) -> tuple[int, str]:
+    """Return the step of the newest checkpoint, and the digest of what one rank restores of it."""
+    with _seeding:
+        model, optimizer = model_of(nn.Identity())
+    options: dict[str, Any] = {
+        "rendezvous": gradlane.Rendezvous(rank=0, world_size=1),
+        "monitoring": gradlane.Monitoring(summary=False),
+    }
+    with gradlane.init(checkpoints=gradlane.Checkpoints(root), **options) as session:
+        session.prepare(model, optimizer)
+        step = session.restore()
+        return step, state_digest(model, optimizer)
+
+
+def files_by_step(root: Path) -> Mapping[int, int]:
+    """Return how many ranks' files each complete checkpoint has, by step."""
+    return {
+        step: len(list(folder.glob("*.safetensors")))
+        for step, folder in complete_checkpoints(root).items()
+    }
+
+
+def state_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return a digest of all parameters and their momenta."""
+    state = hashlib.sha256()
+    for parameter in model.parameters():
+        momentum = optimizer.state[parameter].get("momentum_buffer")
+        state.update(parameter.detach().numpy().tobytes())
+        if momentum is not None:
+            state.update(momentum.numpy().tobytes())
+    return state.hexdigest()[:16]
+
+
+def _mean(gradients: Sequence[Sequence[Tensor]], members: Sequence[int], index: int) -> Tensor:
+    """Return the mean of a parameter's gradients, added up in the order of the ranks."""
+    total = gradients[members[0]][index]
+    for rank in members[1:]:
+        total = total + gradients[rank][index]
+    return total / len(members)

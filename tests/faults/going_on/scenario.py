@@ -1,0 +1,203 @@
+"""Faults of a training that goes on: which ranks are lost, how, and at which moments.
+
+The same seed draws the same scenario everywhere; nothing here depends on the machine.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tests.faults.scenario import (
+    BEFORE_CONNECTED,
+    IN_STEPS,
+    NETWORK_FAULTS,
+    SIGNALS,
+    SILENCE_TIMEOUT_S,
+    Training,
+)
+
+STEPS = 24
+CHECKPOINT_EVERY = 4
+CONNECT_TIMEOUT_S = 40.0
+"""Ranks have to come to their moment first, on a busy machine too."""
+TRAININGS = {
+    name: Training({"strategy": name, "going_on": True}) for name in ("p3", "slicing", "wfbp")
+}
+MOMENTS = (*BEFORE_CONNECTED, "restore", *IN_STEPS, "checkpoint", "close")
+_MOMENT_WEIGHTS = (1, 1, 1, 2, *(3,) * len(IN_STEPS), 6, 3)
+FAULTS = ("kill", "kill the group", "stop", "cut", "partition")
+_WEIGHTS = (8, 3, 4, 4, 2)
+_SECOND_FAULTS = ("kill", "stop", "cut")
+AFTER = ("the first", "agreement", "the change")
+"""What a second fault follows: the first one, new members agreed on, or their coming into force."""
+
+
+@dataclass(frozen=True)
+class Second:
+    """A fault that follows another one, in the middle of the change that the first one causes.
+
+    Attributes:
+        fault: one of `FAULTS`.
+        victim: rank at fault.
+        after: one of `AFTER`.
+        delay_s: seconds that pass first.
+    """
+
+    fault: str
+    victim: int
+    after: str
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class GoingOnScenario:
+    """One or two faults; see `tests.faults.scenario.Scenario`.
+
+    Attributes:
+        seed: what it was drawn from.
+        training: key of `TRAININGS`.
+        world_size: number of ranks.
+        fault: one of `FAULTS`.
+        moment: one of `MOMENTS`.
+        victims: the rank at fault; of a partition, both ends.
+        announcer: the rank whose program reaches the moment.
+        step: training step of the moment.
+        delay_ms: time from the moment to the fault while the announcer goes on; None: the announcer
+            stands still until the fault is there.
+        call: number of the file operation of a checkpoint that the fault hits.
+        second: another fault, or None.
+        loads: whether another process of each rank loads its batches.
+        namespaces: whether every rank has a network namespace of its own, else loopback.
+    """
+
+    seed: int
+    training: str
+    world_size: int
+    fault: str
+    moment: str
+    victims: tuple[int, ...]
+    announcer: int
+    step: int
+    delay_ms: float | None
+    call: int
+    second: Second | None
+    loads: bool
+    namespaces: bool
+    agent: bool = True
+    """A process that outlives all ranks hosts the store."""
+    listener: str = ""
+
+    @property
+    def kind(self) -> Training:
+        """Return the training's options."""
+        return TRAININGS[self.training]
+
+    @property
+    def faults(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return each fault with its victims."""
+        second = [] if self.second is None else [(self.second.fault, (self.second.victim,))]
+        return [(self.fault, self.victims), *second]
+
+    @property
+    def silenced(self) -> tuple[int, ...]:
+        """Return the ranks whose processes are killed or stopped."""
+        return tuple(rank for fault, victims in self.faults if fault in SIGNALS for rank in victims)
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Return the ranks that the others go on without: of a cut link, the higher end."""
+        return tuple(
+            rank
+            for fault, victims in self.faults
+            for rank in (victims[1:] if fault == "partition" else victims)
+        )
+
+    @property
+    def survivors(self) -> list[int]:
+        """Return the ranks that are left."""
+        return [rank for rank in range(self.world_size) if rank not in self.lost]
+
+    @property
+    def must_go_on(self) -> bool:
+        """Return whether those that are left have to go on.
+
+        Before training has begun only rank 0 has its values, and of ranks that are not connected
+        yet none goes on. A majority has to be left, or half: the store then decides for it.
+        """
+        if self.moment in BEFORE_CONNECTED or (self.moment == "restore" and 0 in self.lost):
+            return False
+        return 2 * len(self.survivors) >= self.world_size
+
+    def node_of(self, rank: int) -> int:
+        """Return the node that a rank is on: each has one of its own."""
+        return rank
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """Say what happens, in one line."""
+        who = " and ".join(map(str, self.victims))
+        when = self.moment if self.moment in BEFORE_CONNECTED else f"{self.moment} of {self.step}"
+        later = "" if self.delay_ms is None else f" + {self.delay_ms:.0f} ms"
+        second = ""
+        if (one := self.second) is not None:
+            second = f"; {one.fault}: {one.victim}, {one.delay_s * 1e3:.0f} ms after {one.after}"
+        loads = ", loading processes" if self.loads else ""
+        return (
+            f"{self.fault}: {who}, {when}{later}{second}; {self.training} on {self.world_size}"
+            f"{loads}"
+        )
+
+
+def draw(seed: int) -> GoingOnScenario:
+    """Draw a scenario."""
+    # Another one than `tests.faults.scenario` draws from this seed.
+    random_ = random.Random(f"going on {seed}")
+    fault = random_.choices(FAULTS, _WEIGHTS)[0]
+    # A partition of two ranks is a cut of one.
+    world_size = random_.choice((3, 4, 4) if fault == "partition" else (2, 3, 3, 4, 4, 4, 5))
+    moment = random_.choices(MOMENTS, _MOMENT_WEIGHTS)[0]
+    victim = 0 if random_.random() < 0.5 else random_.randrange(1, world_size)
+    others = [rank for rank in range(world_size) if rank != victim]
+    victims: tuple[int, ...] = (victim,)
+    if fault == "partition":
+        victims = tuple(sorted((victim, random_.choice(others))))
+    second = None
+    if fault != "partition" and world_size > 2 and moment not in BEFORE_CONNECTED:
+        second = _draw_second(random_, fault, others) if random_.random() < 0.4 else None
+    step = random_.randrange(2, 14)
+    if moment == "checkpoint":
+        step += -step % CHECKPOINT_EVERY
+    if moment == "close":
+        step = STEPS
+    exact = moment in ("start", "checkpoint") or random_.random() < 0.5
+    faults = {fault} | ({second.fault} if second else set())
+    return GoingOnScenario(
+        seed=seed,
+        training=random_.choice(list(TRAININGS)),
+        world_size=world_size,
+        fault=fault,
+        moment=moment,
+        victims=victims,
+        announcer=victim,
+        step=step,
+        delay_ms=None if exact else random_.choice((2.0, 6.0, 20.0, 60.0)) * random_.random(),
+        call=random_.randrange(14 if victim == 0 else 6),
+        second=second,
+        loads=random_.random() < 0.2,
+        namespaces=bool(faults & set(NETWORK_FAULTS)),
+    )
+
+
+def _draw_second(random_: random.Random, first: str, others: list[int]) -> Second:
+    """Draw a fault that comes while ranks agree on new members, or just behind."""
+    after = random_.choice(AFTER)
+    delay_s = random_.choice((0.005, 0.03, 0.2)) * random_.random()
+    if after == "the first" and first in ("stop", "cut"):
+        # Ranks agree once they have noticed the silence.
+        delay_s += SILENCE_TIMEOUT_S - 0.1
+    return Second(random_.choice(_SECOND_FAULTS), random_.choice(others), after, delay_s)
