@@ -1,8 +1,14 @@
-"""Text on a terminal: its width, and durations."""
+"""Text on a terminal: its width, durations, and tables."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
+
+from rich import box
 from rich.console import Console
+from rich.table import Table
+
+from gradlane.report.page import Cell, cell_text
 
 
 def wide_console() -> Console:
@@ -14,3 +20,36 @@ def wide_console() -> Console:
 def format_time(seconds: float) -> str:
     """Return a duration in seconds or, below one, in milliseconds."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+
+
+def text_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Cell]],
+    *,
+    caption: str = "",
+    highlight: Collection[int] = (),
+) -> Table:
+    """Return a table for a terminal, whose first column is aligned to the left.
+
+    Args:
+        title: stands above it.
+        columns: headings.
+        rows: cells as on a page; each row has one for each column.
+        caption: stands below it.
+        highlight: numbers of rows to set off.
+    """
+    table = Table(
+        title=title,
+        caption=caption or None,
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for number, heading in enumerate(columns):
+        table.add_column(heading, justify="right" if number else "left")
+    for number, row in enumerate(rows):
+        table.add_row(*map(cell_text, row), style="bold" if number in highlight else "")
+    return table

@@ -5,7 +5,7 @@ Running one measures what is missing, simulates what is missing, and writes tabl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,7 +41,16 @@ from gradlane.lab.runs.rows import (
 )
 from gradlane.lab.runs.run import run_lab
 from gradlane.lab.runs.strategy import parse_strategy
-from gradlane.report.page import Block, Figure, Figures, Paragraph, Section, write_report
+from gradlane.report.console import text_table
+from gradlane.report.page import (
+    Block,
+    Figure,
+    Figures,
+    Paragraph,
+    Section,
+    Table,
+    write_report,
+)
 
 GBIT = 1_000_000_000
 
@@ -58,9 +67,9 @@ class Preset:
         text: what the page says of the experiment, beside its key figures.
         figures: key figures of the page.
         sections: the page's further sections.
-        tables: what is printed at the end; the page and the rows say more.
         summary: a sentence or two of findings; may be empty.
         simulations: what is simulated beside it, from all rows so far.
+        overview: the table that is printed at the end; None: the first of each section.
         remarks: what the page says between figures and text.
         is_shown: whether the page has use for a row.
         workloads: networks that are measured where none is named; empty: all.
@@ -80,9 +89,9 @@ class Preset:
     text: str
     figures: Callable[[Findings], Iterable[Figure]]
     sections: Callable[[Findings], Iterable[Section]]
-    tables: Callable[[Findings], Iterable[TextTable]]
     summary: Callable[[Findings], str]
     simulations: Callable[[Sequence[Row]], Sequence[Simulation]] = lambda rows: []
+    overview: Callable[[Findings], Table] | None = None
     remarks: Callable[[Findings], Iterable[Block]] = lambda found: ()
     is_shown: Callable[[Row], bool] = lambda row: True
     workloads: tuple[str, ...] = ()
@@ -160,6 +169,18 @@ class Preset:
         kept = compact(row)
         machine = {**kept.machine, "command": list(row.machine.get("command", []))}
         return replace(kept, preset=self.name, source=MEASURED, machine=machine)
+
+    def tables(self, found: Findings) -> Iterator[TextTable]:
+        """Return what is printed at the end: some of the page's tables."""
+        if self.overview is not None:
+            tables = [(self.title, self.overview(found))]
+        else:
+            tables = [
+                next((one.title, block) for block in one.blocks if isinstance(block, Table))
+                for one in self.sections(found)
+            ]
+        for title, table in tables:
+            yield text_table(title, table.columns, table.rows, highlight=table.highlight)
 
     def write_page(self, rows: Sequence[Row], path: str | Path) -> None:
         """Write the page.
