@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from gradlane.lab.cluster.awake import awake_processes
 from gradlane.lab.cluster.machine import IDLE, STOLEN, WAITING, machine_ticks
@@ -264,12 +263,7 @@ class TrafficSampler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        failure: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         """Stop, with a last sample."""
         self._stop.set()
         self._thread.join()

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import IO, Any
 
 from gradlane.lab.cluster.errors import RankError
@@ -156,12 +155,7 @@ class RankPool:
             stderr=stderr,
         )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        failure: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         """End all ranks."""
         self.close()
 

@@ -58,8 +58,7 @@ def _dilation(workload: str, rate_bps: int, workers: int) -> float:
 
 def needed_bytes(cell: Cell) -> float:
     """Return about how much memory all ranks of a cell take."""
-    layers = ARCHITECTURES[cell.workload]().layers
-    model_bytes = 4 * sum(shape.numel for layer in layers for shape in layer.parameters)
+    model_bytes = 4 * ARCHITECTURES[cell.workload]().numel
     return cell.workers * (_COPIES * model_bytes + _RANK_BYTES)
 
 
