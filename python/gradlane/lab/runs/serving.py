@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 
+from gradlane.lab.cluster.rank_program import open_store
 from gradlane.lab.runs.communication import prefixed
 from gradlane.lab.runs.messages import TrialRequest
 from gradlane.lab.runs.traffic import OwnerCounters
-from gradlane.lab.runs.trial import open_store
 
 
 def run_serving(request: TrialRequest, rank: int) -> OwnerCounters:
