@@ -1,8 +1,9 @@
-"""Text on a terminal: its width, durations, and tables."""
+"""Text on a terminal: its width, durations, tables, and the files that were written."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -15,6 +16,13 @@ def wide_console() -> Console:
     """Return a console on standard output, 110 columns wide where it is no terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=110)
+
+
+def print_written(console: Console, *paths: Path | None) -> None:
+    """Print the path of each file that was written; None stands for a file not asked for."""
+    for path in paths:
+        if path is not None:
+            console.print(f"wrote {path}", highlight=False, soft_wrap=True)
 
 
 def format_time(seconds: float) -> str:

@@ -41,7 +41,7 @@ from gradlane.lab.runs.rows import (
 )
 from gradlane.lab.runs.run import run_lab
 from gradlane.lab.runs.strategy import parse_strategy
-from gradlane.report.console import text_table
+from gradlane.report.console import print_written, text_table
 from gradlane.report.page import (
     Block,
     Figure,
@@ -238,8 +238,7 @@ def run_preset(preset: Preset, folder: PresetFolder, console: Console) -> list[R
     save_rows(rows, folder.results)
     folder.write_table([row.to_json() for row in rows])
     replace_or_say(folder.page, lambda partial: preset.write_page(rows, partial))
-    for path in (folder.results, folder.table, folder.page):
-        console.print(f"wrote {path}", highlight=False)
+    print_written(console, folder.results, folder.table, folder.page)
     if not any(row.is_evidence for row in rows):
         raise LabError(
             f"in all runs: {NO_EVIDENCE}; end what else runs here, and give the same command again"
