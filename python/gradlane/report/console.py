@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from gradlane.report.page import Cell, cell_text
@@ -37,6 +37,7 @@ def text_table(
     *,
     caption: str = "",
     highlight: Collection[int] = (),
+    wraps: bool = False,
 ) -> Table:
     """Return a table for a terminal, whose first column is aligned to the left.
 
@@ -46,6 +47,7 @@ def text_table(
         rows: cells as on a page; each row has one for each column.
         caption: stands below it.
         highlight: numbers of rows to set off.
+        wraps: whether a cell may take several lines where the terminal is narrow.
     """
     table = Table(
         title=title,
@@ -57,7 +59,8 @@ def text_table(
         caption_justify="left",
     )
     for number, heading in enumerate(columns):
-        table.add_column(heading, justify="right" if number else "left")
+        justify: JustifyMethod = "right" if number else "left"
+        table.add_column(heading, justify=justify, no_wrap=not wraps)
     for number, row in enumerate(rows):
         table.add_row(*map(cell_text, row), style="bold" if number in highlight else "")
     return table

@@ -180,7 +180,9 @@ class Preset:
                 for one in self.sections(found)
             ]
         for title, table in tables:
-            yield text_table(title, table.columns, table.rows, highlight=table.highlight)
+            yield text_table(
+                title, table.columns, table.rows, highlight=table.highlight, wraps=True
+            )
 
     def write_page(self, rows: Sequence[Row], path: str | Path) -> None:
         """Write the page.

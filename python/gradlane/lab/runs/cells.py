@@ -118,16 +118,16 @@ class Cell:
 
 
 class CellsProgress(LabProgress):
-    """Told how the measuring of cells goes on; this one tells nobody."""
+    """Receives the progress of a grid's runs; this class shows none. Estimates are real seconds."""
 
     def plan(self, runs: int, estimate_s: float) -> None:
-        """Hear how many runs are ahead, and about how many real seconds they take."""
+        """Begin: the number of runs ahead, and the estimate for all of them."""
 
     def run_ended(self, estimate_s: float) -> None:
-        """Hear that a run is over, and how many real seconds were estimated for it."""
+        """End a run, with the estimate for it."""
 
     def within_run(self, estimate_s: float) -> None:
-        """Hear that part of a run is over, and how many real seconds were estimated for it."""
+        """Add finished steps of a run, as their part of its estimate."""
 
 
 def usual_dilation(workload: str, rate_bps: int) -> float:

@@ -50,13 +50,13 @@ GOODPUT_TRIES = 5
 
 
 class LabProgress:
-    """Told how a lab run goes on; this one tells nobody."""
+    """Receives the progress of a lab run; this class shows none."""
 
     def phase(self, text: str) -> None:
-        """Hear what is done from now on."""
+        """Begin a phase; `text` names it."""
 
     def advance(self, steps: int) -> None:
-        """Hear how many more of `LabOptions.steps_in_total` are finished."""
+        """Add finished steps to those of `LabOptions.steps_in_total`."""
 
 
 @dataclass(frozen=True)
