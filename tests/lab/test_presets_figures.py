@@ -64,7 +64,7 @@ def recording(carried: Mapping[tuple[int, str], list[int]]) -> Recording:
         record.add_processes(now_s, [2_000_000 * index, 500_000 * index])
         record.add_processors(now_s, (3 * index, 4 * index, index))
     end_s = 5.0 + 0.01 * count + 1e-9
-    return Recording(record, [5.0, 5.0 + 0.005 * count, end_s], 8e6)
+    return Recording(record, [5.0, 5.0 + 0.005 * count, end_s])
 
 
 CARRIED = {

@@ -17,12 +17,11 @@ from gradlane.training.options.options import STRATEGIES as ENGINE_STRATEGIES
 STRATEGIES = ("p3", "slicing", "kvstore", "wfbp")
 BASELINE = "ddp-gloo:4"
 """The full bandwidth preset measures other bucket sizes, too."""
-GBIT = 1_000_000_000
 
 
 def _cells(workload: str, rates_gbps: Sequence[float]) -> list[Cell]:
     strategies = (CEILING, *STRATEGIES, BASELINE)
-    rates_bps = [round(rate * GBIT) for rate in rates_gbps]
+    rates_bps = [round(rate * 1e9) for rate in rates_gbps]
     return [Cell(workload, rate, strategies, usual_dilation(workload, rate)) for rate in rates_bps]
 
 

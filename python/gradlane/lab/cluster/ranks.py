@@ -1,7 +1,7 @@
-"""The ranks of an emulated cluster, as the one who gives them work sees them.
+"""The ranks of an emulated cluster, seen from the process that gives them requests.
 
 A rank that errs, dies or stops making progress fails the request within a bounded time, with that
-rank's own words; the ranks are then killed, since the others wait for it in vain.
+rank's own message; all ranks are then killed, since the others would wait for it forever.
 """
 
 from __future__ import annotations

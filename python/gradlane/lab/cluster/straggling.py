@@ -1,7 +1,7 @@
 """A rank that is slow: stopped in bursts (SIGSTOP) while the others train.
 
-A stopped process does nothing at all: it computes nothing, reads nothing and answers nothing. So
-it is late as a worker and silent as an owner of slices, like a node that swaps.
+A stopped process neither computes nor reads nor replies. So it is late as a worker and silent as
+an owner of slices, like a node that swaps.
 """
 
 from __future__ import annotations

@@ -64,22 +64,22 @@ class Preset:
         title: of the page.
         rates_bps: nominal rates of the ports, by network.
         strategies: the first is compute alone, which sets the ceiling and the bound.
-        text: what the page says of the experiment, beside its key figures.
+        text: the page's paragraph about the experiment.
         figures: key figures of the page.
         sections: the page's further sections.
         summary: a sentence or two of findings; may be empty.
-        simulations: what is simulated beside it, from all rows so far.
+        simulations: the simulations beside the runs, made from all rows so far.
         overview: the table that is printed at the end; None: the first of each section.
-        remarks: what the page says between figures and text.
-        is_shown: whether the page has use for a row.
+        remarks: paragraphs between figures and text.
+        is_shown: whether a row belongs on the page.
         workloads: networks that are measured where none is named; empty: all.
         workers: numbers of ranks, each on a node of its own.
         sizes: elements of a slice at most; None: each strategy's own.
         steps: measured steps of a run.
         dilation: real over nominal time of a network, a rate and a number of workers.
-        cells: what is measured, as `choose` says.
-        run: what measures.
-        finish: what is added to all rows at the end.
+        cells: the runs to measure, made by `choose`.
+        run: measures a cell.
+        finish: completes all rows at the end.
     """
 
     name: str

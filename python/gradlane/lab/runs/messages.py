@@ -12,7 +12,7 @@ from gradlane.planning.models.timings import TensorTiming
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """What a rank is asked to run; every rank of a run gets the same.
+    """A request to run a trial; every rank of a run gets the same.
 
     Attributes:
         job: a name that no other run has.
@@ -77,7 +77,7 @@ class TrialRequest:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What one rank saw of a run.
+    """The measurements of one rank in a run.
 
     Attributes:
         boundaries_s: W + S + 1 times of `time.monotonic()`.

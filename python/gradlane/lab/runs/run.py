@@ -274,7 +274,7 @@ class _Runner:
         wall_steps_s = [b - a for a, b in itertools.pairwise(boundaries_s)]
         wall_step_s_median = statistics.median(wall_steps_s)
         real_goodput_bps = goodput.bps / dilation
-        self.recording = Recording(record, boundaries_s, real_goodput_bps)
+        self.recording = Recording(record, boundaries_s)
         cpu_share = record.processor_share(start_s, end_s)
         stolen_share = max(record.stolen_share(start_s, end_s), goodput.stolen_share)
         series = record.series(start_s, end_s, real_goodput_bps, _SERIES_POINTS)

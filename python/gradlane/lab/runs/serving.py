@@ -1,4 +1,4 @@
-"""A run on a rank that only serves: it knows no workload, and is told by rank 0 what to serve."""
+"""A run on a dedicated server: it has no workload, and rank 0 sends it the plan."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def run_serving(request: TrialRequest, rank: int) -> OwnerCounters:
     """Serve a run of gradlane's until its workers have closed their sessions.
 
     Args:
-        request: what the workers were asked.
-        rank: this rank, after all of these.
+        request: the workers' request.
+        rank: this rank, after all workers.
 
     Returns:
         The counters as an owner. The bytes are those of all steps, with the spread of the first
