@@ -275,9 +275,9 @@ def _clusters(found: Findings) -> Table:
                 parts.samples(ours),
                 parts.marked(best),
                 parts.samples(found.baseline(cluster)),
-                ours and _times_ddp(ours, found),
-                ours and parts.percent(parts.to_bound(ours)),
-                parts.samples(ours and found.counterpart(ours)),
+                None if ours is None else _times_ddp(ours, found),
+                None if ours is None else parts.percent(parts.to_bound(ours)),
+                None if ours is None else parts.samples(found.counterpart(ours)),
             ]
         )
     columns = ("cluster", GAIN, "fastest", "best DDP", f"{GAIN} x DDP", f"{GAIN} to bound, %")

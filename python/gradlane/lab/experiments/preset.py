@@ -171,7 +171,7 @@ class Preset:
         return replace(kept, preset=self.name, source=MEASURED, machine=machine)
 
     def tables(self, found: Findings) -> Iterator[TextTable]:
-        """Return what is printed at the end: some of the page's tables."""
+        """Return the tables that are printed at the end: the overview, or one of each section."""
         if self.overview is not None:
             tables = [(self.title, self.overview(found))]
         else:
