@@ -154,7 +154,7 @@ def _run_and_show(options: LabOptions, json_path: Path | None, html_path: Path |
     from gradlane.lab.runs.display import bar_progress, print_tables
     from gradlane.lab.runs.rows import save_rows
     from gradlane.lab.runs.run import run_lab
-    from gradlane.report.console import wide_console
+    from gradlane.report.console import print_written, wide_console
 
     ensure_namespaces(sys.argv[1:])
 
@@ -170,9 +170,7 @@ def _run_and_show(options: LabOptions, json_path: Path | None, html_path: Path |
 
         report_from_results(rows, html_path)
     print_tables(console, rows)
-    for path in (html_path, json_path):
-        if path is not None:
-            console.print(f"wrote {path}", highlight=False)
+    print_written(console, html_path, json_path)
 
 
 @lab.command("transport")
@@ -191,9 +189,9 @@ def lab_transport(
     """Measure goodput, processor time and urgency of exchanges without any compute."""
     from gradlane.formats.rates import parse_rate
     from gradlane.lab.cluster.privilege import ensure_namespaces
-    from gradlane.lab.transport.measurement import TransportOptions, run_transport, save
+    from gradlane.lab.transport.measurement import TransportOptions, run_transport
     from gradlane.lab.transport.tables import print_transport
-    from gradlane.report.console import wide_console
+    from gradlane.report.console import print_written, wide_console
 
     options = TransportOptions(
         workers=workers,
@@ -208,11 +206,9 @@ def lab_transport(
     ensure_namespaces(sys.argv[1:])
     console = wide_console()
     rows = run_transport(options, lambda text: console.print(text, style="dim", highlight=False))
-    if json_path is not None:
-        save(rows, json_path)
+    write_json(json_path, [row.to_json() for row in rows])
     print_transport(console, rows)
-    if json_path is not None:
-        console.print(f"wrote {json_path}", highlight=False)
+    print_written(console, json_path)
 
 
 @lab.command("predict")
@@ -238,9 +234,8 @@ def lab_predict(
     left_out = LeftOut.of(rows)
     predictions = [predict(row, machine) for row in rows if can_predict(row)]
     summary = summary_of(predictions, left_out)
-    if json_path is not None:
-        content = {"rows": [it.to_json() for it in predictions], **summary}
-        write_json(json_path, {**content, "left_out": left_out.to_json()})
+    content = {"rows": [it.to_json() for it in predictions], **summary}
+    write_json(json_path, {**content, "left_out": left_out.to_json()})
     if left_out.text:
         typer.echo(left_out.text)
     typer.echo(markdown_of(predictions))
@@ -268,7 +263,7 @@ def lab_calibrate(
         run_calibration,
     )
     from gradlane.lab.cluster.privilege import ensure_namespaces
-    from gradlane.report.console import wide_console
+    from gradlane.report.console import print_written, wide_console
 
     options = CalibrationOptions(
         rate_bps=parse_rate(rate), megabytes=megabytes, repeat=repeat, trials=trials
@@ -279,11 +274,9 @@ def lab_calibrate(
     content = run_calibration(
         options, lambda text: console.print(text, style="dim", highlight=False)
     )
-    if json_path is not None:
-        write_json(json_path, content)
+    write_json(json_path, content)
     print_constants(console, content)
-    if json_path is not None:
-        console.print(f"wrote {json_path}", highlight=False)
+    print_written(console, json_path)
 
 
 @lab.command("grid")
@@ -340,5 +333,5 @@ def lab_grid(
         fit=fit,
         markdown=markdown,
         console=console,
-        keep=lambda content: None if json_path is None else write_json(json_path, content),
+        keep=lambda content: write_json(json_path, content),
     )

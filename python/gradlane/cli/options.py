@@ -75,7 +75,8 @@ def require_writable(*paths: Path | None) -> None:
             raise ValueError(f"cannot write {path}: it is a folder")
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write what a command printed."""
+def write_json(path: Path | None, content: Any) -> None:
+    """Write a command's results; None: the user asked for no file."""
     require_writable(path)
-    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    if path is not None:
+        path.write_text(json.dumps(content, indent=1), encoding="utf-8")

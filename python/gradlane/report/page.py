@@ -295,18 +295,21 @@ def _number_class(numeric: bool) -> str:
     return ' class="number"' if numeric else ""
 
 
-def _cell(cell: Cell, numeric: bool) -> str:
+def cell_text(cell: Cell) -> str:
+    """Return a cell as people read it: numbers in four digits, with commas between thousands."""
     if cell is None:
-        text, key = "\N{EN DASH}", ""
-    elif isinstance(cell, bool):
-        text, key = ("yes" if cell else "no"), str(int(cell))
-    elif isinstance(cell, int):
-        text, key = f"{cell:,}", str(cell)
-    elif isinstance(cell, float):
-        text, key = f"{cell:,.4g}" if abs(cell) < 1e4 else f"{cell:,.0f}", repr(cell)
-    else:
-        text, key = cell, cell
-    return f'<td{_number_class(numeric)} data-key="{html.escape(key)}">{html.escape(text)}</td>'
+        return "\N{EN DASH}"
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if isinstance(cell, float):
+        return f"{cell:,.4g}" if abs(cell) < 1e4 else f"{cell:,.0f}"
+    return f"{cell:,}" if isinstance(cell, int) else cell
+
+
+def _cell(cell: Cell, numeric: bool) -> str:
+    key = str(int(cell)) if isinstance(cell, bool) else "" if cell is None else str(cell)
+    text = html.escape(cell_text(cell))
+    return f'<td{_number_class(numeric)} data-key="{html.escape(key)}">{text}</td>'
 
 
 def _measurement(block: Measurement) -> str:

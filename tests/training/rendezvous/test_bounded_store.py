@@ -44,7 +44,7 @@ MAKERS = {
     "training/options/groups.py",
     # torch's own groups call theirs: on this node alone, or in runs that their starter ends.
     "training/node/group.py",
-    "lab/runs/trial.py",
+    "lab/cluster/rank_program.py",
     "lab/transport/node.py",
     "lab/runs/communication.py",
 }

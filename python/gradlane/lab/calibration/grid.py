@@ -18,12 +18,11 @@ STRATEGIES = ("p3", "slicing", "kvstore", "wfbp")
 SEALED_STRATEGY = f"p3/{SEALED}"
 BASELINE = "ddp-gloo:4"
 """The full bandwidth preset measures other bucket sizes, too."""
-GBIT = 1_000_000_000
 
 
 def _cells(workload: str, rates_gbps: Sequence[float], *, sealed: bool = False) -> list[Cell]:
     strategies = (CEILING, *STRATEGIES, *([SEALED_STRATEGY] if sealed else []), BASELINE)
-    rates_bps = [round(rate * GBIT) for rate in rates_gbps]
+    rates_bps = [round(rate * 1e9) for rate in rates_gbps]
     return [Cell(workload, rate, strategies, usual_dilation(workload, rate)) for rate in rates_bps]
 
 

@@ -29,6 +29,7 @@ from gradlane.lab.runs.cells import missing_strategies, with_compute_times
 from gradlane.lab.runs.rows import Row, read_rows, text_of_no_evidence
 from gradlane.lab.runs.strategy import Strategy, parse_strategy
 from gradlane.planning.simulation.costs import MachineCosts, read_costs
+from gradlane.report.console import print_written
 from gradlane.report.markdown import markdown_table
 from gradlane.training.options.options import RING
 
@@ -116,8 +117,7 @@ def predict_grid(
         console.print(left_out.text, highlight=False)
     console.print(table_of(predictions), highlight=False, soft_wrap=True)
     console.print(verdict_of(predictions), highlight=False, soft_wrap=True)
-    if markdown is not None:
-        console.print(f"wrote {markdown}", highlight=False)
+    print_written(console, markdown)
     return content
 
 

@@ -12,7 +12,8 @@ import sys
 import time
 from typing import Any
 
-from gradlane.lab.transport.node import ExchangeNode, GradlaneExchange, answer_requests
+from gradlane.lab.cluster.rank_program import answer_requests
+from gradlane.lab.transport.node import ExchangeNode, GradlaneExchange
 from gradlane.lab.transport.trace import BROADCAST, PUSH, TraceRow
 
 _CONNECT_TIMEOUT_S = 20.0
@@ -126,7 +127,7 @@ def main() -> None:
         "fill": filler.fill,
         "latency": lambda **named: node.exchange.run_latency(**named),
     }
-    answer_requests(node.answer)
+    answer_requests(lambda request, _: node.answer(request))
 
 
 if __name__ == "__main__":

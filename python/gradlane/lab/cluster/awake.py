@@ -3,8 +3,8 @@
 An idle virtual processor halts, and runs again when its host gets round to it. On a busy host that
 is late by more than a packet takes on the wire: the kernel counts it as stolen time, ports that are
 shaped by timers carry less, and ranks wake up late. A process that spins at idle priority keeps
-each processor running. Whoever else wants it has it at once, and what the processes use is not
-counted as use of the machine.
+each processor running. Every other process preempts it at once, and its time is not counted as
+use of the machine.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def kept_awake() -> Iterator[None]:
 
 
 def _start(processor: int) -> subprocess.Popen[bytes]:
-    # In a session of its own, since Ctrl-C in a terminal is for who started it.
+    # In a session of its own: Ctrl-C in a terminal goes to the parent alone.
     return subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, str(processor), str(os.getpid()), NAME],
         stdin=subprocess.DEVNULL,
@@ -85,7 +85,7 @@ def is_virtual() -> bool:
 
 
 def awake_processes() -> list[int]:
-    """Return the processes of this kind, whoever started them."""
+    """Return the identifiers of all such processes on this machine."""
     found = []
     for comm in Path("/proc").glob("[0-9]*/comm"):
         # What has ended meanwhile keeps nothing awake.

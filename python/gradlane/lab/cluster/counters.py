@@ -1,7 +1,7 @@
 """Bytes on every port and use of the machine's processors over time.
 
 A thread samples the kernel's counters; windows are cut out afterwards by interpolation, so that
-what is measured never has to wait for the one who measures. Times are `time.monotonic()`.
+ranks never wait for a sample. Times are `time.monotonic()`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from gradlane.lab.cluster.awake import awake_processes
 from gradlane.lab.cluster.machine import IDLE, STOLEN, WAITING, machine_ticks
@@ -216,17 +215,15 @@ def _differences(series: _Series, edges_s: Sequence[float]) -> list[list[float]]
 
 @dataclass(frozen=True)
 class Recording:
-    """What was sampled during the measured steps of a run. All times and rates are real.
+    """Samples of the measured steps of a run. All times are real.
 
     Attributes:
         record: the samples.
         boundaries_s: when the slowest rank began each measured step, and when the last one ended.
-        goodput_bps: payload bits a second that a port carries in each direction.
     """
 
     record: TrafficRecord
     boundaries_s: Sequence[float]
-    goodput_bps: float
 
 
 class TrafficSampler:
@@ -264,12 +261,7 @@ class TrafficSampler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        failure: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         """Stop, with a last sample."""
         self._stop.set()
         self._thread.join()

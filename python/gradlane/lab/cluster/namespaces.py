@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from pyroute2 import IPRoute
@@ -175,12 +174,7 @@ class Cluster:
         self._shape.apply(member.route, interface)
         self._shape.apply(switch.route, port)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        failure: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         """Kill what still runs in the cluster and remove it."""
         self.close()
 

@@ -1,7 +1,7 @@
-"""The ranks of an emulated cluster, as the one who gives them work sees them.
+"""The ranks of an emulated cluster, seen from the process that gives them requests.
 
 A rank that errs, dies or stops making progress fails the request within a bounded time, with that
-rank's own words; the ranks are then killed, since the others wait for it in vain.
+rank's own message; all ranks are then killed, since the others would wait for it forever.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import IO, Any
 
 from gradlane.lab.cluster.errors import RankError
@@ -156,12 +155,7 @@ class RankPool:
             stderr=stderr,
         )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        failure: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         """End all ranks."""
         self.close()
 

@@ -1,7 +1,7 @@
 """A rank that is slow: stopped in bursts (SIGSTOP) while the others train.
 
-A stopped process does nothing at all: it computes nothing, reads nothing and answers nothing. So
-it is late as a worker and silent as an owner of slices, like a node that swaps.
+A stopped process neither computes nor reads nor replies. So it is late as a worker and silent as
+an owner of slices, like a node that swaps.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import threading
-from types import TracebackType
 
 from gradlane.planning.simulation.straggler import StragglerSpec
 
@@ -43,12 +42,7 @@ class Bursts:
             self._started = True
             self._thread.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         """Let the process run."""
         self._ending.set()
         if self._started:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-
-from rich.table import Table as TextTable
 
 from gradlane.formats.rates import format_rate
 from gradlane.lab.experiments import findings, parts
@@ -263,30 +261,27 @@ def _order(found: Findings) -> list[Block]:
     return [intro, Table(columns, body, "Where the measured order is another.")]
 
 
-def _tables(found: Findings) -> Iterator[TextTable]:
+def _clusters(found: Findings) -> Table:
     """List for each measured cluster the fastest strategy, the best DDP and the bound."""
-    lines = [
-        (cluster, best, next((row for row in rows if row.strategy == GAIN), None))
-        for cluster, rows in found.clusters.items()
-        if (best := _fastest(rows)) is not None
-    ]
-
-    def of_p3(row: Row | None, find: Callable[[Row], float | None], spelling: str) -> str:
-        return parts.text_or_dash(None if row is None else find(row), spelling)
-
-    yield parts.text_table(
-        "throughput against bandwidth, samples/s",
-        (
-            ("cluster", lambda line: line[0].title),
-            ("p3", lambda line: parts.samples_text(line[2])),
-            ("fastest", lambda line: parts.marked(line[1])),
-            ("best DDP", lambda line: parts.samples_text(found.baseline(line[0]))),
-            ("p3 x DDP", lambda line: of_p3(line[2], found.speedup, ".3f")),
-            ("p3 to bound", lambda line: of_p3(line[2], parts.to_bound, "+.1%")),
-            ("simulated", lambda line: parts.samples_text(line[2] and found.counterpart(line[2]))),
-        ),
-        lines,
-    )
+    body: list[list[Cell]] = []
+    for cluster, rows in found.clusters.items():
+        best = _fastest(rows)
+        if best is None:
+            continue
+        ours = next((row for row in rows if row.strategy == GAIN), None)
+        body.append(
+            [
+                cluster.title,
+                parts.samples(ours),
+                parts.marked(best),
+                parts.samples(found.baseline(cluster)),
+                None if ours is None else _times_ddp(ours, found),
+                None if ours is None else parts.percent(parts.to_bound(ours)),
+                None if ours is None else parts.samples(found.counterpart(ours)),
+            ]
+        )
+    columns = ("cluster", GAIN, "fastest", "best DDP", f"{GAIN} x DDP", f"{GAIN} to bound, %")
+    return Table([*columns, "simulated"], body)
 
 
 BANDWIDTH = Preset(
@@ -306,7 +301,7 @@ BANDWIDTH = Preset(
     ),
     dilation=dilation_by_load,
     simulations=curves,
-    tables=_tables,
+    overview=_clusters,
     summary=_summary,
     figures=_figures,
     remarks=_remarks,

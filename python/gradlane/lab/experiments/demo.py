@@ -21,7 +21,7 @@ from gradlane.lab.runs.run import run_lab
 from gradlane.lab.runs.strategy import parse_strategies, parse_strategy
 from gradlane.lab.workloads import REAL_NAMES, REPLAY_NAMES
 from gradlane.planning.models import ARCHITECTURES
-from gradlane.report.console import format_time
+from gradlane.report.console import format_time, print_written
 
 REAL = LabOptions(
     workload="char-transformer",
@@ -137,12 +137,11 @@ def run_demo(
         console.print(text, highlight=False, soft_wrap=True)
     if json_path is not None:
         save_rows(rows, json_path)
-        console.print(f"wrote {json_path}", highlight=False)
     if html_path is not None:
         from gradlane.lab.experiments.runs_page import report_from_results
 
         report_from_results(rows, html_path, title="gradlane beside DDP, four nodes")
-        console.print(f"wrote {html_path}", highlight=False)
+    print_written(console, json_path, html_path)
     console.print("\n[bold]Next, for your own script:[/bold]")
     for command, question in NEXT_COMMANDS:
         console.print(f"  {command}\n    [dim]{question}[/dim]", highlight=False, soft_wrap=True)

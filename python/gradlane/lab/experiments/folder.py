@@ -1,6 +1,6 @@
-"""The folder that a preset keeps: rows, the same as a table for spreadsheets, and a page.
+"""A preset's folder: rows, the same as a table for spreadsheets, and a page.
 
-Room is asked for before anything is measured, since two hours are too much to lose to a full disk.
+Free space is checked before the first run, so that a full disk costs no measurement.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NEEDED_BYTES = 24 * 10**6
 
 @dataclass(frozen=True)
 class PresetFolder:
-    """Where the files of a preset are."""
+    """The paths of a preset's files."""
 
     path: Path
 
@@ -33,7 +33,7 @@ class PresetFolder:
 
     @property
     def table(self) -> Path:
-        """The rows without what is a list or an object, comma-separated."""
+        """The rows without lists and objects, comma-separated."""
         return self.path / "results.csv"
 
     @property
@@ -42,11 +42,11 @@ class PresetFolder:
         return self.path / "report.html"
 
     def prepare(self) -> None:
-        """Make the folder and see that its files can be written.
+        """Make the folder and check that its files can be written.
 
         Raises:
-            ValueError: there is something else, or it may not be written.
-            LabError: the disk has not room enough.
+            ValueError: the path is a file, or not writable.
+            LabError: the disk is too full.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file; name a folder with --output")

@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
-
-from rich import box
-from rich.table import Table as TextTable
+from typing import Any
 
 from gradlane.formats.rates import format_rate
 from gradlane.lab.experiments.findings import Findings
@@ -20,7 +17,6 @@ from gradlane.report.curves import Points
 from gradlane.report.page import Cell, Measurement, Section, Table
 from gradlane.training.options.options import STRATEGIES as ENGINE_STRATEGIES
 
-T = TypeVar("T")
 Column = tuple[str, Callable[[Row, Findings], Cell]]
 """A heading, and the cell of a row."""
 COLORS: Mapping[str, int | str] = {name: number for number, name in enumerate(ENGINE_STRATEGIES)}
@@ -52,7 +48,7 @@ def _simulated_ms(row: Row, found: Findings) -> float | None:
 
 RATE: Column = ("rate, Gbit/s", lambda row, _: row.gbps)
 STRATEGY: Column = ("strategy", lambda row, _: marked(row))
-SAMPLES: Column = ("samples/s", lambda row, _: round(row.samples_per_s, 1))
+SAMPLES: Column = ("samples/s", lambda row, _: samples(row))
 STEP: Column = ("step, ms", lambda row, _: round(1e3 * row.step_s_median, 1))
 TO_BOUND: Column = ("to bound, %", lambda row, _: percent(to_bound(row)))
 SIMULATED_MS: Column = ("simulated, ms", _simulated_ms)
@@ -93,26 +89,9 @@ def used_columns(
     )
 
 
-def text_table(
-    title: str, columns: Sequence[tuple[str, Callable[[T], str]]], lines: Iterable[T]
-) -> TextTable:
-    """Return a table for a terminal, whose first column is text and whose others are numbers."""
-    table = TextTable(title=title, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    for index, (heading, _) in enumerate(columns):
-        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
-    for line in lines:
-        table.add_row(*(cell(line) for _, cell in columns))
-    return table
-
-
-def text_or_dash(value: float | None, spelling: str) -> str:
-    """Return a number in this spelling, or a dash."""
-    return "-" if value is None else format(value, spelling)
-
-
-def samples_text(row: Row | None) -> str:
-    """Return the samples a second of a row, or a dash."""
-    return text_or_dash(None if row is None else row.samples_per_s, ".1f")
+def samples(row: Row | None) -> float | None:
+    """Return the samples a second of a row, as a table shows them."""
+    return None if row is None else round(row.samples_per_s, 1)
 
 
 def points(

@@ -5,7 +5,7 @@ Running one measures what is missing, simulates what is missing, and writes tabl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,7 +41,16 @@ from gradlane.lab.runs.rows import (
 )
 from gradlane.lab.runs.run import run_lab
 from gradlane.lab.runs.strategy import parse_strategy
-from gradlane.report.page import Block, Figure, Figures, Paragraph, Section, write_report
+from gradlane.report.console import print_written, text_table
+from gradlane.report.page import (
+    Block,
+    Figure,
+    Figures,
+    Paragraph,
+    Section,
+    Table,
+    write_report,
+)
 
 GBIT = 1_000_000_000
 
@@ -55,22 +64,22 @@ class Preset:
         title: of the page.
         rates_bps: nominal rates of the ports, by network.
         strategies: the first is compute alone, which sets the ceiling and the bound.
-        text: what the page says of the experiment, beside its key figures.
+        text: the page's paragraph about the experiment.
         figures: key figures of the page.
         sections: the page's further sections.
-        tables: what is printed at the end; the page and the rows say more.
         summary: a sentence or two of findings; may be empty.
-        simulations: what is simulated beside it, from all rows so far.
-        remarks: what the page says between figures and text.
-        is_shown: whether the page has use for a row.
+        simulations: the simulations beside the runs, made from all rows so far.
+        overview: the table that is printed at the end; None: the first of each section.
+        remarks: paragraphs between figures and text.
+        is_shown: whether a row belongs on the page.
         workloads: networks that are measured where none is named; empty: all.
         workers: numbers of ranks, each on a node of its own.
         sizes: elements of a slice at most; None: each strategy's own.
         steps: measured steps of a run.
         dilation: real over nominal time of a network, a rate and a number of workers.
-        cells: what is measured, as `choose` says.
-        run: what measures.
-        finish: what is added to all rows at the end.
+        cells: the runs to measure, made by `choose`.
+        run: measures a cell.
+        finish: completes all rows at the end.
     """
 
     name: str
@@ -80,9 +89,9 @@ class Preset:
     text: str
     figures: Callable[[Findings], Iterable[Figure]]
     sections: Callable[[Findings], Iterable[Section]]
-    tables: Callable[[Findings], Iterable[TextTable]]
     summary: Callable[[Findings], str]
     simulations: Callable[[Sequence[Row]], Sequence[Simulation]] = lambda rows: []
+    overview: Callable[[Findings], Table] | None = None
     remarks: Callable[[Findings], Iterable[Block]] = lambda found: ()
     is_shown: Callable[[Row], bool] = lambda row: True
     workloads: tuple[str, ...] = ()
@@ -161,6 +170,20 @@ class Preset:
         machine = {**kept.machine, "command": list(row.machine.get("command", []))}
         return replace(kept, preset=self.name, source=MEASURED, machine=machine)
 
+    def tables(self, found: Findings) -> Iterator[TextTable]:
+        """Return the tables that are printed at the end: the overview, or one of each section."""
+        if self.overview is not None:
+            tables = [(self.title, self.overview(found))]
+        else:
+            tables = [
+                next((one.title, block) for block in one.blocks if isinstance(block, Table))
+                for one in self.sections(found)
+            ]
+        for title, table in tables:
+            yield text_table(
+                title, table.columns, table.rows, highlight=table.highlight, wraps=True
+            )
+
     def write_page(self, rows: Sequence[Row], path: str | Path) -> None:
         """Write the page.
 
@@ -217,8 +240,7 @@ def run_preset(preset: Preset, folder: PresetFolder, console: Console) -> list[R
     save_rows(rows, folder.results)
     folder.write_table([row.to_json() for row in rows])
     replace_or_say(folder.page, lambda partial: preset.write_page(rows, partial))
-    for path in (folder.results, folder.table, folder.page):
-        console.print(f"wrote {path}", highlight=False)
+    print_written(console, folder.results, folder.table, folder.page)
     if not any(row.is_evidence for row in rows):
         raise LabError(
             f"in all runs: {NO_EVIDENCE}; end what else runs here, and give the same command again"

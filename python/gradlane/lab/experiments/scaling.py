@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from rich.table import Table as TextTable
-
 from gradlane.formats.rates import format_rate
 from gradlane.lab.experiments import parts
 from gradlane.lab.experiments.findings import Findings
@@ -60,8 +58,7 @@ def _dilation(workload: str, rate_bps: int, workers: int) -> float:
 
 def needed_bytes(cell: Cell) -> float:
     """Return about how much memory all ranks of a cell take."""
-    layers = ARCHITECTURES[cell.workload]().layers
-    model_bytes = 4 * sum(shape.numel for layer in layers for shape in layer.parameters)
+    model_bytes = 4 * ARCHITECTURES[cell.workload]().numel
     return cell.workers * (_COPIES * model_bytes + _RANK_BYTES)
 
 
@@ -196,22 +193,6 @@ def _rows(found: Findings) -> Table:
     return parts.row_table(_TABLE, ordered, found, caption)
 
 
-def _tables(found: Findings) -> Iterator[TextTable]:
-    """List the throughput of each number of workers and strategy."""
-    yield parts.text_table(
-        "throughput against the number of workers",
-        (
-            ("workload and strategy", lambda row: f"{row.workload} with {parts.marked(row)}"),
-            ("workers", lambda row: f"{row.workers:,}"),
-            ("source", lambda row: str(row.source)),
-            ("samples/s", parts.samples_text),
-            ("of linear", lambda row: f"{scaling_factor(row):.0%}"),
-            ("to bound", lambda row: parts.text_or_dash(parts.to_bound(row), "+.1%")),
-        ),
-        [row for row in (*found.measured, *found.simulated) if row.communicates],
-    )
-
-
 SCALING = Preset(
     name="scaling",
     title="Throughput against the number of workers",
@@ -220,7 +201,6 @@ SCALING = Preset(
     workers=(2, 4, 8),
     dilation=_dilation,
     simulations=_simulations,
-    tables=_tables,
     summary=_summary,
     figures=_figures,
     sections=_sections,

@@ -7,12 +7,10 @@ while the host takes its real time for frames and sums. Results are nominal, as 
 from __future__ import annotations
 
 import os
-import queue
 import statistics
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 from gradlane.formats.rates import format_rate
@@ -184,37 +182,15 @@ def simulate_missing(
     before = [row for row in rows if row.is_simulated]
     found = [next(filter(simulation.is_row, before), None) for simulation in simulations]
     missing = [number for number, row in enumerate(found) if row is None]
-    runs = _in_threads([simulations[number] for number in missing])
-    for number, run in zip(missing, runs, strict=True):
-        on_run(simulations[number])
-        found[number] = run.result()
-        keep([*measured, *(row for row in found if row is not None)])
+    # The compiled core lets other threads run. Those of the pool are daemons, so that the program
+    # ends at once when it is told to: a simulation of a thousand workers takes a minute.
+    pool = ThreadPool(os.cpu_count())
+    runs = pool.imap(Simulation.run, [simulations[number] for number in missing])
+    try:
+        for number in missing:
+            on_run(simulations[number])
+            found[number] = next(runs)
+            keep([*measured, *(row for row in found if row is not None)])
+    finally:
+        pool.close()
     return [*measured, *(row for row in found if row is not None)]
-
-
-def _in_threads(simulations: Sequence[Simulation]) -> list[Future[Row]]:
-    """Run simulations on all processors, since the compiled core lets other threads run.
-
-    The threads are nobody's to wait for: a simulation of a thousand workers takes a minute, and
-    whoever ends the program shall not have to wait for it.
-    """
-    todo: queue.SimpleQueue[tuple[Simulation, Future[Row]]] = queue.SimpleQueue()
-    runs: list[Future[Row]] = []
-    for simulation in simulations:
-        runs.append(Future())
-        todo.put((simulation, runs[-1]))
-
-    def work() -> None:
-        while True:
-            try:
-                simulation, run = todo.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                run.set_result(simulation.run())
-            except BaseException as failure:
-                run.set_exception(failure)
-
-    for _ in range(min(len(runs), os.cpu_count() or 1)):
-        threading.Thread(target=work, name="gradlane-simulate", daemon=True).start()
-    return runs

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.table import Table as TextTable
-
 from gradlane.lab.calibration.prediction import SEEDS, replayed_profile
 from gradlane.lab.experiments import parts
 from gradlane.lab.experiments.findings import Findings, clusters_of, completed
@@ -19,7 +17,6 @@ from gradlane.lab.experiments.preset import GBIT, Preset
 from gradlane.lab.experiments.simulated import Simulation, compute_times
 from gradlane.lab.runs.rows import CEILING, ClusterKey, Row
 from gradlane.planning.planner.search import search
-from gradlane.report.console import format_time
 from gradlane.report.curves import Points, curve_plot
 from gradlane.report.page import Figure, Section, Table
 from gradlane.report.plots import Plot
@@ -229,32 +226,6 @@ def _rows(sweep: Sweep, found: Findings) -> Table:
     return parts.row_table(columns, swept, found, caption, lambda row: bool(sweep.marks(row)))
 
 
-def _tables(found: Findings) -> Iterator[TextTable]:
-    """List the sizes of each sweep."""
-    for sweep in sweeps_of(found):
-
-        def size(row: Row, sweep: Sweep = sweep) -> str:
-            words = {BEST: "best", PLANNED: "planned"}
-            return " ".join([f"{_size(row):,}", *(words.get(it, it) for it in sweep.marks(row))])
-
-        def to_best(row: Row, sweep: Sweep = sweep) -> str:
-            return f"{sweep.over_best(row) - 1:+.1%}"
-
-        yield parts.text_table(
-            f"{sweep.cluster.title} with {STRATEGY}",
-            (
-                ("elements of a slice", size),
-                ("samples/s", parts.samples_text),
-                ("step", lambda row: format_time(row.step_s_median)),
-                ("to best", to_best),
-                ("to bound", lambda row: parts.text_or_dash(parts.to_bound(row), "+.1%")),
-                ("simulated", lambda row: parts.samples_text(found.counterpart(row))),
-                ("CPU", lambda row: parts.text_or_dash(row.cpu_share, ".0%")),
-            ),
-            sweep.rows,
-        )
-
-
 SWEEP = Preset(
     name="slices",
     title="Throughput against the size of slices",
@@ -264,7 +235,6 @@ SWEEP = Preset(
     simulations=_simulations,
     finish=_with_plans,
     is_shown=lambda row: row.strategy == STRATEGY,
-    tables=_tables,
     summary=_summary,
     figures=_figures,
     sections=_sections,

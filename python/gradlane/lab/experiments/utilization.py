@@ -11,18 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.table import Table as TextTable
-
 from gradlane.lab.cluster.counters import Recording
 from gradlane.lab.experiments import parts
 from gradlane.lab.experiments.findings import Findings, clusters_of
 from gradlane.lab.experiments.preset import GBIT, Preset
-from gradlane.lab.runs.notes import EVEN_BELOW
 from gradlane.lab.runs.options import LabOptions
 from gradlane.lab.runs.rows import CEILING, Row
 from gradlane.lab.runs.run import LabProgress, run_lab
-from gradlane.lab.runs.traffic import Activity, Balance, activity_of
-from gradlane.report.console import format_time
+from gradlane.lab.runs.traffic import Activity, activity_of
 from gradlane.report.page import Block, Cell, Figure, Section, Table
 from gradlane.report.plots import Plot
 
@@ -162,7 +158,7 @@ def _idle_table(rows: Sequence[Row], found: Findings) -> Table:
         parts.STRATEGY,
         parts.STEP,
         parts.TO_BOUND,
-        ("busiest port", lambda row, _: _name(busiest_port(row), ", ")),
+        ("busiest port", lambda row, _: _name(busiest_port(row))),
         ("idle, %", lambda row, _: parts.percent(busiest_port(row).idle_share)),
         ("unused, %", lambda row, _: parts.percent(busiest_port(row).unused_share)),
         ("unused at the bound, %", lambda row, _: parts.percent(least_unused(row))),
@@ -173,8 +169,8 @@ def _idle_table(rows: Sequence[Row], found: Findings) -> Table:
     return Table([heading for heading, _ in columns], body, caption)
 
 
-def _name(port: PortUse, between: str = " ") -> str:
-    return f"node {port.node}{between}{port.direction}"
+def _name(port: PortUse) -> str:
+    return f"node {port.node}, {port.direction}"
 
 
 def _port_plot(row: Row) -> Plot:
@@ -308,49 +304,6 @@ def _from_mean(port: PortUse, ports: Sequence[PortUse]) -> float | None:
     return parts.percent(port.bytes_per_step / mean - 1) if mean > 0 else None
 
 
-def _tables(found: Findings) -> Iterator[TextTable]:
-    """List how idle the busiest port of each run was, and the ports of uneven clusters."""
-    yield parts.text_table(
-        "use of the network",
-        (
-            ("run", lambda row: f"{row.cluster.title}, {parts.marked(row)}"),
-            ("step", lambda row: format_time(row.step_s_median)),
-            ("busiest port", lambda row: _name(busiest_port(row))),
-            ("idle", lambda row: f"{busiest_port(row).idle_share:.1%}"),
-            ("unused", lambda row: f"{busiest_port(row).unused_share:.1%}"),
-            ("at bound", lambda row: parts.text_or_dash(least_unused(row), ".1%")),
-            ("CPU", lambda row: parts.text_or_dash(row.cpu_share, ".0%")),
-            ("limit", _limit),
-        ),
-        _shown(found),
-    )
-    shown = [(row, row.balance) for row in found.measured if row.balance and row.balance.nodes]
-    shown = [(row, balance) for row, balance in shown if row.communicates]
-    uneven = {row.cluster for row, balance in shown if balance.port_imbalance >= EVEN_BELOW}
-    for cluster in sorted(uneven, key=str):
-        here = [(parts.marked(row), balance) for row, balance in shown if row.cluster == cluster]
-        count = max(len(balance.nodes) for _, balance in here)
-        yield parts.text_table(
-            f"{cluster.title}: MB a step out of and into each node",
-            (
-                ("strategy", lambda it: it[0]),
-                *((f"node {node}", _node_text(node)) for node in range(count)),
-                ("largest / mean", lambda it: f"{it[1].port_imbalance:.2f}"),
-            ),
-            here,
-        )
-
-
-def _node_text(number: int) -> Callable[[tuple[str, Balance]], str]:
-    def text(line: tuple[str, Balance]) -> str:
-        if number >= len(line[1].nodes):
-            return ""
-        node = line[1].nodes[number]
-        return f"{node.tx_bytes_per_step / 1e6:.0f} / {node.rx_bytes_per_step / 1e6:.0f}"
-
-    return text
-
-
 UTILIZATION = Preset(
     name="utilization",
     title="Use of the network over time",
@@ -363,7 +316,6 @@ UTILIZATION = Preset(
     steps=3,
     run=_run,
     is_shown=is_shown,
-    tables=_tables,
     summary=_summary,
     figures=_figures,
     sections=_sections,

@@ -15,7 +15,7 @@ from gradlane.lab.runs.options import LabOptions
 from gradlane.lab.runs.rows import CEILING, Row, compact, read_rows, save_rows
 from gradlane.lab.runs.run import LabProgress, run_lab
 from gradlane.lab.runs.strategy import AUTO, parse_strategy
-from gradlane.planning.models import ARCHITECTURES, Architecture
+from gradlane.planning.models import ARCHITECTURES
 from gradlane.planning.simulation.bound import port_bytes
 from gradlane.training.options.options import RING
 
@@ -66,7 +66,8 @@ class Cell:
     def run_estimate_s(self, strategy: str) -> float:
         """Return about how long the run of one strategy takes, in real seconds."""
         architecture = ARCHITECTURES[self.workload]()
-        port_s = 8 * port_bytes(_size_bytes(architecture), workers=self.workers) / self.rate_bps
+        model_bytes = 4 * architecture.numel
+        port_s = 8 * port_bytes(model_bytes, workers=self.workers) / self.rate_bps
         step_s = architecture.batch_time_s
         if strategy != CEILING:
             over = _OVER_BOUND.get(strategy, _OVER_BOUND_USUAL) - 1.0
@@ -74,7 +75,7 @@ class Cell:
             step_s = max(step_s, port_s) * (1.0 + over * min(1.0, port_s / step_s))
         warmup = parse_strategy(strategy).learning_steps + warmup_of(strategy)
         steps = warmup + self.steps + _LAST_STEP_SHARE
-        return _MODEL_S_PER_BYTE * _size_bytes(architecture) + steps * step_s * self.dilation
+        return _MODEL_S_PER_BYTE * model_bytes + steps * step_s * self.dilation
 
     def estimate_s(self) -> float:
         """Return about how long the whole cell takes, in real seconds."""
@@ -117,16 +118,16 @@ class Cell:
 
 
 class CellsProgress(LabProgress):
-    """Told how the measuring of cells goes on; this one tells nobody."""
+    """Receives the progress of a grid's runs; this class shows none. Estimates are real seconds."""
 
     def plan(self, runs: int, estimate_s: float) -> None:
-        """Hear how many runs are ahead, and about how many real seconds they take."""
+        """Begin: the number of runs ahead, and the estimate for all of them."""
 
     def run_ended(self, estimate_s: float) -> None:
-        """Hear that a run is over, and how many real seconds were estimated for it."""
+        """End a run, with the estimate for it."""
 
     def within_run(self, estimate_s: float) -> None:
-        """Hear that part of a run is over, and how many real seconds were estimated for it."""
+        """Add finished steps of a run, as their part of its estimate."""
 
 
 def usual_dilation(workload: str, rate_bps: int) -> float:
@@ -141,7 +142,7 @@ def dilation_by_load(workload: str, rate_bps: int, workers: int = WORKERS) -> fl
     less is enough: it need not be as slow as its port could carry more.
     """
     architecture = ARCHITECTURES[workload]()
-    passes_bytes = port_bytes(_size_bytes(architecture), workers=workers)
+    passes_bytes = port_bytes(4 * architecture.numel, workers=workers)
     return _dilation(workload, rate_bps, 8 * passes_bytes / architecture.batch_time_s)
 
 
@@ -151,11 +152,6 @@ def _dilation(workload: str, rate_bps: int, load_bps: float) -> float:
     idle_bps = REAL_RATE_IDLE_MAX_BPS.get(workload, busy_bps)
     wanted = max(min(rate_bps, load_bps) / busy_bps, rate_bps / idle_bps)
     return max(DILATION_MIN.get(workload, DILATION_USUAL), round(wanted, 1))
-
-
-def _size_bytes(architecture: Architecture) -> int:
-    """Return the bytes of a network's parameters."""
-    return 4 * sum(one.numel for layer in architecture.layers for one in layer.parameters)
 
 
 def warmup_of(strategy: str) -> int:

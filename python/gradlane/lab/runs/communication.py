@@ -8,9 +8,10 @@ After `settle` all parameters hold the last step's update.
 import datetime
 import gc
 import os
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
 _GLOO_TIMEOUT = datetime.timedelta(seconds=180)
 
 
-class Communication(Protocol):
-    """A rank's connection to the others during one run."""
+class Communication(ABC):
+    """A rank's connection to the others during one run; gradlane alone counts and encodes."""
 
     def attach(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return what the training loop shall use in place of the model and the optimizer."""
+        """Return the model and the optimizer for the training loop."""
+        return model, optimizer
 
     def clip(self, model: nn.Module, max_norm: float, *, replays: bool) -> None:
         """Clip the averaged gradients by the norm of all of them, before the update.
@@ -42,24 +44,36 @@ class Communication(Protocol):
         Args:
             model: the workload's own.
             max_norm: the largest norm that gradients keep.
-            replays: an accelerator that is not here would do it in no time of the host's.
+            replays: whether the accelerator is replayed: a real one would clip in no time of the
+                host's.
         """
+        if not replays:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
-    def settle(self) -> None:
+    def keep_pace(self, steps: Iterable[int], on_pass: Callable[[], None]) -> Iterator[int]:
+        """Iterate over the steps that this rank takes part in; call `on_pass` for others."""
+        return iter(steps)
+
+    def settle(self) -> None:  # noqa: B027  (DDP, too, finishes inside backward)
         """Wait until every parameter holds the last step's update."""
 
     def metrics(self) -> dict[str, Any]:
         """Return the implementation's own counters, JSON-serializable."""
+        return {}
 
     def owner_counters(self) -> OwnerCounters | None:
-        """Return what this rank has done as an owner of gradients; None: nobody owns any."""
+        """Return this rank's counters as an owner of gradients, or None without owners."""
+        return None
 
     def codecs(self) -> list[tuple[str, int | None]]:
         """Return codec and encoded bytes (None: its own) of each parameter; empty: all are raw."""
+        return []
 
     def schemes(self) -> list[str]:
         """Return the scheme of each parameter; empty: there is none, or it is not known."""
+        return []
 
+    @abstractmethod
     def close(self) -> None:
         """Disconnect; a later run may connect anew."""
 
@@ -70,42 +84,8 @@ def prefixed(request: TrialRequest, store: "Store") -> "Store":
     return prefixed
 
 
-class _Uncounted:
-    """What nobody knows of communication that is none of gradlane's."""
-
-    def clip(self, model: nn.Module, max_norm: float, *, replays: bool) -> None:
-        """Clip by torch: all gradients are there."""
-        if not replays:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-
-    def settle(self) -> None:
-        """Nothing is under way: DDP, too, finishes inside backward."""
-
-    def metrics(self) -> dict[str, Any]:
-        """Return nothing: no bytes are counted."""
-        return {}
-
-    def owner_counters(self) -> OwnerCounters | None:
-        """Return None: nobody owns anything."""
-        return None
-
-    def codecs(self) -> list[tuple[str, int | None]]:
-        """Nothing is encoded by tensor."""
-        return []
-
-    def schemes(self) -> list[str]:
-        """DDP's buckets go round a ring or a tree, as Gloo has it: nothing is known of tensors."""
-        return []
-
-
-class Silence(_Uncounted):
+class Silence(Communication):
     """No communication: every rank trains alone, which shows the ceiling that compute sets."""
-
-    def attach(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return both as they are."""
-        return model, optimizer
 
     def close(self) -> None:
         """Nothing is open."""
@@ -130,7 +110,7 @@ def mean_in_rank_order(
     return result
 
 
-class DistributedDataParallel(_Uncounted):
+class DistributedDataParallel(Communication):
     """PyTorch's DDP over Gloo, with stock all-reduce or with the gather-and-sum hook."""
 
     def __init__(self, request: TrialRequest, rank: int, store: "Store") -> None:
@@ -169,7 +149,7 @@ class DistributedDataParallel(_Uncounted):
         dist.destroy_process_group()
 
 
-class Gradlane:
+class Gradlane(Communication):
     """gradlane's own engine, through its public interface only."""
 
     def __init__(self, request: TrialRequest, rank: int, store: "Store", plan: Plan | None) -> None:

@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -27,7 +26,7 @@ from gradlane.lab.runs.notes import balance_notes, factor_notes, loss_table
 from gradlane.lab.runs.rows import Row, by_encoding, text_of_no_evidence
 from gradlane.lab.runs.run import LabProgress
 from gradlane.planning.simulation.bound import describe_binding
-from gradlane.report.console import format_time
+from gradlane.report.console import format_time, text_table
 from gradlane.report.time_left import TimeLeft, format_duration
 from gradlane.training.options.codec_choice import RAW
 from gradlane.training.options.server_places import servers_text
@@ -212,41 +211,34 @@ def summary_table(rows: Sequence[Row], title: str) -> Table:
     shows_loss = any(row.has_losses for row in rows)
     no_evidence = text_of_no_evidence(rows)
     notes = [*factor_notes(rows), *balance_notes(rows)]
-    table = Table(
-        title=title,
-        caption="\n".join([_caption(rows[0], no_evidence) + _nodes_caption(rows), *notes]),
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        title_justify="left",
-        caption_justify="left",
-    )
-    table.add_column("strategy", no_wrap=True)
     # Replays have no loss; with both columns the table would not fit 80 characters.
     last = "loss" if shows_loss else "MB/step"
     stopped = rows[0].straggler
     further = ("mean step", "left out") if stopped is not None else ()
-    for heading in ("samples/s", "step", *further, "/bound", "x DDP", "link", "CPU", last):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("digest", no_wrap=True)
+    body = []
     for strategy in dict.fromkeys(row.strategy for row in rows):
         group = [row for row in rows if row.strategy == strategy]
         over = group[0].over_repeats
         assert over is not None, "summarize() comes before the table"
-        cells = [
-            strategy,
-            f"{over.samples_per_s:.1f}",
-            format_time(over.step_s),
-            *([] if stopped is None else _left_out(group, stopped["rank"])),
-            _optional(over.step_over_bound, ".3f"),
-            _optional(over.speedup_over_ddp, ".3f"),
-            f"{over.link_utilization:.0%}",
-            f"{over.cpu_share:.0%}" + ("*" if any(row.cpu_bound for row in group) else ""),
-            f"{group[0].loss[-1]:.4f}" if shows_loss else f"{group[0].tx_bytes_per_step / 1e6:.1f}",
-            _parameters(group),
-        ]
-        table.add_row(*cells)
-    return table
+        body.append(
+            [
+                strategy,
+                f"{over.samples_per_s:.1f}",
+                format_time(over.step_s),
+                *([] if stopped is None else _left_out(group, stopped["rank"])),
+                _optional(over.step_over_bound, ".3f"),
+                _optional(over.speedup_over_ddp, ".3f"),
+                f"{over.link_utilization:.0%}",
+                f"{over.cpu_share:.0%}" + ("*" if any(row.cpu_bound for row in group) else ""),
+                f"{group[0].loss[-1]:.4f}"
+                if shows_loss
+                else f"{group[0].tx_bytes_per_step / 1e6:.1f}",
+                _parameters(group),
+            ]
+        )
+    headings = ("strategy", "samples/s", "step", *further, "/bound", "x DDP", "link", "CPU", last)
+    caption = "\n".join([_caption(rows[0], no_evidence) + _nodes_caption(rows), *notes])
+    return text_table(title, (*headings, "digest"), body, caption=caption)
 
 
 def _left_out(group: Sequence[Row], rank: int) -> list[str]:

@@ -15,7 +15,7 @@ _LAB_SECRET = "c0ffee00" * 4
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """What a rank is asked to run; every rank of a run gets the same.
+    """A request to run a trial; every rank of a run gets the same.
 
     Attributes:
         job: a name that no other run has.
@@ -85,7 +85,7 @@ class TrialRequest:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What one rank saw of a run.
+    """The measurements of one rank in a run.
 
     Attributes:
         boundaries_s: W + S + 1 times of `time.monotonic()`.

@@ -6,10 +6,10 @@ import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 
-from rich import box
 from rich.table import Table
 
 from gradlane.lab.runs.rows import Row
+from gradlane.report.console import text_table
 from gradlane.training.options.options import FACTOR_SCHEMES
 
 EVEN_BELOW = 1.1
@@ -90,13 +90,9 @@ def loss_table(rows: Sequence[Row]) -> Table | None:
     curves = {row.strategy: loss_over_time(row) for row in shown}
     span = max(1, shown[0].steps // SPANS)
     end_s = min(times_s[-1] for times_s, _ in curves.values())
-    table = Table(title="mean losses", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    table.add_column("strategy", no_wrap=True)
     starts = range(0, shown[0].steps - span + 1, span)
-    for start in starts:
-        table.add_column(f"{start + 1}-{start + span}", justify="right")
-    table.add_column(f"after {end_s:.2f} s", justify="right")
-    table.add_column("test accuracy", justify="right")
+    headings = [f"{start + 1}-{start + span}" for start in starts]
+    body = []
     for row in shown:
         times_s, losses = curves[row.strategy]
         cells = [statistics.fmean(losses[start : start + span]) for start in starts]
@@ -104,5 +100,6 @@ def loss_table(rows: Sequence[Row]) -> Table | None:
         cells.append(statistics.fmean(losses[max(0, done - span) : max(1, done)]))
         quality = (row.evaluation or {}).get("accuracy")
         accuracy = "-" if quality is None else f"{quality:.1%}"
-        table.add_row(row.strategy, *(f"{loss:.3f}" for loss in cells), accuracy)
-    return table
+        body.append([row.strategy, *(f"{loss:.3f}" for loss in cells), accuracy])
+    columns = ("strategy", *headings, f"after {end_s:.2f} s", "test accuracy")
+    return text_table("mean losses", columns, body)

@@ -50,13 +50,13 @@ GOODPUT_TRIES = 5
 
 
 class LabProgress:
-    """Told how a lab run goes on; this one tells nobody."""
+    """Receives the progress of a lab run; this class shows none."""
 
     def phase(self, text: str) -> None:
-        """Hear what is done from now on."""
+        """Begin a phase; `text` names it."""
 
     def advance(self, steps: int) -> None:
-        """Hear how many more of `LabOptions.steps_in_total` are finished."""
+        """Add finished steps to those of `LabOptions.steps_in_total`."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class _Runner:
         wall_steps_s = [b - a for a, b in itertools.pairwise(boundaries_s)]
         wall_step_s_median = statistics.median(wall_steps_s)
         real_goodput_bps = goodput.bps / dilation
-        self.recording = Recording(record, boundaries_s, real_goodput_bps)
+        self.recording = Recording(record, boundaries_s)
         cpu_share = record.processor_share(start_s, end_s)
         stolen_share = max(record.stolen_share(start_s, end_s), goodput.stolen_share)
         series = record.series(start_s, end_s, real_goodput_bps, _SERIES_POINTS)

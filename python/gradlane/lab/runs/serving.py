@@ -1,21 +1,21 @@
-"""A run on a rank that only serves: it knows no workload, and is told by rank 0 what to serve."""
+"""A run on a dedicated server: it has no workload, and rank 0 sends it the plan."""
 
 from __future__ import annotations
 
 import gc
 
+from gradlane.lab.cluster.rank_program import open_store
 from gradlane.lab.runs.communication import prefixed
 from gradlane.lab.runs.messages import TrialRequest
 from gradlane.lab.runs.traffic import OwnerCounters
-from gradlane.lab.runs.trial import open_store
 
 
 def run_serving(request: TrialRequest, rank: int) -> OwnerCounters:
     """Serve a run of gradlane's until its workers have closed their sessions.
 
     Args:
-        request: what the workers were asked.
-        rank: this rank, after all of these.
+        request: the workers' request.
+        rank: this rank, after all workers.
 
     Returns:
         The counters as an owner. The bytes are those of all steps, with the spread of the first

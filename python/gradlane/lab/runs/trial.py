@@ -7,23 +7,22 @@ step that waits for it. Everything a run made is gone when it returns, whatever 
 from __future__ import annotations
 
 import ctypes
-import datetime
 import gc
 import hashlib
 import math
 import random
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from gradlane.lab.runs.communication import Communication, Gradlane, connect
+from gradlane.lab.cluster.rank_program import meet, open_store
+from gradlane.lab.runs.communication import Communication, connect
 from gradlane.lab.runs.messages import TrialRequest, TrialResult
 from gradlane.lab.runs.strategy import Strategy, parse_strategy
 from gradlane.lab.runs.traffic import OwnerCounters
@@ -39,7 +38,6 @@ from gradlane.training.plans.settings import ClusterFacts, Settings
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_STORE_TIMEOUT = datetime.timedelta(seconds=120)
 _FORGIVEN_S = 0.005
 """Real time by which an operation of a rank that is stopped may end late and be made up for."""
 _NO_TIME_S = 1e-6
@@ -87,18 +85,6 @@ def run_trial(
         _return_free_memory()
 
 
-def open_store(addresses: Sequence[str], port: int, rank: int) -> Store:
-    """Open the rendezvous store of a run, which is on rank 0."""
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        addresses[0],
-        port,
-        len(addresses),
-        is_master=rank == 0,
-        timeout=_STORE_TIMEOUT,
-        wait_for_workers=False,
-    )
-
-
 def _run_connected(
     request: TrialRequest,
     strategy: Strategy,
@@ -127,7 +113,7 @@ def _run_connected(
     # A failure below closes nothing: the ranks are killed after it, and the first error that is
     # heard shall be the first that happened, not the echo of a connection that was closed.
     model, optimizer = communication.attach(workload.model, optimizer)
-    _meet(store, request.job, "start", world_size)
+    meet(store, f"{request.job}/start", world_size)
     if request.straggles:
         workload.clock.forgiven_s_max = _FORGIVEN_S
     counts: list[OwnerCounters | None] = []
@@ -135,12 +121,12 @@ def _run_connected(
     def count() -> None:
         """Count while all ranks stand still: no sample of the ports shows what is under way."""
         communication.settle()
-        place = f"count/{len(counts)}"
-        _meet(store, request.job, f"{place}/silent", world_size)
+        place = f"{request.job}/count/{len(counts)}"
+        meet(store, f"{place}/silent", world_size)
         if rank == 0:
             count_ports()
         counts.append(communication.owner_counters())
-        _meet(store, request.job, f"{place}/done", world_size)
+        meet(store, f"{place}/done", world_size)
 
     def before_step(step: int) -> None:
         # One step is still sending when the next begins: counted is between moments of silence.
@@ -170,7 +156,7 @@ def _run_connected(
     del model, optimizer
     communication.close()
     # The server side of the store is rank 0's: it stays until nobody needs it any more.
-    _meet(store, request.job, "closed", world_size, waits=rank == 0)
+    meet(store, f"{request.job}/closed", world_size, waits=rank == 0)
     evaluation = None
     if isinstance(workload, RealWorkload) and rank == 0:
         evaluation = asdict(workload.evaluate(workload.model))
@@ -193,16 +179,6 @@ def _run_connected(
     )
 
 
-Pace = Callable[[Iterable[int], Callable[[], None]], Iterator[int]]
-"""Goes through those steps that this rank takes part in; the call is for those that it passed."""
-
-
-def _pace_of(communication: Communication) -> Pace:
-    if isinstance(communication, Gradlane):
-        return communication.keep_pace
-    return lambda steps, _: iter(steps)
-
-
 def _hybrid_plan(request: TrialRequest, workload: Workload) -> Plan:
     """Return the plan by Poseidon's rule: a function of what all ranks were asked alone."""
     assert isinstance(workload, ReplayWorkload), "LabOptions refuses other workloads"
@@ -223,7 +199,6 @@ def _train(
     communication: Communication,
 ) -> dict[str, Any]:
     """Train all steps; returns `boundaries_s`, `cpu_s` and `losses` of the result."""
-    pace = _pace_of(communication)
     boundaries_s: list[float] = []
     losses: list[torch.Tensor | None] = []
     cpu_start_s = 0.0
@@ -232,7 +207,7 @@ def _train(
         boundaries_s.append(time.monotonic())
         losses.append(None)
 
-    for step in pace(range(request.warmup + request.steps), passed):
+    for step in communication.keep_pace(range(request.warmup + request.steps), passed):
         before_step(step)
         if step <= request.warmup:
             cpu_start_s = _cpu_s()
@@ -285,15 +260,6 @@ def _verify(
             f"them, the first: {wrong[0]}"
         )
     return len(workload.timings)
-
-
-def _meet(store: Store, job: str, place: str, world_size: int, *, waits: bool = True) -> None:
-    """Count this rank in at a place, and wait until all ranks are there."""
-    arrived = store.add(f"{job}/{place}/arrived", 1)
-    if arrived == world_size:
-        store.set(f"{job}/{place}/complete", "1")
-    if waits:
-        store.wait([f"{job}/{place}/complete"], _STORE_TIMEOUT)
 
 
 def _cpu_s() -> float:

@@ -9,13 +9,11 @@ hundred times a second). Rates and times are real: nothing is dilated.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from gradlane.lab.cluster.awake import kept_awake
@@ -464,8 +462,3 @@ def _decode(
     traces: list[list[TraceRow]] = [[tuple(row) for row in result["trace"]] for result in results]
     ready_ns = [[tuple(row) for row in result["ready_ns"]] for result in results]
     return traces, ready_ns
-
-
-def save(rows: Sequence[Row], path: Path) -> None:
-    """Write rows as a JSON list."""
-    path.write_text(json.dumps([row.to_json() for row in rows], indent=1), encoding="utf-8")

@@ -1,25 +1,21 @@
 """The rank program of the transport measurements: exchanges of gradients without any compute.
 
-It speaks the lab's line protocol: JSON requests on standard input, JSON answers on what was
-standard output. gradlane's channel is the one that a session makes for a model, with a session's
+The channel of gradlane is the one that a session makes for a model, with a session's
 own options; times are `time.monotonic`, which all ranks of the emulated cluster share.
 """
 
 from __future__ import annotations
 
-import datetime
-import faulthandler
 import json
 import os
 import resource
-import signal
 import sys
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from types import SimpleNamespace
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,74 +25,46 @@ from gradlane.lab.cluster.awake import awake_processes
 from gradlane.lab.cluster.counters import read_port_bytes, spinning_s
 from gradlane.lab.cluster.machine import IDLE, SOFTIRQ, STOLEN, WAITING, machine_ticks
 from gradlane.lab.cluster.namespaces import INTERFACE
+from gradlane.lab.cluster.rank_program import (
+    STORE_TIMEOUT,
+    answer_requests,
+    meet,
+    open_store,
+)
 from gradlane.planning.probe.stream import run_stream
 from gradlane.training import core as core_module
-from gradlane.training.core import (
-    Channel,
-    CoreModule,
-    ListenerType,
-    PlanBuilder,
-    PulseType,
-    SquareSumType,
-)
+from gradlane.training.core import Channel, CoreModule
 from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.session.start import open_session
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 BUCKET_BYTES = 25 << 20
 """Size of the flat buckets that Gloo gets: the default of DDP's `bucket_cap_mb`."""
 
-_STORE_TIMEOUT = datetime.timedelta(seconds=120)
 _FLOAT_BYTES = 4
 _VALUE = 2.0**-60
 """Unit of the gradients' values: small, since sums of sums grow with every step of Gloo."""
 
 
-class _KeepingCore:
-    """The compiled core, which also remembers the channel that a session makes, and its tensors."""
+def _keeping(core: CoreModule, kept: list[tuple[Channel, list[dict[str, Any]]]]) -> CoreModule:
+    """Return the compiled core; it also keeps each channel that a session makes, and its tensors.
 
-    def __init__(self, core: CoreModule) -> None:
-        self._core = core
-        self.channel: Channel | None = None
-        self.rows: list[dict[str, Any]] = []
+    Args:
+        core: the core as it is.
+        kept: what is appended to.
+    """
 
-    @property
-    def Listener(self) -> ListenerType:  # noqa: N802
-        return self._core.Listener
-
-    @property
-    def Pulse(self) -> PulseType:  # noqa: N802
-        return self._core.Pulse
-
-    @property
-    def ChannelError(self) -> type[Exception]:  # noqa: N802
-        return self._core.ChannelError
-
-    @property
-    def ChannelTimeout(self) -> type[Exception]:  # noqa: N802
-        return self._core.ChannelTimeout
-
-    @property
-    def SquareSum(self) -> SquareSumType:  # noqa: N802
-        return self._core.SquareSum
-
-    @property
-    def plan_json(self) -> PlanBuilder:
-        return self._core.plan_json
-
-    def Channel(  # noqa: N802
-        self,
+    def channel(
         listener: core_module.Listener,
         options_json: str,
         plan_json: str,
         peers: list[str],
         secret: bytes,
     ) -> Channel:
-        self.rows = json.loads(plan_json)["tensors"]
-        self.channel = self._core.Channel(listener, options_json, plan_json, peers, secret)
-        return self.channel
+        made = core.Channel(listener, options_json, plan_json, peers, secret)
+        kept.append((made, json.loads(plan_json)["tensors"]))
+        return made
+
+    return cast(CoreModule, SimpleNamespace(**{**vars(core), "Channel": channel}))
 
 
 def _model(tensor_elems: Sequence[int]) -> nn.Module:
@@ -139,23 +107,13 @@ class Exchange(ABC):
         self.world_size = len(addresses)
         self._job = job
         self._meetings = 0
-        self._store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-            addresses[0],
-            store_port,
-            self.world_size,
-            is_master=rank == 0,
-            timeout=_STORE_TIMEOUT,
-            wait_for_workers=False,
-        )
+        self._store = open_store(addresses, store_port, rank)
         self._storage = torch.zeros(sum(tensor_elems), dtype=torch.float32, device="cpu")
 
     def meet(self) -> None:
         """Wait until all ranks are here."""
         self._meetings += 1
-        place = f"meet/{self._meetings}"
-        if self._store.add(f"{place}/arrived", 1) == self.world_size:
-            self._store.set(f"{place}/complete", "1")
-        self._store.wait([f"{place}/complete"], _STORE_TIMEOUT)
+        meet(self._store, f"meet/{self._meetings}", self.world_size)
 
     def close(self) -> None:
         """Part from all ranks."""
@@ -247,7 +205,7 @@ class GlooExchange(Exchange):
             store=dist.PrefixStore("gloo", self._store),  # type: ignore[attr-defined]
             rank=rank,
             world_size=self.world_size,
-            timeout=_STORE_TIMEOUT,
+            timeout=STORE_TIMEOUT,
         )
         self.meet()
 
@@ -283,7 +241,8 @@ class GradlaneExchange(Exchange):
         """
         super().__init__(rank, addresses=addresses, tensor_elems=tensor_elems, **named)
         self.gradients = list(torch.split(self._storage, tensor_elems))
-        core = _KeepingCore(core_module.load_core())
+        kept: list[tuple[Channel, list[dict[str, Any]]]] = []
+        core = _keeping(core_module.load_core(), kept)
         given = keywords_of(
             store=self._store,
             rank=rank,
@@ -295,12 +254,11 @@ class GradlaneExchange(Exchange):
         self.session = open_session(core, Options.of(**given, environment=os.environ))
         model = _model(tensor_elems)
         self.session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-        assert core.channel is not None
-        self.channel: Channel = core.channel
+        (self.channel, rows) = kept[-1]
         # What a session exchanges beside gradients takes part in its steps, and is left out here.
         self._beside = {
             tensor: torch.zeros(int(row["numel"]), dtype=torch.float64, device="cpu")
-            for tensor, row in enumerate(core.rows)
+            for tensor, row in enumerate(rows)
             if tensor >= len(tensor_elems)
         }
         self._step = 0
@@ -435,31 +393,6 @@ class ExchangeNode(Generic[E]):
         return {}
 
 
-def answer_requests(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Answer requests until the input ends, each with a result or an error.
-
-    Args:
-        answer: does what one request asks for.
-    """
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    torch.set_num_threads(1)
-
-    def send(line: dict[str, Any]) -> None:
-        answers.write(json.dumps(line) + "\n")
-        answers.flush()
-
-    send({"kind": "ready"})
-    for line in sys.stdin:
-        try:
-            send({"kind": "result", "result": answer(json.loads(line))})
-        except Exception as failure:
-            message = f"{type(failure).__name__}: {failure}"
-            send({"kind": "error", "message": message, "traceback": traceback.format_exc()})
-
-
 def main() -> None:
     """Answer requests for the rank in argument one until the input ends."""
     rank = int(sys.argv[1])
@@ -478,7 +411,7 @@ def main() -> None:
         return exchange.run_urgency(**named)
 
     node.kinds["urgency"] = urgency
-    answer_requests(node.answer)
+    answer_requests(lambda request, _: node.answer(request))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +17,7 @@ from gradlane.lab.transport.measurement import (
     Row,
     Urgency,
 )
+from gradlane.report.console import text_table
 
 
 def print_transport(console: Console, rows: Sequence[Row]) -> None:
@@ -31,21 +31,6 @@ def print_transport(console: Console, rows: Sequence[Row]) -> None:
         console.print(_urgency(urgency))
 
 
-def _table(title: str, caption: str, headings: Sequence[str]) -> Table:
-    table = Table(
-        title=title,
-        caption=caption,
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        title_justify="left",
-        caption_justify="left",
-    )
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index == 0 else "right", no_wrap=True)
-    return table
-
-
 def _name(row: Exchange) -> str:
     return "median" if row.repeat is None else f"repeat {row.repeat}"
 
@@ -56,15 +41,8 @@ def _verdict(is_met: bool) -> str:
 
 def _goodput(rows: Sequence[Exchange]) -> Table:
     last = rows[-1]
-    table = _table(
-        f"goodput of a step without compute, {last.around.workers} workers at "
-        f"{format_rate(last.around.rate_bps)}",
-        f"target: gradlane at least {GOODPUT_SHARE_TARGET:.0%} of plain TCP streams in "
-        f"both directions: {_verdict(last.goodput_share_met)}",
-        ("", "TCP streams", "gradlane", "share", "step", "Gloo", "share", "machine busy"),
-    )
-    for row in rows:
-        table.add_row(
+    body = [
+        [
             _name(row),
             format_rate(row.stream_goodput_bps),
             format_rate(row.gradlane.goodput_bps),
@@ -73,8 +51,17 @@ def _goodput(rows: Sequence[Exchange]) -> Table:
             format_rate(row.gloo.goodput_bps),
             f"{row.gloo_goodput_share:.1%}",
             f"{row.gradlane.cpu_share:.0%}" + ("*" if row.cpu_bound else ""),
-        )
-    return table
+        ]
+        for row in rows
+    ]
+    return text_table(
+        f"goodput of a step without compute, {last.around.workers} workers at "
+        f"{format_rate(last.around.rate_bps)}",
+        ("", "TCP streams", "gradlane", "share", "step", "Gloo", "share", "machine busy"),
+        body,
+        caption=f"target: gradlane at least {GOODPUT_SHARE_TARGET:.0%} of plain TCP streams in "
+        f"both directions: {_verdict(last.goodput_share_met)}",
+    )
 
 
 def _processors(rows: Sequence[Exchange]) -> Table:
@@ -85,14 +72,8 @@ def _processors(rows: Sequence[Exchange]) -> Table:
     )
     if last.cpu_bound:
         caption += f"\n* {NO_EVIDENCE}"
-    table = _table(
-        "processor seconds for each gigabyte that a rank sends",
-        caption,
-        ("", "gradlane", "user + system", "Gloo", "user + system", "ratio", "machine", "softirq"),
-    )
-    for row in rows:
-        ours, gloo = row.gradlane, row.gloo
-        table.add_row(
+    body = [
+        [
             _name(row),
             f"{ours.cpu_s_per_gb:.2f}",
             f"{ours.user_s_per_gb:.2f} + {ours.system_s_per_gb:.2f}",
@@ -101,18 +82,19 @@ def _processors(rows: Sequence[Exchange]) -> Table:
             f"{row.cpu_ratio:.2f}",
             f"{ours.machine_s_per_gb:.2f} / {gloo.machine_s_per_gb:.2f}",
             f"{ours.softirq_s_per_gb:.2f} / {gloo.softirq_s_per_gb:.2f}",
-        )
-    return table
+        ]
+        for row, ours, gloo in ((row, row.gradlane, row.gloo) for row in rows)
+    ]
+    return text_table(
+        "processor seconds for each gigabyte that a rank sends",
+        ("", "gradlane", "user + system", "Gloo", "user + system", "ratio", "machine", "softirq"),
+        body,
+        caption=caption,
+    )
 
 
 def _urgency(rows: Sequence[Urgency]) -> Table:
-    table = _table(
-        f"an urgent slice on saturated ports at {format_rate(rows[-1].around.rate_bps)}: "
-        "ms from ready, median (most)",
-        f"target: {URGENT_MS_TARGET:g} ms; replies wait for the reduction too; frames ahead: "
-        "less urgent ones that left before the first and the last urgent frame",
-        ("", "slices", "first left", "last left", "received", "ahead", "until last"),
-    )
+    body = []
     for row in rows:
         cells = [f"{row.direction}, {row.way}", str(len(row.saturated))]
         for name, digits in (
@@ -124,5 +106,12 @@ def _urgency(rows: Sequence[Urgency]) -> Table:
         ):
             middle, most = row.middle_and_most(name)
             cells.append("-" if middle is None else f"{middle:.{digits}f} ({most:.{digits}f})")
-        table.add_row(*cells)
-    return table
+        body.append(cells)
+    return text_table(
+        f"an urgent slice on saturated ports at {format_rate(rows[-1].around.rate_bps)}: "
+        "ms from ready, median (most)",
+        ("", "slices", "first left", "last left", "received", "ahead", "until last"),
+        body,
+        caption=f"target: {URGENT_MS_TARGET:g} ms; replies wait for the reduction too; frames "
+        "ahead: less urgent ones that left before the first and the last urgent frame",
+    )

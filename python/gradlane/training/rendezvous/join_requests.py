@@ -65,13 +65,15 @@ def join_keys(store: BoundedStore, job: str) -> BoundedStore:
 class JoinRequests:
     """The requests to join, as the members see them."""
 
-    def __init__(self, store: BoundedStore, membership: Membership) -> None:
+    def __init__(self, store: BoundedStore, membership: Membership, refusal: str) -> None:
         """Look for nothing yet.
 
         Args:
             store: of `join_keys`.
             membership: the ranks that train; learns the number of a request.
+            refusal: why no rank may join this training, for those that ask; empty: they may.
         """
+        self._refusal = refusal
         self._store = store
         self._membership = membership
         self._passed = 0
@@ -115,7 +117,10 @@ class JoinRequests:
                 number = max(membership.answered, self._passed) + 1
                 if self._store.read(f"request/{number}", None) is None:
                     continue
-                if self._answers(number):
+                if self._refusal:
+                    self._passed = number
+                    self.settle(number, self._refusal)
+                elif self._answers(number):
                     membership.request = number
                 else:
                     self._passed = number

@@ -43,6 +43,10 @@ from gradlane.training.session.world import World
 _CONNECT_S = 15.0
 """Longest wait for ranks to connect in a new world, while the members train nothing."""
 _GOODBYE_S = 10.0
+_CHECKPOINTS = (
+    "the session takes checkpoints, which a rank that joins would have to share in; leave "
+    "checkpoints out and save state_dict() on session.rank == 0, or start again with one rank more"
+)
 
 
 class Joins:
@@ -69,7 +73,8 @@ class Joins:
         self._look = look
         self._job = world.ctx.rank_info.job
         self._keys = join_keys(store, self._job)
-        self._requests = JoinRequests(self._keys, world.ctx.membership)
+        refusal = _CHECKPOINTS if world.ctx.options.checkpoints.folder is not None else ""
+        self._requests = JoinRequests(self._keys, world.ctx.membership, refusal)
         self._first: FirstStepState | None = None
         self.shared: dict[str, Stateful] = {}
         """Objects whose state a rank that joins takes over, by name."""
