@@ -106,7 +106,8 @@ impl Cx {
         let owned = |slice: &SliceId| {
             let slice = plan.slice(*slice);
             let is_reduced = !plan.tensors[slice.tensor.index()].scheme.has_blocks();
-            let counts = slice.tensor < tensors && plan.takes_part(slice.tensor, step) && is_reduced;
+            let counts =
+                slice.tensor < tensors && plan.takes_part(slice.tensor, step) && is_reduced;
             counts && slice.owner == self.rank
         };
         let missing = plan.slice_ids().filter(owned).count();

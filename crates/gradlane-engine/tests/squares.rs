@@ -290,7 +290,8 @@ fn blocks_are_in_no_sum() {
         for rank in 0..3 {
             for tensor in (0..4).rev() {
                 let node = &mut cluster.nodes[rank as usize];
-                let (id, values) = (TensorId(tensor as u32), gradient(rank, tensor, 1, SIZES[tensor]));
+                let (id, values) =
+                    (TensorId(tensor as u32), gradient(rank, tensor, 1, SIZES[tensor]));
                 let bytes = 4 * values.len() as u64;
                 node.tensors[tensor] = values;
                 let input = match is_block(id) {

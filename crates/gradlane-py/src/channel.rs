@@ -342,12 +342,7 @@ impl Channel {
     /// Wait for the norm of a step's gradients; means may still be on their way. `blocks` is the sum of
     /// those that no rank owns.
     #[pyo3(signature = (step, blocks=None))]
-    fn wait_norm(
-        &self,
-        py: Python<'_>,
-        step: u64,
-        blocks: Option<&SquareSum>,
-    ) -> PyResult<f64> {
+    fn wait_norm(&self, py: Python<'_>, step: u64, blocks: Option<&SquareSum>) -> PyResult<f64> {
         let mut sum = self
             .waiting(py, move |channel, interrupt| channel.wait_squares(Step(step), interrupt))?;
         if let Some(blocks) = blocks {

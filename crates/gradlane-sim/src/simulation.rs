@@ -405,7 +405,8 @@ impl Run {
         let is_block = |tensor: TensorId| plan.tensor(tensor).scheme.has_blocks();
         let node = &self.nodes[rank as usize];
         let times = node.unclipped.iter().filter(|it| is_block(it.0)).map(|it| it.1);
-        let Some(squares_at) = node.squares_at.filter(|_| times.clone().count() == self.blocks) else {
+        let Some(squares_at) = node.squares_at.filter(|_| times.clone().count() == self.blocks)
+        else {
             return;
         };
         let time = times.fold(squares_at, u64::max);
