@@ -443,31 +443,32 @@ class FakeChannel:
         self._check()
 
     def has_measurable_squares(self, tensors: int) -> bool:
-        gathers = any(self.world.gathers(tensor) for tensor in range(tensors))
-        serves = self.world.plan["update"] == "server"
-        return not (serves or gathers or self.world.goes_on)
+        return not (self.world.plan["update"] == "server" or self.world.goes_on)
 
     def measure_squares(self, tensors: int, step: int) -> None:
         self._check()
         assert step == self.step and not self.world.round(step).ready
         self.measured = (tensors, step)
+        self.added_to = None
 
-    def wait_norm(self, step: int) -> float:
-        tensors, measured = self.measured
+    def wait_norm(self, step: int, blocks: SquareSum | None = None) -> float:
+        count, measured = self.measured
         assert step == measured
+        tensors = [tensor for tensor in range(count) if not self.world.gathers(tensor)]
+        assert (len(tensors) < count) == (blocks is not None)
         with self.world.changed:
             lent, ranks = self.world.round(step).lent, self.world.world_size
-            self._wait_for(
-                lambda: all(len(lent.get(tensor, ())) == ranks for tensor in range(tensors))
-            )
+            self._wait_for(lambda: all(len(lent.get(tensor, ())) == ranks for tensor in tensors))
             means = [
                 self.world.mean(step, tensor, lent[tensor])
-                for tensor in range(tensors)
+                for tensor in tensors
                 if any(one.values is not None for one in lent[tensor].values())
             ]
-        squares = SquareSum()
-        for mean in means:
+        squares = SquareSum() if blocks is None else blocks
+        # Sums cannot be copied: that of the blocks takes the others, once.
+        for mean in means if squares is not self.added_to else ():
             squares.add(_NAMES[mean.dtype], mean.data_ptr(), mean.nbytes)
+        self.added_to = blocks
         return squares.root()
 
     def residual_squares(

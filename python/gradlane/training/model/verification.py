@@ -119,6 +119,7 @@ def verify_model_across_ranks(
             model,
             trained,
             ctx.options,
+            rank=ctx.rank_info.rank,
             needing_sparse=needing_sparse(optimizer),
             takes_sparse=functools.partial(takes_sparse, optimizer),
         )
