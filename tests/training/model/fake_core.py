@@ -321,6 +321,7 @@ class FakeChannel:
         self.step = -1
         self.own_failure: str | None = None
         self.measured = (0, -1)
+        self.added_to: SquareSum | None = None
         self.changes_seen = 0
         with world.changed:
             world.joined.add(rank)
