@@ -443,7 +443,7 @@ class GradientExchange:
                         self._measure_blocks([index])
                         mean = self._means.pop(index)
                     else:
-                        mean = self._rebuilt(index, wanted=not discards)
+                        mean = self._rebuilt(index, wanted=not (absent or discards))
                     rebuilt += [] if mean is None or discards else [(index, mean)]
                 elif gradient is not None and not absent and not discards:
                     arrived.gradients.append((index, gradient))
