@@ -197,6 +197,8 @@ def clipped_and_forgotten(session: Any, model: nn.Module, optimizer: Any, step: 
     sometimes(session, model, optimizer, 90 + step)
     norm = session.clip_grad_norm_(0.05, model=model)
     optimizer.zero_grad()
+    if isinstance(session, ReferenceSession):
+        session.forget()
     sometimes(session, model, optimizer, step)
     session.clip_grad_norm_(0.01 * norm.item(), model=model)
 
@@ -218,7 +220,6 @@ PROGRAMS: dict[str, Program] = {
         forgotten,
         on_top_of_means,
         scaled,
-        weighted_and_clipped,
         scaled_and_clipped,
         clipped_and_forgotten,
     )

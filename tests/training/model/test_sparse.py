@@ -71,6 +71,23 @@ def test_loops_of_all_kinds(program: str, optimizer: str, given: dict[str, Any])
     assert_same(run_ranks(2, body), run_reference(2, body))
 
 
+def test_weighted_rows_are_clipped_by_the_norm_of_weighted_means() -> None:
+    """Their norm is that of the means times a factor: the same but for rounding."""
+
+    def body(session: Any) -> Tensor:
+        model = seeded(Mixed)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        session.prepare(model, optimizer)
+        for step in range(sparse_programs.STEPS):
+            sparse_programs.weighted_and_clipped(session, model, optimizer, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+    for found, expected in zip(run_ranks(2, body), run_reference(2, body), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("build", ["bf16", "f64"])
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_dtypes(build: str, world_size: int) -> None:
