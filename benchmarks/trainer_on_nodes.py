@@ -24,21 +24,19 @@ from typing import Any
 ENGINES = ("alone", "ddp", "gradlane")
 NODES = 4
 WARMUP_STEPS = 8
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def train(engine: str, options: argparse.Namespace) -> None:
     """Train as one rank, and write the times of steps to standard output as JSON."""
     import torch
-    from transformers import (
-        GPT2Config,
-        GPT2LMHeadModel,
-        Trainer,
-        TrainerCallback,
-        TrainingArguments,
-    )
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 
     import gradlane
     from gradlane.integrations.transformers import attach
+
+    sys.path.append(str(EXAMPLES))
+    from transformers_trainer import settings_for
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -67,17 +65,7 @@ def train(engine: str, options: argparse.Namespace) -> None:
             begun_s.append(time.monotonic())
 
     with tempfile.TemporaryDirectory() as folder:
-        settings = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=4,
-            max_steps=WARMUP_STEPS + options.steps,
-            learning_rate=1e-3,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            seed=3,
-        )
+        settings = settings_for(folder, max_steps=WARMUP_STEPS + options.steps)
         trainer = Trainer(model=model, args=settings, train_dataset=data, callbacks=[Clock()])
         session = gradlane.init() if engine == "gradlane" else None
         if session is not None:

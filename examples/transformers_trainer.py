@@ -6,6 +6,7 @@ A tiny GPT-2 with random weights; nothing is downloaded.
 from __future__ import annotations
 
 import tempfile
+from typing import Any
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -13,6 +14,26 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import gradlane
 from common import arguments, digest, leave
 from gradlane.integrations.transformers import attach
+
+
+def settings_for(folder: str, **length: Any) -> TrainingArguments:
+    """Return the Trainer's defaults, but for what a short run on processors needs.
+
+    Args:
+        folder: where it may write.
+        length: `num_train_epochs` or `max_steps`.
+    """
+    return TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=3,
+        **length,
+    )
 
 
 def main() -> None:
@@ -27,17 +48,7 @@ def main() -> None:
     tokens = torch.randint(64, (32, 16), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": row, "labels": row} for row in tokens]
     with tempfile.TemporaryDirectory() as folder:
-        settings = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=4,
-            num_train_epochs=2,
-            learning_rate=1e-3,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            seed=3,
-        )
+        settings = settings_for(folder, num_train_epochs=2)
         trainer = Trainer(model=model, args=settings, train_dataset=data)
         session = gradlane.init() if engine == "gradlane" else None
         if session is not None:

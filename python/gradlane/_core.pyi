@@ -340,10 +340,14 @@ class Channel:
             ValueError: the plan's owners cannot do it, or the call comes too late.
         """
 
-    def wait_norm(self, step: int) -> float:
+    def wait_norm(self, step: int, blocks: SquareSum | None = None) -> float:
         """Wait, without the GIL, for the norm of a step's gradients: infinite or NaN where one is.
 
         Means may be still to come. The norm is there until that of the next step is.
+
+        Args:
+            step: number of the step.
+            blocks: the squares of means that no rank owns, or None.
 
         Raises:
             ValueError: no squares are added up in this step.

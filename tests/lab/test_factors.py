@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradlane.lab.runs.notes import balance_notes, factor_notes
+from gradlane.lab.runs.notes import balance_notes, factor_notes, norm_notes
 from gradlane.lab.runs.options import LabOptions
 from gradlane.lab.runs.rows import Row
 from gradlane.lab.runs.strategy import parse_strategies
@@ -154,6 +154,16 @@ def test_notes_say_what_factors_save_and_what_is_slept() -> None:
     assert first.endswith("0.250 of p3's by cost, 0.250 sent.")
     assert "slept" in last
     assert factor_notes([plain, row("none")]) == []
+
+
+def test_notes_say_how_far_norms_are_from_those_of_ddp() -> None:
+    ddp = [row("ddp-gloo:25", repeat=0, norms=[None, 2.0]), row("ddp-gloo:25", repeat=1)]
+    ours = [row("p3", repeat=0, norms=[9.0, 2.0002]), row("p3", repeat=1, norms=[9.0, 3.0])]
+    (note,) = norm_notes([row("none", norms=[1.0, 1.0]), *ddp, *ours])
+    assert note == (
+        "p3: norms of all gradients differ from DDP's by at most 1.0e-04 of them (1 steps)."
+    )
+    assert norm_notes(ours) == [] and norm_notes(ddp) == []
 
 
 def test_notes_say_which_node_and_which_owner_carries_most() -> None:

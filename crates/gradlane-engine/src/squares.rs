@@ -1,7 +1,8 @@
 //! The squares of a step's means: every owner adds up those of the slices that it has reduced, and tells all
 //! ranks the sum once, at top priority. So all know the norm of all gradients as soon as the last
 //! slice is reduced, and before the means are everywhere. The sums are exact ([`SquareSum`]): neither
-//! plan nor arrival changes a bit.
+//! plan nor arrival changes a bit. Blocks have no owner: whoever wants the norm adds the squares of their
+//! means, which all ranks make, or one for all.
 
 use crate::api::{Event, UsageError};
 use crate::cx::Cx;
@@ -67,18 +68,16 @@ impl Plan {
     ///
     /// There are fewer tensors, or nobody has the mean of one in time; says why.
     pub fn check_measurable_squares(&self, tensors: TensorId) -> Result<(), UsageError> {
-        let Some(gradients) = self.tensors.get(..tensors.index()) else {
-            let count = self.tensors.len();
+        let count = self.tensors.len();
+        if tensors.index() > count {
             return Err(UsageError::UnknownTensor { tensor: tensors.0, count });
-        };
+        }
         let why = if self.strategy.synchrony != Synchrony::Bulk {
-            "steps do not wait for all ranks".into()
+            "steps do not wait for all ranks"
         } else if self.updates_on_server(Step(1)) {
-            "updates run on the servers".into()
+            "updates run on the servers"
         } else if self.dedicated_servers > 0 {
-            "dedicated servers own the slices".into()
-        } else if let Some(it) = gradients.iter().find(|it| it.scheme.has_blocks()) {
-            format!("{:?} has no owner", it.spec.name)
+            "dedicated servers own the slices"
         } else {
             return Ok(());
         };
@@ -106,7 +105,9 @@ impl Cx {
         }
         let owned = |slice: &SliceId| {
             let slice = plan.slice(*slice);
-            let counts = slice.tensor < tensors && plan.takes_part(slice.tensor, step);
+            let is_reduced = !plan.tensors[slice.tensor.index()].scheme.has_blocks();
+            let counts =
+                slice.tensor < tensors && plan.takes_part(slice.tensor, step) && is_reduced;
             counts && slice.owner == self.rank
         };
         let missing = plan.slice_ids().filter(owned).count();

@@ -5,7 +5,7 @@ mod common;
 
 use common::toy::{encoded_plan, Toy};
 use common::{plan, tensors, Cluster};
-use gradlane_engine::{Input, Plan, Roles, Strategy, Update};
+use gradlane_engine::{Input, Plan, Roles, Scheme, Strategy, Update};
 use gradlane_units::{Rank, Rng, SquareSum, Step, TensorId};
 use gradlane_wire::{FrameHeader, FrameKind};
 use proptest::prelude::*;
@@ -265,4 +265,56 @@ fn sums_that_make_no_sense_are_refused() {
     engine.handle_control(Rank(1), &header(1, &payload), &payload).expect("the first one");
     let error = engine.handle_control(Rank(1), &header(1, &payload), &payload);
     assert!(error.expect_err("twice").to_string().contains("this rank is in step 1"));
+}
+
+/// Blocks have no owner: their squares are in no sum, and whoever wants the norm adds them.
+#[test]
+fn blocks_are_in_no_sum() {
+    let schemes = [Scheme::Ps, Scheme::AllGather, Scheme::Ring, Scheme::AllGather];
+    let specs = tensors(&SIZES).into_iter().zip(schemes).collect();
+    let strategy = Strategy::named("p3", Some(50), 0).expect("p3");
+    let plan = Arc::new(Plan::build(specs, strategy, Update::Worker, 3).expect("a plan"));
+    let is_block = |tensor: TensorId| plan.tensor(tensor).scheme.has_blocks();
+    for seed in 0..20 {
+        let mut cluster = Cluster::new(&plan, 64, 300, seed);
+        cluster.begin(Step(0));
+        for node in &mut cluster.nodes {
+            node.tensors = SIZES.iter().map(|&numel| vec![0.5; numel as usize]).collect();
+            for tensor in (0..4).map(TensorId).filter(|it| !is_block(*it)) {
+                node.engine.handle(Input::GradientReady(tensor, Step(0))).expect("values");
+            }
+            node.engine.handle(Input::StepEnd(Step(0))).expect("an end");
+        }
+        cluster.run();
+        begin(&mut cluster, 1, SIZES.len());
+        for rank in 0..3 {
+            for tensor in (0..4).rev() {
+                let node = &mut cluster.nodes[rank as usize];
+                let (id, values) =
+                    (TensorId(tensor as u32), gradient(rank, tensor, 1, SIZES[tensor]));
+                let bytes = 4 * values.len() as u64;
+                node.tensors[tensor] = values;
+                let input = match is_block(id) {
+                    true => Input::BlockReady(id, Step(1), bytes),
+                    false => Input::GradientReady(id, Step(1)),
+                };
+                node.engine.handle(input).expect("a contribution");
+            }
+            cluster.stir(30);
+        }
+        cluster.nodes.iter_mut().for_each(|node| {
+            node.engine.handle(Input::StepEnd(Step(1))).expect("an end");
+        });
+        cluster.run();
+        let mut expected = SquareSum::default();
+        for tensor in [0, 2] {
+            let mean = &cluster.nodes[0].tensors[tensor];
+            mean.iter().for_each(|&value| expected.add_square_of(f64::from(value)));
+        }
+        for node in &cluster.nodes {
+            assert_eq!(node.completed.last(), Some(&Step(1)), "{}", node.engine.outstanding());
+            let (at, sum) = node.squares.last().expect("a sum of squares");
+            assert_eq!((*at, sum.to_bytes()), (Step(1), expected.to_bytes()), "seed {seed}");
+        }
+    }
 }

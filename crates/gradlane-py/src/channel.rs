@@ -3,7 +3,7 @@
 use crate::blocks::Blocks;
 use crate::errors::{translate, Signals};
 use crate::listener::{spent, Listener};
-use crate::squares::root;
+use crate::squares::{root, SquareSum};
 use gradlane_net::{
     AdamOptions, Channel as CoreChannel, ChannelError as CoreError, ChannelOptions, Direction,
     MembershipEvent, SgdOptions, StateKind, StateRead, UpdateRule, UserMemory,
@@ -339,10 +339,15 @@ impl Channel {
         self.channel.measure_squares(TensorId(tensors), Step(step)).map_err(translate)
     }
 
-    /// Wait for the norm of a step's gradients; means may still be on their way.
-    fn wait_norm(&self, py: Python<'_>, step: u64) -> PyResult<f64> {
-        let sum = self
+    /// Wait for the norm of a step's gradients; means may still be on their way. `blocks` is the sum of
+    /// those that no rank owns.
+    #[pyo3(signature = (step, blocks=None))]
+    fn wait_norm(&self, py: Python<'_>, step: u64, blocks: Option<&SquareSum>) -> PyResult<f64> {
+        let mut sum = self
             .waiting(py, move |channel, interrupt| channel.wait_squares(Step(step), interrupt))?;
+        if let Some(blocks) = blocks {
+            sum.merge(blocks.sum());
+        }
         Ok(root(&sum))
     }
 

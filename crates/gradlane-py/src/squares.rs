@@ -37,6 +37,13 @@ impl SquareSum {
     }
 }
 
+impl SquareSum {
+    /// The sum so far.
+    pub(crate) fn sum(&self) -> &CoreSquareSum {
+        &self.sum
+    }
+}
+
 /// The square root of a sum of squares: infinite or NaN where a summand is.
 pub(crate) fn root(sum: &CoreSquareSum) -> f64 {
     if sum.is_nan() {

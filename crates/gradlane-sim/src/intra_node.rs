@@ -177,7 +177,8 @@ impl Run {
     pub(crate) fn tell_norm(&mut self, rank: u32, step: Step, time: u64) {
         let topology = self.channels.topology;
         let Some(word) = self.intra_node.as_ref().map(|sums| sums.charges.word) else {
-            return self.norm_is_known(rank, step, time);
+            self.nodes[rank as usize].squares_at = Some(time);
+            return self.norm_if_measured(rank, step);
         };
         let first = rank - topology.local(rank);
         for other in first..first + topology.per_node {

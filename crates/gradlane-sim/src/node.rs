@@ -76,6 +76,8 @@ pub(crate) struct Node {
     pub(crate) clock_at: u64,
     /// Last step whose norm is known, where gradients are clipped.
     pub(crate) clipped_step: u64,
+    /// When the owners' squares of the current step were here, while the norm is not known.
+    pub(crate) squares_at: Option<u64>,
     /// Tensors that wait for the norm, since when they are here.
     pub(crate) unclipped: Vec<(TensorId, u64)>,
     /// Slowness of this rank: 1 is the profile's time.

@@ -78,6 +78,8 @@ pub(crate) struct Run {
     pub(crate) charges: Charges,
     pub(crate) groups: RankGroups,
     pub(crate) clipping: Option<Clipping>,
+    /// Number of tensors of blocks.
+    pub(crate) blocks: usize,
     /// Of the scenario; fewer may be simulated.
     pub(crate) ranks: u32,
     pub(crate) ns_per_byte: f64,
@@ -235,6 +237,7 @@ impl Run {
             failure: None,
             intra_node: IntraNode::of(scenario, &channels),
             clipping: Clipping::of(scenario, &channels),
+            blocks: channels.plan(0).tensors.iter().filter(|it| it.scheme.has_blocks()).count(),
             channels,
             groups,
         })
@@ -386,18 +389,35 @@ impl Run {
         if self.clipping.is_some() && node.clipped_step < step.0 {
             node.unclipped.push((tensor, time));
             let is_whole = node.unclipped.len() == self.root_tensors.len();
-            if is_whole && self.clipping == Some(Clipping::Whole) {
-                self.norm_is_known(rank, step, time);
+            match self.clipping {
+                Some(Clipping::Whole) if is_whole => self.norm_is_known(rank, step, time),
+                Some(Clipping::Measured) => self.norm_if_measured(rank, step),
+                _ => {}
             }
             return;
         }
         self.tensor_is_usable(rank, tensor, step, time);
     }
 
+    /// A rank may have the norm: it needs the owners' squares, and the means of blocks, which none owns.
+    pub(crate) fn norm_if_measured(&mut self, rank: u32, step: Step) {
+        let plan = self.channels.plan(rank);
+        let is_block = |tensor: TensorId| plan.tensor(tensor).scheme.has_blocks();
+        let node = &self.nodes[rank as usize];
+        let times = node.unclipped.iter().filter(|it| is_block(it.0)).map(|it| it.1);
+        let Some(squares_at) = node.squares_at.filter(|_| times.clone().count() == self.blocks)
+        else {
+            return;
+        };
+        let time = times.fold(squares_at, u64::max);
+        self.norm_is_known(rank, step, time);
+    }
+
     /// A rank has the norm of a step's gradients: the means that are here may be used.
     pub(crate) fn norm_is_known(&mut self, rank: u32, step: Step, time: u64) {
         let node = &mut self.nodes[rank as usize];
         node.clipped_step = step.0;
+        node.squares_at = None;
         for (tensor, since) in std::mem::take(&mut node.unclipped) {
             self.tensor_is_usable(rank, tensor, step, time.max(since));
         }
@@ -511,6 +531,7 @@ fn new_node(
         stopped_until: 0,
         clock_at: 0,
         clipped_step: 0,
+        squares_at: None,
         unclipped: Vec::new(),
         slowness,
     }

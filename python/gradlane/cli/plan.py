@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from gradlane.planning.advice.advice import WORTH_A_MOVE
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.planner.reasons import format_value
 from gradlane.planning.planner.search import candidate_count
 from gradlane.planning.schemes.costs import SCHEMES
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.profiles import Profile
+from gradlane.training.monitoring.summary import beside_ddp
 from gradlane.training.options.codec_choice import (
     RAW,
     check_codecs,
@@ -100,10 +100,7 @@ def _beside_ddp(prediction: Mapping[str, Any]) -> str:
     ddp_s, step_s = prediction.get("ddp_step_s"), prediction.get("step_s")
     if ddp_s is None or step_s is None:
         return ""
-    text = f"DDP with its best bucket size would take {ddp_s * 1e3:.1f} ms a step"
-    if ddp_s / step_s < WORTH_A_MOVE:
-        return f"{text}: stay with DDP."
-    return f"{text}, {ddp_s / step_s:.2f} times as long."
+    return f"{beside_ddp(ddp_s, step_s)}."
 
 
 def print_schemes(console: Console, coordinator: Coordinator) -> None:

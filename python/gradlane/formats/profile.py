@@ -9,8 +9,8 @@ A profile file is one JSON object::
 
 Tensors are in `named_parameters()` order. All times are seconds from the start of the step's
 forward: a parameter is needed within forward, its gradient is ready within backward. Further fields
-of a recording are optional: `device`, `batch`, `flops`, `modules`, and `layer`, `gradients` and
-`rows` of a tensor. This module does not import torch.
+of a recording are optional: `device`, `batch`, `flops`, `modules`, and `layer`, `gradients`, `rows`
+and `sparse_rows` of a tensor. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class ProfileTensor:
     rows: int | None = None
     """Vectors that its layer is applied to in a step of one worker: samples times positions, such
     as words or patches. Factors of the gradient have that many rows."""
+    sparse_rows: int | None = None
+    """Rows of its gradient in a step of one worker, where that is sparse; None: it is dense."""
 
     @property
     def numel(self) -> int:
@@ -76,7 +78,12 @@ class ProfileTensor:
             "need_s": self.need_s,
             "ready_s": self.ready_s,
         }
-        return fields | _known(layer=self.layer, gradients=self.gradients, rows=self.rows)
+        return fields | _known(
+            layer=self.layer,
+            gradients=self.gradients,
+            rows=self.rows,
+            sparse_rows=self.sparse_rows,
+        )
 
 
 @dataclass(frozen=True)
@@ -445,6 +452,7 @@ def _tensor(
         position.text(entry, "layer") if "layer" in entry else None,
         position.integer(entry, "gradients", 0) if "gradients" in entry else None,
         position.integer(entry, "rows", 0) if "rows" in entry else None,
+        position.integer(entry, "sparse_rows", 0) if "sparse_rows" in entry else None,
     )
 
 

@@ -123,8 +123,13 @@ class Channel(Protocol):
         """Have the owners add up the squares of the first tensors in the step that has just begun;
         all ranks call it, before their first contribution."""
 
-    def wait_norm(self, step: int) -> float:
-        """Wait for the norm of a step's gradients; means may be still to come."""
+    def wait_norm(self, step: int, blocks: SquareSum | None = None) -> float:
+        """Wait for the norm of a step's gradients; means may be still to come.
+
+        Args:
+            step: number of the step.
+            blocks: the squares of means that no rank owns, or None.
+        """
 
     def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
         """Copy the residual of this rank's encoding of a tensor to `count` f32 values."""

@@ -87,11 +87,10 @@ def log_agreements(log: Log) -> None:
         generation: int,
         members: tuple[int, ...],
         step: int,
-        last: int,
         reason: str,
     ) -> None:
-        note(self, generation, members, step, last, reason)
-        log.write("agreed", members=members, step=last + 1)
+        note(self, generation, members, step, reason)
+        log.write("agreed", members=members, step=self.training_step_of(step) + 1)
 
     Membership.note = logged  # type: ignore[method-assign]
 

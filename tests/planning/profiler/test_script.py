@@ -135,11 +135,13 @@ model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 while True:
     optimizer.zero_grad()
-    model(torch.tensor([1, 2])).sum().backward()
+    model(torch.tensor([1, 2, 2])).sum().backward()
     optimizer.step()
 """,
     )
-    assert "count as dense here, and travel as rows: 0.weight" in found.notes[-1]
+    assert "sparse gradients travel as rows" in found.notes[-1] and "0.weight" in found.notes[-1]
+    profile = found.recorder.profile(found.name)
+    assert [(one.rows, one.sparse_rows) for one in profile.tensors[:2]] == [(None, 2), (3, None)]
 
 
 def test_several_models_and_optimizers_are_one_profile(tmp_path: Path) -> None:

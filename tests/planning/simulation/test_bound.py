@@ -99,12 +99,13 @@ def test_with_clipping_the_first_legs_of_all_others_come_first(
     plain = bound_step_s(
         timings, workers=workers, goodput_bps=goodput_bps, compute_s=0.0, serving=serving
     )
-    assert bound.step_s >= plain.step_s
+    # Sums are taken in another order.
+    assert bound.step_s >= plain.step_s * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("strategy", ["p3", "wfbp", "ring"])
+@pytest.mark.parametrize("strategy", ["p3", "wfbp", "ring", "poseidon", "sfb"])
 def test_no_simulated_clipping_beats_its_bound(strategy: str) -> None:
-    profile = find_profile("resnet50", None)
+    profile = find_profile("vgg19" if strategy == "poseidon" else "resnet50", None)
     for rate_bps in (1e9, 4e9):
         cluster = Cluster(4, rate_bps, strategy, clip=True, free_host=True, steps=4)
         (row,) = evaluate(profile, [cluster])

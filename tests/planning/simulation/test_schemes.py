@@ -15,6 +15,7 @@ from gradlane.planning.schemes.layers import (
     layers_of,
     schemes_by_rule,
     simulated_schemes,
+    sparse_schemes,
 )
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.grid import clusters_of, evaluate
@@ -24,7 +25,12 @@ from gradlane.planning.simulation.profiles import (
     synthetic_profile,
     write_profile,
 )
-from gradlane.planning.simulation.scenarios import Cluster, run_scenario, scenario_of
+from gradlane.planning.simulation.scenarios import (
+    Cluster,
+    run_scenario,
+    scenario_of,
+    tensor_schemes,
+)
 from tests.command_line import run
 
 MODEL = Profile(
@@ -110,6 +116,21 @@ def test_poseidon_is_p3_with_factors_by_the_formula() -> None:
     assert report(cluster)["tx_bytes_per_step_mean"] == pytest.approx(bytes_, rel=0.02)
     slow = replace(cluster, rate_bps=2e8)
     assert report(slow)["step_s"] < report(replace(slow, strategy="p3"))["step_s"]
+
+
+@pytest.mark.parametrize("strategy", ["p3", "wfbp", "ring"])
+def test_sparse_gradients_travel_as_rows(strategy: str) -> None:
+    *dense, words = MODEL.tensors
+    profile = replace(MODEL, tensors=(*dense, replace(words, rows=None, sparse_rows=100)))
+    block_bytes = 16 + 100 * (8 + 64 * 4)
+    assert sparse_schemes(profile)["words.weight"]["block_bytes"] == block_bytes
+    rest = sum(one.size_bytes for one in dense)
+    sent = report(Cluster(4, 1e9, strategy), profile)["tx_bytes_per_step_mean"]
+    assert sent == pytest.approx(3 * block_bytes + 1.5 * rest, rel=0.02)
+    for cluster in (Cluster(4, 1e9, "kvstore"), Cluster(4, 1e9, "p3", stragglers="drop")):
+        assert tensor_schemes(profile, cluster) == {}
+    assert tensor_schemes(profile, Cluster(8, 1e9, "hierarchical", ranks_per_node=2)) == {}
+    assert sparse_schemes(MODEL) == {}
 
 
 def test_the_accelerators_speed_is_a_constant_of_the_machine() -> None:

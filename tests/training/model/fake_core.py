@@ -21,6 +21,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from gradlane._core import SquareSum
+from gradlane.training import core
 from gradlane.training.core import CoreRow
 
 _TORCH_DTYPES = {
@@ -321,6 +322,7 @@ class FakeChannel:
         self.step = -1
         self.own_failure: str | None = None
         self.measured = (0, -1)
+        self.added_to: core.SquareSum | None = None
         self.changes_seen = 0
         with world.changed:
             world.joined.add(rank)
@@ -443,31 +445,32 @@ class FakeChannel:
         self._check()
 
     def has_measurable_squares(self, tensors: int) -> bool:
-        gathers = any(self.world.gathers(tensor) for tensor in range(tensors))
-        serves = self.world.plan["update"] == "server"
-        return not (serves or gathers or self.world.goes_on)
+        return not (self.world.plan["update"] == "server" or self.world.goes_on)
 
     def measure_squares(self, tensors: int, step: int) -> None:
         self._check()
         assert step == self.step and not self.world.round(step).ready
         self.measured = (tensors, step)
+        self.added_to = None
 
-    def wait_norm(self, step: int) -> float:
-        tensors, measured = self.measured
+    def wait_norm(self, step: int, blocks: core.SquareSum | None = None) -> float:
+        count, measured = self.measured
         assert step == measured
+        tensors = [tensor for tensor in range(count) if not self.world.gathers(tensor)]
+        assert (len(tensors) < count) == (blocks is not None)
         with self.world.changed:
             lent, ranks = self.world.round(step).lent, self.world.world_size
-            self._wait_for(
-                lambda: all(len(lent.get(tensor, ())) == ranks for tensor in range(tensors))
-            )
+            self._wait_for(lambda: all(len(lent.get(tensor, ())) == ranks for tensor in tensors))
             means = [
                 self.world.mean(step, tensor, lent[tensor])
-                for tensor in range(tensors)
+                for tensor in tensors
                 if any(one.values is not None for one in lent[tensor].values())
             ]
-        squares = SquareSum()
-        for mean in means:
+        squares: core.SquareSum = SquareSum() if blocks is None else blocks
+        # Sums cannot be copied: that of the blocks takes the others, once.
+        for mean in means if squares is not self.added_to else ():
             squares.add(_NAMES[mean.dtype], mean.data_ptr(), mean.nbytes)
+        self.added_to = blocks
         return squares.root()
 
     def residual_squares(

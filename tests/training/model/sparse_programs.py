@@ -181,6 +181,28 @@ def scaled(session: Any, model: nn.Module, optimizer: Any, step: int) -> None:
     scaler.unscale_(optimizer)
 
 
+def weighted_and_clipped(session: Any, model: nn.Module, optimizer: Any, step: int) -> None:
+    session.weight(4 << session.rank)
+    backward(loss_of(model, session.rank, step))
+    session.clip_grad_norm_(0.05, model=model)
+
+
+def scaled_and_clipped(session: Any, model: nn.Module, optimizer: Any, step: int) -> None:
+    scaled(session, model, optimizer, step)
+    session.clip_grad_norm_(0.05, model=model)
+
+
+def clipped_and_forgotten(session: Any, model: nn.Module, optimizer: Any, step: int) -> None:
+    """The norm of a step that is not taken is read all the same."""
+    sometimes(session, model, optimizer, 90 + step)
+    norm = session.clip_grad_norm_(0.05, model=model)
+    optimizer.zero_grad()
+    if isinstance(session, ReferenceSession):
+        session.forget()
+    sometimes(session, model, optimizer, step)
+    session.clip_grad_norm_(0.01 * norm.item(), model=model)
+
+
 PROGRAMS: dict[str, Program] = {
     program.__name__: program
     for program in (
@@ -198,6 +220,8 @@ PROGRAMS: dict[str, Program] = {
         forgotten,
         on_top_of_means,
         scaled,
+        scaled_and_clipped,
+        clipped_and_forgotten,
     )
 }
 

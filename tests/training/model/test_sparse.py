@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,23 @@ def test_loops_of_all_kinds(program: str, optimizer: str, given: dict[str, Any])
     assert_same(run_ranks(2, body), run_reference(2, body))
 
 
+def test_weighted_rows_are_clipped_by_the_norm_of_weighted_means() -> None:
+    """Their norm is that of the means times a factor: the same but for rounding."""
+
+    def body(session: Any) -> Tensor:
+        model = seeded(Mixed)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        session.prepare(model, optimizer)
+        for step in range(sparse_programs.STEPS):
+            sparse_programs.weighted_and_clipped(session, model, optimizer, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+    for found, expected in zip(run_ranks(2, body), run_reference(2, body), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("build", ["bf16", "f64"])
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_dtypes(build: str, world_size: int) -> None:
@@ -80,7 +98,18 @@ def test_dtypes(build: str, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
-@pytest.mark.parametrize("program", ["sometimes", "twice", "accumulated", "clipped", "weighted"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "sometimes",
+        "twice",
+        "accumulated",
+        "weighted",
+        "clipped",
+        "scaled_and_clipped",
+        "clipped_and_forgotten",
+    ],
+)
 def test_beside_dense_parameters(program: str, optimizer: str) -> None:
     def body(session: Any) -> Trained:
         return trains(session, "mixed", optimizer, program)
@@ -97,6 +126,7 @@ def test_processes(pool: RankPool) -> None:
         ("bags", "adagrad", "accumulated"),
         ("mixed", "sgd", "sometimes"),
         ("mixed", "sgd", "clipped"),
+        ("mixed", "adagrad", "scaled_and_clipped"),
         ("mixed", "adam", "weighted"),
     ]
     found = pool.run(f"{MODULE}:compare", cases=cases)
@@ -121,6 +151,42 @@ def test_a_port_sends_the_rows_alone(pool: RankPool) -> None:
         assert other["sent"] >= 2 * 3 / 4 * 200_000 * 64 * 4 * 0.98
 
 
+def test_the_norm_waits_for_rows_and_for_no_dense_mean() -> None:
+    core = FakeCore()
+    may_go_on = threading.Barrier(3)
+    seen: dict[int, float] = {}
+
+    def body(session: Any) -> None:
+        model = seeded(Mixed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.prepare(model, optimizer)
+        for step in range(3):
+            backward(loss_of(model, session.rank, step))
+            if step == 2:
+                may_go_on.wait(20)
+                may_go_on.wait(20)
+            norm = session.clip_grad_norm_(0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+        seen[session.rank] = norm.item()
+        may_go_on.wait(20)
+
+    thread = threading.Thread(target=run_ranks, args=(2, body), kwargs={"core": core}, daemon=True)
+    thread.start()
+    may_go_on.wait(20)
+    (world,) = core.worlds.values()
+    dense = {index for index in range(5) if not world.gathers(index)}
+    assert len(dense) == 3
+    world.held.update(dense)
+    may_go_on.wait(20)
+    # No dense mean is there.
+    may_go_on.wait(20)
+    assert seen[0] == seen[1] > 0
+    world.release(*dense)
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 # ---- what `.grad` holds
 
 
@@ -143,7 +209,9 @@ def test_grad_is_the_coalesced_mean() -> None:
         assert gradient.values()[:, 0].tolist() == [0.5, 1.5, 0.5]
 
 
-def test_a_dense_gradient_of_one_rank_makes_the_mean_dense() -> None:
+def test_a_dense_gradient_of_one_rank_makes_the_mean_dense_and_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """As one process would have it, whose gradients add up from both."""
 
     def body(session: Any) -> Trained:
@@ -159,7 +227,10 @@ def test_a_dense_gradient_of_one_rank_makes_the_mean_dense() -> None:
             optimizer.zero_grad()
         return [model.words.weight.detach().clone()], []
 
-    assert_same(run_ranks(2, body), run_reference(2, body))
+    with caplog.at_level(logging.WARNING, logger="gradlane"):
+        assert_same(run_ranks(2, body), run_reference(2, body))
+    said = [one.getMessage() for one in caplog.records if "was dense on rank" in one.getMessage()]
+    assert len(said) == 1 and "'words.weight' was dense on rank 1 in step 1" in said[0]
 
 
 def test_a_dense_gradient_for_sparse_adam_is_refused_in_backward() -> None:
@@ -249,9 +320,12 @@ def test_embeddings_say_that_their_gradients_are_sparse() -> None:
     ],
 )
 def test_where_rows_do_not_travel_they_go_dense_and_sparse_adam_is_refused(
-    options: dict[str, Any], words: str
+    options: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert set(schemes_with(Words(), **options).values()) == {"ps"}
+    with caplog.at_level(logging.INFO, logger="gradlane"):
+        assert set(schemes_with(Words(), **options).values()) == {"ps"}
+    said = [one.getMessage() for one in caplog.records if "made dense" in one.getMessage()]
+    assert len(said) == 1 and words in said[0] and "words.weight" in said[0]
 
     def body(session: Any) -> str:
         model = Words()

@@ -50,6 +50,15 @@ def test_the_line_names_layer_and_rank() -> None:
     )
 
 
+def test_the_line_says_where_to_stay_with_ddp() -> None:
+    faster = summary_line(metrics(), [], 0.25)
+    assert "; DDP with its best bucket size would take 250 ms a step, 1.25 times as long" in faster
+    assert faster.endswith(" (simulated with the profile and the links of the plan)")
+    stays = summary_line(metrics(), [], 0.203)
+    assert "would take 203 ms a step: stay with DDP" in stays
+    assert "DDP" not in summary_line(metrics(), [])
+
+
 def test_a_rank_that_is_last_as_often_as_chance_has_it_is_not_named() -> None:
     assert "no rank stands out" in summary_line(metrics(), late_ranks(reports(45, 55)))
 

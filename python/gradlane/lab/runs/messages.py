@@ -91,6 +91,8 @@ class TrialResult:
         boundaries_s: W + S + 1 times of `time.monotonic()`.
         cpu_s: processor time of the measured steps.
         losses: one a step, warm-up included; None: the rank passed it.
+        norms: those of all gradients that were clipped, one a step, warm-up included; None: the
+            strategy did not compute it.
         param_digest: SHA-256 of the parameters.
         metrics: the strategy's own counters.
         verified_tensors: averaged gradients that were compared with their expectation.
@@ -109,6 +111,7 @@ class TrialResult:
     boundaries_s: list[float]
     cpu_s: float
     losses: list[float | None]
+    norms: list[float | None]
     param_digest: str
     metrics: dict[str, Any]
     verified_tensors: int

@@ -46,6 +46,25 @@ def factor_notes(rows: Iterable[Row]) -> list[str]:
     return [*notes, REPLAYED] if notes else []
 
 
+def norm_notes(rows: Sequence[Row]) -> list[str]:
+    """Return how far norms of clipped gradients are from DDP's; empty where none was clipped."""
+    ddp = {row.repeat: row for row in reversed(rows) if row.is_baseline and any(row.norms)}
+    apart: dict[str, list[float]] = {}
+    for row in rows:
+        base = ddp.get(row.repeat)
+        if base is None or row.is_baseline or not row.communicates:
+            continue
+        pairs = zip(row.norms, base.norms, strict=False)
+        found = [abs(own / other - 1) for own, other in pairs if own and other]
+        apart[row.strategy] = apart.get(row.strategy, []) + found
+    return [
+        f"{strategy}: norms of all gradients differ from DDP's by at most {max(found):.1e} of them "
+        f"({len(found)} steps)."
+        for strategy, found in apart.items()
+        if found
+    ]
+
+
 def balance_notes(rows: Iterable[Row]) -> list[str]:
     """Return a line for each strategy whose ports or owners are uneven."""
     # Greetings alone are uneven, and nobody minds.

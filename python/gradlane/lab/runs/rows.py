@@ -185,6 +185,8 @@ class Row:
         straggler: `rank`, `share` and `burst_s` (real seconds) of the rank that was stopped now and
             then, or None. `step_s` and all that follows from it is of the other ranks then.
         clip_norm: the norm that gradients were clipped to, or None.
+        norms: those of all averaged gradients before they were clipped, one a step, warm-up
+            included, on rank 0; None where the strategy did not compute it.
         speedup_over_ddp: best DDP's step time of this repeat over this one's.
         step_over_bound: step time over the bound.
         over_repeats: medians over the repeats.
@@ -245,6 +247,7 @@ class Row:
     serving: int = 0
     straggler: dict[str, Any] | None = None
     clip_norm: float | None = None
+    norms: list[float | None] = field(default_factory=list)
     speedup_over_ddp: float | None = None
     step_over_bound: float | None = None
     expected_tx_bytes: float | None = None
@@ -265,6 +268,7 @@ class Row:
                 "activity",
                 "planned_slice_elems",
                 "clip_norm",
+                "norms",
             ]
         ),
         repr=False,
@@ -437,6 +441,7 @@ def compact(row: Row) -> Row:
         row,
         utilization_over_time={},
         loss=[],
+        norms=[],
         metrics=metrics,
         machine={name: value for name, value in row.machine.items() if name != "command"},
         absent=row.absent | {"utilization_over_time", "loss"},

@@ -330,6 +330,7 @@ class _Runner:
             serving=options.serving if strategy.family == "gradlane" else 0,
             straggler=None if options.straggler is None else options.straggler.to_json(),
             clip_norm=options.clip_norm,
+            norms=results[0].norms,
             versions=self._versions,
             machine=self._machine,
         )

@@ -198,9 +198,10 @@ def _train(
     report_step: Callable[[int], None],
     communication: Communication,
 ) -> dict[str, Any]:
-    """Train all steps; returns `boundaries_s`, `cpu_s` and `losses` of the result."""
+    """Train all steps; returns `boundaries_s`, `cpu_s`, `losses` and `norms` of the result."""
     boundaries_s: list[float] = []
     losses: list[torch.Tensor | None] = []
+    norms: list[torch.Tensor | None] = []
     cpu_start_s = 0.0
 
     def passed() -> None:
@@ -218,7 +219,9 @@ def _train(
         if request.clip_norm is not None:
             # A replay's gradients keep their values, which are known in advance.
             max_norm = math.inf if workload.replays else request.clip_norm
-            communication.clip(workload.model, max_norm, replays=workload.replays)
+            # The last step before the measured ones shows whether the norms are the same.
+            is_free = workload.replays and step != request.warmup - 1
+            norms.append(communication.clip(workload.model, max_norm, is_free=is_free))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -228,6 +231,7 @@ def _train(
         "boundaries_s": boundaries_s,
         "cpu_s": _cpu_s() - cpu_start_s,
         "losses": [None if loss is None else float(loss) for loss in losses],
+        "norms": [None if norm is None else float(norm) for norm in norms],
     }
 
 

@@ -26,14 +26,13 @@ from gradlane.planning.advice.causes import (
 )
 from gradlane.planning.simulation.grid import Row
 from gradlane.planning.simulation.scenarios import DDP, RING_FUSED, SCHEME_STRATEGIES
+from gradlane.training.monitoring.summary import WORTH_A_MOVE
 from gradlane.training.node.rules import NODE_STRATEGIES
 from gradlane.training.options.codec_choice import RAW
 from gradlane.training.options.options import ASGD, RING
 
 WORTHWHILE = 0.01
 """The least gain in scaling factor that counts."""
-WORTH_A_MOVE = 1.02
-"""How many times faster than DDP is worth leaving it."""
 OTHER_ROUNDINGS = (RING, *SCHEME_STRATEGIES, *NODE_STRATEGIES)
 """Strategies whose sums differ from those of servers in the last bits only."""
 BASELINES = (

@@ -133,9 +133,6 @@ class PlanLearning:
         )
         scope.put("decided", json.dumps(plan.to_json()))
         log_plan(plan)
-        as_rows = [name for name, scheme in self._learner.schemes.items() if scheme == ROWS]
-        if as_rows:
-            _log.info("plan: counts gradients dense that travel as rows: %s", ", ".join(as_rows))
         return plan
 
     def _profile(self) -> Profile | None:

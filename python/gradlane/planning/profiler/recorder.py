@@ -23,6 +23,7 @@ from gradlane.planning.profiler.nested import samples_in
 from gradlane.planning.profiler.rows import RowCountHook, RowCounts, has_rows
 from gradlane.planning.profiler.tape import EVALUATION, Clock, CudaClock, HostClock, Mark, Tape
 from gradlane.planning.profiler.timeline import StepMedians, read_step
+from gradlane.training.factors.rows import sparse_weights
 from gradlane.training.modules.compiled import is_tracing
 from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
 
@@ -91,6 +92,7 @@ class Recorder:
         self._batch_size = batch_size
         self._samples = _SampleCount(self._tape)
         self._rows = RowCounts()
+        self._sparse = sparse_weights(model)
         self._handles: list[Any] = []
         self._steps: deque[list[Mark]] = deque(maxlen=STEPS_MAX)
 
@@ -122,7 +124,7 @@ class Recorder:
                 ),
                 nn.Module.register_forward_hook(module, _ForwardHook(self._tape, code + 1)),
             ]
-            if has_rows(module):
+            if has_rows(module, self._sparse):
                 rows = RowCountHook(self._rows)
                 self._handles.append(nn.Module.register_forward_pre_hook(module, rows))
         self._handles.append(
@@ -217,6 +219,7 @@ class Recorder:
                 need_s = forward_s if ready_s is None else around_s[id(parameter)]
             owner = layers[id(parameter)]
             shape = tuple(parameter.shape) + ((2,) if parameter.is_complex() else ())
+            rows = self._rows.rows_of(owner, parameter)
             # Medians of different steps may lie a little beyond each other.
             tensors.append(
                 ProfileTensor(
@@ -228,7 +231,8 @@ class Recorder:
                         max(compute_s if ready_s is None else ready_s, forward_s), compute_s
                     ),
                     layer=getattr(owner, "stands_for", type(owner).__name__),
-                    rows=self._rows.rows_of(owner, parameter) if len(shape) == 2 else None,
+                    rows=None if id(parameter) in self._sparse or len(shape) != 2 else rows,
+                    sparse_rows=rows if id(parameter) in self._sparse else None,
                     gradients=steps.gradients(index),
                 )
             )

@@ -1,12 +1,14 @@
-"""Counts of the vectors that linear layers are applied to in a step.
+"""Counts of the vectors that linear layers are applied to in a step, and of the rows that sparse
+embeddings look up.
 
-Factors of their gradients have that many rows: samples, times words or patches if a layer is
-applied to each. Only calls with a backward count.
+Factors of a linear layer's gradient have that many rows: samples, times words or patches if a layer
+is applied to each. A sparse gradient has the rows that were looked up, each once; where a weight is
+used several times in a step, the counts of the calls add up. Only calls with a backward count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -46,7 +48,7 @@ class RowCounts:
 
 
 class RowCountHook:
-    """Forward hook of a linear layer that counts rows."""
+    """Forward hook of a linear layer or a sparse embedding that counts rows."""
 
     __slots__ = ("_counts",)
 
@@ -63,7 +65,11 @@ class RowCountHook:
         if weight is None or not arguments or not isinstance(arguments[0], Tensor):
             return
         inputs = arguments[0]
-        self._counts.add(weight, inputs.numel() // max(1, inputs.shape[-1]))
+        if isinstance(module, nn.Linear):
+            rows = inputs.numel() // max(1, inputs.shape[-1])
+        else:
+            rows = torch.unique(inputs).numel()
+        self._counts.add(weight, rows)
 
     def __reduce__(self) -> Any:
         """Return a hook that does nothing: copies of the model are not recorded."""
@@ -78,6 +84,12 @@ def _no_op(*_: Any) -> None:
     pass
 
 
-def has_rows(module: nn.Module) -> bool:
-    """Return whether a module's weight gradient has rows that can be counted."""
-    return isinstance(module, nn.Linear)
+def has_rows(module: nn.Module, sparse: Container[int]) -> bool:
+    """Return whether a module's weight gradient has rows that can be counted.
+
+    Args:
+        module: of the model.
+        sparse: `id` of each weight whose gradient is sparse.
+    """
+    weight = dict.get(module._parameters, "weight")
+    return isinstance(module, nn.Linear) or id(weight) in sparse

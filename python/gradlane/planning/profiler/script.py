@@ -301,7 +301,8 @@ class _ScriptRecorder:
         as_rows = [name for name, one in model.named_parameters() if id(one) in sparse]
         if as_rows:
             notes.append(
-                f"sparse gradients count as dense here, and travel as rows: {', '.join(as_rows)}"
+                "sparse gradients travel as rows, and are simulated as those that the last "
+                f"recorded step looked up: {', '.join(as_rows)}; DDP is simulated with dense ones"
             )
         name = type(getattr(model, "_orig_mod", model)).__name__
         if len(roots) > 1:

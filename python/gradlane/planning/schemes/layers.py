@@ -18,6 +18,7 @@ SCHEME_RULES = ("poseidon", *FACTOR_SCHEMES)
 rank or to one."""
 _HEADER_BYTES = 16
 """Header of a part of a block (`gradlane.training.factors.block`)."""
+_ROW_NUMBER_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,23 @@ def _operations_per_s_in(layer: Layer, profile: Profile) -> float:
     took_s = sum(end - start for start, end in calls)
     outputs, inputs = layer.matrix
     return 2.0 * layer.rows * outputs * inputs / took_s if took_s > 0.0 else math.inf
+
+
+def sparse_schemes(profile: Profile) -> dict[str, dict[str, Any]]:
+    """Return the schemes of gradients that travel as rows, in the simulator's format, by tensor.
+
+    Each row travels with its number; adding rows up costs nothing here.
+    """
+    return {
+        tensor.name: {
+            "scheme": SFB,
+            "block_bytes": _HEADER_BYTES
+            + tensor.sparse_rows * (_ROW_NUMBER_BYTES + tensor.size_bytes // tensor.shape[0]),
+            "rebuild_s": 0.0,
+        }
+        for tensor in profile.tensors
+        if tensor.sparse_rows is not None
+    }
 
 
 def simulated_schemes(

@@ -240,8 +240,10 @@ def bound_step_s(
     )
     travel_s = 8.0 * loads / goodput_bps
     port_s = float(travel_s.sum(axis=1).max())
-    first_leg = _first_leg(of_each, workers, servers, serving) if clips else 0.0
-    pairs = [_pair_limit(timings, port, first_leg) for port in travel_s if port.sum() > 0.0]
+    first_legs = np.zeros(len(timings))
+    if clips:
+        first_legs[:] = [_first_leg(one, workers, servers, serving) for one in of_each]
+    pairs = [_pair_limit(timings, port, first_legs) for port in travel_s if port.sum() > 0.0]
     pair_s, pair = max(pairs, default=(0.0, ""))
     step_s = max(compute_s, port_s, pair_s)
     if step_s == compute_s:
@@ -253,14 +255,14 @@ def bound_step_s(
     return Bound(step_s, compute_s, port_s, pair_s, binding)
 
 
-def _first_leg(schemes: Sequence[str], workers: int, servers: int | None, serving: int) -> float:
-    """Return the share of a tensor's bytes through the busiest port before its mean is anywhere.
+def _first_leg(scheme: str, workers: int, servers: int | None, serving: int) -> float:
+    """Return the share of a tensor's bytes through the busiest port before its squares are known.
 
     It is half with servers on all ranks, rings and nodes. Where S of N ranks are servers, each
     receives N-1 gradients of its slices and the S-1 means of the others. All is in the first leg
-    where the norm needs all means: with factors, or with servers that do not train.
+    where ranks need the mean itself: of factors, or with servers that do not train.
     """
-    if serving or any(scheme in ("sfb", "adam") for scheme in schemes):
+    if serving or scheme in ("sfb", "adam"):
         return 1.0
     return (workers - 1.0) / (workers + (servers or workers) - 2.0) if workers > 1 else 0.0
 
@@ -280,23 +282,25 @@ def describe_binding(binding: str) -> str:
 
 
 def _pair_limit(
-    timings: Sequence[TensorTiming], travel_s: Float64Array, first_leg: float
+    timings: Sequence[TensorTiming], travel_s: Float64Array, first_legs: Float64Array
 ) -> tuple[float, str]:
     """Return the largest pair term and its pair, in O(n^2): sums over a quadrant of (ready,
     need)."""
     ready_s, ready_at = np.unique([timing.ready_s for timing in timings], return_inverse=True)
     need_s, need_at = np.unique([timing.need_s for timing in timings], return_inverse=True)
+    firsts = np.zeros(len(ready_s))
     seconds = np.zeros((len(ready_s), len(need_s)))
     tensors = np.zeros((len(ready_s), len(need_s)), dtype=np.int64)
-    np.add.at(seconds, (ready_at, need_at), travel_s)
+    np.add.at(firsts, ready_at, first_legs * travel_s)
+    np.add.at(seconds, (ready_at, need_at), (1.0 - first_legs) * travel_s)
     np.add.at(tensors, (ready_at, need_at), 1)
     # Entry (i, k) becomes the sum over ready no earlier than i and need no later than k.
     seconds = seconds[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
     tensors = tensors[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
     # Of all that is ready no earlier the first leg, and of what is needed by then the rest.
-    seconds = first_leg * seconds[:, -1:] + (1.0 - first_leg) * seconds
-    limits = ready_s[:, np.newaxis] + seconds - need_s[np.newaxis, :]
-    if not first_leg:
+    firsts = firsts[::-1].cumsum()[::-1]
+    limits = (ready_s + firsts)[:, np.newaxis] + seconds - need_s[np.newaxis, :]
+    if not first_legs.any():
         # A pair without tensors between is no limit.
         limits[tensors == 0] = -np.inf
     first, last = np.unravel_index(int(limits.argmax()), limits.shape)

@@ -15,6 +15,7 @@ from gradlane.planning.schemes.layers import (
     Schemes,
     schemes_by_rule,
     simulated_schemes,
+    sparse_schemes,
 )
 from gradlane.planning.simulation.codec_costs import CodecCost, codecs_in, mean_cost
 from gradlane.planning.simulation.costs import HOST_CONSTANTS, MachineCosts
@@ -198,7 +199,19 @@ def tensor_schemes(profile: Profile, cluster: Cluster) -> dict[str, dict[str, An
     if cluster.strategy in SCHEME_STRATEGIES:
         schemes = schemes_by_rule(cluster.strategy, profile, cluster.workers, cluster.serving)
     speed = cluster.costs.operations_per_s
-    return simulated_schemes(profile, schemes, cluster.workers, speed)
+    given = simulated_schemes(profile, schemes, cluster.workers, speed)
+    return sparse_schemes(profile) | given if _sends_rows(cluster) else given
+
+
+def _sends_rows(cluster: Cluster) -> bool:
+    """Return whether sparse gradients travel as rows; `options.rows_refusal` has the reasons."""
+    refuses = (*FORMULAS, *options.SPLITTING_STRATEGIES, options.ASGD)
+    # Nodes of several ranks send rows only where that is less than sums on nodes: counted dense.
+    return (
+        cluster.workers > cluster.ranks_per_node == 1
+        and cluster.strategy not in refuses
+        and cluster.stragglers == WAIT
+    )
 
 
 def scenario_of(

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from gradlane.training.factors.block import Part, TouchedRows, can_travel, most_rows_bytes
 from gradlane.training.factors.choice import BLOCK_MOST_BYTES, Factored
 from gradlane.training.factors.rebuild import mean_of_rows, sparse_of
+from gradlane.training.log import log
 from gradlane.training.options.options import ROWS, Options, rows_refusal
-from gradlane.training.rendezvous.tensor_table import TensorEntry
+from gradlane.training.rendezvous.tensor_table import TensorEntry, names_of
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def choose_row_sparse(
     trained: Sequence[TensorEntry],
     options: Options,
     *,
+    rank: int,
     needing_sparse: Collection[int],
     takes_sparse: Callable[[Tensor], bool],
 ) -> dict[int, RowSparse]:
@@ -77,6 +79,7 @@ def choose_row_sparse(
         model: the user's.
         trained: table entries of its trained parameters.
         options: in force for the model.
+        rank: this rank; rank 0 says which gradients are made dense, and why.
         needing_sparse: `id` of each parameter whose optimizer takes sparse gradients alone.
         takes_sparse: whether a parameter's optimizer takes sparse gradients.
 
@@ -90,6 +93,7 @@ def choose_row_sparse(
     refusal = rows_refusal(options)
     by_embeddings = sparse_weights(model)
     chosen = {}
+    dense = []
     for index, entry in enumerate(trained):
         is_needed = id(entry.tensor) in needing_sparse
         if not (is_needed or id(entry.tensor) in by_embeddings):
@@ -97,6 +101,7 @@ def choose_row_sparse(
         why = refusal
         if not (can_travel(entry.dtype) and entry.shape):
             why = why or f"{entry.dtype} of shape {tuple(entry.shape)} has no rows that travel"
+        dense += [entry] if why else []
         if not why:
             chosen[index] = RowSparse(
                 entry, keeps_sparse=takes_sparse(entry.tensor), is_needed=is_needed
@@ -106,6 +111,12 @@ def choose_row_sparse(
                 f"the optimizer of {entry.name!r} takes sparse gradients alone, and their mean is "
                 f"made dense: {why}"
             )
+    if dense and rank == 0:
+        log.info(
+            "the sparse gradients of %s are made dense before they travel: %s",
+            names_of(dense),
+            refusal or "their rows have no dtype or dimension that travels",
+        )
     return chosen
 
 

@@ -65,6 +65,9 @@ class FactorExchange:
         self._means: dict[int, Tensor] = {}
         self._costly: set[int] = set()
         """Tensors of which it was said that rows were more bytes than the whole gradient."""
+        self._dense: set[int] = set()
+        """Those of which it was said that a rank's gradient was dense."""
+        self._training_step_of = training_step_of
         self._made: dict[int, Tensor] = {}
         if any(one.is_answered for one in factored.values()):
 
@@ -119,7 +122,7 @@ class FactorExchange:
         Args:
             index: the tensor.
             step: the step in which it is ready.
-            wanted: whether some rank had a gradient, and the mean is needed.
+            wanted: whether the mean is needed; None all the same where no rank had a gradient.
 
         Raises:
             BlockError: a rank's bytes are no block of this tensor.
@@ -128,12 +131,13 @@ class FactorExchange:
         blocks = self._channel.take_blocks(index, step)
         if blocks is None:
             return made if wanted else None
+        wanted = wanted and any(region is not None for region in blocks.regions())
         if wanted and self._factored[index].is_answered:
             return self._answered(index, blocks)
         try:
             if not wanted:
                 return None
-            return self._mean(index, own, blocks, lambda: self._memory_for(index))
+            return self._mean(index, step, own, blocks, lambda: self._memory_for(index))
         finally:
             blocks.release()
 
@@ -157,7 +161,7 @@ class FactorExchange:
             memory = whole.values
             if entry.device.type != "cpu":
                 memory = torch.empty(entry.shape, dtype=entry.dtype, device=entry.device)
-            mean = self._mean(index, self._sent.get(index), blocks, lambda: memory)
+            mean = self._mean(index, step, self._sent.get(index), blocks, lambda: memory)
             if mean is not whole.values:
                 whole.values.copy_(mean)
         finally:
@@ -177,7 +181,12 @@ class FactorExchange:
         return parts[0].values.to(self._factored[index].entry.device)
 
     def _mean(
-        self, index: int, own: Tensor | None, blocks: Blocks, memory: Callable[[], Tensor]
+        self,
+        index: int,
+        step: int,
+        own: Tensor | None,
+        blocks: Blocks,
+        memory: Callable[[], Tensor],
     ) -> Tensor:
         """Return the mean that all ranks' blocks make; `own` is this rank's."""
         regions = blocks.regions()
@@ -189,6 +198,7 @@ class FactorExchange:
                 parts.append([])
             else:
                 parts.append(self._parts(index, block, rank))
+        self._note_dense(index, step, parts)
         return self._factored[index].mean(parts, len(regions), memory)
 
     def _note_bytes(self, index: int, block_bytes: Sequence[int]) -> None:
@@ -211,6 +221,24 @@ class FactorExchange:
                 len(block_bytes),
                 whole / 1e6,
             )
+
+    def _note_dense(self, index: int, step: int, contributions: Sequence[Sequence[Part]]) -> None:
+        """Say once of a tensor that it travels as rows, and that of a rank it was not sparse."""
+        one = self._factored[index]
+        if one.scheme != ROWS or self._rank != 0 or index in self._dense:
+            return
+        for rank, parts in enumerate(contributions):
+            if any(isinstance(part, Dense) for part in parts):
+                self._dense.add(index)
+                log.warning(
+                    "the gradient of %r was dense on rank %d in step %d, and has travelled whole "
+                    "to all ranks, which is more than servers would have sent; build its embedding "
+                    "with sparse=False where that is usual",
+                    one.entry.name,
+                    rank,
+                    self._training_step_of(step),
+                )
+                return
 
     def _memory_for(self, index: int) -> Tensor:
         """Return memory for a mean: last step's, unless somebody still has it."""

@@ -3,8 +3,9 @@
 Clipping and unscaling need no wait for means. The owners of slices add up the squares of the means
 that they have made, and tell all ranks one number each (`engine/src/squares.rs`). So the norm is
 known once the last slice is *reduced*, and updates go on as means arrive, during the next forward,
-as without clipping. The sum is exact: neither plan, slice size nor order of arrival changes a bit
-of the norm.
+as without clipping. Means of factors and rows have no owner: each rank adds their squares, once all
+blocks are here. The sum is exact: neither plan, slice size nor order of arrival changes a bit of
+the norm.
 
 The factor is that of `torch.nn.utils.clip_grad_norm_`: `max_norm / (norm + 1e-6)`, at most 1.
 The norm is finite just where all means are, which is what `GradScaler` asks for.
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradlane.training.core import CoreModule
+from gradlane.training.core import CoreModule, SquareSum
 
 _EPSILON = 1e-6
 _CORE_NAMES = {
@@ -77,16 +78,21 @@ def exact_norm(core: CoreModule, gradients: Sequence[Tensor]) -> float:
     """
     squares = core.SquareSum()
     for gradient in gradients:
-        dense = gradient.detach()
-        if dense.layout is torch.sparse_coo:
-            dense = dense.coalesce()._values()
-        elif dense.layout is not torch.strided:
-            dense = dense.to_dense()
-        if dense.is_complex():
-            dense = torch.view_as_real(dense.resolve_conj())
-        dense = dense.cpu().contiguous()
-        squares.add(_CORE_NAMES[dense.dtype], dense.data_ptr(), dense.nbytes)
+        add_squares(squares, gradient)
     return squares.root()
+
+
+def add_squares(squares: SquareSum, gradient: Tensor) -> None:
+    """Add the squares of a gradient of any shape and layout, exactly."""
+    dense = gradient.detach()
+    if dense.layout is torch.sparse_coo:
+        dense = dense.coalesce()._values()
+    elif dense.layout is not torch.strided:
+        dense = dense.to_dense()
+    if dense.is_complex():
+        dense = torch.view_as_real(dense.resolve_conj())
+    dense = dense.cpu().contiguous()
+    squares.add(_CORE_NAMES[dense.dtype], dense.data_ptr(), dense.nbytes)
 
 
 def norm_dtype(gradients: Iterable[torch.dtype]) -> torch.dtype:

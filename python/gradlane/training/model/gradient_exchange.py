@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -22,7 +23,7 @@ from gradlane.training.core import Channel, CoreModule, translate_error
 from gradlane.training.factors.block import BlockError, Dense, Part, TouchedRows
 from gradlane.training.factors.sending import FactorExchange
 from gradlane.training.model.buffers import BufferPack
-from gradlane.training.model.clipping import exact_norm
+from gradlane.training.model.clipping import add_squares, exact_norm
 from gradlane.training.model.consistency_check import (
     ConsistencyCheck,
     RankNumbers,
@@ -120,12 +121,17 @@ class GradientExchange:
         self._statuses: Statuses = {}
         self._judged_step = 0
         self.step = 0
-        self.may_measure = not layout.factored and channel.has_measurable_squares(
-            len(layout.trained)
-        )
+        self.may_measure = channel.has_measurable_squares(len(layout.trained))
         """Whether the norm of all gradients can be had before their means."""
         self.measures = False
         """Whether it can in this step."""
+        self._squares = core.SquareSum()
+        """Of the means of blocks in this step, where it measures."""
+        self._unmeasured: set[int] = set()
+        """Tensors of blocks whose squares are missing in it."""
+        self._means: dict[int, Tensor | None] = {}
+        """Means of the others, until they are taken."""
+        self._blocks_lock = threading.Lock()
         self._weight: int | None = None
 
     @property
@@ -175,6 +181,8 @@ class GradientExchange:
             self._submitted_buffers = self._layout.buffers is None
             self.step += 1
             self.measures = measures
+            self._squares, self._means = self._core.SquareSum(), {}
+            self._unmeasured = set(self._factored) if measures else set()
             self._weight = status.weight
             if measures:
                 self._channel.measure_squares(len(self._trained), self.step)
@@ -434,8 +442,12 @@ class GradientExchange:
                 if not absent:
                     arrived.averaged.append(index)
                 if index in self._factored:
-                    mean = self._rebuilt(index, wanted=not (absent or discards))
-                    rebuilt += [] if mean is None else [(index, mean)]
+                    if self.measures:
+                        self._measure_blocks([index])
+                        mean = self._means.pop(index)
+                    else:
+                        mean = self._rebuilt(index, wanted=not (absent or discards))
+                    rebuilt += [] if mean is None or discards else [(index, mean)]
                 elif gradient is not None and not absent and not discards:
                     arrived.gradients.append((index, gradient))
             elif index == layout.buffers_index and layout.buffers is not None:
@@ -463,18 +475,35 @@ class GradientExchange:
 
     def wait_norm(self) -> float:
         """Wait for the norm of all averaged gradients of this step; means may be still to come."""
+        blocks = list(self._factored)
         try:
+            if blocks:
+                with WAIT_NOTIFIER, self._waiting(self.step, blocks):
+                    self._channel.wait(blocks, self.step)
+                self._measure_blocks(blocks)
             with WAIT_NOTIFIER, self._waiting(self.step, None):
-                return self._channel.wait_norm(self.step)
+                return self._channel.wait_norm(self.step, self._squares if blocks else None)
         except self._core.ChannelError as error:
             self._raise_failed(error, "waiting for the norm of all gradients")
+
+    def _measure_blocks(self, indices: Iterable[int]) -> None:
+        """Make means of blocks that are here, and add up their squares, once each.
+
+        At once: what is taken may be weighted or clipped in place by then.
+        """
+        with self._blocks_lock:
+            for index in self._unmeasured.intersection(indices):
+                self._unmeasured.discard(index)
+                mean = self._means[index] = self._rebuilt(index, wanted=True)
+                if mean is not None:
+                    add_squares(self._squares, mean)
 
     def norm_of(self, gradients: Sequence[Tensor]) -> float:
         """Return the norm of gradients that are here: the same bits as `wait_norm`."""
         return exact_norm(self._core, gradients)
 
     def _rebuilt(self, index: int, *, wanted: bool) -> Tensor | None:
-        """Return the mean that all ranks' factors make, if it is wanted."""
+        """Return the mean that all ranks' blocks make, if it is wanted and some rank has one."""
         try:
             return self._factors.take(index, self.step, wanted=wanted)
         except self._core.ChannelError as error:

@@ -150,6 +150,7 @@ def _checked(
         model,
         trained,
         ctx.options,
+        rank=ctx.rank_info.rank,
         needing_sparse=needing_sparse(optimizer),
         takes_sparse=functools.partial(takes_sparse, optimizer),
     )

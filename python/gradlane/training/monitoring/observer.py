@@ -335,11 +335,12 @@ class Observer:
         """URL of the live page, or None."""
         return url_of(self._dashboard) if self._dashboard is not None else None
 
-    def close(self, ending: str) -> None:
+    def close(self, ending: str, ddp_s: float | None = None) -> None:
         """Close the endpoints and print the summary line, if it is enabled and there were steps.
 
         Args:
             ending: `closed`, or the reason that the session was given up for.
+            ddp_s: seconds of a step with DDP, as simulated for the plan, or None.
         """
         if self._live is not None:
             self._live.end(ending)
@@ -350,7 +351,7 @@ class Observer:
         if metrics["steps"]["count"] > 0:
             # The end may come in a signal handler, in the middle of another print.
             with contextlib.suppress(RuntimeError, OSError, ValueError):
-                line = summary_line(metrics, self._late_ranks(metrics))
+                line = summary_line(metrics, self._late_ranks(metrics), ddp_s)
                 log.info("%s", escaped(line))
 
     def forget_in_child(self) -> None:

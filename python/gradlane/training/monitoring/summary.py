@@ -14,6 +14,8 @@ _NOTABLE_RATIO = 1.5
 
 _NEGLIGIBLE_SHARE = 0.005
 """Smaller shares of the time are not explained."""
+WORTH_A_MOVE = 1.02
+"""How many times faster than DDP is worth leaving it."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,26 @@ def late_ranks(owner_reports: Iterable[Mapping[str, Any]]) -> list[LateRank]:
     return sorted(rows, key=lambda row: row.last_share, reverse=True)
 
 
-def summary_line(metrics: Metrics, late: Sequence[LateRank]) -> str:
+def beside_ddp(ddp_s: float, step_s: float) -> str:
+    """Return what DDP would take, and whether to stay with it.
+
+    Args:
+        ddp_s: seconds of a step with DDP.
+        step_s: the same with gradlane.
+    """
+    text = f"DDP with its best bucket size would take {_duration(ddp_s)} a step"
+    if ddp_s < WORTH_A_MOVE * step_s:
+        return f"{text}: stay with DDP"
+    return f"{text}, {ddp_s / step_s:.2f} times as long"
+
+
+def summary_line(metrics: Metrics, late: Sequence[LateRank], ddp_s: float | None = None) -> str:
     """Return the line.
 
     Args:
         metrics: of the first rank.
         late: the ranks that came last, the most frequent one first.
+        ddp_s: seconds of a step with DDP, as simulated for the plan; None: there is no plan.
     """
     steps = metrics["steps"]
     share = min(1.0, steps["wait_share"])
@@ -78,6 +94,9 @@ def summary_line(metrics: Metrics, late: Sequence[LateRank]) -> str:
     left_out = _left_out_ranks(metrics)
     if left_out:
         parts.append(left_out)
+    if ddp_s is not None:
+        beside = beside_ddp(ddp_s, steps["median_s"])
+        parts.append(f"{beside} (simulated with the profile and the links of the plan)")
     return "; ".join(parts)
 
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from gradlane.training.core import Channel, CoreModule
+from gradlane.training.core import Channel, CoreModule, SquareSum
 from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.devices import ON_HOST, SumBackend
 from gradlane.training.node.failure import Failure, KeepaliveMonitor
@@ -244,8 +244,9 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             self._norm = (step, norm)
             self._changed.notify_all()
 
-    def wait_norm(self, step: int) -> float:
+    def wait_norm(self, step: int, blocks: SquareSum | None = None) -> float:
         """Wait for the norm of a step's gradients; means may be still to come."""
+        assert blocks is None, "tensors of blocks are refused where a node's ranks add up"
         self._check()
         deadline = SuspendAwareDeadline(self._timeout_s)
         with self._changed:

@@ -932,7 +932,8 @@ class Session:
         return [*self._models.prepared, *([exchange] if exchange is not None else [])]
 
     def _write_reports(self, ending: str) -> None:
-        self._ctx.observer.close(ending)
+        found = self.plan.prediction.get("ddp_step_s") if self.plan is not None else None
+        self._ctx.observer.close(ending, found if isinstance(found, float) else None)
         if self._ctx.recorder is not None:
             self._ctx.recorder.write()
 
