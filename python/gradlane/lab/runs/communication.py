@@ -57,7 +57,8 @@ class Communication(ABC):
         if max_norm == math.inf:
             gradients = [one.grad for one in model.parameters() if one.grad is not None]
             norms = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in gradients]
-            return torch.linalg.vector_norm(torch.stack(norms))
+            whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+            return whole
         norm: torch.Tensor = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         return norm
 
