@@ -104,11 +104,8 @@ impl Cx {
             return Err(UsageError::Argument(text.into()));
         }
         let owned = |slice: &SliceId| {
-            let slice = plan.slice(*slice);
-            let is_reduced = !plan.tensors[slice.tensor.index()].scheme.has_blocks();
-            let counts =
-                slice.tensor < tensors && plan.takes_part(slice.tensor, step) && is_reduced;
-            counts && slice.owner == self.rank
+            let tensor = plan.slice(*slice).tensor;
+            tensor < tensors && plan.takes_part(tensor, step) && self.reduces(*slice)
         };
         let missing = plan.slice_ids().filter(owned).count();
         let own = SquareSum::default();
@@ -117,10 +114,16 @@ impl Cx {
         Ok(())
     }
 
+    /// Whether this rank has the mean of a slice first. Nobody has that of a block.
+    fn reduces(&self, slice: SliceId) -> bool {
+        let has_blocks = self.plan.tensor(self.plan.slice(slice).tensor).scheme.has_blocks();
+        self.plan.slice(slice).owner == self.rank && !has_blocks
+    }
+
     /// Whether a slice's squares have to be added up before its result is released here.
     pub(crate) fn owes_squares(&self, slice: SliceId) -> bool {
-        let planned = self.plan.slice(slice);
-        planned.owner == self.rank && self.squares.measures(self.worker.step(), planned.tensor)
+        let tensor = self.plan.slice(slice).tensor;
+        self.squares.measures(self.worker.step(), tensor) && self.reduces(slice)
     }
 
     /// Adds the squares of an owned slice; `None` where no rank had a gradient.
