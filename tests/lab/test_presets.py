@@ -23,11 +23,11 @@ from gradlane.lab.cluster.errors import LabError
 from gradlane.lab.experiments import bandwidth as bandwidth_preset
 from gradlane.lab.experiments.bandwidth import BANDWIDTH, QUICK, between
 from gradlane.lab.experiments.findings import Findings, Reversal, completed
-from gradlane.lab.experiments.folder import PresetFolder
 from gradlane.lab.experiments.preset import Preset, run_preset
 from gradlane.lab.experiments.simulated import Simulation, simulate_missing
 from gradlane.lab.runs.cells import Cell, CellsProgress
 from gradlane.lab.runs.display import runs_progress
+from gradlane.lab.runs.folder import PresetFolder
 from gradlane.lab.runs.rows import NO_EVIDENCE, Row, read_rows, save_rows
 from gradlane.planning.models import ARCHITECTURES
 from gradlane.planning.simulation.bound import port_bytes

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from gradlane.lab.cluster.errors import LabError
-from gradlane.lab.experiments.folder import PresetFolder
+from gradlane.lab.runs.folder import PresetFolder
 from gradlane.lab.runs.rows import Row, read_rows, save_rows, write_failure
 from tests.children import children_of
 from tests.namespaces import needs_namespaces

@@ -20,7 +20,6 @@ from gradlane.lab.cluster.counters import Recording, TrafficRecord, read_process
 from gradlane.lab.cluster.machine import available_bytes
 from gradlane.lab.experiments import slices as slices_preset
 from gradlane.lab.experiments.findings import Findings, completed
-from gradlane.lab.experiments.folder import PresetFolder
 from gradlane.lab.experiments.preset import Preset, run_preset
 from gradlane.lab.experiments.scaling import SCALING, needed_bytes, without_large_cells
 from gradlane.lab.experiments.simulated import Simulation
@@ -34,6 +33,7 @@ from gradlane.lab.experiments.utilization import (
     summed,
 )
 from gradlane.lab.runs.cells import CellsProgress
+from gradlane.lab.runs.folder import PresetFolder
 from gradlane.lab.runs.rows import NO_EVIDENCE, Row, read_rows, save_rows
 from gradlane.lab.runs.traffic import activity_of
 from gradlane.planning.planner.search import SLICES as PLANNED_SLICES

@@ -62,8 +62,8 @@ def lab_accuracy(
     from gradlane.lab.accuracy.markdown import main_table, page_text
     from gradlane.lab.accuracy.page import write_page
     from gradlane.lab.accuracy.tasks import CIFAR10
-    from gradlane.lab.experiments.folder import PresetFolder
     from gradlane.lab.runs.display import bar_progress
+    from gradlane.lab.runs.folder import PresetFolder
     from gradlane.report.console import wide_console
 
     tasks = [part.strip() for part in task.split(",") if part.strip()]

@@ -140,9 +140,9 @@ def _run(preset: Preset, output: Path) -> None:
     from gradlane.lab.cluster.errors import LabError
     from gradlane.lab.cluster.privilege import ensure_namespaces
     from gradlane.lab.experiments.findings import Findings
-    from gradlane.lab.experiments.folder import PresetFolder
     from gradlane.lab.experiments.preset import run_preset
     from gradlane.lab.runs.cells import still_missing
+    from gradlane.lab.runs.folder import PresetFolder
     from gradlane.report.console import wide_console
 
     folder = PresetFolder(output)

@@ -122,7 +122,7 @@ class Runs:
 def test_bytes_of_a_stranger_are_refused_and_run_nothing(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], content: bytes
 ) -> None:
-    monkeypatch.setattr(handover, "_described", lambda *_: content)
+    monkeypatch.setattr(handover, "describe_state", lambda *_: content)
     first, second = broadcast_state(lambda *_: None, expect_errors=True)
     for error in (first, second):
         assert "state of rank 0" in str(error), error

@@ -228,7 +228,7 @@ def test_the_command_writes_the_table(
     assert status == 0, errors_text
     content = json.loads(target.read_text())
     assert content["counts"]["published"] == len(content["rows"]) == 20
-    assert content["counts"]["not reproduced"] == 12
+    assert content["counts"]["from a smaller network"] == 12
     heaviest = content["rows"][0]
     assert heaviest["published"] == 71.5 and heaviest["role"] == "predicted"
     assert heaviest["deviation"] == pytest.approx(0.04, abs=0.01)

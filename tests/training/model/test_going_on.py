@@ -303,7 +303,6 @@ def test_a_rank_that_trains_while_others_gather_is_named() -> None:
         ({"servers": 1}, "servers=1"),
         ({"workers": 1}, "workers=1"),
         ({"check_every": 5}, "check_every=5"),
-        ({"checkpoint_folder": "somewhere"}, "checkpoints:"),
     ],
 )
 def test_options_that_do_not_go_on_are_refused_by_name(

@@ -47,6 +47,8 @@ MAKERS = {
     "lab/cluster/rank_program.py",
     "lab/transport/node.py",
     "lab/runs/communication.py",
+    "lab/runs/trial.py",
+    "lab/accuracy/asynchronous.py",
 }
 
 

@@ -19,7 +19,7 @@ from gradlane.lab.accuracy.schemes import FULL_PRECISION, REAL, parse_scheme
 from gradlane.lab.accuracy.tasks import CIFAR10, TASKS, task_of
 from gradlane.lab.accuracy.timing import step_s
 from gradlane.lab.accuracy.training import train
-from gradlane.lab.experiments.folder import PresetFolder
+from gradlane.lab.runs.folder import PresetFolder
 from gradlane.lab.runs.rows import read_json, save_lines
 from gradlane.lab.runs.run import LabProgress
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradlane.formats.rates import format_rate
 from gradlane.lab.experiments.findings import Findings
-from gradlane.lab.experiments.folder import table_columns
+from gradlane.lab.runs.folder import table_columns
 from gradlane.lab.runs.rows import CEILING, MEASURED, NO_EVIDENCE, SIMULATED, Row
 from gradlane.planning.simulation.bound import describe_binding
 from gradlane.planning.simulation.scenarios import RING_FUSED

@@ -16,7 +16,6 @@ from rich.table import Table as TextTable
 from gradlane.formats.signals import Terminated
 from gradlane.lab.cluster.errors import LabError
 from gradlane.lab.experiments.findings import Findings, completed
-from gradlane.lab.experiments.folder import PresetFolder
 from gradlane.lab.experiments.parts import all_rows, measurement
 from gradlane.lab.experiments.simulated import Simulation, simulate_missing
 from gradlane.lab.runs.cells import (
@@ -29,6 +28,7 @@ from gradlane.lab.runs.cells import (
     usual_dilation,
 )
 from gradlane.lab.runs.display import runs_progress
+from gradlane.lab.runs.folder import PresetFolder
 from gradlane.lab.runs.rows import (
     CEILING,
     MEASURED,

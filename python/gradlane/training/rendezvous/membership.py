@@ -15,12 +15,15 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gradlane.errors import RendezvousError, SessionFailedError
 from gradlane.training.core import Channel, CoreModule
 from gradlane.training.log import log
 from gradlane.training.rendezvous.environment import RankInfo
-from gradlane.training.rendezvous.rendezvous import RendezvousScope
+
+if TYPE_CHECKING:
+    from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 
 @dataclass(frozen=True)

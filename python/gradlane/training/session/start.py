@@ -105,6 +105,9 @@ def init(
         network: interface, addresses, ports, secret, time-outs, frames, buffers and threads.
         checkpoints: the folder of checkpoints, how often they are taken, and how many stay.
         monitoring: Prometheus, a live page, timelines, the line at the end.
+        join: True: join a training of this job that runs with `going_on`, as its last rank; the
+            same as `Rendezvous(join=True)`, and `GRADLANE_JOIN=1` in the environment. See
+            `docs/going-on.md`.
 
     Returns:
         The session. It is also a context manager: an exception inside tells the other ranks.
