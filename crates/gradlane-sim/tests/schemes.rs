@@ -68,12 +68,13 @@ fn rebuilding_takes_the_accelerators_time() {
     assert!(run(&slow).step_s > report.step_s + 0.05, "slow ranks rebuild slowly");
 }
 
-/// The norm needs the blocks of the layer with factors, which are there 120 ms after its gradient.
+/// The norm needs the blocks of the layer with factors, which are there 120 ms after its gradient. Without
+/// clipping only the convolution's own exchange, some milliseconds, is not hidden.
 #[test]
 fn clipping_waits_for_all_blocks() {
     let plain = scenario(4, &factors(5_000_000, 0.0));
-    near(run(&plain).step_s, 0.4, 0.002);
-    near(run(&Scenario { clips: true, ..plain }).step_s, 0.42, 0.002);
+    near(run(&plain).step_s, 0.405, 0.005);
+    near(run(&Scenario { clips: true, ..plain }).step_s, 0.4225, 0.0025);
 }
 
 fn answered(block_bytes: u64, rebuild_s: f64) -> [(&'static str, TensorScheme); 1] {

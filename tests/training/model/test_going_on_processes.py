@@ -264,7 +264,7 @@ def test_a_kill_at_any_moment_of_a_training_that_never_waits(
         tmp_path,
         4,
         {victim: ("", 0, "")},
-        steps=1500,
+        steps=500,
         looks=False,
         kill_after_s=draw.uniform(1.0, 2.5),
     )
