@@ -246,7 +246,8 @@ def markdown_of(made: Study, command: str) -> str:
         f"Written by `{command}`. {summary(made)}\n",
         "Ours are simulations, models and arithmetic, the same each time, and, where it says so, "
         "what small networks learned. A deviation is that of ours from the published number, "
-        "also where both are percentages; a published bound (*up to*,\n*over*) counts as the number that it is. "
+        "also where both are percentages; a published bound (*up to*,\n*over*) counts as the "
+        "number that it is. "
         "`gradlane reproduce FIGURE` shows how a figure is computed, with all its variants: the "
         "causes below are taken from them. Numbers that a paper quotes from others, and curves\n"
         "in pictures, which have no numbers, are not here ([figures with their curves]"
