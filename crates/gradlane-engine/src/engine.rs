@@ -715,6 +715,9 @@ impl Engine {
         }
         let last_step = self.last_step();
         self.session.say_goodbye(&mut self.cx, last_step);
+        if let Some(membership) = &mut self.membership {
+            membership.note_goodbye();
+        }
         let all_left = self.session.have_departed(self.cx.others().iter());
         let idle = idle && self.cx.tx.is_idle() && self.schemes.ps.has_replied_to_all();
         if all_left && idle {

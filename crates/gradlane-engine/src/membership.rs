@@ -41,8 +41,9 @@ use message::{Message, Value};
 pub(crate) enum Decision {
     /// Ranks were lost: no data of this generation is sent or landed any more.
     Suspended,
-    /// Agreed: the next generation, and why each rank that is not in it left; the same on all ranks.
-    Members { generation: u32, members: RankSet, reason: String },
+    /// Agreed: the next generation, whether a rank of the last one had said goodbye, and why each rank
+    /// that is not in it left; the same on all ranks.
+    Members { generation: u32, members: RankSet, is_through: bool, reason: String },
     /// Half of the ranks are left: the value is written into the register of this generation in the job's store,
     /// unless that has one, and [`Membership::claim_answered`] is told what it holds.
     Claim { generation: u32, value: Vec<u8> },
@@ -62,6 +63,8 @@ pub(crate) struct Membership {
     lost: BTreeMap<Rank, String>,
     change: Option<Change>,
     has_ended: bool,
+    /// Whether this rank has said goodbye.
+    is_through: bool,
     messages: VecDeque<(RankSet, Vec<u8>)>,
     decisions: VecDeque<Decision>,
     #[cfg(test)]
@@ -80,6 +83,7 @@ impl Membership {
             lost: BTreeMap::new(),
             change: None,
             has_ended: false,
+            is_through: false,
             messages: VecDeque::new(),
             decisions: VecDeque::new(),
             #[cfg(test)]
@@ -130,6 +134,11 @@ impl Membership {
                 change.collect_end.or(Some(next))
             }
         }
+    }
+
+    /// This rank has said goodbye; no change is under way.
+    pub(crate) fn note_goodbye(&mut self) {
+        self.is_through = true;
     }
 
     /// This rank's connection to a member is closed, reset, or silent for too long.

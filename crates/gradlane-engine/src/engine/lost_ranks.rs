@@ -159,12 +159,12 @@ impl Engine {
                     }
                 }
             }
-            Decision::Members { generation, members, reason } => {
+            Decision::Members { generation, members, is_through, reason } => {
                 let leaving = self.leaving(&members);
                 for rank in leaving.into_iter().filter(|&rank| !self.session.has_lost(rank)) {
                     self.cx.events.push_back(Event::Disconnect(rank));
                 }
-                self.changes.agree(generation, members, reason);
+                self.changes.agree(generation, members, is_through, reason);
             }
             Decision::Claim { generation, value } => {
                 self.cx.events.push_back(Event::ClaimNeeded { generation, value });
@@ -234,6 +234,7 @@ impl Engine {
 
     /// Takes up the new membership: what exists is spread, the rest is contributed again.
     fn take_up(&mut self, findings: &Findings) {
+        let keeps = self.changes.keep_results();
         let Some(change) = &mut self.changes.now else {
             return;
         };
@@ -241,6 +242,14 @@ impl Engine {
             let reason = format!(
                 "{}; before another rank had all values to start from: start again",
                 change.reason
+            );
+            return self.fail(Blame::Nobody, &reason, false);
+        }
+        if findings.lacks_result && keeps {
+            let reason = format!(
+                "{}; it had all results of the last step, {}, which are not on the ranks that are left, and \
+                 others may have ended with them",
+                change.reason, findings.step
             );
             return self.fail(Blame::Nobody, &reason, false);
         }

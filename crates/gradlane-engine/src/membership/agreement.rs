@@ -88,7 +88,7 @@ impl Membership {
         let collect_end = now + self.options.collect;
         self.change = Some(Change {
             links: Links::new(self.world_size, self.members.clone()),
-            voter: Voter::default(),
+            voter: Voter::new(self.is_through),
             round: None,
             highest: 0,
             collect_end: Some(collect_end),
@@ -186,9 +186,9 @@ impl Membership {
                 };
                 self.reply(from, &reply);
             }
-            Message::Promise { ballot, by_register, accepted } => {
+            Message::Promise { ballot, by_register, is_through, accepted } => {
                 if let Some(round) = change.round_of(ballot) {
-                    round.take_promise(from, by_register, accepted);
+                    round.take_promise(from, by_register, is_through, accepted);
                 }
             }
             Message::Accepted(ballot) => {
@@ -334,13 +334,13 @@ impl Membership {
         if value.members.len() < self.options.min_ranks {
             return self.end_with_few(&value);
         }
-        let Value { members, reason, .. } = value;
+        let Value { members, reason, is_through, .. } = value;
         self.generation += 1;
         self.change = None;
         self.lost.retain(|&rank, _| members.contains(rank));
         self.members = members.clone();
         let generation = self.generation;
-        self.decisions.push_back(Decision::Members { generation, members, reason });
+        self.decisions.push_back(Decision::Members { generation, members, is_through, reason });
         // What was lost meanwhile makes a further change.
         for (peer, reason) in self.lost.clone() {
             self.tell_lost(peer, &reason, now);

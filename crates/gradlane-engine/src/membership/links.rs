@@ -146,7 +146,7 @@ impl Links {
             }
         }
         let reason = shorten(&reasons.join("; "), REASON_BYTES_MAX).to_string();
-        Value { members, lost, reason }
+        Value { members, lost, is_through: false, reason }
     }
 
     /// "The link between rank 1 and rank 3 is cut (no bytes for 10 s): rank 3 leaves".

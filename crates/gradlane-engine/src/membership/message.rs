@@ -29,6 +29,8 @@ pub(super) struct Value {
     pub(super) members: RankSet,
     /// The rank that was lost; none: a link between two ranks was.
     pub(super) lost: Option<Rank>,
+    /// Whether a rank that agreed had said goodbye: another one may have left with all results.
+    pub(super) is_through: bool,
     /// Why each rank that leaves does.
     pub(super) reason: String,
 }
@@ -42,11 +44,12 @@ pub(super) enum Message {
     },
     /// Asks for a promise to refuse lower ballots.
     Prepare(Ballot),
-    /// The promise, with the last value that the sender has accepted, and whether it has accepted one that
-    /// the register decides.
+    /// The promise, with the last value that the sender has accepted, whether it has accepted one that
+    /// the register decides, and whether it has said goodbye.
     Promise {
         ballot: Ballot,
         by_register: bool,
+        is_through: bool,
         accepted: Option<(Ballot, Value)>,
     },
     /// Asks to accept a value; with `by_register`, acceptance by itself decides nothing.
@@ -76,6 +79,7 @@ pub(super) fn shorten(text: &str, bytes_max: usize) -> &str {
 impl Value {
     pub(super) fn to_bytes(&self, world_size: u32) -> Vec<u8> {
         let mut bytes = self.lost.map_or(NO_RANK, |rank| rank.0).to_le_bytes().to_vec();
+        bytes.push(u8::from(self.is_through));
         bytes.extend(self.members.to_bytes(world_size));
         bytes.extend_from_slice(shorten(&self.reason, REASON_BYTES_MAX).as_bytes());
         bytes
@@ -95,7 +99,7 @@ impl Ballot {
 
 /// Length of the longest message, in bytes.
 pub(super) fn bytes_max(world_size: u32) -> usize {
-    let (header, ballots, value) = (5, 1 + 2 * 8, 4 + (world_size as usize).div_ceil(8));
+    let (header, ballots, value) = (5, 2 + 2 * 8, 5 + (world_size as usize).div_ceil(8));
     header + ballots + value + REASON_BYTES_MAX
 }
 
@@ -113,10 +117,11 @@ impl Message {
                 bytes.push(1);
                 ballot.write(&mut bytes);
             }
-            Message::Promise { ballot, by_register, accepted } => {
+            Message::Promise { ballot, by_register, is_through, accepted } => {
                 bytes.push(2);
                 ballot.write(&mut bytes);
                 bytes.push(u8::from(*by_register));
+                bytes.push(u8::from(*is_through));
                 if let Some((ballot, value)) = accepted {
                     ballot.write(&mut bytes);
                     bytes.extend(value.to_bytes(world_size));
@@ -155,6 +160,7 @@ impl Message {
             2 => Message::Promise {
                 ballot: reader.ballot()?,
                 by_register: reader.flag()?,
+                is_through: reader.flag()?,
                 accepted: match reader.bytes {
                     [] => None,
                     _ => Some((reader.ballot()?, reader.value()?)),
@@ -241,10 +247,11 @@ impl<'a> Reader<'a> {
             rank if rank < self.world_size => Some(Rank(rank)),
             rank => return violation(format!("a membership without rank {rank}")),
         };
+        let is_through = self.flag()?;
         let bytes = self.take((self.world_size as usize).div_ceil(8))?;
         let Some(members) = RankSet::from_bytes(self.world_size, bytes) else {
             return violation("a membership of ranks outside the world");
         };
-        Ok(Value { members, lost, reason: self.text(REASON_BYTES_MAX)? })
+        Ok(Value { members, lost, is_through, reason: self.text(REASON_BYTES_MAX)? })
     }
 }

@@ -14,9 +14,16 @@ pub(super) struct Voter {
     accepted: Option<(Ballot, Value)>,
     /// Whether it has ever accepted a value that the register decides.
     by_register: bool,
+    /// Whether it has said goodbye.
+    is_through: bool,
 }
 
 impl Voter {
+    /// Has promised nothing; the rank may have said goodbye.
+    pub(super) fn new(is_through: bool) -> Voter {
+        Voter { is_through, ..Voter::default() }
+    }
+
     /// Promises to refuse lower ballots.
     ///
     /// # Errors
@@ -32,8 +39,8 @@ impl Voter {
     }
 
     pub(super) fn promise_message(&self, ballot: Ballot) -> Message {
-        let by_register = self.by_register;
-        Message::Promise { ballot, by_register, accepted: self.accepted.clone() }
+        let Voter { by_register, is_through, .. } = *self;
+        Message::Promise { ballot, by_register, is_through, accepted: self.accepted.clone() }
     }
 
     /// Accepts a value.
@@ -91,6 +98,8 @@ pub(super) struct Round {
     members: u32,
     /// Whether the register decides.
     by_register: bool,
+    /// Whether a rank that has promised has said goodbye.
+    is_through: bool,
     /// Until when answers are awaited.
     due: Time,
     #[cfg(test)]
@@ -117,6 +126,7 @@ impl Round {
             answered,
             members,
             by_register: voter.by_register,
+            is_through: voter.is_through,
             due,
             #[cfg(test)]
             fault: Fault::None,
@@ -164,6 +174,7 @@ impl Round {
         &mut self,
         from: Rank,
         by_register: bool,
+        is_through: bool,
         theirs: Option<(Ballot, Value)>,
     ) {
         let Phase::Promises { accepted } = &mut self.phase else {
@@ -171,6 +182,7 @@ impl Round {
         };
         self.answered.insert(from);
         self.by_register |= by_register;
+        self.is_through |= is_through;
         let own = accepted.as_ref().map(|(ballot, _)| *ballot);
         if theirs.as_ref().is_some_and(|(ballot, _)| Some(*ballot) > own) {
             *accepted = theirs;
@@ -190,8 +202,9 @@ impl Round {
             Phase::Promises { accepted } => accepted.take(),
             Phase::Votes { .. } => None,
         };
-        let value = accepted
-            .map_or_else(|| links.propose(self.ballot.rank, &self.answered), |(_, value)| value);
+        let is_through = self.is_through;
+        let fresh = || Value { is_through, ..links.propose(self.ballot.rank, &self.answered) };
+        let value = accepted.map_or_else(fresh, |(_, value)| value);
         #[cfg(test)]
         if self.fault == Fault::NoMark {
             self.by_register = false;

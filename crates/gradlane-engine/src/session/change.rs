@@ -126,6 +126,9 @@ pub(crate) struct Changes {
     pub(crate) now: Option<Change>,
     /// The newest membership that this rank takes slices of.
     pub(crate) in_force: u32,
+    /// Whether a rank had said goodbye when a membership was agreed on: the step in flight is the last
+    /// one, and another rank may have left with all results.
+    is_last_step: bool,
     holdings: BTreeMap<(u32, Rank), Holdings>,
     resumed: BTreeMap<u32, Vec<Rank>>,
 }
@@ -146,6 +149,8 @@ pub(crate) struct Findings {
     pub(crate) step: Step,
     /// Whether a value that training starts from is nowhere.
     pub(crate) lacks_start: bool,
+    /// Whether a result of the latest step is nowhere.
+    pub(crate) lacks_result: bool,
     /// The newest priorities that all have.
     pub(crate) version: u32,
     pub(crate) spreads: Vec<Spread>,
@@ -180,11 +185,23 @@ impl Changes {
     }
 
     /// The next members are agreed on; what was said about earlier memberships is forgotten.
-    pub(crate) fn agree(&mut self, generation: u32, members: RankSet, reason: String) {
+    pub(crate) fn agree(
+        &mut self,
+        generation: u32,
+        members: RankSet,
+        is_through: bool,
+        reason: String,
+    ) {
+        self.is_last_step |= is_through;
         self.holdings.retain(|&(of, _), _| of >= generation);
         self.resumed.retain(|&of, _| of >= generation);
         let (phase, step) = (Phase::Settling, Step(0));
         self.now = Some(Change { phase, generation, members, step, reason });
+    }
+
+    /// Whether results that nobody has may not be made anew: a rank that left may have others.
+    pub(crate) fn keep_results(&self) -> bool {
+        self.is_last_step
     }
 
     /// Notes a member's holdings; twice from a rank is an error.
@@ -276,5 +293,7 @@ fn find(plan: &Plan, all: &[(Rank, &Holdings)]) -> Findings {
     };
     let lacks_start = !has_source && plan.slice_ids().filter(starts).any(is_gone);
     let version = all.iter().map(|(_, it)| it.version).min().unwrap_or_default();
-    Findings { step, lacks_start, version, spreads, settled }
+    let takes_part = |&slice: &SliceId| plan.takes_part(plan.slice(slice).tensor, step);
+    let lacks_result = plan.slice_ids().filter(takes_part).any(|slice| !settled[slice.index()]);
+    Findings { step, lacks_start, lacks_result, version, spreads, settled }
 }

@@ -453,7 +453,7 @@ impl Cluster {
                 assert!(!reason.is_empty());
                 self.nodes[rank as usize].ended = Some(reason);
             }
-            Decision::Members { generation, members, reason } => {
+            Decision::Members { generation, members, reason, .. } => {
                 self.check_decision(rank, generation, &members, &reason);
                 self.decided_at = self.now;
                 for peer in (0..world).filter(|&peer| !members.contains(Rank(peer))) {

@@ -72,7 +72,7 @@ fn the_first_of_two_halves_goes_on() {
     ranks[1].claim_answered(1, Some(&claims[1]), Time(9));
     let reason = "rank 0 was lost: connection reset".to_string();
     let members = set(2, &[1]);
-    let decision = Some(Decision::Members { generation: 1, members, reason });
+    let decision = Some(Decision::Members { generation: 1, members, is_through: false, reason });
     assert_eq!(ranks[1].poll_decision(), decision);
     assert!(!ranks[1].is_changing() && ranks[1].poll_timeout().is_none());
     let (blame, reason) = ended(&mut ranks[0]);
@@ -127,7 +127,8 @@ fn messages_of_other_generations_are_late_or_wrong() {
     assert!(rank.take(Rank(1), &early, Time(1)).is_err());
     assert!(!rank.is_changing());
     let members = set(WORLD, &[0, 1, 2]);
-    let value = Value { members, lost: Some(Rank(3)), reason: "gone".to_string() };
+    let value =
+        Value { members, lost: Some(Rank(3)), is_through: false, reason: "gone".to_string() };
     let decided = Message::Decided(value).to_bytes(0, WORLD);
     assert_eq!(rank.take(Rank(1), &decided, Time(2)), Ok(()));
     assert_eq!(rank.generation(), 1);
@@ -143,13 +144,14 @@ fn messages_of_other_generations_are_late_or_wrong() {
 #[test]
 fn messages_that_no_rank_sends_are_refused() {
     let (own, of_one) = (Ballot { round: 1, rank: Rank(0) }, Ballot { round: 1, rank: Rank(1) });
-    let nobody = Value { members: set(WORLD, &[]), lost: None, reason: String::new() };
+    let nobody =
+        Value { members: set(WORLD, &[]), lost: None, is_through: false, reason: String::new() };
     let refused = [
         Message::Lost { peer: Rank(1), reason: String::new() },
         Message::Prepare(own),
         Message::Propose { ballot: of_one, by_register: false, value: nobody.clone() },
         Message::Accepted(own),
-        Message::Promise { ballot: own, by_register: false, accepted: None },
+        Message::Promise { ballot: own, by_register: false, is_through: false, accepted: None },
         Message::Refused { ballot: own, promised: of_one },
         Message::Decided(nobody),
         Message::Prepare(Ballot { round: ROUNDS_MAX + 1, rank: Rank(1) }),
@@ -179,11 +181,14 @@ fn ballots() -> impl Strategy<Value = Ballot> {
 
 fn values() -> impl Strategy<Value = Value> {
     let sets = proptest::collection::vec(0..WORLD, 0..4);
-    (sets, proptest::option::of(0..WORLD), ".{0,9}").prop_map(|(ranks, lost, reason)| Value {
-        members: set(WORLD, &ranks),
-        lost: lost.map(Rank),
-        reason,
-    })
+    (sets, proptest::option::of(0..WORLD), any::<bool>(), ".{0,9}").prop_map(
+        |(ranks, lost, is_through, reason)| Value {
+            members: set(WORLD, &ranks),
+            lost: lost.map(Rank),
+            is_through,
+            reason,
+        },
+    )
 }
 
 fn messages() -> impl Strategy<Value = Message> {
@@ -191,9 +196,14 @@ fn messages() -> impl Strategy<Value = Message> {
     prop_oneof![
         (0..WORLD, ".{0,9}").prop_map(|(peer, reason)| Message::Lost { peer: Rank(peer), reason }),
         ballots().prop_map(Message::Prepare),
-        (ballots(), any::<bool>(), accepted).prop_map(|(ballot, by_register, accepted)| {
-            Message::Promise { ballot, by_register, accepted }
-        }),
+        (ballots(), any::<bool>(), any::<bool>(), accepted).prop_map(
+            |(ballot, by_register, is_through, accepted)| Message::Promise {
+                ballot,
+                by_register,
+                is_through,
+                accepted
+            }
+        ),
         (ballots(), any::<bool>(), values()).prop_map(|(ballot, by_register, value)| {
             Message::Propose { ballot, by_register, value }
         }),
