@@ -28,6 +28,8 @@ RUNS: list[dict[str, Any]] = [
     {"strategy": "wfbp"},
     {"strategy": "kvstore", "seed": 3},
     {"strategy": "deferred-pull"},
+    # Sealed.
+    {"secret": "5ec2e7" * 8},
 ]
 OTHER_BITS: list[dict[str, Any]] = [{"codec": "qsgd:bits=8", "seed": 4}, {"scheme": "sfb"}]
 
