@@ -608,7 +608,13 @@ impl World {
             let rank = rank as u32;
             // After two losses at the end, a rank may find nobody left to agree with; it is through.
             let is_through = node.completed.last() == Some(&Step(self.setting.steps));
+            // The only one that was left and had the last results was lost before it had spread them.
+            let lacks_results = node
+                .failure
+                .as_ref()
+                .is_some_and(|it| it.to_string().contains("others may have ended with them"));
             let excused = node.dead
+                || (lacks_results && self.struck > 1)
                 || self.may_end.contains(&rank)
                 || (is_through && self.struck > 1)
                 || (may_stall && stalled(node));
