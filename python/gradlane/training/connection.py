@@ -12,7 +12,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gradlane.errors import RendezvousError
-from gradlane.training.core import Channel, CoreModule, Listener, translate_error
+from gradlane.training.core import (
+    Channel,
+    CoreModule,
+    Listener,
+    check_connected,
+    translate_error,
+)
 from gradlane.training.log import log
 from gradlane.training.monitoring.observer import ModelWatch, Observer
 from gradlane.training.monitoring.recorder import Recorder
@@ -116,14 +122,8 @@ def open_channel(
     channel = _open(ctx, scope, rows, layout, update, first, gradients)
     if ctx.rank_info.ranks > 1:
         wait_until_all_are_connected(ctx.core, channel, scope)
-
-    def on_poll() -> None:
-        try:
-            channel.is_ready(0, 0)
-        except ctx.core.ChannelError as error:
-            raise translate_error(ctx.core, error, "waiting for other ranks") from error
-
-    scope.mark_connected(ctx.options.network.progress_timeout_s, on_poll)
+    limit_s = ctx.options.network.progress_timeout_s
+    scope.mark_connected(limit_s, functools.partial(check_connected, ctx.core, channel))
     return channel
 
 

@@ -371,6 +371,18 @@ def load_core() -> CoreModule:
         ) from error
 
 
+def check_connected(core: CoreModule, channel: Channel) -> None:
+    """Check, while waiting for other ranks elsewhere, that a channel has not failed.
+
+    Raises:
+        SessionFailedError: it has.
+    """
+    try:
+        channel.is_ready(0, 0)
+    except core.ChannelError as error:
+        raise translate_error(core, error, "waiting for other ranks") from error
+
+
 def translate_error(core: CoreModule, error: Exception, where: str) -> SessionFailedError:
     """Convert a channel's error into an error of this package.
 

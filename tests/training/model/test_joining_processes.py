@@ -195,7 +195,7 @@ def test_two_ranks_join_at_once(tmp_path: Path, programs: ForkedPrograms) -> Non
     "place",
     [
         f"{JOINING}:JoinRequest.wait_for_invitation",
-        "gradlane.training.model.joining:broadcast_from_host",
+        "gradlane.training.model.joining:broadcast_and_finish",
         f"{JOINING}:JoinRequest.wait_for_outcome",
         f"{JOINING}:Joins._move",
         f"{JOINING}:FirstStepState.take",
@@ -218,7 +218,7 @@ def test_a_rank_is_killed_while_it_joins_and_another_joins(
         (f"{JOINING}:Joins._answer", "0"),
         (f"{JOINING}:Joins._answer", "2"),
         ("gradlane.training.model.prepared:connect_to_join", "0"),
-        ("gradlane.training.model.joining:broadcast_from_host", "2"),
+        ("gradlane.training.model.joining:broadcast_and_finish", "2"),
         ("gradlane.training.rendezvous.join_requests:JoinRequests.settle", "0"),
         (f"{JOINING}:Joins._move", "2"),
         ("gradlane.training.model.prepared:PreparedModel.moved_to", "0"),

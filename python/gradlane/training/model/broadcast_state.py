@@ -27,7 +27,7 @@ from gradlane.training.connection import (
     open_channel,
     ranks_in_errors,
 )
-from gradlane.training.core import translate_error
+from gradlane.training.core import Channel, translate_error
 from gradlane.training.model.deferred_update import differing, own_values
 from gradlane.training.model.lazy_state import plain_state
 from gradlane.training.rendezvous.connecting import to_world_ranks
@@ -71,16 +71,44 @@ def broadcast_state(
     channel = open_channel(
         ctx, meeting, rows, node_layout(ctx, meeting), update="worker", first=source
     )
+    ranks = ranks_in_errors(ctx, channel, source)
+    doing = f"receiving the state of rank {source}"
+    broadcast_and_finish(ctx, channel, everything, is_source, ranks, doing)
+    meeting.delete_keys()
+
+
+def broadcast_and_finish(
+    ctx: SessionContext,
+    channel: Channel,
+    entries: Sequence[TensorEntry],
+    is_source: bool,
+    ranks: Sequence[int],
+    doing: str,
+    goodbye_s: float = _GOODBYE_S,
+) -> None:
+    """Broadcast tensors over a channel that was opened for them, and part from its ranks.
+
+    Args:
+        ctx: the session's.
+        channel: on which no step has begun.
+        entries: the tensors.
+        is_source: whether they are this rank's values.
+        ranks: the world's, by their numbers in the channel's errors.
+        doing: what that is, for errors.
+        goodbye_s: how long to wait for the ranks' goodbyes, in seconds.
+
+    Raises:
+        GradlaneError: a rank was lost.
+    """
     try:
-        broadcast_from_host(channel, everything, is_source)
+        broadcast_from_host(channel, entries, is_source)
     except ctx.core.ChannelError as error:
-        text, rank = to_world_ranks(error, ranks_in_errors(ctx, channel, source))
+        text, rank = to_world_ranks(error, ranks)
         named = type(error)(text, *error.args[1:2], rank)
-        raise translate_error(ctx.core, named, f"receiving the state of rank {source}") from error
+        raise translate_error(ctx.core, named, doing) from error
     finally:
         with contextlib.suppress(ctx.core.ChannelError):
-            channel.finish(_GOODBYE_S)
-    meeting.delete_keys()
+            channel.finish(goodbye_s)
 
 
 def with_current_buffers(entries: Sequence[TensorEntry], model: nn.Module) -> list[TensorEntry]:

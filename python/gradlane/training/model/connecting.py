@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from gradlane.training.carrier import Carrier, broadcast_nothing
 from gradlane.training.connection import SessionContext, node_layout, open_channel
-from gradlane.training.core import Channel, CoreModule, translate_error
+from gradlane.training.core import Channel, CoreModule, check_connected, translate_error
 from gradlane.training.factors.rows import RowSparse
 from gradlane.training.log import log
 from gradlane.training.model.served_parameters import ServedParameters
@@ -90,10 +90,7 @@ class Connected:
         Raises:
             GradlaneError: they are.
         """
-        try:
-            self.channel.is_ready(0, 0)
-        except self.core.ChannelError as error:
-            raise translate_error(self.core, error, "waiting for other ranks") from error
+        check_connected(self.core, self.channel)
 
     def abort(self, reason: str) -> None:
         """Tell all ranks why nothing comes of these connections, and let them go."""

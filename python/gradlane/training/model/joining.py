@@ -7,7 +7,6 @@ that next step.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,13 +20,12 @@ from gradlane.errors import GradlaneError, UsageError
 from gradlane.formats.serialization.pieces import pack, unpack
 from gradlane.formats.serialization.strict_json import FormatError
 from gradlane.formats.serialization.structure import UnstorableError
-from gradlane.training.carrier import broadcast_from_host
 from gradlane.training.connection import SessionContext, open_channel
-from gradlane.training.core import translate_error
 from gradlane.training.log import log
 from gradlane.training.model.broadcast_state import (
     adopt_hyperparameters,
     adopt_state,
+    broadcast_and_finish,
     describe_state,
     hyperparameters_of,
     state_entries,
@@ -36,7 +34,6 @@ from gradlane.training.model.connecting import Connected, connect
 from gradlane.training.model.verification import ModelSpec
 from gradlane.training.options.going_on import GoingOn
 from gradlane.training.rendezvous.bounded_store import BoundedStore
-from gradlane.training.rendezvous.connecting import to_world_ranks
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.tensor_table import TensorEntry
@@ -157,15 +154,9 @@ def _hand_over(
         ctx, scope = world.pair(connected, donor)
         rows = [entry.bytes_row() for entry in shares[donor]]
         channel = open_channel(ctx, scope, rows, None, update="worker")
-        try:
-            broadcast_from_host(channel, shares[donor], first=not world.joins)
-        except ctx.core.ChannelError as error:
-            text, lost = to_world_ranks(error, [donor, world.ctx.rank_info.world_size - 1])
-            named = type(error)(text, *error.args[1:2], lost)
-            raise translate_error(ctx.core, named, "handing over the state") from error
-        finally:
-            with contextlib.suppress(ctx.core.ChannelError):
-                channel.finish(_GOODBYE_S)
+        ranks = [donor, world.ctx.rank_info.world_size - 1]
+        doing = "handing over the state"
+        broadcast_and_finish(ctx, channel, shares[donor], not world.joins, ranks, doing, _GOODBYE_S)
 
     with ThreadPoolExecutor(_DONORS_MAX) as pool:
         for _ in pool.map(run, [donor for donor in own if shares[donor]]):
@@ -219,10 +210,10 @@ class FirstStepState:
 
     def tell(self) -> None:
         """Hand over what this member has now, which all have alike; once."""
-        rank = self._scope.rank_info.rank
-        if self._is_told or rank not in self._members:
+        if self._is_told:
             return
         self._is_told = True
+        rank = self._scope.rank_info.rank
         try:
             state = {name: one.state_dict() for name, one in self._shared.items()}
             told = pack({"groups": hyperparameters_of(self._optimizer), "shared": state})

@@ -189,15 +189,16 @@ class JoinRequest:
                 )
             time.sleep(_POLL_S)
 
-    def look(self) -> None:
-        """Raise if the members have agreed that this rank does not join.
+    def has_joined(self) -> bool:
+        """Return whether the members have agreed that this rank joins.
 
         Raises:
-            RendezvousError: they have.
+            RendezvousError: they have agreed that it does not.
         """
         outcome = self._store.read(f"outcome/{self.number}", None)
         if outcome is not None and outcome.decode() != JOINED:
             raise RendezvousError(f"this rank did not join: {outcome.decode()}")
+        return outcome is not None
 
     def wait_for_outcome(self, deadline: SuspendAwareDeadline, look: Callable[[], object]) -> None:
         """Wait until the members have agreed that this rank has joined.
@@ -209,10 +210,7 @@ class JoinRequest:
         Raises:
             RendezvousError: they have agreed that it has not, or not in time.
         """
-        while True:
-            self.look()
-            if self._store.read(f"outcome/{self.number}", None) is not None:
-                return
+        while not self.has_joined():
             look()
             if deadline.is_over(_POLL_S):
                 raise RendezvousError(

@@ -93,7 +93,6 @@ class Joins:
         """Hand over what the next step begins with, unless that was done: it begins elsewhere."""
         if self._first is not None:
             self._first.tell()
-            self._first = None
 
     # ---- members
 
@@ -122,7 +121,6 @@ class Joins:
             if membership.leads:
                 self._requests.invite(number, invitation)
             connected = prepared.connect_beside(world)
-            first = self._first_step_state(world, prepared.optimizer, connected)
         except (GradlaneError, ValueError) as error:
             failure = str(error)
         answers = prepared.steps.gather_integers([int(connected is not None)])
@@ -143,6 +141,7 @@ class Joins:
             # A member was lost since all agreed; the new world goes on without it.
             log.info("rank %d: leaving the old world: %s", membership.rank, error)
         change = self._move(world, scopes, invitation)
+        first = self._first_step_state(world, prepared.optimizer, connected)
         self._prepared[0] = prepared.moved_to(world, connected, first.tell)
         self.follow(self._prepared[0])
         membership.tell(change)
@@ -177,7 +176,9 @@ class Joins:
             request = JoinRequest(self._keys)
             invitation = request.wait_for_invitation(deadline)
             options = self._world.ctx.options
-            world, scopes = self._other_world(invitation.rank, invitation, options, request.look)
+            world, scopes = self._other_world(
+                invitation.rank, invitation, options, request.has_joined
+            )
             try:
                 connected = connect_to_join(world, model, optimizer, buffers, attributes)
                 try:

@@ -10,7 +10,7 @@ from gradlane.training.arrays.exchange import ArrayExchange
 from gradlane.training.arrays.registered import RegisteredArrays
 from gradlane.training.checkpoints import manager as checkpointing
 from gradlane.training.connection import SessionContext, listen
-from gradlane.training.core import CoreModule, load_core, translate_error
+from gradlane.training.core import CoreModule, check_connected, load_core
 from gradlane.training.log import log
 from gradlane.training.model.prepared import PreparedModel
 from gradlane.training.monitoring.observer import make_observer
@@ -266,10 +266,7 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
             parts.append(arrays.exchange)
         for part in parts:
             if not part.has_parted:
-                try:
-                    part.channel.is_ready(0, 0)
-                except core.ChannelError as error:
-                    raise translate_error(core, error, "waiting for other ranks") from error
+                check_connected(core, part.channel)
 
     scopes = SessionScopes(store, place, network.connect_timeout_s, ctx.deadlocks, look)
     world = World(ctx, scopes)
