@@ -148,8 +148,12 @@ def write_error(log: Log) -> Iterator[None]:
         raise
 
 
-def main() -> None:
-    """Run the rank; whatever is raised is written down and goes on its way."""
+def run_rank(train: Callable[[dict[str, Any], int, Log], None]) -> None:
+    """Run a rank; whatever is raised is written down and goes on its way.
+
+    Args:
+        train: with the job, the rank and its log.
+    """
     job = json.loads(Path(sys.argv[1]).read_text())
     rank = int(os.environ["RANK"])
     isolate(job, job["nodes"][rank])
@@ -161,4 +165,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_rank(train)

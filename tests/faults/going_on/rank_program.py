@@ -7,9 +7,7 @@ step with its loss, each mean that an update takes with its checksum, new member
 from __future__ import annotations
 
 import importlib
-import json
 import os
-import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -24,8 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 import gradlane
 from gradlane.training.options.options import keywords_of
 from gradlane.training.rendezvous.membership import Membership
-from tests.faults.isolation import isolate
-from tests.faults.rank_program import WIDTH, Log, Model, digest, reach_in_core, write_error
+from tests.faults.rank_program import WIDTH, Log, Model, digest, reach_in_core, run_rank
 from tests.faults.trigger import Trigger
 
 STEP_S = 0.01
@@ -140,17 +137,5 @@ def train(job: dict[str, Any], rank: int, log: Log) -> None:
     session.close(job["close_timeout_s"])
 
 
-def main() -> None:
-    """Run the rank; whatever is raised is written down and goes on its way."""
-    job = json.loads(Path(sys.argv[1]).read_text())
-    rank = int(os.environ["RANK"])
-    isolate(job, job["nodes"][rank])
-    torch.set_num_threads(1)
-    log = Log(Path(job["folder"]) / f"rank-{rank}")
-    with write_error(log):
-        train(job, rank, log)
-    log.write("done")
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(train)

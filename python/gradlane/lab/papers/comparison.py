@@ -111,17 +111,20 @@ class Comparison:
 
 
 @cache
+def content_of(path: Path) -> dict[str, Any]:
+    """Return a file of figures, read once."""
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
 def published_content() -> dict[str, Any]:
     """Return the file of published numbers."""
-    content: dict[str, Any] = json.loads(PUBLISHED.read_text(encoding="utf-8"))
-    return content
+    return content_of(PUBLISHED)
 
 
-@cache
 def published_tables() -> dict[str, Any]:
     """Return the file of published tables: speeds, and the settings that they were measured at."""
-    content: dict[str, Any] = json.loads(TABLES.read_text(encoding="utf-8"))
-    return content
+    return content_of(TABLES)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,9 @@ papers' own networks: 8x8 images of digits in minutes, where they trained for da
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from gradlane.lab.accuracy.study import (
     STUDIED_CLOSELY,
     WORKERS,
 )
-from gradlane.lab.papers.comparison import Curve, Figure, Ours
+from gradlane.lab.papers.comparison import Curve, Figure, Ours, content_of
 from gradlane.lab.papers.simulations import Simulations
 
 TRAINED = Path(__file__).with_name("trained.json")
@@ -36,18 +34,14 @@ SMALLER = "smaller"
 _SMALL = "A small network on easy images, not theirs"
 
 
-@cache
 def trained_content() -> dict[str, Any]:
     """Return the file of what was trained."""
-    content: dict[str, Any] = json.loads(TRAINED.read_text(encoding="utf-8"))
-    return content
+    return content_of(TRAINED)
 
 
-@cache
 def studied_content() -> dict[str, Any]:
     """Return the file of the longer study: percent and points from P3, by task and scheme."""
-    content: dict[str, Any] = json.loads(STUDIED.read_text(encoding="utf-8"))
-    return content
+    return content_of(STUDIED)
 
 
 @dataclass(frozen=True)
