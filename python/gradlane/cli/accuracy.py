@@ -64,7 +64,7 @@ def lab_accuracy(
     from gradlane.lab.accuracy.tasks import CIFAR10
     from gradlane.lab.runs.display import bar_progress
     from gradlane.lab.runs.folder import PresetFolder
-    from gradlane.report.console import wide_console
+    from gradlane.report.console import print_written, wide_console
 
     tasks = [part.strip() for part in task.split(",") if part.strip()]
     if data is not None:
@@ -110,9 +110,7 @@ def lab_accuracy(
         summary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     for name in findings.tasks_of(rows):
         _print(console, name, main_table(rows, name))
-    for path in (folder.results, folder.table, folder.page, markdown, summary):
-        if path is not None:
-            console.print(f"wrote {path}", highlight=False)
+    print_written(console, folder.results, folder.table, folder.page, markdown, summary)
     if still_missing:
         verb = "is" if len(still_missing) == 1 else "are"
         typer.echo(

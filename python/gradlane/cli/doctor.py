@@ -15,6 +15,7 @@ from gradlane.errors import GradlaneError
 from gradlane.planning.doctor.cluster import Examination, examine_all, examine_alone
 from gradlane.planning.doctor.findings import Finding, Verdict
 from gradlane.planning.doctor.machine import Machine
+from gradlane.report.console import print_written
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.environment import find_rank_info
 
@@ -76,11 +77,9 @@ def run_doctor(
 
 def _show(console: Console, examination: Examination, json_path: Path | None) -> None:
     """Write the file, then print."""
-    if json_path is not None:
-        write_json(json_path, examination.to_json())
+    write_json(json_path, examination.to_json())
     print_examination(console, examination)
-    if json_path is not None:
-        console.print(f"wrote {json_path}", highlight=False)
+    print_written(console, json_path)
 
 
 def print_examination(console: Console, examination: Examination) -> None:

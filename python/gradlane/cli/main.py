@@ -69,8 +69,7 @@ def version(json_path: JsonPath = None) -> None:
     from gradlane.formats.provenance import package_versions
 
     versions = package_versions()
-    if json_path is not None:
-        write_json(json_path, versions)
+    write_json(json_path, versions)
     for name, text in versions.items():
         typer.echo(f"{name} {text}")
 

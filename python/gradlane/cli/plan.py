@@ -16,6 +16,7 @@ from gradlane.planning.planner.search import candidate_count
 from gradlane.planning.schemes.costs import SCHEMES
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.profiles import Profile
+from gradlane.report.console import print_written
 from gradlane.training.monitoring.summary import beside_ddp
 from gradlane.training.options.codec_choice import (
     RAW,
@@ -90,8 +91,7 @@ def run_plan(
     console.print(plan.summary, highlight=False)
     if text := _beside_ddp(plan.prediction):
         console.print(text, highlight=False)
-    if path is not None:
-        console.print(f"wrote {path}", highlight=False)
+    print_written(console, path)
     return plan
 
 

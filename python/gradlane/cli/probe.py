@@ -11,6 +11,7 @@ import gradlane
 from gradlane.cli.options import write_json
 from gradlane.formats.link_report import LinkReport
 from gradlane.formats.rates import format_rate
+from gradlane.report.console import print_written
 
 
 def run_probe(
@@ -54,11 +55,9 @@ def run_probe(
         report = session.probe(window_s=window_s, on_phase=tell)
     if session.rank != 0:
         return
-    if json_path is not None:
-        write_json(json_path, report.to_json())
+    write_json(json_path, report.to_json())
     print_links(console, report)
-    if json_path is not None:
-        console.print(f"wrote {json_path}", highlight=False)
+    print_written(console, json_path)
 
 
 def print_links(console: Console, report: LinkReport) -> None:

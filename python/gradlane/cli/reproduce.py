@@ -14,6 +14,7 @@ from gradlane.lab.papers import modern, published
 from gradlane.lab.papers.figures import FIGURES, chosen, reproduce
 from gradlane.lab.papers.simulations import Simulations
 from gradlane.lab.papers.writing import markdown_of, print_list, print_reproduction, write_page
+from gradlane.report.console import print_written
 
 PAGES = ("modern", "published")
 """Names with a page of their own."""
@@ -108,7 +109,5 @@ def run_reproduce(
                 write_page(made, html_path)
     if markdown is not None:
         markdown.write_text(text, encoding="utf-8")
-        console.print(f"wrote {markdown}", highlight=False)
-    if html_path is not None:
-        console.print(f"wrote {html_path}", highlight=False)
+    print_written(console, markdown, html_path)
     return content

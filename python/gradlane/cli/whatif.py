@@ -31,6 +31,7 @@ from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.scenarios import FORMULAS, Cluster, run_scenario, scenario_of
 from gradlane.planning.simulation.timeline import simulated_timeline
+from gradlane.report.console import print_written
 from gradlane.training.options.codec_choice import RAW
 from gradlane.training.options.stragglers import WAIT
 
@@ -155,14 +156,11 @@ def run_whatif(
         from gradlane.planning.advice.page import report_from_whatif
 
         report_from_whatif({**content, **_pictures_json(profile, pictures)}, html_path)
-    if json_path is not None:
-        write_json(json_path, content)
+    write_json(json_path, content)
     _print(console, profile, rows, answers, needs)
     if faults is not None:
         _print_faults(console, content["faults"])
-    for path in (html_path, json_path):
-        if path is not None:
-            console.print(f"wrote {path}", highlight=False)
+    print_written(console, html_path, json_path)
 
 
 def _has_late(cluster: Cluster) -> bool:
