@@ -234,7 +234,6 @@ impl Engine {
 
     /// Takes up the new membership: what exists is spread, the rest is contributed again.
     fn take_up(&mut self, findings: &Findings) {
-        let keeps = self.changes.keep_results();
         let Some(change) = &mut self.changes.now else {
             return;
         };
@@ -245,7 +244,7 @@ impl Engine {
             );
             return self.fail(Blame::Nobody, &reason, false);
         }
-        if findings.lacks_result && keeps {
+        if findings.lacks_result {
             let reason = format!(
                 "{}; it had all results of the last step, {}, which are not on the ranks that are left, and \
                  others may have ended with them",

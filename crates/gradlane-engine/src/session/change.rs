@@ -149,7 +149,7 @@ pub(crate) struct Findings {
     pub(crate) step: Step,
     /// Whether a value that training starts from is nowhere.
     pub(crate) lacks_start: bool,
-    /// Whether a result of the latest step is nowhere.
+    /// Whether a result of the last step is nowhere, and must not be made anew: a rank may have left with it.
     pub(crate) lacks_result: bool,
     /// The newest priorities that all have.
     pub(crate) version: u32,
@@ -199,11 +199,6 @@ impl Changes {
         self.now = Some(Change { phase, generation, members, step, reason });
     }
 
-    /// Whether results that nobody has may not be made anew: a rank that left may have others.
-    pub(crate) fn keep_results(&self) -> bool {
-        self.is_last_step
-    }
-
     /// Notes a member's holdings; twice from a rank is an error.
     pub(crate) fn note(
         &mut self,
@@ -241,7 +236,7 @@ impl Changes {
         let change = self.now.as_ref().filter(|change| change.phase == Phase::Collecting)?;
         let of = |rank| Some((rank, self.holdings.get(&(change.generation, rank))?));
         let all: Option<Vec<(Rank, &Holdings)>> = change.members.iter().map(of).collect();
-        all.map(|all| find(plan, &all))
+        all.map(|all| find(plan, &all, self.is_last_step))
     }
 
     /// Ends the change, once every member has resumed.
@@ -261,7 +256,7 @@ impl Changes {
 
 /// Puts the holdings of all members together. A slice's result is sent by one of those that have it, in
 /// turn, so that they share the load.
-fn find(plan: &Plan, all: &[(Rank, &Holdings)]) -> Findings {
+fn find(plan: &Plan, all: &[(Rank, &Holdings)], is_last_step: bool) -> Findings {
     let steps = || all.iter().map(|(_, holdings)| holdings.step);
     let (step, earliest) = (steps().max().unwrap_or_default(), steps().min().unwrap_or_default());
     let (mut spreads, mut settled) = (Vec::new(), Vec::with_capacity(plan.slices.len()));
@@ -293,7 +288,8 @@ fn find(plan: &Plan, all: &[(Rank, &Holdings)]) -> Findings {
     };
     let lacks_start = !has_source && plan.slice_ids().filter(starts).any(is_gone);
     let version = all.iter().map(|(_, it)| it.version).min().unwrap_or_default();
-    let takes_part = |&slice: &SliceId| plan.takes_part(plan.slice(slice).tensor, step);
-    let lacks_result = plan.slice_ids().filter(takes_part).any(|slice| !settled[slice.index()]);
+    let is_open =
+        |slice: SliceId| plan.takes_part(plan.slice(slice).tensor, step) && !settled[slice.index()];
+    let lacks_result = is_last_step && plan.slice_ids().any(is_open);
     Findings { step, lacks_start, lacks_result, version, spreads, settled }
 }
