@@ -1,4 +1,4 @@
-"""Whether training goes on when ranks are lost, and the options that exclude it.
+"""Whether training goes on when ranks are lost, and the worlds and plans that it goes with.
 
 Needs no torch and no core: options are checked where they are given.
 """
@@ -7,14 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gradlane.training.options.codec_choice import RAW
 from gradlane.training.options.option_fields import OptionGroup, option
-from gradlane.training.options.stragglers import LEAVES_OUT
-
-if TYPE_CHECKING:
-    from gradlane.training.options.options import Options
 
 STATUS_LANES_LEAST = 4
 """Numbers of a rank in each step's statuses."""
@@ -67,100 +62,41 @@ class GoingOn(OptionGroup):
         }
 
 
-def check_going_on(options: Options) -> None:
-    """Check that other options go with training that goes on.
-
-    Raises:
-        ValueError: an option does not; the message says why, and what to do.
-    """
-    if options.rendezvous.join and not options.going_on.on:
-        raise ValueError(
-            "join without going_on: a rank joins a training that goes on when ranks come and go; "
-            "open all sessions with going_on=True"
-        )
-    if options.rendezvous.join and options.checkpoints.folder is not None:
-        raise ValueError(
-            "join with checkpoints: a rank that joins has no part in those of the others; leave "
-            "checkpoints out on all ranks, or start again with one rank more"
-        )
-    refusal = _refusal(options) if options.going_on.on else ""
-    if refusal:
-        raise ValueError(f"going_on with {refusal}")
-
-
-def _refusal(options: Options) -> str:
-    """Return the first option that excludes going on, with why and what to do; else empty."""
-    strategy = options.strategy
-    if options.update == "server":
-        return (
-            'update="server": a lost rank takes the optimizer\'s state of its slices along; use '
-            'update="worker"'
-        )
-    if strategy.name not in LEAVES_OUT:
-        return (
-            f"strategy {strategy.name!r}: only sums that every rank gets from their owners can be "
-            f"finished without a lost rank; use {', '.join(LEAVES_OUT)}"
-        )
-    if strategy.factors:
-        return (
-            f"scheme {strategy.factors!r}: gradients are rebuilt from the factors of all ranks; "
-            "leave the scheme out"
-        )
-    if options.codec != RAW:
-        return (
-            f"codec {options.codec!r}: what a lost rank has held back would be missing; leave the "
-            "codec out"
-        )
-    if options.stragglers.leaves_out:
-        return (
-            f"stragglers={options.stragglers.rule!r}: a step would be over other ranks for two "
-            'reasons; use stragglers="wait"'
-        )
-    if options.servers is not None:
-        return f"servers={options.servers}: the ranks that are left own all slices; leave it out"
-    if options.workers is not None:
-        return (
-            f"workers={options.workers}: ranks that only serve take no part in agreeing on who is "
-            "left; leave it out"
-        )
-    if options.check_every:
-        return (
-            f"check_every={options.check_every}: ranks would compare through the store, which may "
-            "be lost with its rank; leave it out, and a sample is compared every 100 steps"
-        )
-    return ""
-
-
-def check_going_on_world(options: Options, world_size: int) -> None:
+def check_going_on_world(going_on: GoingOn, slice_elems: int | None, world_size: int) -> None:
     """Check the options of training that goes on against the number of ranks.
+
+    Args:
+        going_on: the options.
+        slice_elems: elements in a slice at most; None: the strategy's own.
+        world_size: number of ranks.
 
     Raises:
         ValueError: an option does not go with it.
     """
-    if not options.going_on.on:
+    if not going_on.on:
         return
-    if options.going_on.min_ranks > world_size:
-        raise ValueError(f"min_ranks is {options.going_on.min_ranks}, but there are {world_size}")
-    elements, least = options.strategy.slice_elems, STATUS_LANES * world_size
-    if elements is not None and elements < least:
+    if going_on.min_ranks > world_size:
+        raise ValueError(f"min_ranks is {going_on.min_ranks}, but there are {world_size}")
+    least = STATUS_LANES * world_size
+    if slice_elems is not None and slice_elems < least:
         raise ValueError(
-            f"going_on with slice_elems={elements} and {world_size} ranks: all ranks' statuses of "
-            f"a step have to be in one slice, so it must be {least} or more"
+            f"going_on with slice_elems={slice_elems} and {world_size} ranks: all ranks' statuses "
+            f"of a step have to be in one slice, so it must be {least} or more"
         )
 
 
-def check_plan_goes_on(options: Options, rule: str, schemes: Mapping[str, str]) -> None:
+def check_plan_goes_on(going_on: GoingOn, rule: str, schemes: Mapping[str, str]) -> None:
     """Check that the plan of a model goes with training that goes on.
 
     Args:
-        options: with the plan's settings.
+        going_on: the session's options.
         rule: that finds plans while training, or empty.
         schemes: of the plan, by the name of a tensor, or of a rule that chooses it.
 
     Raises:
         ValueError: the plan does not.
     """
-    if not options.going_on.on:
+    if not going_on.on:
         return
     if rule:
         raise ValueError(

@@ -14,7 +14,7 @@ from gradlane.training.options.codec_choice import (
     codec_rules,
     unused_codec_option,
 )
-from gradlane.training.options.going_on import GoingOn, check_going_on, check_going_on_world
+from gradlane.training.options.going_on import GoingOn, check_going_on_world
 from gradlane.training.options.groups import Checkpoints, Monitoring, Network, Rendezvous
 from gradlane.training.options.option_fields import (
     OptionGroup,
@@ -24,7 +24,7 @@ from gradlane.training.options.option_fields import (
     option_rules,
     with_environment,
 )
-from gradlane.training.options.stragglers import Stragglers, check_stragglers
+from gradlane.training.options.stragglers import LEAVES_OUT, Stragglers, check_stragglers
 
 ASGD = "asgd"
 """The asynchronous strategy."""
@@ -400,7 +400,7 @@ class Options:
             "update": self.update,
         }
         check_stragglers(self.stragglers.rule, others)
-        check_going_on(self)
+        self._check_going_on()
 
     def _check_ring(self) -> None:
         why = ring_refusal(self.strategy.name, self.update)
@@ -424,6 +424,21 @@ class Options:
                 "differ while they train, so there is nothing to compare; use 0"
             )
 
+    def _check_going_on(self) -> None:
+        if self.rendezvous.join and not self.going_on.on:
+            raise ValueError(
+                "join without going_on: a rank joins a training that goes on when ranks come and "
+                "go; open all sessions with going_on=True"
+            )
+        if self.rendezvous.join and self.checkpoints.folder is not None:
+            raise ValueError(
+                "join with checkpoints: a rank that joins has no part in those of the others; "
+                "leave checkpoints out on all ranks, or start again with one rank more"
+            )
+        refusal = going_on_refusal(self) if self.going_on.on else ""
+        if refusal:
+            raise ValueError(f"going_on with {refusal}")
+
     @property
     def is_asynchronous(self) -> bool:
         """Whether ranks train without waiting for each other."""
@@ -445,7 +460,7 @@ class Options:
                 f"stragglers is {self.stragglers.rule!r} with {world_size} ranks: at least one "
                 "has to contribute to each step"
             )
-        check_going_on_world(self, world_size)
+        check_going_on_world(self.going_on, self.strategy.slice_elems, world_size)
 
     def _check_serving(self, workers: int, world_size: int) -> None:
         """Check the options that go with ranks that only serve."""
@@ -489,6 +504,49 @@ def serving_refusal(options: Options) -> str:
         return (
             f"stragglers is {options.stragglers.rule!r}: owners apart do not hear who is left out; "
             "use stragglers='wait', or servers= among the ranks that train"
+        )
+    return ""
+
+
+def going_on_refusal(options: Options) -> str:
+    """Return the first option that excludes going on, with why and what to do; else empty."""
+    strategy = options.strategy
+    if options.update == "server":
+        return (
+            'update="server": a lost rank takes the optimizer\'s state of its slices along; use '
+            'update="worker"'
+        )
+    if strategy.name not in LEAVES_OUT:
+        return (
+            f"strategy {strategy.name!r}: only sums that every rank gets from their owners can be "
+            f"finished without a lost rank; use {', '.join(LEAVES_OUT)}"
+        )
+    if strategy.factors:
+        return (
+            f"scheme {strategy.factors!r}: gradients are rebuilt from the factors of all ranks; "
+            "leave the scheme out"
+        )
+    if options.codec != RAW:
+        return (
+            f"codec {options.codec!r}: what a lost rank has held back would be missing; leave the "
+            "codec out"
+        )
+    if options.stragglers.leaves_out:
+        return (
+            f"stragglers={options.stragglers.rule!r}: a step would be over other ranks for two "
+            'reasons; use stragglers="wait"'
+        )
+    if options.servers is not None:
+        return f"servers={options.servers}: the ranks that are left own all slices; leave it out"
+    if options.workers is not None:
+        return (
+            f"workers={options.workers}: ranks that only serve take no part in agreeing on who is "
+            "left; leave it out"
+        )
+    if options.check_every:
+        return (
+            f"check_every={options.check_every}: ranks would compare through the store, which may "
+            "be lost with its rank; leave it out, and a sample is compared every 100 steps"
         )
     return ""
 

@@ -156,7 +156,7 @@ class PreparedModels:
         if agreed.plan is not None:
             schemes = agreed.plan.schemes
         check_schemes(self._ctx.options.stragglers.rule, schemes)
-        check_plan_goes_on(self._ctx.options, agreed.rule, schemes)
+        check_plan_goes_on(self._ctx.options.going_on, agreed.rule, schemes)
         residuals = None
         if before is not None:
             try:
@@ -217,7 +217,7 @@ class PreparedModels:
                 'be over several numbers of ranks; use "broadcast" or "local"'
             )
         rule = plan if isinstance(plan, str) and plan in PLAN_RULES else ""
-        check_plan_goes_on(ctx.options, rule, {})
+        check_plan_goes_on(ctx.options.going_on, rule, {})
 
     def find(self, model: nn.Module | None, call: str) -> PreparedModel:
         """Return a prepared model.
