@@ -23,7 +23,7 @@ from gradlane.lab.runs.options import LabOptions
 from gradlane.lab.runs.rows import Row
 from gradlane.lab.runs.run import run_lab
 from gradlane.lab.runs.strategy import parse_strategies, parse_strategy
-from gradlane.lab.workloads import REAL_NAMES, build
+from gradlane.lab.workloads import REAL_NAMES, WorkloadSpec, build
 from gradlane.planning.profiler.recorder import Recorder
 from gradlane.planning.simulation.scenarios import Cluster, run_scenario, scenario_of
 
@@ -99,7 +99,7 @@ def record(workload_name: str, workers: int, steps: int, *, paced: bool = True) 
         paced: whether operations are stretched to their times.
     """
     torch.set_num_threads(1)
-    workload = build(workload_name, rank=0, world_size=workers, paced=paced)
+    workload = build(WorkloadSpec(workload_name, paced=paced), 0, workers)
     optimizer = workload.make_optimizer(workload.model)
     recorder = Recorder(workload.model, batch_size=workload.batch_size)
     recorder.attach()

@@ -7,6 +7,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from gradlane.lab.runs.trial import digest_parameters
+from gradlane.lab.workloads import WorkloadSpec
 from gradlane.lab.workloads.replay import ReplayWorkload
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.training.plans.settings import ClusterFacts
@@ -24,7 +25,7 @@ def replay(
     scheme: str = "ps",
 ) -> dict[str, Any]:
     """Replay a model without its sleeps, under the plan of a rule or none."""
-    workload = ReplayWorkload(model, rank=rank, world_size=world_size, seed=3, paced=False)
+    workload = ReplayWorkload(WorkloadSpec(model, seed=3, paced=False), rank, world_size)
     plan = None
     if rule:
         facts = ClusterFacts(world_size, 1e10)

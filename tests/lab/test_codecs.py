@@ -10,7 +10,7 @@ import torch
 from gradlane.lab.runs.options import LabOptions
 from gradlane.lab.runs.run import run_lab
 from gradlane.lab.runs.strategy import parse_strategies
-from gradlane.lab.workloads import build
+from gradlane.lab.workloads import WorkloadSpec, build
 from gradlane.lab.workloads.replay import ReplayWorkload
 from tests.lab.test_run import profile
 from tests.namespaces import needs_namespaces
@@ -48,9 +48,8 @@ def test_gradlanes_strategies_encode_and_ddp_does_not(profile: Path) -> None:
 
 
 def replay(profile: Path) -> ReplayWorkload:
-    workload = build(
-        "resnet50", rank=0, world_size=2, seed=3, profile_path=str(profile), paced=False
-    )
+    spec = WorkloadSpec("resnet50", seed=3, profile_path=str(profile), paced=False)
+    workload = build(spec, 0, 2)
     assert isinstance(workload, ReplayWorkload)
     return workload
 

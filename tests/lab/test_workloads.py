@@ -17,7 +17,7 @@ from torch import nn
 from torch._C._distributed_c10d import Store
 
 from gradlane.formats.profile import Profile, ProfileTensor
-from gradlane.lab.workloads import NAMES, REAL_NAMES, REPLAY_NAMES, Workload, build
+from gradlane.lab.workloads import NAMES, REAL_NAMES, REPLAY_NAMES, Workload, WorkloadSpec, build
 from gradlane.lab.workloads.gradients import PATTERN_ELEMENTS, GradientPattern
 from gradlane.lab.workloads.pacing import PacingClock
 from gradlane.lab.workloads.real import RealWorkload
@@ -90,14 +90,9 @@ def small_profile(tmp_path: Path, **fields: Any) -> Path:
 def small_replay(
     tmp_path: Path, *, rank: int = 0, world_size: int = 1, seed: int = 0, dilation: float = 1.0
 ) -> ReplayWorkload:
-    workload = build(
-        "resnet50",
-        rank=rank,
-        world_size=world_size,
-        seed=seed,
-        dilation=dilation,
-        profile_path=small_profile(tmp_path),
-    )
+    path = str(small_profile(tmp_path))
+    spec = WorkloadSpec("resnet50", seed=seed, dilation=dilation, profile_path=path)
+    workload = build(spec, rank, world_size)
     assert isinstance(workload, ReplayWorkload)
     return workload
 
@@ -407,7 +402,7 @@ def test_initial_parameters_depend_on_the_seed_only(tmp_path: Path) -> None:
 
 
 def test_model_has_the_architectures_names_and_order() -> None:
-    workload = build("resnet50", rank=0, world_size=1)
+    workload = build(WorkloadSpec("resnet50"), 0, 1)
     expected = [(parameter.name, parameter.shape) for parameter in resnet50().parameters]
     found = [(name, tuple(p.shape)) for name, p in workload.model.named_parameters()]
     assert found == expected
@@ -517,8 +512,8 @@ def test_replay_optimizer_updates_a_sample_and_skips_absent_gradients() -> None:
 
 @pytest.mark.parametrize("name", REAL_NAMES)
 def test_pacing_changes_no_bit(name: str) -> None:
-    plain = build(name, rank=0, world_size=2, paced=False)
-    paced = build(name, rank=0, world_size=2)
+    plain = build(WorkloadSpec(name, paced=False), 0, 2)
+    paced = build(WorkloadSpec(name), 0, 2)
     fake = on_fake_time(paced)
     optimizers = [w.make_optimizer(w.model) for w in (plain, paced)]
     for step in range(3):
@@ -535,7 +530,7 @@ def test_pacing_changes_no_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", REAL_NAMES)
 def test_paced_gradients_come_when_stated(name: str) -> None:
-    workload = build(name, rank=0, world_size=1, dilation=2.0, batch_time_s=0.5)
+    workload = build(WorkloadSpec(name, dilation=2.0, batch_time_s=0.5), 0, 1)
     assert workload.compute_s == pytest.approx(0.5)
     fake = on_fake_time(workload)
     seen: dict[str, float] = {}
@@ -549,11 +544,11 @@ def test_paced_gradients_come_when_stated(name: str) -> None:
 
 @pytest.mark.parametrize("name", REAL_NAMES)
 def test_models_are_equal_on_all_ranks_and_data_are_not(name: str) -> None:
-    other = build(name, rank=1, world_size=2, paced=False)
-    mine = build(name, rank=0, world_size=2, paced=False)
+    other = build(WorkloadSpec(name, paced=False), 1, 2)
+    mine = build(WorkloadSpec(name, paced=False), 0, 2)
     for first, second in zip(mine.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(first, second)
-    again = build(name, rank=0, world_size=2, paced=False)
+    again = build(WorkloadSpec(name, paced=False), 0, 2)
     for step in (0, 50):
         assert torch.equal(mine.batch(step)[0], again.batch(step)[0])
         assert not torch.equal(mine.batch(step)[0], other.batch(step)[0])
@@ -564,13 +559,13 @@ def test_models_are_equal_on_all_ranks_and_data_are_not(name: str) -> None:
 def test_building_leaves_the_global_generator_alone() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    build("digits-cnn", rank=0, world_size=1)
+    build(WorkloadSpec("digits-cnn"), 0, 1)
     assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize(("name", "steps"), [("digits-cnn", 100), ("char-transformer", 60)])
 def test_real_workloads_learn(name: str, steps: int) -> None:
-    workload = build(name, rank=0, world_size=1, paced=False)
+    workload = build(WorkloadSpec(name, paced=False), 0, 1)
     assert isinstance(workload, RealWorkload)
     optimizer = workload.make_optimizer(workload.model)
     before = workload.evaluate(workload.model)
@@ -584,7 +579,7 @@ def test_real_workloads_learn(name: str, steps: int) -> None:
 
 
 def test_digits_of_one_epoch_are_disjoint_between_ranks() -> None:
-    ranks = [build("digits-cnn", rank=rank, world_size=4, paced=False) for rank in range(4)]
+    ranks = [build(WorkloadSpec("digits-cnn", paced=False), rank, 4) for rank in range(4)]
     held_out = ranks[0].held_out()[0][0]  # type: ignore[attr-defined]
     images = torch.cat([w.batch(step)[0] for w in ranks for step in range(11)])
     assert len(images) == 1408
@@ -607,13 +602,8 @@ def train_with_ddp(
     dist.init_process_group("gloo", store=PrefixStore(job, store), rank=rank, world_size=world_size)
     result: dict[str, Any] = {}
     for name, profile_path in (("resnet50", profile), ("digits-cnn", None)):
-        workload = build(
-            name,
-            rank=rank,
-            world_size=world_size,
-            dilation=0.05,
-            profile_path=profile_path,
-        )
+        spec = WorkloadSpec(name, dilation=0.05, profile_path=profile_path)
+        workload = build(spec, rank, world_size)
         model = DistributedDataParallel(workload.model, gradient_as_bucket_view=True)
         optimizer = workload.make_optimizer(model)
         for step in range(4):
@@ -647,7 +637,7 @@ def test_every_name_builds_with_timings_of_every_parameter() -> None:
     for name in NAMES:
         if name in REPLAY_NAMES and ARCHITECTURES[name]().numel > 70_000_000:
             continue  # Memory of the size of the model is written; the smaller ones show the same.
-        workload = build(name, rank=0, world_size=2)
+        workload = build(WorkloadSpec(name), 0, 2)
         named = {key: p.numel() for key, p in workload.model.named_parameters()}
         assert {timing.name: timing.numel for timing in workload.timings} == named
         end_s = workload.compute_s + 1e-9  # Sums in another order differ in the last digits.
@@ -669,6 +659,7 @@ def test_every_name_builds_with_timings_of_every_parameter() -> None:
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
-    complete: dict[str, Any] = {"name": "sockeye", "rank": 0, "world_size": 2, **arguments}
+    spec: dict[str, Any] = {"name": "sockeye", **arguments}
+    rank, world_size = spec.pop("rank", 0), spec.pop("world_size", 2)
     with pytest.raises(ValueError, match=message):
-        build(complete.pop("name"), **complete)
+        build(WorkloadSpec(**spec), rank, world_size)

@@ -14,6 +14,7 @@ from gradlane.lab.runs.messages import TrialRequest
 from gradlane.lab.runs.options import LabOptions
 from gradlane.lab.runs.rows import Row
 from gradlane.lab.runs.strategy import parse_strategies, parse_strategy
+from gradlane.lab.workloads import WorkloadSpec
 from gradlane.training.plans.settings import LEARNING_STEPS
 
 
@@ -39,7 +40,7 @@ def test_a_sealed_strategy_has_a_secret() -> None:
     sealed = parse_strategy("slicing/sealed")
     assert (sealed.text, sealed.setting, sealed.sealed) == ("slicing/sealed", "slicing", True)
     assert sealed.sums_in_rank_order
-    asked = TrialRequest("a", "resnet50", sealed.text, ["10.0.0.1"], 1, 1, 1, None, 0, 1.0)
+    asked = TrialRequest("a", WorkloadSpec("resnet50"), sealed.text, ["10.0.0.1"], 1, 1, 1, None)
     assert asked.secret is not None and replace(asked, strategy="slicing").secret is None
     both = parse_strategy("p3/sealed/drop")
     assert (both.sealed, both.stragglers, both.text) == (True, "drop", "p3/sealed/drop")

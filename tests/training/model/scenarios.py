@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import GradBucket, PrefixStore, Store
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradlane
-from gradlane.lab.workloads import REAL_NAMES, build
+from gradlane.lab.workloads import REAL_NAMES, WorkloadSpec, build
 from gradlane.training.options.options import keywords_of
 from tests.training.model.loops import LOOPS
 from tests.training.model.models import Attention, Awkward, CharTransformer, SmallCnn, seeded
@@ -44,7 +44,7 @@ def _data_of(name: str, rank: int) -> Any:
 
 def real_workload(name: str, rank: int) -> Any:
     """Return a workload of the lab that computes for real, as fast as it can."""
-    return build(name, rank=rank, world_size=4, paced=False)
+    return build(WorkloadSpec(name, paced=False), rank, 4)
 
 
 class Wide(nn.Module):

@@ -7,6 +7,7 @@ from typing import Any
 
 from gradlane.lab.runs.strategy import parse_strategy
 from gradlane.lab.runs.traffic import OwnerCounters
+from gradlane.lab.workloads import WorkloadSpec
 from gradlane.planning.models.timings import TensorTiming
 
 _LAB_SECRET = "c0ffee00" * 4
@@ -19,18 +20,13 @@ class TrialRequest:
 
     Attributes:
         job: a name that no other run has.
-        workload: as in `gradlane.lab.workloads.NAMES`.
+        workload: what is trained.
         strategy: as on the command line.
         addresses: every rank's IPv4 address, rank 0 first.
         store_port: TCP port of the rendezvous store on rank 0.
         steps: measured steps.
         warmup: steps before them.
         slice_elems: elements a slice at most; None: the strategy's own.
-        seed: of the model, the batches and the gradients.
-        dilation: factor on all of the workload's times.
-        profile_path: a profile file in place of the workload's own times, or None.
-        batch_time_s: nominal compute time of a batch in place of the default, or None.
-        paced: whether real workloads are stretched to fixed times.
         trace_path: where ranks record their timelines, or None.
         codec: how gradlane's gradients travel; `raw` is none.
         servers: the first so many ranks own slices, of gradlane's; None: all.
@@ -42,18 +38,13 @@ class TrialRequest:
     """
 
     job: str
-    workload: str
+    workload: WorkloadSpec
     strategy: str
     addresses: list[str]
     store_port: int
     steps: int
     warmup: int
     slice_elems: int | None
-    seed: int
-    dilation: float
-    profile_path: str | None = None
-    batch_time_s: float | None = None
-    paced: bool = True
     trace_path: str | None = None
     codec: str = "raw"
     servers: int | None = None
@@ -62,6 +53,11 @@ class TrialRequest:
     straggles: bool = False
     rate_bps: float = 1e9
     clip_norm: float | None = None
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> TrialRequest:
+        """Return the request that was sent to a rank."""
+        return TrialRequest(**{**content, "workload": WorkloadSpec(**content["workload"])})
 
     @property
     def counted_steps(self) -> int:

@@ -16,13 +16,13 @@ def _answer(request: dict[str, Any], rank: int, answers: Answers) -> dict[str, A
         from gradlane.lab.runs.messages import TrialRequest
         from gradlane.lab.runs.trial import run_trial
 
-        trial = TrialRequest(**request)
+        trial = TrialRequest.from_json(request)
         return asdict(run_trial(trial, rank, answers.report_step, answers.count_ports))
     if kind == "serve":
         from gradlane.lab.runs.messages import TrialRequest
         from gradlane.lab.runs.serving import run_serving
 
-        return asdict(run_serving(TrialRequest(**request), rank))
+        return asdict(run_serving(TrialRequest.from_json(request), rank))
     if kind == "stream":
         from gradlane.planning.probe.stream import run_stream
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from gradlane.lab.cluster.namespaces import NODES_MAX
 from gradlane.lab.cluster.shaping import PortShape
 from gradlane.lab.runs.strategy import Strategy
-from gradlane.lab.workloads import NAMES, REPLAY_NAMES, SIMULATED_NAMES
+from gradlane.lab.workloads import NAMES, REPLAY_NAMES, SIMULATED_NAMES, WorkloadSpec
 from gradlane.planning.simulation.straggler import StragglerSpec
 from gradlane.training.options.codec_choice import (
     RAW,
@@ -190,6 +191,14 @@ class LabOptions:
             why = one.serving_refusal
             if why:
                 raise ValueError(f"{self.serving} ranks only serve, but {why}")
+
+    @property
+    def workload_spec(self) -> WorkloadSpec:
+        """What ranks build, whatever folder they run in."""
+        path = None if self.profile_path is None else os.path.abspath(self.profile_path)
+        return WorkloadSpec(
+            self.workload, self.seed, self.dilation, path, self.batch_time_s, self.paced
+        )
 
     @property
     def nodes(self) -> int:

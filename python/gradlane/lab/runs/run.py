@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import secrets
 import statistics
 import tempfile
@@ -178,7 +177,7 @@ class _Runner:
         traced = options.trace_path is not None and strategy.family == "gradlane"
         request = TrialRequest(
             job=f"lab-{self._session}-{port}",
-            workload=options.workload,
+            workload=options.workload_spec,
             strategy=strategy.text,
             addresses=addresses[: options.workers],
             server_addresses=addresses[options.workers :],
@@ -186,11 +185,6 @@ class _Runner:
             steps=options.steps,
             warmup=options.warmup_of(strategy),
             slice_elems=options.slice_elems,
-            seed=options.seed,
-            dilation=options.dilation,
-            profile_path=options.profile_path and os.path.abspath(options.profile_path),
-            batch_time_s=options.batch_time_s,
-            paced=options.paced,
             trace_path=str(self._trace_path) if traced else None,
             codec=options.codec_of(strategy),
             servers=options.servers,

@@ -74,9 +74,9 @@ def run_trial(
         ArithmeticError: a parameter is not what the mean of the gradients makes of it.
     """
     strategy = parse_strategy(request.strategy)
-    random.seed(request.seed)
-    np.random.seed(request.seed % 2**32)
-    torch.manual_seed(request.seed)
+    random.seed(request.workload.seed)
+    np.random.seed(request.workload.seed % 2**32)
+    torch.manual_seed(request.workload.seed)
     store = open_store(request.addresses, request.store_port, rank)
     try:
         return _run_connected(request, strategy, rank, store, report_step, count_ports)
@@ -94,16 +94,7 @@ def _run_connected(
     count_ports: Callable[[], None],
 ) -> TrialResult:
     world_size = request.world_size
-    workload = build(
-        request.workload,
-        rank=rank,
-        world_size=world_size,
-        seed=request.seed,
-        dilation=request.dilation,
-        profile_path=request.profile_path,
-        batch_time_s=request.batch_time_s,
-        paced=request.paced,
-    )
+    workload = build(request.workload, rank, world_size)
     optimizer = workload.make_optimizer(workload.model)
     if strategy.is_asynchronous and isinstance(workload, ReplayWorkload):
         # The servers have no kernel for a replay's own optimizer.

@@ -6,9 +6,7 @@ workload, are loaded when a workload is built.
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from gradlane.lab.workloads.contract import Evaluation, Workload
+from gradlane.lab.workloads.contract import Evaluation, Workload, WorkloadSpec
 from gradlane.planning.models import ARCHITECTURES
 from gradlane.planning.models.timings import Stage, TensorTiming
 
@@ -31,34 +29,18 @@ __all__ = [
     "Stage",
     "TensorTiming",
     "Workload",
+    "WorkloadSpec",
     "build",
 ]
 
 
-def build(
-    name: str,
-    *,
-    rank: int,
-    world_size: int,
-    seed: int = 0,
-    dilation: float = 1.0,
-    profile_path: str | Path | None = None,
-    batch_time_s: float | None = None,
-    paced: bool = True,
-) -> Workload:
+def build(spec: WorkloadSpec, rank: int, world_size: int) -> Workload:
     """Build a workload for one rank.
 
     Args:
-        name: one of `NAMES`.
+        spec: the workload, the same on every rank.
         rank: this rank, from 0.
         world_size: number of ranks.
-        seed: decides the model's initial parameters, the same on all ranks, and the data.
-        dilation: factor by which every operation takes longer than its nominal time.
-        profile_path: for replay workloads, a recorded profile (JSON) whose tensors and times
-            replace those of the built-in model.
-        batch_time_s: nominal seconds of one step's forward and backward together, in place of
-            the workload's own. For real workloads it must leave time to compute.
-        paced: false lets every operation take only the time that it really needs.
 
     Returns:
         The workload, with its model built.
@@ -67,37 +49,23 @@ def build(
         ValueError: for an unknown name, a rank outside the world, a dilation or batch time that
             is not positive, or a profile that is malformed or given to a real workload.
     """
-    if name in SIMULATED_NAMES:
+    if spec.name in SIMULATED_NAMES:
         raise ValueError(
-            f"'{name}' is too large to be replayed on one machine: ask `gradlane whatif {name}`"
+            f"'{spec.name}' is too large to be replayed on one machine: ask `gradlane whatif "
+            f"{spec.name}`"
         )
-    if name not in NAMES:
-        raise ValueError(f"unknown workload '{name}'; choose one of {', '.join(NAMES)}")
+    if spec.name not in NAMES:
+        raise ValueError(f"unknown workload '{spec.name}'; choose one of {', '.join(NAMES)}")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is outside a world of {world_size}")
-    if name in REPLAY_NAMES:
-        from gradlane.lab.workloads.replay import ReplayWorkload
+    if spec.name == "digits-cnn":
+        from gradlane.lab.workloads.digits_cnn import DigitsCnn
 
-        return ReplayWorkload(
-            name,
-            rank=rank,
-            world_size=world_size,
-            seed=seed,
-            dilation=dilation,
-            profile_path=profile_path,
-            batch_time_s=batch_time_s,
-            paced=paced,
-        )
-    if profile_path is not None:
-        raise ValueError(f"workload '{name}' computes for real and takes no profile")
-    from gradlane.lab.workloads.real import real_kind
+        return DigitsCnn(spec, rank, world_size)
+    if spec.name == "char-transformer":
+        from gradlane.lab.workloads.char_transformer import CharTransformer
 
-    return real_kind(name)(
-        name,
-        rank=rank,
-        world_size=world_size,
-        seed=seed,
-        dilation=dilation,
-        batch_time_s=batch_time_s,
-        paced=paced,
-    )
+        return CharTransformer(spec, rank, world_size)
+    from gradlane.lab.workloads.replay import ReplayWorkload
+
+    return ReplayWorkload(spec, rank, world_size)

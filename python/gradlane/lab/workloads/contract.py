@@ -10,12 +10,34 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gradlane.lab.workloads.pacing import PacingClock
 from gradlane.planning.models.timings import TensorTiming
 
 if TYPE_CHECKING:
     import torch
 
-    from gradlane.lab.workloads.pacing import PacingClock
+
+@dataclass(frozen=True)
+class WorkloadSpec:
+    """A workload to build, the same on every rank.
+
+    Attributes:
+        name: one of `gradlane.lab.workloads.NAMES`.
+        seed: decides the model's initial parameters, the data and the gradients.
+        dilation: factor by which every operation takes longer than its nominal time.
+        profile_path: for replay workloads, a recorded profile (JSON) whose tensors and times
+            replace those of the built-in model.
+        batch_time_s: nominal seconds of one step's forward and backward together, in place of
+            the workload's own. For real workloads it must leave time to compute.
+        paced: false lets every operation take only the time that it really needs.
+    """
+
+    name: str
+    seed: int = 0
+    dilation: float = 1.0
+    profile_path: str | None = None
+    batch_time_s: float | None = None
+    paced: bool = True
 
 
 @dataclass(frozen=True)
@@ -35,7 +57,7 @@ class Workload(ABC):
 
     The loop of a rank is::
 
-        workload = build(name, rank=rank, world_size=world_size)
+        workload = build(WorkloadSpec(name), rank, world_size)
         optimizer = workload.make_optimizer(model)
         for step in range(steps):
             workload.begin_step(step)
@@ -46,8 +68,6 @@ class Workload(ABC):
     where `model` is `workload.model` or a wrapper of it that forwards its call.
     """
 
-    name: str
-    """The name it was built by."""
     model: torch.nn.Module
     """The model: its parameters are a function of the seed alone, hence the same on each rank."""
     batch_size: int
@@ -56,10 +76,17 @@ class Workload(ABC):
     """One for each parameter, in `named_parameters()` order, undilated."""
     compute_s: float
     """Nominal seconds of forward and backward; 0 where nothing is paced."""
-    clock: PacingClock
-    """The clock that stretches the operations to their time."""
     replays: bool
     """True where the accelerator is replaced by sleeping, false where the model is computed."""
+
+    def __init__(self, spec: WorkloadSpec, rank: int, world_size: int) -> None:
+        """Build the workload of `rank`; see `gradlane.lab.workloads.build`."""
+        self.name = spec.name
+        self.seed = spec.seed
+        self.rank = rank
+        self.world_size = world_size
+        self.clock = PacingClock(spec.dilation, enabled=spec.paced)
+        """The clock that stretches the operations to their time."""
 
     def begin_step(self, step: int) -> None:  # noqa: B027  (most workloads have nothing to do)
         """Tell the workload which step comes next; call it before the step's forward.

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gradlane.lab.workloads.contract import Evaluation, Workload
+from gradlane.lab.workloads.contract import Evaluation, Workload, WorkloadSpec
 from gradlane.lab.workloads.paced_layers import Pacer
-from gradlane.lab.workloads.pacing import PacingClock
 from gradlane.planning.models.timings import Stage, compute_s_of, timings_of
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -29,36 +28,28 @@ class RealWorkload(Workload):
     loss_forward_s = 0.001
     """Nominal seconds of the loss function's forward."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        rank: int,
-        world_size: int,
-        seed: int,
-        dilation: float = 1.0,
-        batch_time_s: float | None = None,
-        paced: bool = True,
-    ) -> None:
-        """Load the data and build the model; see `gradlane.lab.workloads.build`."""
-        self.name = name
-        self.rank = rank
-        self.world_size = world_size
-        self.seed = seed
-        self.clock = PacingClock(dilation, enabled=paced)
+    def __init__(self, spec: WorkloadSpec, rank: int, world_size: int) -> None:
+        """Load the data and build the model; see `gradlane.lab.workloads.build`.
+
+        Raises:
+            ValueError: a profile is given, or a batch time that is not positive.
+        """
+        if spec.profile_path is not None:
+            raise ValueError(f"workload '{spec.name}' computes for real and takes no profile")
+        super().__init__(spec, rank, world_size)
         self.pacer = Pacer(self.clock)
         self.load()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(spec.seed)
             self.model = self.make_model()
-        if batch_time_s is not None:
-            if not batch_time_s > 0.0:
-                raise ValueError(f"batch time must be positive, got {batch_time_s} s")
-            self.pacer.scale = batch_time_s / compute_s_of(self._stages())
+        if spec.batch_time_s is not None:
+            if not spec.batch_time_s > 0.0:
+                raise ValueError(f"batch time must be positive, got {spec.batch_time_s} s")
+            self.pacer.scale = spec.batch_time_s / compute_s_of(self._stages())
         stages = self._stages()
         timings = {timing.name: timing for timing in timings_of(stages)}
         self.timings = [timings[name] for name, _ in self.model.named_parameters()]
-        self.compute_s = compute_s_of(stages) if paced else 0.0
+        self.compute_s = compute_s_of(stages) if spec.paced else 0.0
 
     def _stages(self) -> list[Stage]:
         return self.pacer.stages(self.model, lambda: self.loss(self.model, self.batch(0)))
@@ -99,14 +90,3 @@ class RealWorkload(Workload):
 
 def _cross_entropy(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(scores.flatten(0, -2), targets.flatten())
-
-
-def real_kind(name: str) -> type[RealWorkload]:
-    """Return the class of a workload that computes for real."""
-    if name == "digits-cnn":
-        from gradlane.lab.workloads.digits_cnn import DigitsCnn
-
-        return DigitsCnn
-    from gradlane.lab.workloads.char_transformer import CharTransformer
-
-    return CharTransformer

@@ -18,9 +18,8 @@ from torch import nn
 
 from gradlane.formats.profile import Profile
 from gradlane.lab.workloads.codec_error import UPDATES_OFF_MOST, is_sum_of_gradients, mean_error
-from gradlane.lab.workloads.contract import Workload
+from gradlane.lab.workloads.contract import Workload, WorkloadSpec
 from gradlane.lab.workloads.gradients import Float32Array, Float64Array, GradientPattern
-from gradlane.lab.workloads.pacing import PacingClock
 from gradlane.lab.workloads.replay_model import (
     UPDATED_ELEMENTS,
     Accelerator,
@@ -100,37 +99,25 @@ class ReplayWorkload(Workload):
 
     replays = True
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        rank: int,
-        world_size: int,
-        seed: int,
-        dilation: float = 1.0,
-        profile_path: str | Path | None = None,
-        batch_time_s: float | None = None,
-        paced: bool = True,
-    ) -> None:
+    def __init__(self, spec: WorkloadSpec, rank: int, world_size: int) -> None:
         """Build the model; see `gradlane.lab.workloads.build` for the arguments."""
-        architecture = ARCHITECTURES[name]()
-        if profile_path is None:
-            layers = layers_from_architecture(architecture, batch_time_s)
+        super().__init__(spec, rank, world_size)
+        architecture = ARCHITECTURES[spec.name]()
+        if spec.profile_path is None:
+            layers = layers_from_architecture(architecture, spec.batch_time_s)
         else:
-            layers = layers_from_profile(Path(profile_path), batch_time_s)
-        layers = merge_short_layers(layers, dilation)
-        self.name = name
-        self.rank = rank
-        self.world_size = world_size
+            layers = layers_from_profile(Path(spec.profile_path), spec.batch_time_s)
+        layers = merge_short_layers(layers, spec.dilation)
         self.batch_size = architecture.batch_size
-        self.clock = PacingClock(dilation, enabled=paced)
-        self.pattern = GradientPattern(seed)
+        self.pattern = GradientPattern(spec.seed)
         # Rebuilding gradients is arithmetic like that of the step itself, and as fast.
         operations = 3.0 * architecture.operations * self.batch_size
         speed = operations / compute_s_of([layer.stage() for layer in layers])
         self._accelerator = Accelerator(self.clock, self.pattern, rank, speed)
         self._layers = layers
-        self.flops = architecture.operations * self.batch_size if profile_path is None else None
+        self.flops = (
+            architecture.operations * self.batch_size if spec.profile_path is None else None
+        )
         self._chain = ReplayModel(layers, self._accelerator, self.batch_size)
         self.model = self._chain
         stages = [layer.stage() for layer in layers]
