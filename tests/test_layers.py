@@ -1,10 +1,14 @@
-"""Imports between the packages of gradlane: only those that ARCHITECTURE.md has below a package."""
+"""Imports of gradlane: between packages only those that ARCHITECTURE.md has below a package, and
+between modules none in a circle."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
 
 from tests.paths import PACKAGE, ROOT
 
@@ -35,9 +39,10 @@ def package_of(module: str) -> str:
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and listed package of every import of gradlane, at any depth of a module.
+    """Yield line and name below `gradlane` of every import, at any depth of a module.
 
-    An empty name stands for `gradlane` itself.
+    Imports in functions count, and those of annotations alone (`if TYPE_CHECKING:`). A name may be
+    a module's, or a module's and what it defines; an empty one stands for `gradlane` itself.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -50,7 +55,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
         for name in names:
             package, _, rest = name.partition(".")
             if package == "gradlane" and rest != COMPILED:
-                yield node.lineno, package_of(rest)
+                yield node.lineno, rest
 
 
 def packages() -> set[str]:
@@ -77,8 +82,52 @@ def test_packages_import_only_what_is_below_them() -> None:
         own = package_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
         if own in FACADE or own.endswith("/__init__"):
             continue
-        for line, other in imported(ast.parse(path.read_text())):
+        for line, name in imported(ast.parse(path.read_text())):
+            other = package_of(name)
             facade = height["training/session"] + 1
             if other != own and height.get(other, facade - 1) >= height[own]:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {other or 'gradlane'}")
     assert not wrong
+
+
+def circle(sources: Mapping[str, str]) -> list[str]:
+    """Return modules that import each other, in the order of their imports; empty if none do.
+
+    Args:
+        sources: of modules, by their names below `gradlane`.
+    """
+    imports: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        names = [name for _, name in imported(ast.parse(source))]
+        used = {one if one in sources else one.rpartition(".")[0] for one in names}
+        imports[module] = used & sources.keys() - {module}
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found[::-1]
+    return []
+
+
+def test_no_modules_import_each_other() -> None:
+    sources = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if name and name not in FACADE:
+            sources[name] = path.read_text()
+    assert circle(sources) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import gradlane.lab.cells",
+        "if TYPE_CHECKING:\n    from gradlane.lab.cells import Cell",
+        "def late():\n    from gradlane.lab import cells",
+    ],
+)
+def test_annotations_and_late_imports_make_a_circle(back: str) -> None:
+    sources = {"lab.cells": "from gradlane.lab.rows import Row", "lab.rows": back}
+    assert circle({**sources, "lab": "", "errors": "import os"})
+    assert circle({**sources, "lab.rows": "from gradlane import _core"}) == []
