@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gradlane.planning.profiler.operations import synthetic_profile
     from gradlane.planning.profiler.recorder import Recorder
     from gradlane.training.options.going_on import GoingOn
-    from gradlane.training.options.groups import Checkpoints, Monitoring, Network, Rendezvous
+    from gradlane.training.options.option_groups import Checkpoints, Monitoring, Network, Rendezvous
     from gradlane.training.options.options import LocalSums, Strategy
     from gradlane.training.options.stragglers import Stragglers
     from gradlane.training.plans.plan import Plan, PlanError, read_plan
@@ -79,20 +79,20 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Checkpoints": "training.options.groups",
+    "Checkpoints": "training.options.option_groups",
     "Coordinator": "planning.planner.coordinator",
     "ElasticSampler": "training.sampler.sampler",
     "GoingOn": "training.options.going_on",
     "LocalSums": "training.options.options",
     "MembershipChange": "training.rendezvous.membership",
-    "Monitoring": "training.options.groups",
-    "Network": "training.options.groups",
+    "Monitoring": "training.options.option_groups",
+    "Network": "training.options.option_groups",
     "Plan": "training.plans.plan",
     "PlanError": "training.plans.plan",
     "Profile": "formats.profile",
     "ProfileError": "formats.profile",
     "Recorder": "planning.profiler.recorder",
-    "Rendezvous": "training.options.groups",
+    "Rendezvous": "training.options.option_groups",
     "Session": "training.session.session",
     "Stragglers": "training.options.stragglers",
     "Strategy": "training.options.options",

@@ -4,7 +4,7 @@ Arguments are checked before anything is started; heavy imports happen inside th
 that help and mistakes are answered at once. Errors are one sentence on standard error: status 2
 for wrong arguments, 1 for everything else, 130 after Ctrl-C, 143 after SIGTERM; `--debug` shows
 the traceback. The commands of the lab are in `lab.py`, those that ask about a network in
-`planning.py`.
+`planning_commands.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradlane.cli.options import (
     rows_in,
     write_json,
 )
-from gradlane.cli.planning import add_planning
+from gradlane.cli.planning_commands import add_planning
 from gradlane.cli.secret import secret
 from gradlane.cli.serve import serve
 from gradlane.cli.store import store

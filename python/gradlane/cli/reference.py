@@ -14,8 +14,8 @@ from typing import Any
 import typer.main
 
 from gradlane.cli.main import app
-from gradlane.training.options.groups import ENVIRONMENT_GROUPS
 from gradlane.training.options.option_fields import option_rules
+from gradlane.training.options.option_groups import ENVIRONMENT_GROUPS
 from gradlane.training.options.reference import FURTHER_VARIABLES
 
 _CLI_HEAD = """# Commands

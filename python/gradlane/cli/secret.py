@@ -56,8 +56,8 @@ def sign(
     After a job was given a secret, or another one; no training may write into the folder meanwhile.
     """
     from gradlane.training.checkpoints.signing import sign_checkpoints
-    from gradlane.training.options.groups import Network
     from gradlane.training.options.option_fields import with_environment
+    from gradlane.training.options.option_groups import Network
     from gradlane.training.options.secret import read_secret_file
 
     require_writable(json_path)

@@ -16,8 +16,8 @@ from gradlane.cli.options import (
     session_option,
     write_json,
 )
-from gradlane.training.options.groups import Network, Rendezvous
 from gradlane.training.options.option_fields import read_ports
+from gradlane.training.options.option_groups import Network, Rendezvous
 
 if TYPE_CHECKING:
     from gradlane.training.rendezvous.serving import ServedStats

@@ -19,7 +19,7 @@ from gradlane.planning.doctor.findings import Finding, Verdict, merged, ok, warn
 from gradlane.planning.doctor.machine import Machine, MachineFacts
 from gradlane.planning.doctor.reach import unreached
 from gradlane.planning.probe.streams import listen_on
-from gradlane.training.options.groups import Network
+from gradlane.training.options.option_groups import Network
 from tests.built import needs_core
 from tests.paths import ROOT
 from tests.ports import reserve_port

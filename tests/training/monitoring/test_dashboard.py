@@ -22,8 +22,8 @@ from gradlane.formats.live_state import LiveState, read_state
 from gradlane.training.monitoring import endpoint
 from gradlane.training.monitoring.metrics import Metrics
 from gradlane.training.monitoring.residual_norms import ResidualNorms
-from gradlane.training.options.groups import Monitoring
 from gradlane.training.options.option_fields import with_environment
+from gradlane.training.options.option_groups import Monitoring
 from tests.built import needs_core
 from tests.training.model.models import seeded
 from tests.training.monitoring.test_session import Model, run, train

@@ -17,8 +17,8 @@ from gradlane.training.monitoring.prometheus import (
     serve,
 )
 from gradlane.training.options.endpoint import parse_address
-from gradlane.training.options.groups import Monitoring
 from gradlane.training.options.option_fields import with_environment
+from gradlane.training.options.option_groups import Monitoring
 from tests.training.monitoring.test_metrics import NO_STEPS, reading, wait
 
 SAMPLE = re.compile(

@@ -13,8 +13,8 @@ from gradlane.training.monitoring.metrics import Metrics, metrics_of
 from gradlane.training.monitoring.observer import ModelWatch
 from gradlane.training.monitoring.summary import late_ranks, summary_line
 from gradlane.training.monitoring.tensorboard import ScalarLog
-from gradlane.training.options.groups import Monitoring
 from gradlane.training.options.option_fields import with_environment
+from gradlane.training.options.option_groups import Monitoring
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import RendezvousScope

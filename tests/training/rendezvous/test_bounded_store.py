@@ -41,7 +41,7 @@ MAKERS = {
     "training/rendezvous/rendezvous.py",
     "training/rendezvous/store_server.py",
     # What a user's program hands over.
-    "training/options/groups.py",
+    "training/options/option_groups.py",
     # torch's own groups call theirs: on this node alone, or in runs that their starter ends.
     "training/node/group.py",
     "lab/cluster/rank_program.py",

@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint
 from torch import nn
 
-from gradlane.training.options.groups import Rendezvous
 from gradlane.training.options.option_fields import with_environment
+from gradlane.training.options.option_groups import Rendezvous
 from gradlane.training.rendezvous.environment import RankInfo, find_rank_info, find_store_address
 from tests.built import needs_core
 from tests.forked_programs import ForkedPrograms

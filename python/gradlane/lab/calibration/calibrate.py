@@ -30,8 +30,8 @@ from gradlane.lab.cluster.namespaces import Cluster
 from gradlane.lab.cluster.ranks import RankPool
 from gradlane.lab.runs.rows import NO_EVIDENCE, measures_machine
 from gradlane.planning.simulation.codec_costs import CALIBRATED_CODECS, measure_cost
-from gradlane.training.options.groups import Network
 from gradlane.training.options.option_fields import check_options, on_command_line, option
+from gradlane.training.options.option_groups import Network
 
 FORMAT = "gradlane-costs"
 VERSION = 1

@@ -15,7 +15,7 @@ from gradlane.planning.doctor.findings import Finding, Verdict, fault, merged, o
 from gradlane.planning.doctor.machine import Machine, MachineFacts
 from gradlane.planning.doctor.reach import unreached
 from gradlane.planning.probe.streams import listen_on
-from gradlane.training.options.groups import Network
+from gradlane.training.options.option_groups import Network
 from gradlane.training.rendezvous.addresses import endpoint
 from gradlane.training.session.session import Session
 

@@ -18,8 +18,8 @@ from typing import Any
 from gradlane.formats.provenance import NOT_INSTALLED, package_versions
 from gradlane.formats.rates import format_rate
 from gradlane.planning.doctor.findings import Finding, fault, ok, warning
-from gradlane.training.options.groups import Network, Rendezvous
 from gradlane.training.options.option_fields import with_environment
+from gradlane.training.options.option_groups import Network, Rendezvous
 from gradlane.training.options.secret import secret_bits
 from gradlane.training.rendezvous import addresses
 from gradlane.training.rendezvous.environment import find_store_address

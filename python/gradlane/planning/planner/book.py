@@ -157,25 +157,26 @@ class InformationBook:
 
 
 def session_book(
-    booked: BookedModel, options: Options, place: RankInfo, links: LinkReport | None
+    booked: BookedModel, options: Options, rank_info: RankInfo, links: LinkReport | None
 ) -> InformationBook:
     """Write the book of a model in training.
 
     Args:
         booked: the model.
         options: in force for it.
-        place: any rank's: of it only what all ranks have in common is read.
+        rank_info: any rank's: of it only what all ranks have in common is read.
         links: as they were measured last, the same on every rank; None: they were not.
     """
     addresses = booked.addresses()
     layers = _layers_of(booked)
     roles = [
-        _role(rank, address is not None, options, place) for rank, address in enumerate(addresses)
+        _role(rank, address is not None, options, rank_info)
+        for rank, address in enumerate(addresses)
     ]
     entries: dict[str, Any] = {
-        "job": place.job,
-        "ranks": place.ranks,
-        "workers": place.world_size,
+        "job": rank_info.job,
+        "ranks": rank_info.ranks,
+        "workers": rank_info.world_size,
         "servers": sum(role != WORKER for role in roles),
         "roles": tuple(roles),
         "addresses": tuple(it and endpoint(it["host"], it["port"]) for it in addresses),
@@ -189,15 +190,15 @@ def session_book(
     }
     if links is not None:
         entries |= {"rate_bps": links.rate_bps, "latency_s": links.latency_s}
-    owners = place.serving or options.servers or place.world_size
-    return InformationBook(entries, layers, owners, serving=place.serving > 0)
+    owners = rank_info.serving or options.servers or rank_info.world_size
+    return InformationBook(entries, layers, owners, serving=rank_info.serving > 0)
 
 
-def _role(rank: int, is_on_network: bool, options: Options, place: RankInfo) -> str:
-    if rank >= place.world_size:
+def _role(rank: int, is_on_network: bool, options: Options, rank_info: RankInfo) -> str:
+    if rank >= rank_info.world_size:
         return SERVER
     owns = options.servers is None or rank < options.servers
-    if place.serving or options.strategy.name == RING or not owns or not is_on_network:
+    if rank_info.serving or options.strategy.name == RING or not owns or not is_on_network:
         return WORKER
     return BOTH
 

@@ -15,7 +15,7 @@ from typing import Any
 from gradlane.formats.durations import format_duration_s, parse_duration_s
 from gradlane.planning.simulation.grid import Row
 from gradlane.planning.simulation.scenarios import FORMULAS
-from gradlane.training.options.groups import Network
+from gradlane.training.options.option_groups import Network
 
 AGREEMENT_S = 1.0
 """Seconds in which the ranks that are left agree on who goes on; an upper bound."""

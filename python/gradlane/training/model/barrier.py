@@ -64,17 +64,17 @@ class Barrier:
             ProgressTimeoutError: a rank does not come, and does not train either.
             ChannelError: the session has failed.
         """
-        place = self._meeting.rank_info
+        rank_info = self._meeting.rank_info
         self._number += 1
         key = f"gather/{self._number}"
-        self._meeting.put(f"{key}/{place.rank}", json.dumps([call, word]))
-        missing = list(range(place.world_size))
-        words = [""] * place.world_size
+        self._meeting.put(f"{key}/{rank_info.rank}", json.dumps([call, word]))
+        missing = list(range(rank_info.world_size))
+        words = [""] * rank_info.world_size
         with WAIT_NOTIFIER:
             self._wait(key, call, missing, words)
         if self._number > 1:
             # Everybody has read the last point's words before coming to this one.
-            self._meeting.delete(f"gather/{self._number - 1}/{place.rank}")
+            self._meeting.delete(f"gather/{self._number - 1}/{rank_info.rank}")
         return words
 
     def _wait(self, key: str, call: str, missing: list[int], words: list[str]) -> None:

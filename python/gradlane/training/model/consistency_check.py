@@ -556,17 +556,17 @@ def compare_endings(meeting: RendezvousScope) -> None:
     Raises:
         SessionFailedError: they ended it differently.
     """
-    place = meeting.rank_info
-    if place.rank != 0:
+    rank_info = meeting.rank_info
+    if rank_info.rank != 0:
         return
     try:
-        told = [meeting.peek(f"ending/{rank}", rank) for rank in range(place.world_size)]
+        told = [meeting.peek(f"ending/{rank}", rank) for rank in range(rank_info.world_size)]
     except StoreValueRefusedError:
         raise
     except RendezvousError:
         return
     lanes = [json.loads(one) for one in told if one is not None]
-    if len(lanes) < place.world_size or any(lane[0] != lanes[0][0] for lane in lanes):
+    if len(lanes) < rank_info.world_size or any(lane[0] != lanes[0][0] for lane in lanes):
         return
     statuses = [RankStatus(StepEnding(ending), False, digest) for _, ending, digest in lanes]
     check_endings(dict(enumerate(statuses)), lanes[0][0])

@@ -138,9 +138,9 @@ class PreparedModel:
         self.channel, self.codecs = connected.channel, connected.codecs
         self._layout, self._served = connected.layout, connected.served
         self._entries, self._trained = connected.spec.entries, connected.spec.trained
-        place = ctx.rank_info
+        rank_info = ctx.rank_info
         # Alone, a rank encodes nothing, and its optimizer keeps its momentum.
-        encodes = place.ranks > 1
+        encodes = rank_info.ranks > 1
         self._momentum_codecs = connected.spec.momentum_codecs if encodes else {}
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
         self._failure = FailureLatch()
@@ -520,7 +520,7 @@ class PreparedModel:
             self.abort(f"staging failed: {error}")
 
     def _make_steps(self) -> StepMachine:
-        ctx, optimizer, place = self._ctx, self._optimizer, self._ctx.rank_info
+        ctx, optimizer, rank_info = self._ctx, self._optimizer, self._ctx.rank_info
         step_whole = self.hook_manager.step_whole
         step_of_class = optimizers.step_of_class(optimizer)
         if self._connected.recording is not None:
@@ -531,7 +531,7 @@ class PreparedModel:
         consistency = ConsistencyCheck(
             self._agreement, Hyperparameters(optimizer), self._failure, exempt, ctx.membership
         )
-        carries_late = ctx.options.stragglers.late == "carry" and place.world_size > 1
+        carries_late = ctx.options.stragglers.late == "carry" and rank_info.world_size > 1
         exchange = GradientExchange(
             ctx.core,
             self.channel,
@@ -540,7 +540,7 @@ class PreparedModel:
             consistency,
             self._failure,
             functools.partial(ctx.deadlocks.waiting, self._meeting.name),
-            place.rank,
+            rank_info.rank,
             LateGradientBuffer() if carries_late else None,
             self._takeover,
             LocalClipping(self._local_limit) if self._local_limit else None,
@@ -566,7 +566,7 @@ class PreparedModel:
             self._check_unchanged,
             self._on_step_begin,
             server=self._updates,
-            order=ForwardOrder() if place.rank == 0 and place.ranks > 1 else None,
+            order=ForwardOrder() if rank_info.rank == 0 and rank_info.ranks > 1 else None,
             adding_up=adding_up(choice.codec for choice in self.codecs),
             membership=ctx.membership if ctx.options.going_on.on else None,
         )

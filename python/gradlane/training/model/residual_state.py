@@ -104,8 +104,8 @@ class ResidualState:
         Raises:
             GradlaneError: the session has failed.
         """
-        place = self._meeting.rank_info
-        state: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
+        rank_info = self._meeting.rank_info
+        state: dict[str, Any] = {"rank": rank_info.rank, "world_size": rank_info.world_size}
         state.update({kind: {} for kind in _KINDS})
         if self.is_empty:
             return state
@@ -139,13 +139,17 @@ class ResidualState:
         if self.is_empty:
             return
         self._settle()
-        place = self._meeting.rank_info
-        own = (int(state["rank"]), int(state["world_size"])) == (place.rank, place.world_size)
+        rank_info = self._meeting.rank_info
+        own = (int(state["rank"]), int(state["world_size"])) == (
+            rank_info.rank,
+            rank_info.world_size,
+        )
         self._loads += 1
         key = f"residuals/{self._loads}"
-        self._meeting.put(f"{key}/{place.rank}", json.dumps(own))
+        self._meeting.put(f"{key}/{rank_info.rank}", json.dumps(own))
         said = [
-            json.loads(self._meeting.get(f"{key}/{rank}", rank)) for rank in range(place.world_size)
+            json.loads(self._meeting.get(f"{key}/{rank}", rank))
+            for rank in range(rank_info.world_size)
         ]
         kind = WORKER if all(said) else MEAN_OF[WORKER]
         late = self._settle_late()
@@ -288,14 +292,16 @@ class ResidualState:
 
     def _of_owners(self) -> dict[int, Tensor]:
         """Have the owners broadcast their residuals, 16-bit tensors in two halves."""
-        place = self._meeting.rank_info
+        rank_info = self._meeting.rank_info
 
         def read(part: int, indices: Sequence[int]) -> dict[int, Tensor]:
             landings = {index: self._empty(index) for index in indices}
             for landing in landings.values():
                 landing.zero_()
             # One rank submits a gradient that is not looked at: no owner answers without.
-            self._step(landings, read=part, gives=lambda it: it % place.world_size == place.rank)
+            self._step(
+                landings, read=part, gives=lambda it: it % rank_info.world_size == rank_info.rank
+            )
             return landings
 
         values = read(0, self._kept)

@@ -225,7 +225,7 @@ class ServerState:
 
     def _read(self, name: str, part: int, indices: list[int]) -> dict[int, Tensor]:
         """Have the owners broadcast one kind of state, or half of it, where parameters land."""
-        place, channel = self._meeting.rank_info, self._channel
+        rank_info, channel = self._meeting.rank_info, self._channel
         with torch.inference_mode(False):
             landings = {
                 index: torch.empty_strided(
@@ -251,7 +251,7 @@ class ServerState:
                     channel.set_parameter(index, landing.data_ptr(), entry.nbytes)
                 # One rank submits a gradient that is not looked at: no owner answers without.
                 gives = landing is not None and (
-                    asynchronous is not None or index % place.world_size == place.rank
+                    asynchronous is not None or index % rank_info.world_size == rank_info.rank
                 )
                 broadcast_state = channel.gradient_ready if gives else channel.tensor_absent
                 broadcast_state(index, step, entry.tensor.data_ptr(), entry.nbytes)
@@ -335,12 +335,12 @@ class ServerState:
 
     def _exchange(self, call: str, mine: str) -> list[tuple[int, str]]:
         """Tell all ranks something and return what each of them says."""
-        place = self._meeting.rank_info
+        rank_info = self._meeting.rank_info
         self._meetings += 1
         key = f"state/{self._meetings}"
-        self._meeting.put(f"{key}/{place.rank}", f"{call} {mine}")
+        self._meeting.put(f"{key}/{rank_info.rank}", f"{call} {mine}")
         said = []
-        for rank in range(place.world_size):
+        for rank in range(rank_info.world_size):
             try:
                 theirs = self._meeting.get(f"{key}/{rank}", rank).decode()
             except (StoreLostError, StoreValueRefusedError, PeerLostError):
@@ -356,9 +356,9 @@ class ServerState:
                 raise RendezvousError(text) from error
             if not theirs.startswith(f"{call} "):
                 raise RanksDifferError(
-                    f"rank {place.rank} called optimizer.{call}(), and rank {rank} "
+                    f"rank {rank_info.rank} called optimizer.{call}(), and rank {rank} "
                     f'optimizer.{theirs.split()[0]}(): with update="server" both are collective'
                 )
             said.append((rank, theirs.removeprefix(f"{call} ")))
-        self._meeting.delete(f"state/{self._meetings - 1}/{place.rank}")
+        self._meeting.delete(f"state/{self._meetings - 1}/{rank_info.rank}")
         return said

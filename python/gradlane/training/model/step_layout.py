@@ -65,7 +65,7 @@ def build_step_layout(
     model: nn.Module,
     entries: Sequence[TensorEntry],
     factored: Mapping[int, Factored],
-    place: RankInfo,
+    rank_info: RankInfo,
     membership: Membership,
     buffers: str,
     *,
@@ -78,7 +78,7 @@ def build_step_layout(
         model: the user's.
         entries: its table; tensors that are not in it are numbered after it.
         factored: trained parameters that travel as factors or rows, by tensor number.
-        place: this rank.
+        rank_info: this rank.
         membership: the ranks that train.
         buffers: how they are kept: `"broadcast"`, `"average"` or `"local"`.
         alone: nothing but gradients may take part.
@@ -90,8 +90,8 @@ def build_step_layout(
     trained = [entry for entry in entries if entry.trained]
     if alone:
         return [], StepLayout(trained, len(entries))
-    pack = pack_buffers(model, buffers, membership) if place.world_size > 1 else None
-    status = StatusTensor(place.rank, place.world_size, pack, status_lanes)
+    pack = pack_buffers(model, buffers, membership) if rank_info.world_size > 1 else None
+    status = StatusTensor(rank_info.rank, rank_info.world_size, pack, status_lanes)
     index = len(entries)
     extras = [extra_entry("gradlane's rank statuses", status.tensor)]
     if pack is not None:
@@ -106,6 +106,6 @@ def build_step_layout(
         index,
         pack,
         index + 1 if pack is not None else -1,
-        form_of(model, buffers, place.world_size),
+        form_of(model, buffers, rank_info.world_size),
         factored,
     )

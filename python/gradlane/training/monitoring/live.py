@@ -116,7 +116,7 @@ class LiveView:
         self._handler = _EventHandler(self.add_event)
         log.addHandler(self._handler)
 
-    def use_place(self, rank_info: RankInfo) -> None:
+    def use_rank_info(self, rank_info: RankInfo) -> None:
         """Be this rank from now on."""
         self._rank_info = rank_info
 
@@ -156,16 +156,16 @@ class LiveView:
             {"model": model, "name": _shown(name), "norm": norm}
             for (model, name), norm in sorted(norms.items(), key=lambda one: -one[1])
         ]
-        place, options = self._rank_info, self._options
+        rank_info, options = self._rank_info, self._options
         return {
             "format": STATE_FORMAT,
             "version": STATE_VERSION,
             "gradlane": __version__,
-            "job": _shown(place.job),
-            "restart": place.restart,
-            "rank": place.rank,
-            "world_size": place.world_size,
-            "serving": place.serving,
+            "job": _shown(rank_info.job),
+            "restart": rank_info.restart,
+            "rank": rank_info.rank,
+            "world_size": rank_info.world_size,
+            "serving": rank_info.serving,
             "strategy": options.strategy.name,
             "update": options.update,
             "stragglers": options.stragglers.rule,

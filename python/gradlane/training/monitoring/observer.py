@@ -229,11 +229,11 @@ class Observer:
         if self._live is not None:
             self._live.add_event(text, level)
 
-    def use_place(self, rank_info: RankInfo) -> None:
+    def use_rank_info(self, rank_info: RankInfo) -> None:
         """Be this rank from now on: a rank has joined, and all are numbered anew."""
         self._rank_info = rank_info
         if self._live is not None:
-            self._live.use_place(rank_info)
+            self._live.use_rank_info(rank_info)
 
     def add_step_listener(self, after_step: AfterStep) -> None:
         """Call a function after each training step of the first model."""
@@ -252,8 +252,8 @@ class Observer:
         steps = self.main_timer().times()
         rank_info = self._rank_info
         readings = [watch.reading() for watch in list(self._watches)]
-        place, count = rank_info.rank, rank_info.world_size
-        return metrics_of(place, count, steps, readings, self._membership)
+        rank, world_size = rank_info.rank, rank_info.world_size
+        return metrics_of(rank, world_size, steps, readings, self._membership)
 
     def main_timer(self) -> StepTimer:
         """Return the step times of the model with the most steps."""

@@ -15,7 +15,6 @@ from gradlane.training.options.codec_choice import (
     unused_codec_option,
 )
 from gradlane.training.options.going_on import GoingOn, check_going_on_world
-from gradlane.training.options.groups import Checkpoints, Monitoring, Network, Rendezvous
 from gradlane.training.options.option_fields import (
     OptionGroup,
     agreed_options,
@@ -24,6 +23,7 @@ from gradlane.training.options.option_fields import (
     option_rules,
     with_environment,
 )
+from gradlane.training.options.option_groups import Checkpoints, Monitoring, Network, Rendezvous
 from gradlane.training.options.stragglers import LEAVES_OUT, Stragglers, check_stragglers
 
 ASGD = "asgd"

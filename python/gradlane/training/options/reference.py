@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from gradlane.training.options import groups
 from gradlane.training.options.option_fields import OptionGroup, option_rules
+from gradlane.training.options.option_groups import ENVIRONMENT_GROUPS
 from gradlane.training.options.options import GROUPS, Options
 
 _HEAD = """# Options
@@ -56,7 +56,7 @@ def options_page() -> str:
 
 def _table(options: type[Any]) -> str:
     """Return the options of a dataclass as a table."""
-    has_variables = options in groups.ENVIRONMENT_GROUPS
+    has_variables = options in ENVIRONMENT_GROUPS
     columns = ["option", "default", "allowed", "all ranks", "meaning"]
     if has_variables:
         columns.insert(4, "variable")

@@ -56,11 +56,11 @@ class Book(Protocol):
 
 
 def open_book(
-    prepared: PreparedModel, options: Options, place: RankInfo, links: LinkReport | None
+    prepared: PreparedModel, options: Options, rank_info: RankInfo, links: LinkReport | None
 ) -> Book:
     """Return the book of a model; see `gradlane.planning.planner.book`."""
     module: Any = importlib.import_module("gradlane.planning.planner.book")
-    book: Book = module.session_book(prepared, options, place, links)
+    book: Book = module.session_book(prepared, options, rank_info, links)
     return book
 
 

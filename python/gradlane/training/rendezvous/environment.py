@@ -15,8 +15,8 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gradlane.training.options.groups import ENVIRONMENT_GROUPS
 from gradlane.training.options.option_fields import variables_of
+from gradlane.training.options.option_groups import ENVIRONMENT_GROUPS
 
 _RANK_VARIABLES = (
     ("RANK", "WORLD_SIZE"),

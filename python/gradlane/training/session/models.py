@@ -145,12 +145,12 @@ class PreparedModels:
             # The others are on their way to the meeting, and hear of it there.
             unable = error
         agreed = agree_on_plan(self._meet(), plan if unable is None else None, sizes, unable)
-        place = self._ctx.rank_info
-        if agreed.rule and place.serving:
+        rank_info = self._ctx.rank_info
+        if agreed.rule and rank_info.serving:
             raise ValueError(
-                f"plan={agreed.rule!r} while {place.serving} ranks only serve: a session finds "
+                f"plan={agreed.rule!r} while {rank_info.serving} ranks only serve: a session finds "
                 "plans for the ranks that train alone; `gradlane plan --servers separate="
-                f"{place.serving}` writes one, to be given as plan="
+                f"{rank_info.serving}` writes one, to be given as plan="
             )
         schemes = {"poseidon": SFB} if agreed.rule == "poseidon" else {}
         if agreed.plan is not None:
@@ -171,14 +171,14 @@ class PreparedModels:
             options = agreed.plan.settings.applied_to(ctx.options)
             ctx = replace(ctx, options=options, schemes=agreed.plan.schemes)
             self.plans.plan = agreed.plan
-        learns = agreed.rule != "" and place.world_size > 1
+        learns = agreed.rule != "" and rank_info.world_size > 1
         links = self.measure_links(directions=False) if learns else None
         deferred = steps_per_parameter(optimizer) if defer is None else defer
         prepared = PreparedModel(ctx, self._meet, model, optimizer, deferred, buffers)
         if residuals is not None:
             prepared.residuals.load_state_dict(prepared.residuals.fitting(residuals))
         self.prepared.append(prepared)
-        if ctx.options.going_on.on and place.world_size > 1:
+        if ctx.options.going_on.on and rank_info.world_size > 1:
             self.joins.follow(prepared)
         if links is not None:
             self.plans.learn(prepared, links, agreed.rule)

@@ -27,7 +27,7 @@ class SessionScopes:
     def __init__(
         self,
         store: BoundedStore,
-        place: RankInfo,
+        rank_info: RankInfo,
         timeout_s: float,
         deadlocks: DeadlockDetector,
         look: Callable[[], object],
@@ -36,22 +36,24 @@ class SessionScopes:
 
         Args:
             store: the rendezvous store.
-            place: this rank's.
+            rank_info: this rank's.
             timeout_s: how long to wait for other ranks, in seconds, for each question.
             deadlocks: learns the name of the start.
             look: called while waiting; raises when the session has failed.
         """
         self._store = store
-        self._place = place
+        self._rank_info = rank_info
         self._timeout_s = timeout_s
         self._deadlocks = deadlocks
         self._look = look
         self._opened: list[RendezvousScope] = []
-        key = (place.job, place.restart, place.rank)
+        key = (rank_info.job, rank_info.restart, rank_info.rank)
         number = _sessions[key] = _sessions.get(key, 0) + 1
-        self._arrivals = store.with_prefix(f"gradlane/{place.job}/{place.restart}/here/{number}")
-        if store.ends_with_rank_0 and place.rank > 0:
-            self._arrivals.set(str(place.rank), "")
+        self._arrivals = store.with_prefix(
+            f"gradlane/{rank_info.job}/{rank_info.restart}/here/{number}"
+        )
+        if store.ends_with_rank_0 and rank_info.rank > 0:
+            self._arrivals.set(str(rank_info.rank), "")
 
     @property
     def has_met(self) -> bool:
@@ -60,14 +62,14 @@ class SessionScopes:
 
     def open(self) -> RendezvousScope:
         """Open the next scope."""
-        place = self._place
-        key = (place.job, place.restart, place.rank)
-        start = incarnation_of(self._store, place, self._timeout_s, self._look)
+        rank_info = self._rank_info
+        key = (rank_info.job, rank_info.restart, rank_info.rank)
+        start = incarnation_of(self._store, rank_info, self._timeout_s, self._look)
         if not self._opened:
             self._deadlocks.use_incarnation(start.name)
         number = _channels.get(key, 0)
         _channels[key] = number + 1
-        scope = RendezvousScope(self._store, place, number, self._timeout_s, start, self._look)
+        scope = RendezvousScope(self._store, rank_info, number, self._timeout_s, start, self._look)
         self._opened = [one for one in self._opened if not one.has_deleted_keys] + [scope]
         return scope
 
@@ -76,9 +78,9 @@ class SessionScopes:
 
         A late rank would take the store for one that is still to come, and wait for it in vain.
         """
-        if not self._store.ends_with_rank_0 or self._place.rank > 0:
+        if not self._store.ends_with_rank_0 or self._rank_info.rank > 0:
             return
-        ranks = range(1, self._place.ranks)
+        ranks = range(1, self._rank_info.ranks)
         if not self._opened:
             self._wait_for(ranks)
         for rank in ranks:

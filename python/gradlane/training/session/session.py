@@ -966,10 +966,10 @@ class Session:
         """Say that a channel is served from now on."""
         if not self._ctx.options.monitoring.summary:
             return
-        place = self._ctx.rank_info
+        rank_info = self._ctx.rank_info
         log.info(
             "rank %d serves %.1f of %.1f MB in %d tensors",
-            place.rank,
+            rank_info.rank,
             connected.owned_bytes / 1e6,
             connected.total_bytes / 1e6,
             connected.tensors,

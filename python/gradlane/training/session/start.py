@@ -18,7 +18,7 @@ from gradlane.training.monitoring.recorder import make_recorder
 from gradlane.training.node.rules import AUTO, OFF, check_sums, nodes_refusal, with_local
 from gradlane.training.options.codec_choice import RAW, CodecArgument, check_codecs
 from gradlane.training.options.going_on import GoingOn
-from gradlane.training.options.groups import Checkpoints, Monitoring, Network, Rendezvous
+from gradlane.training.options.option_groups import Checkpoints, Monitoring, Network, Rendezvous
 from gradlane.training.options.options import LocalSums, Options, Strategy
 from gradlane.training.options.stragglers import Stragglers
 from gradlane.training.rendezvous.bounded_store import BoundedStore
@@ -154,12 +154,12 @@ def open_session(core: CoreModule, options: Options) -> Session:
     given_local, options = options.local.mode, with_local(options)
     if options.codec != RAW:
         check_codecs(options.codec)
-    place = _find_rank_info(options)
-    options.check_world(place.world_size)
+    rank_info = _find_rank_info(options)
+    options.check_world(rank_info.world_size)
     gives_up_nodes = given_local == AUTO and options.local.mode == OFF
-    if gives_up_nodes and find_local_size(os.environ) > 1 and place.rank == 0:
+    if gives_up_nodes and find_local_size(os.environ) > 1 and rank_info.rank == 0:
         log.info("each rank talks to the network by itself: %s", nodes_refusal(options))
-    return _assemble(core, options, place.with_workers(options.workers))
+    return _assemble(core, options, rank_info.with_workers(options.workers))
 
 
 def init_serving(
@@ -185,14 +185,14 @@ def init_serving(
     )
     warn_of_unknown_variables(os.environ)
     core = load_core()
-    place = _find_rank_info(options)
-    if place.rank == 0:
+    rank_info = _find_rank_info(options)
+    if rank_info.rank == 0:
         raise ValueError(
-            f"rank 0 of {place.world_size} trains, and ranks that serve come after all that train: "
-            "give --rank and --world-size, or set RANK and WORLD_SIZE"
+            f"rank 0 of {rank_info.world_size} trains, and ranks that serve come after all that "
+            "train: give --rank and --world-size, or set RANK and WORLD_SIZE"
         )
     # Who trains is for rank 0 to say.
-    return _assemble(core, options, place.with_workers(0))
+    return _assemble(core, options, rank_info.with_workers(0))
 
 
 def _find_rank_info(options: Options) -> RankInfo:
@@ -203,29 +203,34 @@ def _find_rank_info(options: Options) -> RankInfo:
     return find_rank_info(os.environ, rank=given.rank, world_size=given.world_size, job=given.job)
 
 
-def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
+def _assemble(core: CoreModule, options: Options, rank_info: RankInfo) -> Session:
     """Connect to the store and make the parts of a session."""
     network = options.network
     secret = network.read_secret()
-    store = _open_store(options, place, secret)
+    store = _open_store(options, rank_info, secret)
     if options.rendezvous.join:
         deadline = SuspendAwareDeadline(network.connect_timeout_s)
-        count = ranks_in_training(join_keys(store, place.job), deadline)
-        place, store = replace(place, rank=count, world_size=count + 1), store.as_rank(count)
+        count = ranks_in_training(join_keys(store, rank_info.job), deadline)
+        rank_info, store = (
+            replace(rank_info, rank=count, world_size=count + 1),
+            store.as_rank(count),
+        )
     host, port = store_address(store.store, os.environ)
-    registry = ServerRegistry(store, place, network.connect_timeout_s) if place.serving else None
-    folder = None if place.serves else options.checkpoints.folder
-    recorder = None if place.serves else make_recorder(options, place)
-    deadlocks = DeadlockDetector(store, place)
-    membership = Membership(place)
-    observer = make_observer(options, place, lambda: deadlocks.wait, membership)
+    registry = (
+        ServerRegistry(store, rank_info, network.connect_timeout_s) if rank_info.serving else None
+    )
+    folder = None if rank_info.serves else options.checkpoints.folder
+    recorder = None if rank_info.serves else make_recorder(options, rank_info)
+    deadlocks = DeadlockDetector(store, rank_info)
+    membership = Membership(rank_info)
+    observer = make_observer(options, rank_info, lambda: deadlocks.wait, membership)
     checkpoints = None
     if folder is not None:
         checkpoints = checkpointing.Checkpoints(
             Path(folder),
             options.checkpoints.every,
             options.checkpoints.keep,
-            place,
+            rank_info,
             membership,
             network.connect_timeout_s,
             secret,
@@ -234,7 +239,7 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
     ctx = SessionContext(
         core,
         options,
-        place,
+        rank_info,
         host,
         port,
         secret,
@@ -243,10 +248,10 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
         membership,
         checkpoints,
         recorder,
-        announcements=JobAnnouncements(registry) if registry and place.rank == 0 else None,
+        announcements=JobAnnouncements(registry) if registry and rank_info.rank == 0 else None,
     )
     server = None
-    if registry and place.serves:
+    if registry and rank_info.serves:
         work_threads, io_threads = network.thread_counts(own_processors(os.environ))
         server = Server(
             core,
@@ -268,7 +273,7 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
             if not part.has_parted:
                 check_connected(core, part.channel)
 
-    scopes = SessionScopes(store, place, network.connect_timeout_s, ctx.deadlocks, look)
+    scopes = SessionScopes(store, rank_info, network.connect_timeout_s, ctx.deadlocks, look)
     world = World(ctx, scopes)
     models = PreparedModels(world, store, look, lambda reason: session.abort(reason))
     arrays = RegisteredArrays(ctx, scopes.open)
@@ -276,10 +281,10 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
     return session
 
 
-def _open_store(options: Options, place: RankInfo, secret: str | None) -> BoundedStore:
+def _open_store(options: Options, rank_info: RankInfo, secret: str | None) -> BoundedStore:
     """Return the store that is given, torch.distributed's, or the launcher's."""
     given, limit_s = options.rendezvous, store_timeout_s(options)
     if given.store is not None and not isinstance(given.store, str):
-        return wrap_store(given.store, place, os.environ, limit_s, secret)
+        return wrap_store(given.store, rank_info, os.environ, limit_s, secret)
     timeout_s = options.network.connect_timeout_s
-    return open_store(place, os.environ, timeout_s, limit_s, secret, given.store_address)
+    return open_store(rank_info, os.environ, timeout_s, limit_s, secret, given.store_address)

@@ -16,7 +16,7 @@ from gradlane.cli.options import (
     require_writable,
     session_option,
 )
-from gradlane.training.options.groups import Network
+from gradlane.training.options.option_groups import Network
 from gradlane.training.options.server_places import SERVERS_HELP, parse_servers
 
 
