@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store
 
 import gradlane
 import gradlane.ddp
-from gradlane.lab.accuracy.exchange import Exchange
+from gradlane.lab.accuracy.exchange import EmulatedExchange
 from gradlane.lab.runs.communication import mean_in_rank_order
 from gradlane.lab.runs.ddp_hooks import register_hook
 from tests.dgc_oracle import DgcOracle
@@ -343,7 +343,7 @@ def train_in_lab(
 def emulate(spec: str, *, workers: int, steps: int, lr: float = 0.05) -> str:
     """Train as `train` does, with the study's emulated workers, and return the digest."""
     model = make_model()
-    exchange = Exchange(model, spec, workers=workers, seed=0)
+    exchange = EmulatedExchange(model, spec, workers=workers, seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     parameters = list(model.parameters())
     threads = torch.get_num_threads()

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from gradlane.lab.transport.measurement import (
     URGENT_PER_STEP,
-    Exchange,
-    Surroundings,
+    ExchangeRow,
+    RunConditions,
     TransportOptions,
-    Urgency,
+    UrgencyRow,
     run_transport,
     summarize_turn,
 )
@@ -35,7 +35,7 @@ SEND_TURN_BYTES = 1 << 20
 """What the core's I/O thread sends before it listens again, for each socket it heard from."""
 
 MS = 1_000_000
-AROUND = Surroundings(4, 10**9, {}, 0.5)
+CONDITIONS = RunConditions(4, 10**9, {}, 0.5)
 LARGE = 1
 """Number of the less urgent tensor in the made-up traces; the urgent one is 0."""
 
@@ -149,8 +149,8 @@ def test_targets_are_held_against_the_medians_of_ratios() -> None:
         ]
         gloo = summarize_turn([counted(0.0, 4.0, user_s=1.0, machine_total_s=4.0)], "gloo", 2, 1e9)
         ours = summarize_turn(ranks, "gradlane", 2, 1e9)
-        rows.append(Exchange.of(AROUND, repeat, ours, gloo, 4e9))
-    median = Exchange.median(rows)
+        rows.append(ExchangeRow.of(CONDITIONS, repeat, ours, gloo, 4e9))
+    median = ExchangeRow.median(rows)
     assert median.goodput_share == 1.0
     assert median.to_json()["goodput_share_met"]
     assert median.cpu_ratio == pytest.approx(1.2)
@@ -207,7 +207,7 @@ def test_a_reply_counts_from_the_last_push_and_idle_ports_do_not_count() -> None
     assert reply.received_ms is None
     assert reply.less_urgent_within == 1
     assert not reply.saturated
-    row = Urgency(AROUND, "all ranks at once", "reply", [reply]).to_json()
+    row = UrgencyRow(CONDITIONS, "all ranks at once", "reply", [reply]).to_json()
     assert (row["slices"], row["saturated_slices"]) == (1, 0)
     assert row["last_left_ms_max"] is None
 

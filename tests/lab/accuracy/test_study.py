@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from gradlane.cli.main import app
 from gradlane.lab.accuracy import findings, study
 from gradlane.lab.accuracy.curve import evaluation_steps
-from gradlane.lab.accuracy.exchange import Exchange
+from gradlane.lab.accuracy.exchange import EmulatedExchange
 from gradlane.lab.accuracy.markdown import (
     bytes_in_words,
     losses_in_words,
@@ -43,7 +43,7 @@ def gradients(model: nn.Module, workers: int) -> list[list[torch.Tensor]]:
 def test_full_precision_is_the_mean_in_rank_order() -> None:
     model = nn.Linear(300, 200)
     given = gradients(model, 3)
-    exchange = Exchange(model, "f32", workers=3, seed=0)
+    exchange = EmulatedExchange(model, "f32", workers=3, seed=0)
     for number, mean in enumerate(exchange.average(given, 0)):
         expected = (given[0][number] + given[1][number] + given[2][number]) / 3
         assert torch.equal(mean, expected)
@@ -52,7 +52,7 @@ def test_full_precision_is_the_mean_in_rank_order() -> None:
 
 def test_residuals_of_workers_and_owner_keep_everything() -> None:
     model = nn.Linear(300, 200, bias=False)
-    exchange = Exchange(model, "topk:ratio=0.01", workers=2, seed=0, small_elems=0)
+    exchange = EmulatedExchange(model, "topk:ratio=0.01", workers=2, seed=0, small_elems=0)
     sent = torch.zeros(200, 300)
     for step in range(5):
         sent += exchange.average(gradients(model, 2), step)[0]
@@ -67,7 +67,7 @@ def test_residuals_of_workers_and_owner_keep_everything() -> None:
 
 def test_only_convolutions_are_encoded_where_asked() -> None:
     model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(64, 500))
-    exchange = Exchange(
+    exchange = EmulatedExchange(
         model, "qsgd:bits=8", workers=2, seed=0, layers="convolutions", small_elems=0
     )
     names = [slices[0].codec.name for slices in exchange.slices]

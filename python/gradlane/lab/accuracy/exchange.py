@@ -40,7 +40,7 @@ class Slice:
     owner: torch.Tensor | None = None
 
 
-class Exchange:
+class EmulatedExchange:
     """Averages the gradients of emulated workers as encoded gradients are averaged.
 
     Attributes:

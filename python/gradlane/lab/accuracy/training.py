@@ -10,7 +10,7 @@ from torch import nn
 
 from gradlane.lab.accuracy.asynchronous import train_on_ranks
 from gradlane.lab.accuracy.curve import Curve, evaluation_steps
-from gradlane.lab.accuracy.exchange import ALL, Exchange
+from gradlane.lab.accuracy.exchange import ALL, EmulatedExchange
 from gradlane.lab.accuracy.schemes import REAL, Scheme
 from gradlane.lab.accuracy.tasks import Task
 
@@ -61,7 +61,7 @@ def _train_together(
     model = task.build(seed)
     optimizer = task.make_optimizer(model, momentum=not scheme.takes_momentum)
     codec = scheme.codec_for(task.optimizer, steps, task.momentum)
-    exchange = Exchange(model, codec, workers=workers, seed=seed, layers=layers)
+    exchange = EmulatedExchange(model, codec, workers=workers, seed=seed, layers=layers)
     parameters = list(model.parameters())
     curve = Curve()
     stops = set(evaluation_steps(steps))

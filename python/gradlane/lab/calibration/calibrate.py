@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradlane.lab.calibration import node_costs as calibrate_local
-from gradlane.lab.cluster.awake import kept_awake
+from gradlane.lab.cluster.keep_cpus_awake import cpus_kept_awake
 from gradlane.lab.cluster.namespaces import Cluster
 from gradlane.lab.cluster.ranks import RankPool
 from gradlane.lab.runs.rows import NO_EVIDENCE, measures_machine
@@ -186,7 +186,7 @@ def run_calibration(
     with (
         Cluster(WORKERS, options.rate_bps) as cluster,
         RankPool(cluster, program=_PROGRAM) as pool,
-        kept_awake(),
+        cpus_kept_awake(),
     ):
         calibration = _Calibration(options, cluster, pool, on_phase)
         constants = {

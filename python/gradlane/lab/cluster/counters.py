@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gradlane.lab.cluster.awake import awake_processes
+from gradlane.lab.cluster.keep_cpus_awake import awake_processes
 from gradlane.lab.cluster.machine import IDLE, STOLEN, WAITING, machine_ticks
 from gradlane.lab.cluster.namespaces import INTERFACE
 

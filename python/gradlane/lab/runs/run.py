@@ -19,7 +19,6 @@ from pathlib import Path
 from gradlane.formats.provenance import machine_facts, package_versions
 from gradlane.formats.timeline.chrome import read_chrome, write_chrome
 from gradlane.formats.timeline.merge import merge
-from gradlane.lab.cluster.awake import kept_awake
 from gradlane.lab.cluster.counters import (
     Recording,
     TrafficRecord,
@@ -27,6 +26,7 @@ from gradlane.lab.cluster.counters import (
     read_processor_ticks,
 )
 from gradlane.lab.cluster.errors import LabError
+from gradlane.lab.cluster.keep_cpus_awake import cpus_kept_awake
 from gradlane.lab.cluster.namespaces import Cluster
 from gradlane.lab.cluster.ranks import RankPool
 from gradlane.lab.cluster.straggling import Bursts
@@ -97,7 +97,7 @@ def run_lab(
         tempfile.TemporaryDirectory(prefix="gradlane-lab-") as scratch,
         Cluster(options.nodes, real_rates_bps[0]) as cluster,
         RankPool(cluster, ranks_per_node=options.ranks_per_node) as pool,
-        kept_awake(),
+        cpus_kept_awake(),
     ):
         runner = _Runner(options, cluster, pool, progress, Path(scratch))
         for rate_bps, real_rate_bps in zip(options.rates_bps, real_rates_bps, strict=True):

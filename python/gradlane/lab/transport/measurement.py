@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradlane.lab.cluster.awake import kept_awake
+from gradlane.lab.cluster.keep_cpus_awake import cpus_kept_awake
 from gradlane.lab.cluster.namespaces import NODES_MAX, Cluster
 from gradlane.lab.cluster.ranks import RankPool
 from gradlane.lab.runs.rows import measures_machine
@@ -151,7 +151,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RunConditions:
     """What every measurement says of its cluster and its machine."""
 
     workers: int
@@ -160,19 +160,19 @@ class Surroundings:
     load_average: float
 
     @staticmethod
-    def of(options: TransportOptions) -> Surroundings:
+    def of(options: TransportOptions) -> RunConditions:
         """Return those of now."""
-        return Surroundings(
+        return RunConditions(
             options.workers, options.rate_bps, options.effective_settings, os.getloadavg()[0]
         )
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeRow:
     """One repeat of streams, gradlane and Gloo, or the medians over repeats.
 
     Attributes:
-        around: of the repeat.
+        conditions: of the repeat.
         repeat: its number; None: these are medians.
         stream_goodput_bps: what plain TCP streams carried.
         goodput_share: gradlane's goodput over that of the streams.
@@ -183,7 +183,7 @@ class Exchange:
         gloo: its turn.
     """
 
-    around: Surroundings
+    conditions: RunConditions
     repeat: int | None
     stream_goodput_bps: float
     goodput_share: float
@@ -195,11 +195,11 @@ class Exchange:
 
     @staticmethod
     def of(
-        around: Surroundings, repeat: int, gradlane: Turn, gloo: Turn, stream_bps: float
-    ) -> Exchange:
+        conditions: RunConditions, repeat: int, gradlane: Turn, gloo: Turn, stream_bps: float
+    ) -> ExchangeRow:
         """Return a repeat's numbers; ratios are taken within it."""
-        return Exchange(
-            around=around,
+        return ExchangeRow(
+            conditions=conditions,
             repeat=repeat,
             stream_goodput_bps=stream_bps,
             goodput_share=gradlane.goodput_bps / stream_bps,
@@ -213,21 +213,21 @@ class Exchange:
         )
 
     @staticmethod
-    def median(repeats: Sequence[Exchange]) -> Exchange:
+    def median(repeats: Sequence[ExchangeRow]) -> ExchangeRow:
         """Return the medians over repeats, of ratios too."""
 
-        def middle(number: Callable[[Exchange], float]) -> float:
+        def middle(number: Callable[[ExchangeRow], float]) -> float:
             return float(statistics.median(map(number, repeats)))
 
-        def turn(of: Callable[[Exchange], Turn]) -> Turn:
+        def turn(of: Callable[[ExchangeRow], Turn]) -> Turn:
             turns = [asdict(of(one)) for one in repeats]
             return Turn(
                 **{name: statistics.median(one[name] for one in turns) for name in turns[0]}
             )
 
-        return Exchange(
-            around=replace(
-                repeats[0].around, load_average=middle(lambda one: one.around.load_average)
+        return ExchangeRow(
+            conditions=replace(
+                repeats[0].conditions, load_average=middle(lambda one: one.conditions.load_average)
             ),
             repeat=None,
             stream_goodput_bps=middle(lambda one: one.stream_goodput_bps),
@@ -252,10 +252,12 @@ class Exchange:
     def to_json(self) -> dict[str, Any]:
         """Return the row of the file; medians are held against the targets."""
         content = asdict(self)
-        around, gradlane, gloo = (content.pop(name) for name in ("around", "gradlane", "gloo"))
+        conditions, gradlane, gloo = (
+            content.pop(name) for name in ("conditions", "gradlane", "gloo")
+        )
         row = {
             "measurement": "exchange" if self.repeat is not None else "exchange_median",
-            **around,
+            **conditions,
             **content,
             **{f"gradlane_{name}": value for name, value in gradlane.items()},
             **{f"gloo_{name}": value for name, value in gloo.items()},
@@ -272,10 +274,10 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Urgency:
+class UrgencyRow:
     """Urgent slices handed over in one way, seen in one direction."""
 
-    around: Surroundings
+    conditions: RunConditions
     way: str
     direction: str
     samples: Sequence[UrgentSlice]
@@ -297,7 +299,7 @@ class Urgency:
             spans[f"{name}_median"], spans[f"{name}_max"] = self.middle_and_most(name)
         return {
             "measurement": "urgency",
-            **asdict(self.around),
+            **asdict(self.conditions),
             "way": self.way,
             "direction": self.direction,
             "slices": len(self.samples),
@@ -308,7 +310,7 @@ class Urgency:
         }
 
 
-Row = Exchange | Urgency
+Row = ExchangeRow | UrgencyRow
 
 
 def summarize_turn(
@@ -317,7 +319,7 @@ def summarize_turn(
     """Compute a turn's numbers from what the ranks counted.
 
     Args:
-        results: one a rank, as `transport_node.Exchange.run` returns them.
+        results: one a rank, as `node.Exchange.run` returns them.
         implementation: `gradlane` or `gloo`.
         steps: measured steps.
         sent_bytes_per_step: payload bytes that a rank sends in a step.
@@ -361,23 +363,23 @@ def run_transport(
     Raises:
         LabError: the cluster could not be built, or a rank failed.
     """
-    exchanges: list[Exchange] = []
-    urgent: list[Urgency] = []
+    exchanges: list[ExchangeRow] = []
+    urgent: list[UrgencyRow] = []
     on_phase("building the cluster")
-    with kept_awake(), Cluster(options.workers, options.rate_bps) as cluster:
+    with cpus_kept_awake(), Cluster(options.workers, options.rate_bps) as cluster:
         for repeat in range(options.repeat):
             exchanges.append(_exchange(options, cluster, on_phase, repeat))
         if options.urgent_trials:
             on_phase(f"urgent slices, {options.urgent_trials} a rank")
             with RankPool(cluster, program=_PROGRAM) as pool:
                 urgent = _Measurement(options, cluster, pool).urgency()
-    medians = [Exchange.median(exchanges)] if exchanges else []
+    medians = [ExchangeRow.median(exchanges)] if exchanges else []
     return [*exchanges, *medians, *urgent]
 
 
 def _exchange(
     options: TransportOptions, cluster: Cluster, on_phase: Callable[[str], None], repeat: int
-) -> Exchange:
+) -> ExchangeRow:
     """Let streams, gradlane and Gloo take turns, once."""
     about = f"repeat {repeat + 1} of {options.repeat}"
     on_phase(f"{about}: TCP streams")
@@ -389,8 +391,8 @@ def _exchange(
         on_phase(f"{about}: {implementation}")
         with RankPool(cluster, program=_PROGRAM) as pool:
             turns[implementation] = _Measurement(options, cluster, pool).turn(implementation)
-    around = Surroundings.of(options)
-    return Exchange.of(around, repeat, turns["gradlane"], turns["gloo"], stream_bps)
+    conditions = RunConditions.of(options)
+    return ExchangeRow.of(conditions, repeat, turns["gradlane"], turns["gloo"], stream_bps)
 
 
 class _Measurement:
@@ -421,7 +423,7 @@ class _Measurement:
         self._pool.ask_all("close")
         return summarize_turn(results, implementation, options.steps, options.sent_bytes_per_step)
 
-    def urgency(self) -> list[Urgency]:
+    def urgency(self) -> list[UrgencyRow]:
         """Hand over urgent slices while a large tensor saturates the ports."""
         options = self._options
         large_elems = round(options.urgent_megabytes * 1e6 / _FLOAT_BYTES)
@@ -434,7 +436,7 @@ class _Measurement:
         gap_share = (_URGENT_LAST_SHARE - _URGENT_FIRST_SHARE) / (URGENT_PER_STEP - 1)
         # The last tensor's gradient comes first, as in backward.
         shares = [_URGENT_LAST_SHARE - gap_share * tensor for tensor in range(URGENT_PER_STEP)]
-        rows: list[Urgency] = []
+        rows: list[UrgencyRow] = []
         for way, stagger_s in (
             ("one rank at a time", gap_share * busy_s / options.workers),
             ("all ranks at once", 0.0),
@@ -447,10 +449,10 @@ class _Measurement:
                 stagger_s=stagger_s,
             )
             slices = urgent_slices(*_decode(results))
-            around = Surroundings.of(options)
+            conditions = RunConditions.of(options)
             for direction in ("push", "reply"):
                 chosen = [item for item in slices if item.direction == direction]
-                rows.append(Urgency(around, way, direction, chosen))
+                rows.append(UrgencyRow(conditions, way, direction, chosen))
         self._pool.ask_all("close")
         return rows
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradlane.lab.cluster.awake import awake_processes
 from gradlane.lab.cluster.counters import read_port_bytes, spinning_s
+from gradlane.lab.cluster.keep_cpus_awake import awake_processes
 from gradlane.lab.cluster.machine import IDLE, SOFTIRQ, STOLEN, WAITING, machine_ticks
 from gradlane.lab.cluster.namespaces import INTERFACE
 from gradlane.lab.cluster.rank_program import (

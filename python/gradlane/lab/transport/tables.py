@@ -13,25 +13,25 @@ from gradlane.lab.transport.measurement import (
     CPU_RATIO_TARGET,
     GOODPUT_SHARE_TARGET,
     URGENT_MS_TARGET,
-    Exchange,
+    ExchangeRow,
     Row,
-    Urgency,
+    UrgencyRow,
 )
 from gradlane.report.console import text_table
 
 
 def print_transport(console: Console, rows: Sequence[Row]) -> None:
     """Print a table for each kind of measurement that the rows hold."""
-    exchanges = [row for row in rows if isinstance(row, Exchange)]
+    exchanges = [row for row in rows if isinstance(row, ExchangeRow)]
     if exchanges:
         console.print(_goodput(exchanges))
         console.print(_processors(exchanges))
-    urgency = [row for row in rows if isinstance(row, Urgency)]
+    urgency = [row for row in rows if isinstance(row, UrgencyRow)]
     if urgency:
         console.print(_urgency(urgency))
 
 
-def _name(row: Exchange) -> str:
+def _name(row: ExchangeRow) -> str:
     return "median" if row.repeat is None else f"repeat {row.repeat}"
 
 
@@ -39,7 +39,7 @@ def _verdict(is_met: bool) -> str:
     return "met" if is_met else "missed"
 
 
-def _goodput(rows: Sequence[Exchange]) -> Table:
+def _goodput(rows: Sequence[ExchangeRow]) -> Table:
     last = rows[-1]
     body = [
         [
@@ -55,8 +55,8 @@ def _goodput(rows: Sequence[Exchange]) -> Table:
         for row in rows
     ]
     return text_table(
-        f"goodput of a step without compute, {last.around.workers} workers at "
-        f"{format_rate(last.around.rate_bps)}",
+        f"goodput of a step without compute, {last.conditions.workers} workers at "
+        f"{format_rate(last.conditions.rate_bps)}",
         ("", "TCP streams", "gradlane", "share", "step", "Gloo", "share", "machine busy"),
         body,
         caption=f"target: gradlane at least {GOODPUT_SHARE_TARGET:.0%} of plain TCP streams in "
@@ -64,7 +64,7 @@ def _goodput(rows: Sequence[Exchange]) -> Table:
     )
 
 
-def _processors(rows: Sequence[Exchange]) -> Table:
+def _processors(rows: Sequence[ExchangeRow]) -> Table:
     last = rows[-1]
     caption = (
         f"target: at most {CPU_RATIO_TARGET:g} times Gloo's: {_verdict(last.cpu_ratio_met)}; "
@@ -93,7 +93,7 @@ def _processors(rows: Sequence[Exchange]) -> Table:
     )
 
 
-def _urgency(rows: Sequence[Urgency]) -> Table:
+def _urgency(rows: Sequence[UrgencyRow]) -> Table:
     body = []
     for row in rows:
         cells = [f"{row.direction}, {row.way}", str(len(row.saturated))]
@@ -108,7 +108,7 @@ def _urgency(rows: Sequence[Urgency]) -> Table:
             cells.append("-" if middle is None else f"{middle:.{digits}f} ({most:.{digits}f})")
         body.append(cells)
     return text_table(
-        f"an urgent slice on saturated ports at {format_rate(rows[-1].around.rate_bps)}: "
+        f"an urgent slice on saturated ports at {format_rate(rows[-1].conditions.rate_bps)}: "
         "ms from ready, median (most)",
         ("", "slices", "first left", "last left", "received", "ahead", "until last"),
         body,

@@ -283,7 +283,7 @@ class Machine:
         except (OSError, ValueError) as error:
             return fault(check, str(error), "gradlane secret new PATH writes a good one")
         if secret is None:
-            return ok(check, "none: whoever reaches the store of the job may join it")
+            return ok(check, "none: any process that reaches the job's store may join it")
         return ok(check, f"{secret_bits(secret)} bits")
 
     def _text(self, path: str) -> str:

@@ -80,7 +80,7 @@ class Barrier:
     def _wait(self, key: str, call: str, missing: list[int], words: list[str]) -> None:
         pause_s = 0.0005
         looked_s = self._clock()
-        patience = SuspendAwareDeadline(self._timeout_s, self._clock)
+        deadline = SuspendAwareDeadline(self._timeout_s, self._clock)
         pushes = -1
         while True:
             for rank in list(missing):
@@ -97,8 +97,8 @@ class Barrier:
             if now_s - looked_s >= _LOOK_S or pushes < 0:
                 looked_s = now_s
                 if pushes != (pushes := self._pushes()):
-                    patience.renew()
-                if patience.is_over(_LOOK_S):
+                    deadline.renew()
+                if deadline.is_over(_LOOK_S):
                     raise ProgressTimeoutError(
                         f"rank {self._meeting.rank_info.rank} waited {self._timeout_s:g} s in "
                         f"{call} "

@@ -37,7 +37,7 @@ class JoinableModel(Protocol):
         """Give every rank what a rank has; a collective call."""
 
 
-class Attendance:
+class Participation:
     """Notes the ranks with data in the steps of one model since the join began."""
 
     def __init__(self, join: Join) -> None:
@@ -80,7 +80,7 @@ class Join:
         self.throws = throws
         self._models = models
         self._rank = rank
-        self._attendance: list[Attendance] = []
+        self._participation: list[Participation] = []
 
     def __enter__(self) -> Join:
         """Begin.
@@ -101,9 +101,9 @@ class Join:
                     'session.join() with update="server": a rank without data could not keep its '
                     'parameters up to date; use update="worker"'
                 )
-        self._attendance = [Attendance(self) for _ in self._models]
-        for model, attendance in zip(self._models, self._attendance, strict=True):
-            model.steps.consistency.enter_join(attendance)
+        self._participation = [Participation(self) for _ in self._models]
+        for model, participation in zip(self._models, self._participation, strict=True):
+            model.steps.consistency.enter_join(participation)
         return self
 
     def __exit__(
@@ -121,11 +121,11 @@ class Join:
         try:
             if error is None:
                 self._go_along()
-                if self.throws and any(one.uneven for one in self._attendance):
+                if self.throws and any(one.uneven for one in self._participation):
                     raise UnevenDataError(self._describe())
-                for model, attendance in zip(self._models, self._attendance, strict=True):
-                    if attendance.uneven:
-                        model.broadcast_state(attendance.last_there[0])
+                for model, participation in zip(self._models, self._participation, strict=True):
+                    if participation.uneven:
+                        model.broadcast_state(participation.last_there[0])
         finally:
             for model in self._models:
                 model.steps.consistency.leave_join()
@@ -155,7 +155,7 @@ class Join:
         for steps in steps_of:
             steps.begin_shadow()
         pause = _Pause()
-        trained = list(zip(steps_of, self._attendance, strict=True))
+        trained = list(zip(steps_of, self._participation, strict=True))
         while trained:
             # One model can be waited for; among several, the ones that the others are at.
             ready = trained if len(trained) == 1 else [it for it in trained if it[0].has_statuses()]
@@ -164,9 +164,9 @@ class Join:
                 continue
             pause.reset()
             for model in list(ready):
-                steps, attendance = model
+                steps, participation = model
                 steps.end_shadow()
-                if attendance.over:
+                if participation.over:
                     trained.remove(model)
                 else:
                     steps.begin_shadow()

@@ -37,8 +37,8 @@ def serve_dashboard(host: str, port: int, view: LiveView, rank: int) -> Endpoint
     log.info("rank %d shows the training at %s and to `gradlane watch %s`", rank, url, address)
     if not endpoint.is_loopback:
         log.warning(
-            "the live page has no password: whoever reaches %s reads names of layers and figures "
-            "of this training; 127.0.0.1 is for this machine alone",
+            "the live page has no password: anybody who reaches %s reads names of layers and "
+            "figures of this training; 127.0.0.1 is for this machine alone",
             address,
         )
     return endpoint

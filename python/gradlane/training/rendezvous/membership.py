@@ -241,7 +241,7 @@ class Membership:
         gone = [rank for rank in before if rank not in members]
         last = self.training_step_of(step)
         self.lost += tuple(LostRank(rank, last, reason) for rank in gone)
-        # Not before: whoever sees the number looks for the members.
+        # Last: readers that see the number look for its members.
         self.known_generation = generation
         self._say(
             f"training goes on without rank {', '.join(map(str, gone))}: {reason} (step {last}, "

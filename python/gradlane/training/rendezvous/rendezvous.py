@@ -604,7 +604,7 @@ class RendezvousScope:
 
         Returns:
             The addresses to call, and those as published, whose hosts may be names. What this rank
-            has published is not read back: whoever changes it in the store changes it for others.
+            has published is not read back: a change in the store misleads others alone.
 
         Raises:
             RendezvousError: a rank did not appear, or published what cannot be reached from here.
@@ -646,9 +646,9 @@ class RendezvousScope:
             return
         _warned.add(self.incarnation)
         log.warning(
-            "rank %d is on another machine, and the job has no secret: whoever reaches the network "
-            "between the ranks, or the store, can read and change gradients. `gradlane secret new` "
-            "writes a secret; set GRADLANE_SECRET_FILE to it on every rank",
+            "rank %d is on another machine, and the job has no secret: anybody on the network "
+            "between the ranks, or with access to the store, can read and change gradients. "
+            "`gradlane secret new` writes a secret; set GRADLANE_SECRET_FILE to it on every rank",
             rank,
         )
 

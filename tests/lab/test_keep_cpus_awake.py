@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from gradlane.lab.cluster import awake
-from gradlane.lab.cluster.awake import awake_processes, kept_awake
+from gradlane.lab.cluster import keep_cpus_awake
 from gradlane.lab.cluster.counters import read_processor_ticks, spinning_s
+from gradlane.lab.cluster.keep_cpus_awake import awake_processes, cpus_kept_awake
 from tests.waiting import eventually
 
 WITHIN_S = 30.0
@@ -23,13 +23,13 @@ def virtual(monkeypatch: pytest.MonkeyPatch) -> None:
     modest = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
     if subprocess.run([sys.executable, "-c", modest], capture_output=True, check=False).returncode:
         pytest.skip("the class SCHED_IDLE is forbidden here")
-    monkeypatch.setattr(awake, "is_virtual", lambda: True)
+    monkeypatch.setattr(keep_cpus_awake, "is_virtual", lambda: True)
 
 
 @pytest.mark.usefixtures("virtual")
 def test_each_processor_has_a_process_of_the_lowest_class_and_no_longer_than_it_is_wanted() -> None:
     before = set(awake_processes())
-    with kept_awake():
+    with cpus_kept_awake():
         assert eventually(
             lambda: len(set(awake_processes()) - before) == len(os.sched_getaffinity(0)), WITHIN_S
         )
@@ -43,7 +43,7 @@ def test_each_processor_has_a_process_of_the_lowest_class_and_no_longer_than_it_
 @pytest.mark.usefixtures("virtual")
 def test_spinning_is_no_use_of_the_machine() -> None:
     """Busy ticks without it and what was spun are about all busy ticks."""
-    with kept_awake():
+    with cpus_kept_awake():
         assert eventually(lambda: spinning_s(awake_processes()) > 0.3, WITHIN_S)
         spinning = awake_processes()
         spun_s = spinning_s(spinning)
@@ -65,9 +65,9 @@ def test_who_is_killed_leaves_nothing_spinning() -> None:
     before = set(awake_processes())
     program = (
         "import time\n"
-        "from gradlane.lab.cluster import awake\n"
-        "awake.is_virtual = lambda: True\n"
-        "with awake.kept_awake():\n"
+        "from gradlane.lab.cluster import keep_cpus_awake\n"
+        "keep_cpus_awake.is_virtual = lambda: True\n"
+        "with keep_cpus_awake.cpus_kept_awake():\n"
         "    time.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program])
@@ -78,7 +78,7 @@ def test_who_is_killed_leaves_nothing_spinning() -> None:
 
 
 def test_a_machine_of_its_own_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(awake, "is_virtual", lambda: False)
+    monkeypatch.setattr(keep_cpus_awake, "is_virtual", lambda: False)
     before = set(awake_processes())
-    with kept_awake():
+    with cpus_kept_awake():
         assert set(awake_processes()) <= before

@@ -45,7 +45,7 @@ else:
 
 
 @contextlib.contextmanager
-def kept_awake() -> Iterator[None]:
+def cpus_kept_awake() -> Iterator[None]:
     """Return a context in which processors do not halt; it does nothing on a machine of its own.
 
     The processes end with the context, and by themselves where this process is killed.
