@@ -70,17 +70,17 @@ QUICK = (
 def ours_of(name: str) -> dict[str, float]:
     """Ours by key; of several variants the last one."""
     (made,) = reproduce(chosen([name]), Simulations())
-    return {row.key: row.ours for row in made.rows}
+    return {row.ours.key: row.ours.value for row in made.rows}
 
 
 def test_accuracies_are_those_of_the_runs() -> None:
     """Every seed is compared with its own, and what is called real was trained by processes."""
     (made,) = reproduce(chosen(["p3:fig15"]), Simulations())
-    ours = {row.variant: row for row in made.rows}
-    assert {row.published for row in made.rows} == {-5.0} and len(ours) == 4
+    ours = {row.ours.variant: row for row in made.rows}
+    assert {row.published.value for row in made.rows} == {-5.0} and len(ours) == 4
     points = points_from_p3("asgd:order=real")
     real = ours["real processes, P3's learning rate"]
-    assert real.main and real.ours == pytest.approx(sum(points) / len(points))
+    assert real.ours.main and real.ours.value == pytest.approx(sum(points) / len(points))
     rows = {(row["task"], row["scheme"]): row for row in trained_content()["rows"][::-1]}
     full, own = rows["resnet", "p3"]["accuracy"], rows["resnet", "asgd:order=real"]["accuracy"]
     assert points[0] == pytest.approx(100 * (own[0][-1] - full[0][-1]))
@@ -167,12 +167,13 @@ def test_every_figure_is_reproduced_or_says_what_it_needs() -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_a_figure_has_a_row_for_every_published_number(name: str) -> None:
     (made,) = reproduce(chosen([name]), Simulations())
-    assert {row.key for row in made.rows} == set(published_of(name))
+    assert {row.ours.key for row in made.rows} == set(published_of(name))
     for row in made.rows:
-        assert row.why
-        assert row.ours == row.ours  # No not-a-number.
-        if row.published is not None:
-            assert row.difference == row.ours - row.published
+        ours, published = row.ours.value, row.published.value
+        assert row.ours.why
+        assert ours == ours  # No not-a-number.
+        if published is not None:
+            assert row.difference == ours - published
 
 
 def test_ours_without_a_published_number_is_an_error() -> None:

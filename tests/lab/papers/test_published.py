@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from gradlane.lab.papers import lowprec_model, published
-from gradlane.lab.papers.comparison import Comparison, published_of, published_tables, speeds
+from gradlane.lab.papers.comparison import (
+    Comparison,
+    Ours,
+    Published,
+    published_of,
+    published_tables,
+    speeds,
+)
 from gradlane.lab.papers.figures import FIGURES, reproduce
 from gradlane.lab.papers.lowprec import held_out
 from gradlane.lab.papers.lowprec_model import (
@@ -60,26 +67,27 @@ def test_there_is_a_row_for_every_published_number(cheap_rows: list[PublishedRow
         for one in published_of(name).values()
         if one.value is not None
     ]
-    assert [(row.figure, row.published) for row in cheap_rows] == wanted
+    assert [(row.published.figure, row.value) for row in cheap_rows] == wanted
     assert len(wanted) > 300
-    assert sum(row.figure in TABLES.values() for row in cheap_rows) == 210
+    assert sum(row.published.figure in TABLES.values() for row in cheap_rows) == 210
 
 
 def test_ours_are_there(cheap_rows: list[PublishedRow]) -> None:
     assert all(figure.run is not None for figure in FIGURES.values())
     for row in cheap_rows:
-        if row.figure in CHEAP:
+        if row.published.figure in CHEAP:
             assert row.ours is not None and row.cause, row
             assert row.role in ROLES and row.role != "none"
-        if row.published and row.ours is not None and row.role != "smaller":
-            assert row.deviation == pytest.approx(100 * (row.ours / row.published - 1))
+        if row.value and row.ours is not None and row.role != "smaller":
+            assert row.deviation == pytest.approx(100 * (row.ours / row.value - 1))
         elif row.role == "smaller":
             assert row.deviation is None
 
 
 def comparison(ours: float, *, main: bool = False) -> Comparison:
     """One of several answers to a number."""
-    return Comparison("p3:fig4", "saved", "", 50.0, ours, "%", "", "", "", "why", main=main)
+    theirs = Published("p3:fig4", "saved", "", 50.0, "%", "")
+    return Comparison(theirs, Ours("saved", ours, "why", main=main))
 
 
 def test_the_main_answer_is_the_flagged_one_or_the_first() -> None:
@@ -91,10 +99,21 @@ def test_the_main_answer_is_the_flagged_one_or_the_first() -> None:
 
 
 def test_only_predictions_are_counted_by_their_deviation() -> None:
-    def row(deviation: float | None, role: str = "") -> PublishedRow:
-        return PublishedRow("p3:fig4", "", "", "", 1.0, 1.0, deviation, role, "")
+    def row(ours: float | None, role: str = "", published: float = 100.0) -> PublishedRow:
+        theirs = Published("p3:fig4", "", "", published, "", "")
+        answer = None if ours is None else Comparison(theirs, Ours("", ours, "", role=role))
+        return PublishedRow(theirs, answer)
 
-    rows = (row(0.0), row(-5.0), row(9.9), row(25.1), row(None), row(0.0, "fitted"), row(1, "none"))
+    undefined = row(1.0, published=0.0)
+    rows = (
+        row(100.0),
+        row(95.0),
+        row(109.9),
+        row(125.1),
+        undefined,
+        row(100.0, "fitted"),
+        row(None),
+    )
     counts = Study(rows, {}, 0.0).counts()
     assert counts["published"] == 7 and counts["predicted"] == 5
     assert [counts[f"predicted within {one} %"] for one in (5, 10, 25)] == [2, 3, 3]
@@ -111,7 +130,7 @@ def test_the_page_is_what_the_command_writes_today(cheap_rows: list[PublishedRow
     text = PAGE.read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     for row in cheap_rows:
-        if row.figure in CHEAP:
+        if row.published.figure in CHEAP:
             assert f"| {' | '.join(published.cells_of(row)[1:])} |" in lines, row
     bodies = [split(line) for line in lines]
     numbers = [body for body in bodies if len(body) == 5 and body[1] not in ("published", "---:")]
@@ -201,7 +220,7 @@ def test_inception_with_hardly_any_bytes_is_held_back_by_messages() -> None:
 
 
 def test_the_cheapest_machines_cost_what_the_paper_says(cheap_rows: list[PublishedRow]) -> None:
-    rows = {row.what: row for row in cheap_rows if row.figure == "lowprec:fig16"}
+    rows = {row.what: row for row in cheap_rows if row.published.figure == "lowprec:fig16"}
     (deep,) = [row for what, row in rows.items() if "ResNet-152 dearer" in what]
     assert deep.ours == pytest.approx(1500, rel=0.02)
 

@@ -1,4 +1,4 @@
-"""One number of a paper beside ours, and how a figure's numbers are kept together."""
+"""A number of a paper beside ours, and how a figure's numbers are kept together."""
 
 from __future__ import annotations
 
@@ -84,30 +84,33 @@ class Curve:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A published number, ours, and why they differ."""
+    """A published number, and ours beside it."""
 
-    figure: str
-    key: str
-    what: str
-    published: float | None
-    ours: float
-    unit: str
-    source: str
-    says: str
-    variant: str
-    why: str
-    note: str = ""
-    main: bool = False
-    role: str = ""
+    published: Published
+    ours: Ours
+
+    @property
+    def what(self) -> str:
+        """The number in words, with the variant that ours is of."""
+        variant = self.ours.variant
+        return self.published.what + (f" ({variant})" if variant else "")
 
     @property
     def difference(self) -> float | None:
         """Ours less the published one, in its unit."""
-        return None if self.published is None else self.ours - self.published
+        value = self.published.value
+        return None if value is None else self.ours.value - value
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison with its difference."""
-        return {**asdict(self), "difference": self.difference}
+        content = {**asdict(self.published), **asdict(self.ours)}
+        del content["value"]
+        return {
+            **content,
+            "published": self.published.value,
+            "ours": self.ours.value,
+            "difference": self.difference,
+        }
 
 
 @cache
@@ -222,25 +225,7 @@ def compared(figure: str, ours: Sequence[Ours | Curve]) -> list[Comparison]:
         KeyError: a number that the file of published ones does not have.
     """
     published = published_of(figure)
-    return [
-        Comparison(
-            figure,
-            one.key,
-            published[one.key].what,
-            published[one.key].value,
-            one.value,
-            published[one.key].unit,
-            published[one.key].source,
-            published[one.key].says,
-            one.variant,
-            one.why,
-            published[one.key].note,
-            one.main,
-            one.role,
-        )
-        for one in ours
-        if isinstance(one, Ours)
-    ]
+    return [Comparison(published[one.key], one) for one in ours if isinstance(one, Ours)]
 
 
 Reproduce = Callable[[Any], Sequence[Ours | Curve]]

@@ -42,69 +42,75 @@ class PublishedRow:
     """A published number beside ours.
 
     Attributes:
-        figure: as `gradlane reproduce` takes it.
-        what: the number in words.
-        unit: of both numbers.
-        source: section, table or figure of the paper.
-        published: the paper's number.
-        ours: None where it is not reproduced.
-        deviation: of ours from the published number in percent; None where that is zero, or ours
-            is another network's.
-        role: one of `ROLES`.
-        cause: why ours deviates or not, or what reproducing it needs.
+        published: what the paper says.
+        answer: ours; None where it is not reproduced.
+        needs: what reproducing it needs, where it is not.
     """
 
-    figure: str
-    what: str
-    unit: str
-    source: str
-    published: float
-    ours: float | None
-    deviation: float | None
-    role: str
-    cause: str
+    published: Published
+    answer: Comparison | None
+    needs: str = ""
+
+    @property
+    def value(self) -> float:
+        """The paper's number."""
+        assert self.published.value is not None
+        return self.published.value
+
+    @property
+    def ours(self) -> float | None:
+        """Our number; None where it is not reproduced."""
+        return None if self.answer is None else self.answer.ours.value
+
+    @property
+    def role(self) -> str:
+        """One of `ROLES`."""
+        return "none" if self.answer is None else self.answer.ours.role
+
+    @property
+    def what(self) -> str:
+        """The number in words."""
+        return self.published.what if self.answer is None else self.answer.what
+
+    @property
+    def deviation(self) -> float | None:
+        """Ours from the published number in percent; None where that is zero, or ours is another
+        network's."""
+        if self.ours is None or self.role == "smaller" or not self.value:
+            return None
+        return 100.0 * (self.ours - self.value) / abs(self.value)
+
+    @property
+    def cause(self) -> str:
+        """Why ours deviates or not, or what reproducing it needs."""
+        note = f" (reading: {self.published.note})" if self.published.note else ""
+        return f"{f'needs {self.needs}' if self.answer is None else self.answer.ours.why}{note}"
 
     def is_within(self, percent: float) -> bool:
         """Return whether ours deviates by this much at most."""
         return self.deviation is not None and abs(self.deviation) <= percent
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the row."""
+        theirs = self.published
+        return {
+            "figure": theirs.figure,
+            "what": self.what,
+            "unit": theirs.unit,
+            "source": theirs.source,
+            "published": self.value,
+            "ours": self.ours,
+            "deviation": self.deviation,
+            "role": ROLES[self.role],
+            "cause": self.cause,
+            "paper": paper_of(theirs.figure),
+        }
+
 
 def main_answer(rows: Iterable[Comparison]) -> Comparison | None:
     """Return the answer among a number's variants that the table takes."""
     found = list(rows)
-    chosen = [one for one in found if one.main] or found
-    return chosen[0] if chosen else None
-
-
-def _row(published: Published, answer: Comparison | None, needs: str) -> PublishedRow:
-    value = published.value
-    assert value is not None
-    note = f" (reading: {published.note})" if published.note else ""
-    if answer is None:
-        return PublishedRow(
-            published.figure,
-            published.what,
-            published.unit,
-            published.source,
-            value,
-            None,
-            None,
-            "none",
-            f"needs {needs}{note}",
-        )
-    variant = f" ({answer.variant})" if answer.variant else ""
-    comparable = value and answer.role != "smaller"
-    return PublishedRow(
-        published.figure,
-        published.what + variant,
-        published.unit,
-        published.source,
-        value,
-        answer.ours,
-        100.0 * (answer.ours - value) / abs(value) if comparable else None,
-        answer.role,
-        answer.why + note,
-    )
+    return next((one for one in found if one.ours.main), next(iter(found), None))
 
 
 def rows_of(made: Sequence[Reproduction]) -> list[PublishedRow]:
@@ -115,9 +121,9 @@ def rows_of(made: Sequence[Reproduction]) -> list[PublishedRow]:
     """
     compared = {one.figure.name: one.rows for one in made}
     return [
-        _row(
+        PublishedRow(
             published,
-            main_answer(row for row in compared.get(name, ()) if row.key == published.key),
+            main_answer(row for row in compared.get(name, ()) if row.published == published),
             figure.needs,
         )
         for name, figure in FIGURES.items()
@@ -154,10 +160,7 @@ class Study:
     def to_json(self) -> dict[str, Any]:
         """Return everything, and the errors of the fitted model."""
         return {
-            "rows": [
-                {**asdict(row), "paper": paper_of(row.figure), "role": ROLES[row.role]}
-                for row in self.rows
-            ],
+            "rows": [row.to_json() for row in self.rows],
             "counts": self.counts(),
             "settings": self.settings,
             "model": {
@@ -183,10 +186,10 @@ def study(simulations: Simulations) -> Study:
 
 def cells_of(row: PublishedRow) -> tuple[str, ...]:
     """Return a row's cells, in the order of `COLUMNS`."""
-    what = f"{row.what}, {row.unit}" if row.unit else row.what
+    what = f"{row.what}, {row.published.unit}" if row.published.unit else row.what
     deviation = "-" if row.deviation is None else f"{row.deviation:+.1f}"
     cause = row.cause if not row.role or row.role == "none" else f"[{ROLES[row.role]}] {row.cause}"
-    return row.figure, what, number(row.published), number(row.ours), deviation, cause
+    return row.published.figure, what, number(row.value), number(row.ours), deviation, cause
 
 
 def _error_cells(text: str, made: Errors) -> tuple[str, ...]:
@@ -271,7 +274,7 @@ def markdown_of(made: Study, command: str) -> str:
     paper = ""
     figure_rows: dict[str, list[PublishedRow]] = {}
     for row in made.rows:
-        figure_rows.setdefault(row.figure, []).append(row)
+        figure_rows.setdefault(row.published.figure, []).append(row)
     for name, own in figure_rows.items():
         if paper_of(name) != paper:
             paper = paper_of(name)
@@ -297,7 +300,8 @@ def write_page(made: Study, path: Path) -> None:
     columns = ("figure", "number", "unit", "published", "ours", "deviation, %", "role", "cause")
     rows = [
         (
-            *(row.figure, row.what, row.unit, row.published, row.ours, row.deviation),
+            *(row.published.figure, row.what, row.published.unit, row.value, row.ours),
+            row.deviation,
             *(ROLES[row.role], row.cause),
         )
         for row in made.rows

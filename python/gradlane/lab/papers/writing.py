@@ -31,16 +31,17 @@ def number(value: float | None) -> str:
 
 def cells_of(row: Comparison) -> tuple[str, ...]:
     """Return a row's cells, in the order of `COLUMNS`."""
-    name = row.what + (f" ({row.variant})" if row.variant else "")
-    paper = number(row.published) if row.published is not None else row.says
+    theirs, ours = row.published, row.ours
+    paper = theirs.says if theirs.value is None else number(theirs.value)
     difference = "-"
     if row.difference is not None:
         difference = f"{row.difference:+.1f}" if abs(row.difference) < 1000 else "-"
-        if row.published and row.unit not in ("%",):
-            difference = f"{100 * row.difference / row.published:+.1f} %"
-        elif row.unit == "%":
+        if theirs.value and theirs.unit not in ("%",):
+            difference = f"{100 * row.difference / theirs.value:+.1f} %"
+        elif theirs.unit == "%":
             difference += " points"
-    return f"{name}, {row.unit}" if row.unit else name, paper, number(row.ours), difference, row.why
+    name = f"{row.what}, {theirs.unit}" if theirs.unit else row.what
+    return name, paper, number(ours.value), difference, ours.why
 
 
 def curve_text(curve: Curve) -> str:
@@ -131,12 +132,12 @@ def write_page(made: Sequence[Reproduction], path: Path) -> None:
             columns = ("number", "unit", "paper", "ours", "difference", "why")
             rows = [
                 (
-                    row.what + (f" ({row.variant})" if row.variant else ""),
-                    row.unit,
-                    row.published if row.published is not None else row.says,
-                    row.ours,
+                    row.what,
+                    row.published.unit,
+                    row.published.says if row.published.value is None else row.published.value,
+                    row.ours.value,
                     row.difference,
-                    row.why,
+                    row.ours.why,
                 )
                 for row in one.rows
             ]
