@@ -1,4 +1,4 @@
-"""What commands have in common: options that mean the same everywhere, and files behind them."""
+"""Options that commands share, and the files behind them."""
 
 from __future__ import annotations
 

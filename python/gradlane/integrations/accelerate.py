@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradlane.training.session.session import Session
 
 _UNWRAPPED = {"evaluation_mode": True}
-"""What keeps `Accelerator.prepare_model` from wrapping."""
+"""Argument that keeps `Accelerator.prepare_model` from wrapping."""
 
 
 def attach(accelerator: Accelerator, session: Session) -> Accelerator:

@@ -51,7 +51,7 @@ class Measurement:
     """How the numbers of a page came about."""
 
     command: str
-    """What was run."""
+    """Command line of the run."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Versions, machine, load and whatever else belongs to it, by name."""
     title: str = "How this was measured"

@@ -1,4 +1,4 @@
-"""What a run of the study learned, and when that is looked at."""
+"""Curves of loss and accuracy in a run of the study, and the steps of their evaluations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVALUATIONS = 11
 
 @dataclass
 class Curve:
-    """What a run learned.
+    """Loss and accuracy of a run.
 
     Attributes:
         evaluated: numbers of steps that were taken before each evaluation.

@@ -1,4 +1,4 @@
-"""What the rows of the study say: means over seeds, spreads, and differences from full precision.
+"""Findings of the study: means over seeds, spreads, and differences from full precision.
 
 Everything that a table, a page or a sentence shows is computed here, from rows alone.
 """

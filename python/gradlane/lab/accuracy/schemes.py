@@ -1,4 +1,4 @@
-"""What the study compares: names of codecs and of asynchronous rules, as text.
+"""Schemes that the study compares: names of codecs and of asynchronous rules, as text.
 
 `asgd` is asynchronous training (R5 of the P3 paper's comparison); everything else is the text of a
 codec, with `p3` for full precision, which is what P3 sends.

@@ -135,7 +135,7 @@ class Result(Run):
 
     @property
     def run(self) -> Run:
-        """What was run."""
+        """Command line of the run."""
         return Run(**{one.name: getattr(self, one.name) for one in fields(Run)})
 
     def times_s(self, rate_bps: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""What is learned in the study: data, networks, optimizers and the time that a batch stands for.
+"""Tasks of the study: data, networks, optimizers and the time that a batch stands for.
 
 Batches are a function of (seed, worker, step) alone, so that all strategies see the same ones.
 """

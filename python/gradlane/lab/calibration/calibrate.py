@@ -44,7 +44,7 @@ LARGE_SLICE_ELEMS = 500_000
 LATENCY_ELEMS = 10_000
 """One frame, and more bytes than are reduced on the I/O thread itself."""
 ASKED_BUFFER_BYTES = 72 << 10
-"""What `gradlane-net`'s `send_buffer.rs` asks for where the path is short."""
+"""Bytes of send buffer that `gradlane-net`'s `send_buffer.rs` asks for where the path is short."""
 
 _PROGRAM = ("-m", "gradlane.lab.calibration.rank_program")
 _FLOAT_BYTES = 4
@@ -53,7 +53,7 @@ STREAM = {"ramp_s": 1.0, "window_s": 3.0}
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What to measure with.
+    """The options of a calibration.
 
     Attributes:
         rate_bps: bits a second of every port in each direction.

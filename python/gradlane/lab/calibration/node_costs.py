@@ -1,4 +1,4 @@
-"""What adding up in shared memory costs the ranks of a node: a byte copied or added, a word.
+"""Costs of sums in a node's shared memory: of a byte copied or added, and of a word.
 
 Copies and sums are those of `gradlane.training.node.sums`, on memory that is larger than caches, in
 parts of the size of layers; processor time counts, so that others on the machine hardly matter. The

@@ -1,4 +1,4 @@
-"""What the simulator predicts for runs of the lab, beside what was measured.
+"""Predictions of the simulator for runs of the lab, beside the measurements.
 
 A run with dilation D is simulated as it was run: compute takes D times longer and ports are D times
 slower, while the host takes its real time for frames and sums. Results are converted back.

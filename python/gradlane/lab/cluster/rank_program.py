@@ -1,4 +1,4 @@
-"""What the programs of ranks have in common: requests and answers, and a store where ranks meet.
+"""Shared parts of rank programs: requests and answers, and a store where ranks meet.
 
 Requests come as JSON lines on standard input, answers leave as JSON lines on what was standard
 output; everything that libraries print goes to standard error. A program ends when its input

@@ -26,7 +26,7 @@ from gradlane.training.options.options import STRATEGIES as ENGINE_STRATEGIES
 
 QUICK_LIMIT_S = 15 * 60
 LIMIT_S = 2 * 3600
-"""What measuring may take on two cores; a test holds the estimates against it."""
+"""Seconds that measuring may take on two cores; a test compares the estimates with it."""
 SIMULATED_BETWEEN = 2
 """Simulated rates between two measured ones."""
 DDP = "best DDP"

@@ -1,4 +1,4 @@
-"""What rows of experiments show together: gains, distances to the bound, and their order.
+"""Findings of an experiment's rows: gains, distances to the bound, and their order.
 
 Each comparison is of rows of one cluster: the same network, ranks, rate and dilation.
 """
@@ -55,7 +55,7 @@ class Reversal:
 
     @property
     def explanation(self) -> str:
-        """What the simulator and the repeats say about it."""
+        """The verdict of the simulator and of the repeats on it."""
         if self.spread > self.ratio - 1.0:
             return f"steps of one run differ by {self.spread:.1%}, more than the two runs do"
         if self.simulated_ratio is None:

@@ -1,4 +1,4 @@
-"""What tables, plots and pages of experiments are made of."""
+"""Parts of the tables, plots and pages of experiments."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Simulation:
 
     @property
     def text(self) -> str:
-        """What is simulated, in words."""
+        """The simulation in words."""
         return (
             f"{self.workload} with {self.strategy}, {self.workers} workers at "
             f"{format_rate(self.rate_bps)}"

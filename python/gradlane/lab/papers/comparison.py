@@ -15,7 +15,7 @@ TABLES = Path(__file__).with_name("published_tables.json")
 
 @dataclass(frozen=True)
 class Published:
-    """What a paper says.
+    """A number that a paper publishes.
 
     Attributes:
         figure: the figure's name here, such as `p3:fig7`.
@@ -40,7 +40,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Ours:
-    """What gradlane makes of it.
+    """Our number for a published one.
 
     Attributes:
         key: of the published number that it stands beside.

@@ -31,7 +31,7 @@ BASELINE, SLICING, PRIORITIES = STRATEGIES = ("kvstore", "slicing", "p3")
 
 @dataclass(frozen=True)
 class Machine:
-    """What copies, messages and sums take, in seconds.
+    """Seconds of copies, messages and sums.
 
     Attributes:
         copy_byte_s: from the accelerator to the host, or back, a byte.

@@ -98,7 +98,7 @@ ENCODINGS: Mapping[str, Encoding | None] = {
 
 @dataclass(frozen=True)
 class Encoded:
-    """What an encoding makes of a network's gradients.
+    """Bytes and work of an encoding for a network's gradients.
 
     Attributes:
         size_bytes: of all tensors, the small ones whole (section 3.2.2).

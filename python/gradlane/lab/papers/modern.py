@@ -35,7 +35,7 @@ DTYPES = {
     "llama_1b": "bf16",
     "dlrm": "f32",
 }
-"""What gradients travel as: bf16 where the model is trained in it, f32 for DLRM's tables."""
+"""Dtypes of gradients on the wire: bf16 where the model is trained in it, f32 for DLRM's tables."""
 RATES_GBPS = (1, 10, 25, 100)
 WORKERS = (4, 8, 16)
 SLICE_ELEMS = 50_000
@@ -91,12 +91,12 @@ class Row:
 
     @property
     def gain(self) -> float:
-        """What urgency gives over first come, first served: throughput, as a share."""
+        """Gain in throughput of urgency over first come, first served, as a share."""
         return self.wfbp_step_s / self.p3_step_s - 1.0
 
     @property
     def verdict(self) -> str:
-        """What helps here, in a word."""
+        """The remedy here, in a word."""
         if self.compute_s / self.wfbp_step_s >= ENOUGH:
             return "nothing is needed"
         if self.compute_s / self.p3_step_s >= ENOUGH:
@@ -213,7 +213,7 @@ _CELLS: Mapping[str, Callable[[Row], str]] = {
     "95 % needs": lambda row: f"{row.fewer_needed:.1f}x" if row.fewer_needed > 1.001 else "-",
     "what helps": lambda row: row.verdict,
 }
-"""What tables show of a row, by heading."""
+"""Cells of a row, by heading."""
 COLUMNS = tuple(_CELLS)
 
 

@@ -33,7 +33,7 @@ ROLES = {
     "smaller": "from a smaller network",
     "none": "not reproduced",
 }
-"""What ours is to the published number: only predictions are counted by their deviation."""
+"""Relations of ours to a published number: only predictions are counted by their deviation."""
 COLUMNS = ("figure", "number", "published", "ours", "deviation, %", "cause")
 
 

@@ -46,7 +46,7 @@ def studied_content() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one kind of run learned.
+    """Accuracies of one kind of run.
 
     Attributes:
         curves: percent of right answers at each evaluation, seed by seed.

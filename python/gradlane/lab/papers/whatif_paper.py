@@ -278,7 +278,7 @@ def open_question(simulations: Simulations) -> list[Ours | Curve]:
 
 
 PAPERS_MODEL = "the paper's model"
-"""What a figure is called if, and only if, its formula and inputs are the paper's."""
+"""Role of a figure whose formula and inputs are the paper's."""
 SUBSTITUTES = "not the paper's inputs (profiles by operation counts, additions cost nothing)"
 
 

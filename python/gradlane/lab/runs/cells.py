@@ -39,11 +39,11 @@ DILATION_MIN = {"vgg19": 8.0}
 DILATION_USUAL = 4.0
 """Least dilation: compute that is shorter than this sleeps inexactly."""
 SETUP_S = 12.0
-"""What a cell takes for its namespaces, its ranks and the goodput of its ports."""
+"""Seconds a cell takes for its namespaces, its ranks and the goodput of its ports."""
 _MODEL_S_PER_BYTE = 0.04e-6
-"""What a run takes to make four models, give all of them the same values, and compare them."""
+"""Seconds a byte that a run takes to make four models, make them equal, and compare them."""
 _LAST_STEP_SHARE = 0.7
-"""What of a step a run still waits for after its last one."""
+"""Share of a step that a run still waits for after its last one."""
 _OVER_BOUND = {"p3": 1.1, "slicing": 1.35, "wfbp": 1.4, "kvstore": 1.5, "deferred-pull": 1.7}
 _OVER_BOUND_USUAL = 1.3
 """Step time over the larger of compute and the port's time, for estimates only."""

@@ -34,7 +34,7 @@ def register_hook(wrapped: nn.parallel.DistributedDataParallel, hook: str) -> No
 
 
 class _Bucket:
-    """What PowerSGD asks of a bucket, which itself does not outlive the call of a hook."""
+    """The parts of a bucket that PowerSGD reads: a bucket does not outlive a hook's call."""
 
     def __init__(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
         self._buffer: torch.Tensor = bucket.buffer()

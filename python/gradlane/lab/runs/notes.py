@@ -13,7 +13,7 @@ from gradlane.report.console import text_table
 from gradlane.training.options.options import FACTOR_SCHEMES
 
 EVEN_BELOW = 1.1
-"""What is uneven by less, largest over mean, is not worth a line."""
+"""Largest over mean below which unevenness is not worth a line."""
 REPLAYED = (
     "Replayed factors: only the elements that are checked are rebuilt, and the time of the whole "
     "product is slept, at the speed of the step's own arithmetic. Digests are other ones than "

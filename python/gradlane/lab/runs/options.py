@@ -1,4 +1,4 @@
-"""What a lab run was asked for, checked before anything is built."""
+"""The options of a lab run, checked before anything is built."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gradlane.training.options.options import RING, Options
 
 @dataclass(frozen=True)
 class LabOptions:
-    """What to run. All rates and times are nominal.
+    """The options of a lab run. All rates and times are nominal.
 
     Attributes:
         workload: a name of `gradlane.lab.workloads.NAMES`.
@@ -194,7 +194,7 @@ class LabOptions:
 
     @property
     def workload_spec(self) -> WorkloadSpec:
-        """What ranks build, whatever folder they run in."""
+        """The workload as ranks build it, with an absolute path."""
         path = None if self.profile_path is None else os.path.abspath(self.profile_path)
         return WorkloadSpec(
             self.workload, self.seed, self.dilation, path, self.batch_time_s, self.paced

@@ -118,7 +118,7 @@ class OverRepeats:
 
 
 class ClusterKey(NamedTuple):
-    """What rows that are compared have in common."""
+    """The cluster that compared rows have in common."""
 
     workload: str
     workers: int
@@ -370,7 +370,7 @@ FIELDS = {one.name: str(one.type) for one in fields(Row) if one.name not in ("ab
 """The type of each field that a row's file may have, as it is written above."""
 _DEFAULTS = {one.name: one.default for one in fields(Row)}
 REQUIRED = ("workload", "strategy", "rate_bps", "step_s_median")
-"""What every row of every version has."""
+"""Fields of every row of every version."""
 _SCALARS: Mapping[str, Any] = {"str": str, "bool": bool, "int": int | float, "float": int | float}
 _NESTED: Mapping[str, Callable[[Any], Any]] = {
     "balance": Balance.from_json,

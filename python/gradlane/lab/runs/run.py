@@ -60,7 +60,7 @@ class LabProgress:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What plain TCP streams reached on the ports.
+    """The rate that plain TCP streams reached on the ports.
 
     Attributes:
         bps: nominal payload bits a second of a port in each direction.

@@ -1,4 +1,4 @@
-"""What went through the ports in a run: its balance over nodes and owners, and its course.
+"""Bytes through the ports in a run: their balance over nodes and owners, and their course.
 
 The course is as in figures 8 and 9 of the P3 paper, which sampled one machine's interface every
 10 ms. Here all ports are sampled, in real time: with a dilation of D, 10 ms are 10/D nominal
@@ -45,7 +45,7 @@ class OwnerTraffic:
 
 @dataclass(frozen=True)
 class OwnerCounters:
-    """What a rank has done as an owner of gradients so far."""
+    """Counters of a rank's work as an owner of gradients."""
 
     owned_bytes: int
     """Of gradients that it adds up or makes for all ranks."""
@@ -118,7 +118,7 @@ def balance_of(
 
 @dataclass(frozen=True)
 class Activity:
-    """What ports and ranks did during the measured steps of a run, interval after interval.
+    """Activity of ports and ranks during the measured steps of a run, by interval.
 
     Attributes:
         wall_interval_s: real time of an interval.

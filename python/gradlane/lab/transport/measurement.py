@@ -1,4 +1,4 @@
-"""What the wire costs: goodput, processor time and urgency of exchanges without any compute.
+"""Measures the transport: goodput, processor time and urgency of exchanges without compute.
 
 Everything runs on one emulated cluster, interleaved: plain TCP streams, gradlane and Gloo take
 turns on the same shaped ports with the same gradients, and ratios are taken within a repeat. Each
@@ -62,7 +62,7 @@ _SPANS = (
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """What to measure.
+    """The options of a measurement.
 
     Attributes:
         workers: ranks, each on a node of its own.
@@ -152,7 +152,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class RunConditions:
-    """What every measurement says of its cluster and its machine."""
+    """The cluster and the machine of a measurement."""
 
     workers: int
     rate_bps: int

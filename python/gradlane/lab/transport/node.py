@@ -83,7 +83,7 @@ def _total(world_size: int) -> float:
 
 
 class Exchange(ABC):
-    """What one rank exchanges with all others: gradients, step after step, and what that costs."""
+    """Exchanges gradients with all other ranks, step after step, and measures the cost."""
 
     def __init__(
         self,

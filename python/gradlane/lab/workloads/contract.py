@@ -1,4 +1,4 @@
-"""What the lab asks of a workload: a model, an optimizer, batches, and when each gradient is due.
+"""The interface of a workload: a model, an optimizer, batches, and when each gradient is due.
 
 Times in this file are nominal seconds, those of the accelerator that a workload stands for;
 dilation multiplies them only where real time passes. Importing this file does not import torch.

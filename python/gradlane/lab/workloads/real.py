@@ -1,4 +1,4 @@
-"""What the workloads that compute for real have in common: pacing, timings and evaluation.
+"""The base class of workloads that compute for real: pacing, timings and evaluation.
 
 Their data are a function of (seed, rank, step), their model a function of the seed. Each layer is
 stretched to a fixed time, longer than it takes when four ranks share two cores, so that ranks do

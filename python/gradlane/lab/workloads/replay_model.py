@@ -65,7 +65,7 @@ class GradientFill:
 
 
 class Accelerator:
-    """What the layers of one replayed model share: the clock, the step, and pending backwards."""
+    """State shared by the layers of one replayed model: clock, step and pending backwards."""
 
     def __init__(
         self,

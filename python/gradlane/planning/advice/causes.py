@@ -1,4 +1,4 @@
-"""What a step waits for, found by simulating it again without one cost at a time.
+"""Causes of a step's waits, found by simulating it again without one cost at a time.
 
 How busy a port or a thread is does not tell: a port that is used a tenth of the time can be what
 everything waits for, and a busy one can be hidden behind compute. So the same cluster is simulated
@@ -30,7 +30,7 @@ UNLIMITED_BPS = 1e15
 
 @dataclass(frozen=True)
 class Cause:
-    """What a simulated step waits for."""
+    """The cause of a simulated step's waits."""
 
     bottleneck: str
     """`none`: it hardly waits; `network`: the rate of the ports; `host`: the processors that send,

@@ -1,1 +1,1 @@
-"""What a machine and a cluster need for a training, checked before one starts."""
+"""Checks of a machine and a cluster, made before a training starts."""

@@ -26,7 +26,7 @@ SLOW_SHARE = 0.7
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found on all ranks.
+    """The findings of all ranks.
 
     Attributes:
         findings: of all checks; equal ones of several ranks once.

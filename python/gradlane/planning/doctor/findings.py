@@ -1,4 +1,4 @@
-"""What `gradlane doctor` finds: a verdict for each check, and what to do."""
+"""Findings of `gradlane doctor`: a verdict for each check, and a remedy."""
 
 from __future__ import annotations
 

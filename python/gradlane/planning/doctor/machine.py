@@ -26,7 +26,7 @@ from gradlane.training.rendezvous.environment import find_store_address
 
 OLDEST_TORCH = (2, 4)
 SEND_BUFFER_BYTES = 73_728
-"""What each connection asks the kernel for."""
+"""Bytes of socket buffer that each connection asks the kernel for."""
 SHARED_MEMORY_BYTES = 1 << 30
 """Gradients of a node's ranks are added up there."""
 DESCRIPTORS = 1024
@@ -35,7 +35,7 @@ _ADJTIMEX_UNSYNCHRONIZED = 5
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What is compared between ranks.
+    """The facts that are compared between ranks.
 
     Attributes:
         host: name of the machine.

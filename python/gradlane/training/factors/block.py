@@ -1,4 +1,4 @@
-"""What one rank sends of one tensor in one step: a block of parts, as bytes.
+"""Blocks: the parts that one rank sends of one tensor in one step, as bytes.
 
 A part is a header of 16 bytes and its values, padded to a multiple of 16 bytes with zeros:
 

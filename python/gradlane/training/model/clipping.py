@@ -162,7 +162,7 @@ class StepUnscaling:
 
     @property
     def factor(self) -> float:
-        """What gradients are multiplied with, once `GradScaler` has done so to the stand-ins."""
+        """Factor on all gradients, once `GradScaler` has applied it to the stand-ins."""
         return next(iter(self._factors.values())).item()
 
     def scale(self, gradients: Sequence[Tensor]) -> None:

@@ -40,7 +40,7 @@ def _sole_references() -> int:
 
 
 _SOLE_REFERENCES = _sole_references()
-"""What `sys.getrefcount` says of a tensor that one local variable holds; more: a program has it."""
+"""References of a tensor that one local variable holds; more: a program has it."""
 _ALONE = _owners(torch.empty(1, dtype=torch.float32, device="cpu"))
 """What `_owners` says of memory that one tensor has to itself."""
 

@@ -1,4 +1,4 @@
-"""Who applies momentum: a codec, or the optimizer; never both.
+"""Momentum is applied by a codec or by the optimizer, never by both.
 
 `dgc` accumulates momentum before it selects values (Lin et al. 2018, section 3.2). An optimizer
 that applies momentum again moves parameters by up to 1 / (1 - momentum) times as far. Where it is

@@ -238,7 +238,7 @@ class Checkpoints(OptionGroup):
 
 @dataclass(frozen=True, repr=False)
 class Monitoring(OptionGroup):
-    """What a session reports while it runs and when it ends; see `docs/observability.md`."""
+    """Reports of a session, while it runs and when it ends; see `docs/observability.md`."""
 
     prometheus: int | str | None = option(
         None,

@@ -1,4 +1,4 @@
-"""What the sampler needs of a session whose members change."""
+"""The interface between the sampler and a session whose members change."""
 
 from __future__ import annotations
 
