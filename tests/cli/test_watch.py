@@ -85,7 +85,7 @@ def test_a_hostile_name_moves_no_cursor_and_styles_nothing(
 def test_json_is_one_state_a_line_until_the_session_closes(
     source: FakeSource, endpoint: Endpoint, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoints, "_FAREWELL_S", 60.0)
+    monkeypatch.setattr(endpoints, "FAREWELL_S", 60.0)
     status, shown, _ = watch(str(endpoint.port), "--once", "--json")
     assert status == 0 and json.loads(shown)["step"] == 20
 

@@ -161,9 +161,9 @@ def test_parameters_are_encoded_in_the_order_of_their_storage() -> None:
     weight = nn.Parameter(torch.zeros(4, 3, 5, 5).to(memory_format=torch.channels_last))
     parameters = BucketParameters("qsgd", names=[("w", weight)], overrides={}, small_elems=0)
     assert parameters.names == ["w"]
-    from gradlane.ddp.parameters import _storage_sizes
+    from gradlane.ddp.parameters import storage_sizes
 
-    assert _storage_sizes(weight) == [4, 5, 5, 3]
+    assert storage_sizes(weight) == [4, 5, 5, 3]
 
 
 def test_arguments_are_checked_before_anything_is_joined() -> None:

@@ -79,7 +79,7 @@ class BucketParameters:
             spec = fitting[0]
         elif parameter.numel() < self.small_elems:
             spec = "f32"
-        codec = Codec(spec, _storage_sizes(parameter))
+        codec = Codec(spec, storage_sizes(parameter))
         self._parts[id(parameter)] = BucketParameter(len(self.names), parameter.numel(), codec)
         # An id is unique only while its object lives.
         self._seen[id(parameter)] = parameter
@@ -97,7 +97,7 @@ class BucketParameters:
         return sorted(self._parts.values(), key=lambda part: part.number)
 
 
-def _storage_sizes(parameter: torch.Tensor) -> list[int]:
+def storage_sizes(parameter: torch.Tensor) -> list[int]:
     """Return the sizes in memory order, slowest first."""
     strides = parameter.stride()
     order = sorted(range(parameter.dim()), key=lambda axis: -strides[axis])

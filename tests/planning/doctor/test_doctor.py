@@ -43,7 +43,7 @@ def write(root: Path, path: str, text: str) -> None:
 def test_a_machine_that_lacks_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"python": "3.11.7", "torch": "2.1.0+cpu", "gradlane": "0.1.0"}
     monkeypatch.setattr(machine, "package_versions", lambda: versions)
-    monkeypatch.setattr(machine, "_clock_state", lambda: 5)
+    monkeypatch.setattr(machine, "clock_state", lambda: 5)
     monkeypatch.setattr("resource.getrlimit", lambda which: (256, 4096))
     write(tmp_path, "proc/sys/net/core/wmem_max", "65536\n")
     write(tmp_path, "proc/driver/nvidia/version", "NVRM version: 570.86\n")

@@ -14,7 +14,7 @@ import pytest
 
 from gradlane.formats.link_report import LinkReport, PortFigures, RoundTrip
 from gradlane.planning.probe import streams
-from gradlane.planning.probe.links import _one_way_pairs
+from gradlane.planning.probe.links import one_way_pairs
 from gradlane.planning.probe.stream import receive_until
 from gradlane.planning.probe.streams import StreamEndpoint, StreamError
 from tests.forked_programs import ForkedPrograms
@@ -60,7 +60,7 @@ def test_ranks_that_cannot_reach_each_other_are_named_everywhere(pool: FirstRank
 
 def test_every_rank_sends_and_receives_alone_once() -> None:
     for world_size in range(2, 9):
-        phases = _one_way_pairs(world_size)
+        phases = one_way_pairs(world_size)
         for pairs in phases:
             ranks = [rank for pair in pairs for rank in pair]
             assert len(set(ranks)) == len(ranks)

@@ -43,7 +43,7 @@ def read(session: gradlane.Session, query: str = "") -> LiveState:
 @pytest.fixture
 def patient_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sessions that wait for their readers for as long as a busy machine takes."""
-    monkeypatch.setattr(endpoint, "_FAREWELL_S", 60.0)
+    monkeypatch.setattr(endpoint, "FAREWELL_S", 60.0)
 
 
 class Reader:

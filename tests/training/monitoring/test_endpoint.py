@@ -273,7 +273,7 @@ def test_a_follower_between_two_requests_is_waited_for_at_the_end(
     start: StartEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PAGE_AGE_S", 0.05)
-    monkeypatch.setattr(module, "_FAREWELL_S", PATIENCE_S)
+    monkeypatch.setattr(module, "FAREWELL_S", PATIENCE_S)
     states = [b"state"]
     one = start(lambda: states[-1])
     follow = GET.replace(b"/metrics", b"/?next")

@@ -282,7 +282,7 @@ def test_rank_0_warns_once_of_a_rank_elsewhere_where_there_is_no_secret(
     names = iter(range(1000))
     if apart:
         monkeypatch.setattr(rendezvous, "machine_name", lambda: f"machine {next(names)}")
-    monkeypatch.setattr(rendezvous, "_warned", set())
+    monkeypatch.setattr(rendezvous, "warned", set())
     for _ in range(2):
         store = HashStore()
         addresses_of(scope(store, 0, secret), scope(store, 1, secret))

@@ -267,7 +267,7 @@ class Machine:
         return ok("processors", text)
 
     def _clock(self) -> Finding:
-        state = _clock_state()
+        state = clock_state()
         if state == _ADJTIMEX_UNSYNCHRONIZED:
             return warning(
                 "clock",
@@ -316,7 +316,7 @@ def _build() -> str:
     return hashlib.sha256(Path(core.__file__).read_bytes()).hexdigest()[:12]
 
 
-def _clock_state() -> int:
+def clock_state() -> int:
     """Return what `adjtimex(2)` says of the clock; -1 where it cannot be asked."""
     try:
         # A `struct timex` of zeros asks and sets nothing.

@@ -69,7 +69,7 @@ def probe(
         both = phases.run("both directions at once", _ring(rank_info.world_size, 1))
         one_way: list[dict[int, float]] = []
         if directions:
-            for number, pairs in enumerate(_one_way_pairs(rank_info.world_size)):
+            for number, pairs in enumerate(one_way_pairs(rank_info.world_size)):
                 one_way.append(phases.run(f"one direction, part {number + 1}", pairs))
         own_results = {
             "round_trips": round_trips,
@@ -174,7 +174,7 @@ def _ring(world_size: int, distance: int) -> list[tuple[int, int]]:
     return [(rank, (rank + distance) % world_size) for rank in range(world_size)]
 
 
-def _one_way_pairs(world_size: int) -> list[list[tuple[int, int]]]:
+def one_way_pairs(world_size: int) -> list[list[tuple[int, int]]]:
     """Return phases in which no rank is in two pairs, so that each rank sends once and receives
     once."""
     even = [(rank, rank + 1) for rank in range(0, world_size - 1, 2)]

@@ -30,7 +30,7 @@ REQUEST_TIMEOUT_S = 5.0
 REQUEST_BYTES_MAX = 8192
 PAGE_AGE_S = 1.0
 """Seconds for which a page is served before a new one is made."""
-_FAREWELL_S = 0.5
+FAREWELL_S = 0.5
 """Longest time in which those who follow a page are told its last state at the end."""
 _LOOP_MIN_S = 0.01
 """Least seconds between iterations of the loop; each accepts one client and reads once from
@@ -138,7 +138,7 @@ class Endpoint:
     def _run(self) -> None:
         while not self._closing.is_set():
             self._turn()
-        deadline_s = time.monotonic() + _FAREWELL_S
+        deadline_s = time.monotonic() + FAREWELL_S
         while time.monotonic() < deadline_s and self._is_followed():
             self._turn()
 
@@ -146,7 +146,7 @@ class Endpoint:
         """Return whether someone waits for the last state, or is between two requests."""
         if any(client.response or client.due_s is not None for client in self._clients):
             return True
-        return self._absent > 0 and time.monotonic() - self._left_s < _FAREWELL_S
+        return self._absent > 0 and time.monotonic() - self._left_s < FAREWELL_S
 
     def _turn(self) -> None:
         ready = self._wait()
@@ -230,7 +230,7 @@ class Endpoint:
         client.response = memoryview(self._respond(client.request))
         if not self._closing.is_set():
             now_s = time.monotonic()
-            self._absent = 1 + (self._absent if now_s - self._left_s < _FAREWELL_S else 0)
+            self._absent = 1 + (self._absent if now_s - self._left_s < FAREWELL_S else 0)
             self._left_s = now_s
 
     def _respond(self, request: bytes) -> bytes:

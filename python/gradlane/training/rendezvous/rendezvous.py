@@ -45,7 +45,7 @@ class PublishedAddress(TypedDict):
 
 
 _SECRET_BYTES = 32
-_warned: set[Incarnation] = set()
+warned: set[Incarnation] = set()
 """Incarnations whose rank 0 has warned of ranks elsewhere without a secret."""
 _CLOSING_KEYS = ("ending/", "metrics/")
 """Keys that rank 0 reads when all ranks have said goodbye."""
@@ -642,9 +642,9 @@ class RendezvousScope:
 
     def _warn_without_secret(self, rank: int) -> None:
         """Warn on rank 0, once a start, that a rank elsewhere is reached without a secret."""
-        if self.rank_info.rank > 0 or self._store.is_signed or self.incarnation in _warned:
+        if self.rank_info.rank > 0 or self._store.is_signed or self.incarnation in warned:
             return
-        _warned.add(self.incarnation)
+        warned.add(self.incarnation)
         log.warning(
             "rank %d is on another machine, and the job has no secret: anybody on the network "
             "between the ranks, or with access to the store, can read and change gradients. "
