@@ -48,7 +48,7 @@ def test_a_load_is_what_each_rank_had_to_do() -> None:
     load = load_of([result] * 4, [1000, 500], 600, steps=2)
     assert (load.frames, load.frame_bytes) == (20.0, 2200.0)
     # Two slices of the first tensor and one of the second, each reduced by one of four ranks.
-    assert (load.works, load.contribution_bytes) == (1.5, 12000.0)
+    assert (load.jobs, load.contribution_bytes) == (1.5, 12000.0)
 
 
 def test_options_that_cannot_be_measured_are_refused() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,10 +54,10 @@ class Task:
     network: Callable[[], nn.Module]
     batch: Batches
     held_out: Callable[[], Batch]
-    optimizer: str
     lr: float
     steps: int
     quick_steps: int
+    optimizer: str = "sgd"
     compute_s: float = 0.002
     momentum: float = 0.9
     clip: float | None = None
@@ -149,6 +150,8 @@ def _held_out_text() -> Batch:
     return _windows([first + stride * window for window in range(HELD_OUT_WINDOWS)])
 
 
+_IMAGES: dict[str, Any] = {"batch": _image_batch, "held_out": _held_out_images, "steps": 440}
+_TEXT: dict[str, Any] = {"batch": _text_batch, "held_out": _held_out_text, "steps": 1200}
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
@@ -156,46 +159,35 @@ TASKS: dict[str, Task] = {
             name="mlp",
             what="a perceptron on handwritten digits",
             network=networks.Mlp,
-            batch=_image_batch,
-            held_out=_held_out_images,
-            optimizer="sgd",
             lr=0.05,
-            steps=440,
             quick_steps=132,
+            **_IMAGES,
         ),
         Task(
             name="resnet",
             what="a small ResNet on handwritten digits",
             network=networks.SmallResNet,
-            batch=_image_batch,
-            held_out=_held_out_images,
-            optimizer="sgd",
             lr=0.05,
-            steps=440,
             quick_steps=110,
+            **_IMAGES,
         ),
         Task(
             name="lstm",
             what="an LSTM that predicts characters of Python's own library",
             network=networks.CharLstm,
-            batch=_text_batch,
-            held_out=_held_out_text,
-            optimizer="sgd",
             lr=0.5,
             clip=1.0,
-            steps=1200,
             quick_steps=150,
+            **_TEXT,
         ),
         Task(
             name="transformer",
             what="a transformer that predicts characters of Python's own library",
             network=networks.SmallTransformer,
-            batch=_text_batch,
-            held_out=_held_out_text,
             optimizer="adamw",
             lr=2e-3,
-            steps=1200,
             quick_steps=120,
+            **_TEXT,
         ),
         Task(
             name=CIFAR10,
@@ -203,7 +195,6 @@ TASKS: dict[str, Task] = {
             network=cifar.ResNet110,
             batch=cifar.batch,
             held_out=cifar.held_out,
-            optimizer="sgd",
             lr=0.05,
             steps=1560,
             quick_steps=100,

@@ -1,7 +1,7 @@
 """Measures the simulator's constants on this machine, by running gradlane's own transport.
 
 Two runs that differ in the size of frames tell what a frame and what a byte costs the I/O thread;
-two that differ in the size of slices tell what a work and what a byte of a contribution costs the
+two that differ in the size of slices tell what a job and what a byte of a contribution costs the
 work thread. Latencies are those of single tensors on idle ports. Rates and times are real.
 """
 
@@ -100,7 +100,7 @@ class Load:
     Attributes:
         frames: sent and received.
         frame_bytes: sent and received, payload and headers.
-        works: reductions.
+        jobs: reductions.
         contribution_bytes: bytes of all contributions that were reduced.
         io_s: processor time of the I/O thread.
         work_s: processor time of the work thread.
@@ -108,7 +108,7 @@ class Load:
 
     frames: float
     frame_bytes: float
-    works: float
+    jobs: float
     contribution_bytes: float
     io_s: float
     work_s: float
@@ -134,7 +134,7 @@ def load_of(
     return Load(
         frames=2 * mean("gradlane_tx_frames"),
         frame_bytes=mean("gradlane_tx_bytes") + mean("gradlane_rx_bytes"),
-        works=steps * slices / ranks,
+        jobs=steps * slices / ranks,
         # Each owner reads all ranks' contributions to its share.
         contribution_bytes=steps * sum(tensor_elems) * _FLOAT_BYTES,
         io_s=mean("gradlane_io_cpu_s"),
@@ -279,7 +279,7 @@ class _Calibration:
             (SMALL_FRAME_BYTES, LARGE_SLICE_ELEMS),
             (LARGE_FRAME_BYTES, SMALL_SLICE_ELEMS),
         )
-        frames, bytes_, works, sums = [], [], [], []
+        frames, bytes_, sums = [], [], []
         for repeat in range(self._options.repeat):
             loads = []
             for frame_bytes, slice_elems in shapes:
@@ -291,12 +291,11 @@ class _Calibration:
             frame_s, byte_s = solve(
                 [(it.frames, it.frame_bytes) for it in loads], [it.io_s for it in loads]
             )
-            work_s, sum_s = solve(
-                [(it.works, it.contribution_bytes) for it in loads], [it.work_s for it in loads]
+            _, sum_s = solve(
+                [(it.jobs, it.contribution_bytes) for it in loads], [it.work_s for it in loads]
             )
             frames.append(frame_s)
             bytes_.append(byte_s)
-            works.append(work_s)
             sums.append(sum_s)
         self._reduce_byte_s = statistics.median(sums)
         frame = _constant(
