@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,12 +36,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 _PROCESS_FIXTURES = {"pool", "programs", "started"}
 _PROCESS_FOLDERS = ("lab", "faults", "loop_fuzzing", "training/serving", "training/node")
+_ABOUT_S = {"unit": 0.1, "integration": 1.5, "slow": 30.0}
+"""Seconds of a test by its marker, for the order of files."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test: `unit` or `integration`, and `root` where it applies."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the order of files that is given below: xdist would begin with those of most tests."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark each test: `unit` or `integration`, and `root` where it applies.
+
+    Where processes share the files, those that take longest come first, so that none is left over.
+    """
     from tests.namespaces import needs_namespaces
 
+    about_s: defaultdict[Path, float] = defaultdict(float)
     for item in items:
         file = item.path.relative_to(Path(__file__).parent).as_posix()
         processes = file.startswith(_PROCESS_FOLDERS) or _PROCESS_FIXTURES.intersection(
@@ -49,6 +62,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker("integration" if processes else "unit")
         if needs_namespaces.mark in item.iter_markers():
             item.add_marker("root")
+        about_s[item.path] += max(_ABOUT_S.get(one.name, 0.0) for one in item.iter_markers())
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: -about_s[item.path])
 
 
 @pytest.fixture(scope="session")
