@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from gradlane.planning.doctor.reach import unreached
 from gradlane.planning.probe.streams import listen_on
 from gradlane.training.options.option_groups import Network
 from tests.built import needs_core
-from tests.paths import ROOT
+from tests.forked_programs import ForkedPrograms
 from tests.ports import reserve_port
 
 FACTS = MachineFacts("a", "0123", "3.11.7", "2.15.0", "ens5f0", "10.0.0.1", 1500, 10e9)
@@ -165,33 +162,35 @@ main()
 """
 
 
-def ranks(folder: Path, program: list[str], count: int = 2) -> list[tuple[int, str, str]]:
+def ranks(
+    programs: ForkedPrograms, folder: Path, program: str = "gradlane"
+) -> list[tuple[int, str, str]]:
+    """Return exit status, output and errors of two ranks; what they find is in `found.json`."""
     port = str(reserve_port())
-    started = [
-        subprocess.Popen(
-            [sys.executable, *program, "doctor", "--window-s", "0.1", "--json", "found.json"],
-            cwd=folder,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT / "python"),
+    files = {rank: (folder / f"output-{rank}", folder / f"errors-{rank}") for rank in range(2)}
+    for rank, (output, errors) in files.items():
+        programs.start(
+            str(output),
+            program=program,
+            arguments=["doctor", "--window-s", "0.1", "--json", str(folder / "found.json")],
+            output=str(output),
+            errors=str(errors),
+            environment={
                 "RANK": str(rank),
-                "WORLD_SIZE": str(count),
+                "WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
         )
-        for rank in range(count)
+    return [
+        (programs.wait(str(output), 120), output.read_text(), errors.read_text())
+        for output, errors in files.values()
     ]
-    ended = [one.communicate(timeout=120) for one in started]
-    return [(one.returncode, out, err) for one, (out, err) in zip(started, ended, strict=True)]
 
 
 @needs_core
-def test_real_ranks_are_examined_together(tmp_path: Path) -> None:
-    (first, out, err), (second, silent, _) = ranks(tmp_path, ["-m", "gradlane"])
+def test_real_ranks_are_examined_together(programs: ForkedPrograms, tmp_path: Path) -> None:
+    (first, out, err), (second, silent, _) = ranks(programs, tmp_path)
     assert (first, second) == (0, 0), err
     assert "all 2 (each pair, both ways)" in out and "Ready to train" in out
     assert not silent
@@ -200,9 +199,11 @@ def test_real_ranks_are_examined_together(tmp_path: Path) -> None:
 
 
 @needs_core
-def test_a_blocked_direction_is_a_fault_that_names_both(tmp_path: Path) -> None:
+def test_a_blocked_direction_is_a_fault_that_names_both(
+    programs: ForkedPrograms, tmp_path: Path
+) -> None:
     (tmp_path / "blocked.py").write_text(BLOCKED)
-    (first, out, _), _ = ranks(tmp_path, ["blocked.py"])
+    (first, out, _), _ = ranks(programs, tmp_path, str(tmp_path / "blocked.py"))
     assert first == 1 and "Not ready: 1 fault" in out
     found = json.loads((tmp_path / "found.json").read_text())
     (fault,) = [one for one in found["findings"] if one["verdict"] == "fault"]
