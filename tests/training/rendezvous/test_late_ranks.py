@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +14,9 @@ from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.session.scopes import SessionScopes
 from tests.built import needs_core
-from tests.paths import ROOT
+from tests.forked_programs import PATIENCE_S, ForkedPrograms
 from tests.ports import reserve_port
+from tests.waiting import eventually
 
 PROGRAM = """
 import gradlane
@@ -33,8 +32,8 @@ def scopes_of(rank: int, store: Store, job: str, timeout_s: float) -> tuple[Boun
     bounded = BoundedStore.wrapping(store, rank, "of the test", 5.0, job=job)
     bounded.ends_with_rank_0 = True
     deadlocks: Any = None
-    place = RankInfo(rank, 2, job, 0)
-    return bounded, SessionScopes(bounded, place, timeout_s, deadlocks, lambda: None)
+    rank_info = RankInfo(rank, 2, job, 0)
+    return bounded, SessionScopes(bounded, rank_info, timeout_s, deadlocks, lambda: None)
 
 
 def test_rank_0_waits_for_a_rank_that_has_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,27 +72,28 @@ def test_a_rank_that_never_comes_is_named(caplog: pytest.LogCaptureFixture) -> N
 
 
 @needs_core
-def test_a_late_rank_still_finds_the_store() -> None:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT / "python"),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(reserve_port()),
-    }
+def test_a_late_rank_still_finds_the_store(programs: ForkedPrograms, tmp_path: Path) -> None:
+    program, port = tmp_path / "late.py", str(reserve_port())
+    program.write_text(PROGRAM)
+    outputs = [tmp_path / f"output-{rank}" for rank in range(2)]
 
-    def start(rank: int) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
+    def start(rank: int) -> None:
+        programs.start(
+            str(outputs[rank]),
+            program=str(program),
+            arguments=[],
+            output=str(outputs[rank]),
+            errors=str(tmp_path / f"errors-{rank}"),
+            environment={
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            },
         )
 
-    with start(0) as first:
-        assert first.stdout is not None and first.stdout.readline() == "opened\n"
-        with start(1) as second:
-            late, _ = second.communicate(timeout=300)
-        ended, _ = first.communicate(timeout=300)
-    assert (late, ended) == ("opened\nclosed\n", "closed\n")
-    assert (first.returncode, second.returncode) == (0, 0)
+    start(0)
+    assert eventually(lambda: outputs[0].read_text() == "opened\n", PATIENCE_S)
+    start(1)
+    assert [programs.wait(str(one), PATIENCE_S) for one in outputs] == [0, 0]
+    assert [one.read_text() for one in outputs] == ["opened\nclosed\n"] * 2
