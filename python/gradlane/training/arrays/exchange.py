@@ -33,7 +33,7 @@ class ArrayExchange:
     def __init__(
         self,
         ctx: SessionContext,
-        meeting: RendezvousScope,
+        scope: RendezvousScope,
         slots: Sequence[Slot],
         initial: Mapping[str, Any] | None,
     ) -> None:
@@ -41,7 +41,7 @@ class ArrayExchange:
 
         Args:
             ctx: the session's.
-            meeting: where the ranks agree.
+            scope: where the ranks agree.
             slots: the registered arrays, the first needed first.
             initial: an array of each slot that gets rank 0's values, or None to spread nothing.
 
@@ -51,7 +51,7 @@ class ArrayExchange:
         """
         self.slots = tuple(slots)
         self._ctx = ctx
-        self._meeting = meeting
+        self._scope = scope
         self._number = {slot.name: number for number, slot in enumerate(self.slots)}
         self._lock = threading.RLock()
         self._failure: GradlaneError | None = None
@@ -65,7 +65,7 @@ class ArrayExchange:
         self.codecs: list[CodecChoice] = choose_codecs(ctx.options.codec, coded)
         _refuse_residuals(self.codecs)
         rows = rows_with_codecs([slot.plan_row() for slot in self.slots], coded, self.codecs)
-        self.channel = open_channel(ctx, meeting, rows, node_layout(ctx, meeting), update="worker")
+        self.channel = open_channel(ctx, scope, rows, node_layout(ctx, scope), update="worker")
         if ctx.recorder is not None:
             names = [slot.name for slot in self.slots]
             self.channel = ctx.recorder.record(self.channel, names).channel
@@ -80,13 +80,13 @@ class ArrayExchange:
             self,
             self.channel,
             self,
-            name=meeting.name,
+            name=scope.name,
             tensors=[slot.name for slot in self.slots],
             codecs=self.codecs,
         )
         self.has_parted = False
         """Whether every rank has said goodbye."""
-        ctx.deadlocks.watch(meeting.name, self, self._on_deadlock)
+        ctx.deadlocks.watch(scope.name, self, self._on_deadlock)
 
     def training_step_of(self, step: int) -> int:
         """Return the training step that a step of the channel was: the same."""
@@ -202,10 +202,10 @@ class ArrayExchange:
         except GradlaneError as error:
             self.abort(f"closed after an error: {error}")
             raise
-        self._ctx.deadlocks.unwatch(self._meeting.name)
+        self._ctx.deadlocks.unwatch(self._scope.name)
         self._fail(SessionClosedError("the session was closed"))
-        if shutdown_channel(self._ctx, self.channel, self._watch, self._meeting, timeout_s):
-            self._meeting.delete_keys()
+        if shutdown_channel(self._ctx, self.channel, self._watch, self._scope, timeout_s):
+            self._scope.delete_keys()
             self.has_parted = True
 
     def abort(self, reason: str) -> None:
@@ -227,14 +227,14 @@ class ArrayExchange:
         try:
             loans = self._first_loans(initial)
         except GradlaneError as error:
-            self._meeting.refuse(str(error))
+            self._scope.refuse(str(error))
             raise
         options = {
             **self._ctx.options.agreed(),
             "world_size": self._ctx.rank_info.world_size,
             "spreads": initial is not None,
         }
-        self._meeting.agree({"options": options, "tensors": [slot.row() for slot in self.slots]})
+        self._scope.agree({"options": options, "tensors": [slot.row() for slot in self.slots]})
         return loans
 
     def _first_loans(self, initial: Mapping[str, Any] | None) -> dict[int, Loan]:
@@ -306,7 +306,7 @@ class ArrayExchange:
     def _waiting(
         self,
     ) -> Callable[[int, list[int] | None], contextlib.AbstractContextManager[None]]:
-        return functools.partial(self._ctx.deadlocks.waiting, self._meeting.name)
+        return functools.partial(self._ctx.deadlocks.waiting, self._scope.name)
 
     def _on_deadlock(self, reason: str) -> None:
         """Fail here and tell all ranks; called while this rank waits."""

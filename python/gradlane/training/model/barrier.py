@@ -27,7 +27,7 @@ class Barrier:
     def __init__(
         self,
         channel: Channel,
-        meeting: RendezvousScope,
+        scope: RendezvousScope,
         timeout_s: float,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -37,13 +37,13 @@ class Barrier:
 
         Args:
             channel: raises when the session has failed.
-            meeting: where the ranks of the channel have met.
+            scope: where the ranks of the channel have met.
             timeout_s: how long to wait while no rank that is missing pushes anything, in seconds.
             clock: seconds of a clock that only goes forward.
             sleep: waits some seconds.
         """
         self._channel = channel
-        self._meeting = meeting
+        self._scope = scope
         self._timeout_s = timeout_s
         self._clock = clock
         self._sleep = sleep
@@ -64,17 +64,17 @@ class Barrier:
             ProgressTimeoutError: a rank does not come, and does not train either.
             ChannelError: the session has failed.
         """
-        rank_info = self._meeting.rank_info
+        rank_info = self._scope.rank_info
         self._number += 1
         key = f"gather/{self._number}"
-        self._meeting.put(f"{key}/{rank_info.rank}", json.dumps([call, word]))
+        self._scope.put(f"{key}/{rank_info.rank}", json.dumps([call, word]))
         missing = list(range(rank_info.world_size))
         words = [""] * rank_info.world_size
         with WAIT_NOTIFIER:
             self._wait(key, call, missing, words)
         if self._number > 1:
             # Everybody has read the last point's words before coming to this one.
-            self._meeting.delete(f"gather/{self._number - 1}/{rank_info.rank}")
+            self._scope.delete(f"gather/{self._number - 1}/{rank_info.rank}")
         return words
 
     def _wait(self, key: str, call: str, missing: list[int], words: list[str]) -> None:
@@ -84,7 +84,7 @@ class Barrier:
         pushes = -1
         while True:
             for rank in list(missing):
-                said = self._meeting.peek(f"{key}/{rank}", rank)
+                said = self._scope.peek(f"{key}/{rank}", rank)
                 if said is None:
                     break
                 theirs, words[rank] = json.loads(said)
@@ -100,7 +100,7 @@ class Barrier:
                     deadline.renew()
                 if deadline.is_over(_LOOK_S):
                     raise ProgressTimeoutError(
-                        f"rank {self._meeting.rank_info.rank} waited {self._timeout_s:g} s in "
+                        f"rank {self._scope.rank_info.rank} waited {self._timeout_s:g} s in "
                         f"{call} "
                         f"for ranks {', '.join(map(str, missing))}, which neither came there nor "
                         'trained: with strategy="asgd" all ranks have to call it (where they '
@@ -113,7 +113,7 @@ class Barrier:
     def _compare(self, call: str, rank: int, theirs: str) -> None:
         if theirs != call:
             raise RanksDifferError(
-                f"rank {self._meeting.rank_info.rank} is in {call}, and rank {rank} in "
+                f"rank {self._scope.rank_info.rank} is in {call}, and rank {rank} in "
                 f"{theirs}: with "
                 'strategy="asgd" both wait for all ranks, so that all of them have to make the '
                 "same calls in the same order"

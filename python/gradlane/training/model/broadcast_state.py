@@ -39,7 +39,7 @@ _GOODBYE_S = 60.0
 
 def broadcast_state(
     ctx: SessionContext,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     entries: Sequence[TensorEntry],
     optimizer: Optimizer,
     attributes: dict[str, Any],
@@ -49,7 +49,7 @@ def broadcast_state(
 
     Args:
         ctx: the session's.
-        meeting: where the ranks meet for this; for nothing else.
+        scope: where the ranks meet for this; for nothing else.
         entries: the model's tensor table.
         optimizer: of the model; its parameters are those of the table.
         attributes: what `attributes_of` gave in `prepare`; those that changed are given, too.
@@ -62,19 +62,17 @@ def broadcast_state(
     is_source = ctx.rank_info.rank == source
     told = describe_state(optimizer, attributes) if is_source else b""
     if is_source:
-        meeting.put("state", told)
+        scope.put("state", told)
     # The source reads its own words, so that all fail alike.
-    told = told or meeting.get("state", source)
+    told = told or scope.get("state", source)
     adopt_state(optimizer, told, ctx.rank_info.rank, source)
     everything = [*entries, *state_entries(optimizer)]
     rows = [entry.bytes_row() for entry in everything]
-    channel = open_channel(
-        ctx, meeting, rows, node_layout(ctx, meeting), update="worker", first=source
-    )
+    channel = open_channel(ctx, scope, rows, node_layout(ctx, scope), update="worker", first=source)
     ranks = ranks_in_errors(ctx, channel, source)
     doing = f"receiving the state of rank {source}"
     broadcast_and_finish(ctx, channel, everything, is_source, ranks, doing)
-    meeting.delete_keys()
+    scope.delete_keys()
 
 
 def broadcast_and_finish(

@@ -537,30 +537,30 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def tell_ending(meeting: RendezvousScope, step: int, ending: int, digest: int) -> None:
+def tell_ending(scope: RendezvousScope, step: int, ending: int, digest: int) -> None:
     """Tell rank 0 how the last step ended here: no step follows whose statuses would.
 
     Args:
-        meeting: where the ranks have met.
+        scope: where the ranks have met.
         step: number of the last step.
         ending: how it ended, a number of `StepEnding`.
         digest: of the hyper-parameters, as in a status.
     """
     with contextlib.suppress(RendezvousError):
-        meeting.put(f"ending/{meeting.rank_info.rank}", json.dumps([step, ending, digest]))
+        scope.put(f"ending/{scope.rank_info.rank}", json.dumps([step, ending, digest]))
 
 
-def compare_endings(meeting: RendezvousScope) -> None:
+def compare_endings(scope: RendezvousScope) -> None:
     """Compare all ranks' last steps, on rank 0, once all have said goodbye.
 
     Raises:
         SessionFailedError: they ended it differently.
     """
-    rank_info = meeting.rank_info
+    rank_info = scope.rank_info
     if rank_info.rank != 0:
         return
     try:
-        told = [meeting.peek(f"ending/{rank}", rank) for rank in range(rank_info.world_size)]
+        told = [scope.peek(f"ending/{rank}", rank) for rank in range(rank_info.world_size)]
     except StoreValueRefusedError:
         raise
     except RendezvousError:

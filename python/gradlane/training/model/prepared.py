@@ -134,7 +134,7 @@ class PreparedModel:
             if ctx.options.going_on.on and ctx.rank_info.world_size > 1:
                 ctx.membership.follow(ctx.core, connected.channel, connected.meeting)
         self._connected = connected
-        meeting = self._meeting = connected.meeting
+        scope = self._scope = connected.meeting
         self.channel, self.codecs = connected.channel, connected.codecs
         self._layout, self._served = connected.layout, connected.served
         self._entries, self._trained = connected.spec.entries, connected.spec.trained
@@ -145,7 +145,7 @@ class PreparedModel:
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
         self._failure = FailureLatch()
         self._agreement = ParameterCheck(
-            meeting, self._trained, ctx.options.check_every, steps_before
+            scope, self._trained, ctx.options.check_every, steps_before
         )
         pack = self._layout.buffers
         self.hook_manager = HookManager(
@@ -169,7 +169,7 @@ class PreparedModel:
             model,
             self.channel,
             _OwnSteps(self.steps, steps_before),
-            name=meeting.name,
+            name=scope.name,
             tensors=[entry.name for entry in (*self._entries, *connected.extras)],
             codecs=self.codecs,
         )
@@ -177,14 +177,14 @@ class PreparedModel:
         self._barrier: Barrier | None = None
         if ctx.options.is_asynchronous:
             limit_s = ctx.options.network.progress_timeout_s
-            self._barrier = Barrier(self.channel, meeting, limit_s)
+            self._barrier = Barrier(self.channel, scope, limit_s)
         else:
             # With asynchronous training no rank waits for another's gradients: no deadlock.
-            ctx.deadlocks.watch(meeting.name, self.steps.exchange, self._on_deadlock)
+            ctx.deadlocks.watch(scope.name, self.steps.exchange, self._on_deadlock)
         self._server = self._make_server_state(self._updates) if self._updates else None
         self.residuals = ResidualState(
             channel=self.channel,
-            meeting=meeting,
+            scope=scope,
             layout=self._layout,
             choices=self.codecs,
             updates_on_servers=self._served is not None,
@@ -201,10 +201,10 @@ class PreparedModel:
         ctx.membership.training_step_of = self.steps.training_step_of
         self.has_parted = False
         """Whether every rank has said goodbye."""
-        meeting.mark_connected(ctx.options.network.progress_timeout_s, self._look)
+        scope.mark_connected(ctx.options.network.progress_timeout_s, self._look)
         if ctx.checkpoints is not None:
             try:
-                ctx.checkpoints.follow(self, meeting)
+                ctx.checkpoints.follow(self, scope)
             except (CheckpointError, UsageError):
                 # On all ranks alike.
                 raise
@@ -231,7 +231,7 @@ class PreparedModel:
         """
         if self._addresses is None:
             everyone = range(self._ctx.rank_info.ranks)
-            self._addresses = [self._meeting.published_address(rank) for rank in everyone]
+            self._addresses = [self._scope.published_address(rank) for rank in everyone]
         return self._addresses
 
     def whole_state(self) -> dict[str, Any]:
@@ -270,7 +270,7 @@ class PreparedModel:
         except GradlaneError as error:
             self.abort(f"closed after an error: {error}")
             raise
-        self._ctx.deadlocks.unwatch(self._meeting.name)
+        self._ctx.deadlocks.unwatch(self._scope.name)
         self.hook_manager.remove()
         if self._connected.recording is not None:
             self._connected.recording.remove_hooks()
@@ -283,11 +283,11 @@ class PreparedModel:
         if compares:
             consistency = self.steps.consistency
             ending, digest = consistency.ending, consistency.digest
-            tell_ending(self._meeting, self.steps.step, ending, digest)
-        if shutdown_channel(self._ctx, self.channel, self._watch, self._meeting, timeout_s):
+            tell_ending(self._scope, self.steps.step, ending, digest)
+        if shutdown_channel(self._ctx, self.channel, self._watch, self._scope, timeout_s):
             if compares:
-                compare_endings(self._meeting)
-            self._meeting.delete_keys()
+                compare_endings(self._scope)
+            self._scope.delete_keys()
             self.has_parted = True
 
     def synchronize(self) -> None:
@@ -539,7 +539,7 @@ class PreparedModel:
             self._layout,
             consistency,
             self._failure,
-            functools.partial(ctx.deadlocks.waiting, self._meeting.name),
+            functools.partial(ctx.deadlocks.waiting, self._scope.name),
             rank_info.rank,
             LateGradientBuffer() if carries_late else None,
             self._takeover,
@@ -610,7 +610,7 @@ class PreparedModel:
         barrier = self._barrier
         return ServerState(
             channel=self.channel,
-            meeting=self._meeting,
+            scope=self._scope,
             optimizer=self._optimizer,
             trained=self._trained,
             updates=updates,

@@ -45,7 +45,7 @@ class ResidualState:
         self,
         *,
         channel: Channel,
-        meeting: RendezvousScope,
+        scope: RendezvousScope,
         layout: StepLayout,
         choices: Sequence[CodecChoice],
         updates_on_servers: bool,
@@ -59,7 +59,7 @@ class ResidualState:
 
         Args:
             channel: the model's.
-            meeting: where the ranks agree.
+            scope: where the ranks agree.
             layout: the tensors that take part in its steps.
             choices: the codecs of the trained tensors.
             updates_on_servers: whether results are parameters, which travel as they are.
@@ -70,21 +70,21 @@ class ResidualState:
             leaves_out: whether steps may go on without ranks that are late.
         """
         self._channel = channel
-        self._meeting = meeting
+        self._scope = scope
         self._layout = layout
         self._owners_keep = not updates_on_servers
         self._settle = settle
         self._spend_step = spend_step
         self._translating = translating
         self._settle_late = settle_late
-        self._carries = settle_late() is not None and meeting.rank_info.world_size > 1
+        self._carries = settle_late() is not None and scope.rank_info.world_size > 1
         self._begin = channel.step_barrier if leaves_out else channel.step_begin
         self._kept = [
             index
             for index, choice in enumerate(choices)
             if choice.facts is not None
             and choice.facts.residual_width > 0
-            and meeting.rank_info.world_size > 1
+            and scope.rank_info.world_size > 1
         ]
         self._widths = {
             index: choices[index].facts.residual_width  # type: ignore[union-attr]
@@ -104,7 +104,7 @@ class ResidualState:
         Raises:
             GradlaneError: the session has failed.
         """
-        rank_info = self._meeting.rank_info
+        rank_info = self._scope.rank_info
         state: dict[str, Any] = {"rank": rank_info.rank, "world_size": rank_info.world_size}
         state.update({kind: {} for kind in _KINDS})
         if self.is_empty:
@@ -139,16 +139,16 @@ class ResidualState:
         if self.is_empty:
             return
         self._settle()
-        rank_info = self._meeting.rank_info
+        rank_info = self._scope.rank_info
         own = (int(state["rank"]), int(state["world_size"])) == (
             rank_info.rank,
             rank_info.world_size,
         )
         self._loads += 1
         key = f"residuals/{self._loads}"
-        self._meeting.put(f"{key}/{rank_info.rank}", json.dumps(own))
+        self._scope.put(f"{key}/{rank_info.rank}", json.dumps(own))
         said = [
-            json.loads(self._meeting.get(f"{key}/{rank}", rank))
+            json.loads(self._scope.get(f"{key}/{rank}", rank))
             for rank in range(rank_info.world_size)
         ]
         kind = WORKER if all(said) else MEAN_OF[WORKER]
@@ -292,7 +292,7 @@ class ResidualState:
 
     def _of_owners(self) -> dict[int, Tensor]:
         """Have the owners broadcast their residuals, 16-bit tensors in two halves."""
-        rank_info = self._meeting.rank_info
+        rank_info = self._scope.rank_info
 
         def read(part: int, indices: Sequence[int]) -> dict[int, Tensor]:
             landings = {index: self._empty(index) for index in indices}

@@ -62,7 +62,7 @@ class ServerState:
         self,
         *,
         channel: Channel,
-        meeting: RendezvousScope,
+        scope: RendezvousScope,
         optimizer: Optimizer,
         trained: Sequence[TensorEntry],
         updates: ServerUpdates,
@@ -74,7 +74,7 @@ class ServerState:
 
         Args:
             channel: between steps.
-            meeting: where the ranks agree.
+            scope: where the ranks agree.
             optimizer: the user's, checked by `check_server_optimizer`.
             trained: table entries of the trained parameters, by tensor number.
             updates: count the tensors' steps.
@@ -83,7 +83,7 @@ class ServerState:
             asynchronous: given where each rank's push is a step of the optimizer.
         """
         self._channel = channel
-        self._meeting = meeting
+        self._scope = scope
         self._optimizer = optimizer
         self._trained = trained
         self._updates = updates
@@ -93,7 +93,7 @@ class ServerState:
         self._pushes_before = [0] * len(trained)
         self._loaded: dict[int, dict[str, Any]] = {}
         self._unagreed: str | None = None
-        self._meetings = 0
+        self._agreements = 0
         self._lent: list[Tensor] = []
         self._take_over({})
         self._unagreed = None
@@ -117,7 +117,7 @@ class ServerState:
         for rank, theirs in self._exchange("load_state_dict", mine):
             if theirs != mine:
                 raise RanksDifferError(
-                    f"rank {self._meeting.rank_info.rank} and rank {rank} have loaded different "
+                    f"rank {self._scope.rank_info.rank} and rank {rank} have loaded different "
                     "optimizer states: load the same checkpoint on every rank"
                 )
 
@@ -225,7 +225,7 @@ class ServerState:
 
     def _read(self, name: str, part: int, indices: list[int]) -> dict[int, Tensor]:
         """Have the owners broadcast one kind of state, or half of it, where parameters land."""
-        rank_info, channel = self._meeting.rank_info, self._channel
+        rank_info, channel = self._scope.rank_info, self._channel
         with torch.inference_mode(False):
             landings = {
                 index: torch.empty_strided(
@@ -335,14 +335,14 @@ class ServerState:
 
     def _exchange(self, call: str, mine: str) -> list[tuple[int, str]]:
         """Tell all ranks something and return what each of them says."""
-        rank_info = self._meeting.rank_info
-        self._meetings += 1
-        key = f"state/{self._meetings}"
-        self._meeting.put(f"{key}/{rank_info.rank}", f"{call} {mine}")
+        rank_info = self._scope.rank_info
+        self._agreements += 1
+        key = f"state/{self._agreements}"
+        self._scope.put(f"{key}/{rank_info.rank}", f"{call} {mine}")
         said = []
         for rank in range(rank_info.world_size):
             try:
-                theirs = self._meeting.get(f"{key}/{rank}", rank).decode()
+                theirs = self._scope.get(f"{key}/{rank}", rank).decode()
             except (StoreLostError, StoreValueRefusedError, PeerLostError):
                 raise
             except (RendezvousError, SessionFailedError) as error:
@@ -360,5 +360,5 @@ class ServerState:
                     f'optimizer.{theirs.split()[0]}(): with update="server" both are collective'
                 )
             said.append((rank, theirs.removeprefix(f"{call} ")))
-        self._meeting.delete(f"state/{self._meetings - 1}/{rank_info.rank}")
+        self._scope.delete(f"state/{self._agreements - 1}/{rank_info.rank}")
         return said

@@ -88,7 +88,7 @@ class ModelSpec:
 
 def verify_model_across_ranks(
     ctx: SessionContext,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     model: nn.Module,
     optimizer: Optimizer,
     buffers: str,
@@ -98,7 +98,7 @@ def verify_model_across_ranks(
 
     Args:
         ctx: the session's.
-        meeting: where the ranks agree; one that refuses tells the others there.
+        scope: where the ranks agree; one that refuses tells the others there.
         model: the user's.
         optimizer: the user's.
         buffers: how buffers are kept.
@@ -117,7 +117,7 @@ def verify_model_across_ranks(
     try:
         spec = _checked(ctx, model, optimizer, options) if checked is None else checked
     except (ValueError, UsageError) as error:
-        meeting.refuse(str(error))
+        scope.refuse(str(error))
         raise
     rows = [
         {**entry.row(), "scheme": spec.factored[index].scheme}
@@ -125,7 +125,7 @@ def verify_model_across_ranks(
         else entry.row()
         for index, entry in enumerate(spec.entries)
     ]
-    meeting.agree({"options": options, "tensors": rows})
+    scope.agree({"options": options, "tensors": rows})
     return spec
 
 
