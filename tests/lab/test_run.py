@@ -384,6 +384,7 @@ def test_a_run_can_be_looked_at(profile: Path, tmp_path: Path) -> None:
 OTHERS = "p3,slicing,ring,asgd,auto:any-rounding"
 
 
+@pytest.mark.slow
 @needs_core
 @needs_namespaces
 @pytest.mark.timeout(LAST_RESORT_S)
@@ -426,6 +427,7 @@ def test_all_strategies_of_gradlane_learn_what_rank_order_summing_learns(profile
     assert "plan" not in fixed.metrics
 
 
+@pytest.mark.slow
 @needs_core
 @needs_namespaces
 @pytest.mark.timeout(LAST_RESORT_S)
@@ -461,6 +463,7 @@ def test_a_stopped_rank_is_left_out_and_all_hold_the_same_in_the_end() -> None:
     assert losses == rows["p3/drop"].loss[2:]
 
 
+@pytest.mark.slow
 @needs_core
 @needs_namespaces
 @pytest.mark.timeout(LAST_RESORT_S)

@@ -12,6 +12,7 @@ from tests.built import needs_core
 from tests.training.model.pool import RankPool
 
 
+@pytest.mark.slow
 @needs_core
 @pytest.mark.parametrize(("case", "steps"), [("p3", 640), ("codec", 640), ("reopen", 32)])
 def test_sessions_stay_as_large_as_they_are(

@@ -22,6 +22,7 @@ STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
 TRAININGS = (("cnn", "sgd"), ("transformer", "adamw"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "model", "steps"),
     [(2, "cnn", 200), (2, "transformer", 200), (4, "cnn", 200), (4, "transformer", 200)],
@@ -56,6 +57,7 @@ def test_two_ranks_equal_stock_ddp(pool: RankPool, model: str, optimizer: str) -
     assert len({digest for result in results for digest in result}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "optimizer"), TRAININGS)
 def test_four_ranks_stay_close_to_stock_ddp(pool: RankPool, model: str, optimizer: str) -> None:
     """Stock DDP sums in another order, so that roundings differ and then drift apart."""

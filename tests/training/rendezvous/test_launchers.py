@@ -120,6 +120,7 @@ def check(lines: list[str], world_size: int = 2) -> None:
         assert sorted(value for one in seen for value in one[epoch]) == list(range(8))
 
 
+@pytest.mark.slow
 @needs_core
 def test_torchrun_on_two_nodes_and_a_checkpoint(programs: ForkedPrograms, tmp_path: Path) -> None:
     """Two agents on loopback, as two machines would have one each."""
