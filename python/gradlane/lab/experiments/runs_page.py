@@ -222,35 +222,23 @@ def _plots(rows: Sequence[Row], colors: Mapping[str, int]) -> list[Plot]:
     plots.append(_step_bars(rows, colors))
     for rate_bps, here in rates.items():
         suffix = f" at {format_rate(rate_bps)}" if len(rates) > 1 else ""
-        first = [group[0] for group in _groups(here, _strategy).values()]
-        learning = [row for row in first if row.has_losses]
+        first = {name: group[0] for name, group in _groups(here, _strategy).items()}
+        learning = {name: row for name, row in first.items() if row.has_losses}
+        losses: Series = {
+            name: (range(len(row.loss)), row.loss)
+            for name, row in learning.items()
+            if row.communicates
+        }
+        over_time: Series = {
+            name: loss_over_time(row) for name, row in learning.items() if row.straggler
+        }
+        steps: Series = {
+            name: (range(len(row.step_s)), row.step_s) for name, row in first.items() if row.step_s
+        }
         for title, x_label, y_label, series in (
-            (
-                "Loss",
-                "step",
-                "training loss",
-                {
-                    _strategy(row): (range(len(row.loss)), row.loss)
-                    for row in learning
-                    if row.communicates
-                },
-            ),
-            (
-                "Loss over time",
-                "time, s",
-                "training loss",
-                {_strategy(row): loss_over_time(row) for row in learning if row.straggler},
-            ),
-            (
-                "Step times",
-                "measured step",
-                "step, s",
-                {
-                    _strategy(row): (range(len(row.step_s)), row.step_s)
-                    for row in first
-                    if row.step_s
-                },
-            ),
+            ("Loss", "step", "training loss", losses),
+            ("Loss over time", "time, s", "training loss", over_time),
+            ("Step times", "measured step", "step, s", steps),
         ):
             if series:
                 plots.append(
@@ -260,39 +248,31 @@ def _plots(rows: Sequence[Row], colors: Mapping[str, int]) -> list[Plot]:
                         x_label=x_label,
                         y_label=y_label,
                         colors=colors,
-                        y_from_zero=title == "Step times",
+                        y_from_zero=series is steps,
                     )
                 )
-        plots += _link_plots(first, colors, suffix)
+        plots += _link_plots(list(first.values()), colors, suffix)
     return plots
 
 
 def _step_bars(rows: Sequence[Row], colors: Mapping[str, int]) -> Plot:
     """Return bars grouped by rate, or one bar a strategy where there is one rate only."""
     by_strategy, by_rate = _groups(rows, _strategy), _groups(rows, _rate)
-    if len(by_rate) == 1:
-        categories = list(by_strategy)
-        bars = {
-            name: [_step_s(own) if other == name else None for other in by_strategy]
-            for name, own in by_strategy.items()
-        }
-        bounds = list(map(_bound_s, by_strategy.values()))
-    else:
-        categories = list(map(format_rate, by_rate))
-        bars = {
-            name: [_step_s(row for row in own if row.rate_bps == rate) for rate in by_rate]
-            for name, own in by_strategy.items()
-        }
-        bounds = list(map(_bound_s, by_rate.values()))
+    is_one_rate = len(by_rate) == 1
+    groups = list(by_strategy.values() if is_one_rate else by_rate.values())
+    bounds = list(map(_bound_s, groups))
     return bar_plot(
         "Step time",
-        categories,
-        bars,
+        list(by_strategy) if is_one_rate else list(map(format_rate, by_rate)),
+        {
+            name: [_step_s(row for row in group if _strategy(row) == name) for group in groups]
+            for name in by_strategy
+        },
         y_label="step, s (lower is better)",
         limits={"perfect-overlap bound": bounds} if any(bounds) else None,
         colors=colors,
-        stacked=len(by_rate) == 1,
-        shows_names=len(by_rate) > 1,
+        stacked=is_one_rate,
+        shows_names=not is_one_rate,
         note="Nominal seconds, dilation divided out; medians over repeats.",
     )
 
