@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from gradlane.lab.accuracy.schemes import parse_scheme
+from gradlane.lab.accuracy.exchange import ALL
+from gradlane.lab.accuracy.run import Run
 from gradlane.lab.accuracy.tasks import TASKS
 from gradlane.lab.accuracy.training import train
 from gradlane.training.core import load_core
@@ -50,7 +51,7 @@ def test_asgd_of_the_study_is_that_of_the_engine() -> None:
 
     core: Any = load_core()
     results = run_ranks(WORKERS, body, core=core, strategy="asgd", update="server")
-    curve = train(task, parse_scheme("asgd", WORKERS), workers=WORKERS, seed=SEED, steps=STEPS)
+    curve = train(Run(task.name, "asgd", ALL, SEED, WORKERS, STEPS))
     assert curve.evaluated == list(range(STEPS + 1))
     # The last rank's answer holds everybody's updates of that round.
     assert results[-1][0] == pytest.approx(curve.loss, abs=1e-5)

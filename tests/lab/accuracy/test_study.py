@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from gradlane.cli.main import app
 from gradlane.lab.accuracy import findings, study
 from gradlane.lab.accuracy.curve import evaluation_steps
-from gradlane.lab.accuracy.exchange import EmulatedExchange
+from gradlane.lab.accuracy.exchange import ALL, EmulatedExchange
 from gradlane.lab.accuracy.markdown import (
     bytes_in_words,
     losses_in_words,
@@ -23,6 +23,7 @@ from gradlane.lab.accuracy.markdown import (
     page_text,
     points,
 )
+from gradlane.lab.accuracy.run import Run
 from gradlane.lab.accuracy.schemes import parse_scheme
 from gradlane.lab.accuracy.tasks import CIFAR10, TASKS, task_of
 from gradlane.lab.accuracy.timing import step_s, timings
@@ -118,14 +119,7 @@ def test_the_papers_runs_have_several_settings_and_real_processes() -> None:
 def test_asynchronous_processes_learn_and_say_how_old_gradients_were() -> None:
     """Real processes over loopback, with a worker's share of the learning rate."""
     steps: list[int] = []
-    curve = train(
-        task_of("mlp"),
-        parse_scheme("asgd:order=real,lr=mean", 2),
-        workers=2,
-        seed=0,
-        steps=66,
-        advance=steps.append,
-    )
+    curve = train(Run("mlp", "asgd:order=real,lr=mean", ALL, 0, 2, 66), steps.append)
     assert sum(steps) == 66 and curve.evaluated == evaluation_steps(66)
     # How old gradients are, and so how much is learned, is for the processes' timing to say.
     assert curve.accuracy[-1] > 0.4 > curve.accuracy[0]
@@ -169,9 +163,7 @@ def test_steps_take_the_bound_for_the_bytes_sent() -> None:
 
 @pytest.mark.parametrize("text", ["p3", "asgd:lr=mean", "onebit"])
 def test_training_learns_and_repeats_bit_for_bit(text: str) -> None:
-    curves = [
-        train(TASKS["mlp"], parse_scheme(text, 2), workers=2, seed=1, steps=24) for _ in range(2)
-    ]
+    curves = [train(Run("mlp", text, ALL, 1, 2, 24)) for _ in range(2)]
     assert curves[0] == curves[1]
     assert curves[0].evaluated == evaluation_steps(24) and len(curves[0].wire_bytes) == 24
     assert curves[0].loss[-1] < curves[0].loss[0] - 0.2

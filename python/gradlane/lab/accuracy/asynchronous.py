@@ -19,8 +19,8 @@ import torch
 from torch._C._distributed_c10d import FileStore
 
 from gradlane.lab.accuracy.curve import Curve, evaluation_steps
-from gradlane.lab.accuracy.schemes import Scheme
-from gradlane.lab.accuracy.tasks import Task, task_of
+from gradlane.lab.accuracy.run import Run
+from gradlane.lab.accuracy.tasks import Task
 from gradlane.lab.cluster.errors import LabError
 from gradlane.lab.cluster.fork_server import ForkedProgram, running_fork_server
 
@@ -43,36 +43,25 @@ def check_ranks(task: Task) -> None:
         )
 
 
-def train_on_ranks(
-    task: Task,
-    scheme: Scheme,
-    workers: int,
-    seed: int,
-    steps: int,
-    advance: Callable[[int], None],
-) -> Curve:
+def train_on_ranks(run: Run, advance: Callable[[int], None]) -> Curve:
     """Train with a process for each worker; the curve is of rank 0's parameters.
 
     Args:
-        task: what is learned.
-        scheme: whose share of the learning rate is taken.
-        workers: number of processes; each takes all steps and then serves until all have.
-        seed: of model and batches; the order of updates is not drawn.
-        steps: of each process.
+        run: each worker takes all steps and then serves until all have; the order of updates is
+            not drawn, and of the scheme the share of the learning rate is taken.
         advance: told of rank 0's steps.
 
     Raises:
         ValueError: the task cannot be trained like this.
         LabError: a process failed; the text has its last words.
     """
-    check_ranks(task)
+    check_ranks(run.parsed()[0])
     server = running_fork_server({"OMP_NUM_THREADS": "1"})
     with tempfile.TemporaryDirectory(prefix="gradlane-asgd-") as folder:
-        given = {"task": task.name, "lr_share": scheme.lr_share, "workers": workers, "seed": seed}
-        given |= {"steps": steps, "store": f"{folder}/store", "job": f"asgd-{uuid.uuid4().hex}"}
-        errors = [Path(folder, f"errors-{rank}") for rank in range(workers)]
+        given = {"run": asdict(run), "store": f"{folder}/store", "job": f"asgd-{uuid.uuid4().hex}"}
+        errors = [Path(folder, f"errors-{rank}") for rank in range(run.workers)]
         programs: list[ForkedProgram] = []
-        lines = [b""] * workers
+        lines = [b""] * run.workers
         try:
             for rank, path in enumerate(errors):
                 with path.open("wb") as stderr:
@@ -110,19 +99,19 @@ def main() -> None:
     import gradlane
 
     given = json.loads(sys.argv[1])
-    task, rank, workers, steps = (given[name] for name in ("task", "rank", "workers", "steps"))
-    task = task_of(task)
+    run, rank = Run(**given["run"]), given["rank"]
+    task, scheme = run.parsed()
     torch.set_num_threads(1)
-    model = task.build(given["seed"])
+    model = task.build(run.seed)
     optimizer = task.make_optimizer(model)
     for group in optimizer.param_groups:
-        group["lr"] *= given["lr_share"]
+        group["lr"] *= scheme.lr_share
     curve = Curve()
-    stops = evaluation_steps(steps)[1:-1]
+    stops = evaluation_steps(run.steps)[1:-1]
     rendezvous = gradlane.Rendezvous(
-        store=FileStore(given["store"], workers),
+        store=FileStore(given["store"], run.workers),
         rank=rank,
-        world_size=workers,
+        world_size=run.workers,
         job=given["job"],
     )
     network = gradlane.Network(
@@ -134,8 +123,8 @@ def main() -> None:
         session.prepare(model, optimizer)
         if rank == 0:
             curve.note(0, task, model)
-        for step in range(steps):
-            task.loss(model, task.batch(given["seed"], rank, workers, step)).backward()  # type: ignore[no-untyped-call]
+        for step in range(run.steps):
+            task.loss(model, task.batch(run.seed, rank, run.workers, step)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             if rank == 0:
@@ -144,9 +133,9 @@ def main() -> None:
                 print(json.dumps({"steps": 1}), flush=True)
         session.synchronize()
         if rank == 0:
-            curve.note(steps, task, model)
+            curve.note(run.steps, task, model)
         applied = session.staleness()
-    curve.wire_bytes = [2 * 4 * sum(one.numel() for one in model.parameters())] * steps
+    curve.wire_bytes = [2 * 4 * sum(one.numel() for one in model.parameters())] * run.steps
     told = {
         "curve": asdict(curve),
         "pushes": sum(one["pushes"] for one in applied),

@@ -15,6 +15,7 @@ from typing import Any
 
 from gradlane.lab.accuracy.asynchronous import check_ranks
 from gradlane.lab.accuracy.exchange import ALL, CONVOLUTIONS, LAYERS
+from gradlane.lab.accuracy.run import Run
 from gradlane.lab.accuracy.schemes import FULL_PRECISION, REAL, parse_scheme
 from gradlane.lab.accuracy.tasks import CIFAR10, TASKS, task_of
 from gradlane.lab.accuracy.timing import step_s
@@ -74,27 +75,6 @@ NODES = (8, 16)
 """Workers beside the study's, with as many samples in all."""
 EVERY = "all"
 """In place of a list of schemes: those of the full study, with buckets and layers."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run: what makes it different from all others.
-
-    Attributes:
-        task: a task, as `task_of` takes it.
-        scheme: text of a scheme.
-        layers: of `exchange.LAYERS`: those whose weights alone are encoded.
-        seed: of model, batches and draws.
-        workers: how many are emulated.
-        steps: how many are taken.
-    """
-
-    task: str
-    scheme: str
-    layers: str
-    seed: int
-    workers: int
-    steps: int
 
 
 @dataclass(frozen=True)
@@ -235,18 +215,9 @@ def paper_runs(seeds: int) -> list[Run]:
 
 def make_run(run: Run, progress: LabProgress) -> Result:
     """Make a run and return its result."""
-    task = task_of(run.task)
-    scheme = parse_scheme(run.scheme, run.workers)
+    task, scheme = run.parsed()
     start_s = time.process_time()
-    curve = train(
-        task,
-        scheme,
-        workers=run.workers,
-        seed=run.seed,
-        steps=run.steps,
-        layers=run.layers,
-        advance=progress.advance,
-    )
+    curve = train(run, progress.advance)
     sizes = [parameter.numel() for parameter in task.build(0).parameters()]
     mean_bytes = sum(curve.wire_bytes) / len(curve.wire_bytes)
     times_s = {

@@ -10,67 +10,46 @@ from torch import nn
 
 from gradlane.lab.accuracy.asynchronous import train_on_ranks
 from gradlane.lab.accuracy.curve import Curve, evaluation_steps
-from gradlane.lab.accuracy.exchange import ALL, EmulatedExchange
-from gradlane.lab.accuracy.schemes import REAL, Scheme
-from gradlane.lab.accuracy.tasks import Task
+from gradlane.lab.accuracy.exchange import EmulatedExchange
+from gradlane.lab.accuracy.run import Run
+from gradlane.lab.accuracy.schemes import REAL
+from gradlane.lab.accuracy.tasks import Task, task_of
 
 
-def train(
-    task: Task,
-    scheme: Scheme,
-    *,
-    workers: int,
-    seed: int,
-    steps: int,
-    layers: str = ALL,
-    advance: Callable[[int], None] = lambda steps: None,
-) -> Curve:
+def train(run: Run, advance: Callable[[int], None] = lambda steps: None) -> Curve:
     """Train and return the curve.
 
     Args:
-        task: what is learned.
-        scheme: how gradients become updates.
-        workers: how many are emulated; each sees its own samples.
-        seed: of model, batches and draws.
-        steps: each takes one batch of every worker.
-        layers: of `exchange.LAYERS`: those whose weights alone are encoded.
+        run: each of its steps takes one batch of every worker.
         advance: told of each step.
+
+    Raises:
+        ValueError: the task or the scheme is unknown, or they do not go together.
     """
     threads = torch.get_num_threads()
     # Gradients must not depend on how many processors there are.
     torch.set_num_threads(1)
     try:
+        scheme = run.parsed()[1]
         if scheme.order == REAL:
-            return train_on_ranks(task, scheme, workers, seed, steps, advance)
-        if scheme.is_asynchronous:
-            return _train_alone(task, scheme, workers, seed, steps, advance)
-        return _train_together(task, scheme, workers, seed, steps, layers, advance)
+            return train_on_ranks(run, advance)
+        return (_train_alone if scheme.is_asynchronous else _train_together)(run, advance)
     finally:
         torch.set_num_threads(threads)
 
 
-def _train_together(
-    task: Task,
-    scheme: Scheme,
-    workers: int,
-    seed: int,
-    steps: int,
-    layers: str,
-    advance: Callable[[int], None],
-) -> Curve:
-    model = task.build(seed)
+def _train_together(run: Run, advance: Callable[[int], None]) -> Curve:
+    task, scheme = run.parsed()
+    model = task.build(run.seed)
     optimizer = task.make_optimizer(model, momentum=not scheme.takes_momentum)
-    codec = scheme.codec_for(task.optimizer, steps, task.momentum)
-    exchange = EmulatedExchange(model, codec, workers=workers, seed=seed, layers=layers)
+    codec = scheme.codec_for(task.optimizer, run.steps, task.momentum)
+    exchange = EmulatedExchange(model, codec, workers=run.workers, seed=run.seed, layers=run.layers)
     parameters = list(model.parameters())
     curve = Curve()
-    stops = set(evaluation_steps(steps))
+    stops = set(evaluation_steps(run.steps))
     curve.note(0, task, model)
-    for step in range(steps):
-        gradients = [
-            _gradient(task, model, parameters, seed, worker, workers, step)
-            for worker in range(workers)
-        ]
+    for step in range(run.steps):
+        gradients = [_gradient(run, model, worker, step) for worker in range(run.workers)]
         for parameter, mean in zip(parameters, exchange.average(gradients, step), strict=True):
             parameter.grad = mean
         _update(task, parameters, optimizer)
@@ -81,20 +60,14 @@ def _train_together(
     return curve
 
 
-def _train_alone(
-    task: Task,
-    scheme: Scheme,
-    workers: int,
-    seed: int,
-    steps: int,
-    advance: Callable[[int], None],
-) -> Curve:
+def _train_alone(run: Run, advance: Callable[[int], None]) -> Curve:
     """Apply each worker's gradient alone; workers compute with the parameters that they last got.
 
     In round-robin order every gradient is `workers` - 1 updates old. In random order, drawn from
     the seed, some are older and some younger, as they are where workers are not equally fast.
     """
-    model = task.build(seed)
+    (task, scheme), workers, updates = run.parsed(), run.workers, run.steps * run.workers
+    model = task.build(run.seed)
     optimizer = task.make_optimizer(model)
     for group in optimizer.param_groups:
         group["lr"] *= scheme.lr_share
@@ -104,15 +77,15 @@ def _train_alone(
     pulled = [newest for _ in range(workers)]
     taken = [0] * workers
     version_of = [0] * workers
-    draws = random.Random(seed)
+    draws = random.Random(run.seed)
     curve = Curve()
     stale = 0.0
-    stops = set(evaluation_steps(steps))
+    stops = set(evaluation_steps(run.steps))
     curve.note(0, task, model)
-    for update in range(steps * workers):
+    for update in range(updates):
         worker = update % workers if scheme.order == "round" else draws.randrange(workers)
         _copy(pulled[worker], parameters)
-        gradient = _gradient(task, model, parameters, seed, worker, workers, taken[worker])
+        gradient = _gradient(run, model, worker, taken[worker])
         taken[worker] += 1
         _copy(newest, parameters)
         for parameter, own in zip(parameters, gradient, strict=True):
@@ -120,7 +93,7 @@ def _train_alone(
         _update(task, parameters, optimizer)
         newest = [parameter.detach().clone() for parameter in parameters]
         pulled[worker] = newest
-        stale += (update - version_of[worker]) / (steps * workers)
+        stale += (update - version_of[worker]) / updates
         version_of[worker] = update + 1
         step, rest = divmod(update + 1, workers)
         if rest == 0:
@@ -132,17 +105,10 @@ def _train_alone(
     return curve
 
 
-def _gradient(
-    task: Task,
-    model: nn.Module,
-    parameters: Sequence[nn.Parameter],
-    seed: int,
-    worker: int,
-    workers: int,
-    step: int,
-) -> list[torch.Tensor]:
-    loss = task.loss(model, task.batch(seed, worker, workers, step))
-    return [one.contiguous() for one in torch.autograd.grad(loss, parameters)]
+def _gradient(run: Run, model: nn.Module, worker: int, step: int) -> list[torch.Tensor]:
+    task = task_of(run.task)
+    loss = task.loss(model, task.batch(run.seed, worker, run.workers, step))
+    return [one.contiguous() for one in torch.autograd.grad(loss, list(model.parameters()))]
 
 
 def _update(
