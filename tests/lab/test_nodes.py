@@ -69,6 +69,7 @@ def test_ranks_that_share_their_sums_take_no_codec() -> None:
         )
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_nodes_that_add_up_by_collectives_send_as_little(tmp_path: Path) -> None:
     options = two_nodes("hierarchical:collective,hierarchical-shared:collective", tmp_path)
@@ -80,6 +81,7 @@ def test_nodes_that_add_up_by_collectives_send_as_little(tmp_path: Path) -> None
     assert led.param_digest == shared.param_digest
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_node_whose_ranks_add_up_sends_half_of_the_bytes(tmp_path: Path) -> None:
     options = two_nodes("p3,hierarchical,hierarchical-shared", tmp_path)

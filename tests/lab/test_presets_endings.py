@@ -133,6 +133,7 @@ def test_a_rank_that_dies_is_named(started: Started) -> None:
     nothing_is_left(started, ranks)
 
 
+@pytest.mark.slow
 @needs_namespaces
 @pytest.mark.timeout(180)
 def test_a_killed_preset_goes_on(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ CPU_BOUND_SHARE = 0.8
 STOLEN_SHARE_MAX = 0.03
 """Above this share of their time a row measures other virtual machines on the same host: ports are
 shaped by timers, and ranks wake up late. With 10 to 25 % the goodput of plain TCP streams was up to
-11 % lower, and steps took up to a quarter longer (`awake.py` says what is done about it)."""
+11 % lower, and steps took up to a quarter longer; the remedy is `keep_cpus_awake.py`."""
 NO_EVIDENCE = (
     f"over {CPU_BOUND_SHARE:.0%} of this machine's processors busy, or over {STOLEN_SHARE_MAX:.0%} "
     "of their time taken by other virtual machines: no evidence"
