@@ -36,8 +36,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 _PROCESS_FIXTURES = {"pool", "programs", "started"}
 _PROCESS_FOLDERS = ("lab", "faults", "loop_fuzzing", "training/serving", "training/node")
-_ABOUT_S = {"unit": 0.1, "integration": 1.5, "slow": 30.0}
-"""Seconds of a test by its marker, for the order of files."""
+_ABOUT_S = {"slow": 30.0, "root": 6.0, "processes": 3.0, "other": 0.15}
+"""Seconds of a test by the first that it is, for the order of files."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,13 +56,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     about_s: defaultdict[Path, float] = defaultdict(float)
     for item in items:
         file = item.path.relative_to(Path(__file__).parent).as_posix()
-        processes = file.startswith(_PROCESS_FOLDERS) or _PROCESS_FIXTURES.intersection(
-            getattr(item, "fixturenames", ())
-        )
-        item.add_marker("integration" if processes else "unit")
+        processes = _PROCESS_FIXTURES.intersection(getattr(item, "fixturenames", ()))
+        is_unit = not processes and not file.startswith(_PROCESS_FOLDERS)
+        item.add_marker("unit" if is_unit else "integration")
         if needs_namespaces.mark in item.iter_markers():
             item.add_marker("root")
-        about_s[item.path] += max(_ABOUT_S.get(one.name, 0.0) for one in item.iter_markers())
+        kinds = {one.name for one in item.iter_markers()} | {"processes" if processes else "other"}
+        about_s[item.path] += next(seconds for kind, seconds in _ABOUT_S.items() if kind in kinds)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: -about_s[item.path])
 
