@@ -665,7 +665,7 @@ class Oddities:
                 for one in parameters:
                     noise = torch.rand(one.shape, generator=generator, dtype=torch.float32)
                     if one.grad is not None:
-                        one.grad.add_(noise.to(one.dtype), alpha=0.125)
+                        one.grad.add_(noise.to(one.device, one.dtype), alpha=0.125)
             elif inside == "skip":
                 norms = [
                     one.grad.abs().float().norm() for one in parameters if one.grad is not None

@@ -229,6 +229,7 @@ def is_equal(one: Tensor, other: Tensor, tolerance: tuple[float, float] | None =
 def _plain(tensor: Tensor) -> Tensor:
     if tensor.is_sparse:
         tensor = tensor.to_dense()
+    tensor = tensor.cpu()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
