@@ -93,7 +93,10 @@ def _by_address(one: Tensor) -> Tensor:
     whole = _bare(one)
     if not whole.is_contiguous() or whole.numel() == 0:
         return whole.clone()
-    words = ctypes.string_at(whole.data_ptr(), whole.numel() * whole.element_size())
+    pointer = whole.data_ptr()
+    if whole.device.type != "cpu":
+        return whole.cpu()
+    words = ctypes.string_at(pointer, whole.numel() * whole.element_size())
     return torch.frombuffer(bytearray(words), dtype=whole.dtype)
 
 
