@@ -131,9 +131,10 @@ def _describe(group: list[Result], options: argparse.Namespace) -> str:
 
 def _print_refusals(results: list[Result]) -> None:
     """Print what was refused by which words."""
-    refusals = Counter(one["text"] for one in results if one["kind"] == "refused")
-    for text, count in refusals.most_common():
-        print(f"refused {count:>5}  {text[:160]}")
+    kinds = ("refused", "not on this device")
+    refusals = Counter((one["kind"], one["text"]) for one in results if one["kind"] in kinds)
+    for (kind, text), count in refusals.most_common():
+        print(f"{kind} {count:>5}  {text[:160]}")
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

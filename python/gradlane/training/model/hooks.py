@@ -42,7 +42,16 @@ from gradlane.training.rendezvous.tensor_table import TensorEntry
 class ForwardWait:
     """Forward pre-hook: waits for the updates of the parameters that a module uses."""
 
-    __slots__ = ("_below", "_flags_below", "_indices", "_stale_flag", "_steps", "_wait_for_all")
+    # Torch 2.11's compiler looks into the `__dict__` of every hook.
+    __slots__ = (
+        "__dict__",
+        "_below",
+        "_flags_below",
+        "_indices",
+        "_stale_flag",
+        "_steps",
+        "_wait_for_all",
+    )
 
     def __init__(
         self,
