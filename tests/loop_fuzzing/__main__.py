@@ -1,4 +1,6 @@
-"""Looks for strangers: `python -m tests.loop_fuzzing --loops 4000 --jobs 2`.
+"""Looks for loops that train otherwise than their reference.
+
+`python -m tests.loop_fuzzing --loops 4000 --jobs 2`
 
 Prints the first seed, progress, and at the end each kind of failure: how often it came, a loop that
 was made small, and how to repeat it. Exit status 0: no difference.

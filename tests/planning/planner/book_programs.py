@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import Store
 from gradlane.errors import GradlaneError
 from tests.training.model.scenarios import open_session
 from tests.training.node.node_programs import opened
-from tests.training.serving.sessions import run_roles
+from tests.training.serving.rank_programs import run_roles
 
 NAMES = (
     *("job", "ranks", "workers", "servers", "roles", "addresses", "nodes"),

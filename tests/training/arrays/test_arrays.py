@@ -13,11 +13,11 @@ from gradlane.training.arrays.dlpack import read_dlpack
 from gradlane.training.arrays.memory import borrow, dtype_name, make_slot
 from gradlane.training.core import load_core
 from tests.built import needs_core
-from tests.training.arrays.scenarios import says_whether_writable
+from tests.training.arrays.rank_programs import says_whether_writable
 from tests.training.model.pool import FirstRanks, RankPool
 from tests.training.model.ranks import run_ranks
 
-HERE = "tests.training.arrays.scenarios"
+HERE = "tests.training.arrays.rank_programs"
 
 
 @pytest.fixture

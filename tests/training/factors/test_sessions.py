@@ -9,13 +9,13 @@ import torch
 
 from gradlane.planning.profiler.recorder import Recorder
 from tests.built import needs_core
-from tests.training.factors import sessions
+from tests.training.factors import rank_programs
 from tests.training.model.fake_core import FakeCore
 from tests.training.model.pool import RankPool
 from tests.training.model.ranks import run_ranks
 
 pytestmark = needs_core
-MODULE = "tests.training.factors.sessions"
+MODULE = "tests.training.factors.rank_programs"
 CLASSIFIER = ("plain", "clipped", "accumulated", "only_accumulated", "twice", "autocast")
 CLASSIFIER_MORE = (
     "checkpointed",
@@ -35,11 +35,11 @@ class TestInOneProcess:
         core = FakeCore()
 
         def body(session: Any) -> list[tuple[Any, ...]]:
-            model = sessions.seeded(sessions.Classifier)
+            model = rank_programs.seeded(rank_programs.Classifier)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             session.prepare(model, optimizer)
             for step in range(2):
-                sessions.backward(sessions.loss_of(model, session.rank, step))
+                rank_programs.backward(rank_programs.loss_of(model, session.rank, step))
                 given = [
                     one[1:] for one in core.world.calls if one[0] == session.rank and len(one) == 4
                 ]
@@ -62,14 +62,14 @@ class TestInOneProcess:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             session.prepare(model, optimizer)
             for step in range(3):
-                sessions.backward(sessions.loss_of(model, session.rank, step))
+                rank_programs.backward(rank_programs.loss_of(model, session.rank, step))
                 optimizer.step()
                 optimizer.zero_grad()
             values = [one.detach().clone() for one in model.parameters()]
             return values, {one.tensor: one.reason for one in session.codecs if one.codec == "raw"}
 
         # torch's generator is one for all threads.
-        models = [sessions.seeded(sessions.Classifier) for _ in range(4)]
+        models = [rank_programs.seeded(rank_programs.Classifier) for _ in range(4)]
         plain = run_ranks(2, trained, core=FakeCore(), scheme="sfb")
         pattern = {"*.weight": codec, "*": "raw"}
         coded = run_ranks(2, trained, core=FakeCore(), scheme="sfb", codec=pattern)
@@ -85,11 +85,11 @@ class TestInOneProcess:
 
 
 def test_rows_of_factors_are_recorded_as_seen() -> None:
-    model = sessions.seeded(sessions.Words)
+    model = rank_programs.seeded(rank_programs.Words)
     recorder = Recorder(model)
     recorder.attach()
     recorder.begin_step()
-    sessions.backward(sessions.loss_of(model, rank=0, step=0, rows=3))
+    rank_programs.backward(rank_programs.loss_of(model, rank=0, step=0, rows=3))
     recorder.end_step()
     recorder.detach()
     rows = {tensor.name: tensor.rows for tensor in recorder.profile("words").tensors}

@@ -21,7 +21,7 @@ from tests.ports import reserve_port
 from tests.training.model.pool import RankPool
 
 pytestmark = needs_core
-MODULE = "tests.training.serving.sessions"
+MODULE = "tests.training.serving.rank_programs"
 RUNS: list[dict[str, Any]] = [
     {},
     {"strategy": "slicing", "slice_elems": 100_000},

@@ -14,7 +14,7 @@ from tests.built import needs_core
 from tests.training.model.pool import RankPool
 
 pytestmark = needs_core
-MODULE = "tests.training.stragglers.sessions"
+MODULE = "tests.training.stragglers.rank_programs"
 
 
 def expected_value(results: list[dict[str, Any]], steps: int, carries: bool) -> float:
