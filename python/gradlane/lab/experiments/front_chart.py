@@ -21,21 +21,18 @@ _TOP, _BOTTOM = 74, 56
 _PANEL, _GAP, _LEFT = 340, 62, 56
 
 
-@dataclass(frozen=True)
-class Theme:
-    """Colors of a page."""
-
-    text: str
-    faint: str
-    ddp: str
-    p3: str
-    bound: str
-
-
-THEMES = {
-    "light": Theme("#1f2328", "#d0d7de", "#cf222e", "#0969da", "#59636e"),
-    "dark": Theme("#e6edf3", "#3d444d", "#ff7b72", "#58a6ff", "#9198a1"),
+LINES = {
+    "DDP, best buckets": ("DDP", "ddp", ""),
+    "gradlane": ("p3", "p3", ""),
+    "bound": ("bound", "bound", "6 4"),
+    "compute alone": ("none", "bound", "1 4"),
 }
+"""By the name of a line: its strategy, its color, and its dashes."""
+THEMES = {
+    "light": dict(text="#1f2328", faint="#d0d7de", ddp="#cf222e", p3="#0969da", bound="#59636e"),
+    "dark": dict(text="#e6edf3", faint="#3d444d", ddp="#ff7b72", p3="#58a6ff", bound="#9198a1"),
+}
+"""Colors by the theme of a page."""
 
 
 @dataclass(frozen=True)
@@ -61,38 +58,22 @@ def panel_of(rows: Sequence[Row], workload: str, title: str) -> Panel:
     mine = [row for row in rows if row.workload == workload]
     at: dict[float, dict[str, list[float]]] = {}
     for row in mine:
-        lines = at.setdefault(row.rate_bps / 1e9, {})
+        lines = at.setdefault(row.gbps, {})
         name = "DDP" if row.strategy.startswith("ddp-gloo") else row.strategy
         lines.setdefault(name, []).append(row.step_s_median * 1e3)
         if row.strategy == "p3" and row.bound_step_s is not None:
             lines.setdefault("bound", []).append(row.bound_step_s * 1e3)
-    rates = sorted(rate for rate, lines in at.items() if {"DDP", "p3", "bound", "none"} <= {*lines})
+    wanted = {strategy for strategy, _, _ in LINES.values()}
+    rates = sorted(rate for rate, lines in at.items() if wanted <= {*lines})
     if not rates:
         raise ValueError(f"no row of {workload} with DDP, p3 and none at one rate")
     # The fastest DDP of all bucket sizes is what gradlane is compared with.
-    return Panel(
-        title,
-        rates,
-        {
-            name: [min(at[rate][key]) for rate in rates]
-            for name, key in (
-                ("DDP, best buckets", "DDP"),
-                ("gradlane", "p3"),
-                ("bound", "bound"),
-                ("compute alone", "none"),
-            )
-        },
-    )
+    lines = {name: [min(at[rate][one]) for rate in rates] for name, (one, _, _) in LINES.items()}
+    return Panel(title, rates, lines)
 
 
-def draw(panels: Sequence[Panel], theme: Theme) -> str:
+def draw(panels: Sequence[Panel], theme: Mapping[str, str]) -> str:
     """Return an SVG with the panels side by side."""
-    colors = {
-        "DDP, best buckets": (theme.ddp, ""),
-        "gradlane": (theme.p3, ""),
-        "bound": (theme.bound, "6 4"),
-        "compute alone": (theme.bound, "1 4"),
-    }
     label = "Milliseconds a step over the rate of every port, four nodes: " + "; ".join(
         f"{panel.title}: "
         + ", ".join(
@@ -105,21 +86,19 @@ def draw(panels: Sequence[Panel], theme: Theme) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{escape(label)}" '
-        f'font-family="system-ui, sans-serif" font-size="13" fill="{theme.text}">'
+        f'font-family="system-ui, sans-serif" font-size="13" fill="{theme["text"]}">'
     ]
     x = float(_LEFT)
-    for name, (color, dashes) in colors.items():
-        parts.append(_line([(x, 20.0), (x + 26, 20.0)], color, dashes))
+    for name, (_, color, dashes) in LINES.items():
+        parts.append(_line([(x, 20.0), (x + 26, 20.0)], theme[color], dashes))
         parts.append(_text(x + 32, 24, name))
         x += 62 + 7.2 * len(name)
     for number, panel in enumerate(panels):
-        parts += _panel(panel, _LEFT + number * (_PANEL + _GAP), colors, theme)
+        parts += _panel(panel, _LEFT + number * (_PANEL + _GAP), theme)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _panel(
-    panel: Panel, left: float, colors: Mapping[str, tuple[str, str]], theme: Theme
-) -> list[str]:
+def _panel(panel: Panel, left: float, theme: Mapping[str, str]) -> list[str]:
     most = max(max(values) for values in panel.lines.values())
     step = next(one for one in (100, 200, 250, 500, 1000) if most / one <= 7)
     top = step * (int(most / step) + 1)
@@ -135,14 +114,14 @@ def _panel(
     parts = [_text(left, _TOP - 18, f"{panel.title}, ms a step", weight=600)]
     for value in range(0, top + 1, step):
         parts.append(
-            _line([(left, y_of(value)), (left + _PANEL, y_of(value))], theme.faint, "", width=1)
+            _line([(left, y_of(value)), (left + _PANEL, y_of(value))], theme["faint"], "", width=1)
         )
         parts.append(_text(left - 8, y_of(value) + 4, str(value), anchor="end"))
     for rate in panel.rates:
         parts.append(_text(x_of(rate), bottom + 20, f"{rate:g}", anchor="middle"))
     parts.append(_text(left + _PANEL / 2, bottom + 42, "Gbit/s each port", anchor="middle"))
     for name, values in panel.lines.items():
-        color, dashes = colors[name]
+        color, dashes = theme[LINES[name][1]], LINES[name][2]
         points = [
             (x_of(rate), y_of(value)) for rate, value in zip(panel.rates, values, strict=True)
         ]
