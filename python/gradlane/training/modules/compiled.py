@@ -8,11 +8,14 @@ all flags there down. So a region waits where it begins, and regions overlap wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 _REASON = (
     "gradlane waits here for parameters whose update is under way; where the graph must not end, "
@@ -64,11 +67,40 @@ def only_inlined(function: _Function) -> _Function:
     return function
 
 
+def register_pre_hook_first(module: nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
+    """Register a forward pre-hook before all others, also on a scripted module.
+
+    Torch's own way, `prepend=True`, moves it in the order that an `OrderedDict` keeps beside that
+    of its dict. Some compilers (torch 2.11) go by the latter, and guard one hook by another.
+    """
+    handle = nn.Module.register_forward_pre_hook(module, hook)
+    hooks = module._forward_pre_hooks
+    for key in [*hooks][:-1]:
+        hooks[key] = hooks.pop(key)
+    return handle
+
+
 def is_read_by_compiler() -> bool:
     """Whether torch.compile is at work in this thread and reads for shapes, not for values."""
     from torch._dynamo import symbolic_convert
 
     return getattr(symbolic_convert.tls, "current_tx", None) is not None
+
+
+@contextlib.contextmanager
+def computing_as_always() -> Iterator[None]:
+    """Have torch's optimizers compute as they do outside of compilations.
+
+    While torch 2.15 compiles a frame, `torch.compiler.is_compiling()` is true for all code, and
+    Adam rounds its bias corrections in another way. Whether an update falls into a compilation
+    depends on when gradients arrive, so ranks would drift apart.
+    """
+    compiling = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = False
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = compiling
 
 
 def _nothing(*_: Any) -> None:
