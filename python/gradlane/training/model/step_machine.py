@@ -43,7 +43,6 @@ from gradlane.training.model.lazy_parameters import Exemption, LazyParameters
 from gradlane.training.model.local_gradients import LocalGradients
 from gradlane.training.model.server_updates import ServerUpdates
 from gradlane.training.model.whole_waits import WholeWaits
-from gradlane.training.modules.compiled import computing_as_always
 from gradlane.training.modules.forward_order import ForwardOrder, inside_backward
 from gradlane.training.modules.gradient_intake import (
     check_gradient,
@@ -1102,8 +1101,7 @@ class StepMachine:
     def _guarded(self, update: Callable[[], None]) -> None:
         """Run an update; if it breaks off, the parameters are a mixture and stay unreadable."""
         try:
-            with computing_as_always():
-                self.exempt.run(update)
+            self.exempt.run(update)
         except BaseException as error:
             failure = SessionFailedError(
                 f"the optimizer broke off in step {self.step} with {type(error).__name__}: "

@@ -8,8 +8,7 @@ all flags there down. So a region waits where it begins, and regions overlap wit
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -85,22 +84,6 @@ def is_read_by_compiler() -> bool:
     from torch._dynamo import symbolic_convert
 
     return getattr(symbolic_convert.tls, "current_tx", None) is not None
-
-
-@contextlib.contextmanager
-def computing_as_always() -> Iterator[None]:
-    """Have torch's optimizers compute as they do outside of compilations.
-
-    While torch 2.15 compiles a frame, `torch.compiler.is_compiling()` is true for all code, and
-    Adam rounds its bias corrections in another way. Whether an update falls into a compilation
-    depends on when gradients arrive, so ranks would drift apart.
-    """
-    compiling = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = False
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = compiling
 
 
 def _nothing(*_: Any) -> None:
