@@ -110,6 +110,10 @@ class Program(Oddities):
         """Keep copies of what was seen."""
         self.notes.append(Note(self.at, label, tuple(one.detach().clone() for one in values)))
 
+    def called(self, number: int) -> Any:
+        """Return what a forward of a model calls."""
+        return self.models[number]
+
     def without_exchange(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which gradients stay on this rank."""
         return contextlib.nullcontext()
@@ -145,7 +149,7 @@ class Program(Oddities):
                 model = self.models[number]
                 model.moment = (data, self.rank)
                 dtype = getattr(torch, self.loop.models[number].dtype)
-                hidden = model(hidden.to(dtype))
+                hidden = self.called(number)(hidden.to(dtype))
                 if detach and place == 0:
                     hidden = hidden.detach()
         wide = hidden if hidden.dtype is torch.float64 else hidden.float()

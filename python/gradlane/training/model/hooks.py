@@ -35,6 +35,7 @@ from gradlane.training.modules.compiled import (
     enters_compiled_code,
     is_tracing,
     only_inlined,
+    register_pre_hook_first,
 )
 from gradlane.training.rendezvous.tensor_table import TensorEntry
 
@@ -42,16 +43,7 @@ from gradlane.training.rendezvous.tensor_table import TensorEntry
 class ForwardWait:
     """Forward pre-hook: waits for the updates of the parameters that a module uses."""
 
-    # Torch 2.11's compiler looks into the `__dict__` of every hook.
-    __slots__ = (
-        "__dict__",
-        "_below",
-        "_flags_below",
-        "_indices",
-        "_stale_flag",
-        "_steps",
-        "_wait_for_all",
-    )
+    __slots__ = ("_below", "_flags_below", "_indices", "_stale_flag", "_steps", "_wait_for_all")
 
     def __init__(
         self,
@@ -249,9 +241,7 @@ class HookManager:
                     self._stale_flag[module],
                     [self._stale_flag[one] for one in module.modules()],
                 )
-                # Scripted modules run such hooks, but refuse to have any registered.
-                handle = nn.Module.register_forward_pre_hook(module, hook, prepend=True)
-                self._handles.append(handle)
+                self._handles.append(register_pre_hook_first(module, hook))
         self._gradient_hooks = GradientHooks(
             [entry.tensor for entry in self._trained], compile_disabled(steps.take_gradient)
         )
