@@ -47,6 +47,12 @@ class ModelFollower(Protocol):
             scope: for the agreement of the ranks.
         """
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a rank that joins takes over."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Take over what another rank has returned."""
+
 
 @dataclass(frozen=True)
 class SessionContext:

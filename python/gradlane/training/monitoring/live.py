@@ -116,7 +116,7 @@ class LiveView:
         self._handler = _EventHandler(self.add_event)
         log.addHandler(self._handler)
 
-    def use_place(self, rank_info: RankInfo) -> None:
+    def use_rank_info(self, rank_info: RankInfo) -> None:
         """Be this rank from now on."""
         self._rank_info = rank_info
 

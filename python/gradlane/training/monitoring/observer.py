@@ -229,11 +229,11 @@ class Observer:
         if self._live is not None:
             self._live.add_event(text, level)
 
-    def use_place(self, rank_info: RankInfo) -> None:
+    def use_rank_info(self, rank_info: RankInfo) -> None:
         """Be this rank from now on: a rank has joined, and all are numbered anew."""
         self._rank_info = rank_info
         if self._live is not None:
-            self._live.use_place(rank_info)
+            self._live.use_rank_info(rank_info)
 
     def add_step_listener(self, after_step: AfterStep) -> None:
         """Call a function after each training step of the first model."""

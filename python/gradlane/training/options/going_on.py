@@ -78,11 +78,6 @@ def check_going_on(options: Options) -> None:
             "join without going_on: a rank joins a training that goes on when ranks come and go; "
             "open all sessions with going_on=True"
         )
-    if options.rendezvous.join and options.checkpoints.folder is not None:
-        raise ValueError(
-            "join with checkpoints: a rank that joins has no part in those of the others; leave "
-            "checkpoints out on all ranks, or start again with one rank more"
-        )
     refusal = _refusal(options) if options.going_on.on else ""
     if refusal:
         raise ValueError(f"going_on with {refusal}")

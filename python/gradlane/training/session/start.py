@@ -225,7 +225,6 @@ def _assemble(core: CoreModule, options: Options, place: RankInfo) -> Session:
             Path(folder),
             options.checkpoints.every,
             options.checkpoints.keep,
-            place,
             membership,
             network.connect_timeout_s,
             secret,

@@ -29,4 +29,4 @@ class World:
         self.scopes.leave()
         self.scopes.wait_for_arrivals()
         self.ctx, self.scopes = ctx, scopes
-        ctx.observer.use_place(ctx.rank_info)
+        ctx.observer.use_rank_info(ctx.rank_info)
