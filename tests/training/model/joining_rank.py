@@ -3,8 +3,9 @@ it is there from the start.
 
 The job has `port` of the store, `folder`, `world_size` of the start, `joins`: how many ranks join
 until it ends, some steps later, `options`, `secret`, `fatal`: by label, the function in whose first
-call a rank is killed, and `samples`: of an epoch for an `ElasticSampler`, or 0. Writes what it has
-seen to `LABEL.json`.
+call a rank is killed, `fatal_after`: the same, after a rank has `joined` or was `lost`, `slow`:
+seconds that each file of a checkpoint takes, and `samples`: of an epoch for an `ElasticSampler`, or
+0. Writes each step to `rows-LABEL`, and what it has seen to `LABEL.json`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.utils.data import DataLoader
 
 import gradlane
+from gradlane.training.checkpoints import manager
 from gradlane.training.options.options import keywords_of
 from tests.training.model.going_rank import Model, loss_of
 
@@ -69,6 +71,17 @@ def kill_in(path: str) -> None:
     setattr(owner, last, fatal)
 
 
+def slow_down_writing(seconds: float) -> None:
+    """Have each file of a checkpoint take so long."""
+    write = manager.write_shard
+
+    def slow(*arguments: Any) -> int:
+        time.sleep(seconds)
+        return write(*arguments)
+
+    manager.write_shard = slow
+
+
 def main() -> None:
     """Train, until as many ranks have joined as the job says."""
     torch.set_num_threads(1)
@@ -77,6 +90,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     if label in job["fatal"]:
         kill_in(job["fatal"][label])
+    slow_down_writing(job["slow"])
     is_member = "RANK" in os.environ
     place = {"rank": int(os.environ["RANK"]), "world_size": job["world_size"]} if is_member else {}
     session = gradlane.init(
@@ -102,6 +116,9 @@ def main() -> None:
     def changed(change: gradlane.MembershipChange) -> None:
         nonlocal joined
         changes.append(asdict(change))
+        after, place = job["fatal_after"].get(label, ("", ""))
+        if after and getattr(change, after):
+            kill_in(place)
         rows = session.gather_integers([session.rank, session.step, int(not is_member)])
         gathered.append([[rank, step] for rank, step, _ in rows])
         joined = sum(has_joined for _, _, has_joined in rows)
@@ -112,7 +129,16 @@ def main() -> None:
         sampler = gradlane.ElasticSampler(
             range(job["samples"]), batch_size=2, session=session, shuffle=True
         )
+    log = (Path(job["folder"]) / f"rows-{label}").open("w", buffering=1)
     session.prepare(model, optimizer)
+    before = 0
+    """Steps that the session does not count: those of the checkpoint it goes on from."""
+    if "checkpoint_folder" in job["options"]:
+        before = session.restore() - session.step
+        if is_member and before:
+            # The checkpoint was taken inside `optimizer.step()`.
+            scheduler.last_epoch = before - 1
+            scheduler.step()
     rows: list[list[Any]] = []
     metrics: Any
     ids: list[list[int]] = []
@@ -127,16 +153,17 @@ def main() -> None:
         optimizer.zero_grad()
         session.synchronize()
         rows.append([step, world_size, digest_of(model)])
+        log.write(json.dumps(rows[-1]) + "\n")
         time.sleep(PAUSE_S)
         assert time.monotonic() < deadline_s, f"{joined} have joined"
 
     def steps() -> Iterator[int]:
         """Yield steps until all ranks have joined, and some more."""
         while True:
-            last = changes[-1]["step"] + STEPS_AFTER if changes else 0
+            last = (changes[-1]["step"] if changes else 0) + STEPS_AFTER
             if joined >= job["joins"] and session.step >= last:
                 return
-            yield session.step + 1
+            yield before + session.step + 1
 
     if sampler is None:
         for step in steps():
@@ -154,6 +181,7 @@ def main() -> None:
     result = {
         "rows": rows,
         "ids": ids,
+        "begun": before,
         "changes": changes,
         "gathered": gathered,
         "rate": optimizer.param_groups[0]["lr"],

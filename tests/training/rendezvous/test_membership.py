@@ -37,7 +37,7 @@ def test_a_rank_that_is_lost_while_worlds_change_is_lost_once() -> None:
     membership = members_of_four()
     membership.note(1, (0, 1, 2), 7, "rank 3 was lost")
     membership.open_with(RankInfo(0, 5, NEW, restart=0), 1, 8, "rank 4 has joined")
-    assert membership.lost == () and membership.members == tuple(range(5))
+    assert not membership.lost and membership.members == tuple(range(5))
     assert not membership.is_pending and not membership.has_lost(3, OLD)
     membership.note(2, (0, 1, 2, 4), 1, "rank 3 was lost")
     assert [(one.rank, one.step) for one in membership.lost] == [(3, 8)]

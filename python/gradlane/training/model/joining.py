@@ -219,7 +219,7 @@ class FirstStepState:
         self._is_told = True
         rank = self._scope.rank_info.rank
         try:
-            state = {"groups": hyperparameters_of(self._optimizer)}
+            state: dict[str, Any] = {"groups": hyperparameters_of(self._optimizer)}
             state["shared"] = {name: one.state_dict() for name, one in self._shared.items()}
             if self._checkpoints is not None:
                 state["checkpoints"] = self._checkpoints.state_dict()
