@@ -30,7 +30,6 @@ from torch._C._distributed_c10d import TCPStore
 from torch.utils.data import DataLoader
 
 import gradlane
-from gradlane.training.checkpoints import manager
 from gradlane.training.options.options import keywords_of
 from tests.training.model.going_rank import Model, loss_of
 
@@ -73,13 +72,14 @@ def kill_in(path: str) -> None:
 
 def slow_down_writing(seconds: float) -> None:
     """Have each file of a checkpoint take so long."""
-    write = manager.write_shard
+    module: Any = importlib.import_module("gradlane.training.checkpoints.manager")
+    write = module.write_shard
 
-    def slow(*arguments: Any) -> int:
+    def slow(*arguments: Any) -> Any:
         time.sleep(seconds)
         return write(*arguments)
 
-    manager.write_shard = slow
+    module.write_shard = slow
 
 
 def main() -> None:

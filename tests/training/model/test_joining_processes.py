@@ -249,6 +249,7 @@ def test_a_rank_is_killed_while_it_joins_and_another_joins(
     [
         (f"{JOINING}:Joins._answer", "0"),
         (f"{JOINING}:Joins._answer", "2"),
+        ("gradlane.training.rendezvous.join_requests:JoinRequests.invite", "0"),
         ("gradlane.training.model.prepared:connect_to_join", "0"),
         ("gradlane.training.model.joining:broadcast_and_finish", "2"),
         ("gradlane.training.rendezvous.join_requests:JoinRequests.settle", "0"),

@@ -169,12 +169,12 @@ class Joins:
         deadline = SuspendAwareDeadline(self._world.ctx.options.network.connect_timeout_s)
         while True:
             request = JoinRequest(self._keys)
-            invitation = request.wait_for_invitation(deadline)
-            options = self._world.ctx.options
-            world, scopes = self._other_world(
-                invitation.rank, invitation, options, request.has_joined
-            )
             try:
+                invitation = request.wait_for_invitation(deadline)
+                options = self._world.ctx.options
+                world, scopes = self._other_world(
+                    invitation.rank, invitation, options, request.has_joined
+                )
                 connected = connect_to_join(world, model, optimizer, buffers, attributes)
                 try:
                     first = self._first_step_state(world, optimizer, connected)
