@@ -24,7 +24,7 @@ from gradlane.lab.cluster.privilege import why_no_namespaces
 from tests.faults.campaign import Campaign, Result
 from tests.faults.going_on import scenario as going_on
 from tests.faults.going_on.campaign import GoingOnCampaign
-from tests.faults.scenario import FAULTS, MOMENTS
+from tests.faults.scenario import FAULTS, JOINING, MOMENTS
 from tests.faults.verdict import KINDS
 from tests.forked_programs import ForkedPrograms
 
@@ -97,6 +97,8 @@ def _pauses_s(results: list[Result]) -> dict[str, list[float]]:
         scenario = one.scenario
         if isinstance(scenario, going_on.GoingOnScenario) and one.pause_s is not None:
             name = scenario.fault if scenario.second is None else "two faults"
+            if scenario.asks_at is not None:
+                name = "a fault where a rank joins"
             pauses.setdefault(name, []).append(one.pause_s)
     return {
         name: [round(statistics.median(values), 3), round(max(values), 3), len(values)]
@@ -121,7 +123,7 @@ def _closing(summary: dict[str, Any]) -> str:
 def table(results: list[Result], faults: Sequence[str] = FAULTS) -> str:
     """Return a table of faults by moments: how many ran, and how many of them failed."""
     lines = ["moment".ljust(12) + "".join(fault.rjust(18) for fault in faults)]
-    for moment in MOMENTS:
+    for moment in (*MOMENTS, *JOINING):
         cells = []
         for fault in faults:
             here = [

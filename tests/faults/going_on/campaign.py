@@ -53,7 +53,7 @@ class GoingOnCampaign(Campaign):
 
     def _run_faulted(self, scenario: GoingOnScenario, folder: Path, checkpoint: Path) -> Outcome:
         """Train until the faults, inject them, and wait until all ranks have ended that can."""
-        switch = Switch(scenario.world_size + 1, RATE_BPS) if scenario.namespaces else None
+        switch = Switch(scenario.processes + 1, RATE_BPS) if scenario.namespaces else None
         run = Run(
             self._programs,
             folder,
@@ -62,6 +62,7 @@ class GoingOnCampaign(Campaign):
             scenario,
             switch,
             "tests.faults.going_on.rank_program",
+            joiners=scenario.processes - scenario.world_size,
         )
         options = {
             "connect_timeout_s": CONNECT_TIMEOUT_S,
@@ -79,7 +80,7 @@ class GoingOnCampaign(Campaign):
             run.inject(scenario.fault, scenario.victims)
             if scenario.second is not None:
                 _follow(run, folder, scenario, scenario.second)
-            ends = [rank for rank in range(scenario.world_size) if rank not in scenario.silenced]
+            ends = [rank for rank in range(scenario.processes) if rank not in scenario.silenced]
             run.wait(ends, run.outcome.fault_s + BOUND_S)
         run.look_for_left_over()
         return run.outcome
@@ -91,7 +92,7 @@ def _follow(run: Run, folder: Path, scenario: GoingOnScenario, second: Second) -
     deadline_s = time.monotonic() + _SECOND_WITHIN_S
     files = [folder / f"rank-{rank}" for rank in scenario.survivors]
     while word is not None and time.monotonic() < deadline_s:
-        if any(f'"event": "{word}"' in path.read_text() for path in files):
+        if any(path.exists() and f'"event": "{word}"' in path.read_text() for path in files):
             break
         time.sleep(_POLL_S)
     time.sleep(second.delay_s)
