@@ -84,6 +84,8 @@ def summarize(results: list[Result], elapsed_s: float) -> dict[str, Any]:
         "failed": sum(bool(one.problems) for one in results),
         "on_rank_0": sum(0 in one.scenario.victims for one in results if not one.skipped),
         "missed_moments": sum(one.is_late for one in results),
+        "asked": sum(getattr(one.scenario, "asks_at", None) is not None for one in results),
+        "joined": sum(one.joined for one in results),
         "elapsed_s": round(elapsed_s, 1),
         "problems": {kind: kinds[kind] for kind in KINDS},
         "pauses_s": _pauses_s(results),
@@ -112,11 +114,12 @@ def _closing(summary: dict[str, Any]) -> str:
         f"\nno step after {name}: median {median:.2f} s, worst {worst:.2f} s, of {count:.0f}"
         for name, (median, worst, count) in summary["pauses_s"].items()
     )
+    joins = f"\n{summary['joined']} of {summary['asked']} ranks joined" if summary["asked"] else ""
     return (
         f"{summary['faults']} faults in {summary['elapsed_s']:.0f} s "
         f"({summary['on_rank_0']} on rank 0, {summary['skipped']} skipped, "
         f"{summary['missed_moments']} two steps after their moment): "
-        f"{summary['failed']} failed; {problems}{pauses}"
+        f"{summary['failed']} failed; {problems}{pauses}{joins}"
     )
 
 

@@ -17,7 +17,7 @@ from tests.faults.going_on.scenario import (
     Second,
     draw,
 )
-from tests.faults.going_on.verdict import BOUND_S, judge
+from tests.faults.going_on.verdict import BOUND_S, judge, took_part
 from tests.faults.outcome import Outcome, complete_checkpoints
 from tests.faults.scenario import (
     PROGRESS_TIMEOUT_S,
@@ -49,7 +49,15 @@ class GoingOnCampaign(Campaign):
         if not self._keeps:
             shutil.rmtree(place, ignore_errors=True)
         seconds = max((end.after_s for end in outcome.ends), default=0.0)
-        return Result(scenario, problems, seconds, outcome.errors, outcome.is_late, pause_s=pause_s)
+        return Result(
+            scenario,
+            problems,
+            seconds,
+            outcome.errors,
+            outcome.is_late,
+            pause_s=pause_s,
+            joined=any(took_part(scenario, end) for end in outcome.ends[scenario.world_size :]),
+        )
 
     def _run_faulted(self, scenario: GoingOnScenario, folder: Path, checkpoint: Path) -> Outcome:
         """Train until the faults, inject them, and wait until all ranks have ended that can."""

@@ -116,7 +116,8 @@ def reach_in_joining(trigger: Trigger, joins: bool) -> None:
     """Reach the moments of joining where the session calls what joins, or lets in."""
     session: Any = importlib.import_module("gradlane.training.session.joining")
     model: Any = importlib.import_module("gradlane.training.model.joining")
-    importlib.import_module(JoinRequests.__module__)._LOOK_EVERY_S = _LOOK_EVERY_S
+    requests: Any = importlib.import_module("gradlane.training.rendezvous.join_requests")
+    requests._LOOK_EVERY_S = _LOOK_EVERY_S
 
     def reach(owner: Any, name: str, moment: str) -> None:
         function = getattr(owner, name)

@@ -57,7 +57,7 @@ def judge(
         if end.rank not in scenario.silenced:
             problems += _check_end(end)
     left = [
-        outcome.ends[rank] for rank in scenario.survivors if _took_part(scenario, outcome, rank)
+        end for end in outcome.ends if end.rank in scenario.survivors and took_part(scenario, end)
     ]
     through = [end for end in left if end.code == 0 and end.is_done]
     for end in left:
@@ -82,9 +82,9 @@ def judge(
     return problems, _pause_s(outcome, through)
 
 
-def _took_part(scenario: GoingOnScenario, outcome: Outcome, rank: int) -> bool:
+def took_part(scenario: GoingOnScenario, end: RankEnd) -> bool:
     """Return whether a rank has trained: one that asks to join may not be let in to the end."""
-    return rank < scenario.world_size or bool(_events(outcome.ends[rank], "moved"))
+    return end.rank < scenario.world_size or bool(_events(end, "moved"))
 
 
 def _check_end(end: RankEnd) -> Iterator[Problem]:
@@ -116,7 +116,7 @@ def _check_alike(
 ) -> Iterator[Problem]:
     """Check that the ranks that are left did every step once, with the same bits."""
     first = through[0]
-    changes = _changes(first, scenario.world_size)
+    changes = changes_of(first, scenario.world_size)
     in_force = _events(first, "changed")
     join = next((change for change in changes if change.joined), None)
     for end in through:
@@ -139,7 +139,7 @@ def _check_alike(
         rows = {
             "digest": (_events(end, "digest"), _events(first, "digest")),
             "changed": (_events(end, "changed"), own_in_force),
-            "agreed": (_changes(end, scenario.world_size, own_changes[:1]), own_changes),
+            "agreed": (changes_of(end, scenario.world_size, own_changes[:1]), own_changes),
         }
         for what, (own, expected) in rows.items():
             if own != expected:
@@ -164,7 +164,7 @@ def _check_bits(
     scenario: GoingOnScenario, outcome: Outcome, end: RankEnd, checkpoint: Path | None
 ) -> Iterator[Problem]:
     """Check a rank's means and losses against one process, and so the checkpoints, if any."""
-    changes = _changes(end, scenario.world_size)
+    changes = changes_of(end, scenario.world_size)
     losses = [event["loss"] for event in _events(end, "step")]
     try:
         digests = replay(scenario.world_size, changes, _means(end), end.rank, losses)
@@ -188,7 +188,7 @@ def _check_checkpoints(
     if lost := set(outcome.complete_before) - set(found):
         yield Problem("lost checkpoint", None, f"steps {sorted(lost)} were complete at the fault")
     in_force = [(one["at"], len(one["members"]), one["joined"]) for one in _events(end, "changed")]
-    first, last = _disturbed(scenario, outcome, end, changes)
+    first, last = disturbed(scenario, outcome, end, changes)
     for step in range(CHECKPOINT_EVERY, STEPS + 1, CHECKPOINT_EVERY):
         writers = [scenario.world_size]
         for at, size, joined in in_force:
@@ -211,7 +211,7 @@ def _check_checkpoints(
     yield from unnamed_files(checkpoint)
 
 
-def _disturbed(
+def disturbed(
     scenario: GoingOnScenario, outcome: Outcome, end: RankEnd, changes: list[Change]
 ) -> tuple[int, int]:
     """Return the first and the last step whose checkpoints a lost rank may have kept incomplete.
@@ -245,7 +245,7 @@ def _events(end: RankEnd, name: str) -> list[dict[str, Any]]:
     return [event for event in end.events if event["event"] == name]
 
 
-def _changes(end: RankEnd, world_size: int, begun_with: Sequence[Change] = ()) -> list[Change]:
+def changes_of(end: RankEnd, world_size: int, begun_with: Sequence[Change] = ()) -> list[Change]:
     """Return the changes of the members that a rank knew, by the ranks' numbers of the start.
 
     Args:
