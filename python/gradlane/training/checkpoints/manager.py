@@ -112,7 +112,7 @@ class Checkpoints:
         self._last = 0
         """Step of the last checkpoint that was due."""
         self._joined_after = 0
-        """Step of the model after which this rank joined its training; 0: it was there before."""
+        """Step of the model after which this rank has just joined; 0: it was there before."""
         self._restores = 0
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
@@ -128,20 +128,22 @@ class Checkpoints:
             UsageError: it is a second model.
             CheckpointError: it has a value that cannot be stored.
         """
-        before, self._prepared, self._meeting = self._prepared, prepared, meeting
+        before = self._prepared
+        if before is not None and before.model is not prepared.model:
+            raise UsageError(
+                "checkpoints= is for sessions with one model: prepare one module that holds all, "
+                "such as nn.ModuleDict, or save the models yourself"
+            )
+        self._prepared, self._meeting = prepared, meeting
         if before is None:
             _check_storable(prepared)
             self._joined_after = prepared.steps.step
             if not self._joined_after:
                 self._agree_on_run(meeting)
-        elif before.model is prepared.model:
+        else:
             # It counts its steps anew, but where a rank has joined.
             self._before += before.steps.step - prepared.steps.step
-        else:
-            raise UsageError(
-                "checkpoints= is for sessions with one model: prepare one module that holds all, "
-                "such as nn.ModuleDict, or save the models yourself"
-            )
+            self._joined_after = 0
         prepared.hook_manager.subscribe(self.after_step)
 
     def _agree_on_run(self, meeting: RendezvousScope) -> None:
