@@ -98,6 +98,20 @@ def test_all_are_killed_and_start_again(tmp_path: Path, programs: ForkedPrograms
     assert digest_of_newest(folder) == (rows[-1][0], rows[-1][2])
 
 
+def test_a_rank_that_takes_none_ends_alone_by_name(
+    tmp_path: Path, programs: ForkedPrograms
+) -> None:
+    """The others train on, and write the next ones by themselves."""
+    folder = tmp_path / "checkpoints"
+    refused = {"checkpoint_folder": None}
+    run = Run(
+        programs, tmp_path, kill_all_when=lambda: True, refused=refused, **options_of(folder, 2)
+    )
+    assert "RanksDifferError: rank 0 has checkpoint_every=2, rank 3 has 0" in run.errors["joiner-0"]
+    assert "training goes on without it" in run.errors["0"]
+    assert {len(one.files) for one in manifests_of(folder).values()} == {3}
+
+
 @pytest.mark.parametrize(
     "place", ["Checkpoints.load_state_dict", "Checkpoints.take", "write_shard"]
 )

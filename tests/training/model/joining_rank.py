@@ -2,7 +2,8 @@
 it is there from the start.
 
 The job has `port` of the store, `folder`, `world_size` of the start, `joins`: how many ranks join
-until it ends, some steps later, `options`, `secret`, `fatal`: by label, the function in whose first
+until it ends, some steps later, `options`, `joiner_options`: in place of these on ranks that come
+later, `secret`, `fatal`: by label, the function in whose first
 call a rank is killed, `fatal_after`: the same, after a rank has `joined` or was `lost`, `slow`:
 seconds that each file of a checkpoint takes, and `samples`: of an epoch for an `ElasticSampler`, or
 0. Writes each step to `rows-LABEL`, and what it has seen to `LABEL.json`.
@@ -100,7 +101,7 @@ def main() -> None:
             job="joining",
             advertise="127.0.0.1",
             **place,
-            **job["options"],
+            **(job["options"] | ({} if is_member else job["joiner_options"])),
         ),
     )
     model = Model()

@@ -49,6 +49,7 @@ class Run:
         slow: float = 0.0,
         one_by_one: bool = True,
         kill_all_when: Callable[[], bool] | None = None,
+        refused: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         """Start all ranks, and wait for those that survive.
@@ -65,6 +66,8 @@ class Run:
             one_by_one: whether a joiner is started once the one before has joined or ended.
             kill_all_when: comes true while the ranks train, which are then all killed; None: they
                 end by themselves.
+            refused: options of ranks that come later in place of the others', with which each ends
+                by an error; None: the same.
             options: further options of the sessions.
         """
         fatal, fatal_after = fatal or {}, fatal_after or {}
@@ -73,6 +76,7 @@ class Run:
         path = folder / "job.json"
         labels = [str(rank) for rank in range(world_size)]
         later = [f"joiner-{number}" for number in range(joiners)]
+        turned_away = set(later) if refused is not None else set()
         job = {
             "port": store.port,
             "folder": str(folder),
@@ -81,6 +85,7 @@ class Run:
             "joins": len(set(later) - victims) if kill_all_when is None else 1000,
             "fatal": fatal,
             "fatal_after": fatal_after,
+            "joiner_options": refused or {},
             "slow": slow,
             "samples": samples,
             "options": {
@@ -100,15 +105,15 @@ class Run:
                 self._start(label, path, {"RANK": str(rank)})
             for label in later:
                 self._start(label, path, {})
-                if label in victims:
+                if label in victims | turned_away:
                     self._wait(label)
                 elif one_by_one:
                     self._wait_until_joined(label)
             if kill_all_when is not None:
                 assert eventually(kill_all_when, PATIENT_S)
-                victims = set(self._pids)
-                for pid in self._pids.values():
-                    os.kill(pid, signal.SIGKILL)
+                victims = set(self._pids) - turned_away
+                for label in victims:
+                    os.kill(self._pids[label], signal.SIGKILL)
             for label in (*labels, *later):
                 if label not in self.codes:
                     self._wait(label)
@@ -117,8 +122,9 @@ class Run:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         self.errors = {label: (folder / f"errors-{label}").read_text() for label in self._pids}
-        self.survivors = [label for label in self._pids if label not in victims]
-        expected = {label: -signal.SIGKILL if label in victims else 0 for label in self._pids}
+        self.survivors = [label for label in self._pids if label not in victims | turned_away]
+        ends = dict.fromkeys(victims, -signal.SIGKILL) | dict.fromkeys(turned_away, 1)
+        expected = {label: ends.get(label, 0) for label in self._pids}
         assert self.codes == expected, self.errors
         self.results: dict[str, dict[str, Any]] = {
             label: json.loads((folder / f"{label}.json").read_text()) for label in self.survivors
