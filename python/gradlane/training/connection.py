@@ -37,7 +37,7 @@ from gradlane.training.rendezvous.serving import JobAnnouncement, JobAnnouncemen
 
 
 class ModelFollower(Protocol):
-    """Follows the models of a session as they are prepared, for instance to take checkpoints."""
+    """Follows the models of a session as they are prepared, to take checkpoints."""
 
     def follow(self, prepared: Any, scope: RendezvousScope) -> None:
         """Start with a model; a collective call.

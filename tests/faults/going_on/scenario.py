@@ -138,10 +138,9 @@ class GoingOnScenario:
         """
         if self.moment in BEFORE_CONNECTED or (self.moment == "restore" and 0 in self.lost):
             return False
-        ranks = [rank for rank in self.survivors if rank < self.world_size]
-        return 2 * min(len(ranks), len(self.survivors)) >= self.world_size and (
-            2 * len(self.survivors) >= self.processes
-        )
+        left = self.survivors
+        there_before = [rank for rank in left if rank < self.world_size]
+        return 2 * len(there_before) >= self.world_size and 2 * len(left) >= self.processes
 
     def node_of(self, rank: int) -> int:
         """Return the node that a rank is on: each has one of its own."""
@@ -170,12 +169,12 @@ class GoingOnScenario:
 
 
 def draw(seed: int) -> GoingOnScenario:
-    """Draw a scenario; in a third of them a rank joins."""
+    """Draw a scenario; in about three of eight a rank joins."""
     return _with_joins(_draw_faults(seed))
 
 
 def _with_joins(scenario: GoingOnScenario) -> GoingOnScenario:
-    """Have a rank join the training of a scenario, and draw the moment anew, where it is drawn."""
+    """Return a scenario, or one in which a rank joins as well, and the fault may be around that."""
     random_ = random.Random(f"joining {scenario.seed}")
     if scenario.moment in (*BEFORE_CONNECTED, "restore") or random_.random() > 0.5:
         return scenario

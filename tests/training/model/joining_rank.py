@@ -3,10 +3,10 @@ it is there from the start.
 
 The job has `port` of the store, `folder`, `world_size` of the start, `joins`: how many ranks join
 until it ends, some steps later, `options`, `joiner_options`: in place of these on ranks that come
-later, `secret`, `fatal`: by label, the function in whose first
-call a rank is killed, `fatal_after`: the same, after a rank has `joined` or was `lost`, `slow`:
-seconds that each file of a checkpoint takes, and `samples`: of an epoch for an `ElasticSampler`, or
-0. Writes each step to `rows-LABEL`, and what it has seen to `LABEL.json`.
+later, `fatal`: by label, the function in whose first call a rank is killed, `fatal_after`: the
+same, after a rank has `joined` or was `lost`, `slow`: seconds that each file of a checkpoint takes,
+and `samples`: of an epoch for an `ElasticSampler`, or 0. Writes each step to `rows-LABEL`, and what
+it has seen to `LABEL.json`.
 """
 
 from __future__ import annotations

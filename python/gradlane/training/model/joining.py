@@ -187,8 +187,10 @@ def _shared_out(
 
 
 class FirstStepState:
-    """Hyper-parameters, shared objects and where checkpoints stand, as they are when the members
-    begin their next step."""
+    """What the members begin their next step with, beside parameters and optimizer's state.
+
+    These are hyper-parameters, shared objects, and where checkpoints stand.
+    """
 
     def __init__(
         self,
