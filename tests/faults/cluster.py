@@ -243,6 +243,10 @@ class Run:
         self.outcome.is_reached = reached.exists()
         self.outcome.is_late = reached.exists() and reached.read_text() == LATE
 
+    def has_ended(self, rank: int) -> bool:
+        """Return whether a rank has ended."""
+        return self._has_ended(f"rank-{rank}")
+
     def inject(self, fault: str, victims: Sequence[int]) -> None:
         """Let a fault happen, and tell the rank that waits for it."""
         if fault in SIGNALS:

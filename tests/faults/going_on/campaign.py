@@ -98,9 +98,12 @@ def _follow(run: Run, folder: Path, scenario: GoingOnScenario, second: Second) -
     """Inject the second fault when its time has come."""
     word = _EVENTS.get(second.after)
     deadline_s = time.monotonic() + _SECOND_WITHIN_S
-    files = [folder / f"rank-{rank}" for rank in scenario.survivors]
+    members = [rank for rank in scenario.survivors if rank < scenario.world_size]
+    files = [folder / f"rank-{rank}" for rank in members]
     while word is not None and time.monotonic() < deadline_s:
-        if any(path.exists() and f'"event": "{word}"' in path.read_text() for path in files):
+        # Where only a rank was lost that has not joined, no members change.
+        is_over = any(map(run.has_ended, members))
+        if is_over or any(f'"event": "{word}"' in path.read_text() for path in files):
             break
         time.sleep(_POLL_S)
     time.sleep(second.delay_s)

@@ -98,6 +98,23 @@ def test_all_are_killed_and_start_again(tmp_path: Path, programs: ForkedPrograms
     assert digest_of_newest(folder) == (rows[-1][0], rows[-1][2])
 
 
+def test_a_rank_joins_in_the_place_of_one_that_was_lost(
+    tmp_path: Path, programs: ForkedPrograms
+) -> None:
+    """Ranks are numbered anew while those that they were write on."""
+    folder = tmp_path / "checkpoints"
+    fatal = {"1": "gradlane.training.model.step_machine:StepMachine.end_step"}
+    run = Run(programs, tmp_path, fatal=fatal, slow=SLOW_S, **options_of(folder, 1))
+    run.check_alike()
+    joined = next(one["step"] for one in run.results["0"]["changes"] if one["joined"])
+    expected = {step: count for step, count, _ in run.results["0"]["rows"] if step >= joined - 1}
+    assert (expected[joined - 1], expected[joined]) == (2, 3)
+    files = {step: len(one.files) for step, one in manifests_of(folder).items()}
+    assert {step: files.get(step) for step in expected} == expected
+    step, _, digest = run.results["joiner-0"]["rows"][-1]
+    assert digest_of_newest(folder) == (step, digest)
+
+
 def test_a_rank_that_takes_none_ends_alone_by_name(
     tmp_path: Path, programs: ForkedPrograms
 ) -> None:
