@@ -149,11 +149,11 @@ def _check_alike(
             yield Problem("other bits", end.rank, f"other means than rank {first.rank}'s")
     there_once = {*range(scenario.world_size), *(join.members if join is not None else ())}
     gone = there_once - set(changes[-1].members if changes else there_once)
-    # A fault may come when its victim is through, or before it has joined.
+    # A fault may come when its victim has done its part of the last step, or before it has joined.
     there = [
         rank
         for rank in scenario.lost
-        if rank in there_once and outcome.ends[rank].last_step < STEPS
+        if rank in there_once and outcome.ends[rank].last_step < STEPS - 1
     ]
     if not set(there) <= gone <= set(scenario.lost):
         text = f"went on without {sorted(gone)}, lost are {sorted(scenario.lost)}"
