@@ -9,6 +9,11 @@ NVIDIA's MPS is running, and NCCL's kernels wait on the device for the network. 
 
     python benchmarks/cuda_step.py --model transformer --nodes 2 --rate 10gbit --json steps.json
 
+Ways are `none`, a strategy, `ddp-gloo` and `ddp-nccl`. A strategy takes `/sealed`, `/going-on` and
+`/codec=SPEC`; DDP takes `/50mb` (buckets of that size, as views of which gradients lie, in a static
+graph) and `/bf16` (torch's hook of that name). With `--clip` all clip by the norm of the gradients:
+gradlane's by the session, the others by torch.
+
 `--device cpu` tries the benchmark itself where there is no CUDA device.
 """
 
@@ -29,6 +34,8 @@ from typing import Any
 WAYS = ("none", "p3", "wfbp", "ddp-gloo", "ddp-nccl")
 PORT = 29_400
 WARM_UP_STEPS = 3
+TIMEOUT_S = 580
+SECRET = "6e1f0c53a8b94d27e05f3b7a91c8d462"
 
 
 def main() -> None:
@@ -39,6 +46,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--rate", default="10gbit", help="of every port")
     parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--clip", type=float, help="clip by this norm of all gradients")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a turn")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -52,10 +60,10 @@ def main() -> None:
     steps = report["step_s"]
     print(f"{report['model']}, {report['nodes']} nodes, {report['rate']}, {report['device']}")
     print(f"{report['gradient_bytes'] / 1e6:.1f} MB of gradients, batch {report['batch']}")
-    print(f"{'way':<10} {'step, ms':>10} {'least':>8} {'most':>8}  same on all ranks")
+    print(f"{'way':<24} {'step, ms':>10} {'least':>8} {'most':>8}  same on all ranks")
     for way, seconds in steps.items():
         print(
-            f"{way:<10} {statistics.median(seconds) * 1e3:>10.1f} {min(seconds) * 1e3:>8.1f} "
+            f"{way:<24} {statistics.median(seconds) * 1e3:>10.1f} {min(seconds) * 1e3:>8.1f} "
             f"{max(seconds) * 1e3:>8.1f}  {report['same_on_all_ranks'].get(way, '-')}"
         )
     if arguments.json_path is not None:
@@ -91,7 +99,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     stdout=subprocess.PIPE if rank == 0 else None,
                 )
             )
-        output, _ = ranks[0].communicate(timeout=580)
+        output, _ = ranks[0].communicate(timeout=TIMEOUT_S)
         if any(rank.wait(timeout=30) for rank in ranks):
             raise SystemExit("a rank failed; its words stand above")
         report: dict[str, Any] = json.loads(output.decode().splitlines()[-1])
@@ -147,8 +155,8 @@ def train(arguments: argparse.Namespace) -> None:
     if on_cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    ways = [way for way in arguments.ways.split(",") if on_cuda or way != "ddp-nccl"]
-    nccl = dist.new_group(backend="nccl") if "ddp-nccl" in ways else None
+    ways = [way for way in arguments.ways.split(",") if on_cuda or "nccl" not in way]
+    nccl = dist.new_group(backend="nccl") if any("nccl" in way for way in ways) else None
     steps: dict[str, list[float]] = {way: [] for way in ways}
     same: dict[str, bool] = {}
     gradient_bytes = 0
@@ -157,7 +165,7 @@ def train(arguments: argparse.Namespace) -> None:
             model, loss = build(arguments.model, arguments.batch, device)
             gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
             job = f"cuda-step-{turn}-{way}"
-            step_s, digest = take_turn(way, model, loss, nccl, arguments.steps, job)
+            step_s, digest = take_turn(way, model, loss, nccl, arguments.steps, job, arguments.clip)
             steps[way].append(step_s)
             if way != "none":
                 digests: list[Any] = [None] * world_size
@@ -180,6 +188,7 @@ def train(arguments: argparse.Namespace) -> None:
             "device": name,
             "devices": torch.cuda.device_count(),
             "torch": torch.__version__,
+            "clip": arguments.clip,
             "gradient_bytes": gradient_bytes,
             "step_s": steps,
             "same_on_all_ranks": same,
@@ -190,31 +199,83 @@ def train(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def distributed(model: Any, group: Any, extras: list[str]) -> Any:
+    """Return a model with DDP around it."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    device = next(model.parameters()).device
+    tuned: dict[str, Any] = {}
+    for extra in extras:
+        if extra.endswith("mb"):
+            tuned = {
+                "bucket_cap_mb": int(extra.removesuffix("mb")),
+                "gradient_as_bucket_view": True,
+                "static_graph": True,
+            }
+        elif extra != "bf16":
+            raise SystemExit(f"DDP takes no {extra!r}: give /25mb or /bf16")
+    devices = None if device.type == "cpu" else [device.index]
+    module = DistributedDataParallel(model, device_ids=devices, process_group=group, **tuned)
+    if "bf16" in extras:
+        module.register_comm_hook(group, bf16_compress_hook)
+    return module
+
+
+def opened(strategy: str, extras: list[str], job: str) -> Any:
+    """Return a session."""
+    import gradlane
+
+    options: dict[str, Any] = {}
+    secret = None
+    for extra in extras:
+        if extra == "sealed":
+            secret = SECRET
+        elif extra == "going-on":
+            options["going_on"] = True
+        elif extra.startswith("codec="):
+            options["codec"] = extra.removeprefix("codec=")
+        else:
+            raise SystemExit(f"a strategy takes no {extra!r}: give /sealed, /going-on, /codec=SPEC")
+    return gradlane.init(
+        strategy=strategy,
+        rendezvous=gradlane.Rendezvous(job=job),
+        network=gradlane.Network(secret=secret),
+        **options,
+    )
+
+
 def take_turn(
-    way: str, model: Any, loss: Callable[[Any], Any], nccl: Any, count: int, job: str
+    way: str,
+    model: Any,
+    loss: Callable[[Any], Any],
+    nccl: Any,
+    count: int,
+    job: str,
+    clip: float | None,
 ) -> tuple[float, int]:
     """Train some steps in one way; returns seconds a step, and a digest of the parameters."""
     import torch
     import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
 
-    import gradlane
-
+    name, *extras = way.split("/")
     device = next(model.parameters()).device
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     session, module = None, model
-    if way.startswith("ddp"):
-        group = nccl if way == "ddp-nccl" else None
-        devices = None if device.type == "cpu" else [device.index]
-        module = DistributedDataParallel(model, device_ids=devices, process_group=group)
-    elif way != "none":
-        session = gradlane.init(strategy=way, rendezvous=gradlane.Rendezvous(job=job))
+    if name.startswith("ddp"):
+        module = distributed(model, nccl if name == "ddp-nccl" else None, extras)
+    elif name != "none":
+        session = opened(name, extras, job)
         session.prepare(model, optimizer)
 
     def train_steps(steps: int) -> None:
         """Train, until everything that was sent has been used."""
         for _ in range(steps):
             loss(module).backward()
+            if clip is not None and session is not None:
+                session.clip_grad_norm_(clip)
+            elif clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
         if session is not None:

@@ -1,5 +1,8 @@
 """Looks for strangers: `python -m tests.loop_fuzzing --loops 4000 --jobs 2`.
 
+`GRADLANE_STRANGERS_COMPILE=1` runs the models of ranks through `torch.compile`, and
+`GRADLANE_STRANGERS_DEVICE=cuda` on a device.
+
 Prints the first seed, progress, and at the end each kind of failure: how often it came, a loop that
 was made small, and how to repeat it. Exit status 0: no difference.
 """
@@ -131,9 +134,10 @@ def _describe(group: list[Result], options: argparse.Namespace) -> str:
 
 def _print_refusals(results: list[Result]) -> None:
     """Print what was refused by which words."""
-    refusals = Counter(one["text"] for one in results if one["kind"] == "refused")
-    for text, count in refusals.most_common():
-        print(f"refused {count:>5}  {text[:160]}")
+    kinds = ("refused", "not on this device")
+    refusals = Counter((one["kind"], one["text"]) for one in results if one["kind"] in kinds)
+    for (kind, text), count in refusals.most_common():
+        print(f"{kind} {count:>5}  {text[:160]}")
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -16,6 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.checkpoint import checkpoint
 
 from tests.loop_fuzzing import description
+from tests.loop_fuzzing.device import DEVICE
 
 WIDTH = 4
 TOKENS = 3
@@ -82,7 +83,7 @@ class Recurrent(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         # Under autocast torch's LSTM fails on processors that lack instructions for bfloat16.
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE.type, enabled=False):
             return self.cells(hidden)[0]  # type: ignore[no-any-return]
 
 
@@ -433,7 +434,7 @@ def build_model(described: description.Model, seed: int) -> Stranger:
             for hook in module._forward_pre_hooks.values():
                 if isinstance(hook, WeightNorm):
                     setattr(module, hook.name, hook.compute_weight(module))
-    return model
+    return model if DEVICE.type == "cpu" else model.to(DEVICE)
 
 
 def _fill(tensor: Tensor, generator: torch.Generator) -> None:

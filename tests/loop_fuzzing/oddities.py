@@ -93,7 +93,10 @@ def _by_address(one: Tensor) -> Tensor:
     whole = _bare(one)
     if not whole.is_contiguous() or whole.numel() == 0:
         return whole.clone()
-    words = ctypes.string_at(whole.data_ptr(), whole.numel() * whole.element_size())
+    pointer = whole.data_ptr()
+    if whole.device.type != "cpu":
+        return whole.cpu()
+    words = ctypes.string_at(pointer, whole.numel() * whole.element_size())
     return torch.frombuffer(bytearray(words), dtype=whole.dtype)
 
 
@@ -665,7 +668,7 @@ class Oddities:
                 for one in parameters:
                     noise = torch.rand(one.shape, generator=generator, dtype=torch.float32)
                     if one.grad is not None:
-                        one.grad.add_(noise.to(one.dtype), alpha=0.125)
+                        one.grad.add_(noise.to(one.device, one.dtype), alpha=0.125)
             elif inside == "skip":
                 norms = [
                     one.grad.abs().float().norm() for one in parameters if one.grad is not None

@@ -23,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 from gradlane.training.core import load_core
 from gradlane.training.model.clipping import exact_norm
 from tests.loop_fuzzing.description import Action, Loop
+from tests.loop_fuzzing.device import DEVICE
 from tests.loop_fuzzing.models import BATCH, TOKENS, WIDTH, Stranger, build_model
 from tests.loop_fuzzing.oddities import Oddities
 from tests.loop_fuzzing.optimizers import build_optimizer, build_scheduler
@@ -81,7 +82,8 @@ class Program(Oddities):
         self.weights: dict[int, int | None] = {}
         self.kept: dict[int, dict[str, Tensor]] = {}
         self.scalers = [
-            torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in self.models
+            torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=2)
+            for _ in self.models
         ]
 
     def start(self) -> None:
@@ -108,6 +110,10 @@ class Program(Oddities):
         """Keep copies of what was seen."""
         self.notes.append(Note(self.at, label, tuple(one.detach().clone() for one in values)))
 
+    def called(self, number: int) -> Any:
+        """Return what a forward of a model calls."""
+        return self.models[number]
+
     def without_exchange(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which gradients stay on this rank."""
         return contextlib.nullcontext()
@@ -117,9 +123,10 @@ class Program(Oddities):
     def batch(self, data: int) -> Tensor:
         """Return this rank's batch of a number."""
         generator = torch.Generator().manual_seed((self.loop.seed * 7919 + data) * 16 + self.rank)
-        return torch.randn(
+        drawn = torch.randn(
             BATCH, TOKENS, WIDTH, generator=generator, dtype=torch.float32, device="cpu"
         )
+        return drawn.to(DEVICE)
 
     def forward(
         self,
@@ -137,12 +144,12 @@ class Program(Oddities):
             hidden.requires_grad_()
         inputs = hidden
         # Autocast keeps casts of weights for all threads, and whoever leaves it clears them.
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast, cache_enabled=False):
             for place, number in enumerate(through):
                 model = self.models[number]
                 model.moment = (data, self.rank)
                 dtype = getattr(torch, self.loop.models[number].dtype)
-                hidden = model(hidden.to(dtype))
+                hidden = self.called(number)(hidden.to(dtype))
                 if detach and place == 0:
                     hidden = hidden.detach()
         wide = hidden if hidden.dtype is torch.float64 else hidden.float()
@@ -240,7 +247,7 @@ class Program(Oddities):
         gradients = [one.grad for one in parameters if one.grad is not None]
         wide = any(one.dtype is torch.float64 for one in gradients)
         dtype = torch.float64 if wide else torch.float32
-        norm = torch.tensor(exact_norm(load_core(), gradients), dtype=dtype, device="cpu")
+        norm = torch.tensor(exact_norm(load_core(), gradients), dtype=dtype, device=DEVICE)
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
         for gradient in gradients:
             gradient.mul_(factor)
@@ -334,7 +341,9 @@ class Program(Oddities):
     def grow(self, model: int) -> None:
         """Give a model a parameter more."""
         described = self.loop.models[model]
-        late = nn.Parameter(torch.full((WIDTH,), 1.25, dtype=getattr(torch, described.dtype)))
+        late = nn.Parameter(
+            torch.full((WIDTH,), 1.25, dtype=getattr(torch, described.dtype), device=DEVICE)
+        )
         self.models[model].late = late
         self.optimizers[model].add_param_group({"params": [late]})
         # What was kept of the smaller model does not fit any more.

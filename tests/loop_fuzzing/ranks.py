@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import uuid
 import warnings
@@ -25,6 +26,8 @@ from tests.loop_fuzzing.program import Note, Program
 from tests.loop_fuzzing.reluctant_core import ReluctantCore
 
 TIMEOUT_S = 60.0
+COMPILES = bool(os.environ.get("GRADLANE_STRANGERS_COMPILE"))
+"""Whether ranks run their models through `torch.compile`; the reference never does."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,18 @@ class RankProgram(Program):
 
     session: Any = None
     grown: threading.Barrier
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._compiled: dict[int, tuple[Any, Any]] = {}
+
+    def called(self, number: int) -> Any:
+        if not COMPILES:
+            return super().called(number)
+        model = self.models[number]
+        if number not in self._compiled or self._compiled[number][0] is not model:
+            self._compiled[number] = (model, torch.compile(model, backend="eager"))
+        return self._compiled[number][1]
 
     def without_exchange(self) -> contextlib.AbstractContextManager[Any]:
         context: contextlib.AbstractContextManager[Any] = self.session.no_sync()

@@ -309,7 +309,7 @@ def _take_state(mine: torch.optim.Optimizer, given: torch.optim.Optimizer) -> No
 
 
 def _mean_in_rank_order(gradients: list[Tensor | None], like: Tensor) -> Tensor:
-    """Return the mean, added up in f32, or in f64 for f64."""
+    """Return the mean, added up in f32, or in f64 for f64, on the host as a session does."""
     if like.is_complex():
         parts = [None if one is None else torch.view_as_real(one) for one in gradients]
         return torch.view_as_complex(_mean_in_rank_order(parts, torch.view_as_real(like)))
@@ -321,8 +321,8 @@ def _mean_in_rank_order(gradients: list[Tensor | None], like: Tensor) -> Tensor:
         term = (
             torch.zeros(like.shape, dtype=wide, device="cpu")
             if gradient is None
-            else gradient.to(wide)
+            else gradient.cpu().to(wide)
         )
         total = term if total is None else total + term
     assert total is not None
-    return (total / len(gradients)).to(like.dtype)
+    return (total / len(gradients)).to(like.device, like.dtype)

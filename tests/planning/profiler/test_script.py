@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
@@ -202,6 +203,7 @@ def test_unseen_parts_of_a_script_are_noted(tmp_path: Path, text: str, named: st
     assert _foreign_hooks() == []
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it takes all CUDA devices, the script none")
 def test_a_wrapper_for_data_parallelism_is_looked_into(tmp_path: Path) -> None:
     text = PLAIN.replace("model, loss = Net(),", "model, loss = nn.DataParallel(Net()),")
     found = record(tmp_path, text, "100")

@@ -21,6 +21,8 @@ from torch._C._distributed_c10d import TCPStore
 import gradlane
 from gradlane.training.options.options import keywords_of
 
+DEVICE = torch.device(os.environ.get("GRADLANE_TEST_DEVICE", "cpu"))
+"""Of models and batches, in tests of lost and joining ranks."""
 SIGNALS = {"sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP, "sigterm": signal.SIGTERM}
 
 
@@ -35,6 +37,7 @@ class Model(nn.Module):
         self.norm = nn.BatchNorm1d(200)
         self.second = nn.Linear(200, 200)
         self.third = nn.Linear(200, 8)
+        self.to(DEVICE)
 
     def forward(self, values: Tensor) -> Tensor:
         hidden = torch.relu(self.norm(self.first(values)))
@@ -44,13 +47,19 @@ class Model(nn.Module):
 def loss_of(model: nn.Module, rank: int, step: int) -> Any:
     """Return the loss of a rank's batch; ranks are numbered as at the start."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    loss: Any = (model(torch.randn(4, 64, generator=generator)) - 1.0).square().mean()
+    batch = torch.randn(4, 64, generator=generator).to(DEVICE)
+    loss: Any = (model(batch) - 1.0).square().mean()
     return loss
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer."""
     return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def copies_of(model: nn.Module) -> list[Tensor]:
+    """Return copies of a model's tensors in the host's memory."""
+    return [one.detach().to("cpu", copy=True) for one in model.state_dict().values()]
 
 
 def main() -> None:
@@ -99,9 +108,9 @@ def main() -> None:
         reached("after step")
         optimizer.zero_grad()
         if job["looks"]:
-            states.append([one.detach().clone() for one in model.state_dict().values()])
+            states.append(copies_of(model))
     session.synchronize()
-    final = [one.detach().clone() for one in model.state_dict().values()]
+    final = copies_of(model)
     lost = [[row["rank"], row["step"]] for row in session.metrics()["lost"]]
     session.close()
     torch.save(

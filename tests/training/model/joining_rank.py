@@ -52,7 +52,7 @@ def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.L
 
 def digest_of(model: nn.Module) -> str:
     """Return a digest of the bits of all parameters."""
-    parts = [one.detach().numpy().tobytes() for one in model.parameters()]
+    parts = [one.detach().cpu().numpy().tobytes() for one in model.parameters()]
     return hashlib.sha1(b"".join(parts)).hexdigest()
 
 

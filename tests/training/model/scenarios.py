@@ -507,3 +507,27 @@ def synchronized_batch_norm_on_cuda(store: Store, rank: int, world_size: int, jo
         return f"{digest(model.cpu())} {means}"
     finally:
         dist.destroy_process_group()
+
+
+def compiled_and_plain(store: Any, rank: int, world_size: int, job: str) -> list[str]:
+    """Train a model with batch statistics, compiled and not; returns the hashes of both."""
+    found = []
+    for is_compiled in (True, False):
+        torch._dynamo.reset()
+        with open_session(store, rank, world_size, f"{job}-{is_compiled}") as session:
+            model: Any = seeded(batch_statistics)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            session.prepare(model, optimizer)
+            module: Any = torch.compile(model, backend="eager") if is_compiled else model
+            for step in range(1, 7):
+                generator = torch.Generator().manual_seed(10 * step + rank)
+                module(torch.randn(8, 32, generator=generator)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(digest(model))
+    return found
+
+
+def batch_statistics() -> nn.Module:
+    """Return layers with batch statistics; inputs (N, 32)."""
+    return nn.Sequential(nn.Linear(32, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))

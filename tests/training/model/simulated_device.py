@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ClassVar
 
@@ -46,12 +46,9 @@ class SimulatedDevice:
         self._random = random.Random(len(self.made))
         self._out, self._back = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._futures: list[Future[None]] = []
-        self.made.append(self)
-
-    @property
-    def copies(self) -> int:
+        self.copies = 0
         """How many were asked for."""
-        return len(self._futures)
+        self.made.append(self)
 
     def are_for(self, device: torch.device) -> bool:
         return True
@@ -63,6 +60,7 @@ class SimulatedDevice:
 
     def to_host(self, host: Tensor, gradient: Tensor, after: SimulatedMark | None) -> SimulatedMark:
         asked_for = gradient.clone()
+        self.copies += 1
 
         def copy() -> None:
             if after is not None:
@@ -72,12 +70,15 @@ class SimulatedDevice:
 
         return self._later(self._out, OUT_S_MAX, copy)
 
-    def to_device(self, gradient: Tensor, host: Tensor) -> SimulatedMark:
-        gradient.copy_(host)
-        returned = host.clone()
+    def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> SimulatedMark:
+        self.copies += len(pairs)
+        for gradient, host in pairs:
+            gradient.copy_(host)
+        returned = [(host, host.clone()) for _, host in pairs]
 
         def look() -> None:
-            assert same(host, returned), "memory was written before it was copied back"
+            for host, before in returned:
+                assert same(host, before), "memory was written before it was copied back"
 
         return self._later(self._back, BACK_S_MAX, look)
 

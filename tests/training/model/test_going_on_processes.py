@@ -156,9 +156,10 @@ def check_reference(states: list[list[Tensor]], world_size: int, survivors: list
                 total = gradients[ranks[0]][name]
                 for rank in ranks[1:]:
                     total = total + gradients[rank][name]
-                parameter.grad = total / len(ranks)
+                # CUDA divides by another rule, and sessions divide on the host.
+                parameter.grad = (total.cpu() / len(ranks)).to(total.device)
             optimizer.step()
-            after[word] = [one.detach().clone() for one in model.parameters()]
+            after[word] = [one.detach().to("cpu", copy=True) for one in model.parameters()]
             moved[word] = copy.deepcopy(optimizer.state_dict()["state"])
         chosen = []
         for index, name in enumerate(names):

@@ -18,9 +18,11 @@ from torch.utils.checkpoint import checkpoint
 import gradlane
 from gradlane.training.model import lazy_parameter_dict
 from gradlane.training.model.step_machine import StepMachine
+from tests.built import needs_core
 from tests.torch_versions import torch_release
 from tests.training.model.fake_core import FakeCore, World
 from tests.training.model.models import Attention, seeded
+from tests.training.model.pool import RankPool
 from tests.training.model.ranks import run_ranks
 
 compiles = pytest.mark.skipif(
@@ -479,6 +481,14 @@ def test_compiled_layers_wait_for_themselves_only_and_are_compiled_once() -> Non
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
     on_probe(lambda: nn.Sequential(Layer(), Layer()), body)
+
+
+@compiles
+@needs_core
+def test_updates_during_a_compilation_round_as_all_others(pool: RankPool) -> None:
+    """The compiler reads buffers, which applies updates: in another step on each rank."""
+    results = pool.run("compiled_and_plain", ranks=2)
+    assert len({digest for digests in results for digest in digests}) == 1, results
 
 
 def test_modules_that_share_parameters_are_plain_again_after_close() -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import gradlane
 from gradlane.planning.planner import learning
+from gradlane.training.node import devices
 from gradlane.training.options.options import keywords_of
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.settings import LEARNING_STEPS, ClusterFacts, Settings
@@ -85,6 +86,24 @@ def digest(model: nn.Module) -> str:
     return state.hexdigest()[:16]
 
 
+@contextmanager
+def device_of(rank: int, world_size: int, on_cuda: bool) -> Iterator[torch.device]:
+    """Yield a rank's device; with fewer of them than ranks, NCCL hears that ranks are machines.
+
+    Then its traffic goes through sockets, and everything else is as with a device each.
+    """
+    count = torch.cuda.device_count() if on_cuda else 0
+    if world_size <= count or not on_cuda:
+        yield torch.device("cuda", rank) if on_cuda else torch.device("cpu")
+        return
+    told = {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    with (
+        mock.patch.dict(os.environ, told),
+        mock.patch.object(devices, "_accelerator", return_value=f"that of rank {rank}"),
+    ):
+        yield torch.device("cuda", rank % count)
+
+
 class Net(nn.Module):
     """Layers of several sizes and dtypes, one that some steps leave out, and batch statistics."""
 
@@ -134,10 +153,12 @@ def trained(
 ) -> dict[str, Any]:
     """Train and say what came of it."""
     torch.manual_seed(7 + rank)
-    on = f"cuda:{rank}" if on_cuda else "cpu"
-    model = Net(on).to(on)
-    start = digest(model)
-    with opened(store, rank, world_size, job, **options) as session:
+    with (
+        device_of(rank, world_size, on_cuda) as device,
+        opened(store, rank, world_size, job, **options) as session,
+    ):
+        model = Net(str(device)).to(device)
+        start = digest(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         session.prepare(model, optimizer, buffers=buffers, defer=defer)
         begun = digest(model)
@@ -262,9 +283,11 @@ def lost(
 ) -> list[Any]:
     """Train until one rank ends; the others say what they heard, and how soon."""
     begun_s = 0.0
-    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
     try:
-        with opened(store, rank, world_size, job, **options) as session:
+        with (
+            device_of(rank, world_size, on_cuda) as device,
+            opened(store, rank, world_size, job, **options) as session,
+        ):
             model = nn.Linear(300, 300, device=device)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             session.prepare(model, optimizer)

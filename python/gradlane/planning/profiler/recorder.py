@@ -24,7 +24,7 @@ from gradlane.planning.profiler.rows import RowCountHook, RowCounts, has_rows
 from gradlane.planning.profiler.tape import EVALUATION, Clock, CudaClock, HostClock, Mark, Tape
 from gradlane.planning.profiler.timeline import StepMedians, read_step
 from gradlane.training.factors.rows import sparse_weights
-from gradlane.training.modules.compiled import is_tracing
+from gradlane.training.modules.compiled import is_tracing, register_pre_hook_first
 from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
 
 STEPS_MAX = 200
@@ -119,9 +119,7 @@ class Recorder:
             code = 2 * number[id(module)]
             # Scripted modules run hooks, but refuse to have any registered by their own method.
             self._handles += [
-                nn.Module.register_forward_pre_hook(
-                    module, _ForwardHook(self._tape, code), prepend=True
-                ),
+                register_pre_hook_first(module, _ForwardHook(self._tape, code)),
                 nn.Module.register_forward_hook(module, _ForwardHook(self._tape, code + 1)),
             ]
             if has_rows(module, self._sparse):

@@ -28,7 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from gradlane.errors import UsageError
-from gradlane.training.modules.compiled import enters_compiled_code, is_tracing, only_inlined
+from gradlane.training.modules.compiled import (
+    enters_compiled_code,
+    is_tracing,
+    only_inlined,
+    register_pre_hook_first,
+)
 from gradlane.training.rendezvous.membership import Membership
 from gradlane.training.rendezvous.tensor_table import without_repeats
 
@@ -399,10 +404,7 @@ class BufferWatch:
         """
         hook = _Examination(pack, settle)
         # Before hooks that write buffers, such as those of spectral norm.
-        self._handles = [
-            nn.Module.register_forward_pre_hook(module, hook, prepend=True)
-            for module in pack.copied_modules
-        ]
+        self._handles = [register_pre_hook_first(module, hook) for module in pack.copied_modules]
 
     def remove(self) -> None:
         """Take the hooks off."""

@@ -328,8 +328,15 @@ def undisturbed() -> ExitStack:
     Inference mode, autocast, tracing, the transforms of torch.func and modes such as
     `FakeTensorMode` are for the forward that waits, not for the update. Grad mode is the
     optimizer's own.
+
+    While torch 2.15 compiles a frame, `torch.compiler.is_compiling()` is true for all code, and
+    Adam then rounds its bias corrections in f32. Whether an update falls into a compilation
+    depends on when gradients arrive: ranks would drift apart.
     """
     stack = ExitStack()
+    if torch.compiler._is_compiling_flag:
+        torch.compiler._is_compiling_flag = False
+        stack.callback(setattr, torch.compiler, "_is_compiling_flag", True)
     if torch._C._functorch.peek_interpreter_stack() is not None:
         stack.enter_context(torch._C._DisableFuncTorch())
     if torch._C._len_torch_function_stack() > 0:

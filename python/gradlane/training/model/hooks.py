@@ -35,6 +35,7 @@ from gradlane.training.modules.compiled import (
     enters_compiled_code,
     is_tracing,
     only_inlined,
+    register_pre_hook_first,
 )
 from gradlane.training.rendezvous.tensor_table import TensorEntry
 
@@ -240,9 +241,7 @@ class HookManager:
                     self._stale_flag[module],
                     [self._stale_flag[one] for one in module.modules()],
                 )
-                # Scripted modules run such hooks, but refuse to have any registered.
-                handle = nn.Module.register_forward_pre_hook(module, hook, prepend=True)
-                self._handles.append(handle)
+                self._handles.append(register_pre_hook_first(module, hook))
         self._gradient_hooks = GradientHooks(
             [entry.tensor for entry in self._trained], compile_disabled(steps.take_gradient)
         )

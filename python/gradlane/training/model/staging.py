@@ -53,8 +53,12 @@ class DeviceCopies(Protocol[EventT]):
             after: the last copy from `host`.
         """
 
-    def to_device(self, gradient: Tensor, host: Tensor) -> EventT:
-        """Queue a copy before all work that the device is given from now on."""
+    def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> EventT:
+        """Queue copies before all work that a device is given from now on.
+
+        Args:
+            pairs: tensors on one device, and memory of the host for each; one or more.
+        """
 
 
 @dataclass
@@ -136,10 +140,15 @@ class StagedCarrier(Generic[EventT]):
 
     def collect(self, arrived: Sequence[tuple[int, Tensor]]) -> None:
         """Queue copies back to the devices, before whatever reads them."""
+        by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+        for index, gradient in arrived:
+            if self._copies.are_for(gradient.device):
+                by_device.setdefault(gradient.device, []).append((index, gradient))
         with torch.no_grad(), torch.inference_mode(False):
-            for index, gradient in arrived:
-                if self._copies.are_for(gradient.device):
-                    self._returned[index] = self._copies.to_device(gradient, self._host(index))
+            for copied in by_device.values():
+                pairs = [(gradient, self._host(index)) for index, gradient in copied]
+                returned = self._copies.to_device(pairs)
+                self._returned.update((index, returned) for index, _ in copied)
 
     def broadcast_initial(
         self, entries: Sequence[TensorEntry], first: bool, without: Collection[int] = ()

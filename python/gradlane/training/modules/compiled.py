@@ -13,6 +13,8 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 _REASON = (
     "gradlane waits here for parameters whose update is under way; where the graph must not end, "
@@ -62,6 +64,19 @@ def only_inlined(function: _Function) -> _Function:
     skip_code: Callable[[CodeType], None] = getattr(eval_frame, "skip_code", _nothing)
     skip_code(function.__code__)
     return function
+
+
+def register_pre_hook_first(module: nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
+    """Register a forward pre-hook before all others, also on a scripted module.
+
+    Torch's own way, `prepend=True`, moves it in the order that an `OrderedDict` keeps beside that
+    of its dict. Some compilers (torch 2.11) go by the latter, and guard one hook by another.
+    """
+    handle = nn.Module.register_forward_pre_hook(module, hook)
+    hooks = module._forward_pre_hooks
+    for key in [*hooks][:-1]:
+        hooks[key] = hooks.pop(key)
+    return handle
 
 
 def is_read_by_compiler() -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gradlane.formats.timeline.chrome import write_chrome
 from gradlane.training.core import Channel, CoreRow
-from gradlane.training.modules.compiled import is_tracing
+from gradlane.training.modules.compiled import is_tracing, register_pre_hook_first
 from gradlane.training.modules.forward_order import inside_backward
 from gradlane.training.monitoring.recorded import Mark, rank_path, recorded_timeline
 from gradlane.training.options.options import Options
@@ -106,7 +106,7 @@ class Recording:
         """Record forward and backward of the whole model."""
         before, after = _Hook(self._before_forward), _Hook(self._after_forward)
         self._handles += [
-            model.register_forward_pre_hook(before, prepend=True),
+            register_pre_hook_first(model, before),
             model.register_forward_hook(after),
         ]
 
