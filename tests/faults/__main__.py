@@ -24,7 +24,7 @@ from gradlane.lab.cluster.privilege import why_no_namespaces
 from tests.faults.campaign import Campaign, Result
 from tests.faults.going_on import scenario as going_on
 from tests.faults.going_on.campaign import GoingOnCampaign
-from tests.faults.scenario import FAULTS, MOMENTS
+from tests.faults.scenario import FAULTS, JOINING, MOMENTS
 from tests.faults.verdict import KINDS
 from tests.forked_programs import ForkedPrograms
 
@@ -84,6 +84,8 @@ def summarize(results: list[Result], elapsed_s: float) -> dict[str, Any]:
         "failed": sum(bool(one.problems) for one in results),
         "on_rank_0": sum(0 in one.scenario.victims for one in results if not one.skipped),
         "missed_moments": sum(one.is_late for one in results),
+        "asked": sum(getattr(one.scenario, "asks_at", None) is not None for one in results),
+        "joined": sum(one.joined for one in results),
         "elapsed_s": round(elapsed_s, 1),
         "problems": {kind: kinds[kind] for kind in KINDS},
         "pauses_s": _pauses_s(results),
@@ -97,6 +99,8 @@ def _pauses_s(results: list[Result]) -> dict[str, list[float]]:
         scenario = one.scenario
         if isinstance(scenario, going_on.GoingOnScenario) and one.pause_s is not None:
             name = scenario.fault if scenario.second is None else "two faults"
+            if scenario.asks_at is not None:
+                name = "a fault where a rank joins"
             pauses.setdefault(name, []).append(one.pause_s)
     return {
         name: [round(statistics.median(values), 3), round(max(values), 3), len(values)]
@@ -110,18 +114,19 @@ def _closing(summary: dict[str, Any]) -> str:
         f"\nno step after {name}: median {median:.2f} s, worst {worst:.2f} s, of {count:.0f}"
         for name, (median, worst, count) in summary["pauses_s"].items()
     )
+    joins = f"\n{summary['joined']} of {summary['asked']} ranks joined" if summary["asked"] else ""
     return (
         f"{summary['faults']} faults in {summary['elapsed_s']:.0f} s "
         f"({summary['on_rank_0']} on rank 0, {summary['skipped']} skipped, "
         f"{summary['missed_moments']} two steps after their moment): "
-        f"{summary['failed']} failed; {problems}{pauses}"
+        f"{summary['failed']} failed; {problems}{pauses}{joins}"
     )
 
 
 def table(results: list[Result], faults: Sequence[str] = FAULTS) -> str:
     """Return a table of faults by moments: how many ran, and how many of them failed."""
     lines = ["moment".ljust(12) + "".join(fault.rjust(18) for fault in faults)]
-    for moment in MOMENTS:
+    for moment in (*MOMENTS, *JOINING):
         cells = []
         for fault in faults:
             here = [

@@ -47,6 +47,7 @@ class Result:
         skipped: why it could not run here, or "".
         pause_s: seconds in which a rank that went on completed no step, less a usual one's; None:
             none went on.
+        joined: whether a rank has joined.
     """
 
     scenario: Scenario | GoingOnScenario
@@ -56,6 +57,7 @@ class Result:
     is_late: bool = False
     skipped: str = ""
     pause_s: float | None = None
+    joined: bool = False
 
     @property
     def word(self) -> str:
@@ -75,6 +77,7 @@ class Result:
             "is_late": self.is_late,
             "skipped": self.skipped,
             "pause_s": self.pause_s,
+            "joined": self.joined,
         }
 
 

@@ -143,6 +143,7 @@ class Run:
         scenario: Scenario | GoingOnScenario | None,
         switch: Switch | None,
         program: str = "tests.faults.rank_program",
+        joiners: int = 0,
     ) -> None:
         """Start nothing yet.
 
@@ -154,24 +155,26 @@ class Run:
             scenario: the fault, or None.
             switch: of the ranks' network namespaces; None: they are on one loopback interface.
             program: module of a rank.
+            joiners: ranks that are started as well, with the next numbers, and join by themselves.
         """
         self._programs = programs
         self._program = program
         self._folder = folder
         self._training = training
         self._world_size = world_size
+        self._processes = world_size + joiners
         self._scenario = scenario
         self._switch = switch
         self._pids: dict[str, int] = {}
         self._codes: dict[str, int] = {}
-        self.outcome = Outcome([RankEnd(rank) for rank in range(world_size)])
+        self.outcome = Outcome([RankEnd(rank) for rank in range(self._processes)])
         folder.mkdir(parents=True)
 
     @contextlib.contextmanager
     def running(self, options: dict[str, Any], checkpoint: Path, last_step: int) -> Iterator[None]:
         """Have all processes for as long as it lasts; what has not ended by itself is killed."""
         scenario, size = self._scenario, self._training.local_size
-        nodes = [rank // size for rank in range(self._world_size)]
+        nodes = [rank // size for rank in range(self._processes)]
         if self._training.serving:
             options["workers"] = self._world_size - self._training.serving
         has_agent = scenario is not None and scenario.agent
@@ -211,7 +214,7 @@ class Run:
             elif has_agent:
                 self._start("agent", "tests.faults.store_host", path, common)
                 assert eventually((self._folder / "store-is-up").exists, _START_S)
-            for rank in range(self._world_size):
+            for rank in range(self._processes):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank % size)}
                 own["ADVERTISE"] = hosts[nodes[rank]]
                 name = f"rank-{rank}"
@@ -239,6 +242,10 @@ class Run:
             time.sleep(_POLL_S / 4)
         self.outcome.is_reached = reached.exists()
         self.outcome.is_late = reached.exists() and reached.read_text() == LATE
+
+    def has_ended(self, rank: int) -> bool:
+        """Return whether a rank has ended."""
+        return self._has_ended(f"rank-{rank}")
 
     def inject(self, fault: str, victims: Sequence[int]) -> None:
         """Let a fault happen, and tell the rank that waits for it."""
@@ -296,7 +303,7 @@ class Run:
             for one in shared.iterdir():
                 if numbers & set(one.name.replace("-", "_").replace(".", "_").split("_")):
                     found.append(str(one))
-        for rank in set(range(self._world_size)) - set(unable):
+        for rank in set(range(self._processes)) - set(unable):
             if self.outcome.ends[rank].code is not None:
                 # Processes that load batches for torch end with their rank, and leave these.
                 own = (self._folder / f"tmp-rank-{rank}").iterdir()

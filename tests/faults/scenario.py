@@ -60,6 +60,8 @@ TRAININGS = {
 
 BEFORE_CONNECTED = ("start", "rendezvous", "connecting")
 IN_STEPS = ("forward", "backward", "pushing", "waiting", "update", "broadcast")
+JOINING = ("asking", "handing over", "deciding", "moving", "joined")
+"""Moments of a rank that joins a training, and of those that let it in."""
 MOMENTS = (*BEFORE_CONNECTED, "restore", *IN_STEPS, "checkpoint", "close")
 FAULTS = ("kill", "stop", "raise", "cut", "partition", "freeze the store", "silent listener")
 _WEIGHTS = (6, 4, 4, 4, 3, 2, 1)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
+from tests.faults.scenario import JOINING
 
 _WAIT_S = 60.0
 _POLL_S = 0.002
@@ -67,8 +68,8 @@ class Trigger:
             self._fire()
 
     def _is_due(self) -> bool:
-        early = self._scenario["moment"] in ("start", "rendezvous", "connecting", "restore")
-        return early or self.step >= self._scenario["step"]
+        early = ("start", "rendezvous", "connecting", "restore", *JOINING)
+        return self._scenario["moment"] in early or self.step >= self._scenario["step"]
 
     def _fire(self) -> None:
         with self._lock:

@@ -37,7 +37,7 @@ from gradlane.training.rendezvous.serving import JobAnnouncement, JobAnnouncemen
 
 
 class ModelFollower(Protocol):
-    """Follows the models of a session as they are prepared, for instance to take checkpoints."""
+    """Follows the models of a session as they are prepared, to take checkpoints."""
 
     def follow(self, prepared: Any, scope: RendezvousScope) -> None:
         """Start with a model; a collective call.
@@ -46,6 +46,12 @@ class ModelFollower(Protocol):
             prepared: the prepared model.
             scope: for the agreement of the ranks.
         """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a rank that joins takes over."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Take over what another rank has returned."""
 
 
 @dataclass(frozen=True)

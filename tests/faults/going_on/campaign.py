@@ -17,7 +17,7 @@ from tests.faults.going_on.scenario import (
     Second,
     draw,
 )
-from tests.faults.going_on.verdict import BOUND_S, judge
+from tests.faults.going_on.verdict import BOUND_S, judge, took_part
 from tests.faults.outcome import Outcome, complete_checkpoints
 from tests.faults.scenario import (
     PROGRESS_TIMEOUT_S,
@@ -49,11 +49,19 @@ class GoingOnCampaign(Campaign):
         if not self._keeps:
             shutil.rmtree(place, ignore_errors=True)
         seconds = max((end.after_s for end in outcome.ends), default=0.0)
-        return Result(scenario, problems, seconds, outcome.errors, outcome.is_late, pause_s=pause_s)
+        return Result(
+            scenario,
+            problems,
+            seconds,
+            outcome.errors,
+            outcome.is_late,
+            pause_s=pause_s,
+            joined=any(took_part(scenario, end) for end in outcome.ends[scenario.world_size :]),
+        )
 
     def _run_faulted(self, scenario: GoingOnScenario, folder: Path, checkpoint: Path) -> Outcome:
         """Train until the faults, inject them, and wait until all ranks have ended that can."""
-        switch = Switch(scenario.world_size + 1, RATE_BPS) if scenario.namespaces else None
+        switch = Switch(scenario.processes + 1, RATE_BPS) if scenario.namespaces else None
         run = Run(
             self._programs,
             folder,
@@ -62,6 +70,7 @@ class GoingOnCampaign(Campaign):
             scenario,
             switch,
             "tests.faults.going_on.rank_program",
+            joiners=scenario.processes - scenario.world_size,
         )
         options = {
             "connect_timeout_s": CONNECT_TIMEOUT_S,
@@ -79,7 +88,7 @@ class GoingOnCampaign(Campaign):
             run.inject(scenario.fault, scenario.victims)
             if scenario.second is not None:
                 _follow(run, folder, scenario, scenario.second)
-            ends = [rank for rank in range(scenario.world_size) if rank not in scenario.silenced]
+            ends = [rank for rank in range(scenario.processes) if rank not in scenario.silenced]
             run.wait(ends, run.outcome.fault_s + BOUND_S)
         run.look_for_left_over()
         return run.outcome
@@ -89,9 +98,12 @@ def _follow(run: Run, folder: Path, scenario: GoingOnScenario, second: Second) -
     """Inject the second fault when its time has come."""
     word = _EVENTS.get(second.after)
     deadline_s = time.monotonic() + _SECOND_WITHIN_S
-    files = [folder / f"rank-{rank}" for rank in scenario.survivors]
+    members = [rank for rank in scenario.survivors if rank < scenario.world_size]
+    files = [folder / f"rank-{rank}" for rank in members]
     while word is not None and time.monotonic() < deadline_s:
-        if any(f'"event": "{word}"' in path.read_text() for path in files):
+        # Where only a rank was lost that has not joined, no members change.
+        is_over = any(map(run.has_ended, members))
+        if is_over or any(f'"event": "{word}"' in path.read_text() for path in files):
             break
         time.sleep(_POLL_S)
     time.sleep(second.delay_s)

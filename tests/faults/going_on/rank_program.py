@@ -1,12 +1,15 @@
 """One rank of a training that goes on: `python -m tests.faults.going_on.rank_program JOB.json`.
 
-Environment as torchrun sets it. Writes a JSON line an event to `rank-R` in the job's folder: each
-step with its loss, each mean that an update takes with its checksum, new members, and the end.
+Environment as torchrun sets it; the rank after the last one joins, once the others have come to a
+step. Writes a JSON line an event to `rank-R` in the job's folder: each step with its loss, each
+mean that an update takes with its checksum, new members, and the end.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
 import os
 import time
 import zlib
@@ -20,12 +23,22 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import gradlane
+from gradlane.training.model.prepared import PreparedModel
 from gradlane.training.options.options import keywords_of
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.join_requests import JoinRequest, JoinRequests
 from gradlane.training.rendezvous.membership import Membership
 from tests.faults.rank_program import WIDTH, Log, Model, digest, reach_in_core, run_rank
 from tests.faults.trigger import Trigger
 
 STEP_S = 0.01
+SLOW_STEP_S = 0.05
+"""Where a rank joins: it takes some steps."""
+_READY, _ASKS = "joiner-is-ready", "joiner-asks"
+_WAIT_S = 60.0
+_LOOK_EVERY_S = 0.02
+_JOIN_LIMIT_S = 20.0
+"""How long a rank asks that nobody lets in, since the others are through."""
 
 
 class Batches(Dataset[Tensor]):
@@ -76,8 +89,14 @@ def log_means(model: nn.Module, log: Log) -> None:
 
 
 def log_agreements(log: Log) -> None:
-    """Write down when this rank hears of new members."""
-    note = Membership.note
+    """Write down when this rank hears of new members, and when it moves to a new world."""
+    note, open_with = Membership.note, Membership.open_with
+
+    def opened(
+        self: Membership, rank_info: RankInfo, generation: int, step: int, reason: str
+    ) -> gradlane.MembershipChange:
+        log.write("moved", members=self.members, step=step)
+        return open_with(self, rank_info, generation, step, reason)
 
     def logged(
         self: Membership,
@@ -90,24 +109,66 @@ def log_agreements(log: Log) -> None:
         log.write("agreed", members=members, step=self.training_step_of(step) + 1)
 
     Membership.note = logged  # type: ignore[method-assign]
+    Membership.open_with = opened  # type: ignore[method-assign]
 
 
-def batches_of(job: dict[str, Any], rank: int) -> Iterator[Tensor]:
+def reach_in_joining(trigger: Trigger, joins: bool) -> None:
+    """Reach the moments of joining where the session calls what joins, or lets in."""
+    session: Any = importlib.import_module("gradlane.training.session.joining")
+    model: Any = importlib.import_module("gradlane.training.model.joining")
+    requests: Any = importlib.import_module("gradlane.training.rendezvous.join_requests")
+    requests._LOOK_EVERY_S = _LOOK_EVERY_S
+
+    def reach(owner: Any, name: str, moment: str) -> None:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            trigger.reach(moment)
+            return function(*arguments, **options)
+
+        setattr(owner, name, call)
+
+    reach(model, "_hand_over", "handing over")
+    reach(session.Joins, "_move", "moving")
+    if joins:
+        reach(JoinRequest, "wait_for_invitation", "asking")
+        reach(JoinRequest, "wait_for_outcome", "deciding")
+        reach(session.FirstStepState, "take", "joined")
+    else:
+        reach(session.Joins, "_answer", "asking")
+        reach(JoinRequests, "settle", "deciding")
+        reach(PreparedModel, "moved_to", "joined")
+
+
+def wait_for_file(path: Path) -> None:
+    """Wait until another rank has come to a point."""
+    deadline_s = time.monotonic() + _WAIT_S
+    while not path.exists() and time.monotonic() < deadline_s:
+        time.sleep(_LOOK_EVERY_S / 4)
+
+
+def batches_of(job: dict[str, Any], rank: int, begun: int) -> Iterator[Tensor]:
     """Return a rank's batches, where the job says so by way of a process that loads them."""
     batches = Batches(rank, job["last_step"])
     if not job["scenario"]["loads"]:
-        return (batches[index] for index in range(len(batches)))
+        return (batches[index] for index in range(begun, len(batches)))
     loader: Iterable[Tensor] = DataLoader(batches, batch_size=None, num_workers=1)
-    return iter(loader)
+    return itertools.islice(loader, begun, None)
 
 
 def train(job: dict[str, Any], rank: int, log: Log) -> None:
     """Train all steps."""
     trigger = Trigger(Path(job["folder"]), job, rank)
+    folder, asks_at = Path(job["folder"]), job["scenario"]["asks_at"]
+    joins = rank == job["scenario"]["world_size"]
     reach_in_core(trigger)
+    reach_in_joining(trigger, joins)
     log_agreements(log)
     trigger.reach("start")
-    session = gradlane.init(**keywords_of(**job["options"], advertise=os.environ["ADVERTISE"]))
+    limit = {"connect_timeout_s": _JOIN_LIMIT_S} if joins else {}
+    options = keywords_of(**{**job["options"], **limit}, advertise=os.environ["ADVERTISE"])
+    session = gradlane.init(**options, join=joins)
     if job["scenario"]["call"] % 2:
         trigger.reach("rendezvous")
     model, optimizer = model_of(trigger.module())
@@ -118,11 +179,17 @@ def train(job: dict[str, Any], rank: int, log: Log) -> None:
         log.write("changed", **{**asdict(change), "rank": None, "at": step})
 
     session.on_membership(changed)
+    if joins:
+        (folder / _READY).touch()
+        wait_for_file(folder / _ASKS)
     session.prepare(model, optimizer)
     trigger.reach("restore")
     trigger.watch()
-    batches = batches_of(job, rank)
-    for step in range(1, job["last_step"] + 1):
+    begun = session.step
+    batches = batches_of(job, rank, begun)
+    if asks_at is not None and not joins:
+        wait_for_file(folder / _READY)
+    for step in range(begun + 1, job["last_step"] + 1):
         trigger.step = step
         loss = loss_of(model, next(batches))
         loss.backward()  # type: ignore[no-untyped-call]
@@ -130,7 +197,9 @@ def train(job: dict[str, Any], rank: int, log: Log) -> None:
         optimizer.step()
         optimizer.zero_grad()
         trigger.pass_by()
-        time.sleep(STEP_S)
+        if step == asks_at:
+            (folder / _ASKS).touch()
+        time.sleep(STEP_S if asks_at is None else SLOW_STEP_S)
         log.write("step", step=step, loss=loss.item(), at_s=time.monotonic())
     log.write("digest", step=step, digest=digest(session, model))
     trigger.reach("close")

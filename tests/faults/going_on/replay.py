@@ -29,12 +29,14 @@ class Change:
     """New members; see `gradlane.MembershipChange`.
 
     Attributes:
-        members: by their numbers of the start.
+        members: by their numbers of the start; one that joins has the next one.
         step: the first whose means are all over them.
+        joined: whether a rank has joined: no mean of the step before is over it.
     """
 
     members: tuple[int, ...]
     step: int
+    joined: bool = False
 
 
 def replay(
@@ -63,24 +65,26 @@ def replay(
     with _seeding:
         model, optimizer = model_of(nn.Identity())
     parameters = list(model.parameters())
-    batches = [Batches(number, len(losses)) for number in range(world_size)]
     sets = [tuple(range(world_size)), *(change.members for change in changes)]
-    begins = [0, *(change.step for change in changes), len(losses) + 2]
+    # In the step in which a rank is lost some means are over the old and some over the new.
+    begins = [0, *(change.step - (not change.joined) for change in changes)]
+    ends = [*(change.step for change in changes), len(losses) + 2]
+    numbers = sorted({number for members in sets for number in members})
+    batches = [Batches(number, len(losses)) for number in numbers]
     digests = {}
     for step, said in enumerate(losses, 1):
         gradients: list[list[Tensor]] = []
-        for number in range(world_size):
+        for number in numbers:
             loss = loss_of(model, batches[number][step - 1])
             loss.backward()  # type: ignore[no-untyped-call]
             if number == rank and loss.item() != said:
                 raise ReplayError(f"step {step}: the loss was {said!r}, and is {loss.item()!r}")
             gradients.append([one.grad for one in parameters if one.grad is not None])
             optimizer.zero_grad()
-        # In the step in which a rank is lost some means are over the old and some over the new.
         possible = {
             members: None
-            for index, members in enumerate(sets)
-            if begins[index] - 1 <= step < begins[index + 1]
+            for members, begin, end in zip(sets, begins, ends, strict=True)
+            if begin <= step < end
         }
         for index, parameter in enumerate(parameters):
             found = {

@@ -6,12 +6,13 @@ The same seed draws the same scenario everywhere; nothing here depends on the ma
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tests.faults.scenario import (
     BEFORE_CONNECTED,
     IN_STEPS,
+    JOINING,
     NETWORK_FAULTS,
     SIGNALS,
     SILENCE_TIMEOUT_S,
@@ -68,6 +69,8 @@ class GoingOnScenario:
             stands still until the fault is there.
         call: number of the file operation of a checkpoint that the fault hits.
         second: another fault, or None.
+        asks_at: step at whose end one more rank, with the next number, asks to join; None: none
+            does.
         loads: whether another process of each rank loads its batches.
         namespaces: whether every rank has a network namespace of its own, else loopback.
     """
@@ -85,6 +88,7 @@ class GoingOnScenario:
     second: Second | None
     loads: bool
     namespaces: bool
+    asks_at: int | None = None
     agent: bool = True
     """A process that outlives all ranks hosts the store."""
     listener: str = ""
@@ -93,6 +97,11 @@ class GoingOnScenario:
     def kind(self) -> Training:
         """Return the training's options."""
         return TRAININGS[self.training]
+
+    @property
+    def processes(self) -> int:
+        """Return the number of ranks, with one that joins."""
+        return self.world_size + (self.asks_at is not None)
 
     @property
     def faults(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -117,18 +126,21 @@ class GoingOnScenario:
     @property
     def survivors(self) -> list[int]:
         """Return the ranks that are left."""
-        return [rank for rank in range(self.world_size) if rank not in self.lost]
+        return [rank for rank in range(self.processes) if rank not in self.lost]
 
     @property
     def must_go_on(self) -> bool:
         """Return whether those that are left have to go on.
 
         Before training has begun only rank 0 has its values, and of ranks that are not connected
-        yet none goes on. A majority has to be left, or half: the store then decides for it.
+        yet none goes on. A majority has to be left, or half: the store then decides for it. A rank
+        that joins may be there by then, or not.
         """
         if self.moment in BEFORE_CONNECTED or (self.moment == "restore" and 0 in self.lost):
             return False
-        return 2 * len(self.survivors) >= self.world_size
+        left = self.survivors
+        there_before = [rank for rank in left if rank < self.world_size]
+        return 2 * len(there_before) >= self.world_size and 2 * len(left) >= self.processes
 
     def node_of(self, rank: int) -> int:
         """Return the node that a rank is on: each has one of its own."""
@@ -141,20 +153,45 @@ class GoingOnScenario:
     def __str__(self) -> str:
         """Say what happens, in one line."""
         who = " and ".join(map(str, self.victims))
-        when = self.moment if self.moment in BEFORE_CONNECTED else f"{self.moment} of {self.step}"
+        when = self.moment
+        if when not in (*BEFORE_CONNECTED, *JOINING):
+            when += f" of {self.step}"
         later = "" if self.delay_ms is None else f" + {self.delay_ms:.0f} ms"
         second = ""
         if (one := self.second) is not None:
             second = f"; {one.fault}: {one.victim}, {one.delay_s * 1e3:.0f} ms after {one.after}"
         loads = ", loading processes" if self.loads else ""
+        joins = "" if self.asks_at is None else f", {self.world_size} asks at {self.asks_at}"
         return (
             f"{self.fault}: {who}, {when}{later}{second}; {self.training} on {self.world_size}"
-            f"{loads}"
+            f"{joins}{loads}"
         )
 
 
 def draw(seed: int) -> GoingOnScenario:
-    """Draw a scenario."""
+    """Draw a scenario; in about three of eight a rank joins."""
+    return _with_joins(_draw_faults(seed))
+
+
+def _with_joins(scenario: GoingOnScenario) -> GoingOnScenario:
+    """Return a scenario, or one in which a rank joins as well, and the fault may be around that."""
+    random_ = random.Random(f"joining {scenario.seed}")
+    if scenario.moment in (*BEFORE_CONNECTED, "restore") or random_.random() > 0.5:
+        return scenario
+    joined = replace(scenario, asks_at=random_.randrange(1, 10))
+    joins = scenario.fault != "partition" and random_.random() < 0.4
+    if joins:
+        # The rank that joins is the victim.
+        rank = scenario.world_size
+        joined = replace(joined, victims=(rank,), announcer=rank)
+    if random_.random() < 0.7:
+        moment = random_.choice(JOINING)
+        # Where nobody comes by, the fault is at the end.
+        joined = replace(joined, moment=moment, step=STEPS - 4)
+    return joined
+
+
+def _draw_faults(seed: int) -> GoingOnScenario:
     # Another one than `tests.faults.scenario` draws from this seed.
     random_ = random.Random(f"going on {seed}")
     fault = random_.choices(FAULTS, _WEIGHTS)[0]

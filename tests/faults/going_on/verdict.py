@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -49,14 +49,16 @@ def judge(
     Returns:
         Problems, and the seconds without progress, where the ranks that are left went on.
     """
-    if not outcome.is_reached:
+    if not outcome.is_reached and scenario.asks_at is None:
         text = f"no rank reached the moment; errors: {outcome.errors}"
         return [Problem("not run", None, text)], None
     problems = [Problem("left over", None, one) for one in outcome.left_over]
     for end in outcome.ends:
         if end.rank not in scenario.silenced:
             problems += _check_end(end)
-    left = [outcome.ends[rank] for rank in scenario.survivors]
+    left = [
+        end for end in outcome.ends if end.rank in scenario.survivors and took_part(scenario, end)
+    ]
     through = [end for end in left if end.code == 0 and end.is_done]
     for end in left:
         if end.error is None:
@@ -69,10 +71,20 @@ def judge(
             problems.append(Problem("ended", end.rank, f"{others} went on; {said}"))
     if not through:
         return problems, None
+    first = through[0]
+    if first.rank == scenario.world_size:
+        # Nothing tells which batches it took over.
+        problems.append(Problem("ended", None, "only the rank that joined went on"))
+        return problems, None
     problems += _check_alike(scenario, outcome, through)
     if not problems:
-        problems += _check_bits(scenario, outcome, through[0], checkpoint)
+        problems += _check_bits(scenario, outcome, first, checkpoint)
     return problems, _pause_s(outcome, through)
+
+
+def took_part(scenario: GoingOnScenario, end: RankEnd) -> bool:
+    """Return whether a rank has trained: one that asks to join may not be let in to the end."""
+    return end.rank < scenario.world_size or bool(_events(end, "moved"))
 
 
 def _check_end(end: RankEnd) -> Iterator[Problem]:
@@ -104,24 +116,45 @@ def _check_alike(
 ) -> Iterator[Problem]:
     """Check that the ranks that are left did every step once, with the same bits."""
     first = through[0]
+    changes = changes_of(first, scenario.world_size)
+    in_force = _events(first, "changed")
+    join = next((change for change in changes if change.joined), None)
     for end in through:
+        begun, own_changes, own_in_force = 0, changes, in_force
+        if end.rank == scenario.world_size:
+            # What came before is nothing to a rank that joins.
+            if join is None:
+                yield Problem("other bits", end.rank, "it has joined, and not the others' training")
+                return
+            begun, own_changes = join.step - 1, changes[changes.index(join) :]
+            place = next(index for index, one in enumerate(in_force) if one["joined"])
+            own_in_force = [{**in_force[place], "at": 0}, *in_force[place + 1 :]]
         steps = [event["step"] for event in _events(end, "step")]
-        if steps != list(range(1, STEPS + 1)):
+        if steps != list(range(begun + 1, STEPS + 1)):
             yield Problem("lost step", end.rank, f"it did steps {steps}")
         for index, means in enumerate(_means(end)):
-            if len(means) != STEPS:
-                text = f"parameter {index} had {len(means)} updates in {STEPS} steps"
+            if len(means) != STEPS - begun:
+                text = f"parameter {index} had {len(means)} updates in {STEPS - begun} steps"
                 yield Problem("lost step", end.rank, text)
-        for what in ("digest", "changed", "agreed"):
-            if _events(end, what) != _events(first, what):
-                text = f"{what}: {_events(end, what)}, rank {first.rank}: {_events(first, what)}"
+        rows = {
+            "digest": (_events(end, "digest"), _events(first, "digest")),
+            "changed": (_events(end, "changed"), own_in_force),
+            "agreed": (changes_of(end, scenario.world_size, own_changes[:1]), own_changes),
+        }
+        for what, (own, expected) in rows.items():
+            if own != expected:
+                text = f"{what}: {own}, rank {first.rank}: {expected}"
                 yield Problem("other bits", end.rank, text)
-        if _means(end) != _means(first):
+        if _means(end) != [means[begun:] for means in _means(first)]:
             yield Problem("other bits", end.rank, f"other means than rank {first.rank}'s")
-    members = ([list(range(scenario.world_size))] + [one["members"] for one in _agreed(first)])[-1]
-    gone = set(range(scenario.world_size)) - set(members)
-    # A fault may come when its victim is through.
-    there = [rank for rank in scenario.lost if outcome.ends[rank].last_step < STEPS]
+    there_once = {*range(scenario.world_size), *(join.members if join is not None else ())}
+    gone = there_once - set(changes[-1].members if changes else there_once)
+    # A fault may come when its victim has done its part of the last step, or before it has joined.
+    there = [
+        rank
+        for rank in scenario.lost
+        if rank in there_once and outcome.ends[rank].last_step < STEPS - 1
+    ]
     if not set(there) <= gone <= set(scenario.lost):
         text = f"went on without {sorted(gone)}, lost are {sorted(scenario.lost)}"
         yield Problem("misnamed", first.rank, text)
@@ -131,7 +164,7 @@ def _check_bits(
     scenario: GoingOnScenario, outcome: Outcome, end: RankEnd, checkpoint: Path | None
 ) -> Iterator[Problem]:
     """Check a rank's means and losses against one process, and so the checkpoints, if any."""
-    changes = [Change(tuple(one["members"]), one["step"]) for one in _agreed(end)]
+    changes = changes_of(end, scenario.world_size)
     losses = [event["loss"] for event in _events(end, "step")]
     try:
         digests = replay(scenario.world_size, changes, _means(end), end.rank, losses)
@@ -139,13 +172,14 @@ def _check_bits(
         yield Problem("other bits", end.rank, str(error))
         return
     if checkpoint is not None:
-        yield from _check_checkpoints(scenario, outcome, end, checkpoint, digests)
+        yield from _check_checkpoints(scenario, outcome, end, changes, checkpoint, digests)
 
 
 def _check_checkpoints(
     scenario: GoingOnScenario,
     outcome: Outcome,
     end: RankEnd,
+    changes: list[Change],
     checkpoint: Path,
     digests: dict[int, str],
 ) -> Iterator[Problem]:
@@ -153,17 +187,20 @@ def _check_checkpoints(
     found = files_by_step(checkpoint)
     if lost := set(outcome.complete_before) - set(found):
         yield Problem("lost checkpoint", None, f"steps {sorted(lost)} were complete at the fault")
-    in_force = [(one["at"], len(one["members"])) for one in _events(end, "changed")]
-    last_change = max((at for at, _ in in_force), default=0)
+    in_force = [(one["at"], len(one["members"]), one["joined"]) for one in _events(end, "changed")]
+    first, last = disturbed(scenario, outcome, end, changes)
     for step in range(CHECKPOINT_EVERY, STEPS + 1, CHECKPOINT_EVERY):
-        writers = ([scenario.world_size] + [size for at, size in in_force if at <= step])[-1]
-        if step in found and found[step] != writers:
+        writers = [scenario.world_size]
+        for at, size, joined in in_force:
+            # It is taken before a rank joins at the end of a step. Others may have been lost since.
+            if at < step or (at == step and not joined):
+                writers = [size] if at < step or scenario.asks_at is None else [*writers, size]
+        if step in found and found[step] not in writers:
             text = f"step {step} has {found[step]} files, {writers} ranks were members"
             yield Problem("lost checkpoint", None, text)
-        is_undisturbed = last_change < step < scenario.step or scenario.step < last_change < step
-        if step not in found and is_undisturbed:
+        if step not in found and not first <= step <= last:
             said = [line for line in _lines(outcome) if "is not complete" in line]
-            text = f"step {step} is not complete, the last change was at the end of {last_change}"
+            text = f"step {step} is not complete, it may lack those of {first} to {last}"
             text += f"; warnings: {said}"
             yield Problem("lost checkpoint", None, text)
     if found:
@@ -172,6 +209,31 @@ def _check_checkpoints(
             text = f"one rank restored step {step} of {sorted(found)}, with other bits"
             yield Problem("lost checkpoint", None, text)
     yield from unnamed_files(checkpoint)
+
+
+def disturbed(
+    scenario: GoingOnScenario, outcome: Outcome, end: RankEnd, changes: list[Change]
+) -> tuple[int, int]:
+    """Return the first and the last step whose checkpoints a lost rank may have kept incomplete.
+
+    What a rank wrote was on the disk when it took the checkpoint after that. Once all lost ranks
+    are out of force the others write alone.
+    """
+    begin, join = STEPS + 1, next((change for change in changes if change.joined), None)
+    for rank in scenario.lost:
+        last_step = outcome.ends[rank].last_step
+        if rank < scenario.world_size:
+            begin = min(begin, last_step - CHECKPOINT_EVERY + 1)
+        elif join is not None:
+            begin = min(begin, max(join.step, last_step - CHECKPOINT_EVERY + 1))
+    members = changes[-1].members if changes else range(scenario.world_size)
+    in_force = _events(end, "changed")
+    if set(members) & set(scenario.lost) or (
+        changes and not (in_force and len(in_force[-1]["members"]) == len(members))
+    ):
+        # One was lost so late that nobody has come to a step without it.
+        return begin, STEPS
+    return begin, max((one["at"] for one in in_force if one["lost"]), default=0)
 
 
 def _lines(outcome: Outcome) -> list[str]:
@@ -183,8 +245,32 @@ def _events(end: RankEnd, name: str) -> list[dict[str, Any]]:
     return [event for event in end.events if event["event"] == name]
 
 
-def _agreed(end: RankEnd) -> list[dict[str, Any]]:
-    return _events(end, "agreed")
+def changes_of(end: RankEnd, world_size: int, begun_with: Sequence[Change] = ()) -> list[Change]:
+    """Return the changes of the members that a rank knew, by the ranks' numbers of the start.
+
+    Args:
+        end: of the rank.
+        world_size: number of ranks at the start; the one that joins has the next number.
+        begun_with: of the rank that joins, the change with which it was there.
+    """
+    joins = end.rank == world_size
+    changes: list[Change] = []
+    # Ranks are numbered anew when one joins.
+    numbers = tuple(range(world_size))
+    for event in end.events:
+        if event["event"] == "agreed":
+            members = tuple(numbers[number] for number in event["members"])
+            changes.append(Change(members, event["step"]))
+        elif event["event"] == "moved" and joins:
+            changes, numbers = list(begun_with), begun_with[0].members
+        elif event["event"] == "moved":
+            members = tuple(numbers[number] for number in event["members"])
+            while changes and changes[-1].members != members:
+                # Of the old world, whose end it did not come into force before.
+                changes.pop()
+            numbers = (*members, world_size)
+            changes.append(Change(numbers, event["step"], joined=True))
+    return changes
 
 
 def _means(end: RankEnd) -> list[list[int]]:

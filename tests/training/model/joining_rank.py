@@ -2,9 +2,11 @@
 it is there from the start.
 
 The job has `port` of the store, `folder`, `world_size` of the start, `joins`: how many ranks join
-until it ends, some steps later, `options`, `secret`, `fatal`: by label, the function in whose first
-call a rank is killed, and `samples`: of an epoch for an `ElasticSampler`, or 0. Writes what it has
-seen to `LABEL.json`.
+until it ends, some steps later, `options`, `joiner_options`: in place of these on ranks that come
+later, `fatal`: by label, the function in whose first call a rank is killed, `fatal_after`: the
+same, after a rank has `joined` or was `lost`, `slow`: seconds that each file of a checkpoint takes,
+and `samples`: of an epoch for an `ElasticSampler`, or 0. Writes each step to `rows-LABEL`, and what
+it has seen to `LABEL.json`.
 """
 
 from __future__ import annotations
@@ -69,6 +71,18 @@ def kill_in(path: str) -> None:
     setattr(owner, last, fatal)
 
 
+def slow_down_writing(seconds: float) -> None:
+    """Have each file of a checkpoint take so long."""
+    module: Any = importlib.import_module("gradlane.training.checkpoints.manager")
+    write = module.write_shard
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return write(*arguments)
+
+    module.write_shard = slow
+
+
 def main() -> None:
     """Train, until as many ranks have joined as the job says."""
     torch.set_num_threads(1)
@@ -77,6 +91,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     if label in job["fatal"]:
         kill_in(job["fatal"][label])
+    slow_down_writing(job["slow"])
     is_member = "RANK" in os.environ
     place = {"rank": int(os.environ["RANK"]), "world_size": job["world_size"]} if is_member else {}
     session = gradlane.init(
@@ -86,7 +101,7 @@ def main() -> None:
             job="joining",
             advertise="127.0.0.1",
             **place,
-            **job["options"],
+            **(job["options"] | ({} if is_member else job["joiner_options"])),
         ),
     )
     model = Model()
@@ -102,6 +117,9 @@ def main() -> None:
     def changed(change: gradlane.MembershipChange) -> None:
         nonlocal joined
         changes.append(asdict(change))
+        after, place = job["fatal_after"].get(label, ("", ""))
+        if after and getattr(change, after):
+            kill_in(place)
         rows = session.gather_integers([session.rank, session.step, int(not is_member)])
         gathered.append([[rank, step] for rank, step, _ in rows])
         joined = sum(has_joined for _, _, has_joined in rows)
@@ -112,7 +130,16 @@ def main() -> None:
         sampler = gradlane.ElasticSampler(
             range(job["samples"]), batch_size=2, session=session, shuffle=True
         )
+    log = (Path(job["folder"]) / f"rows-{label}").open("w", buffering=1)
     session.prepare(model, optimizer)
+    before = 0
+    """Steps that the session does not count: those of the checkpoint it goes on from."""
+    if "checkpoint_folder" in job["options"]:
+        before = session.restore() - session.step
+        if is_member and before:
+            # The checkpoint was taken inside `optimizer.step()`.
+            scheduler.last_epoch = before - 1
+            scheduler.step()
     rows: list[list[Any]] = []
     metrics: Any
     ids: list[list[int]] = []
@@ -127,16 +154,17 @@ def main() -> None:
         optimizer.zero_grad()
         session.synchronize()
         rows.append([step, world_size, digest_of(model)])
+        log.write(json.dumps(rows[-1]) + "\n")
         time.sleep(PAUSE_S)
         assert time.monotonic() < deadline_s, f"{joined} have joined"
 
     def steps() -> Iterator[int]:
         """Yield steps until all ranks have joined, and some more."""
         while True:
-            last = changes[-1]["step"] + STEPS_AFTER if changes else 0
+            last = (changes[-1]["step"] if changes else 0) + STEPS_AFTER
             if joined >= job["joins"] and session.step >= last:
                 return
-            yield session.step + 1
+            yield before + session.step + 1
 
     if sampler is None:
         for step in steps():
@@ -154,6 +182,7 @@ def main() -> None:
     result = {
         "rows": rows,
         "ids": ids,
+        "begun": before,
         "changes": changes,
         "gathered": gathered,
         "rate": optimizer.param_groups[0]["lr"],

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tests.training.model.joining_rank import (
     optimizer_of,
     scheduler_of,
 )
+from tests.waiting import eventually
 
 pytestmark = needs_core
 
@@ -43,8 +44,12 @@ class Run:
         joiners: int = 1,
         world_size: int = 3,
         fatal: Mapping[str, str] | None = None,
+        fatal_after: Mapping[str, tuple[str, str]] | None = None,
         samples: int = 0,
+        slow: float = 0.0,
         one_by_one: bool = True,
+        kill_all_when: Callable[[], bool] | None = None,
+        refused: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         """Start all ranks, and wait for those that survive.
@@ -55,21 +60,33 @@ class Run:
             joiners: ranks that come later, by the labels `joiner-0`...
             world_size: ranks of the start, by the labels `0`, `1`...
             fatal: by label, the function in whose first call a rank is killed.
+            fatal_after: the same, in the first call after a rank has `joined` or was `lost`.
             samples: of an epoch, or 0.
+            slow: seconds that each file of a checkpoint takes.
             one_by_one: whether a joiner is started once the one before has joined or ended.
+            kill_all_when: comes true while the ranks train, which are then all killed; None: they
+                end by themselves.
+            refused: options of ranks that come later in place of the others', with which each ends
+                by an error; None: the same.
             options: further options of the sessions.
         """
-        fatal = fatal or {}
+        fatal, fatal_after = fatal or {}, fatal_after or {}
+        victims = {*fatal, *fatal_after}
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         path = folder / "job.json"
         labels = [str(rank) for rank in range(world_size)]
         later = [f"joiner-{number}" for number in range(joiners)]
+        turned_away = set(later) if refused is not None else set()
         job = {
             "port": store.port,
             "folder": str(folder),
             "world_size": world_size,
-            "joins": len([label for label in later if label not in fatal]),
+            # Where all are killed it goes on until then.
+            "joins": len(set(later) - victims) if kill_all_when is None else 1000,
             "fatal": fatal,
+            "fatal_after": fatal_after,
+            "joiner_options": refused or {},
+            "slow": slow,
             "samples": samples,
             "options": {
                 "going_on": True,
@@ -88,10 +105,15 @@ class Run:
                 self._start(label, path, {"RANK": str(rank)})
             for label in later:
                 self._start(label, path, {})
-                if label in fatal:
+                if label in victims | turned_away:
                     self._wait(label)
                 elif one_by_one:
                     self._wait_until_joined(label)
+            if kill_all_when is not None:
+                assert eventually(kill_all_when, PATIENT_S)
+                victims = set(self._pids) - turned_away
+                for label in victims:
+                    os.kill(self._pids[label], signal.SIGKILL)
             for label in (*labels, *later):
                 if label not in self.codes:
                     self._wait(label)
@@ -100,12 +122,19 @@ class Run:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         self.errors = {label: (folder / f"errors-{label}").read_text() for label in self._pids}
-        self.survivors = [label for label in self._pids if label not in fatal]
-        expected = {label: -signal.SIGKILL if label in fatal else 0 for label in self._pids}
+        self.survivors = [label for label in self._pids if label not in victims | turned_away]
+        ends = dict.fromkeys(victims, -signal.SIGKILL) | dict.fromkeys(turned_away, 1)
+        expected = {label: ends.get(label, 0) for label in self._pids}
         assert self.codes == expected, self.errors
         self.results: dict[str, dict[str, Any]] = {
             label: json.loads((folder / f"{label}.json").read_text()) for label in self.survivors
         }
+
+    def rows_of(self, label: str) -> list[list[Any]]:
+        """Return step, world size and digest of each step that a rank has ended."""
+        text = (self._folder / f"rows-{label}").read_text()
+        # One that was killed may have left a part of a line.
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def _start(self, label: str, path: Path, place: dict[str, str]) -> None:
         self._pids[label] = self._programs.start(
@@ -139,30 +168,39 @@ class Run:
             assert result["metrics"]["members"] == first["metrics"]["members"]
             assert result["metrics"]["generation"] == first["metrics"]["generation"]
             # A rank may be lost in between, whose place the others then do not have yet.
-            assert result["gathered"][-1] == first["gathered"][-1], label
+            assert result["gathered"][-1:] == first["gathered"][-1:], label
 
     def check_reference(self) -> None:
         """Check the bits after each step against one process; no rank may have been lost."""
-        model = Model()
-        optimizer = optimizer_of(model)
-        scheduler = scheduler_of(optimizer)
-        for step, count, digest in self.results["0"]["rows"]:
-            gradients: list[list[torch.Tensor]] = []
-            for rank in range(count):
-                optimizer.zero_grad()
-                loss_of(model, rank, step).backward()
-                gradients.append(
-                    [one.grad.clone() for one in model.parameters() if one.grad is not None]
-                )
-            for parameter, *parts in zip(model.parameters(), *gradients, strict=True):
-                total = parts[0]
-                for part in parts[1:]:
-                    total = total + part
-                # CUDA divides by another rule, and sessions divide on the host.
-                parameter.grad = (total.cpu() / count).to(total.device)
-            optimizer.step()
-            scheduler.step()
-            assert digest_of(model) == digest, (step, count)
+        check_reference(self.results["0"]["rows"])
+
+
+def check_reference(rows: list[list[Any]]) -> None:
+    """Check the bits after each step, from the first on, against one process.
+
+    Args:
+        rows: step, world size and digest of each; no rank may have been lost in one.
+    """
+    model = Model()
+    optimizer = optimizer_of(model)
+    scheduler = scheduler_of(optimizer)
+    for step, count, digest in rows:
+        gradients: list[list[torch.Tensor]] = []
+        for rank in range(count):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            gradients.append(
+                [one.grad.clone() for one in model.parameters() if one.grad is not None]
+            )
+        for parameter, *parts in zip(model.parameters(), *gradients, strict=True):
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            # CUDA divides by another rule, and sessions divide on the host.
+            parameter.grad = (total.cpu() / count).to(total.device)
+        optimizer.step()
+        scheduler.step()
+        assert digest_of(model) == digest, (step, count)
 
 
 @pytest.mark.parametrize("secret", [None, "0123456789abcdef0123456789abcdef"])
@@ -218,6 +256,7 @@ def test_a_rank_is_killed_while_it_joins_and_another_joins(
     [
         (f"{JOINING}:Joins._answer", "0"),
         (f"{JOINING}:Joins._answer", "2"),
+        ("gradlane.training.rendezvous.join_requests:JoinRequests.invite", "0"),
         ("gradlane.training.model.prepared:connect_to_join", "0"),
         ("gradlane.training.model.joining:broadcast_and_finish", "2"),
         ("gradlane.training.rendezvous.join_requests:JoinRequests.settle", "0"),

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -37,6 +38,15 @@ _STDERR_TAIL_BYTES = 6000
 _END_TIMEOUT_S = 5.0
 
 
+@dataclass
+class _Process:
+    """A process that was forked; its identifier may be another one's once it has ended."""
+
+    pid: int
+    code: int | None = None
+    """Exit status; None: it is not known to have ended."""
+
+
 class ForkedProgram:
     """A program's process and pipes, with the interface of `subprocess.Popen`.
 
@@ -46,17 +56,20 @@ class ForkedProgram:
         stdout: what the program writes; nothing where it writes to a file.
     """
 
-    def __init__(self, server: ForkServer, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+    def __init__(
+        self, server: ForkServer, process: _Process, stdin: IO[bytes], stdout: IO[bytes]
+    ) -> None:
         """Stand for a process that the server has forked."""
         self._server = server
-        self.pid = pid
+        self._process = process
+        self.pid = process.pid
         self.stdin = stdin
         self.stdout = stdout
 
     @property
     def has_ended(self) -> bool:
         """Whether the program is known to have ended."""
-        return self._server.has_ended(self.pid)
+        return self._server.has_ended(self._process)
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Return the exit status as `Popen.returncode` has it; None where the server is gone.
@@ -64,7 +77,7 @@ class ForkedProgram:
         Raises:
             subprocess.TimeoutExpired: the program still runs after so many seconds.
         """
-        return self._server.code_of(self.pid, timeout)
+        return self._server.code_of(self._process, timeout)
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the program if it has not ended."""
@@ -88,10 +101,9 @@ class ForkServer:
         """
         self.owner = os.getpid()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._codes: dict[int, int] = {}
-        self._forked: list[int] = []
+        self._forked: list[_Process] = []
         self._is_ready = False
-        self._running: set[int] = set()
+        self._running: dict[int, _Process] = {}
         self._stderr = os.memfd_create("last words of the fork server")
         with theirs:
             self._process = subprocess.Popen(
@@ -156,7 +168,7 @@ class ForkServer:
                 while not self._forked:
                     if not self._hear(deadline_s - time.monotonic()):
                         raise self._gone()
-                pid = self._forked.pop()
+                process = self._forked.pop()
             except OSError as failure:
                 os.close(requests)
                 os.close(answers)
@@ -168,7 +180,7 @@ class ForkServer:
             finally:
                 os.close(stdin)
                 os.close(written)
-        return ForkedProgram(self, pid, os.fdopen(requests, "wb"), os.fdopen(answers, "rb"))
+        return ForkedProgram(self, process, os.fdopen(requests, "wb"), os.fdopen(answers, "rb"))
 
     def _gone(self) -> LabError:
         size = os.fstat(self._stderr).st_size
@@ -192,43 +204,43 @@ class ForkServer:
         if "ready" in told:
             self._is_ready = True
         elif "code" in told:
-            self._codes[told["pid"]] = told["code"]
-            self._running.discard(told["pid"])
+            self._running.pop(told["pid"]).code = told["code"]
         else:
-            self._forked.append(told["pid"])
-            self._running.add(told["pid"])
+            self._running[told["pid"]] = process = _Process(told["pid"])
+            self._forked.append(process)
         return True
 
-    def has_ended(self, pid: int) -> bool:
+    def has_ended(self, process: _Process) -> bool:
         """Return whether a program is known to have ended."""
-        while pid not in self._codes and self._hear(0.0):
+        while process.code is None and self._hear(0.0):
             pass
-        return pid in self._codes
+        return process.code is not None
 
-    def code_of(self, pid: int, timeout_s: float | None) -> int | None:
+    def code_of(self, process: _Process, timeout_s: float | None) -> int | None:
         """Wait for a program to end, and return its exit status; None where the server is gone.
 
         Raises:
             subprocess.TimeoutExpired: the program still runs.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while pid not in self._codes:
+        while process.code is None:
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
             if left_s is not None and left_s <= 0:
-                raise subprocess.TimeoutExpired(f"the program with process {pid}", timeout_s or 0.0)
+                text = f"the program with process {process.pid}"
+                raise subprocess.TimeoutExpired(text, timeout_s or 0.0)
             if not self._hear(left_s) and self._process.poll() is not None:
-                return self._codes.get(pid)
-        return self._codes[pid]
+                break
+        return process.code
 
     def close(self) -> None:
         """End the server and the programs that still run."""
         if self.owner == os.getpid():
-            for pid in tuple(self._running):
-                if not self.has_ended(pid):
+            for process in tuple(self._running.values()):
+                if not self.has_ended(process):
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                        os.kill(process.pid, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.code_of(pid, _END_TIMEOUT_S)
+                    self.code_of(process, _END_TIMEOUT_S)
             self._process.kill()
             self._process.wait()
         self._control.close()

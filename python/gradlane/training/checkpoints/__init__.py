@@ -1,5 +1,5 @@
 """Checkpoints that a session writes by itself: complete or not there, for worlds of any size.
 
-`keeper` takes and restores them, `folder` says which are complete, `shard` is one rank's file,
+`manager` takes and restores them, `folder` says which are complete, `shard` is one rank's file,
 `partition` says which rank writes what.
 """

@@ -5,7 +5,9 @@ each rank its share; a thread writes it while training goes on. The first rank's
 checkpoint complete when all ranks have said that theirs is on the disk.
 
 Where training goes on when ranks are lost, a checkpoint is of the members of its step. Without the
-file of each it does not become complete; the next one is written by those that are left.
+file of each it does not become complete; the next one is written by those that are left. A rank
+that joins takes over which run it is of, and where its steps stand; a checkpoint under way then is
+finished by those that have begun it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,6 @@ from gradlane.training.checkpoints.shard import damaged, read_shard, write_shard
 from gradlane.training.checkpoints.signing import checkpoint_key
 from gradlane.training.model.residual_state import MEAN_OF
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
-from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.membership import Membership
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
@@ -65,7 +66,6 @@ class Checkpoints:
         root: Path,
         every: int,
         keep: int,
-        place: RankInfo,
         membership: Membership,
         timeout_s: float,
         secret: str | None,
@@ -77,7 +77,6 @@ class Checkpoints:
             root: the folder; it is made if it is not there.
             every: training steps from one checkpoint to the next.
             keep: how many complete ones are kept.
-            place: this rank's.
             membership: the ranks that train.
             timeout_s: how long the first rank waits for the other ranks' files.
             secret: of the user, which signs checkpoints; None: they are not signed.
@@ -96,20 +95,24 @@ class Checkpoints:
         self._root = root
         self._every = every
         self._keep = keep
-        self._place = place
         self._membership = membership
         self._timeout_s = timeout_s
         self._key = None if secret is None else checkpoint_key(secret)
         self._on_event = on_event
         self._prepared: PreparedModel | None = None
-        self._meeting: RendezvousScope | None = None
+        self._scope: RendezvousScope | None = None
         self._run = secrets.token_hex(8)
+        """Id of the training: rank 0's once the ranks are connected, or of what is restored."""
         self._incarnation = 0
         """Claimed by a first rank with its first checkpoint; 0: not yet."""
         self._others: list[str] = []
         """Complete checkpoints that were in the folder, unless the training goes on from them."""
         self._before = 0
+        """Training steps of checkpoints that the model's own count does not have."""
         self._last = 0
+        """Step of the last checkpoint that was due."""
+        self._joined_after = 0
+        """Step of the model after which this rank has just joined; 0: it was there before."""
         self._restores = 0
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
@@ -118,31 +121,48 @@ class Checkpoints:
         self._lasting: list[tuple[RendezvousScope, str]] = []
         """Keys that rank 0 removes when all ranks have said goodbye."""
 
-    def follow(self, prepared: PreparedModel, meeting: RendezvousScope) -> None:
+    def follow(self, prepared: PreparedModel, scope: RendezvousScope) -> None:
         """Take checkpoints of a model from now on, also of one that was connected anew.
 
         Raises:
             UsageError: it is a second model.
             CheckpointError: it has a value that cannot be stored.
         """
-        is_first = self._prepared is None
-        if self._prepared is not None:
-            if self._prepared.model is not prepared.model:
-                raise UsageError(
-                    "checkpoints= is for sessions with one model: prepare one module that holds "
-                    "all, such as nn.ModuleDict, or save the models yourself"
-                )
-            self._before += self._prepared.steps.step
-        self._prepared, self._meeting = prepared, meeting
-        if is_first:
+        before = self._prepared
+        if before is not None and before.model is not prepared.model:
+            raise UsageError(
+                "checkpoints= is for sessions with one model: prepare one module that holds all, "
+                "such as nn.ModuleDict, or save the models yourself"
+            )
+        self._prepared, self._scope = prepared, scope
+        if before is None:
             _check_storable(prepared)
-            key = "checkpoint/others"
-            if meeting.rank_info.rank == 0:
-                found = [path.name for path in folders.complete_folders(self._root)]
-                meeting.put(key, json.dumps(found))
-                self._lasting.append((meeting, key))
-            self._others = json.loads(meeting.get(key, 0))
+            self._joined_after = prepared.steps.step
+            if not self._joined_after:
+                self._agree_on_run(scope)
+        else:
+            # It counts its steps anew, but where a rank has joined.
+            self._before += before.steps.step - prepared.steps.step
+            self._joined_after = 0
         prepared.hook_manager.subscribe(self.after_step)
+
+    def _agree_on_run(self, scope: RendezvousScope) -> None:
+        """Take over which run this is, and whether the folder has others, from rank 0."""
+        key = "checkpoint/run"
+        if scope.rank_info.rank == 0:
+            found = [path.name for path in folders.complete_folders(self._root)]
+            scope.put(key, json.dumps([self._run, found]))
+            self._lasting.append((scope, key))
+        self._run, self._others = json.loads(scope.get(key, 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a rank that joins the training takes over."""
+        return {"run": self._run, "before": self._before, "last": self._last}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over where the checkpoints of a training stand that this rank has joined."""
+        self._run = str(state_dict["run"])
+        self._before, self._last = int(state_dict["before"]), int(state_dict["last"])
 
     def after_step(self) -> None:
         """Take a checkpoint if it is time to; a collective call after `optimizer.step()`.
@@ -174,7 +194,7 @@ class Checkpoints:
             CheckpointError: the state has a value that cannot be stored; the message has its path.
             GradlaneError: the session has failed.
         """
-        assert self._prepared is not None and self._meeting is not None
+        assert self._prepared is not None and self._scope is not None
         # Of this step, on all ranks alike.
         members, rank = self._membership.members, self._membership.rank
         state = self._prepared.whole_state()
@@ -208,10 +228,10 @@ class Checkpoints:
         # With two under way the memory of both would be held, and the later might be first.
         self._join()
         # A session that closes meanwhile waits for it.
-        meeting = self._meeting.outlasting_session()
+        scope = self._scope.outlasting_session()
         self._thread = threading.Thread(
             target=self._write,
-            args=(step, pieces, meeting, members),
+            args=(step, pieces, scope, members),
             name="gradlane-checkpoint",
         )
         self._thread.daemon = True
@@ -220,16 +240,24 @@ class Checkpoints:
     def restore(self) -> int:
         """Give the model, its optimizer and the session the state of the last complete checkpoint.
 
+        A rank that has just joined has the others' state, and reads nothing.
+
         Returns:
-            The training steps that it holds, 0 if there is none.
+            The training steps that the state holds, 0 if there is no checkpoint.
 
         Raises:
             UsageError: no model is prepared, or it has trained already.
             CheckpointError: the checkpoint is damaged, of another version, or another model's.
         """
-        if self._prepared is None or self._meeting is None or self._prepared.steps.step > 0:
+        if (
+            self._prepared is None
+            or self._scope is None
+            or self._prepared.steps.step > self._joined_after
+        ):
             raise UsageError("call session.restore() after prepare() and before the first step")
-        manifest = self._agreed_manifest(self._meeting)
+        if self._joined_after:
+            return self._before + self._joined_after
+        manifest = self._agreed_manifest(self._scope)
         if manifest is None:
             self._others = []
             return 0
@@ -239,8 +267,9 @@ class Checkpoints:
             tree = find_structure(pieces)
             tensors = assemble(leaves(tree), pieces)
             state = unflatten(tree, lambda leaf: tensors[leaf.name])
-            own = {kind: self._own(kind, state["session"], pieces) for kind in MEAN_OF}
-            state["session"].update(rank=self._place.rank, world_size=len(shards), **own)
+            rank = self._scope.rank_info.rank
+            own = {kind: self._own(kind, rank, state["session"], pieces) for kind in MEAN_OF}
+            state["session"].update(rank=rank, world_size=len(shards), **own)
             versions = state["versions"]
         except (FormatError, KeyError, TypeError) as error:
             raise damaged(manifest.folder / manifest.files[0][0], str(error)) from error
@@ -265,23 +294,23 @@ class Checkpoints:
         self._join()
         self._warn()
         # A rank that has said goodbye has read them.
-        for meeting, key in self._lasting:
-            meeting.delete(key)
+        for scope, key in self._lasting:
+            scope.delete(key)
 
     def stop(self) -> None:
         """Wait for nobody any more."""
         self._stopping.set()
 
-    def _agreed_manifest(self, meeting: RendezvousScope) -> Manifest | None:
+    def _agreed_manifest(self, scope: RendezvousScope) -> Manifest | None:
         """Return the checkpoint that rank 0 has found; the same on all ranks."""
         self._restores += 1
         key = f"checkpoint/restore/{self._restores}"
-        if meeting.rank_info.rank == 0:
-            self._lasting.append((meeting, key))
+        if scope.rank_info.rank == 0:
+            self._lasting.append((scope, key))
             try:
                 found = newest(self._root, self._key)
             except CheckpointError as error:
-                meeting.put(key, json.dumps({"error": str(error)}))
+                scope.put(key, json.dumps({"error": str(error)}))
                 raise
             word: dict[str, Any] = {}
             if found is not None:
@@ -291,9 +320,9 @@ class Checkpoints:
                     "run": found.run,
                     "files": found.files,
                 }
-            meeting.put(key, json.dumps(word))
+            scope.put(key, json.dumps(word))
             return found
-        word = json.loads(meeting.get(key, 0))
+        word = json.loads(scope.get(key, 0))
         if "error" in word:
             raise CheckpointError(f"rank 0: {word['error']}")
         if not word:
@@ -305,16 +334,17 @@ class Checkpoints:
         return manifest
 
     def _own(
-        self, kind: str, session: Mapping[str, Any], pieces: list[Piece]
+        self, kind: str, rank: int, session: Mapping[str, Any], pieces: list[Piece]
     ) -> dict[str, torch.Tensor]:
-        """Return what a rank of this number had of its own, where one wrote.
+        """Return what a rank of a number had of its own, where one wrote.
 
         Args:
             kind: what it is, a key of `MEAN_OF`.
+            rank: the number.
             session: the session's part of the state.
             pieces: all that is in its files.
         """
-        prefix = f"{kind}/{self._place.rank}/"
+        prefix = f"{kind}/{rank}/"
         means: Mapping[str, torch.Tensor] = session.get(MEAN_OF[kind], {})
         found = {}
         for piece in pieces:
@@ -327,14 +357,14 @@ class Checkpoints:
     # ---- in the thread
 
     def _write(
-        self, step: int, pieces: list[Piece], meeting: RendezvousScope, members: tuple[int, ...]
+        self, step: int, pieces: list[Piece], scope: RendezvousScope, members: tuple[int, ...]
     ) -> None:
         """Write this rank's file; on the first of the members, make the checkpoint complete."""
-        own = self._place.rank
+        own = scope.rank_info.rank
         rank = members.index(own)
         folder: Path | None = None
         try:
-            folder = self._agreed_folder(step, meeting, members[0])
+            folder = self._agreed_folder(step, scope, members[0])
             folder.mkdir(parents=True, exist_ok=True)
             name = folders.file_name(rank, len(members))
             facts = {"run": self._run, "step": step, "rank": rank, "world_size": len(members)}
@@ -346,31 +376,29 @@ class Checkpoints:
             word = {"error": f"rank {own} cannot write: {type(error).__name__}: {error}"}
             self._failures.append(f"the checkpoint of step {step} is not complete: {word['error']}")
         try:
-            self._tell(meeting, f"checkpoint/{step}/{own}", word)
+            self._tell(scope, f"checkpoint/{step}/{own}", word)
             if rank == 0:
-                self._complete(step, meeting, members)
+                self._complete(step, scope, members)
         except Exception as error:
             if "error" not in word:
                 self._failures.append(f"the checkpoint of step {step} is not complete: {error}")
             if rank == 0 and folder is not None:
                 folders.withdraw(folder)
 
-    def _agreed_folder(self, step: int, meeting: RendezvousScope, first: int) -> Path:
-        """Return the folder that all ranks write a step into, and take over the run.
+    def _agreed_folder(self, step: int, scope: RendezvousScope, first: int) -> Path:
+        """Return the folder that all ranks write a step into.
 
         Args:
             step: of the checkpoint.
-            meeting: where the ranks agree.
+            scope: where the ranks agree.
             first: the rank that says it.
 
         Raises:
             CheckpointError: that rank cannot write there, must not any more, or does not say.
         """
         key = f"checkpoint/{step}/folder"
-        if self._place.rank != first:
-            word = self._hear(meeting, key, first, "said where to write")
-            # The next first rank may be this one.
-            self._run = str(word["run"])
+        if scope.rank_info.rank != first:
+            word = self._hear(scope, key, first, "said where to write")
             return folders.named_folder(self._root, word["folder"])
         try:
             if self._incarnation:
@@ -378,55 +406,59 @@ class Checkpoints:
             else:
                 self._incarnation = folders.claim(self._root)
         except (CheckpointError, OSError) as error:
-            self._tell(meeting, key, {"error": f"rank {first}: {error}"})
+            self._tell(scope, key, {"error": f"rank {first}: {error}"})
             raise
         folder = folders.folder_of(self._root, step, self._incarnation)
-        self._tell(meeting, key, {"folder": folder.name, "run": self._run})
+        self._tell(scope, key, {"folder": folder.name})
         return folder
 
-    def _complete(self, step: int, meeting: RendezvousScope, members: tuple[int, ...]) -> None:
+    def _complete(self, step: int, scope: RendezvousScope, members: tuple[int, ...]) -> None:
         keys = [f"checkpoint/{step}/{number}" for number in members]
         words = [
-            self._hear(meeting, key, number, "written its file")
+            self._hear(scope, key, number, "written its file")
             for number, key in zip(members, keys, strict=True)
         ]
         for key in (*keys, f"checkpoint/{step}/folder"):
-            meeting.delete(key)
+            scope.delete(key)
         files = [(word["file"], word["bytes"]) for word in words]
         folders.commit(self._root, step, self._incarnation, self._run, files, self._key)
         folders.prune(self._root, self._keep, self._run, self._incarnation, self._key)
         self._on_event(f"the checkpoint of step {step} is complete", "info")
 
-    def _tell(self, meeting: RendezvousScope, key: str, word: Mapping[str, Any]) -> None:
-        meeting.put(key, json.dumps(word))
-        self._told.append((meeting, key))
+    def _tell(self, scope: RendezvousScope, key: str, word: Mapping[str, Any]) -> None:
+        scope.put(key, json.dumps(word))
+        self._told.append((scope, key))
         while len(self._told) > _WORDS_KEPT:
             # Of a checkpoint that failed rank 0 may have left it there.
             old, its_key = self._told.popleft()
             old.delete(its_key)
 
-    def _hear(self, meeting: RendezvousScope, key: str, rank: int, missing: str) -> dict[str, Any]:
+    def _hear(self, scope: RendezvousScope, key: str, rank: int, missing: str) -> dict[str, Any]:
         """Return what a rank says, waiting for it.
 
         Raises:
             CheckpointError: it has failed, is lost, or does not say anything in time.
         """
-        patience, has_failed = SuspendAwareDeadline(self._timeout_s), False
+        deadline = SuspendAwareDeadline(self._timeout_s)
+        after_failure: SuspendAwareDeadline | None = None
         while True:
             # Before the look: it may have been lost after it had said so.
-            is_lost = self._membership.has_lost(rank)
-            if (said := meeting.peek(key, rank)) is not None:
+            is_lost = self._membership.has_lost(rank, scope.rank_info.job)
+            if (said := scope.peek(key, rank)) is not None:
                 break
             if is_lost:
                 raise CheckpointError(f"rank {rank} was lost before it had {missing}")
-            if self._stopping.is_set() or patience.is_over(_POLL_S):
-                raise CheckpointError(f"rank {rank} has not {missing}")
-            if not has_failed and self._prepared is not None and self._prepared.steps.failure:
+            if self._prepared is None or self._prepared.steps.failure is None:
+                # Or no longer: one world was closed, and the next one is in force.
+                after_failure = None
+            elif after_failure is None:
                 # The rank may be the one that is lost; or it writes, and will say so soon.
-                has_failed, patience = (
-                    True,
-                    SuspendAwareDeadline(min(self._timeout_s, _AFTER_FAILURE_S)),
-                )
+                after_failure = SuspendAwareDeadline(_AFTER_FAILURE_S)
+            is_late = deadline.is_over(_POLL_S)
+            if after_failure is not None:
+                is_late |= after_failure.is_over(_POLL_S)
+            if self._stopping.is_set() or is_late:
+                raise CheckpointError(f"rank {rank} has not {missing}")
             time.sleep(_POLL_S)
         word: dict[str, Any] = json.loads(said)
         if "error" in word:

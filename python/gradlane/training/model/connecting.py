@@ -60,7 +60,7 @@ class Connected:
 
     Attributes:
         core: the compiled core.
-        meeting: where its ranks agreed.
+        scope: where its ranks agreed.
         spec: the model as the ranks have agreed on it.
         layout: the tensors that take part in each step.
         extras: entries of tensors beside the table, whose numbers follow it.
@@ -73,7 +73,7 @@ class Connected:
     """
 
     core: CoreModule
-    meeting: RendezvousScope
+    scope: RendezvousScope
     spec: ModelSpec
     layout: StepLayout
     extras: Sequence[TensorEntry]
@@ -101,7 +101,7 @@ class Connected:
 
 def connect(
     ctx: SessionContext,
-    meeting: RendezvousScope,
+    scope: RendezvousScope,
     model: nn.Module,
     optimizer: Optimizer,
     buffers: str,
@@ -113,7 +113,7 @@ def connect(
 
     Args:
         ctx: the session's.
-        meeting: where the ranks agree.
+        scope: where the ranks agree.
         model: the user's.
         optimizer: the user's.
         buffers: how buffers are kept: `"broadcast"`, `"average"` or `"local"`.
@@ -124,8 +124,8 @@ def connect(
         ValueError: the model or the optimizer cannot take part.
         GradlaneError: the ranks differ, or cannot reach each other.
     """
-    spec = verify_model_across_ranks(ctx, meeting, model, optimizer, buffers, checked)
-    nodes = node_layout(ctx, meeting)
+    spec = verify_model_across_ranks(ctx, scope, model, optimizer, buffers, checked)
+    nodes = node_layout(ctx, scope)
     if nodes is not None:
         spec = _for_nodes(spec, nodes, ctx.rank_info.rank)
     serves = ctx.options.update == "server"
@@ -148,7 +148,7 @@ def connect(
     rows = _plan_rows(spec, extras)
     opened = channel = open_channel(
         ctx,
-        meeting,
+        scope,
         rows,
         nodes,
         update=ctx.options.update,
@@ -161,7 +161,7 @@ def connect(
     staging = StagingFailures()
     connected = Connected(
         ctx.core,
-        meeting,
+        scope,
         spec,
         layout,
         extras,

@@ -77,17 +77,17 @@ class JoinedWorld:
         """Return a context and a scope of two ranks: a donor, and the one that joins."""
         ctx = self.ctx
         job = f"{ctx.rank_info.job}/from-{donor}"
-        place = RankInfo(int(self.joins), world_size=2, job=job, restart=0)
+        rank_info = RankInfo(int(self.joins), world_size=2, job=job, restart=0)
         # What is lost meanwhile ends the transfer.
         rendezvous = replace(ctx.options.rendezvous, join=False)
         options = replace(ctx.options, going_on=GoingOn(on=False), rendezvous=rendezvous)
-        ctx = replace(ctx, rank_info=place, options=options)
+        ctx = replace(ctx, rank_info=rank_info, options=options)
         scope = RendezvousScope(
-            self.store.as_rank(place.rank),
-            place,
+            self.store.as_rank(rank_info.rank),
+            rank_info,
             0,
             ctx.options.network.connect_timeout_s,
-            connected.meeting.incarnation,
+            connected.scope.incarnation,
             lambda: self.look(connected),
         )
         return ctx, scope
@@ -126,7 +126,7 @@ def connect_to_join(
     """
     ctx = world.ctx
     connected = connect(ctx, world.meet(), model, optimizer, buffers, checked, spreads=False)
-    ctx.membership.follow(ctx.core, connected.channel, connected.meeting)
+    ctx.membership.follow(ctx.core, connected.channel, connected.scope)
     try:
         _hand_over(world, connected, optimizer, attributes)
         if connected.layout.buffers is not None:
@@ -187,13 +187,17 @@ def _shared_out(
 
 
 class FirstStepState:
-    """Hyper-parameters and shared objects as they are when the members begin their next step."""
+    """What the members begin their next step with, beside parameters and optimizer's state.
+
+    These are hyper-parameters, shared objects, and where checkpoints stand.
+    """
 
     def __init__(
         self,
         scope: RendezvousScope,
         optimizer: Optimizer,
         shared: Mapping[str, Stateful],
+        checkpoints: Stateful | None,
     ) -> None:
         """Hand nothing over yet.
 
@@ -201,10 +205,12 @@ class FirstStepState:
             scope: of all ranks, for this alone; the last one joins.
             optimizer: of the model.
             shared: objects that each rank has, by name.
+            checkpoints: takes those of the session; None: none are taken.
         """
         self._scope = scope
         self._optimizer = optimizer
         self._shared = shared
+        self._checkpoints = checkpoints
         self._members = range(scope.rank_info.world_size - 1)
         self._is_told = False
 
@@ -215,8 +221,11 @@ class FirstStepState:
         self._is_told = True
         rank = self._scope.rank_info.rank
         try:
-            state = {name: one.state_dict() for name, one in self._shared.items()}
-            told = pack({"groups": hyperparameters_of(self._optimizer), "shared": state})
+            state: dict[str, Any] = {"groups": hyperparameters_of(self._optimizer)}
+            state["shared"] = {name: one.state_dict() for name, one in self._shared.items()}
+            if self._checkpoints is not None:
+                state["checkpoints"] = self._checkpoints.state_dict()
+            told = pack(state)
         except UnstorableError as error:
             told = pack({"refused": f"in its optimizer or a shared object, {error}"})
         try:
@@ -249,6 +258,8 @@ class FirstStepState:
             adopt_hyperparameters(self._optimizer, state["groups"])
             for name, one in self._shared.items():
                 one.load_state_dict(state["shared"][name])
+            if self._checkpoints is not None:
+                self._checkpoints.load_state_dict(state["checkpoints"])
         except (FormatError, KeyError, TypeError, ValueError) as error:
             raise UsageError(
                 f"rank {own} cannot take over what the others begin the next step with: {error!r}; "

@@ -132,9 +132,9 @@ class PreparedModel:
         if connected is None:
             connected = connect(ctx, meet(), model, optimizer, buffers)
             if ctx.options.going_on.on and ctx.rank_info.world_size > 1:
-                ctx.membership.follow(ctx.core, connected.channel, connected.meeting)
+                ctx.membership.follow(ctx.core, connected.channel, connected.scope)
         self._connected = connected
-        scope = self._scope = connected.meeting
+        scope = self._scope = connected.scope
         self.channel, self.codecs = connected.channel, connected.codecs
         self._layout, self._served = connected.layout, connected.served
         self._entries, self._trained = connected.spec.entries, connected.spec.trained

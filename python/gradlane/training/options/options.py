@@ -430,11 +430,6 @@ class Options:
                 "join without going_on: a rank joins a training that goes on when ranks come and "
                 "go; open all sessions with going_on=True"
             )
-        if self.rendezvous.join and self.checkpoints.folder is not None:
-            raise ValueError(
-                "join with checkpoints: a rank that joins has no part in those of the others; "
-                "leave checkpoints out on all ranks, or start again with one rank more"
-            )
         refusal = going_on_refusal(self) if self.going_on.on else ""
         if refusal:
             raise ValueError(f"going_on with {refusal}")

@@ -65,19 +65,17 @@ def join_keys(store: BoundedStore, job: str) -> BoundedStore:
 class JoinRequests:
     """The requests to join, as the members see them."""
 
-    def __init__(self, store: BoundedStore, membership: Membership, refusal: str) -> None:
+    def __init__(self, store: BoundedStore, membership: Membership) -> None:
         """Look for nothing yet.
 
         Args:
             store: of `join_keys`.
             membership: the ranks that train; learns the number of a request.
-            refusal: why no rank may join this training, for those that ask; empty: they may.
         """
-        self._refusal = refusal
         self._store = store
         self._membership = membership
         self._passed = 0
-        """Number of the last request whose rank did not answer."""
+        """Number of the last request that is settled, or whose rank did not answer."""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -114,13 +112,10 @@ class JoinRequests:
                 if told != membership.world_size:
                     told = membership.world_size
                     self._store.set("world", json.dumps(told))
-                number = max(membership.answered, self._passed) + 1
-                if self._store.read(f"request/{number}", None) is None:
+                number = self._next_request()
+                if number is None:
                     continue
-                if self._refusal:
-                    self._passed = number
-                    self.settle(number, self._refusal)
-                elif self._answers(number):
+                if self._answers(number):
                     membership.request = number
                 else:
                     self._passed = number
@@ -128,6 +123,16 @@ class JoinRequests:
         except RendezvousError as error:
             if not self._closing.is_set():
                 log.warning("no rank can join any more: %s", error)
+
+    def _next_request(self) -> int | None:
+        """Return the number of the first request that is not settled; None: there is none."""
+        number = max(self._membership.answered, self._passed) + 1
+        while self._store.read(f"request/{number}", None) is not None:
+            # Another first member may have settled it, also one of an earlier start of the job.
+            if self._store.read(f"outcome/{number}", None) is None:
+                return number
+            self._passed, number = number, number + 1
+        return None
 
     def _answers(self, number: int) -> bool:
         """Return whether the rank of a request is still there."""

@@ -117,15 +117,18 @@ class Membership:
         """Number of a request to join that this rank has found; 0: none."""
         self._noted: tuple[int, int] | None = None
         """Number of a request that all ranks have heard of, and in which training step."""
-        self._answered = 0
-        """Number of the last request that was answered."""
+        self.answered = 0
+        """Number of the last request to join that was answered."""
         self.training_step_of: Callable[[int], int] = lambda step: step
         """Turns a step of the channel in force into one of training."""
         self._world = rank_info.job
         """Name of the world whose connections are in force."""
+        self._numbers = {rank_info.job: {number: number for number in self.members}}
+        """By world: the numbers that its ranks have in the one in force, by those there."""
         self._early: list[tuple[str, int, tuple[int, ...], int, str]] = []
         """Changes in worlds that are not in force yet, with their names."""
-        self._lock = threading.Lock()
+        # Listeners of what has happened may ask.
+        self._lock = threading.RLock()
         self._opened_with = 0
         """Generation of the members that the connections were opened with."""
         self.listeners: list[Callable[[MembershipChange], object]] = []
@@ -156,13 +159,21 @@ class Membership:
         """Whether this rank has heard of members that are not in force yet."""
         return self.known_generation > self.generation
 
-    def has_lost(self, number: int) -> bool:
+    @property
+    def _newest_members(self) -> tuple[int, ...]:
+        """The newest members that this rank has heard of."""
+        agreed = self._known.get(self.known_generation)
+        return self.members if agreed is None else agreed.members
+
+    def has_lost(self, number: int, world: str) -> bool:
         """Return whether training goes on without a rank, as far as this one has heard.
 
         Args:
-            number: of the rank at the start.
+            number: of the rank in a world that this rank is in, or was before others joined.
+            world: its name.
         """
-        return any(one.rank == number for one in self.lost)
+        with self._lock:
+            return self._numbers[world].get(number) not in self._newest_members
 
     def follow(
         self,
@@ -210,8 +221,8 @@ class Membership:
         with self._lock:
             if world != self._world:
                 self._early.append((world, change, members, step, reason))
-                return
-        self.note(self._opened_with + change, members, step, reason)
+            else:
+                self.note(self._opened_with + change, members, step, reason)
 
     def check_unchanged(self, world: str) -> None:
         """Check that no rank was lost of a world that is not in force yet.
@@ -236,7 +247,7 @@ class Membership:
             step: the channel's latest step that a member was in.
             reason: which ranks were lost, and why.
         """
-        before = self._known[self.known_generation].members if self._known else self.members
+        before = self._newest_members
         self._known[generation] = _Agreed(members, step, reason)
         gone = [rank for rank in before if rank not in members]
         last = self.training_step_of(step)
@@ -274,7 +285,7 @@ class Membership:
 
     def note_request(self, number: int, step: int) -> None:
         """Note a request to join, as all ranks hear of it in the statuses of a training step."""
-        if number > self._answered and self._noted is None:
+        if number > self.answered and self._noted is None:
             self._noted = number, step
 
     def due_request(self, step: int) -> int | None:
@@ -287,14 +298,9 @@ class Membership:
 
     def forget_request(self, number: int) -> None:
         """Note that a request was answered; all ranks do it at the end of the same step."""
-        self._answered = max(self._answered, number)
+        self.answered = max(self.answered, number)
         self._noted = None
         self.request = 0
-
-    @property
-    def answered(self) -> int:
-        """Number of the last request to join that was answered."""
-        return self._answered
 
     def open_with(
         self, rank_info: RankInfo, generation: int, step: int, reason: str
@@ -312,16 +318,25 @@ class Membership:
         """
         rank, world_size = rank_info.rank, rank_info.world_size
         with self._lock:
+            # Those that the old world has lost at its end are lost in the new one, by new numbers.
+            pending = len(self.members) - len(self._newest_members)
+            self.lost = self.lost[: len(self.lost) - pending]
+            places = {number: place for place, number in enumerate(self.members)}
+            self._numbers = {
+                world: {old: places[now] for old, now in numbers.items() if now in places}
+                for world, numbers in self._numbers.items()
+            }
             self._world = rank_info.job
             self._own, self.members, self._known = rank, tuple(range(world_size)), {}
+            self._numbers[self._world] = {number: number for number in self.members}
             self.generation = self.known_generation = self._opened_with = generation
+            self.joined += (JoinedRank(world_size - 1, step),)
+            self._say(f"{reason}: {world_size} ranks train from step {step} on", logging.INFO)
+            self.training_step_of = lambda channel_step: step - 1 + channel_step
             early, self._early = self._early, []
-        self.joined += (JoinedRank(world_size - 1, step),)
-        self._say(f"{reason}: {world_size} ranks train from step {step} on", logging.INFO)
-        self.training_step_of = lambda channel_step: step - 1 + channel_step
-        for world, number, members, channel_step, why in early:
-            if world == rank_info.job:
-                self.note(generation + number, members, channel_step, why)
+            for world, number, members, channel_step, why in early:
+                if world == rank_info.job:
+                    self.note(generation + number, members, channel_step, why)
         return MembershipChange(
             generation=generation,
             rank=rank,

@@ -43,10 +43,6 @@ from gradlane.training.session.world import World
 _CONNECT_S = 15.0
 """Longest wait for ranks to connect in a new world, while the members train nothing."""
 _GOODBYE_S = 10.0
-_CHECKPOINTS = (
-    "the session takes checkpoints, which a rank that joins would have to share in; leave "
-    "checkpoints out and save state_dict() on session.rank == 0, or start again with one rank more"
-)
 
 
 class Joins:
@@ -73,8 +69,7 @@ class Joins:
         self._look = look
         self._job = world.ctx.rank_info.job
         self._keys = join_keys(store, self._job)
-        refusal = _CHECKPOINTS if world.ctx.options.checkpoints.folder is not None else ""
-        self._requests = JoinRequests(self._keys, world.ctx.membership, refusal)
+        self._requests = JoinRequests(self._keys, world.ctx.membership)
         self._first: FirstStepState | None = None
         self.shared: dict[str, Stateful] = {}
         """Objects whose state a rank that joins takes over, by name."""
@@ -174,12 +169,12 @@ class Joins:
         deadline = SuspendAwareDeadline(self._world.ctx.options.network.connect_timeout_s)
         while True:
             request = JoinRequest(self._keys)
-            invitation = request.wait_for_invitation(deadline)
-            options = self._world.ctx.options
-            world, scopes = self._other_world(
-                invitation.rank, invitation, options, request.has_joined
-            )
             try:
+                invitation = request.wait_for_invitation(deadline)
+                options = self._world.ctx.options
+                world, scopes = self._other_world(
+                    invitation.rank, invitation, options, request.has_joined
+                )
                 connected = connect_to_join(world, model, optimizer, buffers, attributes)
                 try:
                     first = self._first_step_state(world, optimizer, connected)
@@ -230,9 +225,10 @@ class Joins:
         options.check_world(invitation.world_size)
         limit_s = min(options.network.connect_timeout_s, _CONNECT_S)
         network = replace(options.network, connect_timeout_s=limit_s)
-        place = RankInfo(rank, invitation.world_size, invitation.job, restart=0)
-        ctx = replace(self._world.ctx, rank_info=place, options=replace(options, network=network))
-        scopes = SessionScopes(self._store.as_rank(rank), place, limit_s, ctx.deadlocks, look)
+        rank_info = RankInfo(rank, invitation.world_size, invitation.job, restart=0)
+        options = replace(options, network=network)
+        ctx = replace(self._world.ctx, rank_info=rank_info, options=options)
+        scopes = SessionScopes(self._store.as_rank(rank), rank_info, limit_s, ctx.deadlocks, look)
         return JoinedWorld(ctx, scopes.open, self._store), scopes
 
     def _first_step_state(
@@ -240,7 +236,7 @@ class Joins:
     ) -> FirstStepState:
         scope = world.meet()
         scope.mark_connected(world.ctx.options.network.progress_timeout_s, connected.look)
-        return FirstStepState(scope, optimizer, self.shared)
+        return FirstStepState(scope, optimizer, self.shared, world.ctx.checkpoints)
 
     def _move(
         self, world: JoinedWorld, scopes: SessionScopes, invitation: Invitation

@@ -718,10 +718,11 @@ class Session:
         """Go on from the last complete checkpoint; a collective call after `prepare()`.
 
         Parameters, buffers, the optimizer's state and settings, and residuals of codecs are those
-        of that step afterwards, in a world of any size. See `docs/checkpoints.md`.
+        of that step afterwards, in a world of any size. See `docs/checkpoints.md`. A rank that has
+        just joined has the others' state: it alone calls, and nothing is read.
 
         Returns:
-            The number of training steps that were taken before it; 0 if there is no checkpoint.
+            The number of training steps that were taken before; 0 if there is no checkpoint.
 
         Raises:
             UsageError: the session takes no checkpoints, or it is too early or too late for this.

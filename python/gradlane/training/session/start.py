@@ -230,7 +230,6 @@ def _assemble(core: CoreModule, options: Options, rank_info: RankInfo) -> Sessio
             Path(folder),
             options.checkpoints.every,
             options.checkpoints.keep,
-            rank_info,
             membership,
             network.connect_timeout_s,
             secret,

@@ -1,0 +1,55 @@
+"""The first member's look for requests to join, in a store that has earlier ones."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from gradlane.errors import RendezvousError
+from gradlane.training.rendezvous import join_requests
+from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.join_requests import (
+    JOINED,
+    JoinRequest,
+    JoinRequests,
+    join_keys,
+)
+from gradlane.training.rendezvous.membership import Membership
+from tests.training.rendezvous.stores import bounded
+from tests.waiting import eventually
+
+PATIENT_S = 60.0
+
+
+def test_requests_that_are_settled_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay in the store, which the restart of a job finds them in."""
+    # An answer to a call of them would be waited for until this test has failed.
+    monkeypatch.setattr(join_requests, "_ANSWER_S", 2 * PATIENT_S)
+    monkeypatch.setattr(join_requests, "_LOOK_EVERY_S", 0.01)
+    store = join_keys(bounded(), "job")
+    for outcome in (JOINED, "a member could not connect", JOINED):
+        store.set(f"outcome/{JoinRequest(store).number}", outcome)
+    membership = Membership(RankInfo(0, 2, "job", restart=0))
+    requests = JoinRequests(store, membership)
+    requests.start()
+    request = JoinRequest(store)
+    ends: list[str] = []
+
+    def wait() -> None:
+        try:
+            request.wait_for_invitation(SuspendAwareDeadline(PATIENT_S))
+        except RendezvousError as error:
+            ends.append(str(error))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    try:
+        assert eventually(lambda: membership.request == request.number, PATIENT_S)
+        assert [store.read(f"call/{number}", None) for number in (1, 2, 3)] == [None] * 3
+    finally:
+        requests.close()
+        requests.settle(request.number, "the test is over")
+        waiting.join()
+    assert ends == ["the members did not let this rank in: the test is over"]
