@@ -247,11 +247,11 @@ def main() -> None:
     except ModuleNotFoundError as failure:
         if debug or (failure.name or "").startswith("gradlane"):
             raise
-        typer.echo(
-            f"gradlane: the package {failure.name} is missing; the lab and the reports need "
-            "`pip install 'gradlane[lab]'`",
-            err=True,
-        )
+        wanted = (failure.name or "").partition(".")[0]
+        need = f"`pip install {wanted}`"
+        if wanted in ("plotly", "pyroute2", "sklearn"):
+            need = "the lab and the reports need `pip install 'gradlane[lab]'`"
+        typer.echo(f"gradlane: the package {wanted} is missing: {need}", err=True)
         sys.exit(1)
     except Exception as failure:
         if debug:

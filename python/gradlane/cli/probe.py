@@ -44,8 +44,8 @@ def run_probe(
         if session.world_size == 1:
             raise ValueError(
                 "one rank has no links: start one process on each node, for example "
-                "`torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29500 "
-                "-m gradlane probe`"
+                "`torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d "
+                "--rdzv-endpoint HOST:29500 -m gradlane probe`"
             )
 
         def tell(text: str) -> None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
 from gradlane.formats.profile import Profile
 from gradlane.planning.profiler.operations import count_operations, synthetic_step, with_operations
 from gradlane.planning.profiler.preserving import preserved
-from gradlane.planning.profiler.script import RecordedScript, replay, run_script
+from gradlane.planning.profiler.script import (
+    LauncherMissingError,
+    RecordedScript,
+    replay,
+    run_script,
+)
 
 
 def run_profile(
@@ -28,13 +36,16 @@ def run_profile(
     batch_time_s: float | None = None,
     operations: bool = True,
 ) -> Profile:
-    """Record a script, print a summary, and write the profile.
+    """Record a script; on rank 0, print a summary and write the profile.
+
+    A script for a launcher that none has started runs once more, in this process's place, with
+    the environment of a world of one.
 
     Args:
         target: path of the script, or the name of a module.
         arguments: the script's own.
         console: where the summary goes; the script prints where it always does.
-        path: where the profile goes; under torchrun, only rank 0 writes.
+        path: where the profile goes.
         steps: recorded steps.
         warmup: steps before them.
         is_module: whether `target` is a module.
@@ -48,26 +59,29 @@ def run_profile(
         ProfileError: nothing could be recorded; the text says why.
         ValueError: an argument is out of range.
     """
+    is_first = os.environ.get("RANK", "0") == "0"
+    folder = Path.cwd()
 
-    def tell(recorded: int) -> None:
-        if recorded == steps:
-            console.print(f"recorded {steps} steps", style="dim", highlight=False)
+    def tell(text: str) -> None:
+        if is_first:
+            console.print(text, style="dim", highlight=False)
 
-    console.print(
-        f"running {target}; recording {steps} steps after {warmup} of warm-up",
-        style="dim",
-        highlight=False,
-    )
-    found = run_script(
-        target,
-        arguments,
-        steps=steps,
-        warmup=warmup,
-        is_module=is_module,
-        run_to_end=to_the_end,
-        batch_size=batch_size,
-        on_step=tell,
-    )
+    tell(f"running {target}; recording {steps} steps after {warmup} of warm-up")
+    try:
+        found = run_script(
+            target,
+            arguments,
+            steps=steps,
+            warmup=warmup,
+            is_module=is_module,
+            run_to_end=to_the_end,
+            batch_size=batch_size,
+            on_step=lambda recorded: tell(f"recorded {steps} steps") if recorded == steps else None,
+        )
+    except LauncherMissingError as error:
+        tell(f"{error}\nrunning it again as the only rank, as torchrun --nproc-per-node 1 would")
+        os.chdir(folder)
+        _run_again_as_only_rank()
     if batch_time_s is None:
         profile = found.recorder.profile(found.name)
         if operations:
@@ -84,11 +98,27 @@ def run_profile(
         found.notes.append(
             "the batch size is unknown and counts as 1: give --batch-size for samples a second"
         )
-    _print(console, profile, found)
-    if os.environ.get("RANK", "0") == "0":
+    if is_first:
+        _print(console, profile, found)
         profile.save(path)
-        console.print(f"wrote {path}; ask it: gradlane whatif {path}", highlight=False)
+        console.print(f"wrote {path}; ask it:", highlight=False, soft_wrap=True)
+        console.print(
+            f"gradlane whatif {path} --workers 4 --rate 10gbit --strategy ddp,p3,ring",
+            highlight=False,
+            soft_wrap=True,
+        )
     return profile
+
+
+def _run_again_as_only_rank() -> NoReturn:
+    """Replace this process by the same command in a world of one."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, sys.orig_argv, {**os.environ, **world})
 
 
 def _counted(found: RecordedScript, profile: Profile) -> Profile:

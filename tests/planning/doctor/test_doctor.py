@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gradlane.formats.link_report import LinkReport, PortFigures, RoundTrip
+from gradlane.formats.provenance import NOT_INSTALLED
 from gradlane.planning.doctor import cluster, machine
 from gradlane.planning.doctor.findings import Finding, Verdict, merged, ok, warning
 from gradlane.planning.doctor.machine import Machine, MachineFacts
@@ -34,6 +35,29 @@ def findings_of(
 def write(root: Path, path: str, text: str) -> None:
     (root / path).parent.mkdir(parents=True, exist_ok=True)
     (root / path).write_text(text)
+
+
+def test_a_machine_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"python": "3.11.7", "torch": NOT_INSTALLED, "gradlane": "0.1.0"}
+    monkeypatch.setattr(machine, "package_versions", lambda: versions)
+    found = findings_of(tmp_path)
+    assert found["torch"].verdict is Verdict.FAULT and "accelerators" not in found
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("doctor", "cannot be loaded"), ("probe", "package torch is missing: `pip install torch`")],
+)
+def test_commands_say_that_torch_cannot_be_loaded(command: str, words: str) -> None:
+    code = "import sys; sys.modules['torch'] = None; from gradlane.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, command],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 1 and words in done.stdout + done.stderr
 
 
 @needs_core

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from torch.optim import optimizer as torch_optimizer
 import gradlane
 from gradlane.cli import main as cli
 from gradlane.formats.profile import Profile, ProfileError
-from gradlane.planning.profiler.script import RecordedScript, run_script
+from gradlane.planning.profiler.script import LAUNCHER_VARIABLES, RecordedScript, run_script
+from tests.paths import ROOT
 
 PLAIN = """
 import sys, torch
@@ -251,7 +254,7 @@ def test_the_command_writes_a_profile_that_whatif_reads(
             str(script),
             "50",
         )
-        assert status == 0 and "synthetic" in out
+        assert status == 0 and ("synthetic" in out) is (rank == "0")
     assert Profile.load(path).compute_s == 0.25
 
 
@@ -267,15 +270,45 @@ def test_the_command_fails_in_one_sentence(
     )
     assert status == 2 and "fails.py failed: RuntimeError: my own mistake" in err
     assert "Traceback" in err
-    for name in ("RANK", "WORLD_SIZE"):
+
+
+@pytest.mark.parametrize("reads", ["os.environ['LOCAL_RANK']", "os.environ.get('LOCAL_RANK')"])
+def test_a_script_for_a_launcher_runs_as_the_only_rank(reads: str, tmp_path: Path) -> None:
+    begin = "    os.environ.setdefault('MASTER_PORT', '0')\n    os.chdir('/')\n"
+    begin += f"    print('rank', {reads})\n    dist.init_process_group('gloo')\n"
+    text = PLAIN.replace("import sys, torch", "import os, sys, torch, torch.distributed as dist")
+    text = text.replace("def main():\n", f"def main():\n{begin}")
+    text = text.replace(
+        "model, loss = Net()", "model, loss = nn.parallel.DistributedDataParallel(Net())"
+    )
+    (tmp_path / "train.py").write_text(text, encoding="utf-8")
+    environment = {
+        name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "gradlane", "profile", "--steps", "3", "train.py", "50"],
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": str(ROOT / "python")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "running it again as the only rank" in done.stdout and "rank 0" in done.stdout
+    assert "counts as compute" not in done.stdout and "Traceback" not in done.stderr
+    assert Profile.load(tmp_path / "profile.json").model == "Net"
+
+
+def test_a_launcher_that_sets_too_little_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    script.write_text(
-        "import torch\ntorch.distributed.init_process_group('gloo')", encoding="utf-8"
-    )
-    status, _, err = run_command(
-        monkeypatch, capsys, "profile", "--json", str(tmp_path / "x.json"), str(script)
-    )
-    assert status == 2 and "torchrun --nproc-per-node 1 -m gradlane profile" in err
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ProfileError, match="failed: KeyError: 'LOCAL_RANK'") as failure:
+        record(tmp_path, "import os\nos.environ['LOCAL_RANK']")
+    assert type(failure.value) is ProfileError
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_a_model_that_cannot_be_called_again_has_no_operations(
@@ -294,8 +327,6 @@ def test_a_model_that_cannot_be_called_again_has_no_operations(
 
 
 def test_importing_the_format_does_not_import_torch() -> None:
-    import subprocess
-
     code = (
         "import sys; import gradlane.planning.profiler; import gradlane.formats.profile; "
         "sys.exit('torch' in sys.modules)"

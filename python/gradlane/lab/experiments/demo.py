@@ -61,7 +61,8 @@ NEXT_COMMANDS = (
         "is the network what it would wait for, and what would help",
     ),
     (
-        "torchrun --nnodes 4 --nproc-per-node 1 ... -m gradlane doctor",
+        "torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+        "-m gradlane doctor",
         "are your machines fit, before the first run on them",
     ),
 )

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradlane.formats.link_report import LinkReport
 from gradlane.formats.rates import format_rate
@@ -17,7 +17,10 @@ from gradlane.planning.doctor.reach import unreached
 from gradlane.planning.probe.streams import listen_on
 from gradlane.training.options.option_groups import Network
 from gradlane.training.rendezvous.addresses import endpoint
-from gradlane.training.session.session import Session
+
+if TYPE_CHECKING:
+    # Loads torch and its compiler, which one machine is examined without.
+    from gradlane.training.session.session import Session
 
 CLOCKS_APART_S = 1.0
 SLOW_SHARE = 0.7

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from gradlane.formats.provenance import NOT_INSTALLED, package_versions
@@ -99,7 +100,7 @@ class Machine:
         """Return the findings of all checks."""
         return [
             *self._versions(),
-            self._accelerators(),
+            *self._accelerators(),
             self._interface(),
             self._mtu(),
             self._send_buffers(),
@@ -128,11 +129,20 @@ class Machine:
         found.append(ok("gradlane", f"{versions['gradlane']}, core {_build()}"))
         return found
 
-    def _accelerators(self) -> Finding:
+    def _accelerators(self) -> list[Finding]:
+        version = package_versions()["torch"]
+        if version == NOT_INSTALLED:
+            return []
+        try:
+            import torch
+        except (ImportError, OSError) as error:
+            found = f"{version} cannot be loaded: {error}"
+            return [fault("torch", found, "pip install --force-reinstall torch")]
+        return [self._accelerators_of(torch)]
+
+    def _accelerators_of(self, torch: ModuleType) -> Finding:
         check = "accelerators"
         driver = self._text("proc/driver/nvidia/version").splitlines()
-        import torch
-
         if torch.cuda.is_available():
             names = [
                 torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())

@@ -14,6 +14,7 @@ called module owns are not seen; `RecordedScript` notes them.
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 import traceback
@@ -43,6 +44,12 @@ CALLS_STEP = 2
 """The step, after the one that finds the model, whose calls of the model are kept."""
 WARMUP_MIN = 2
 """Least number of steps before the recorded ones; they find the model."""
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables that launchers such as torchrun set, and scripts for them read."""
+
+
+class LauncherMissingError(ProfileError):
+    """The script asked for an environment variable that a launcher sets, and none has set it."""
 
 
 @dataclass
@@ -91,6 +98,7 @@ def run_script(
         The recording.
 
     Raises:
+        LauncherMissingError: the script failed since no launcher has started it.
         ProfileError: the script failed (its traceback is printed), or took no steps that could
             be seen.
         ValueError: steps or warmup are out of range.
@@ -120,19 +128,25 @@ def run_script(
     except ProfileError:
         raise
     except Exception as error:
+        failure = f"{target} failed: {type(error).__name__}: {error}"
+        if _misses_launcher(error):
+            raise LauncherMissingError(failure) from error
         traceback.print_exc()
-        advice = ""
-        if "RANK expected" in str(error):
-            words = " ".join(["-m" if is_module else "", target, *arguments]).strip()
-            advice = (
-                "; it wants a launcher: torchrun --nproc-per-node 1 -m gradlane profile --json "
-                f"profile.json {words}"
-            )
-        raise ProfileError(f"{target} failed: {type(error).__name__}: {error}{advice}") from error
+        raise ProfileError(failure) from error
     finally:
         watcher.end()
         sys.argv, sys.path = before
     return watcher.result(target)
+
+
+def _misses_launcher(error: Exception) -> bool:
+    """Return whether a script failed at a variable of a launcher that is not set."""
+    # Scripts set MASTER_ADDR and MASTER_PORT themselves, the others come from a launcher alone.
+    if any(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        return False
+    if isinstance(error, KeyError):
+        return error.args[:1] in [(name,) for name in LAUNCHER_VARIABLES]
+    return any(f"environment variable {name} expected" in str(error) for name in LAUNCHER_VARIABLES)
 
 
 class _ScriptRecorder:
@@ -193,8 +207,9 @@ class _ScriptRecorder:
                 f"{target} took no two steps with an optimizer of torch's, so there is nothing to "
                 "profile"
                 + (f" ({seen} optimizer took one step)" if seen == 1 else "")
-                + ": other optimizers are not seen; use gradlane.profile or gradlane.Recorder in "
-                "the script instead"
+                + ": other optimizers, and processes that the script starts "
+                "(torch.multiprocessing.spawn), are not seen; use gradlane.profile or "
+                "gradlane.Recorder in the script instead"
             )
         if self._found.recorder.recorded_steps == 0:
             raise ProfileError(
@@ -280,7 +295,10 @@ class _ScriptRecorder:
             )
         _refuse_prepared(roots)
         notes = []
-        if any(isinstance(one, DistributedDataParallel) for one in self._called.values()):
+        if any(
+            isinstance(one, DistributedDataParallel) and one.process_group.size() > 1
+            for one in self._called.values()
+        ):
             notes.append(
                 "the script ran under DistributedDataParallel, whose communication counts as "
                 "compute here: profile it with one process"
