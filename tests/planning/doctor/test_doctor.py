@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from gradlane.planning.probe.streams import listen_on
 from gradlane.training.options.option_groups import Network
 from tests.built import needs_core
 from tests.forked_programs import ForkedPrograms
+from tests.paths import ROOT
 from tests.ports import reserve_port
 
 FACTS = MachineFacts("a", "0123", "3.11.7", "2.15.0", "ens5f0", "10.0.0.1", 1500, 10e9)
