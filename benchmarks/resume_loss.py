@@ -33,6 +33,7 @@ from rich.console import Console
 from torch._C._distributed_c10d import TCPStore
 from torch.nn import functional
 
+from gradlane.lab.workloads.contract import WorkloadSpec
 from gradlane.lab.workloads.digits_cnn import DigitsCnn
 from gradlane.training.checkpoints.folder import newest
 
@@ -79,7 +80,7 @@ def train_rank(
 
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    data = Digits("digits-cnn", rank=0, world_size=1, seed=0, paced=False)
+    data = Digits(WorkloadSpec("digits-cnn", paced=False), rank=0, world_size=1)
     torch.manual_seed(0)
     model = data.make_model()
     session = gradlane.init(
