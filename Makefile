@@ -48,7 +48,7 @@ faults: build
 SWARM_SEEDS ?= 1000000
 swarm: .cache/tools
 	GRADLANE_SWARM=$(SWARM_SEEDS) cargo test --release -p gradlane-engine --lib membership::tests -- --nocapture
-	GRADLANE_SWARM=$(SWARM_SEEDS) cargo test --release -p gradlane-engine --test going_on -- --nocapture
+	GRADLANE_SWARM=$(SWARM_SEEDS) cargo test --release -p gradlane-engine --test all -- --nocapture going_on::
 
 # By emulation on other machines than aarch64; says what to install. CI does not run it.
 test-neon: .cache/tools

@@ -1,4 +1,6 @@
 //! The environment variable that forces an instruction set, seen from a program of its own.
+//!
+//! A binary of its own: a process reads the variable once, and this one starts itself again for each value.
 
 use std::process::Command;
 

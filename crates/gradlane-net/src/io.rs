@@ -7,7 +7,7 @@
 //! `shutdown` ends a session.
 
 #[cfg(test)]
-#[path = "../tests/support/adversary.rs"]
+#[path = "../tests/all/support/adversary.rs"]
 mod adversary;
 mod commands;
 mod connection;

@@ -1,0 +1,3 @@
+//! Tests of sealing without sockets.
+
+mod handshakes;
