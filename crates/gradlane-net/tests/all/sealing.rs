@@ -1,13 +1,15 @@
 //! Sealed connections over real sockets: who may join, and somebody on the path.
 
-use crate::support::adversary::{cases, Adversary, Change};
+use crate::support::adversary::{cases, each_case, Adversary, Change};
 use crate::support::{
     check_means, join, listeners, options, plan, run_step, tensor, Joining, Proxy, TEST_TIMEOUT,
 };
 use gradlane_net::{Channel, ChannelError, ChannelOptions};
 use gradlane_units::{Dtype, Rank, Rng};
+use gradlane_wire::{SEALED_HELLO_BYTES, SEALED_PROOF_BYTES};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -121,7 +123,7 @@ fn published_addresses_are_those_that_are_compared() {
 
 /// A relay on the first connection to an address, which changes one direction of it once. Later
 /// connections pass.
-fn start_relay(target: String, changes: [Option<Adversary>; 2]) -> (String, Recorded) {
+fn start_relay(target: String, changes: [Adversary; 2]) -> (String, Recorded) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("an address").to_string();
     let recorded = Recorded::default();
@@ -144,19 +146,17 @@ fn start_relay(target: String, changes: [Option<Adversary>; 2]) -> (String, Reco
 struct Recorded(Arc<Mutex<[Vec<u8>; 2]>>);
 
 impl Recorded {
-    fn forward(&self, from: &TcpStream, to: &TcpStream, change: Option<Adversary>, way: usize) {
+    fn forward(&self, from: &TcpStream, to: &TcpStream, mut change: Adversary, way: usize) {
         let mut from = from.try_clone().expect("a socket");
         let mut to = to.try_clone().expect("a socket");
-        let (recorded, mut change) = (self.clone(), change);
+        let recorded = self.clone();
         std::thread::spawn(move || {
             let mut room = vec![0; 16 << 10];
             while let Ok(count @ 1..) = from.read(&mut room) {
                 recorded.0.lock().expect("a record")[way].extend(&room[..count]);
-                let passed = match &mut change {
-                    Some(change) => change.pass(&room[..count]),
-                    None => room[..count].to_vec(),
-                };
-                let ended = change.as_ref().is_some_and(|it| it.ended);
+                let back = recorded.0.lock().expect("a record")[1 - way].clone();
+                let passed = change.pass(&room[..count], &back);
+                let ended = change.ended;
                 if to.write_all(&passed).is_err() || ended {
                     break;
                 }
@@ -167,39 +167,40 @@ impl Recorded {
 }
 
 /// Bytes of a handshake in one direction.
-const HANDSHAKE_BYTES: usize = 256 + 32;
+const HANDSHAKE_BYTES: usize = SEALED_HELLO_BYTES + SEALED_PROOF_BYTES;
 
 /// Whatever somebody on the path does, no rank trains with other values than without: training goes on
 /// (after a changed handshake, over another connection) or ends on both ranks with a named error.
 #[test]
 fn somebody_on_the_path_is_refused_by_name() {
-    let (mut went_on, mut refused) = (0, 0);
+    let (went_on, refused) = (AtomicU64::new(0), AtomicU64::new(0));
     // What an undisturbed session sends, which is also what another job would replay.
     let elsewhere = {
         let (listeners, addresses) = listeners("127.0.0.1", 2);
-        let (relay, recorded) = start_relay(addresses[0].clone(), [None, None]);
+        let (relay, recorded) = start_relay(addresses[0].clone(), <[Adversary; 2]>::default());
         let addresses = [relay, addresses[1].clone()];
         let ranks = [0, 1].map(|rank| joining(rank, |it| it.job = "another job".to_owned()));
         assert_eq!(train_two(listeners, [&addresses, &addresses], ranks), [Ok(()), Ok(())]);
         let recorded = recorded.0.lock().expect("a record").clone();
-        recorded
+        recorded.map(Arc::new)
     };
-    for case in 0..cases(100) {
+    each_case(cases(1_000) / 10, |case| {
         let rng = &mut Rng::new(case);
         let way = rng.below(2) as usize;
         // One in four is about the handshake.
         let length = if rng.below(4) == 0 { HANDSHAKE_BYTES } else { elsewhere[way].len() };
         let at = rng.below(length as u32) as usize;
         let sizes = [80, 1_040, 256, 1 + rng.below(1_000) as usize];
-        let change = Change::draw(rng, &[&elsewhere[0], &elsewhere[1]], &sizes);
-        let mut changes = [None, None];
-        changes[way] = Some(Adversary::new(at, change.clone()));
+        let size = sizes[rng.below(4) as usize];
+        let change = Change::draw(rng, at, size, &elsewhere);
+        let mut changes = <[Adversary; 2]>::default();
+        changes[way] = Adversary::new(at, change.clone());
         let (listeners, addresses) = listeners("127.0.0.1", 2);
         let (relay, _) = start_relay(addresses[0].clone(), changes);
         let addresses = [relay, addresses[1].clone()];
         let ranks = [0, 1].map(|rank| {
             joining(rank, |it| {
-                it.silence_timeout_s = 1.0;
+                it.silence_timeout_s = 2.0;
                 it.progress_timeout_s = 5.0;
             })
         });
@@ -208,20 +209,21 @@ fn somebody_on_the_path_is_refused_by_name() {
         let what = || format!("case {case}: {change:?} at {at} of way {way}: {results:?}");
         assert!(began.elapsed() < Duration::from_secs(30), "{}", what());
         if results.iter().all(Result::is_ok) {
-            went_on += 1;
-            continue;
+            went_on.fetch_add(1, Ordering::SeqCst);
+            return;
         }
-        refused += 1;
+        refused.fetch_add(1, Ordering::SeqCst);
         // The last bytes may be lost on one side alone, after its goodbye.
         for message in results.iter().filter_map(|it| it.as_ref().err()) {
             assert!(message.to_string().contains("rank "), "{}", what());
         }
         // A failed hello never ends a start; but the last message of a handshake can be lost after the
         // called rank has taken the caller for connected.
-        let is_last = way == 1 && at >= HANDSHAKE_BYTES - 32;
+        let is_last = way == 1 && at >= SEALED_HELLO_BYTES;
         let is_flip = matches!(change, Change::Flip(_));
         assert!(!is_flip || is_last || at >= HANDSHAKE_BYTES, "{}", what());
-    }
+    });
+    let [went_on, refused] = [went_on.into_inner(), refused.into_inner()];
     println!("{went_on} went on, {refused} were refused");
     assert!(refused > 0);
 }
