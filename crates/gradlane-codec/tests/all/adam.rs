@@ -6,7 +6,7 @@ use std::num::NonZeroU32;
 use crate::common::{assert_same, Numbers, Placed};
 use gradlane_codec::{
     reduce_adam, reduce_adam_slices, AdamError, AdamMemory, AdamOptions, AdamSlices, AdamStep,
-    Buffer, FloatDtype, Mean, ReduceError, Variant,
+    Buffer, FloatDtype, InstructionSet, Mean, ReduceError,
 };
 
 fn mean(dtype: FloatDtype, divisor: u32) -> Mean {
@@ -45,8 +45,8 @@ fn check_shape(dtype: FloatDtype, length: usize, step: AdamStep, offset: usize) 
     let how = Mean { add_zero: length.is_multiple_of(3), ..mean(dtype, 1 + (length % 5) as u32) };
     let bytes = parameters.as_ref().len();
     let mut expected = None;
-    for variant in Variant::available() {
-        let what = || format!("{dtype} {variant} {length} elements, +{offset}, {step:?}");
+    for instruction_set in InstructionSet::available() {
+        let what = || format!("{dtype} {instruction_set} {length} elements, +{offset}, {step:?}");
         let mut output = Placed::room(bytes, offset + 2);
         let mut second = Placed::room(bytes, offset + 5);
         let (mut exp_avg, mut exp_avg_sq) = (averages.clone(), squares.clone());
@@ -57,7 +57,7 @@ fn check_shape(dtype: FloatDtype, length: usize, step: AdamStep, offset: usize) 
             output: output.as_mut(),
             copy_to: Some(second.as_mut()),
         };
-        reduce_adam_slices(variant, how, step, &contents, memory).unwrap();
+        reduce_adam_slices(instruction_set, how, step, &contents, memory).unwrap();
         for buffer in [&output, &second, &exp_avg, &exp_avg_sq] {
             buffer.assert_guards();
         }
@@ -130,7 +130,8 @@ fn any_cut_gives_the_same_bits() {
                 copy_to: None,
             };
             let inputs = [&gradient[range]];
-            reduce_adam_slices(Variant::active(), mean(dtype, 1), step, &inputs, memory).unwrap();
+            reduce_adam_slices(InstructionSet::active(), mean(dtype, 1), step, &inputs, memory)
+                .unwrap();
         }
         (output, averages, squares)
     };
@@ -230,7 +231,7 @@ fn repeated(bits: &[u32; 5], repeat: usize) -> Vec<u8> {
 fn three_steps_give_the_bits_of_torch_without_fused_operations() {
     let repeat = 31;
     for (options, parameters, exp_avg, exp_avg_sq) in torch_table() {
-        for variant in Variant::available() {
+        for instruction_set in InstructionSet::available() {
             let mut found = repeated(&START, repeat);
             let (mut averages, mut squares) = (vec![0; found.len()], vec![0; found.len()]);
             for (number, gradient) in (1..).zip(&GRADIENTS) {
@@ -244,12 +245,18 @@ fn three_steps_give_the_bits_of_torch_without_fused_operations() {
                 };
                 let gradient = repeated(gradient, repeat);
                 let step = AdamStep { options, number };
-                reduce_adam_slices(variant, mean(FloatDtype::F32, 1), step, &[&gradient], memory)
-                    .unwrap();
+                reduce_adam_slices(
+                    instruction_set,
+                    mean(FloatDtype::F32, 1),
+                    step,
+                    &[&gradient],
+                    memory,
+                )
+                .unwrap();
             }
-            assert_eq!(found, repeated(&parameters, repeat), "{variant} {options:?}");
-            assert_eq!(averages, repeated(&exp_avg, repeat), "{variant} {options:?}");
-            assert_eq!(squares, repeated(&exp_avg_sq, repeat), "{variant} {options:?}");
+            assert_eq!(found, repeated(&parameters, repeat), "{instruction_set} {options:?}");
+            assert_eq!(averages, repeated(&exp_avg, repeat), "{instruction_set} {options:?}");
+            assert_eq!(squares, repeated(&exp_avg_sq, repeat), "{instruction_set} {options:?}");
         }
     }
 }
@@ -268,7 +275,7 @@ fn numbers_by_hand() {
         ..AdamOptions::with_lr(0.5)
     };
     let values = |value: f32| value.to_ne_bytes().repeat(37);
-    for variant in Variant::available() {
+    for instruction_set in InstructionSet::available() {
         let (mut output, mut averages, mut squares) = (values(0.0), values(0.0), values(0.0));
         let memory = AdamSlices {
             parameters: &values(8.0),
@@ -279,11 +286,17 @@ fn numbers_by_hand() {
         };
         let (first, second) = (values(5.0), values(3.0));
         let step = AdamStep { options, number: 1 };
-        reduce_adam_slices(variant, mean(FloatDtype::F32, 2), step, &[&first, &second], memory)
-            .unwrap();
-        assert_eq!(output, values(6.5), "{variant}");
-        assert_eq!(averages, values(2.0), "{variant}");
-        assert_eq!(squares, values(4.0), "{variant}");
+        reduce_adam_slices(
+            instruction_set,
+            mean(FloatDtype::F32, 2),
+            step,
+            &[&first, &second],
+            memory,
+        )
+        .unwrap();
+        assert_eq!(output, values(6.5), "{instruction_set}");
+        assert_eq!(averages, values(2.0), "{instruction_set}");
+        assert_eq!(squares, values(4.0), "{instruction_set}");
     }
 }
 
@@ -317,7 +330,7 @@ fn misfit_buffers_and_step_zero_are_refused_untouched() {
         copy_to: None,
     };
     let step = AdamStep { options, number: 1 };
-    let error = reduce_adam_slices(Variant::active(), how, step, &[&parameters], memory);
+    let error = reduce_adam_slices(InstructionSet::active(), how, step, &[&parameters], memory);
     let expected = ReduceError::Length { buffer: Buffer::ExpAvgSq, bytes: 8, expected_bytes: 32 };
     assert_eq!(error, Err(AdamError::Buffers(expected)));
     let mut other = right.clone();
@@ -329,7 +342,7 @@ fn misfit_buffers_and_step_zero_are_refused_untouched() {
         copy_to: None,
     };
     let step = AdamStep { options, number: 0 };
-    let error = reduce_adam_slices(Variant::active(), how, step, &[&parameters], memory);
+    let error = reduce_adam_slices(InstructionSet::active(), how, step, &[&parameters], memory);
     assert_eq!(error, Err(AdamError::StepZero));
     assert!(output.iter().chain(&right).chain(&other).all(|byte| *byte == 0x77));
 }

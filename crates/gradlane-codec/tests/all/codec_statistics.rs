@@ -4,7 +4,7 @@
 //! codec failing under seeds drawn anew; it is stated with each.
 
 use crate::common::codecs::{codec, decoded, encoded, gradients, place};
-use gradlane_codec::{Place, Variant};
+use gradlane_codec::{InstructionSet, Place};
 
 /// Values of a bucket, and steps over which each is averaged.
 const VALUES: usize = 512;
@@ -37,7 +37,7 @@ fn level(bits: i32, norm: &str, levels: &str, values: &[f32]) -> f64 {
 
 /// Errors of every value at every step.
 fn errors(text: &str, values: &[f32], mut visit: impl FnMut(&[f64])) {
-    let codec = codec(Variant::active(), text, &[VALUES as u64]);
+    let codec = codec(InstructionSet::active(), text, &[VALUES as u64]);
     for step in 0..STEPS {
         let bytes = encoded(&*codec, Place { step, ..place(0) }, values);
         let back = decoded(&*codec, &bytes, VALUES);
@@ -153,7 +153,7 @@ fn errors_of_a_bucket_are_independent() {
 #[test]
 fn legs_and_tensors_are_independent() {
     let values = gradients(24, VALUES);
-    let codec = codec(Variant::active(), &text(4, "max", "sign"), &[VALUES as u64]);
+    let codec = codec(InstructionSet::active(), &text(4, "max", "sign"), &[VALUES as u64]);
     let level = level(4, "max", "sign", &values);
     for tensors in [false, true] {
         for step in 0..2 {

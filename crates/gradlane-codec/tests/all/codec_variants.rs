@@ -2,16 +2,23 @@
 
 use crate::common::codecs::{assert_same_floats, codec, gradients, place, Floats, SPECS};
 use crate::common::{self, Numbers, Placed};
-use gradlane_codec::{narrow, widen, FloatDtype, Place, Variant};
+use gradlane_codec::{narrow, widen, FloatDtype, InstructionSet, Place};
 use proptest::prelude::*;
 
 /// Encodes and decodes with a variant and with the oracle, and compares everything that comes out.
-fn compare(variant: Variant, text: &str, place: Place, values: &[f32], before: Option<&[f32]>) {
+fn compare(
+    instruction_set: InstructionSet,
+    text: &str,
+    place: Place,
+    values: &[f32],
+    before: Option<&[f32]>,
+) {
     let length = values.len();
     let offset = length % 3;
-    let what = || format!("{text} {variant} {length} values, residual {}", before.is_some());
-    let results = [variant, Variant::SCALAR].map(|variant| {
-        let codec = codec(variant, text, &[length as u64]);
+    let what =
+        || format!("{text} {instruction_set} {length} values, residual {}", before.is_some());
+    let results = [instruction_set, InstructionSet::SCALAR].map(|instruction_set| {
+        let codec = codec(instruction_set, text, &[length as u64]);
         let mut values = Floats::holding(values, offset);
         let mut residual = before.map(|before| Floats::holding(before, offset + 1));
         let mut out = Placed::room(codec.max_wire_bytes(length), offset);
@@ -50,13 +57,13 @@ fn compare(variant: Variant, text: &str, place: Place, values: &[f32], before: O
 
 #[test]
 fn variants_give_the_bits_of_the_oracle_at_every_length() {
-    for variant in Variant::available() {
+    for instruction_set in InstructionSet::available() {
         for text in SPECS {
             for length in (0..300).chain([511, 512, 513, 1024, 2049, 8192, 8193, 20_000]) {
                 let values = gradients(length as u64, length);
                 let before = gradients(length as u64 + 1, length);
-                compare(variant, text, place(0), &values, None);
-                compare(variant, text, place(0), &values, Some(&before));
+                compare(instruction_set, text, place(0), &values, None);
+                compare(instruction_set, text, place(0), &values, Some(&before));
             }
         }
     }
@@ -65,7 +72,7 @@ fn variants_give_the_bits_of_the_oracle_at_every_length() {
 #[test]
 fn variants_agree_on_values_that_are_special() {
     let mut numbers = Numbers(11);
-    for variant in Variant::available() {
+    for instruction_set in InstructionSet::available() {
         for text in SPECS {
             for round in 0..60 {
                 let length = 40 + 13 * round;
@@ -74,20 +81,20 @@ fn variants_agree_on_values_that_are_special() {
                 };
                 let values = floats(numbers.elements(FloatDtype::F32, length));
                 let before = floats(numbers.elements(FloatDtype::F32, length));
-                compare(variant, text, place(0), &values, None);
-                compare(variant, text, place(0), &values, Some(&before));
+                compare(instruction_set, text, place(0), &values, None);
+                compare(instruction_set, text, place(0), &values, Some(&before));
                 // The same without infinities and NaN, which hide all else of their bucket.
                 let tame = |value: &f32| if value.is_finite() { *value } else { -0.0 };
                 let values: Vec<f32> = values.iter().map(tame).collect();
                 let before: Vec<f32> = before.iter().map(tame).collect();
-                compare(variant, text, place(0), &values, None);
-                compare(variant, text, place(0), &values, Some(&before));
+                compare(instruction_set, text, place(0), &values, None);
+                compare(instruction_set, text, place(0), &values, Some(&before));
                 // And between values that barely differ.
                 let near: Vec<f32> = values.iter().map(|value| 1.0 + value * 1e-45).collect();
-                compare(variant, text, place(0), &near, None);
+                compare(instruction_set, text, place(0), &near, None);
                 let small: Vec<f32> =
                     values.iter().map(|value| value.clamp(-1e-44, 1e-30)).collect();
-                compare(variant, text, place(0), &small, Some(&small));
+                compare(instruction_set, text, place(0), &small, Some(&small));
             }
         }
     }
@@ -134,11 +141,11 @@ proptest! {
         let scale = 2.0_f32.powi(exponent);
         let values: Vec<f32> = gradients(seed, length).iter().map(|it| it * scale).collect();
         let before: Vec<f32> = gradients(!seed, length).iter().map(|it| it * scale).collect();
-        for variant in Variant::available() {
-            let granule_elements = codec(variant, text, &[length as u64]).granule();
+        for instruction_set in InstructionSet::available() {
+            let granule_elements = codec(instruction_set, text, &[length as u64]).granule();
             let first_element = granule * granule_elements;
             let place = Place { seed, step, tensor, leg, first_element };
-            compare(variant, text, place, &values, with_residual.then_some(&before[..]));
+            compare(instruction_set, text, place, &values, with_residual.then_some(&before[..]));
         }
     }
 
@@ -149,14 +156,14 @@ proptest! {
         seed: u64,
     ) {
         let mut numbers = Numbers(seed);
-        let bytes = codec(Variant::SCALAR, text, &[length as u64]).max_wire_bytes(length);
+        let bytes = codec(InstructionSet::SCALAR, text, &[length as u64]).max_wire_bytes(length);
         let hostile: Vec<u8> = (0..bytes).map(|_| numbers.next() as u8).collect();
         let mut expected = vec![0.5; length];
-        codec(Variant::SCALAR, text, &[length as u64]).decode_add(&hostile, &mut expected).unwrap();
-        for variant in Variant::available() {
+        codec(InstructionSet::SCALAR, text, &[length as u64]).decode_add(&hostile, &mut expected).unwrap();
+        for instruction_set in InstructionSet::available() {
             let mut found = vec![0.5; length];
-            codec(variant, text, &[length as u64]).decode_add(&hostile, &mut found).unwrap();
-            assert_same_floats(&found, &expected, &|| format!("{text} {variant} {length}"));
+            codec(instruction_set, text, &[length as u64]).decode_add(&hostile, &mut found).unwrap();
+            assert_same_floats(&found, &expected, &|| format!("{text} {instruction_set} {length}"));
         }
     }
 }

@@ -1,7 +1,7 @@
 //! What every codec promises, held against plain statements of it.
 
 use crate::common::codecs::{codec, decoded, encoded, gradients, place, SPECS};
-use gradlane_codec::{build, CodecSpec, DecodeError, Place, TensorShape, Variant};
+use gradlane_codec::{build, CodecSpec, DecodeError, InstructionSet, Place, TensorShape};
 
 /// The largest distance of a value of these buckets from what is decoded for it.
 fn error_bound(text: &str, bucket: &[f32]) -> f64 {
@@ -29,7 +29,7 @@ fn error_bound(text: &str, bucket: &[f32]) -> f64 {
 fn what_is_decoded_is_near_what_was_encoded() {
     for text in SPECS {
         for length in (0..300).chain([20_000]) {
-            let codec = codec(Variant::active(), text, &[length as u64]);
+            let codec = codec(InstructionSet::active(), text, &[length as u64]);
             let values = gradients(length as u64, length);
             let back = decoded(&*codec, &encoded(&*codec, place(0), &values), length);
             let bucket = (codec.granule() as usize).max(1);
@@ -48,7 +48,7 @@ fn what_is_decoded_is_near_what_was_encoded() {
 fn residuals_conserve_what_was_to_be_sent() {
     for text in SPECS {
         for length in 0..300 {
-            let codec = codec(Variant::active(), text, &[length as u64]);
+            let codec = codec(InstructionSet::active(), text, &[length as u64]);
             let values = gradients(1, length);
             let before = gradients(2, length);
             let mut residual = before.clone();
@@ -75,7 +75,7 @@ fn residuals_conserve_what_was_to_be_sent() {
 fn over_many_steps_residuals_bring_everything_across() {
     let length = 700;
     for text in ["onebit:bucket=64", "onebit:bucket=tensor", "qsgd:bits=2,residual=on", "int8"] {
-        let codec = codec(Variant::active(), text, &[length as u64]);
+        let codec = codec(InstructionSet::active(), text, &[length as u64]);
         let mut residual = vec![0.0; length];
         let (mut wanted, mut arrived) = (vec![0.0_f64; length], vec![0.0_f64; length]);
         for step in 0..200 {
@@ -101,7 +101,7 @@ fn cutting_at_granules_changes_nothing() {
     let shape = [40, 480];
     let values = gradients(3, 40 * 480);
     for text in SPECS.iter().filter(|text| !text.contains("tensor")) {
-        let codec = codec(Variant::active(), text, &shape);
+        let codec = codec(InstructionSet::active(), text, &shape);
         let granule = codec.granule() as usize;
         let whole = encoded(&*codec, place(0), &values);
         for granules in [1, 2, 3, 7] {
@@ -131,7 +131,7 @@ fn draws_differ_by_seed_step_tensor_leg_and_element() {
     // The largest value of a bucket is the scale and not rounded at random.
     let values: Vec<f32> = values.iter().enumerate().map(|(i, v)| v + (i % 512) as f32).collect();
     for text in SPECS.iter().filter(|text| text.starts_with("qsgd:") && !text.contains("bucket")) {
-        let codec = codec(Variant::active(), text, &[1 << 50]);
+        let codec = codec(InstructionSet::active(), text, &[1 << 50]);
         let values = &values[..512];
         let one = encoded(&*codec, Place { first_element: 0, ..here }, values);
         assert_eq!(one, encoded(&*codec, here, values), "{text} is not reproducible");
@@ -148,7 +148,7 @@ fn draws_differ_by_seed_step_tensor_leg_and_element() {
 fn what_is_not_finite_is_carried_and_its_residual_kept() {
     for text in SPECS {
         let length = 1500;
-        let codec = codec(Variant::active(), text, &[length as u64]);
+        let codec = codec(InstructionSet::active(), text, &[length as u64]);
         let bucket = codec.granule() as usize;
         for broken in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             for at in [0, 77, 1499] {
@@ -190,7 +190,7 @@ fn the_ends_of_the_range_of_f32_are_finite_or_nan_but_never_noise() {
     for text in SPECS {
         for row in rows {
             let values: Vec<f32> = row.iter().copied().cycle().take(40).collect();
-            let codec = codec(Variant::active(), text, &[40]);
+            let codec = codec(InstructionSet::active(), text, &[40]);
             let back = decoded(&*codec, &encoded(&*codec, place(0), &values), 40);
             let largest = row.iter().fold(0.0_f32, |all, value| all.max(value.abs()));
             for (value, back) in values.iter().zip(&back) {
@@ -204,7 +204,7 @@ fn the_ends_of_the_range_of_f32_are_finite_or_nan_but_never_noise() {
 #[test]
 fn zeros_come_back_as_zeros() {
     for text in SPECS {
-        let codec = codec(Variant::active(), text, &[200]);
+        let codec = codec(InstructionSet::active(), text, &[200]);
         let back = decoded(&*codec, &encoded(&*codec, place(0), &[0.0; 200]), 200);
         assert!(back.iter().all(|value| value.to_bits() == 0), "{text}: {back:?}");
     }
@@ -214,7 +214,7 @@ fn zeros_come_back_as_zeros() {
 fn lengths_are_exact_and_others_are_refused() {
     for text in SPECS {
         for length in (0..300).chain([100_000]) {
-            let codec = codec(Variant::active(), text, &[length as u64]);
+            let codec = codec(InstructionSet::active(), text, &[length as u64]);
             assert!(codec.is_fixed_size());
             let bytes = encoded(&*codec, place(0), &gradients(1, length));
             assert_eq!(bytes.len(), codec.max_wire_bytes(length), "{text} {length}");
@@ -262,7 +262,7 @@ fn ratios_are_those_of_the_layouts() {
 #[test]
 fn columns_are_runs_along_the_last_size() {
     // A 3 x 3 convolution: its columns have three values, which is little to share two averages.
-    let codec = codec(Variant::active(), "onebit", &[8, 4, 3, 3]);
+    let codec = codec(InstructionSet::active(), "onebit", &[8, 4, 3, 3]);
     assert_eq!(codec.granule(), 3);
     assert_eq!(codec.max_wire_bytes(3), 9);
     assert_eq!(codec.max_wire_bytes(8 * 4 * 3 * 3), 8 * 4 * 3 * 9);
@@ -274,7 +274,7 @@ fn columns_are_runs_along_the_last_size() {
 fn what_is_said_of_codecs_is_what_they_are() {
     for text in SPECS {
         let spec: CodecSpec = text.parse().unwrap();
-        let codec = codec(Variant::active(), text, &[64]);
+        let codec = codec(InstructionSet::active(), text, &[64]);
         assert_eq!(codec.spec(), &spec);
         assert_eq!(codec.is_unbiased(), text.starts_with("qsgd") || *text == "f32", "{text}");
         assert_eq!(codec.keeps_residual(), text.starts_with("onebit"), "{text}");
@@ -286,5 +286,5 @@ fn what_is_said_of_codecs_is_what_they_are() {
 #[test]
 #[should_panic(expected = "in granules of 512")]
 fn a_slice_in_the_middle_of_a_bucket_is_refused() {
-    encoded(&*codec(Variant::active(), "qsgd", &[2048]), place(64), &[1.0; 64]);
+    encoded(&*codec(InstructionSet::active(), "qsgd", &[2048]), place(64), &[1.0; 64]);
 }

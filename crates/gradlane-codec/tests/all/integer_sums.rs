@@ -3,12 +3,12 @@
 
 use crate::common::codecs::{assert_same_floats, gradients, place, Floats};
 use crate::common::{Numbers, Placed};
-use gradlane_codec::{CodecSpec, DecodeError, IntegerSums, Place, Variant};
+use gradlane_codec::{CodecSpec, DecodeError, InstructionSet, IntegerSums, Place};
 use proptest::prelude::*;
 
-fn sums_of(variant: Variant, text: &str, ranks: u32) -> IntegerSums {
+fn sums_of(instruction_set: InstructionSet, text: &str, ranks: u32) -> IntegerSums {
     let spec: CodecSpec = text.parse().unwrap_or_else(|error| panic!("{text}: {error}"));
-    IntegerSums::with(variant, &spec, ranks).expect("it fits").expect("sums")
+    IntegerSums::with(instruction_set, &spec, ranks).expect("it fits").expect("sums")
 }
 
 /// A rank's part: none where it has no gradient.
@@ -64,7 +64,7 @@ const TEXTS: &[&str] = &[
 
 #[test]
 fn variants_give_the_bits_of_the_oracle() {
-    for variant in Variant::available() {
+    for instruction_set in InstructionSet::available() {
         for text in TEXTS {
             for (elements, ranks) in [
                 (0, 3),
@@ -78,9 +78,10 @@ fn variants_give_the_bits_of_the_oracle() {
                 (3000, 6),
             ] {
                 let given = parts(elements, ranks, elements % 2 == 0, 9);
-                let found = round(&sums_of(variant, text, ranks), elements, &given);
-                let right = round(&sums_of(Variant::SCALAR, text, ranks), elements, &given);
-                let what = || format!("{text} {variant}, {elements} values of {ranks} ranks");
+                let found = round(&sums_of(instruction_set, text, ranks), elements, &given);
+                let right = round(&sums_of(InstructionSet::SCALAR, text, ranks), elements, &given);
+                let what =
+                    || format!("{text} {instruction_set}, {elements} values of {ranks} ranks");
                 assert_eq!((&found.0, &found.1), (&right.0, &right.1), "{}", what());
                 assert_same_floats(&found.2, &right.2, &what);
                 for (found, right) in found.3.iter().zip(&right.3) {
@@ -123,7 +124,7 @@ fn read_plainly(width: u32, elements: usize, bytes: &[u8]) -> Vec<u32> {
 #[test]
 fn the_bytes_are_those_of_the_documentation() {
     for (text, half, ranks) in [(TEXTS[0], 1, 5), (TEXTS[1], 7, 3), (TEXTS[2], 127, 4)] {
-        let sums = sums_of(Variant::active(), text, ranks);
+        let sums = sums_of(InstructionSet::active(), text, ranks);
         for elements in [1, 63, 64, 65, 100, 128] {
             let given = parts(elements, ranks, false, 4);
             let (scales, bytes, means, _) = round(&sums, elements, &given);
@@ -147,7 +148,8 @@ fn the_mean_is_within_a_level_of_the_exact_one() {
     for (text, half) in [(TEXTS[1], 7.0), (TEXTS[2], 127.0), (TEXTS[3], 32767.0)] {
         let (elements, ranks) = (5_000, 7);
         let given = parts(elements, ranks, false, 1);
-        let (_, _, means, _) = round(&sums_of(Variant::active(), text, ranks), elements, &given);
+        let (_, _, means, _) =
+            round(&sums_of(InstructionSet::active(), text, ranks), elements, &given);
         let exact = |index: usize| {
             let all = given.iter().flatten().map(|(values, _)| f64::from(values[index]));
             all.sum::<f64>() / f64::from(ranks)
@@ -169,7 +171,8 @@ fn the_mean_is_within_a_level_of_the_exact_one() {
 fn what_is_not_sent_is_kept() {
     let (elements, ranks) = (1_500, 3);
     let given = parts(elements, ranks, true, 2);
-    let (_, _, means, kept) = round(&sums_of(Variant::active(), TEXTS[1], ranks), elements, &given);
+    let (_, _, means, kept) =
+        round(&sums_of(InstructionSet::active(), TEXTS[1], ranks), elements, &given);
     let parts = given.iter().flatten();
     let top = parts.flat_map(|it| &it.0).fold(0.0_f32, |top, value| top.max(value.abs()));
     for index in 0..elements {
@@ -187,7 +190,7 @@ fn what_is_not_sent_is_kept() {
 #[test]
 fn a_rank_without_a_gradient_adds_zeros() {
     let elements = 700;
-    let sums = sums_of(Variant::active(), TEXTS[2], 3);
+    let sums = sums_of(InstructionSet::active(), TEXTS[2], 3);
     let mut given = parts(elements, 3, false, 3);
     given[1] = None;
     let (_, _, means, _) = round(&sums, elements, &given);
@@ -200,7 +203,7 @@ fn a_rank_without_a_gradient_adds_zeros() {
 #[test]
 fn what_is_not_finite_reaches_everyone_and_stays_in_its_bucket() {
     let elements = 1_100;
-    let sums = sums_of(Variant::active(), TEXTS[2], 3);
+    let sums = sums_of(InstructionSet::active(), TEXTS[2], 3);
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let mut given = parts(elements, 3, true, 5);
         let before = given.clone();
@@ -217,8 +220,8 @@ fn what_is_not_finite_reaches_everyone_and_stays_in_its_bucket() {
 
 #[test]
 fn a_scale_below_the_values_is_refused() {
-    for variant in Variant::available() {
-        let sums = sums_of(variant, TEXTS[1], 2);
+    for instruction_set in InstructionSet::available() {
+        let sums = sums_of(instruction_set, TEXTS[1], 2);
         let values = gradients(1, 1_000);
         for scale in [0.0, 1e-9, -1.0, f32::INFINITY, f32::from_bits(1)] {
             let mut out = vec![0; sums.sum_bytes(1_000)];
@@ -232,7 +235,7 @@ fn a_scale_below_the_values_is_refused() {
 
 #[test]
 fn lengths_are_checked() {
-    let sums = sums_of(Variant::active(), TEXTS[1], 2);
+    let sums = sums_of(InstructionSet::active(), TEXTS[1], 2);
     let mut short = vec![0; sums.sum_bytes(100) - 1];
     assert!(matches!(sums.mean(&short, &mut [0.0; 100]), Err(DecodeError::Length { .. })));
     let added = sums.add(&place(0), &[0.0; 100], None, &mut short);
@@ -280,7 +283,7 @@ proptest! {
         ranks in 1..40_u32,
         seed in any::<u64>(),
     ) {
-        let plain = sums_of(Variant::SCALAR, text, ranks);
+        let plain = sums_of(InstructionSet::SCALAR, text, ranks);
         let mut numbers = Numbers(seed);
         let mut bytes: Vec<u8> =
             (0..plain.sum_bytes(elements)).map(|_| numbers.next() as u8).collect();
@@ -288,20 +291,20 @@ proptest! {
             bytes[..4].copy_from_slice(&1.5_f32.to_le_bytes());
         }
         let values = gradients(seed, elements);
-        let run = |variant: Variant| {
-            let sums = sums_of(variant, text, ranks);
+        let run = |instruction_set: InstructionSet| {
+            let sums = sums_of(instruction_set, text, ranks);
             let mut out = bytes.clone();
             let mut means = vec![0.0; elements];
             sums.mean(&out, &mut means).expect("the right length");
             let added = sums.add(&place(0), &values, None, &mut out);
             (added.clone(), added.is_ok().then_some(out), means)
         };
-        let right = run(Variant::SCALAR);
-        for variant in Variant::available() {
-            let found = run(variant);
+        let right = run(InstructionSet::SCALAR);
+        for instruction_set in InstructionSet::available() {
+            let found = run(instruction_set);
             prop_assert_eq!(&found.0, &right.0);
             prop_assert_eq!(&found.1, &right.1);
-            assert_same_floats(&found.2, &right.2, &|| format!("{text} {variant}"));
+            assert_same_floats(&found.2, &right.2, &|| format!("{text} {instruction_set}"));
         }
     }
 }

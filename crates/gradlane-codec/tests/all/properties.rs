@@ -4,8 +4,8 @@ use std::num::NonZeroU32;
 
 use crate::common::{assert_same, Numbers};
 use gradlane_codec::{
-    reduce_mean_slices, reduce_sgd_slices, FloatDtype, Mean, SgdOptions, SgdSlices, SgdStep,
-    Variant,
+    reduce_mean_slices, reduce_sgd_slices, FloatDtype, InstructionSet, Mean, SgdOptions, SgdSlices,
+    SgdStep,
 };
 use proptest::prelude::*;
 
@@ -13,8 +13,8 @@ fn dtypes() -> impl Strategy<Value = FloatDtype> {
     prop::sample::select(FloatDtype::ALL.to_vec())
 }
 
-fn variants() -> impl Strategy<Value = Variant> {
-    prop::sample::select(Variant::available().collect::<Vec<_>>())
+fn variants() -> impl Strategy<Value = InstructionSet> {
+    prop::sample::select(InstructionSet::available().collect::<Vec<_>>())
 }
 
 fn means() -> impl Strategy<Value = Mean> {
@@ -47,9 +47,9 @@ fn borrowed(inputs: &[Vec<u8>]) -> Vec<&[u8]> {
     inputs.iter().map(Vec::as_slice).collect()
 }
 
-fn reduced(variant: Variant, mean: Mean, inputs: &[&[u8]], bytes: usize) -> Vec<u8> {
+fn reduced(instruction_set: InstructionSet, mean: Mean, inputs: &[&[u8]], bytes: usize) -> Vec<u8> {
     let mut output = vec![0x77; bytes];
-    reduce_mean_slices(variant, mean, inputs, &mut output, None).unwrap();
+    reduce_mean_slices(instruction_set, mean, inputs, &mut output, None).unwrap();
     output
 }
 
@@ -57,7 +57,7 @@ proptest! {
     #[test]
     fn a_variant_gives_the_bits_of_the_oracle(
         mean in means(),
-        variant in variants(),
+        instruction_set in variants(),
         count in 0_usize..=12,
         length in 0_usize..600,
         seed: u64,
@@ -65,15 +65,15 @@ proptest! {
         let inputs = contributions(mean.dtype, count, length, seed);
         let inputs = borrowed(&inputs);
         let bytes = length * mean.dtype.element_bytes();
-        let found = reduced(variant, mean, &inputs, bytes);
-        let expected = reduced(Variant::SCALAR, mean, &inputs, bytes);
-        assert_same(mean.dtype, &found, &expected, &|| format!("{mean:?} {variant}"));
+        let found = reduced(instruction_set, mean, &inputs, bytes);
+        let expected = reduced(InstructionSet::SCALAR, mean, &inputs, bytes);
+        assert_same(mean.dtype, &found, &expected, &|| format!("{mean:?} {instruction_set}"));
     }
 
     #[test]
     fn the_cut_into_slices_does_not_change_a_bit(
         mean in means(),
-        variant in variants(),
+        instruction_set in variants(),
         count in 1_usize..=5,
         length in 1_usize..400,
         slice in 1_usize..100,
@@ -81,20 +81,20 @@ proptest! {
     ) {
         let inputs = contributions(mean.dtype, count, length, seed);
         let size = mean.dtype.element_bytes();
-        let whole = reduced(variant, mean, &borrowed(&inputs), length * size);
+        let whole = reduced(instruction_set, mean, &borrowed(&inputs), length * size);
         let mut pieces = Vec::new();
         for start in (0..length).step_by(slice) {
             let range = start * size..length.min(start + slice) * size;
             let parts: Vec<&[u8]> = inputs.iter().map(|input| &input[range.clone()]).collect();
-            pieces.extend(reduced(variant, mean, &parts, range.len()));
+            pieces.extend(reduced(instruction_set, mean, &parts, range.len()));
         }
-        assert_same(mean.dtype, &pieces, &whole, &|| format!("{mean:?} {variant} by {slice}"));
+        assert_same(mean.dtype, &pieces, &whole, &|| format!("{mean:?} {instruction_set} by {slice}"));
     }
 
     #[test]
     fn absent_ranks_count_as_explicit_zeros(
         mean in means(),
-        variant in variants(),
+        instruction_set in variants(),
         present in prop::collection::vec(any::<bool>(), 2..8),
         length in 0_usize..200,
         seed: u64,
@@ -109,20 +109,20 @@ proptest! {
             }
         }
         let bytes = length * mean.dtype.element_bytes();
-        let expected = reduced(variant, explicit, &borrowed(&inputs), bytes);
+        let expected = reduced(instruction_set, explicit, &borrowed(&inputs), bytes);
         let contributed: Vec<&[u8]> = borrowed(&inputs)
             .into_iter()
             .zip(&present)
             .filter_map(|(input, present)| present.then_some(input))
             .collect();
-        let found = reduced(variant, implicit, &contributed, bytes);
-        assert_same(mean.dtype, &found, &expected, &|| format!("{mean:?} {variant} {present:?}"));
+        let found = reduced(instruction_set, implicit, &contributed, bytes);
+        assert_same(mean.dtype, &found, &expected, &|| format!("{mean:?} {instruction_set} {present:?}"));
     }
 
     #[test]
     fn sgd_gives_the_bits_of_the_oracle_over_several_steps(
         mean in means(),
-        variant in variants(),
+        instruction_set in variants(),
         options in options(),
         count in 1_usize..=5,
         length in 0_usize..200,
@@ -136,7 +136,7 @@ proptest! {
             let inputs = contributions(dtype, count, length, seed.wrapping_add(round));
             let inputs = borrowed(&inputs);
             let step = SgdStep { options, first: round == 0 };
-            for (state, variant) in states.iter_mut().zip([variant, Variant::SCALAR]) {
+            for (state, instruction_set) in states.iter_mut().zip([instruction_set, InstructionSet::SCALAR]) {
                 let mut output = vec![0; state.0.len()];
                 let memory = SgdSlices {
                     parameters: &state.0,
@@ -144,11 +144,11 @@ proptest! {
                     output: &mut output,
                     copy_to: None,
                 };
-                reduce_sgd_slices(variant, mean, step, &inputs, memory).unwrap();
+                reduce_sgd_slices(instruction_set, mean, step, &inputs, memory).unwrap();
                 state.0 = output;
             }
             let [(found, found_state), (expected, expected_state)] = &states;
-            let what = || format!("{mean:?} {variant} {step:?}");
+            let what = || format!("{mean:?} {instruction_set} {step:?}");
             assert_same(dtype, found, expected, &what);
             assert_same(dtype.accumulator(), found_state, expected_state, &what);
         }

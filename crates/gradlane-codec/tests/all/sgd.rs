@@ -5,8 +5,8 @@ use std::num::NonZeroU32;
 
 use crate::common::{assert_same, Numbers, Placed};
 use gradlane_codec::{
-    reduce_mean_slices, reduce_sgd, reduce_sgd_slices, Buffer, FloatDtype, Mean, ReduceError,
-    SgdError, SgdMemory, SgdOptions, SgdSlices, SgdStep, Variant,
+    reduce_mean_slices, reduce_sgd, reduce_sgd_slices, Buffer, FloatDtype, InstructionSet, Mean,
+    ReduceError, SgdError, SgdMemory, SgdOptions, SgdSlices, SgdStep,
 };
 
 fn mean(dtype: FloatDtype, divisor: u32) -> Mean {
@@ -26,13 +26,13 @@ fn the_first_step_equals_the_mean_and_then_the_formula() {
     };
     let mut gradient = vec![0; parameters.len()];
     let how = mean(FloatDtype::F64, 3);
-    reduce_mean_slices(Variant::SCALAR, how, &inputs, &mut gradient, None).unwrap();
+    reduce_mean_slices(InstructionSet::SCALAR, how, &inputs, &mut gradient, None).unwrap();
     let expected: Vec<f64> = read(&parameters)
         .into_iter()
         .zip(read(&gradient))
         .map(|(parameter, gradient)| parameter - 0.1 * gradient)
         .collect();
-    for variant in Variant::available() {
+    for instruction_set in InstructionSet::available() {
         let mut output = vec![0; parameters.len()];
         let memory = SgdSlices {
             parameters: &parameters,
@@ -41,8 +41,8 @@ fn the_first_step_equals_the_mean_and_then_the_formula() {
             copy_to: None,
         };
         let step = SgdStep { options: SgdOptions::with_lr(0.1), first: false };
-        reduce_sgd_slices(variant, how, step, &inputs, memory).unwrap();
-        assert_eq!(read(&output), expected, "{variant}");
+        reduce_sgd_slices(instruction_set, how, step, &inputs, memory).unwrap();
+        assert_eq!(read(&output), expected, "{instruction_set}");
     }
 }
 
@@ -78,8 +78,8 @@ fn check_shape(dtype: FloatDtype, length: usize, step: SgdStep, offset: usize) {
     let how = Mean { add_zero: length.is_multiple_of(3), ..mean(dtype, 1 + (length % 5) as u32) };
     let bytes = parameters.as_ref().len();
     let mut expected = None;
-    for variant in Variant::available() {
-        let what = || format!("{dtype} {variant} {length} elements, +{offset}, {step:?}");
+    for instruction_set in InstructionSet::available() {
+        let what = || format!("{dtype} {instruction_set} {length} elements, +{offset}, {step:?}");
         let mut output = Placed::room(bytes, offset + 2);
         let mut second = Placed::room(bytes, offset + 5);
         let mut momentum = state.clone();
@@ -89,7 +89,7 @@ fn check_shape(dtype: FloatDtype, length: usize, step: SgdStep, offset: usize) {
             output: output.as_mut(),
             copy_to: Some(second.as_mut()),
         };
-        reduce_sgd_slices(variant, how, step, &contents, memory).unwrap();
+        reduce_sgd_slices(instruction_set, how, step, &contents, memory).unwrap();
         for buffer in [&output, &second, &momentum] {
             buffer.assert_guards();
         }
@@ -174,7 +174,7 @@ fn missing_or_misfit_buffers_are_refused_untouched() {
         output: &mut output,
         copy_to: None,
     };
-    let error = reduce_sgd_slices(Variant::active(), how, step, &[&parameters], memory);
+    let error = reduce_sgd_slices(InstructionSet::active(), how, step, &[&parameters], memory);
     assert_eq!(error, Err(SgdError::NoMomentumBuffer { momentum: 0.9 }));
     let memory = SgdSlices {
         parameters: &parameters,
@@ -182,7 +182,7 @@ fn missing_or_misfit_buffers_are_refused_untouched() {
         output: &mut output,
         copy_to: None,
     };
-    let error = reduce_sgd_slices(Variant::active(), how, step, &[&parameters], memory);
+    let error = reduce_sgd_slices(InstructionSet::active(), how, step, &[&parameters], memory);
     let expected = ReduceError::Length { buffer: Buffer::Momentum, bytes: 8, expected_bytes: 32 };
     assert_eq!(error, Err(SgdError::Buffers(expected)));
     assert!(output.iter().chain(&state).all(|byte| *byte == 0x77));

@@ -3,7 +3,7 @@
 use std::num::NonZeroU32;
 
 use gradlane_codec::{
-    reduce_sgd_slices, FloatDtype, Mean, SgdOptions, SgdSlices, SgdStep, Variant,
+    reduce_sgd_slices, FloatDtype, InstructionSet, Mean, SgdOptions, SgdSlices, SgdStep,
 };
 
 fn mean(dtype: FloatDtype, divisor: u32) -> Mean {
@@ -20,7 +20,7 @@ fn bits_of(bytes: &[u8]) -> Vec<u32> {
 
 /// Steps f32 parameters through gradients, each repeated `repeat` times to reach body and tail.
 fn train(
-    variant: Variant,
+    instruction_set: InstructionSet,
     options: SgdOptions,
     parameters: &[f32],
     gradients: &[&[f32]],
@@ -38,7 +38,8 @@ fn train(
         };
         let step = SgdStep { options, first: index == 0 };
         let gradient = f32_bytes(&gradient.repeat(repeat));
-        reduce_sgd_slices(variant, mean(FloatDtype::F32, 1), step, &[&gradient], memory).unwrap();
+        reduce_sgd_slices(instruction_set, mean(FloatDtype::F32, 1), step, &[&gradient], memory)
+            .unwrap();
         parameters = output;
     }
     (parameters, momentum)
@@ -58,7 +59,7 @@ fn numbers_by_hand() {
         ..SgdOptions::with_lr(0.25)
     };
     let count = 37;
-    for variant in Variant::available() {
+    for instruction_set in InstructionSet::available() {
         let mut parameters = f32_bytes(&vec![8.0; count]);
         let mut momentum = vec![0xff; 4 * count];
         let rounds = [(3.0, 1.0, 5.75, 6.0), (1.0, 1.0, 3.921_875, 6.875)];
@@ -74,10 +75,11 @@ fn numbers_by_hand() {
             };
             let step = SgdStep { options, first: index == 0 };
             let both = [inputs[0].as_slice(), inputs[1].as_slice()];
-            reduce_sgd_slices(variant, mean(FloatDtype::F32, 2), step, &both, memory).unwrap();
-            assert_eq!(output, f32_bytes(&vec![parameter; count]), "{variant}");
-            assert_eq!(momentum, f32_bytes(&vec![velocity; count]), "{variant}");
-            assert_eq!(second, output, "{variant}");
+            reduce_sgd_slices(instruction_set, mean(FloatDtype::F32, 2), step, &both, memory)
+                .unwrap();
+            assert_eq!(output, f32_bytes(&vec![parameter; count]), "{instruction_set}");
+            assert_eq!(momentum, f32_bytes(&vec![velocity; count]), "{instruction_set}");
+            assert_eq!(second, output, "{instruction_set}");
             parameters = output;
         }
     }
@@ -89,10 +91,10 @@ fn dampening_and_maximize_by_hand() {
     // Second: b = 0.5 * -4 + (1 - 0.75) * -4 = -3; p = 3 + 0.5 * 3 = 4.5.
     let options =
         SgdOptions { momentum: 0.5, dampening: 0.75, maximize: true, ..SgdOptions::with_lr(0.5) };
-    for variant in Variant::available() {
-        let (parameters, momentum) = train(variant, options, &[1.0], &[&[4.0], &[4.0]], 21);
-        assert_eq!(parameters, f32_bytes(&[4.5; 21]), "{variant}");
-        assert_eq!(momentum, f32_bytes(&[-3.0; 21]), "{variant}");
+    for instruction_set in InstructionSet::available() {
+        let (parameters, momentum) = train(instruction_set, options, &[1.0], &[&[4.0], &[4.0]], 21);
+        assert_eq!(parameters, f32_bytes(&[4.5; 21]), "{instruction_set}");
+        assert_eq!(momentum, f32_bytes(&[-3.0; 21]), "{instruction_set}");
     }
 }
 
@@ -147,11 +149,15 @@ fn three_steps_give_the_bits_of_torch_without_fused_operations() {
     let gradients: Vec<&[f32]> = gradients.iter().map(<[f32; 5]>::as_slice).collect();
     let repeat = 31;
     for (options, parameters, momentum) in torch_table() {
-        for variant in Variant::available() {
-            let (found, velocity) = train(variant, options, &start, &gradients, repeat);
-            assert_eq!(bits_of(&found), parameters.repeat(repeat), "{variant} {options:?}");
+        for instruction_set in InstructionSet::available() {
+            let (found, velocity) = train(instruction_set, options, &start, &gradients, repeat);
+            assert_eq!(bits_of(&found), parameters.repeat(repeat), "{instruction_set} {options:?}");
             if let Some(momentum) = momentum {
-                assert_eq!(bits_of(&velocity), momentum.repeat(repeat), "{variant} {options:?}");
+                assert_eq!(
+                    bits_of(&velocity),
+                    momentum.repeat(repeat),
+                    "{instruction_set} {options:?}"
+                );
             }
         }
     }

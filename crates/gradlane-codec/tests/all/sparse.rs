@@ -1,12 +1,14 @@
 //! `topk` and `dgc` as codecs: what is sent and kept, against plain restatements of the papers.
 
-use gradlane_codec::{build_with, Codec, CodecSpec, DecodeError, Place, TensorShape, Variant};
+use gradlane_codec::{
+    build_with, Codec, CodecSpec, DecodeError, InstructionSet, Place, TensorShape,
+};
 use proptest::prelude::*;
 use std::sync::Arc;
 
-fn codec(variant: Variant, text: &str) -> Arc<dyn Codec> {
+fn codec(instruction_set: InstructionSet, text: &str) -> Arc<dyn Codec> {
     let spec: CodecSpec = text.parse().unwrap_or_else(|error| panic!("{text}: {error}"));
-    build_with(variant, &spec, &TensorShape::new(&[1]))
+    build_with(instruction_set, &spec, &TensorShape::new(&[1]))
 }
 
 fn place(step: u64, leg: u32) -> Place {
@@ -47,8 +49,8 @@ fn gradient(seed: u32, elements: usize) -> Vec<f32> {
 #[test]
 fn what_is_sent_and_kept_is_what_there_was() {
     for elements in [1, 63, 64, 65, 1_000, 50_000] {
-        for variant in Variant::available() {
-            let codec = codec(variant, "topk:ratio=0.01");
+        for instruction_set in InstructionSet::available() {
+            let codec = codec(instruction_set, "topk:ratio=0.01");
             let mut residual = vec![0.0; elements];
             for step in 0..5 {
                 let values = gradient(step + 1, elements);
@@ -70,7 +72,7 @@ fn what_is_sent_and_kept_is_what_there_was() {
 
 #[test]
 fn a_tensor_costs_six_bytes_for_a_thousand_elements() {
-    let codec = codec(Variant::active(), "topk:ratio=0.001");
+    let codec = codec(InstructionSet::active(), "topk:ratio=0.001");
     let values = gradient(5, 1_000_000);
     let (bytes, _) = sent(&*codec, &place(0, 0), &values, None);
     let bound = codec.max_wire_bytes(values.len());
@@ -80,7 +82,7 @@ fn a_tensor_costs_six_bytes_for_a_thousand_elements() {
 
 #[test]
 fn an_owner_may_send_more_than_a_worker() {
-    let codec = codec(Variant::active(), "topk:ratio=0.01,broadcast_ratio=0.04");
+    let codec = codec(InstructionSet::active(), "topk:ratio=0.01,broadcast_ratio=0.04");
     let values = gradient(2, 1_000);
     let count = |leg| {
         let (_, decoded) = sent(&*codec, &place(0, leg), &values, None);
@@ -92,7 +94,7 @@ fn an_owner_may_send_more_than_a_worker() {
 #[test]
 fn what_is_not_finite_arrives_and_is_not_kept() {
     for text in ["topk:ratio=0.001", "dgc:ratio=0.001"] {
-        let codec = codec(Variant::active(), text);
+        let codec = codec(InstructionSet::active(), text);
         let mut residual = vec![0.0; 2_000 * codec.residual_width()];
         let mut values = gradient(9, 2_000);
         (values[17], values[18], values[1_999]) = (f32::NAN, f32::NEG_INFINITY, f32::INFINITY);
@@ -131,20 +133,20 @@ fn dgc_is_the_papers() {
     let gradients: Vec<Vec<f32>> = (1..=9).map(|step| gradient(step, 2_000)).collect();
     let counts = [500, 500, 125, 125, 32, 32, 20, 20, 20];
     let expected = dgc_by_the_paper(&gradients, 0.9, &counts);
-    for variant in Variant::available() {
-        let codec = codec(variant, "dgc:ratio=0.01,momentum=0.9,warmup=8");
+    for instruction_set in InstructionSet::available() {
+        let codec = codec(instruction_set, "dgc:ratio=0.01,momentum=0.9,warmup=8");
         let mut state = vec![0.0; 4_000];
         for (step, (gradient, expected)) in gradients.iter().zip(&expected).enumerate() {
             let (_, decoded) = sent(&*codec, &place(step as u64, 1), gradient, Some(&mut state));
-            assert_eq!(bits(&decoded), bits(expected), "{} step {step}", variant.name());
+            assert_eq!(bits(&decoded), bits(expected), "{} step {step}", instruction_set.name());
         }
     }
 }
 
 #[test]
 fn an_owner_has_no_momentum_of_its_own() {
-    let dgc = codec(Variant::active(), "dgc:ratio=0.01");
-    let topk = codec(Variant::active(), "topk:ratio=0.01");
+    let dgc = codec(InstructionSet::active(), "dgc:ratio=0.01");
+    let topk = codec(InstructionSet::active(), "topk:ratio=0.01");
     let (mut state, mut residual) = (vec![0.0; 2_000], vec![0.0; 1_000]);
     for step in 0..4 {
         let values = gradient(step + 1, 1_000);
@@ -157,7 +159,7 @@ fn an_owner_has_no_momentum_of_its_own() {
 
 #[test]
 fn wrong_bytes_are_errors_that_say_what_is_wrong() {
-    let codec = codec(Variant::active(), "topk:ratio=0.5");
+    let codec = codec(InstructionSet::active(), "topk:ratio=0.5");
     let error = codec.decode(&[3, 0, 0, 0], &mut [0.0; 2]).unwrap_err();
     assert!(matches!(error, DecodeError::Sparse(_)));
     assert!(error.to_string().contains("3 sparse values"), "{error}");
@@ -176,8 +178,8 @@ proptest! {
         steps in 1..3_u64,
     ) {
         let values: Vec<f32> = rows.iter().map(|&bits| f32::from_bits(bits)).collect();
-        let run = |variant| {
-            let codec = codec(variant, text);
+        let run = |instruction_set| {
+            let codec = codec(instruction_set, text);
             let mut residual = vec![0.0; values.len() * codec.residual_width()];
             let mut all = Vec::new();
             for step in 0..steps {
@@ -185,9 +187,9 @@ proptest! {
             }
             (all, bits(&residual))
         };
-        let expected = run(Variant::SCALAR);
-        for variant in Variant::available() {
-            prop_assert_eq!(run(variant), expected.clone(), "{}", variant.name());
+        let expected = run(InstructionSet::SCALAR);
+        for instruction_set in InstructionSet::available() {
+            prop_assert_eq!(run(instruction_set), expected.clone(), "{}", instruction_set.name());
         }
     }
 
@@ -195,7 +197,7 @@ proptest! {
     fn decode_add_adds_what_decode_gives(
         seed in 1..1_000_u32, elements in 1..3_000_usize,
     ) {
-        let codec = codec(Variant::active(), "topk:ratio=0.02");
+        let codec = codec(InstructionSet::active(), "topk:ratio=0.02");
         let (bytes, decoded) = sent(&*codec, &place(0, 0), &gradient(seed, elements), None);
         let mut sum = gradient(seed + 1, elements);
         let expected: Vec<f32> = sum.iter().zip(&decoded).map(|(a, b)| a + b).collect();
@@ -208,7 +210,7 @@ proptest! {
         bytes in proptest::collection::vec(any::<u8>(), 0..120),
         elements in 0..300_usize,
     ) {
-        let codec = codec(Variant::active(), "topk:ratio=0.02");
+        let codec = codec(InstructionSet::active(), "topk:ratio=0.02");
         let mut out = vec![0.0; elements];
         let one = codec.decode(&bytes, &mut out).is_ok();
         let other = codec.decode_add(&bytes, &mut out).is_ok();

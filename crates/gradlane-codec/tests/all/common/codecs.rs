@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use gradlane_codec::{build_with, Codec, CodecSpec, Place, TensorShape, Variant};
+use gradlane_codec::{build_with, Codec, CodecSpec, InstructionSet, Place, TensorShape};
 
 use super::{Numbers, Placed};
 
@@ -36,9 +36,9 @@ pub fn place(first_element: u64) -> Place {
 }
 
 /// The codec of a text for a tensor of a shape.
-pub fn codec(variant: Variant, text: &str, sizes: &[u64]) -> Arc<dyn Codec> {
+pub fn codec(instruction_set: InstructionSet, text: &str, sizes: &[u64]) -> Arc<dyn Codec> {
     let spec: CodecSpec = text.parse().unwrap_or_else(|error| panic!("{text}: {error}"));
-    build_with(variant, &spec, &TensorShape::new(sizes))
+    build_with(instruction_set, &spec, &TensorShape::new(sizes))
 }
 
 /// The encoding of values without a residual.

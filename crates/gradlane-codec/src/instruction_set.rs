@@ -1,6 +1,6 @@
 //! The instruction sets that kernels are built for, and the choice of one at run time.
 //!
-//! A [`Variant`] exists only for instructions that this machine has, so that holding one is the
+//! An [`InstructionSet`] exists only for instructions that this machine has, so that holding one is the
 //! permission to run its kernels. The choice is made once and kept.
 
 use std::fmt;
@@ -81,53 +81,60 @@ impl Instructions {
 
 /// An instruction set that this machine has and kernels can run with.
 ///
-/// All variants give the same bits (see the crate's documentation), so that the choice is one of
+/// All of them give the same bits (see the crate's documentation), so that the choice is one of
 /// speed alone.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Variant(Instructions);
+pub struct InstructionSet(Instructions);
 
-impl Variant {
+impl InstructionSet {
     /// The oracle: one element at a time, on every machine.
-    pub const SCALAR: Variant = Variant(Instructions::Scalar);
+    pub const SCALAR: InstructionSet = InstructionSet(Instructions::Scalar);
 
-    /// Every variant that runs on this machine, narrowest registers first; never empty.
-    pub fn available() -> impl Iterator<Item = Variant> {
-        COMPILED.iter().copied().filter(|one| one.on_this_machine()).map(Variant)
+    /// Every instruction set that runs on this machine, narrowest registers first; never empty.
+    pub fn available() -> impl Iterator<Item = InstructionSet> {
+        COMPILED.iter().copied().filter(|one| one.on_this_machine()).map(InstructionSet)
     }
 
-    /// The variant with this name: `scalar`, `sse2`, `avx2`, `avx512` or `neon`.
+    /// The instruction set with this name: `scalar`, `sse2`, `avx2`, `avx512` or `neon`.
     ///
     /// # Errors
     ///
-    /// [`VariantError`] if the name is unknown or this machine lacks the instructions.
-    pub fn by_name(name: &str) -> Result<Variant, VariantError> {
-        Variant::available().find(|variant| variant.name() == name).ok_or_else(|| VariantError {
-            name: name.to_owned(),
-            available: Variant::available().map(Variant::name).collect::<Vec<_>>().join(", "),
-        })
+    /// [`InstructionSetError`] if the name is unknown or this machine lacks the instructions.
+    pub fn by_name(name: &str) -> Result<InstructionSet, InstructionSetError> {
+        InstructionSet::available()
+            .find(|instruction_set| instruction_set.name() == name)
+            .ok_or_else(|| InstructionSetError {
+                name: name.to_owned(),
+                available: InstructionSet::available()
+                    .map(InstructionSet::name)
+                    .collect::<Vec<_>>()
+                    .join(", "),
+            })
     }
 
-    /// The variant that the environment variable `GRADLANE_SIMD` asks for, otherwise the one with
+    /// The instruction set that the environment variable `GRADLANE_SIMD` asks for, otherwise the one with
     /// the widest registers.
     ///
     /// # Errors
     ///
-    /// [`VariantError`] if the variable names a variant that this machine does not have. A session
+    /// [`InstructionSetError`] if the variable names an instruction set that this machine does not have. A session
     /// asks for this once at its start, so that a mistyped variable is reported.
-    pub fn from_environment() -> Result<Variant, VariantError> {
+    pub fn from_environment() -> Result<InstructionSet, InstructionSetError> {
         match std::env::var_os(FORCED_BY) {
-            Some(name) if !name.is_empty() => Variant::by_name(&name.to_string_lossy()),
-            _ => Ok(Variant::widest()),
+            Some(name) if !name.is_empty() => InstructionSet::by_name(&name.to_string_lossy()),
+            _ => Ok(InstructionSet::widest()),
         }
     }
 
-    /// The variant that kernels use unless told otherwise, chosen on the first call and kept.
+    /// The instruction set that kernels use unless told otherwise, chosen on the first call and kept.
     ///
-    /// It is that of [`Variant::from_environment`]; where that is an error it is the one with the
+    /// It is that of [`InstructionSet::from_environment`]; where that is an error it is the one with the
     /// widest registers, which gives the same bits.
-    pub fn active() -> Variant {
-        static ACTIVE: OnceLock<Variant> = OnceLock::new();
-        *ACTIVE.get_or_init(|| Variant::from_environment().unwrap_or_else(|_| Variant::widest()))
+    pub fn active() -> InstructionSet {
+        static ACTIVE: OnceLock<InstructionSet> = OnceLock::new();
+        *ACTIVE.get_or_init(|| {
+            InstructionSet::from_environment().unwrap_or_else(|_| InstructionSet::widest())
+        })
     }
 
     /// The short name used in reports and benchmarks.
@@ -139,30 +146,30 @@ impl Variant {
         self.0
     }
 
-    fn widest() -> Variant {
-        Variant::available().last().unwrap_or(Variant::SCALAR)
+    fn widest() -> InstructionSet {
+        InstructionSet::available().last().unwrap_or(InstructionSet::SCALAR)
     }
 }
 
-impl fmt::Debug for Variant {
+impl fmt::Debug for InstructionSet {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str(self.name())
     }
 }
 
-impl fmt::Display for Variant {
+impl fmt::Display for InstructionSet {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str(self.name())
     }
 }
 
-/// A variant was asked for by a name that this machine cannot serve.
+/// An instruction set was asked for by a name that this machine cannot serve.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
     "no kernels for instruction set {name:?} on this machine: set GRADLANE_SIMD to one of \
      {available}, or unset it"
 )]
-pub struct VariantError {
+pub struct InstructionSetError {
     /// The name that was asked for.
     pub name: String,
     /// The names that would do, separated by commas.
@@ -171,25 +178,26 @@ pub struct VariantError {
 
 #[cfg(test)]
 mod tests {
-    use super::Variant;
+    use super::InstructionSet;
 
     #[test]
     fn names_lead_back_to_their_variants() {
-        assert_eq!(Variant::available().next(), Some(Variant::SCALAR));
-        for variant in Variant::available() {
-            assert_eq!(Variant::by_name(variant.name()), Ok(variant));
+        assert_eq!(InstructionSet::available().next(), Some(InstructionSet::SCALAR));
+        for instruction_set in InstructionSet::available() {
+            assert_eq!(InstructionSet::by_name(instruction_set.name()), Ok(instruction_set));
         }
     }
 
     #[test]
     fn an_unknown_name_is_an_error_that_lists_what_would_do() {
-        let message = Variant::by_name("mmx").unwrap_err().to_string();
+        let message = InstructionSet::by_name("mmx").unwrap_err().to_string();
         assert!(message.contains("\"mmx\"") && message.contains("scalar"), "{message}");
     }
 
     #[test]
     fn the_active_variant_stays_the_same() {
-        assert_eq!(Variant::active(), Variant::active());
-        assert!(Variant::available().any(|variant| variant == Variant::active()));
+        assert_eq!(InstructionSet::active(), InstructionSet::active());
+        assert!(InstructionSet::available()
+            .any(|instruction_set| instruction_set == InstructionSet::active()));
     }
 }

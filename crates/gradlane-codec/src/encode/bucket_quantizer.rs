@@ -9,7 +9,7 @@ use super::lanes::{dispatch, Lanes, Work};
 use super::source::Source;
 use super::{check_arguments, check_length, Codec, CodecSpec, DecodeError, Place};
 use crate::element::{Bf16, Storage, F16};
-use crate::Variant;
+use crate::InstructionSet;
 
 /// How one bucket is encoded.
 pub(super) trait Quantizer: Copy + Debug + Send + Sync {
@@ -59,16 +59,21 @@ pub(super) trait Quantizer: Copy + Debug + Send + Sync {
 
 /// A codec of buckets.
 #[derive(Debug)]
-pub(super) struct Bucketed<Q> {
+pub(super) struct BucketQuantizer<Q> {
     spec: CodecSpec,
-    variant: Variant,
+    instruction_set: InstructionSet,
     cut: Cut<Q>,
 }
 
-impl<Q: Quantizer> Bucketed<Q> {
-    pub(super) fn new(variant: Variant, spec: &CodecSpec, bucket: u64, quantizer: Q) -> Self {
+impl<Q: Quantizer> BucketQuantizer<Q> {
+    pub(super) fn new(
+        instruction_set: InstructionSet,
+        spec: &CodecSpec,
+        bucket: u64,
+        quantizer: Q,
+    ) -> Self {
         let bucket = usize::try_from(bucket).expect("a bucket fits into memory");
-        Bucketed { spec: spec.clone(), variant, cut: Cut { bucket, quantizer } }
+        BucketQuantizer { spec: spec.clone(), instruction_set, cut: Cut { bucket, quantizer } }
     }
 }
 
@@ -202,7 +207,7 @@ impl<Q: Quantizer, const ADD: bool> Work for Decode<'_, Q, ADD> {
     }
 }
 
-impl<Q: Quantizer> Codec for Bucketed<Q> {
+impl<Q: Quantizer> Codec for BucketQuantizer<Q> {
     fn spec(&self) -> &CodecSpec {
         &self.spec
     }
@@ -233,19 +238,19 @@ impl<Q: Quantizer> Codec for Bucketed<Q> {
         check_arguments(self, place, values, residual.as_deref(), out);
         let bytes = self.cut.bytes(values.len());
         let out = &mut out[..bytes];
-        dispatch(self.variant, Encode { cut: self.cut, place, values, residual, out });
+        dispatch(self.instruction_set, Encode { cut: self.cut, place, values, residual, out });
         bytes
     }
 
     fn decode(&self, encoded: &[u8], out: &mut [f32]) -> Result<(), DecodeError> {
         check_length(self, encoded, out.len())?;
-        dispatch(self.variant, Decode::<Q, false> { cut: self.cut, encoded, out });
+        dispatch(self.instruction_set, Decode::<Q, false> { cut: self.cut, encoded, out });
         Ok(())
     }
 
     fn decode_add(&self, encoded: &[u8], sum: &mut [f32]) -> Result<(), DecodeError> {
         check_length(self, encoded, sum.len())?;
-        dispatch(self.variant, Decode::<Q, true> { cut: self.cut, encoded, out: sum });
+        dispatch(self.instruction_set, Decode::<Q, true> { cut: self.cut, encoded, out: sum });
         Ok(())
     }
 }
