@@ -3,7 +3,7 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
-use gradlane_codec::{build_with, CodecSpec, IntegerSums, Place, TensorShape, Variant};
+use gradlane_codec::{build_with, CodecSpec, InstructionSet, IntegerSums, Place, TensorShape};
 use libfuzzer_sys::fuzz_target;
 
 const TEXTS: &[&str] = &[
@@ -56,7 +56,7 @@ fuzz_target!(|case: Case<'_>| {
     let shape = TensorShape::new(&[(elements as u64).div_ceil(column), column]);
 
     // Bytes from a peer, as they are and in the length that the elements ask for.
-    let scalar = build_with(Variant::SCALAR, &spec, &shape);
+    let scalar = build_with(InstructionSet::SCALAR, &spec, &shape);
     let mut sum = vec![0.25; elements];
     let _ = scalar.decode_add(case.bytes, &mut sum);
     let mut encoded = case.bytes.to_vec();
@@ -75,23 +75,23 @@ fuzz_target!(|case: Case<'_>| {
     let kept = case.with_residual.then_some(&mut residual[..]);
     let bytes = scalar.encode(&place, &values, kept, &mut out);
 
-    for variant in Variant::available() {
-        let codec = build_with(variant, &spec, &shape);
+    for instruction_set in InstructionSet::available() {
+        let codec = build_with(instruction_set, &spec, &shape);
         let mut other_sum = vec![0.25; elements];
         assert_eq!(codec.decode_add(&encoded, &mut other_sum), decoded);
         assert!(
             decoded.is_err() || same(&other_sum, &sum),
-            "{spec} decodes otherwise with {variant}"
+            "{spec} decodes otherwise with {instruction_set}"
         );
         let mut other_residual = vec![0.5; residual.len()];
         let mut other = vec![0; out.len()];
         let kept = case.with_residual.then_some(&mut other_residual[..]);
         assert_eq!(codec.encode(&place, &values, kept, &mut other), bytes);
-        assert!(same(&other_residual, &residual), "{spec} keeps otherwise with {variant}");
+        assert!(same(&other_residual, &residual), "{spec} keeps otherwise with {instruction_set}");
         let mut back = [vec![0.0; values.len()], vec![0.0; values.len()]];
         codec.decode(&out[..bytes], &mut back[0]).expect("what was encoded");
         codec.decode(&other[..bytes], &mut back[1]).expect("what was encoded");
-        assert!(same(&back[0], &back[1]), "{spec} encodes otherwise with {variant}");
+        assert!(same(&back[0], &back[1]), "{spec} encodes otherwise with {instruction_set}");
     }
     add_codes(&case, &spec, elements, place);
 });
@@ -99,8 +99,8 @@ fuzz_target!(|case: Case<'_>| {
 /// The same bytes as sums of codes that came round a ring.
 fn add_codes(case: &Case<'_>, spec: &CodecSpec, elements: usize, place: Place) {
     let ranks = u32::from(case.column).max(1);
-    let with = |variant| IntegerSums::with(variant, spec, ranks).ok().flatten();
-    let Some(scalar) = with(Variant::SCALAR) else {
+    let with = |instruction_set| IntegerSums::with(instruction_set, spec, ranks).ok().flatten();
+    let Some(scalar) = with(InstructionSet::SCALAR) else {
         return;
     };
     let mut sums = case.bytes.to_vec();
@@ -119,9 +119,9 @@ fn add_codes(case: &Case<'_>, spec: &CodecSpec, elements: usize, place: Place) {
         (added.is_ok().then_some((sums, residual)), means)
     };
     let right = run(&scalar);
-    for variant in Variant::available() {
-        let found = run(&with(variant).expect("as the scalar one"));
-        assert!(same(&found.1, &right.1), "{spec} has other means with {variant}");
-        assert_eq!(found.0, right.0, "{spec} adds otherwise with {variant}");
+    for instruction_set in InstructionSet::available() {
+        let found = run(&with(instruction_set).expect("as the scalar one"));
+        assert!(same(&found.1, &right.1), "{spec} has other means with {instruction_set}");
+        assert_eq!(found.0, right.0, "{spec} adds otherwise with {instruction_set}");
     }
 }

@@ -10,7 +10,7 @@ use thiserror::Error;
 
 use crate::element::{splat, Accumulator, Element, Register, Storage};
 use crate::reduce::{self, pointers, same_length, Buffer, Lengths, Update};
-use crate::{Mean, ReduceError, Variant};
+use crate::{InstructionSet, Mean, ReduceError};
 
 /// Hyper-parameters of `torch.optim.Adam` and `AdamW`, by torch's names and with torch's meaning.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -94,7 +94,7 @@ pub struct AdamMemory {
     pub copy_to: Option<*mut u8>,
 }
 
-/// Averages gradients and takes a step of Adam with the result, with [`Variant::active`] kernels.
+/// Averages gradients and takes a step of Adam with the result, with [`InstructionSet::active`] kernels.
 ///
 /// `inputs` has one gradient pointer for each contribution in rank order, as in
 /// [`crate::reduce_mean`]. For every element, with `g` the mean, `p` the parameter, `m` and `v` the
@@ -137,10 +137,10 @@ pub unsafe fn reduce_adam(
     elements: usize,
 ) -> Result<(), AdamError> {
     // SAFETY: forwarded, the caller's promise covers it.
-    unsafe { reduce_adam_with(Variant::active(), mean, step, inputs, memory, elements) }
+    unsafe { reduce_adam_with(InstructionSet::active(), mean, step, inputs, memory, elements) }
 }
 
-/// [`reduce_adam`] with the kernels of a given variant.
+/// [`reduce_adam`] with the kernels for a given instruction set.
 ///
 /// # Errors
 ///
@@ -150,7 +150,7 @@ pub unsafe fn reduce_adam(
 ///
 /// As for [`reduce_adam`].
 pub unsafe fn reduce_adam_with(
-    variant: Variant,
+    instruction_set: InstructionSet,
     mean: Mean,
     step: AdamStep,
     inputs: &[*const u8],
@@ -166,7 +166,7 @@ pub unsafe fn reduce_adam_with(
         exp_avg_sq: memory.exp_avg_sq,
     };
     // SAFETY: the caller's promise about the memory is that of `Sum` and of `Adam`.
-    unsafe { reduce::run(variant, mean.dtype, sum, update) };
+    unsafe { reduce::run(instruction_set, mean.dtype, sum, update) };
     Ok(())
 }
 
@@ -337,7 +337,7 @@ pub struct AdamSlices<'a> {
 /// [`AdamError`] if a buffer has another length than the output asks for or holds a broken element,
 /// or the step's number is 0; nothing is then written.
 pub fn reduce_adam_slices(
-    variant: Variant,
+    instruction_set: InstructionSet,
     mean: Mean,
     step: AdamStep,
     inputs: &[&[u8]],
@@ -361,7 +361,7 @@ pub fn reduce_adam_slices(
         copy_to: memory.copy_to.map(<[u8]>::as_mut_ptr),
     };
     // SAFETY: all lengths fit, and slices that are borrowed together do not overlap.
-    unsafe { reduce_adam_with(variant, mean, step, &pointers(inputs), raw, elements) }
+    unsafe { reduce_adam_with(instruction_set, mean, step, &pointers(inputs), raw, elements) }
 }
 
 /// A step of Adam that cannot be taken.

@@ -4,14 +4,14 @@
 //! What always holds:
 //!
 //! - An encoding depends on values, residual and [`Place`] alone: the same bytes for any cut at
-//!   multiples of [`Codec::granule`], any thread and any [`Variant`].
+//!   multiples of [`Codec::granule`], any thread and any [`InstructionSet`].
 //! - A bucket that holds NaN or infinity decodes to NaN as a whole: it is carried, never noise, and
 //!   its residual stays as it was.
 //! - Decoding takes any bytes: a wrong length is an error, everything else is a value.
 //!
 //! Layouts and definitions, with the papers they follow, are in `docs/codecs.md`.
 
-mod bucketed;
+mod bucket_quantizer;
 mod cast;
 mod draw;
 mod int8;
@@ -35,8 +35,8 @@ pub use spec::{
 };
 
 use crate::sparse::{Dgc, SparseError, Topk};
-use crate::Variant;
-use bucketed::Bucketed;
+use crate::InstructionSet;
+use bucket_quantizer::BucketQuantizer;
 
 /// Where values stand, so that randomness and buckets do not depend on slicing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -182,28 +182,42 @@ pub enum DecodeError {
     Sparse(#[from] SparseError),
 }
 
-/// Builds the codec of a spec for a tensor, with [`Variant::active`] kernels.
+/// Builds the codec of a spec for a tensor, with [`InstructionSet::active`] kernels.
 pub fn build(spec: &CodecSpec, shape: &TensorShape) -> Arc<dyn Codec> {
-    build_with(Variant::active(), spec, shape)
+    build_with(InstructionSet::active(), spec, shape)
 }
 
-/// [`build`] with the kernels of a given variant: the bits are the same.
-pub fn build_with(variant: Variant, spec: &CodecSpec, shape: &TensorShape) -> Arc<dyn Codec> {
+/// [`build`] with the kernels for a given instruction set: the bits are the same.
+pub fn build_with(
+    instruction_set: InstructionSet,
+    spec: &CodecSpec,
+    shape: &TensorShape,
+) -> Arc<dyn Codec> {
     match &spec.method {
-        Method::F32 | Method::Bf16 | Method::F16 => Arc::new(cast::Cast::new(variant, spec)),
+        Method::F32 | Method::Bf16 | Method::F16 => {
+            Arc::new(cast::Cast::new(instruction_set, spec))
+        }
         Method::OneBit(bucket, packing) => {
             let quantizer = onebit::OneBit::new(*packing);
-            Arc::new(Bucketed::new(variant, spec, bucket.elements(shape), quantizer))
+            Arc::new(BucketQuantizer::new(instruction_set, spec, bucket.elements(shape), quantizer))
         }
         Method::Qsgd(options) => {
             let quantizer = qsgd::Qsgd::new(*options);
-            Arc::new(Bucketed::new(variant, spec, u64::from(options.bucket), quantizer))
+            Arc::new(BucketQuantizer::new(
+                instruction_set,
+                spec,
+                u64::from(options.bucket),
+                quantizer,
+            ))
         }
-        Method::Int8(bucket) => {
-            Arc::new(Bucketed::new(variant, spec, bucket.elements(shape), int8::Int8))
-        }
-        Method::Topk(options) => Arc::new(Topk::new(variant, spec, *options)),
-        Method::Dgc(options) => Arc::new(Dgc::new(variant, spec, *options)),
+        Method::Int8(bucket) => Arc::new(BucketQuantizer::new(
+            instruction_set,
+            spec,
+            bucket.elements(shape),
+            int8::Int8,
+        )),
+        Method::Topk(options) => Arc::new(Topk::new(instruction_set, spec, *options)),
+        Method::Dgc(options) => Arc::new(Dgc::new(instruction_set, spec, *options)),
     }
 }
 

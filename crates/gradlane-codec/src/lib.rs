@@ -18,22 +18,22 @@
 //!
 //! # Structure
 //!
-//! [`FloatDtype`] names what the bytes are; [`Variant`] names the instruction set, chosen once at run
+//! [`FloatDtype`] names what the bytes are; [`InstructionSet`] names the instruction set, chosen once at run
 //! time. [`reduce_mean`], [`reduce_sgd`] and [`reduce_adam`] are the kernels: one generic loop,
 //! instantiated for each register type, beside a scalar oracle that shares none of it. A further
 //! optimizer is one more update of that loop, as in `sgd.rs` and `adam.rs`. Encodings are [`Codec`]s,
-//! built from a [`CodecSpec`] for the same [`Variant`]s; they have oracles of their own.
+//! built from a [`CodecSpec`] for the same [`InstructionSet`]s; they have oracles of their own.
 
 mod adam;
 mod element;
 mod encode;
 mod float_dtype;
+mod instruction_set;
 mod reduce;
 mod sgd;
 mod sparse;
 mod squares;
 mod tensor_codec;
-mod variant;
 
 pub use adam::{
     reduce_adam, reduce_adam_slices, reduce_adam_with, AdamError, AdamMemory, AdamOptions,
@@ -44,6 +44,7 @@ pub use encode::{
     IntegerSums, Levels, Method, Norm, Packing, Place, QsgdOptions, RingSums, TensorShape,
 };
 pub use float_dtype::FloatDtype;
+pub use instruction_set::{InstructionSet, InstructionSetError};
 pub use reduce::{reduce_mean, reduce_mean_slices, reduce_mean_with, Buffer, Mean, ReduceError};
 pub use sgd::{
     reduce_sgd, reduce_sgd_slices, reduce_sgd_with, SgdError, SgdMemory, SgdOptions, SgdSlices,
@@ -52,4 +53,3 @@ pub use sgd::{
 pub use sparse::{DgcOptions, SparseError, TopkOptions};
 pub use squares::square_sum;
 pub use tensor_codec::TensorCodec;
-pub use variant::{Variant, VariantError};

@@ -16,8 +16,8 @@ use thiserror::Error;
 
 pub(crate) use kernel::{Sum, Update};
 
-use crate::variant::Instructions;
-use crate::{FloatDtype, Variant};
+use crate::instruction_set::Instructions;
+use crate::{FloatDtype, InstructionSet};
 
 /// How buffers are averaged: `(((x0 + x1) + x2) + ...) / divisor` for each element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,7 +59,7 @@ impl Mean {
     }
 }
 
-/// Averages buffers with the [`Variant::active`] kernels.
+/// Averages buffers with the [`InstructionSet::active`] kernels.
 ///
 /// `inputs` has one pointer for each contribution in rank order; with no inputs the result is
 /// zeros. The result is written to `output` and, where given, to `copy_to` in the same pass.
@@ -80,16 +80,16 @@ pub unsafe fn reduce_mean(
     elements: usize,
 ) {
     // SAFETY: forwarded, the caller's promise covers it.
-    unsafe { reduce_mean_with(Variant::active(), mean, inputs, output, copy_to, elements) }
+    unsafe { reduce_mean_with(InstructionSet::active(), mean, inputs, output, copy_to, elements) }
 }
 
-/// [`reduce_mean`] with the kernels of a given variant.
+/// [`reduce_mean`] with the kernels for a given instruction set.
 ///
 /// # Safety
 ///
 /// As for [`reduce_mean`].
 pub unsafe fn reduce_mean_with(
-    variant: Variant,
+    instruction_set: InstructionSet,
     mean: Mean,
     inputs: &[*const u8],
     output: *mut u8,
@@ -109,19 +109,24 @@ pub unsafe fn reduce_mean_with(
     }
     let sum = mean.sum(inputs, output, copy_to, elements);
     // SAFETY: the caller's promise about the memory is that of `Sum`.
-    unsafe { run(variant, mean.dtype, sum, kernel::Keep) }
+    unsafe { run(instruction_set, mean.dtype, sum, kernel::Keep) }
 }
 
-/// Runs a reduction and an update with the kernels of a variant.
+/// Runs a reduction and an update with the kernels for an instruction set.
 ///
 /// # Safety
 ///
 /// The pointers are as [`Sum`] and the update ask for.
-pub(crate) unsafe fn run<U: Update>(variant: Variant, dtype: FloatDtype, sum: Sum<'_>, update: U) {
-    // SAFETY: a `Variant` exists only where the machine has its instructions; the caller promises
+pub(crate) unsafe fn run<U: Update>(
+    instruction_set: InstructionSet,
+    dtype: FloatDtype,
+    sum: Sum<'_>,
+    update: U,
+) {
+    // SAFETY: a `InstructionSet` exists only where the machine has its instructions; the caller promises
     // the memory.
     unsafe {
-        match variant.instructions() {
+        match instruction_set.instructions() {
             Instructions::Scalar => scalar::run(dtype, sum, update),
             #[cfg(target_arch = "x86_64")]
             Instructions::Sse2 => x86::run_sse2(dtype, sum, update),
@@ -142,7 +147,7 @@ pub(crate) unsafe fn run<U: Update>(variant: Variant, dtype: FloatDtype, sum: Su
 /// [`ReduceError`] if the buffers differ in length or hold a broken element; nothing is then
 /// written.
 pub fn reduce_mean_slices(
-    variant: Variant,
+    instruction_set: InstructionSet,
     mean: Mean,
     inputs: &[&[u8]],
     output: &mut [u8],
@@ -154,7 +159,7 @@ pub fn reduce_mean_slices(
     // SAFETY: all lengths are equal, and slices that are borrowed together do not overlap.
     unsafe {
         let inputs = pointers(inputs);
-        reduce_mean_with(variant, mean, &inputs, output.as_mut_ptr(), copy_to, elements);
+        reduce_mean_with(instruction_set, mean, &inputs, output.as_mut_ptr(), copy_to, elements);
     }
     Ok(())
 }
@@ -273,29 +278,41 @@ mod tests {
     use super::*;
     use crate::element::{Bf16, Element, Storage, F16};
 
-    /// Widens and narrows `bits` through the registers of a variant: the second output of an update
+    /// Widens and narrows `bits` through the registers of an instruction set: the second output of an update
     /// that keeps the mean of `x + 0.0`.
-    fn convert<E: Element>(variant: Variant, dtype: FloatDtype, bits: &[u16]) -> Vec<u16> {
+    fn convert<E: Element>(
+        instruction_set: InstructionSet,
+        dtype: FloatDtype,
+        bits: &[u16],
+    ) -> Vec<u16> {
         let bytes: Vec<u8> = bits.iter().flat_map(|one| one.to_ne_bytes()).collect();
         let mut output = vec![0; bytes.len()];
         let mean = Mean { dtype, divisor: NonZeroU32::MIN, add_zero: true };
-        reduce_mean_slices(variant, mean, &[&bytes], &mut output, None).unwrap();
+        reduce_mean_slices(instruction_set, mean, &[&bytes], &mut output, None).unwrap();
         output.chunks_exact(E::BYTES).map(|one| u16::from_ne_bytes([one[0], one[1]])).collect()
     }
 
     #[test]
     fn every_16_bit_value_survives_widening_and_narrowing() {
         let all: Vec<u16> = (0..=u16::MAX).collect();
-        for variant in Variant::available() {
-            let f16s = convert::<F16>(variant, FloatDtype::F16, &all);
-            let bf16s = convert::<Bf16>(variant, FloatDtype::Bf16, &all);
+        for instruction_set in InstructionSet::available() {
+            let f16s = convert::<F16>(instruction_set, FloatDtype::F16, &all);
+            let bf16s = convert::<Bf16>(instruction_set, FloatDtype::Bf16, &all);
             for (index, bits) in all.iter().enumerate() {
                 // Adding zero turns -0.0 into +0.0 and quiets a signalling NaN.
                 let sane = |bits: u16| if bits == 0x8000 { 0 } else { bits };
                 let f16_quiet = if half::f16::from_bits(*bits).is_nan() { 0x0200 } else { 0 };
                 let bf16_quiet = if half::bf16::from_bits(*bits).is_nan() { 0x0040 } else { 0 };
-                assert_eq!(f16s[index], sane(*bits) | f16_quiet, "f16 {bits:#06x} {variant}");
-                assert_eq!(bf16s[index], sane(*bits) | bf16_quiet, "bf16 {bits:#06x} {variant}");
+                assert_eq!(
+                    f16s[index],
+                    sane(*bits) | f16_quiet,
+                    "f16 {bits:#06x} {instruction_set}"
+                );
+                assert_eq!(
+                    bf16s[index],
+                    sane(*bits) | bf16_quiet,
+                    "bf16 {bits:#06x} {instruction_set}"
+                );
             }
         }
     }
@@ -357,10 +374,10 @@ mod tests {
             // SAFETY: this function enables the instructions.
             unsafe { narrows_like_half::<__m512>() }
         }
-        for variant in Variant::available() {
-            // SAFETY: a variant exists only where the machine has its instructions.
+        for instruction_set in InstructionSet::available() {
+            // SAFETY: an `InstructionSet` exists only where the machine has its instructions.
             unsafe {
-                match variant.instructions() {
+                match instruction_set.instructions() {
                     Instructions::Scalar => narrows_like_half::<f32>(),
                     Instructions::Sse2 => narrows_like_half::<__m128>(),
                     Instructions::Avx2 => with_avx2(),

@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use crate::element::{splat, Accumulator, Element, Register, Storage};
 use crate::reduce::{self, pointers, same_length, Buffer, Lengths, Update};
-use crate::{Mean, ReduceError, Variant};
+use crate::{InstructionSet, Mean, ReduceError};
 
 /// Hyper-parameters of `torch.optim.SGD`, by torch's names and with torch's meaning.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -93,7 +93,7 @@ pub struct SgdMemory {
     pub copy_to: Option<*mut u8>,
 }
 
-/// Averages gradients and takes a step of SGD with the result, with [`Variant::active`] kernels.
+/// Averages gradients and takes a step of SGD with the result, with [`InstructionSet::active`] kernels.
 ///
 /// `inputs` has one gradient pointer for each contribution in rank order, as in
 /// [`crate::reduce_mean`]. For every element, with `g` the mean and `p` the parameter:
@@ -132,10 +132,10 @@ pub unsafe fn reduce_sgd(
     elements: usize,
 ) -> Result<(), SgdError> {
     // SAFETY: forwarded, the caller's promise covers it.
-    unsafe { reduce_sgd_with(Variant::active(), mean, step, inputs, memory, elements) }
+    unsafe { reduce_sgd_with(InstructionSet::active(), mean, step, inputs, memory, elements) }
 }
 
-/// [`reduce_sgd`] with the kernels of a given variant.
+/// [`reduce_sgd`] with the kernels for a given instruction set.
 ///
 /// # Errors
 ///
@@ -145,7 +145,7 @@ pub unsafe fn reduce_sgd(
 ///
 /// As for [`reduce_sgd`].
 pub unsafe fn reduce_sgd_with(
-    variant: Variant,
+    instruction_set: InstructionSet,
     mean: Mean,
     step: SgdStep,
     inputs: &[*const u8],
@@ -160,7 +160,7 @@ pub unsafe fn reduce_sgd_with(
     let sum = mean.sum(inputs, memory.output, memory.copy_to, elements);
     let update = Sgd { step, parameters: memory.parameters, momentum_buffer };
     // SAFETY: the caller's promise about the memory is that of `Sum` and of `Sgd`.
-    unsafe { reduce::run(variant, mean.dtype, sum, update) };
+    unsafe { reduce::run(instruction_set, mean.dtype, sum, update) };
     Ok(())
 }
 
@@ -266,7 +266,7 @@ pub struct SgdSlices<'a> {
 /// [`SgdError`] if a buffer is missing, has another length than the output asks for, or holds a
 /// broken element; nothing is then written.
 pub fn reduce_sgd_slices(
-    variant: Variant,
+    instruction_set: InstructionSet,
     mean: Mean,
     step: SgdStep,
     inputs: &[&[u8]],
@@ -290,7 +290,7 @@ pub fn reduce_sgd_slices(
         copy_to: memory.copy_to.map(<[u8]>::as_mut_ptr),
     };
     // SAFETY: all lengths fit, and slices that are borrowed together do not overlap.
-    unsafe { reduce_sgd_with(variant, mean, step, &pointers(inputs), raw, elements) }
+    unsafe { reduce_sgd_with(instruction_set, mean, step, &pointers(inputs), raw, elements) }
 }
 
 /// A step of SGD that cannot be taken.

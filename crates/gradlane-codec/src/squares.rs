@@ -5,8 +5,8 @@
 //! Ogita and Oishi, "Accurate floating-point summation", SIAM J. Sci. Comput. 31, 2008): sums of
 //! the higher and of the lower parts are exact f64 numbers, and go into the wide [`SquareSum`].
 
-use crate::variant::Instructions;
-use crate::{FloatDtype, Variant};
+use crate::instruction_set::Instructions;
+use crate::{FloatDtype, InstructionSet};
 use gradlane_units::SquareSum;
 use half::{bf16, f16};
 
@@ -29,16 +29,16 @@ const SIGN: u32 = 1 << 31;
 /// element are left out.
 #[must_use]
 pub fn square_sum(dtype: FloatDtype, bytes: &[u8]) -> SquareSum {
-    square_sum_with(Variant::active(), dtype, bytes)
+    square_sum_with(InstructionSet::active(), dtype, bytes)
 }
 
-fn square_sum_with(variant: Variant, dtype: FloatDtype, bytes: &[u8]) -> SquareSum {
-    match variant.instructions() {
+fn square_sum_with(instruction_set: InstructionSet, dtype: FloatDtype, bytes: &[u8]) -> SquareSum {
+    match instruction_set.instructions() {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: a variant exists only where the machine has its instructions.
+        // SAFETY: an `InstructionSet` exists only where the machine has its instructions.
         Instructions::Avx2 => unsafe { square_sum_avx2(dtype, bytes) },
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: a variant exists only where the machine has its instructions.
+        // SAFETY: an `InstructionSet` exists only where the machine has its instructions.
         Instructions::Avx512 => unsafe { square_sum_avx512(dtype, bytes) },
         _ => square_sum_in_lanes(dtype, bytes),
     }
@@ -197,9 +197,14 @@ mod tests {
             let f32s = bytes.as_chunks().0.iter().map(|&it| f64::from(f32::from_ne_bytes(it)));
             let f64s = bytes.as_chunks().0.iter().map(|&it| f64::from_ne_bytes(it));
             let same = |dtype, sum: SquareSum| {
-                for variant in Variant::available() {
-                    let found = square_sum_with(variant, dtype, &bytes);
-                    assert_eq!(found.to_bytes(), sum.to_bytes(), "{dtype:?}, {}", variant.name());
+                for instruction_set in InstructionSet::available() {
+                    let found = square_sum_with(instruction_set, dtype, &bytes);
+                    assert_eq!(
+                        found.to_bytes(),
+                        sum.to_bytes(),
+                        "{dtype:?}, {}",
+                        instruction_set.name()
+                    );
                 }
             };
             same(FloatDtype::F16, oracle(f16s));
@@ -212,9 +217,9 @@ mod tests {
     fn same_as_one_by_one(values: &[f32]) {
         let bytes: Vec<u8> = values.iter().flat_map(|it| it.to_ne_bytes()).collect();
         let expected = oracle(values.iter().map(|&it| f64::from(it)));
-        for variant in Variant::available() {
-            let found = square_sum_with(variant, FloatDtype::F32, &bytes);
-            let (name, first) = (variant.name(), &values[..values.len().min(4)]);
+        for instruction_set in InstructionSet::available() {
+            let found = square_sum_with(instruction_set, FloatDtype::F32, &bytes);
+            let (name, first) = (instruction_set.name(), &values[..values.len().min(4)]);
             assert_eq!(found.to_bytes(), expected.to_bytes(), "{name}: {first:?}");
         }
     }

@@ -1,8 +1,10 @@
 //! The environment variable that forces an instruction set, seen from a program of its own.
+//!
+//! A binary of its own: a process reads the variable once, and this one starts itself again for each value.
 
 use std::process::Command;
 
-use gradlane_codec::Variant;
+use gradlane_codec::InstructionSet;
 
 /// This test binary, to be started as it was: by an emulator, where cargo was told of one.
 fn this_again() -> Command {
@@ -33,20 +35,23 @@ fn report_with(forced: &str) -> String {
 #[test]
 #[ignore = "started by the other tests in an environment of its own"]
 fn reports_what_is_active() {
-    println!("active {} / {:?}", Variant::active(), Variant::from_environment());
+    println!("active {} / {:?}", InstructionSet::active(), InstructionSet::from_environment());
 }
 
 #[test]
 fn every_available_variant_can_be_forced() {
-    for variant in Variant::available() {
-        let report = report_with(variant.name());
-        assert!(report.contains(&format!("active {variant} / Ok({variant})")), "{report}");
+    for instruction_set in InstructionSet::available() {
+        let report = report_with(instruction_set.name());
+        assert!(
+            report.contains(&format!("active {instruction_set} / Ok({instruction_set})")),
+            "{report}"
+        );
     }
 }
 
 #[test]
 fn a_mistyped_name_is_reported_and_the_widest_is_used() {
-    let widest = Variant::available().last().unwrap();
+    let widest = InstructionSet::available().last().unwrap();
     let report = report_with("avx9000");
     assert!(report.contains(&format!("active {widest} / Err(")), "{report}");
     let report = report_with("");

@@ -7,7 +7,7 @@
 //! `shutdown` ends a session.
 
 #[cfg(test)]
-#[path = "../tests/support/adversary.rs"]
+#[path = "../tests/all/support/adversary.rs"]
 mod adversary;
 mod commands;
 mod connection;
@@ -21,6 +21,11 @@ mod keepalive;
 mod peer_sockets;
 #[allow(unsafe_code, reason = "borrows memory for frames coming in")]
 mod receive;
+#[cfg(test)]
+mod relayed_tests;
+#[cfg(test)]
+#[path = "../../gradlane-seal/tests/all/samples.rs"]
+mod samples;
 mod sealed_reader;
 #[cfg(test)]
 mod sealed_tests;

@@ -28,7 +28,7 @@
 //! Each I/O thread has the connections of some peers, but there is one engine for all: its choice of the
 //! next frame is global, because all peers share one port. The crate needs Linux (epoll, eventfd).
 //!
-//! `tests/unsafe_files.rs` lists the files that may hold unsafe code.
+//! `tests/all/unsafe_files.rs` lists the files that may hold unsafe code.
 
 #![deny(unsafe_code)]
 

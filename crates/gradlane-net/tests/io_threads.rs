@@ -1,6 +1,9 @@
 //! Several I/O threads for one rank: the same bits, the same order of inputs for the engine, and an
 //! end that leaves no thread behind.
+//!
+//! A binary of its own: it counts the I/O threads of its process.
 
+#[path = "all/support/mod.rs"]
 mod support;
 
 use gradlane_engine::Journal;

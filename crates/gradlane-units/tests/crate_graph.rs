@@ -152,3 +152,29 @@ fn the_engine_keeps_its_walls() {
         }
     }
 }
+
+/// A file that `main.rs` does not name would never run, and each further binary costs seconds of linking.
+#[test]
+fn a_crate_has_one_binary_of_integration_tests() {
+    for (name, _) in ARROWS {
+        let folder = crates().join(name).join("tests");
+        let Ok(main) = fs::read_to_string(folder.join("all/main.rs")) else {
+            continue;
+        };
+        let mut files = BTreeMap::new();
+        sources(&folder, &mut files);
+        for (path, text) in files {
+            let file = path.strip_prefix(&folder).expect("a test").with_extension("");
+            let file = file.to_string_lossy();
+            let Some(module) = file.strip_prefix("all/") else {
+                let has_reason = text.contains("//! A binary of its own: ");
+                assert!(has_reason, "{name}: {file} is a binary of its own for no reason");
+                continue;
+            };
+            if !module.contains('/') && module != "main" {
+                let is_named = main.lines().any(|line| line == format!("mod {module};"));
+                assert!(is_named, "{name}: tests/all/main.rs lacks `mod {module};`");
+            }
+        }
+    }
+}

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use gradlane_codec::{build_with, Codec, CodecSpec, Place, TensorShape, Variant};
+use gradlane_codec::{build_with, Codec, CodecSpec, InstructionSet, Place, TensorShape};
 use serde_json::json;
 
 use super::median;
@@ -40,7 +40,7 @@ const ROUNDS_MAX: usize = 9;
 pub struct Row {
     kernel: &'static str,
     codec: String,
-    variant: &'static str,
+    instruction_set: &'static str,
     elements: usize,
     gb_per_s: f64,
     copy_gb_per_s: f64,
@@ -56,7 +56,7 @@ impl Row {
             "{:<16} {:<18} {:<8} {:>10.2} {:>10.2} {:>8.2}",
             self.kernel,
             self.codec,
-            self.variant,
+            self.instruction_set,
             self.gb_per_s,
             self.copy_gb_per_s,
             self.share_of_copy(),
@@ -68,7 +68,7 @@ impl Row {
         json!({
             "kernel": self.kernel,
             "codec": self.codec,
-            "variant": self.variant,
+            "variant": self.instruction_set,
             "elements": self.elements,
             "bytes_counted": "f32 side",
             "gb_per_s": self.gb_per_s,
@@ -179,7 +179,7 @@ fn race(kernel: Kernel, codec: &dyn Codec, buffers: &mut Buffers, elements: usiz
 }
 
 /// Every row whose codec and variant begin as asked for, printed as it is measured.
-pub fn bench_all(only_codec: &str, only_variant: &str) -> Vec<Row> {
+pub fn bench_all(only_codec: &str, only_instruction_set: &str) -> Vec<Row> {
     println!("codecs: GB/s counts the bytes of the f32 side, and of a streaming copy, once");
     println!(
         "{:<16} {:<18} {:<8} {:>10} {:>10} {:>8}",
@@ -189,14 +189,17 @@ pub fn bench_all(only_codec: &str, only_variant: &str) -> Vec<Row> {
     let mut rows = Vec::new();
     for text in SPECS.into_iter().filter(|text| text.starts_with(only_codec)) {
         let spec: CodecSpec = text.parse().expect("a spec");
-        for variant in Variant::available().filter(|it| it.name().starts_with(only_variant)) {
-            let codec = build_with(variant, &spec, &TensorShape::new(&[ELEMENTS as u64]));
-            let elements = if variant == Variant::SCALAR { ELEMENTS_PLAINLY } else { ELEMENTS };
+        for instruction_set in
+            InstructionSet::available().filter(|it| it.name().starts_with(only_instruction_set))
+        {
+            let codec = build_with(instruction_set, &spec, &TensorShape::new(&[ELEMENTS as u64]));
+            let elements =
+                if instruction_set == InstructionSet::SCALAR { ELEMENTS_PLAINLY } else { ELEMENTS };
             for kernel in Kernel::ALL {
                 let (gb_per_s, copy_gb_per_s) = race(kernel, &*codec, &mut buffers, elements);
                 let (kernel, codec) = (kernel.name(), text.to_owned());
-                let variant = variant.name();
-                let row = Row { kernel, codec, variant, elements, gb_per_s, copy_gb_per_s };
+                let instruction_set = instruction_set.name();
+                let row = Row { kernel, codec, instruction_set, elements, gb_per_s, copy_gb_per_s };
                 row.print();
                 rows.push(row);
             }

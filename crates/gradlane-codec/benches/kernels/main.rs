@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use gradlane_codec::{
     reduce_adam_with, reduce_mean_with, reduce_sgd_with, AdamMemory, AdamOptions, AdamStep,
-    FloatDtype, Mean, SgdMemory, SgdOptions, SgdStep, Variant,
+    FloatDtype, InstructionSet, Mean, SgdMemory, SgdOptions, SgdStep,
 };
 use serde_json::json;
 
@@ -39,7 +39,7 @@ const ROUNDS_MAX: usize = 15;
 struct Row {
     kernel: &'static str,
     codec: &'static str,
-    variant: &'static str,
+    instruction_set: &'static str,
     elements: usize,
     working_set_bytes: usize,
     speed: Speed,
@@ -61,7 +61,7 @@ impl Row {
             "{:<12} {:<6} {:<10} {:>10.1} {:>10.2} {:>10.2} {:>8.2}",
             self.kernel,
             self.codec,
-            self.variant,
+            self.instruction_set,
             self.working_set_bytes as f64 / 1e6,
             self.speed.gb_per_s,
             self.speed.copy_gb_per_s,
@@ -73,7 +73,7 @@ impl Row {
         json!({
             "kernel": self.kernel,
             "codec": self.codec,
-            "variant": self.variant,
+            "variant": self.instruction_set,
             "elements": self.elements,
             "bytes_counted": "read and written",
             "inputs": if self.codec == "bytes" { 1 } else { INPUTS },
@@ -172,7 +172,12 @@ fn inputs_at(place: *mut u8, slice_bytes: usize) -> [*const u8; INPUTS] {
     std::array::from_fn(|index| place.wrapping_add(index * slice_bytes).cast_const())
 }
 
-fn bench_mean(kernel: &'static str, variant: Variant, mean: Mean, working_set_bytes: usize) -> Row {
+fn bench_mean(
+    kernel: &'static str,
+    instruction_set: InstructionSet,
+    mean: Mean,
+    working_set_bytes: usize,
+) -> Row {
     let slice_bytes = SLICE_ELEMENTS * mean.dtype.element_bytes();
     let place_bytes = (INPUTS + 1) * slice_bytes;
     let mut places = Places::new(place_bytes, working_set_bytes, Some(mean.dtype));
@@ -180,12 +185,12 @@ fn bench_mean(kernel: &'static str, variant: Variant, mean: Mean, working_set_by
         let inputs = inputs_at(place, slice_bytes);
         let output = place.wrapping_add(INPUTS * slice_bytes);
         // SAFETY: inputs and output are parts of the place that do not overlap.
-        unsafe { reduce_mean_with(variant, mean, &inputs, output, None, SLICE_ELEMENTS) };
+        unsafe { reduce_mean_with(instruction_set, mean, &inputs, output, None, SLICE_ELEMENTS) };
     });
-    row(kernel, mean.dtype, variant, &places, speed)
+    row(kernel, mean.dtype, instruction_set, &places, speed)
 }
 
-fn bench_sgd(variant: Variant, mean: Mean, working_set_bytes: usize) -> Row {
+fn bench_sgd(instruction_set: InstructionSet, mean: Mean, working_set_bytes: usize) -> Row {
     let slice_bytes = SLICE_ELEMENTS * mean.dtype.element_bytes();
     let state_bytes = SLICE_ELEMENTS * mean.dtype.accumulator().element_bytes();
     // Gradients, parameters, new parameters and momentum; the momentum is read and written.
@@ -209,13 +214,15 @@ fn bench_sgd(variant: Variant, mean: Mean, working_set_bytes: usize) -> Row {
         };
         let step = SgdStep { options, first: false };
         // SAFETY: all buffers are parts of the place that do not overlap.
-        let done = unsafe { reduce_sgd_with(variant, mean, step, &inputs, memory, SLICE_ELEMENTS) };
+        let done = unsafe {
+            reduce_sgd_with(instruction_set, mean, step, &inputs, memory, SLICE_ELEMENTS)
+        };
         done.expect("there is a momentum buffer");
     });
-    row("sgd", mean.dtype, variant, &places, speed)
+    row("sgd", mean.dtype, instruction_set, &places, speed)
 }
 
-fn bench_adam(variant: Variant, mean: Mean, working_set_bytes: usize) -> Row {
+fn bench_adam(instruction_set: InstructionSet, mean: Mean, working_set_bytes: usize) -> Row {
     let slice_bytes = SLICE_ELEMENTS * mean.dtype.element_bytes();
     let state_bytes = SLICE_ELEMENTS * mean.dtype.accumulator().element_bytes();
     // Gradients, parameters, new parameters and the two means, which are read and written.
@@ -243,24 +250,25 @@ fn bench_adam(variant: Variant, mean: Mean, working_set_bytes: usize) -> Row {
         };
         let step = AdamStep { options, number: 100 };
         // SAFETY: all buffers are parts of the place that do not overlap.
-        let done =
-            unsafe { reduce_adam_with(variant, mean, step, &inputs, memory, SLICE_ELEMENTS) };
+        let done = unsafe {
+            reduce_adam_with(instruction_set, mean, step, &inputs, memory, SLICE_ELEMENTS)
+        };
         done.expect("steps count from 1");
     });
-    row("adam", mean.dtype, variant, &places, speed)
+    row("adam", mean.dtype, instruction_set, &places, speed)
 }
 
 fn row(
     kernel: &'static str,
     dtype: FloatDtype,
-    variant: Variant,
+    instruction_set: InstructionSet,
     places: &Places,
     speed: Speed,
 ) -> Row {
     Row {
         kernel,
         codec: dtype.name(),
-        variant: variant.name(),
+        instruction_set: instruction_set.name(),
         elements: SLICE_ELEMENTS,
         working_set_bytes: places.bytes(),
         speed,
@@ -282,7 +290,7 @@ fn bench_checksum(
     Row {
         kernel,
         codec: "bytes",
-        variant: crate_name,
+        instruction_set: crate_name,
         elements: FRAME_BYTES,
         working_set_bytes: places.bytes(),
         speed,
@@ -303,11 +311,11 @@ fn bench_all() -> Vec<Row> {
         for dtype in FloatDtype::ALL {
             let mean = Mean::of_all(dtype, all);
             let absent = Mean { dtype, divisor: one_absent, add_zero: true };
-            for variant in Variant::available() {
-                keep(bench_mean("mean", variant, mean, working_set_bytes));
-                keep(bench_mean("mean_absent", variant, absent, working_set_bytes));
-                keep(bench_sgd(variant, mean, working_set_bytes));
-                keep(bench_adam(variant, mean, working_set_bytes));
+            for instruction_set in InstructionSet::available() {
+                keep(bench_mean("mean", instruction_set, mean, working_set_bytes));
+                keep(bench_mean("mean_absent", instruction_set, absent, working_set_bytes));
+                keep(bench_sgd(instruction_set, mean, working_set_bytes));
+                keep(bench_adam(instruction_set, mean, working_set_bytes));
             }
         }
         // The wire's checksum, and the one beside which it was chosen.
@@ -353,8 +361,8 @@ fn main() -> std::io::Result<()> {
         );
         values.extend(bench_all().iter().map(Row::to_json));
     }
-    let (codec, variant) = only_codecs.unwrap_or_default();
-    values.extend(codecs::bench_all(&codec, &variant).iter().map(codecs::Row::to_json));
+    let (codec, instruction_set) = only_codecs.unwrap_or_default();
+    values.extend(codecs::bench_all(&codec, &instruction_set).iter().map(codecs::Row::to_json));
     if let Some(path) = json_path {
         std::fs::write(&path, serde_json::to_string_pretty(&values)? + "\n")?;
         println!("wrote {}", path.display());

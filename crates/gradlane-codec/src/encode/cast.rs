@@ -4,18 +4,18 @@ use super::lanes::{dispatch, Lanes, Wide, Words, Work, WIDTH};
 use super::source::{Source, AHEAD};
 use super::{check_arguments, check_length, Codec, CodecSpec, DecodeError, Method, Place};
 use crate::element::{Bf16, Element, Storage, F16, F32};
-use crate::Variant;
+use crate::InstructionSet;
 
 /// A plain change of type.
 #[derive(Debug)]
 pub(super) struct Cast {
     spec: CodecSpec,
-    variant: Variant,
+    instruction_set: InstructionSet,
 }
 
 impl Cast {
-    pub(super) fn new(variant: Variant, spec: &CodecSpec) -> Cast {
-        Cast { spec: spec.clone(), variant }
+    pub(super) fn new(instruction_set: InstructionSet, spec: &CodecSpec) -> Cast {
+        Cast { spec: spec.clone(), instruction_set }
     }
 
     fn decode_to<const ADD: bool>(
@@ -25,9 +25,9 @@ impl Cast {
     ) -> Result<(), DecodeError> {
         check_length(self, encoded, out.len())?;
         match &self.spec.method {
-            Method::Bf16 => dispatch(self.variant, Decode::<Bf16, ADD>::new(encoded, out)),
-            Method::F16 => dispatch(self.variant, Decode::<F16, ADD>::new(encoded, out)),
-            _ => dispatch(self.variant, Decode::<F32, ADD>::new(encoded, out)),
+            Method::Bf16 => dispatch(self.instruction_set, Decode::<Bf16, ADD>::new(encoded, out)),
+            Method::F16 => dispatch(self.instruction_set, Decode::<F16, ADD>::new(encoded, out)),
+            _ => dispatch(self.instruction_set, Decode::<F32, ADD>::new(encoded, out)),
         }
         Ok(())
     }
@@ -65,9 +65,9 @@ impl Codec for Cast {
         let bytes = self.max_wire_bytes(values.len());
         let out = &mut out[..bytes];
         match &self.spec.method {
-            Method::Bf16 => encode_as::<Bf16>(self.variant, values, residual, out),
-            Method::F16 => encode_as::<F16>(self.variant, values, residual, out),
-            _ => encode_as::<F32>(self.variant, values, residual, out),
+            Method::Bf16 => encode_as::<Bf16>(self.instruction_set, values, residual, out),
+            Method::F16 => encode_as::<F16>(self.instruction_set, values, residual, out),
+            _ => encode_as::<F32>(self.instruction_set, values, residual, out),
         }
         bytes
     }
@@ -135,7 +135,7 @@ elements!(F32 F16 Bf16);
 const INFINITY: u32 = 0x7f80_0000;
 
 fn encode_as<E: Elements>(
-    variant: Variant,
+    instruction_set: InstructionSet,
     values: &[f32],
     residual: Option<&mut [f32]>,
     out: &mut [u8],
@@ -143,10 +143,15 @@ fn encode_as<E: Elements>(
     assert_eq!(out.len(), values.len() * E::BYTES, "room for every element");
     let elements = values.len();
     match residual {
-        None => dispatch(variant, Encode::<E, false>::new(Source::plain(values), elements, out)),
+        None => {
+            dispatch(
+                instruction_set,
+                Encode::<E, false>::new(Source::plain(values), elements, out),
+            );
+        }
         Some(residual) => {
             let source = Source::keeping(values, residual);
-            dispatch(variant, Encode::<E, true>::new(source, elements, out));
+            dispatch(instruction_set, Encode::<E, true>::new(source, elements, out));
         }
     }
 }
@@ -273,11 +278,19 @@ impl<E: Elements, const ADD: bool> Work for Decode<'_, E, ADD> {
 }
 
 /// Reads as many elements of two or four bytes as there are values.
-pub(super) fn widen_from<E: Elements>(variant: Variant, elements: &[u8], values: &mut [f32]) {
-    dispatch(variant, Decode::<E, false>::new(elements, values));
+pub(super) fn widen_from<E: Elements>(
+    instruction_set: InstructionSet,
+    elements: &[u8],
+    values: &mut [f32],
+) {
+    dispatch(instruction_set, Decode::<E, false>::new(elements, values));
 }
 
 /// Writes values as elements of two or four bytes.
-pub(super) fn narrow_to<E: Elements>(variant: Variant, values: &[f32], elements: &mut [u8]) {
-    encode_as::<E>(variant, values, None, elements);
+pub(super) fn narrow_to<E: Elements>(
+    instruction_set: InstructionSet,
+    values: &[f32],
+    elements: &mut [u8],
+) {
+    encode_as::<E>(instruction_set, values, None, elements);
 }

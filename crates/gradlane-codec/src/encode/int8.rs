@@ -7,7 +7,7 @@
 mod kernel;
 mod oracle;
 
-use super::bucketed::Quantizer;
+use super::bucket_quantizer::Quantizer;
 use super::lanes::Lanes;
 use super::source::Source;
 use super::Place;

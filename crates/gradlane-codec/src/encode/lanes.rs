@@ -17,8 +17,8 @@ mod wide;
 pub(super) use wide::{Mask, Wide, Words, WIDTH};
 
 use crate::element::{Bf16, Register, Storage, F16};
-use crate::variant::Instructions;
-use crate::Variant;
+use crate::instruction_set::Instructions;
+use crate::InstructionSet;
 
 /// A register of f32 whose bits can be computed with.
 ///
@@ -142,20 +142,20 @@ pub(super) trait Work {
         Bf16: Storage<R>;
 }
 
-/// Does work with the kernels of a variant.
-pub(super) fn dispatch<W: Work>(variant: Variant, work: W) -> W::Output {
-    match variant.instructions() {
+/// Does work with the kernels for an instruction set.
+pub(super) fn dispatch<W: Work>(instruction_set: InstructionSet, work: W) -> W::Output {
+    match instruction_set.instructions() {
         Instructions::Scalar => work.run_plainly(),
         // Without products and maxima of words, registers of SSE2 gain little.
         #[cfg(target_arch = "x86_64")]
         Instructions::Sse2 => work.run_plainly(),
-        // SAFETY: a variant exists only where its instructions do.
+        // SAFETY: an `InstructionSet` exists only where its instructions do.
         #[cfg(target_arch = "x86_64")]
         Instructions::Avx2 => unsafe { with_avx2(work) },
-        // SAFETY: a variant exists only where its instructions do.
+        // SAFETY: an `InstructionSet` exists only where its instructions do.
         #[cfg(target_arch = "x86_64")]
         Instructions::Avx512 => unsafe { with_avx512(work) },
-        // SAFETY: a variant exists only where its instructions do.
+        // SAFETY: an `InstructionSet` exists only where its instructions do.
         #[cfg(target_arch = "aarch64")]
         Instructions::Neon => unsafe { with_neon(work) },
     }

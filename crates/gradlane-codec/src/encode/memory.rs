@@ -6,7 +6,7 @@
 
 use super::cast::{narrow_to, widen_from};
 use crate::element::{Bf16, F16, F32};
-use crate::{FloatDtype, Variant};
+use crate::{FloatDtype, InstructionSet};
 
 /// Reads elements of a dtype as f32.
 ///
@@ -16,9 +16,9 @@ use crate::{FloatDtype, Variant};
 pub fn widen(dtype: FloatDtype, elements: &[u8], values: &mut [f32]) {
     assert_eq!(elements.len(), values.len() * dtype.element_bytes(), "{dtype} elements to widen");
     match dtype {
-        FloatDtype::F32 => widen_from::<F32>(Variant::active(), elements, values),
-        FloatDtype::F16 => widen_from::<F16>(Variant::active(), elements, values),
-        FloatDtype::Bf16 => widen_from::<Bf16>(Variant::active(), elements, values),
+        FloatDtype::F32 => widen_from::<F32>(InstructionSet::active(), elements, values),
+        FloatDtype::F16 => widen_from::<F16>(InstructionSet::active(), elements, values),
+        FloatDtype::Bf16 => widen_from::<Bf16>(InstructionSet::active(), elements, values),
         #[allow(clippy::cast_possible_truncation)]
         FloatDtype::F64 => {
             for (value, bytes) in values.iter_mut().zip(elements.as_chunks().0) {
@@ -36,9 +36,9 @@ pub fn widen(dtype: FloatDtype, elements: &[u8], values: &mut [f32]) {
 pub fn narrow(dtype: FloatDtype, values: &[f32], elements: &mut [u8]) {
     assert_eq!(elements.len(), values.len() * dtype.element_bytes(), "{dtype} elements to narrow");
     match dtype {
-        FloatDtype::F32 => narrow_to::<F32>(Variant::active(), values, elements),
-        FloatDtype::F16 => narrow_to::<F16>(Variant::active(), values, elements),
-        FloatDtype::Bf16 => narrow_to::<Bf16>(Variant::active(), values, elements),
+        FloatDtype::F32 => narrow_to::<F32>(InstructionSet::active(), values, elements),
+        FloatDtype::F16 => narrow_to::<F16>(InstructionSet::active(), values, elements),
+        FloatDtype::Bf16 => narrow_to::<Bf16>(InstructionSet::active(), values, elements),
         FloatDtype::F64 => {
             for (value, bytes) in values.iter().zip(elements.as_chunks_mut().0) {
                 *bytes = f64::from(*value).to_ne_bytes();

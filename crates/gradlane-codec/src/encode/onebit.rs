@@ -8,7 +8,7 @@ mod kernel;
 mod oracle;
 mod words;
 
-use super::bucketed::Quantizer;
+use super::bucket_quantizer::Quantizer;
 use super::lanes::Lanes;
 use super::source::Source;
 use super::{Packing, Place};

@@ -13,7 +13,7 @@ mod sums;
 
 pub use sums::IntegerSums;
 
-use super::bucketed::Quantizer;
+use super::bucket_quantizer::Quantizer;
 use super::lanes::Lanes;
 use super::source::Source;
 use super::{draw::Draws, Levels, Norm, Place, QsgdOptions};

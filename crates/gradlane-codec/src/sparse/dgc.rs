@@ -11,8 +11,8 @@ use super::selection::count_of;
 use super::{topk, wire};
 use crate::encode::{check_arguments, Codec, CodecSpec, DecodeError, Place};
 #[cfg(target_arch = "x86_64")]
-use crate::variant::Instructions;
-use crate::Variant;
+use crate::instruction_set::Instructions;
+use crate::InstructionSet;
 
 /// Numbers that are kept for an element.
 const KEPT: usize = 2;
@@ -21,13 +21,17 @@ const KEPT: usize = 2;
 #[derive(Debug)]
 pub(crate) struct Dgc {
     spec: CodecSpec,
-    variant: Variant,
+    instruction_set: InstructionSet,
     options: DgcOptions,
 }
 
 impl Dgc {
-    pub(crate) fn new(variant: Variant, spec: &CodecSpec, options: DgcOptions) -> Dgc {
-        Dgc { spec: spec.clone(), variant, options }
+    pub(crate) fn new(
+        instruction_set: InstructionSet,
+        spec: &CodecSpec,
+        options: DgcOptions,
+    ) -> Dgc {
+        Dgc { spec: spec.clone(), instruction_set, options }
     }
 }
 
@@ -70,7 +74,7 @@ impl Codec for Dgc {
         check_arguments(self, place, values, residual.as_deref(), out);
         let count = count_of(self.options.ratio_at(place), values.len());
         let Some(residual) = residual else {
-            return topk::write_largest(self.variant, values, count, out);
+            return topk::write_largest(self.instruction_set, values, count, out);
         };
         let kept = residual.as_chunks_mut::<KEPT>().0;
         if place.leg == Place::BROADCAST {
@@ -78,9 +82,9 @@ impl Codec for Dgc {
                 kept[0] += value;
             }
         } else {
-            accumulate(self.variant, self.options.momentum, values, kept);
+            accumulate(self.instruction_set, self.options.momentum, values, kept);
         }
-        topk::send_kept(self.variant, kept, count, out)
+        topk::send_kept(self.instruction_set, kept, count, out)
     }
 
     fn decode(&self, encoded: &[u8], out: &mut [f32]) -> Result<(), DecodeError> {
@@ -93,13 +97,18 @@ impl Codec for Dgc {
 }
 
 /// Takes a step's gradient into momentum and what was not sent; each operation is rounded on its own.
-fn accumulate(variant: Variant, momentum: f32, values: &[f32], kept: &mut [[f32; KEPT]]) {
-    match variant.instructions() {
+fn accumulate(
+    instruction_set: InstructionSet,
+    momentum: f32,
+    values: &[f32],
+    kept: &mut [[f32; KEPT]],
+) {
+    match instruction_set.instructions() {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: a variant exists only where the machine has its instructions.
+        // SAFETY: an `InstructionSet` exists only where the machine has its instructions.
         Instructions::Avx2 => unsafe { accumulate_avx2(momentum, values, kept) },
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: a variant exists only where the machine has its instructions.
+        // SAFETY: an `InstructionSet` exists only where the machine has its instructions.
         Instructions::Avx512 => unsafe { accumulate_avx512(momentum, values, kept) },
         _ => accumulate_in_lanes(momentum, values, kept),
     }

@@ -7,8 +7,8 @@
 //! exponents. Both are integer arithmetic on magnitudes: all variants choose the same elements, and
 //! infinities and NaN, whose magnitudes are above all finite ones, are chosen first.
 
-use crate::variant::Instructions;
-use crate::Variant;
+use crate::instruction_set::Instructions;
+use crate::InstructionSet;
 
 /// Bits of a value's magnitude; they sort as magnitudes do, then infinity, then NaN.
 const MAGNITUDE: u32 = 0x7fff_ffff;
@@ -44,7 +44,7 @@ fn magnitude(value: f32) -> u32 {
 ///
 /// If there are fewer than `count` values, or more than positions have bits.
 pub(crate) fn select<const WIDTH: usize>(
-    variant: Variant,
+    instruction_set: InstructionSet,
     values: &[[f32; WIDTH]],
     count: usize,
 ) -> Vec<u32> {
@@ -54,9 +54,9 @@ pub(crate) fn select<const WIDTH: usize>(
         return Vec::new();
     }
     let candidates = if count.saturating_mul(WIDE_RARITY) <= values.len() {
-        reaching_block_bound::<WIDE_BLOCK, WIDTH>(variant, values, count)
+        reaching_block_bound::<WIDE_BLOCK, WIDTH>(instruction_set, values, count)
     } else if count.saturating_mul(NARROW_RARITY) <= values.len() {
-        reaching_block_bound::<NARROW_BLOCK, WIDTH>(variant, values, count)
+        reaching_block_bound::<NARROW_BLOCK, WIDTH>(instruction_set, values, count)
     } else {
         let least = histogram_bound(values, count);
         let mut found = Vec::with_capacity(count.saturating_add(count / 8));
@@ -96,12 +96,12 @@ fn largest_of<const WIDTH: usize>(
 /// Positions of values in blocks that reach the `count`-th largest maximum of a block, and that
 /// reach it themselves.
 fn reaching_block_bound<const BLOCK: usize, const WIDTH: usize>(
-    variant: Variant,
+    instruction_set: InstructionSet,
     values: &[[f32; WIDTH]],
     count: usize,
 ) -> Vec<u32> {
     let mut maxima = vec![0; values.len().div_ceil(BLOCK)];
-    block_maxima::<BLOCK, WIDTH>(variant, values, &mut maxima);
+    block_maxima::<BLOCK, WIDTH>(instruction_set, values, &mut maxima);
     let mut ranked = maxima.clone();
     let (_, &mut least, _) = ranked.select_nth_unstable_by(count - 1, |one, other| other.cmp(one));
     let mut found = Vec::with_capacity(2 * count);
@@ -151,11 +151,11 @@ fn histogram_bound<const WIDTH: usize>(values: &[[f32; WIDTH]], count: usize) ->
 
 /// Writes the largest magnitude of each block; the last block may be shorter.
 fn block_maxima<const BLOCK: usize, const WIDTH: usize>(
-    variant: Variant,
+    instruction_set: InstructionSet,
     values: &[[f32; WIDTH]],
     maxima: &mut [u32],
 ) {
-    match variant.instructions() {
+    match instruction_set.instructions() {
         Instructions::Scalar => {
             for (block, largest) in values.chunks(BLOCK).zip(maxima) {
                 *largest = block.iter().map(|value| magnitude(value[0])).max().unwrap_or(0);
@@ -164,10 +164,10 @@ fn block_maxima<const BLOCK: usize, const WIDTH: usize>(
         #[cfg(target_arch = "x86_64")]
         Instructions::Sse2 => block_maxima_in_lanes::<BLOCK, WIDTH>(values, maxima),
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: a variant exists only where the machine has its instructions.
+        // SAFETY: an `InstructionSet` exists only where the machine has its instructions.
         Instructions::Avx2 => unsafe { block_maxima_avx2::<BLOCK, WIDTH>(values, maxima) },
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: a variant exists only where the machine has its instructions.
+        // SAFETY: an `InstructionSet` exists only where the machine has its instructions.
         Instructions::Avx512 => unsafe { block_maxima_avx512::<BLOCK, WIDTH>(values, maxima) },
         #[cfg(target_arch = "aarch64")]
         Instructions::Neon => block_maxima_in_lanes::<BLOCK, WIDTH>(values, maxima),
@@ -238,9 +238,9 @@ mod tests {
 
     fn check(values: &[f32], count: usize) {
         let expected = oracle(values, count);
-        for variant in Variant::available() {
-            let found = select(variant, values.as_chunks::<1>().0, count);
-            assert_eq!(found, expected, "{}", variant.name());
+        for instruction_set in InstructionSet::available() {
+            let found = select(instruction_set, values.as_chunks::<1>().0, count);
+            assert_eq!(found, expected, "{}", instruction_set.name());
         }
     }
 
@@ -258,8 +258,8 @@ mod tests {
         let mut values = vec![1.0; 1_000];
         values[999] = f32::NAN;
         values[500] = f32::NEG_INFINITY;
-        for variant in Variant::available() {
-            assert_eq!(select(variant, values.as_chunks::<1>().0, 2), [500, 999]);
+        for instruction_set in InstructionSet::available() {
+            assert_eq!(select(instruction_set, values.as_chunks::<1>().0, 2), [500, 999]);
         }
         check(&values, 3);
     }

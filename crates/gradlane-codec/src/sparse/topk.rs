@@ -5,20 +5,24 @@ use super::selection::{count_of, select};
 use super::wire;
 use crate::encode::{check_arguments, Codec, CodecSpec, DecodeError, Place};
 #[cfg(target_arch = "x86_64")]
-use crate::variant::Instructions;
-use crate::Variant;
+use crate::instruction_set::Instructions;
+use crate::InstructionSet;
 
 /// The codec `topk`.
 #[derive(Debug)]
 pub(crate) struct Topk {
     spec: CodecSpec,
-    variant: Variant,
+    instruction_set: InstructionSet,
     options: TopkOptions,
 }
 
 impl Topk {
-    pub(crate) fn new(variant: Variant, spec: &CodecSpec, options: TopkOptions) -> Topk {
-        Topk { spec: spec.clone(), variant, options }
+    pub(crate) fn new(
+        instruction_set: InstructionSet,
+        spec: &CodecSpec,
+        options: TopkOptions,
+    ) -> Topk {
+        Topk { spec: spec.clone(), instruction_set, options }
     }
 }
 
@@ -57,10 +61,10 @@ impl Codec for Topk {
         check_arguments(self, place, values, residual.as_deref(), out);
         let count = count_of(self.options.ratio_at(place), values.len());
         let Some(residual) = residual else {
-            return write_largest(self.variant, values, count, out);
+            return write_largest(self.instruction_set, values, count, out);
         };
-        add(self.variant, residual, values);
-        send_kept(self.variant, residual.as_chunks_mut::<1>().0, count, out)
+        add(self.instruction_set, residual, values);
+        send_kept(self.instruction_set, residual.as_chunks_mut::<1>().0, count, out)
     }
 
     fn decode(&self, encoded: &[u8], out: &mut [f32]) -> Result<(), DecodeError> {
@@ -74,24 +78,24 @@ impl Codec for Topk {
 
 /// Writes the largest values, of which nothing is kept; gives the bytes that they take.
 pub(super) fn write_largest(
-    variant: Variant,
+    instruction_set: InstructionSet,
     values: &[f32],
     count: usize,
     out: &mut [u8],
 ) -> usize {
     let values = values.as_chunks::<1>().0;
-    wire::write(values, &select(variant, values, count), out)
+    wire::write(values, &select(instruction_set, values, count), out)
 }
 
 /// Writes the largest of what is kept, by the first number of each element, and forgets what was
 /// written; gives the bytes that it takes.
 pub(super) fn send_kept<const WIDTH: usize>(
-    variant: Variant,
+    instruction_set: InstructionSet,
     kept: &mut [[f32; WIDTH]],
     count: usize,
     out: &mut [u8],
 ) -> usize {
-    let chosen = select(variant, kept, count);
+    let chosen = select(instruction_set, kept, count);
     let used = wire::write(kept, &chosen, out);
     // What is not finite was chosen first; if there is more of it, the rest is dropped.
     if chosen.iter().any(|&at| !kept[at as usize][0].is_finite()) {
@@ -116,13 +120,13 @@ pub(super) fn decode_add(encoded: &[u8], sum: &mut [f32]) -> Result<(), DecodeEr
 }
 
 /// `sum += values`, each addition rounded on its own.
-fn add(variant: Variant, sum: &mut [f32], values: &[f32]) {
-    match variant.instructions() {
+fn add(instruction_set: InstructionSet, sum: &mut [f32], values: &[f32]) {
+    match instruction_set.instructions() {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: a variant exists only where the machine has its instructions.
+        // SAFETY: an `InstructionSet` exists only where the machine has its instructions.
         Instructions::Avx2 => unsafe { add_avx2(sum, values) },
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: a variant exists only where the machine has its instructions.
+        // SAFETY: an `InstructionSet` exists only where the machine has its instructions.
         Instructions::Avx512 => unsafe { add_avx512(sum, values) },
         _ => add_in_lanes(sum, values),
     }

@@ -1,7 +1,7 @@
 //! The oracle of min-max: one value after another, as the definition says.
 
 use super::{CODE_MAX, FRONT_BYTES};
-use crate::encode::bucketed::wanted;
+use crate::encode::bucket_quantizer::wanted;
 use crate::encode::qsgd::SCALE_MIN;
 
 /// Encodes a bucket of at least one value.

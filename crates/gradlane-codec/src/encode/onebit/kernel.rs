@@ -3,7 +3,7 @@
 //! Bits are written while the averages are summed up; only a residual asks for a second pass.
 
 use super::{average, AVERAGES_BYTES, RUN};
-use crate::encode::bucketed::in_pairs;
+use crate::encode::bucket_quantizer::in_pairs;
 use crate::encode::lanes::{Lanes, Mask, Wide, WIDTH};
 use crate::encode::source::{Source, AHEAD};
 

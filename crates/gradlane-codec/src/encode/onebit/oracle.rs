@@ -1,7 +1,7 @@
 //! The oracle of 1-bit SGD: one value after another, as the definition says.
 
 use super::{average, AVERAGES_BYTES, RUN};
-use crate::encode::bucketed::{in_pairs, wanted};
+use crate::encode::bucket_quantizer::{in_pairs, wanted};
 
 /// Encodes a bucket of at least one value.
 pub(super) fn encode(values: &[f32], mut residual: Option<&mut [f32]>, out: &mut [u8]) {

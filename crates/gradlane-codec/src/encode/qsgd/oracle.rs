@@ -1,7 +1,7 @@
 //! The oracle of QSGD: one value after another, as the definition says.
 
 use super::{Draws, Levels, Norm, Qsgd, SCALE_BYTES, SCALE_MIN};
-use crate::encode::bucketed::{in_pairs, wanted};
+use crate::encode::bucket_quantizer::{in_pairs, wanted};
 
 /// Encodes a bucket of at least one value.
 pub(super) fn encode(

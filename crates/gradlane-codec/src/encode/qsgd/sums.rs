@@ -7,20 +7,20 @@
 use super::fields::{Layout, WIDTH_MAX};
 use super::{kernel, oracle, Qsgd, SCALE_BYTES};
 use crate::element::{Bf16, Storage, F16};
-use crate::encode::bucketed::wanted;
+use crate::encode::bucket_quantizer::wanted;
 use crate::encode::draw::Draws;
 use crate::encode::lanes::{dispatch, Lanes, Work};
 use crate::encode::source::Source;
 use crate::encode::{CodecSpec, DecodeError, Method, Place, RingSums};
-use crate::Variant;
+use crate::InstructionSet;
 
 /// Sums of `qsgd` codes over the ranks of a ring, for one tensor.
 ///
 /// Values and residuals are those of a range of the tensor that begins with a bucket; encodings of
-/// parts that are cut at buckets follow one another. The bits are the same for every [`Variant`].
+/// parts that are cut at buckets follow one another. The bits are the same for every [`InstructionSet`].
 #[derive(Clone, Copy, Debug)]
 pub struct IntegerSums {
-    variant: Variant,
+    instruction_set: InstructionSet,
     qsgd: Qsgd,
     /// Elements of a bucket.
     bucket: usize,
@@ -36,16 +36,16 @@ impl IntegerSums {
     ///
     /// When a sum of one code a rank does not fit; the text says what would.
     pub fn new(spec: &CodecSpec, ranks: u32) -> Result<Option<IntegerSums>, String> {
-        IntegerSums::with(Variant::active(), spec, ranks)
+        IntegerSums::with(InstructionSet::active(), spec, ranks)
     }
 
-    /// [`IntegerSums::new`] with the kernels of a given variant: the bits are the same.
+    /// [`IntegerSums::new`] with the kernels for a given instruction set: the bits are the same.
     ///
     /// # Errors
     ///
     /// As for [`IntegerSums::new`].
     pub fn with(
-        variant: Variant,
+        instruction_set: InstructionSet,
         spec: &CodecSpec,
         ranks: u32,
     ) -> Result<Option<IntegerSums>, String> {
@@ -63,7 +63,7 @@ impl IntegerSums {
             ));
         }
         let bucket = options.bucket as usize;
-        Ok(Some(IntegerSums { variant, qsgd: Qsgd::new(options), bucket, ranks, width }))
+        Ok(Some(IntegerSums { instruction_set, qsgd: Qsgd::new(options), bucket, ranks, width }))
     }
 
     /// Bits of a sum.
@@ -97,7 +97,7 @@ impl IntegerSums {
     pub fn enlarge(&self, values: &[f32], residual: Option<&[f32]>, scales: &mut [u8]) {
         assert_eq!(scales.len(), self.scale_bytes(values.len()), "a scale for every bucket");
         assert!(residual.is_none_or(|it| it.len() == values.len()), "a residual for every value");
-        dispatch(self.variant, Enlarge { sums: self, values, residual, scales });
+        dispatch(self.instruction_set, Enlarge { sums: self, values, residual, scales });
     }
 
     /// Sums of nothing, with these scales.
@@ -146,7 +146,7 @@ impl IntegerSums {
         assert_eq!(place.first_element % self.bucket as u64, 0, "a slice begins with a bucket");
         let fits = residual.as_ref().is_none_or(|it| it.len() == values.len());
         assert!(fits, "a residual for every value");
-        dispatch(self.variant, Add { sums: self, place, values, residual, out: sums })
+        dispatch(self.instruction_set, Add { sums: self, place, values, residual, out: sums })
     }
 
     /// The means that the sums of all ranks stand for.
@@ -156,7 +156,7 @@ impl IntegerSums {
     /// [`DecodeError`] when the bytes are no sums of as many elements as `out` has.
     pub fn mean(&self, sums: &[u8], out: &mut [f32]) -> Result<(), DecodeError> {
         check(out.len(), self.sum_bytes(out.len()), sums.len())?;
-        dispatch(self.variant, Means { of: self, sums, out });
+        dispatch(self.instruction_set, Means { of: self, sums, out });
         Ok(())
     }
 

@@ -1,0 +1,67 @@
+//! Training goes on when ranks are lost: clusters whose ranks are killed, stopped and cut off from each other
+//! at any moment, in virtual time. Whatever is lost and when, those that are left finish every step with
+//! the same bits, and each mean is over one membership.
+//!
+//! `GRADLANE_SWARM=1000000` runs as many seeds (`make swarm`), `GRADLANE_SWARM_FIRST=N` begins with seed N;
+//! a failure prints its own.
+
+mod world;
+
+use world::{Fault, Setting, World};
+
+/// A number from the environment.
+fn number(variable: &str) -> Option<u64> {
+    std::env::var(variable).ok().and_then(|it| it.parse().ok())
+}
+
+#[test]
+fn nothing_is_lost_when_nothing_fails() {
+    for seed in 0..20 {
+        let mut world = World::new(&Setting::drawn(seed), seed);
+        world.run();
+        world.check(seed);
+        assert!(world.memberships().len() == 1, "seed {seed}");
+    }
+}
+
+#[test]
+fn swarm_of_faults() {
+    let first = number("GRADLANE_SWARM_FIRST").unwrap_or(0);
+    for seed in first..first + number("GRADLANE_SWARM").unwrap_or(10_000) {
+        World::with_drawn_faults(seed).run_and_check(seed);
+        if seed % 100_000 == 99_999 {
+            eprintln!("{} seeds", seed + 1);
+        }
+    }
+}
+
+#[test]
+fn every_moment_at_which_any_rank_can_die() {
+    let setting = Setting::small();
+    let mut world = World::new(&setting, 1);
+    world.run();
+    world.check(1);
+    let actions = world.actions();
+    let stride = if number("GRADLANE_SWARM").is_some() { 1 } else { 7 };
+    for rank in 0..setting.ranks {
+        for action in (u64::from(rank)..actions).step_by(stride) {
+            let mut world = World::new(&setting, 1);
+            world.plan_fault(action, Fault::Kill(rank));
+            world.run();
+            world.check(action);
+        }
+    }
+}
+
+#[test]
+fn a_network_that_mixes_memberships_is_found() {
+    let found = (0..1_000).find(|&seed| {
+        let run = || {
+            let mut world = World::with_drawn_faults(seed);
+            world.mix_memberships();
+            world.run_and_check(seed);
+        };
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err()
+    });
+    assert!(found.is_some(), "frames of an old membership were taken, and nobody noticed");
+}

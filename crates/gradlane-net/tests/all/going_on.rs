@@ -1,0 +1,199 @@
+//! Training goes on over sockets when ranks are lost: those that are left have the same bits in every step, and
+//! each slice is the mean over the ranks of before or of after.
+
+use crate::support::{
+    contribute, deadline, each_rank, listeners, options, plan, run_step, specs, tensor, value,
+    world, world_at, world_with, Proxy, Tensor,
+};
+use gradlane_net::{Channel, ChannelOptions, GoingOnOptions, MembershipEvent};
+use gradlane_units::{Dtype, Rank, Step, TensorId};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+const STEPS: u64 = 12;
+
+fn goes_on(options: &mut ChannelOptions) {
+    options.going_on = Some(GoingOnOptions { min_ranks: 1, collect_s: 0.2, answer_s: 5.0 });
+}
+
+fn model() -> Vec<gradlane_engine::TensorSpec> {
+    vec![tensor("weight", 40_000, Dtype::F32), tensor("bias", 10, Dtype::F32)]
+}
+
+/// Steps until the last one; the tensors of each.
+fn train(channel: &Channel, first: u64, last: u64) -> Vec<Vec<Tensor>> {
+    (first..=last).map(|step| run_step(channel, step).expect("a step")).collect()
+}
+
+/// The members that training goes on with at the end.
+fn members(channel: &Channel) -> Vec<u32> {
+    let changes = channel.take_changes().expect("the session goes on");
+    let last = changes.into_iter().rev().find_map(|event| match event {
+        MembershipEvent::Changed { members, .. } => Some(members),
+        MembershipEvent::ClaimNeeded { .. } => None,
+    });
+    last.expect("a change").into_iter().map(|rank| rank.0).collect()
+}
+
+fn mean_over(ranks: &[u32], step: u64, tensor: usize, element: u64) -> f32 {
+    let values = ranks.iter().map(|&rank| value(rank, step, tensor, element));
+    values.reduce(|sum, next| sum + next).expect("ranks") / ranks.len() as f32
+}
+
+/// Checks the tensors of all ranks that are left, step by step from 1 on.
+fn check(plan_of: &Channel, all: &[Vec<Vec<Tensor>>], before: &[u32], after: &[u32]) {
+    let mut is_after = false;
+    for step in 1..=STEPS {
+        let of_step = |steps: &Vec<Vec<Tensor>>| {
+            steps[step as usize - 1].iter().map(|it| it.bytes.clone()).collect::<Vec<_>>()
+        };
+        let first = of_step(&all[0]);
+        assert!(all.iter().all(|steps| of_step(steps) == first), "step {step} differs by rank");
+        let plan = plan_of.plan();
+        let mut all_after = true;
+        for (index, bytes) in first.iter().enumerate() {
+            for slice in plan.slices_of(TensorId(index as u32)).map(|id| *plan.slice(id)) {
+                let found = |element: u64| {
+                    let at = element as usize * 4;
+                    f32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
+                };
+                let is_over = |ranks: &[u32]| {
+                    let mut elements = slice.start..slice.start + slice.length;
+                    elements.all(|it| {
+                        found(it).to_bits() == mean_over(ranks, step, index, it).to_bits()
+                    })
+                };
+                let over_after = is_over(after);
+                assert!(over_after || (!is_after && is_over(before)), "step {step}, {slice:?}");
+                all_after &= over_after;
+            }
+        }
+        is_after |= all_after;
+    }
+    assert!(is_after, "the lost rank was never missed");
+}
+
+/// Four ranks, of which one gives up in the middle of a step.
+fn without(lost: u32, strategy: &str, seal: bool) {
+    let plan = plan(model(), strategy, 1_000, 4);
+    let channels = world_with("127.0.0.1", 4, &plan, |options| {
+        goes_on(options);
+        options.seal = seal;
+    });
+    let results = each_rank(channels, move |channel| {
+        run_step(&channel, 0).expect("step 0");
+        if channel.rank().0 == lost {
+            let mut tensors = train(&channel, 1, 4);
+            tensors.push(contribute(&channel, 5).expect("gradients"));
+            channel.abort("it was killed");
+            return None;
+        }
+        let tensors = train(&channel, 1, STEPS);
+        let members = members(&channel);
+        channel.finish(Duration::from_secs(20), &mut deadline()).expect("a good end");
+        Some((channel, tensors, members))
+    });
+    let left: Vec<_> = results.into_iter().flatten().collect();
+    let after: Vec<u32> = (0..4).filter(|&rank| rank != lost).collect();
+    assert_eq!(left.len(), 3);
+    assert!(left.iter().all(|(_, _, members)| *members == after));
+    let (channels, rest): (Vec<_>, Vec<_>) =
+        left.into_iter().map(|(channel, tensors, _)| (channel, tensors)).unzip();
+    check(&channels[0], &rest, &[0, 1, 2, 3], &after);
+}
+
+#[test]
+fn three_ranks_go_on_without_the_fourth() {
+    without(3, "p3", false);
+}
+
+#[test]
+fn three_ranks_go_on_without_rank_0_over_sealed_connections() {
+    without(0, "wfbp", true);
+}
+
+#[test]
+fn a_silent_rank_is_left_out_and_ends() {
+    let (listeners, addresses) = listeners("127.0.0.1", 3);
+    // Ranks call those below them: all of rank 0's connections pass the proxy.
+    let proxy = Proxy::start(&addresses[0]);
+    let mut seen = addresses;
+    seen[0] = proxy.address;
+    let plan = plan(model(), "p3", 1_000, 3);
+    let channels = world_at(listeners, &seen, &plan, |options| {
+        goes_on(options);
+        options.silence_timeout_s = 1.0;
+    });
+    let stalled = proxy.stalled;
+    let results = each_rank(channels, move |channel| {
+        run_step(&channel, 0).expect("step 0");
+        let mut tensors = train(&channel, 1, 3);
+        if channel.rank() == Rank(1) {
+            stalled.store(true, Ordering::SeqCst);
+        }
+        for step in 4..=STEPS {
+            match run_step(&channel, step) {
+                Ok(step) => tensors.push(step),
+                Err(error) => return Err(error.to_string()),
+            }
+        }
+        let members = members(&channel);
+        channel.finish(Duration::from_secs(20), &mut deadline()).expect("a good end");
+        Ok((channel, tensors, members))
+    });
+    let mut left = Vec::new();
+    for (rank, result) in results.into_iter().enumerate() {
+        match result {
+            Err(error) => {
+                assert_eq!(rank, 0, "{error}");
+                assert!(error.contains("no majority") && error.contains("rank 1"), "{error}");
+            }
+            Ok((channel, tensors, members)) => {
+                assert_eq!(members, [1, 2]);
+                left.push((channel, tensors));
+            }
+        }
+    }
+    let (channels, rest): (Vec<_>, Vec<_>) = left.into_iter().unzip();
+    check(&channels[0], &rest, &[0, 1, 2], &[1, 2]);
+}
+
+#[test]
+fn the_register_decides_between_two_ranks() {
+    let plan = plan(model(), "p3", 1_000, 2);
+    let channels = world_with("127.0.0.1", 2, &plan, goes_on);
+    each_rank(channels, |channel| {
+        train(&channel, 0, 3);
+        if channel.rank() == Rank(0) {
+            return channel.abort("it was killed");
+        }
+        let gradients = contribute(&channel, 4).expect("gradients");
+        let mut deadline = deadline();
+        let asked = channel.next_changes(&mut deadline).expect("a claim");
+        let [MembershipEvent::ClaimNeeded { generation: 1, value }] = &asked[..] else {
+            panic!("{asked:?}");
+        };
+        channel.answer_claim(1, Some(value.clone()));
+        channel.wait_step(Step(4), &mut deadline).expect("the step");
+        drop(gradients);
+        train(&channel, 5, STEPS);
+        assert_eq!(members(&channel), [1]);
+        channel.finish(Duration::from_secs(20), &mut deadline).expect("a good end");
+    });
+}
+
+#[test]
+fn what_cannot_go_on_is_refused_by_name() {
+    let ring = plan(model(), "ring", 1_000, 2);
+    let options = ChannelOptions {
+        going_on: Some(GoingOnOptions { min_ranks: 1, collect_s: 0.2, answer_s: 5.0 }),
+        ..options(0, 2)
+    };
+    let listener = gradlane_net::Listener::bind("127.0.0.1", 0..=0).expect("a port");
+    let peers = ["127.0.0.1:1".to_owned(), "127.0.0.1:2".to_owned()];
+    let refused = Channel::connect(listener, &options, &ring, &peers, b"", &mut || false);
+    let error = refused.err().map(|error| error.to_string()).unwrap_or_default();
+    assert!(error.contains("cannot go on") && error.contains("scheme ring"), "{error}");
+    let channels = world(1, &plan(model(), "p3", 1_000, 1));
+    assert!(!channels[0].goes_on() && !specs(&channels[0]).is_empty());
+}

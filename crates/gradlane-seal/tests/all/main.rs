@@ -1,0 +1,5 @@
+//! Tests of sealing without sockets.
+
+mod frames;
+mod handshakes;
+mod samples;

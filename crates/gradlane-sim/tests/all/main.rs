@@ -1,0 +1,10 @@
+//! Tests of the simulator.
+
+mod cluster;
+mod codecs;
+mod golden;
+mod nodes;
+mod ring_fused;
+mod schemes;
+mod serving;
+mod straggling;
