@@ -18,6 +18,7 @@ without a fault."""
 _AT_ONCE = 4
 
 
+@pytest.mark.slow
 @needs_core
 def test_faults_of_every_kind(programs: ForkedPrograms) -> None:
     with Campaign(programs, why_no_namespaces()) as campaign:

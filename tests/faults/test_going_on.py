@@ -33,6 +33,7 @@ LOST = 1
 RANKS = 3
 
 
+@pytest.mark.slow
 @needs_core
 def test_trainings_go_on(programs: ForkedPrograms) -> None:
     with GoingOnCampaign(programs, why_no_namespaces()) as campaign:
