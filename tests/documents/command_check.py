@@ -174,7 +174,8 @@ def _cargo(words: list[str]) -> str | None:
     for option, value in pairwise(words):
         if option == "-p" and not (ROOT / "crates" / value).is_dir():
             return f"there is no package {value}"
-        if option == "--test" and not list((ROOT / "crates").glob(f"*/tests/{value}.rs")):
+        tests = [f"*/tests/{value}.rs", f"*/tests/{value}/main.rs"]
+        if option == "--test" and not any(list((ROOT / "crates").glob(one)) for one in tests):
             return f"there is no test {value}"
         targets = list((ROOT / "fuzz").rglob(f"{value}.rs"))
         if option == "run" and "fuzz" in words and not targets:

@@ -96,6 +96,10 @@ class World:
         self.lost: set[int] = set()
         self.steps: dict[int, int] = {}
         self.changes: list[tuple[str, int, list[int], int, str]] = []
+        self.change_steps: list[int] = []
+        """By change, the latest step of those that are left."""
+        self.claims = False
+        """Whether half of the ranks has asked the job's store and was not answered yet."""
         self.used: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         """The ranks that the two halves of each mean are over, by step and tensor."""
 
@@ -131,15 +135,19 @@ class World:
             self.lost.add(rank)
             if not self.alive:
                 return
-            kind = "claim" if 2 * len(self.alive) == before else "members"
-            generation, members, step, reason = self.next_members(reason)
-            if kind == "claim":
-                self.changes.append((kind, generation, [], 0, str(members)))
+            change = self.next_members(reason)
+            if 2 * len(self.alive) == before:
+                self.claims = True
+                self.tell("claim", change[0], [], 0, str(change[1]))
             else:
-                self.changes.append((kind, generation, members, step, reason))
-            if kind == "members":
-                self.settle()
-            self.changed.notify_all()
+                self.tell("members", *change)
+
+    def tell(self, kind: str, *change: Any) -> None:
+        """Tell all that are left of a change."""
+        self.changes.append((kind, *change))
+        self.change_steps.append(max(self.steps[rank] for rank in self.alive))
+        self.settle()
+        self.changed.notify_all()
 
     def next_members(self, reason: str) -> tuple[int, list[int], int, str]:
         generation = 1 + sum(kind == "members" for kind, *_ in self.changes)
@@ -172,6 +180,8 @@ class World:
         current = self.round(step)
         lent = current.lent.get(tensor, {})
         if any(rank not in lent for rank in self.alive) or (step > 0 and tensor in self.held):
+            return
+        if self.claims:
             return
         serves = self.plan["update"] == "server" and step > 0
         if tensor not in current.ready:
@@ -353,6 +363,8 @@ class FakeChannel:
         self._check()
         assert step == self.step + 1, (step, self.step)
         assert step == 0 or self._complete(step - 1)
+        with self.world.changed:
+            self._wait_for(lambda: self._has_heard_of_changes_before(step - 2))
         self.step = step
         self.world.steps[self.rank] = step
         self.world.rounds.pop(step - 3, None)
@@ -411,6 +423,10 @@ class FakeChannel:
                 raise ChannelError("the session is over", self.step, None)
             return rows
 
+    def _has_heard_of_changes_before(self, step: int) -> bool:
+        """Steps of a test take less time than a thread to wake up; those of a training do not."""
+        return all(made >= step for made in self.world.change_steps[self.changes_seen :])
+
     def is_over(self) -> bool:
         world = self.world
         return bool(world.failure) or self.rank in world.finished or self.rank in world.lost
@@ -420,9 +436,8 @@ class FakeChannel:
             self.world.fail(f"the other half may go on: the store holds {text}", None)
             return
         with self.world.changed:
-            self.world.changes.append(("members", *self.world.next_members("claimed")))
-            self.world.settle()
-            self.world.changed.notify_all()
+            self.world.claims = False
+            self.world.tell("members", *self.world.next_members("claimed"))
 
     def take_blocks(self, tensor: int, step: int) -> FakeBlocks | None:
         self._check()

@@ -16,6 +16,7 @@ from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.rendezvous.membership import MembershipChange
 from tests.training.model.fake_core import FakeCore, World
 from tests.training.model.ranks import run_ranks
+from tests.waiting import eventually
 
 LAST_STEP = 7
 FATAL_STEP = 3
@@ -371,6 +372,7 @@ def test_calls_that_need_all_ranks_are_refused_after_a_loss() -> None:
         loss_of(model, session.rank, 1).backward()
         optimizer.step()
         session.synchronize()
+        assert eventually(lambda: bool(session.metrics()["lost"]))
         for call in (session.probe, lambda: session.exchange(1)):
             with pytest.raises(gradlane.UsageError, match="after rank 0 was lost"):
                 call()
