@@ -334,6 +334,7 @@ class FakeChannel:
         self.measured = (0, -1)
         self.added_to: core.SquareSum | None = None
         self.changes_seen = 0
+        self.changes_noted = 0
         with world.changed:
             world.joined.add(rank)
             world.changed.notify_all()
@@ -364,7 +365,7 @@ class FakeChannel:
         assert step == self.step + 1, (step, self.step)
         assert step == 0 or self._complete(step - 1)
         with self.world.changed:
-            self._wait_for(lambda: self._has_heard_of_changes_before(step - 2))
+            self._wait_for(lambda: self._has_noted_changes_before(step - 1))
         self.step = step
         self.world.steps[self.rank] = step
         self.world.rounds.pop(step - 3, None)
@@ -416,6 +417,9 @@ class FakeChannel:
     def next_changes(self, *, wait: bool = True) -> list[tuple[str, int, list[int], int, str]]:
         world = self.world
         with world.changed:
+            # Whoever asks for more has noted what it was told before.
+            self.changes_noted = self.changes_seen
+            world.changed.notify_all()
             world.changed.wait_for(lambda: len(world.changes) > self.changes_seen or self.is_over())
             rows = world.changes[self.changes_seen :]
             self.changes_seen += len(rows)
@@ -423,9 +427,9 @@ class FakeChannel:
                 raise ChannelError("the session is over", self.step, None)
             return rows
 
-    def _has_heard_of_changes_before(self, step: int) -> bool:
+    def _has_noted_changes_before(self, step: int) -> bool:
         """Steps of a test take less time than a thread to wake up; those of a training do not."""
-        return all(made >= step for made in self.world.change_steps[self.changes_seen :])
+        return all(made >= step for made in self.world.change_steps[self.changes_noted :])
 
     def is_over(self) -> bool:
         world = self.world
@@ -436,6 +440,8 @@ class FakeChannel:
             self.world.fail(f"the other half may go on: the store holds {text}", None)
             return
         with self.world.changed:
+            if not self.world.alive:
+                return
             self.world.claims = False
             self.world.tell("members", *self.world.next_members("claimed"))
 
