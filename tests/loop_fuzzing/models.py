@@ -15,8 +15,8 @@ from torch.nn.utils import weight_norm as old_weight_norm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.checkpoint import checkpoint
 
+from tests.device import DEVICE
 from tests.loop_fuzzing import description
-from tests.loop_fuzzing.device import DEVICE
 
 WIDTH = 4
 TOKENS = 3

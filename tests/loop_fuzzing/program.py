@@ -22,8 +22,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from gradlane.training.core import load_core
 from gradlane.training.model.clipping import exact_norm
+from tests.device import DEVICE
 from tests.loop_fuzzing.description import Action, Loop
-from tests.loop_fuzzing.device import DEVICE
 from tests.loop_fuzzing.models import BATCH, TOKENS, WIDTH, Stranger, build_model
 from tests.loop_fuzzing.oddities import Oddities
 from tests.loop_fuzzing.optimizers import build_optimizer, build_scheduler

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import gradlane
+from tests.device import DEVICE
 from tests.loop_fuzzing.description import Loop
-from tests.loop_fuzzing.device import DEVICE
 from tests.loop_fuzzing.odd_spans import Span, spans
 from tests.loop_fuzzing.program import Note
 from tests.loop_fuzzing.ranks import Outcome, quietly, run_ranks

@@ -128,6 +128,11 @@ class World:
     def alive(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self.lost]
 
+    @property
+    def latest_step(self) -> int:
+        """The latest step that a rank which is left has begun."""
+        return max(self.steps[rank] for rank in self.alive)
+
     def lose(self, rank: int, reason: str) -> None:
         """Go on without a rank; half of a world asks the job's store first."""
         with self.changed:
@@ -145,13 +150,13 @@ class World:
     def tell(self, kind: str, *change: Any) -> None:
         """Tell all that are left of a change."""
         self.changes.append((kind, *change))
-        self.change_steps.append(max(self.steps[rank] for rank in self.alive))
+        self.change_steps.append(self.latest_step)
         self.settle()
         self.changed.notify_all()
 
     def next_members(self, reason: str) -> tuple[int, list[int], int, str]:
         generation = 1 + sum(kind == "members" for kind, *_ in self.changes)
-        return generation, self.alive, max(self.steps[rank] for rank in self.alive), reason
+        return generation, self.alive, self.latest_step, reason
 
     def settle(self) -> None:
         for step in list(self.rounds):
@@ -179,9 +184,8 @@ class World:
         """Write a tensor's result wherever it can be written by now."""
         current = self.round(step)
         lent = current.lent.get(tensor, {})
-        if any(rank not in lent for rank in self.alive) or (step > 0 and tensor in self.held):
-            return
-        if self.claims:
+        held = self.claims or (step > 0 and tensor in self.held)
+        if held or any(rank not in lent for rank in self.alive):
             return
         serves = self.plan["update"] == "server" and step > 0
         if tensor not in current.ready:

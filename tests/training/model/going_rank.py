@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,8 @@ from torch._C._distributed_c10d import TCPStore
 
 import gradlane
 from gradlane.training.options.options import keywords_of
+from tests.device import DEVICE
 
-DEVICE = torch.device(os.environ.get("GRADLANE_TEST_DEVICE", "cpu"))
-"""Of models and batches, in tests of lost and joining ranks."""
 SIGNALS = {"sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP, "sigterm": signal.SIGTERM}
 
 
@@ -50,6 +50,14 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Any:
     batch = torch.randn(4, 64, generator=generator).to(DEVICE)
     loss: Any = (model(batch) - 1.0).square().mean()
     return loss
+
+
+def mean_over(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the mean in the order of ranks, divided on the host: CUDA divides by another rule."""
+    total = gradients[0]
+    for gradient in gradients[1:]:
+        total = total + gradient
+    return (total.cpu() / len(gradients)).to(total.device)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

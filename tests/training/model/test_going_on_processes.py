@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from tests.built import needs_core
 from tests.forked_programs import ForkedPrograms
-from tests.training.model.going_rank import Model, loss_of, optimizer_of
+from tests.training.model.going_rank import Model, loss_of, mean_over, optimizer_of
 
 pytestmark = needs_core
 
@@ -153,11 +153,7 @@ def check_reference(states: list[list[Tensor]], world_size: int, survivors: list
             # Updates write into what was loaded.
             optimizer.load_state_dict(copy.deepcopy(saved))
             for name, parameter in model.named_parameters():
-                total = gradients[ranks[0]][name]
-                for rank in ranks[1:]:
-                    total = total + gradients[rank][name]
-                # CUDA divides by another rule, and sessions divide on the host.
-                parameter.grad = (total.cpu() / len(ranks)).to(total.device)
+                parameter.grad = mean_over([gradients[rank][name] for rank in ranks])
             optimizer.step()
             after[word] = [one.detach().to("cpu", copy=True) for one in model.parameters()]
             moved[word] = copy.deepcopy(optimizer.state_dict()["state"])

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from tests.built import needs_core
 from tests.forked_programs import ForkedPrograms
-from tests.training.model.going_rank import Model, loss_of
+from tests.training.model.going_rank import Model, loss_of, mean_over
 from tests.training.model.joining_rank import (
     EPOCHS,
     STEPS_AFTER,
@@ -193,11 +193,7 @@ def check_reference(rows: list[list[Any]]) -> None:
                 [one.grad.clone() for one in model.parameters() if one.grad is not None]
             )
         for parameter, *parts in zip(model.parameters(), *gradients, strict=True):
-            total = parts[0]
-            for part in parts[1:]:
-                total = total + part
-            # CUDA divides by another rule, and sessions divide on the host.
-            parameter.grad = (total.cpu() / count).to(total.device)
+            parameter.grad = mean_over(parts)
         optimizer.step()
         scheduler.step()
         assert digest_of(model) == digest, (step, count)

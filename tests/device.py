@@ -1,13 +1,13 @@
-"""The device of all models, batches and scalers: the host, or what the environment names.
+"""The device of models, batches and scalers, in random loops and tests of lost and joining ranks.
 
-GRADLANE_STRANGERS_DEVICE=cuda python -m tests.loop_fuzzing --loops 400 --jobs 8
+GRADLANE_TEST_DEVICE=cuda python -m tests.loop_fuzzing --loops 400 --jobs 8
 """
 
 import os
 
 import torch
 
-DEVICE = torch.device(os.environ.get("GRADLANE_STRANGERS_DEVICE", "cpu"))
+DEVICE = torch.device(os.environ.get("GRADLANE_TEST_DEVICE", "cpu"))
 
 if DEVICE.type == "cuda":
     # The ranks and the reference run the same kernels on the same numbers, and bits are compared.
