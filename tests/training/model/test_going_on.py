@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -382,6 +383,31 @@ def test_calls_that_need_all_ranks_are_refused_after_a_loss() -> None:
 
     results = run_ranks(3, body, expect_errors=True, going_on=True)
     assert isinstance(results[0], DiedError) and results[1:] == [None, None]
+
+
+def test_a_rank_that_is_lost_while_the_others_prepare_anew_is_named() -> None:
+    """They wait for it in the store, whose time limit is far longer than the news takes."""
+    waiting = threading.Barrier(3)
+
+    def body(session: gradlane.Session) -> None:
+        model = Model()
+        optimizer = optimizer_of(model)
+        session.prepare(model, optimizer)
+        if session.rank == 2:
+            waiting.wait()
+            raise DiedError
+
+        def named_parameters() -> Any:
+            """Let the third rank die: this one has begun."""
+            waiting.wait()
+            return Model.named_parameters(model)
+
+        model.named_parameters = named_parameters  # type: ignore[method-assign, assignment]
+        with pytest.raises(gradlane.SessionFailedError, match=r"DiedError.*while all ranks were"):
+            session.prepare(model, optimizer)
+
+    results = run_ranks(3, body, expect_errors=True, going_on=True, connect_timeout_s=3600.0)
+    assert isinstance(results[2], DiedError) and results[:2] == [None, None]
 
 
 def test_without_going_on_nothing_is_gathered_and_a_loss_ends_all() -> None:

@@ -224,6 +224,20 @@ class Membership:
             else:
                 self.note(self._opened_with + change, members, step, reason)
 
+    def check_complete(self) -> None:
+        """Check that no rank of the connections that are open was lost.
+
+        Raises:
+            SessionFailedError: one was.
+        """
+        with self._lock:
+            if self.lacks_ranks:
+                raise SessionFailedError(
+                    f"{self._known[self.known_generation].reason}, while all ranks were to agree: "
+                    "those that are left train on, but do not connect anew; restart from the last "
+                    "checkpoint"
+                )
+
     def check_unchanged(self, world: str) -> None:
         """Check that no rank was lost of a world that is not in force yet.
 

@@ -271,6 +271,7 @@ def _assemble(core: CoreModule, options: Options, rank_info: RankInfo) -> Sessio
         for part in parts:
             if not part.has_parted:
                 check_connected(core, part.channel)
+        membership.check_complete()
 
     scopes = SessionScopes(store, rank_info, network.connect_timeout_s, ctx.deadlocks, look)
     world = World(ctx, scopes)
