@@ -137,7 +137,10 @@ class Membership:
     @property
     def rank(self) -> int:
         """This rank's place among the members; that of the start on a rank that only serves."""
-        return self.members.index(self._own) if self._own in self.members else self._own
+        # Other threads ask while the program's puts new members into force.
+        with self._lock:
+            own, members = self._own, self.members
+        return members.index(own) if own in members else own
 
     @property
     def world_size(self) -> int:
