@@ -1,0 +1,98 @@
+"""Ranks join while others, or they themselves, are killed at drawn moments, in virtual time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+
+import pytest
+
+from gradlane.training.rendezvous import incarnation, join_requests, rendezvous
+from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
+from gradlane.training.session import joining
+from tests.training.model.virtual_joins import Cluster, Connected, Context, Optimizer, Prepared
+
+FIRST = int(os.environ.get("GRADLANE_JOIN_SEED", "1"))
+COUNT = int(os.environ.get("GRADLANE_JOIN_SEEDS", "100"))
+CANARY_SEEDS = 100
+LONGEST_STEP_S = 60.0
+
+
+def run(seed: int, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """Run a training of one seed to its end."""
+    cluster = Cluster(seed, kills=seed % 3)
+    clock = cluster.clock
+    for module in (join_requests, rendezvous, incarnation):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(join_requests, "threading", clock)
+    monkeypatch.setattr(SuspendAwareDeadline.__init__, "__defaults__", (clock.monotonic,))
+    monkeypatch.setattr(joining, "connect_to_join", cluster.connect_to_join)
+    monkeypatch.setattr(joining, "attributes_of", lambda optimizer: {})
+
+    def prepared(
+        ctx: Context,
+        meet: object,
+        model: object,
+        optimizer: Optimizer,
+        defer: bool,
+        buffers: str,
+        *,
+        connected: Connected,
+        attributes: object,
+        steps_before: int,
+    ) -> Prepared:
+        return Prepared(cluster, ctx, connected, optimizer, steps_before)
+
+    monkeypatch.setattr(joining, "PreparedModel", prepared)
+    cluster.run()
+    return cluster
+
+
+def check(cluster: Cluster) -> None:
+    """Check that all that live train together, and that nobody has waited for long."""
+    alive = [one for one in cluster.processes if not one.is_killed]
+    assert not cluster.clock.failures, "\n".join(cluster.clock.failures)
+    assert len(cluster.ends) == len(alive)
+    assert len(set(cluster.ends)) == 1, cluster.ends
+    assert len(cluster.ends[0][1]) == len(alive), cluster.ends
+    assert max(one.longest_step_s for one in alive) <= LONGEST_STEP_S
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "gradlane")
+
+
+def test_ranks_join_whoever_is_killed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One or two ranks join three, and up to two of all are killed; others join in their place."""
+    for seed in range(FIRST, FIRST + COUNT):
+        cluster = run(seed, monkeypatch)
+        try:
+            check(cluster)
+        except AssertionError as error:
+            raise AssertionError(
+                f"seed {seed} (GRADLANE_JOIN_SEED={seed} GRADLANE_JOIN_SEEDS=1): {error}"
+            ) from error
+
+
+def test_members_that_do_not_agree_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The canary: each member believes that all others could connect."""
+    gather = Prepared.gather_integers
+    counts: dict[Prepared, int] = {}
+
+    def credulous(self: Prepared, values: list[int]) -> list[list[int]]:
+        found = gather(self, values)
+        if not values:
+            # Before they connect.
+            counts[self] = len(found)
+        return [values] * counts[self]
+
+    monkeypatch.setattr(Prepared, "gather_integers", credulous)
+    for seed in range(1, CANARY_SEEDS):
+        cluster = run(seed, monkeypatch)
+        with contextlib.suppress(AssertionError):
+            check(cluster)
+            continue
+        return
+    pytest.fail(f"{CANARY_SEEDS} seeds have not found it")
