@@ -1,7 +1,7 @@
 //! A scenario: a profile, a cluster and a strategy. All that a simulation depends on is in here; the
 //! same scenario gives the same report to the byte.
 
-use crate::codecs::{self, CodedTensor};
+use crate::coded_tensors::{self, CodedTensor};
 use crate::costs::{Costs, GOODPUT_SHARE, SEND_BUFFER_FLOOR_BYTES, SHARE_SPREAD};
 use crate::error::SimError;
 use crate::nodes::Nodes;
@@ -442,7 +442,7 @@ impl Scenario {
     /// [`SimError::Argument`] when none can be made, or the given one is not for this scenario.
     pub(crate) fn plan(&self, ranks: u32, specs: Vec<TensorSpec>) -> Result<Plan, SimError> {
         let Some(plan) = &self.plan else {
-            let rows = codecs::rows(specs, &self.codecs)?;
+            let rows = coded_tensors::rows(specs, &self.codecs)?;
             let tensors = rows.into_iter().map(Into::into).collect();
             let tensors = schemes::settings(tensors, self)?;
             let roles = match self.serving {

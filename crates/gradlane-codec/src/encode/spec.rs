@@ -9,8 +9,8 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
+use super::sparse::{DgcOptions, TopkOptions};
 use super::TensorShape;
-use crate::sparse::{DgcOptions, TopkOptions};
 
 /// How the scale of a bucket follows from its values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
