@@ -24,7 +24,7 @@ from gradlane.report.page import (
     write_report,
 )
 from gradlane.report.plots import Plot, Series, bar_plot, line_plot, utilization_plot
-from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.codec_options import RAW
 
 K = TypeVar("K")
 BASELINE = "ddp"

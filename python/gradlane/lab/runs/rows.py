@@ -21,7 +21,7 @@ from gradlane.formats.rates import format_rate
 from gradlane.lab.cluster.errors import LabError
 from gradlane.lab.runs.strategy import parse_strategy
 from gradlane.lab.runs.traffic import Activity, Balance
-from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.codec_options import RAW
 
 MEASURED = "measured"
 """Source of a row that was run."""

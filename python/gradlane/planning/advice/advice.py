@@ -28,7 +28,7 @@ from gradlane.planning.simulation.grid import Row
 from gradlane.planning.simulation.scenarios import DDP, RING_FUSED, SCHEME_STRATEGIES
 from gradlane.training.monitoring.summary import WORTH_A_MOVE
 from gradlane.training.node.rules import NODE_STRATEGIES
-from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.options import ASGD, RING
 
 WORTHWHILE = 0.01

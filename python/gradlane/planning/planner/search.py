@@ -23,7 +23,7 @@ from gradlane.planning.schemes.layers import Schemes
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.training.node.rules import AUTO, LEADER, OFF, SHARED
-from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.options import (
     EXACT_STRATEGIES,
     RING,

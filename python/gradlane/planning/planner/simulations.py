@@ -10,7 +10,7 @@ from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.scenarios import Cluster, run_scenario, scenario_of
 from gradlane.training.node.rules import OFF
-from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.options import SPLITTING_STRATEGIES
 from gradlane.training.plans.settings import ClusterFacts, Settings, local_of_session
 

@@ -21,7 +21,8 @@ from gradlane.planning.simulation.scenarios import (
     scenario_of,
     tensor_schemes,
 )
-from gradlane.training.options.codec_choice import RAW, CodecChoice, codec_rules
+from gradlane.training.options.codec_choice import CodecChoice, codec_rules
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.options import RING, ring_ranks
 from gradlane.training.options.stragglers import LEAVES_OUT, WAIT
 

@@ -24,7 +24,8 @@ from gradlane.planning.simulation.straggler import StragglerSpec
 from gradlane.training.node.parts import cut_into_parts
 from gradlane.training.node.rules import NODE_STRATEGIES
 from gradlane.training.options import options
-from gradlane.training.options.codec_choice import RAW, codec_rules, local_clip
+from gradlane.training.options.codec_choice import codec_rules, local_clip
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.stragglers import (
     AHEAD_STEPS,
     WAIT,

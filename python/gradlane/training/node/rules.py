@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.options import SPLITTING_STRATEGIES, Options
 
 LEADER, SHARED, OFF, AUTO = "leader", "shared", "off", "auto"

@@ -8,12 +8,12 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from gradlane.training.options.codec_choice import (
-    RAW,
     CodecArgument,
     CodecRules,
     codec_rules,
     unused_codec_option,
 )
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.going_on import GoingOn, check_going_on_world
 from gradlane.training.options.option_fields import (
     OptionGroup,
@@ -266,9 +266,9 @@ class Options:
     )
     codec: CodecRules = option(
         RAW,
-        "How gradients travel: as they are if absent; a codec such as `qsgd:bits=8`: in fewer "
-        "bytes, at a loss, but for the smallest tensors (of quantizers less than 1 % of all "
-        "parameters, of `topk` and `dgc` those of one value); a "
+        "How gradients travel: as they are if absent; a codec such as `codecs.Qsgd(bits=8)`, or "
+        "its text `qsgd:bits=8`: in fewer bytes, at a loss, but for the smallest tensors (of "
+        "quantizers less than 1 % of all parameters, of `topk` and `dgc` those of one value); a "
         "dictionary of patterns and codecs, of which the first that fits a parameter's name counts "
         "(`docs/low-precision.md`).",
         agreed=True,

@@ -7,7 +7,8 @@ from typing import Any
 
 from gradlane.formats.rates import format_rate
 from gradlane.training.node.rules import AUTO, LEADER, OFF, with_local
-from gradlane.training.options.codec_choice import RAW, codec_rules, keeps_residual, rules_text
+from gradlane.training.options.codec_choice import codec_rules, keeps_residual, rules_text
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.option_groups import Network
 from gradlane.training.options.options import (
     UPDATES,

@@ -16,7 +16,8 @@ from gradlane.training.model.prepared import PreparedModel
 from gradlane.training.monitoring.observer import make_observer
 from gradlane.training.monitoring.recorder import make_recorder
 from gradlane.training.node.rules import AUTO, OFF, check_sums, nodes_refusal, with_local
-from gradlane.training.options.codec_choice import RAW, CodecArgument, check_codecs
+from gradlane.training.options.codec_choice import CodecArgument, check_codecs
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.going_on import GoingOn
 from gradlane.training.options.option_groups import Checkpoints, Monitoring, Network, Rendezvous
 from gradlane.training.options.options import LocalSums, Options, Strategy
@@ -78,10 +79,11 @@ def init(
         strategy: how gradients are cut, ordered and added up: `p3`, `slicing`, `wfbp`, `kvstore`,
             `deferred-pull`, `ring` or `asgd`; or a `Strategy`, which also has the scheme, the
             slice size, the seed, and whether plans may change the order of sums.
-        codec: how gradients travel: None: as they are; a codec such as `"qsgd:bits=8"`: in fewer
-            bytes, at a loss, but for the smallest tensors, less than 1 % of all parameters; a
-            dictionary of patterns and codecs, such as `{"*.bias": "raw", "*": "qsgd:bits=4"}`,
-            of which the first that fits a parameter's name counts. See `docs/low-precision.md`.
+        codec: how gradients travel: None: as they are; a codec such as `codecs.Qsgd(bits=8)`, or
+            its text `"qsgd:bits=8"`: in fewer bytes, at a loss, but for the smallest tensors, less
+            than 1 % of all parameters; a dictionary of patterns and codecs, such as
+            `{"*.bias": None, "*": codecs.Qsgd(bits=4)}`, of which the first that fits a parameter's
+            name counts. See `docs/low-precision.md`.
         update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, Adam or AdamW, on each
             slice's owner, which keeps the state; see `docs/optimizers.md`.
         local: what the ranks of a node do before anything goes to the network: `"auto"`: they add
