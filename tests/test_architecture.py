@@ -64,11 +64,11 @@ def unknown(base: str, where: str) -> list[str]:
     others = []
     for name in re.findall(r"`([^`]+)`", where):
         found = next((one for start in reversed(folders) if (one := files(start + name))), [])
-        for one in found:
-            inside = one if one.is_dir() else one.with_suffix("")
-            above = reversed(one.relative_to(ROOT).parents)
-            folders += [f"{path}/" for path in (*above, inside.relative_to(ROOT))]
-            source += one.read_text(encoding="utf-8") if one.is_file() else ""
+        for path in found:
+            inside = path if path.is_dir() else path.with_suffix("")
+            above = reversed(path.relative_to(ROOT).parents)
+            folders += [f"{folder}/" for folder in (*above, inside.relative_to(ROOT))]
+            source += path.read_text(encoding="utf-8") if path.is_file() else ""
         if not found:
             others.append(name)
     keywords = r"^\s*(?:pub(?:\(\w+\))? )?(?:async )?(?:def|class|fn|struct|enum|trait)"

@@ -31,7 +31,7 @@ from gradlane.lab.runs.strategy import Strategy, parse_strategy
 from gradlane.planning.simulation.costs import MachineCosts, read_costs
 from gradlane.report.console import print_written
 from gradlane.report.markdown import markdown_table
-from gradlane.training.options.options import RING
+from gradlane.training.options.strategy import RING
 
 FITTED_WORKLOAD = "resnet50"
 """The workload whose rows the fitted constant comes from."""

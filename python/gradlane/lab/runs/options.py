@@ -15,7 +15,8 @@ from gradlane.planning.simulation.straggler import StragglerSpec
 from gradlane.training.options.codec_choice import check_codecs, codec_rules, unused_codec_option
 from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.option_fields import check_options, on_command_line, option
-from gradlane.training.options.options import RING, Options
+from gradlane.training.options.options import Options
+from gradlane.training.options.strategy import RING
 
 
 @dataclass(frozen=True)

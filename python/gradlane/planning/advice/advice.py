@@ -29,7 +29,7 @@ from gradlane.planning.simulation.scenarios import DDP, RING_FUSED, SCHEME_STRAT
 from gradlane.training.monitoring.summary import WORTH_A_MOVE
 from gradlane.training.node.rules import NODE_STRATEGIES
 from gradlane.training.options.codec_options import RAW
-from gradlane.training.options.options import ASGD, RING
+from gradlane.training.options.strategy import ASGD, RING
 
 WORTHWHILE = 0.01
 """The least gain in scaling factor that counts."""

@@ -20,8 +20,9 @@ from gradlane.training.options.codec_choice import CodecArgument, check_codecs
 from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.going_on import GoingOn
 from gradlane.training.options.option_groups import Checkpoints, Monitoring, Network, Rendezvous
-from gradlane.training.options.options import LocalSums, Options, Strategy
+from gradlane.training.options.options import Options
 from gradlane.training.options.stragglers import Stragglers
+from gradlane.training.options.strategy import LocalSums, Strategy
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
