@@ -131,6 +131,15 @@ class ClusterKey(NamedTuple):
         return f"{self.workload} at {format_rate(self.rate_bps)}"
 
 
+_ABSENT = frozenset(
+    {
+        *("preset", "source", "is_real", "io_utilization", "activity", "planned_slice_elems"),
+        *("clip_norm", "norms"),
+    }
+)
+"""Fields that the file of a new row lacks until they are set."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One run of one strategy.
@@ -258,22 +267,7 @@ class Row:
     machine: dict[str, Any] = field(default_factory=dict)
     activity: Activity | None = None
     planned_slice_elems: int | None = None
-    absent: frozenset[str] = field(
-        default=frozenset(
-            [
-                "preset",
-                "source",
-                "is_real",
-                "io_utilization",
-                "activity",
-                "planned_slice_elems",
-                "clip_norm",
-                "norms",
-            ]
-        ),
-        repr=False,
-        compare=False,
-    )
+    absent: frozenset[str] = field(default=_ABSENT, repr=False, compare=False)
     further: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -337,7 +331,7 @@ class Row:
 
     @property
     def cluster(self) -> ClusterKey:
-        """What rows that are compared have in common."""
+        """The cluster that compared rows have in common."""
         return ClusterKey(self.workload, self.workers, self.rate_bps, self.dilation)
 
     @property
@@ -470,12 +464,11 @@ def read_rows(path: Path) -> list[Row]:
     """
     content = read_json(path)
     try:
-        rows = rows_of(content)
+        return rows_of(content)
     except ValueError as error:
         raise ValueError(
             f"{path} holds no rows of a lab run: {error}; move it away to begin anew"
         ) from error
-    return rows
 
 
 def rows_of(content: object) -> list[Row]:
