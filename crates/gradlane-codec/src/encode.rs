@@ -95,7 +95,7 @@ impl TensorShape {
 /// dtypes go through [`widen`] and [`narrow`], in blocks of whole granules that stay in cache:
 /// where [`Codec::is_fixed_size`], the encoding of a range is that of its parts one after another.
 pub trait Codec: Send + Sync + Debug {
-    /// What this codec was built from; its `Display` is the canonical text.
+    /// Returns the spec that this codec was built from; its `Display` is the canonical text.
     fn spec(&self) -> &CodecSpec;
 
     /// Slices begin at multiples of this many elements of their tensor, and end at one or with the

@@ -26,7 +26,7 @@ class Plot:
     layout: dict[str, Any] = field(default_factory=dict)
     """Layout as the plotting library takes it, without colours."""
     note: str = ""
-    """What a reader should know, below the plot."""
+    """A note to the reader, below the plot."""
     is_low: bool = False
     """Whether it is less high, as one of several that are compared."""
 
