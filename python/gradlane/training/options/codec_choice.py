@@ -49,7 +49,7 @@ class CodecFacts:
 
     Attributes:
         codec: its canonical text.
-        granule_elems: slices begin at multiples of so many elements.
+        granule_elems: slices begin at multiples of this number of elements.
         fixed_size: whether all encodings are equally long.
         residual_width: numbers that error feedback keeps for each value.
         unbiased: whether the expectation of a decoded value is the value.
@@ -256,7 +256,7 @@ def codec_facts(
         ring_ranks: ranks of the ring that it goes round; None: it goes to servers.
 
     Raises:
-        ValueError: the text is no codec, or none that goes round a ring of so many ranks.
+        ValueError: the text is no codec, or cannot go round a ring of this size.
     """
     facts = json.loads(load_codecs().codec_json(text, dtype, list(sizes), ring_ranks))
     return None if facts is None else CodecFacts(**facts)

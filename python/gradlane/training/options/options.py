@@ -72,21 +72,20 @@ class Options:
     )
     servers: int | None = option(
         None,
-        "The first ranks, as many, own slices, the others none; all do if absent "
-        "(`docs/servers.md`).",
+        "Number of ranks, from rank 0 on, that own slices; all do if absent (`docs/servers.md`).",
         least=1,
         agreed=True,
     )
     workers: int | None = option(
         None,
-        "The first ranks, as many, train, and those after them only serve: they own all slices and "
-        "train nothing, see `Session.serve`; all train if absent.",
+        "Number of ranks, from rank 0 on, that train; those after them only serve: they own all "
+        "slices, see `Session.serve`. All train if absent.",
         least=1,
         agreed=True,
     )
     check_every: int | None = option(
         None,
-        "Compare all parameters of all ranks every so many steps, which makes ranks wait for each "
+        "Steps between comparisons of all parameters of all ranks, which makes ranks wait for each "
         "other; 0: never; if absent, a sample every 100 steps, which no rank waits for (with "
         '`update="worker"`).',
         unit="steps",

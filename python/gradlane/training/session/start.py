@@ -98,12 +98,12 @@ def init(
         going_on: True: when ranks are lost, the others finish the step and train on, with means
             over those that are left; or `GoingOn`, which also says how many must be left. False: a
             lost rank ends the session on all. See `docs/going-on.md`.
-        servers: the first so many ranks own slices, the others none; None: all do.
-        workers: the first so many ranks train, and those after them only serve: they own all slices
-            and train nothing, see `Session.serve`; None: all train. See `docs/servers.md`.
-        check_every: compare all ranks' parameters every so many steps, all of them: ranks wait for
-            each other there; 0: never; None: a sample of each, every 100 steps, which nobody waits
-            for (with `update="worker"`).
+        servers: number of ranks, from rank 0 on, that own slices; None: all do.
+        workers: number of ranks, from rank 0 on, that train; those after them only serve: they own
+            all slices, see `Session.serve`; None: all train. See `docs/servers.md`.
+        check_every: steps between comparisons of all parameters of all ranks, which makes ranks
+            wait for each other; 0: never; None: a sample of each, every 100 steps, which no rank
+            waits for (with `update="worker"`).
         rendezvous: the store, rank, world size and job, in place of the launcher's.
         network: interface, addresses, ports, secret, time-outs, frames, buffers and threads.
         checkpoints: the folder of checkpoints, how often they are taken, and how many stay.
