@@ -1,4 +1,4 @@
-"""What the adapter costs a step by itself: ResNet-50's number of tensors, next to no bytes.
+"""The adapter's own cost of a step: ResNet-50's number of tensors, next to no bytes.
 
 A chain of 53 layers with batch norm and a head has 161 trained tensors and 159 buffers, as
 ResNet-50 has, of a few elements each, so that neither the network nor the arithmetic counts. The

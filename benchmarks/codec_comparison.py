@@ -61,7 +61,7 @@ class OptimizerSupport:
 
 @dataclass
 class Row:
-    """What was measured of a way; times are medians of single calls, rates count the f32 side."""
+    """Measurements of one implementation: medians of single calls; rates count the f32 side."""
 
     codec: str
     by: str

@@ -53,7 +53,7 @@ MEASURES = (
     "store_keys",
     "scratch_bytes",
 )
-"""What is looked at, in the order of `sample`."""
+"""The quantities that are sampled, in the order of `sample`."""
 LIMITS_A_STEP = {
     "heap_bytes": 4.0,
     "python_blocks": 0.01,

@@ -1,4 +1,4 @@
-"""What recording costs a training step: the same steps with and without a recorder, in turns.
+"""The cost of recording a training step: the same steps with and without a recorder, in turns.
 
 A residual network of 62 tensors and a transformer of 51, small enough for one core; on CUDA with
 `--device cuda`. With and without take turns of a few steps in one process, so that whatever else

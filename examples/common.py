@@ -1,4 +1,4 @@
-"""What the examples share: a small task, and the hash by which results are compared."""
+"""Shared parts of the examples: a small task, and the hash by which results are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the examples without torch share: scikit-learn's digits, and their command line."""
+"""Shared parts of the examples without torch: scikit-learn's digits, and their command line."""
 
 from __future__ import annotations
 

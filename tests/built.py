@@ -1,4 +1,4 @@
-"""What tests need that is built first."""
+"""Built parts that tests need."""
 
 from __future__ import annotations
 

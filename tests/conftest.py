@@ -1,4 +1,4 @@
-"""What all tests share: the package from this tree, and one thread of computation a process.
+"""Fixtures of all tests: the package from this tree, and one thread of computation a process.
 
 Ranks share the machine's cores, so more threads would only fight for them.
 """

@@ -16,7 +16,7 @@ SETTLED_STEPS = 5
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one kill cost.
+    """The cost of one kill.
 
     Times are seconds and have a normal step taken off; they are None where training did not go on.
 

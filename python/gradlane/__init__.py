@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from gradlane.planning.profiler.recorder import Recorder
     from gradlane.training.options.going_on import GoingOn
     from gradlane.training.options.option_groups import Checkpoints, Monitoring, Network, Rendezvous
-    from gradlane.training.options.options import LocalSums, Strategy
     from gradlane.training.options.stragglers import Stragglers
+    from gradlane.training.options.strategy import LocalSums, Strategy
     from gradlane.training.plans.plan import Plan, PlanError, read_plan
     from gradlane.training.rendezvous.membership import MembershipChange
     from gradlane.training.sampler.sampler import ElasticSampler
@@ -83,7 +83,7 @@ _MODULES = {
     "Coordinator": "planning.planner.coordinator",
     "ElasticSampler": "training.sampler.sampler",
     "GoingOn": "training.options.going_on",
-    "LocalSums": "training.options.options",
+    "LocalSums": "training.options.strategy",
     "MembershipChange": "training.rendezvous.membership",
     "Monitoring": "training.options.option_groups",
     "Network": "training.options.option_groups",
@@ -95,7 +95,7 @@ _MODULES = {
     "Rendezvous": "training.options.option_groups",
     "Session": "training.session.session",
     "Stragglers": "training.options.stragglers",
-    "Strategy": "training.options.options",
+    "Strategy": "training.options.strategy",
     "init": "training.session.start",
     "profile": "planning.profiler.measure",
     "read_plan": "training.plans.plan",

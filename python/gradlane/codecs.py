@@ -1,7 +1,9 @@
-"""Codecs for torch tensors and NumPy arrays: a thin, typed interface to the compiled kernels.
+"""The codecs of sessions as objects, such as `TopK(ratio=0.01)`, and codecs by themselves: `Codec`.
 
-A codec encodes contiguous f32 values on the CPU. It has no state: residuals and the position of the
-values are the caller's, as in `gradlane.ddp`. `docs/codecs.md` describes each codec and its bytes.
+`gradlane.init(codec=gradlane.codecs.Qsgd(bits=8))` is `codec="qsgd:bits=8"`. `Codec` encodes torch
+tensors and NumPy arrays, contiguous f32 values on the CPU. It has no state: residuals and the
+position of the values are the caller's, as in `gradlane.ddp`. `docs/codecs.md` describes each codec
+and its bytes. Its arithmetic is in Rust: a new codec goes into `crates/gradlane-codec/src/encode/`.
 """
 
 from __future__ import annotations
@@ -14,9 +16,34 @@ import numpy.typing as npt
 
 from gradlane.training.core import load_codecs
 from gradlane.training.options.codec_choice import local_clip
+from gradlane.training.options.codec_options import (
+    F16,
+    Bf16,
+    CodecOptions,
+    Dgc,
+    Int8,
+    OneBit,
+    Qsgd,
+    TopK,
+    codec_text,
+)
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = [
+    "BROADCAST",
+    "F16",
+    "Array",
+    "Bf16",
+    "Codec",
+    "CodecOptions",
+    "Dgc",
+    "Int8",
+    "OneBit",
+    "Qsgd",
+    "TopK",
+]
 
 BROADCAST = -1
 """The leg from an owner to all ranks; other legs are the ranks of workers."""
@@ -29,8 +56,8 @@ class Codec:
     """An encoding of gradients, such as `Codec("qsgd:bits=4")`.
 
     Args:
-        spec: name and options: `f32`, `bf16`, `f16`, `onebit`, `qsgd:bits=4`, `int8`,
-            `topk:ratio=0.001`, `dgc:ratio=0.001,momentum=0.9`, ...
+        spec: the codec, as an object such as `Qsgd(bits=4)`, or its text: `f32`, `bf16`, `f16`,
+            `onebit`, `qsgd:bits=4`, `int8`, `topk:ratio=0.001`, `dgc:ratio=0.001,momentum=0.9`.
         shape: sizes of the tensor in storage order, if the codec depends on them
             (`onebit` by columns).
 
@@ -39,7 +66,8 @@ class Codec:
             which sessions and DDP's hook apply to all gradients together.
     """
 
-    def __init__(self, spec: str, shape: Sequence[int] = ()) -> None:
+    def __init__(self, spec: str | CodecOptions, shape: Sequence[int] = ()) -> None:
+        spec = codec_text(spec)
         self._codec = load_codecs().Codec(spec, list(shape))
         if local_clip(spec):
             raise ValueError(

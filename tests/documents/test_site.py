@@ -18,7 +18,7 @@ from gradlane.cli.reference import cli_page, variables_page
 from gradlane.lab.runs.strategy import parse_strategy
 from gradlane.planning.simulation.scenarios import STRATEGIES as SIMULATED
 from gradlane.training.node.rules import NODE_STRATEGIES
-from gradlane.training.options import options
+from gradlane.training.options import strategy as strategies
 from tests.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -56,10 +56,10 @@ def first_cells(page: str) -> list[str]:
 
 def test_every_strategy_has_a_row() -> None:
     shown = first_cells("strategies.md")
-    assert set(options.STRATEGIES) <= set(shown)
+    assert set(strategies.STRATEGIES) <= set(shown)
     # Schemes and nodes have rows of their own, or a page that the table of settings names.
     text = (DOCS / "strategies.md").read_text(encoding="utf-8")
-    for name in (*SIMULATED, *NODE_STRATEGIES, *options.SCHEMES):
+    for name in (*SIMULATED, *NODE_STRATEGIES, *strategies.SCHEMES):
         assert f"`{name}`" in text, name
     for name in shown:
         if name not in SIMULATED:

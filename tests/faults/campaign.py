@@ -36,7 +36,7 @@ _RUNS_AT_ONCE = 3
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one fault.
+    """The outcome of one fault.
 
     Attributes:
         scenario: the fault.

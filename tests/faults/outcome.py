@@ -1,4 +1,4 @@
-"""What came of one run: how each rank ended, and what it left."""
+"""Outcomes of runs: how each rank ended, and what it left."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RankEnd:
 
 @dataclass
 class Outcome:
-    """What came of one run.
+    """The outcome of one run.
 
     Attributes:
         ends: of all ranks.

@@ -1,4 +1,4 @@
-"""What the lab's tests share."""
+"""Fixtures of the lab's tests."""
 
 from __future__ import annotations
 

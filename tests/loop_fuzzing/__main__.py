@@ -2,7 +2,7 @@
 
 `python -m tests.loop_fuzzing --loops 4000 --jobs 2`
 
-`GRADLANE_STRANGERS_COMPILE=1` runs the models of ranks through `torch.compile`, and
+`GRADLANE_FUZZ_COMPILE=1` runs the models of ranks through `torch.compile`, and
 `GRADLANE_TEST_DEVICE=cuda` on a device.
 
 Prints the first seed, progress, and at the end each kind of failure: how often it came, a loop that

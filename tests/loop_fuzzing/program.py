@@ -31,7 +31,7 @@ from tests.loop_fuzzing.optimizers import build_optimizer, build_scheduler
 
 @dataclass(frozen=True)
 class Note:
-    """What a program saw.
+    """Observations of a program.
 
     Attributes:
         action: number of the action; `len(actions)` is the end.

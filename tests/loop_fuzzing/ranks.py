@@ -26,7 +26,7 @@ from tests.loop_fuzzing.program import Note, Program
 from tests.loop_fuzzing.reluctant_core import ReluctantCore
 
 TIMEOUT_S = 60.0
-COMPILES = bool(os.environ.get("GRADLANE_STRANGERS_COMPILE"))
+COMPILES = bool(os.environ.get("GRADLANE_FUZZ_COMPILE"))
 """Whether ranks run their models through `torch.compile`; the reference never does."""
 
 

@@ -35,7 +35,7 @@ LATE = ("all_inside",)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out of a loop.
+    """The outcome of a loop.
 
     Attributes:
         kind: `same`, `refused`, `not on this device` where torch itself or an update on servers

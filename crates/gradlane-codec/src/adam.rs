@@ -170,7 +170,7 @@ pub unsafe fn reduce_adam_with(
     Ok(())
 }
 
-/// What a step multiplies and divides by: the same for all elements, computed in f64.
+/// The factors and divisors of a step: the same for all elements, computed in f64.
 #[derive(Clone, Copy)]
 struct Factors {
     maximize: bool,

@@ -1,4 +1,4 @@
-//! What the generic kernels need from an element type and from a register.
+//! The traits of an element type and of a register that generic kernels are built on.
 //!
 //! An [`Element`] is a type in memory, a [`Register`] holds some lanes of its accumulator type, and
 //! [`Storage`] moves between the two. The accumulator type is itself a register of one lane: the

@@ -9,6 +9,10 @@
 //!   its residual stays as it was.
 //! - Decoding takes any bytes: a wrong length is an error, everything else is a value.
 //!
+//! A new codec goes here: a folder with its arithmetic and its `oracle.rs`, a [`Method`] with its text
+//! in `spec.rs`, and a line in [`build_with`]. `sparse` has those that send some of the values, the
+//! others send all. Python's options of it: `training/options/codec_options.py`.
+//!
 //! Layouts and definitions, with the papers they follow, are in `docs/codecs.md`.
 
 mod bucket_quantizer;
@@ -20,6 +24,7 @@ mod memory;
 mod onebit;
 mod qsgd;
 mod source;
+mod sparse;
 mod spec;
 
 use std::fmt::Debug;
@@ -29,14 +34,15 @@ use thiserror::Error;
 
 pub use memory::{narrow, widen};
 pub use qsgd::IntegerSums;
+pub use sparse::{DgcOptions, SparseError, TopkOptions};
 pub(crate) use spec::Options;
 pub use spec::{
     Bucket, CodecSpec, CodecSpecError, Levels, Method, Norm, Packing, QsgdOptions, RingSums,
 };
 
-use crate::sparse::{Dgc, SparseError, Topk};
 use crate::InstructionSet;
 use bucket_quantizer::BucketQuantizer;
+use sparse::{Dgc, Topk};
 
 /// Where values stand, so that randomness and buckets do not depend on slicing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +95,7 @@ impl TensorShape {
 /// dtypes go through [`widen`] and [`narrow`], in blocks of whole granules that stay in cache:
 /// where [`Codec::is_fixed_size`], the encoding of a range is that of its parts one after another.
 pub trait Codec: Send + Sync + Debug {
-    /// What this codec was built from; its `Display` is the canonical text.
+    /// Returns the spec that this codec was built from; its `Display` is the canonical text.
     fn spec(&self) -> &CodecSpec;
 
     /// Slices begin at multiples of this many elements of their tensor, and end at one or with the

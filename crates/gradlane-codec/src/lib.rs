@@ -22,7 +22,8 @@
 //! time. [`reduce_mean`], [`reduce_sgd`] and [`reduce_adam`] are the kernels: one generic loop,
 //! instantiated for each register type, beside a scalar oracle that shares none of it. A further
 //! optimizer is one more update of that loop, as in `sgd.rs` and `adam.rs`. Encodings are [`Codec`]s,
-//! built from a [`CodecSpec`] for the same [`InstructionSet`]s; they have oracles of their own.
+//! built from a [`CodecSpec`] for the same [`InstructionSet`]s; all lie in `encode`, each with an oracle of
+//! its own.
 
 mod adam;
 mod element;
@@ -31,7 +32,6 @@ mod float_dtype;
 mod instruction_set;
 mod reduce;
 mod sgd;
-mod sparse;
 mod squares;
 mod tensor_codec;
 
@@ -41,7 +41,8 @@ pub use adam::{
 };
 pub use encode::{
     build, build_with, narrow, widen, Bucket, Codec, CodecSpec, CodecSpecError, DecodeError,
-    IntegerSums, Levels, Method, Norm, Packing, Place, QsgdOptions, RingSums, TensorShape,
+    DgcOptions, IntegerSums, Levels, Method, Norm, Packing, Place, QsgdOptions, RingSums,
+    SparseError, TensorShape, TopkOptions,
 };
 pub use float_dtype::FloatDtype;
 pub use instruction_set::{InstructionSet, InstructionSetError};
@@ -50,6 +51,5 @@ pub use sgd::{
     reduce_sgd, reduce_sgd_slices, reduce_sgd_with, SgdError, SgdMemory, SgdOptions, SgdSlices,
     SgdStep,
 };
-pub use sparse::{DgcOptions, SparseError, TopkOptions};
 pub use squares::square_sum;
 pub use tensor_codec::TensorCodec;

@@ -24,7 +24,7 @@ use crate::{FloatDtype, InstructionSet};
 pub struct Mean {
     /// The type of the elements of all inputs and outputs.
     pub dtype: FloatDtype,
-    /// What the sum is divided by: the number of ranks, those without a contribution included.
+    /// Divisor of the sum: the number of ranks, those without a contribution included.
     ///
     /// It is used in the accumulator type, in which every integer up to 2^24 is exact.
     pub divisor: NonZeroU32,

@@ -6,7 +6,7 @@
 #![allow(missing_docs, reason = "fields with the name of their type")]
 
 mod build;
-mod codec;
+mod encoded_sizes;
 mod members;
 mod placement;
 mod ring_chunks;
@@ -16,7 +16,7 @@ mod spec;
 mod strategy;
 mod validate;
 
-pub use codec::CodecPlan;
+pub use encoded_sizes::CodecPlan;
 pub use ring_chunks::{RING_CHUNK_ELEMS, RING_ENCODED_CHUNK_ELEMS};
 pub use roles::Roles;
 pub use scheme::Scheme;

@@ -4,7 +4,6 @@
 //! borrowed memory, the codec and the state that it needs. `state` keeps it between jobs, `job_runner`
 //! starts and reports jobs, `job_queue` has the threads. `kernels`, `encoded` and `quantized_ring` compute.
 
-pub(crate) mod codecs;
 mod encoded;
 mod error;
 mod job;
@@ -13,6 +12,7 @@ pub(crate) mod job_runner;
 #[allow(unsafe_code, reason = "calls kernels that may work in place")]
 mod kernels;
 mod optimizer;
+pub(crate) mod planned_codecs;
 #[allow(unsafe_code, reason = "borrows the memory of jobs")]
 mod prepare;
 mod quantized_ring;

@@ -1,14 +1,14 @@
 //! How fast and in which portions connections send.
 //!
-//! `rate` estimates rates, `policy` turns them into sizes, rates and times. The other files keep the state
+//! `rate` estimates rates, `limits` turns them into sizes, rates and times. The other files keep the state
 //! between: `pacing` and `pacer` the share of a port, `connection_flow` the frame size and the send buffer
 //! of a connection, `wakeup_coalescing` the turns of a thread.
 
 mod connection_flow;
 mod frame_size;
+mod limits;
 mod pacer;
 mod pacing;
-mod policy;
 mod rate;
 mod send_buffer;
 mod wakeup_coalescing;

@@ -495,7 +495,7 @@ impl Channel {
         self.channel.take_trace().into_iter().map(row).collect()
     }
 
-    /// What was recorded since the last call of this or of `take_trace`, and how much fell out
+    /// The records since the last call of this or of `take_trace`, and how much fell out
     /// before: rows of ((begin_ns, end_ns), "tx", "rx" or "work", kind, peer, step, (tensor,
     /// slice, offset), bytes, priority).
     fn take_timeline(&self) -> (Vec<TimelineRow>, u64) {

@@ -34,7 +34,7 @@ impl PreSharedKey {
     }
 }
 
-/// What one side says of itself, under encryption.
+/// The identity of one side, under encryption.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SealedHello {
     /// As where nothing is sealed.

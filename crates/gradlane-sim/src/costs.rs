@@ -34,7 +34,7 @@ pub(crate) const PACKET_BYTES: u32 = 65_160;
 /// Bytes of the send buffer that a packet takes beside its own.
 pub(crate) const PACKET_OVERHEAD_BYTES: u32 = 1_280;
 
-/// What is not acknowledged by itself: no more than one segment.
+/// Bytes that are not acknowledged by themselves: no more than one segment.
 pub(crate) const SMALL_PIECE_BYTES: u32 = 1_448;
 
 /// An acknowledgement: headers alone.
@@ -52,9 +52,9 @@ pub struct Costs {
     pub receive_frame_s: f64,
     /// Copy and checksum of an incoming byte.
     pub receive_byte_s: f64,
-    /// What sealing an outgoing byte adds, where connections are sealed: encryption in place of the checksum.
+    /// Time that sealing an outgoing byte adds, where connections are sealed: encryption in place of the checksum.
     pub seal_byte_s: f64,
-    /// What opening an incoming byte adds: decryption and a copy in place of the checksum.
+    /// Time that opening an incoming byte adds: decryption and a copy in place of the checksum.
     pub open_byte_s: f64,
     /// Handing a job to the work thread and hearing of its end.
     pub work_s: f64,

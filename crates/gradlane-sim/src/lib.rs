@@ -9,7 +9,7 @@
 #![forbid(unsafe_code)]
 
 mod accelerator;
-mod codecs;
+mod coded_tensors;
 mod connections;
 mod costs;
 mod error;
@@ -34,7 +34,7 @@ mod straggling;
 mod trace;
 mod window_jitter;
 
-pub use codecs::CodedTensor;
+pub use coded_tensors::CodedTensor;
 pub use costs::{Costs, GOODPUT_SHARE};
 pub use error::SimError;
 pub use nodes::Nodes;

@@ -127,7 +127,7 @@ impl Run {
         }
     }
 
-    /// What is at the head of the queue leaves: acknowledgements, and one piece behind them.
+    /// Lets the head of the queue leave: acknowledgements, and one piece behind them.
     pub(crate) fn depart(&mut self, port: u32) {
         while let Some(piece) = self.ports[port as usize].out.depart() {
             self.carry(piece);

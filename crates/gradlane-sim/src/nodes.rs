@@ -18,7 +18,7 @@ use std::sync::Arc;
 pub struct Nodes {
     /// Ranks on every node, numbered one after the other; they share its port.
     pub ranks: u32,
-    /// What each of a node's first ranks carries after the node's ranks have added up: (number of a
+    /// The tensors that each of a node's first ranks carries after the node's ranks have added up: (number of a
     /// tensor, elements of it), ascending. None: they do not add up, each talks to all others.
     #[serde(default)]
     pub carried: Vec<Vec<(u32, u64)>>,

@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 pub(crate) enum Content {
     /// A part of the frame with this number; whether the frame begins and ends with it.
     Frame { number: u32, first: bool, last: bool },
-    /// So many bytes, as the kernel's send buffer counts them, have arrived.
+    /// Bytes, as the kernel's send buffer counts them, have arrived.
     Acknowledgement { held_bytes: u32 },
     /// Traffic that is not gradlane's.
     Other,

@@ -1,7 +1,7 @@
 //! A scenario: a profile, a cluster and a strategy. All that a simulation depends on is in here; the
 //! same scenario gives the same report to the byte.
 
-use crate::codecs::{self, CodedTensor};
+use crate::coded_tensors::{self, CodedTensor};
 use crate::costs::{Costs, GOODPUT_SHARE, SEND_BUFFER_FLOOR_BYTES, SHARE_SPREAD};
 use crate::error::SimError;
 use crate::nodes::Nodes;
@@ -58,7 +58,7 @@ pub struct Network {
     /// Bytes of a connection that wait behind the port before the connection counts as busy.
     #[serde(default = "default_low_water_bytes")]
     pub low_water_bytes: u64,
-    /// What connections send at once: frames are cut into pieces of this size. 0 is the kernel's
+    /// Bytes that connections send at once: frames are cut into pieces of this size. 0 is the kernel's
     /// largest packet with segmentation offload.
     #[serde(default)]
     pub piece_bytes: u64,
@@ -176,7 +176,7 @@ pub struct Outputs {
     pub trace: bool,
     /// Of this many ranks, the first; 0 keeps those of all.
     pub trace_ranks: u32,
-    /// As many of them at most; the rest are counted.
+    /// Largest number of them; the rest are counted.
     pub trace_spans_max: u64,
     /// Width of the intervals over which the ports' use is given; 0 leaves it out.
     pub utilization_interval_s: f64,
@@ -204,7 +204,7 @@ pub struct Scenario {
     /// The first `servers` ranks are servers, too; none: all.
     #[serde(default)]
     pub servers: Option<u32>,
-    /// So many ranks beside the workers own all slices, and only serve.
+    /// Ranks beside the workers that own all slices, and only serve.
     #[serde(default)]
     pub serving: u32,
     /// Which of them share nodes; none: each has a node and a port of its own.
@@ -442,7 +442,7 @@ impl Scenario {
     /// [`SimError::Argument`] when none can be made, or the given one is not for this scenario.
     pub(crate) fn plan(&self, ranks: u32, specs: Vec<TensorSpec>) -> Result<Plan, SimError> {
         let Some(plan) = &self.plan else {
-            let rows = codecs::rows(specs, &self.codecs)?;
+            let rows = coded_tensors::rows(specs, &self.codecs)?;
             let tensors = rows.into_iter().map(Into::into).collect();
             let tensors = schemes::settings(tensors, self)?;
             let roles = match self.serving {

@@ -76,7 +76,7 @@ impl fmt::Display for Bytes {
 pub struct Rate(pub u64);
 
 impl Rate {
-    /// So many bytes a second.
+    /// Makes a rate of bytes a second.
     #[must_use]
     pub const fn of_bytes(bytes_per_s: u64) -> Rate {
         Rate(bytes_per_s.saturating_mul(8))

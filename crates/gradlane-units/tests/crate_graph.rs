@@ -24,7 +24,7 @@ const ARROWS: &[(&str, &[&str])] = &[
 ];
 /// Crates without std and without a host.
 const PURE: &[&str] = &["gradlane-units", "gradlane-wire", "gradlane-engine"];
-/// What the pure crates may use from outside; each works without std.
+/// Crates from outside that the pure crates may use; each works without std.
 const PURE_EXTERNAL: &[&str] = &["serde", "thiserror", "twox-hash"];
 /// Crates that may hold unsafe code.
 const UNSAFE: &[&str] = &["gradlane-net", "gradlane-codec", "gradlane-py"];

@@ -26,8 +26,8 @@ from gradlane.cli.options import (
 from gradlane.cli.presets import add_presets
 from gradlane.formats.signals import unwind_on_sigterm
 from gradlane.training.options.option_groups import Network
-from gradlane.training.options.options import Strategy
 from gradlane.training.options.server_places import SERVERS_HELP, parse_servers
+from gradlane.training.options.strategy import Strategy
 
 if TYPE_CHECKING:
     from gradlane.lab.runs.options import LabOptions

@@ -19,12 +19,12 @@ from gradlane.planning.simulation.profiles import Profile
 from gradlane.report.console import print_written
 from gradlane.training.monitoring.summary import beside_ddp
 from gradlane.training.options.codec_choice import (
-    RAW,
     check_codecs,
     codec_rules,
     rules_text,
     unused_codec_option,
 )
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.settings import ClusterFacts, Settings
 

@@ -150,7 +150,8 @@ def whatif(
     from gradlane.planning.simulation.scenarios import LATE_JITTER, LATE_STEPS, STRATEGIES, Cluster
     from gradlane.planning.simulation.straggler import parse_straggler
     from gradlane.report.console import wide_console
-    from gradlane.training.options.codec_choice import RAW, check_codecs, codec_rules
+    from gradlane.training.options.codec_choice import check_codecs, codec_rules
+    from gradlane.training.options.codec_options import RAW
     from gradlane.training.options.stragglers import WAIT
 
     require_writable(json_path, html_path, trace)

@@ -24,13 +24,7 @@ def listed() -> dict[str, Any]:
     """Return all figures as JSON has them."""
     return {
         "figures": [
-            {
-                "figure": one.name,
-                "title": one.title,
-                "setting": one.setting,
-                "can_be_reproduced": one.run is not None,
-                "needs": one.needs,
-            }
+            {"figure": one.name, "title": one.title, "setting": one.setting}
             for one in FIGURES.values()
         ]
     }

@@ -32,7 +32,7 @@ from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.scenarios import FORMULAS, Cluster, run_scenario, scenario_of
 from gradlane.planning.simulation.timeline import simulated_timeline
 from gradlane.report.console import print_written
-from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.stragglers import WAIT
 
 

@@ -31,6 +31,7 @@ from gradlane.training.options.codec_choice import (
     unused_codec_option,
     without_clip,
 )
+from gradlane.training.options.codec_options import CodecOptions, codec_text
 from gradlane.training.options.momentum import check_momentum, keeps_momentum
 
 FORMAT = 1
@@ -229,13 +230,13 @@ def _exchange(
 
 
 def ddp_hook(
-    spec: str = "qsgd:bits=4",
+    spec: str | CodecOptions = "qsgd:bits=4",
     *,
     seed: int = 0,
     error_feedback: bool | None = None,
     route: str = "auto",
     small_elems: int | None = None,
-    codecs: Mapping[str, str] | None = None,
+    codecs: Mapping[str, str | CodecOptions] | None = None,
     model: nn.Module | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[HookState, Hook]:
@@ -250,7 +251,8 @@ def ddp_hook(
     backend. After the exchange all ranks hold the same bits.
 
     Args:
-        spec: the codec, such as `qsgd:bits=4`, `onebit`, `topk:ratio=0.001`, `bf16`.
+        spec: the codec, such as `qsgd:bits=4`, `onebit`, `topk:ratio=0.001`, `bf16`; or an object
+            such as `gradlane.codecs.Qsgd(bits=4)`.
         seed: of the draws of stochastic codecs.
         error_feedback: whether the unsent part is added to the next step's gradient; None: the
             codec's default, on for biased codecs.
@@ -269,12 +271,12 @@ def ddp_hook(
         RuntimeError: there is no process group.
     """
     state = HookState(
-        spec,
+        codec_text(spec),
         seed=seed,
         error_feedback=error_feedback,
         route=route,
         small_elems=small_elems,
-        codecs=codecs or {},
+        codecs={name: codec_text(one) for name, one in (codecs or {}).items()},
         model=model,
         group=group,
     )

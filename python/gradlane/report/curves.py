@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradlane.report.plots import Plot
+from gradlane.report.plots import Plot, axes
 
 _MARGIN_SHARE = 0.03
 
@@ -73,11 +73,8 @@ def curve_plot(
         traces[-1]["marker"] = {"size": 16, "symbol": symbol, "line": {"width": 1.5}}
     layout: dict[str, Any] = {
         "hovermode": "closest",
-        "xaxis": {"title": {"text": x_label}, "automargin": True},
-        "yaxis": {"title": {"text": y_label}, "automargin": True},
+        **axes(x_label, y_label, y_from_zero=is_from_zero),
     }
-    if is_from_zero:
-        layout["yaxis"]["rangemode"] = "tozero"
     if is_log:
         layout["xaxis"]["type"] = "log"
         # Left alone, an axis ends where a curve ends, and hides the last value's name.

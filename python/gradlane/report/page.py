@@ -65,7 +65,7 @@ class Widget:
     markup: str
     """HTML, whose inserted text is escaped already."""
     data: object
-    """What the script finds in the element whose id is the widget's name and `-data`."""
+    """Data of the element whose id is the widget's name and `-data`."""
     name: str
     """Of the script and the style sheet among the assets."""
 
@@ -75,7 +75,7 @@ class Details:
     """A list that is shown when it is asked for."""
 
     summary: str
-    """What is always shown."""
+    """The part that is always shown."""
     items: Sequence[str]
     """Plain texts."""
 

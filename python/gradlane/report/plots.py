@@ -26,7 +26,7 @@ class Plot:
     layout: dict[str, Any] = field(default_factory=dict)
     """Layout as the plotting library takes it, without colours."""
     note: str = ""
-    """What a reader should know, below the plot."""
+    """A note to the reader, below the plot."""
     is_low: bool = False
     """Whether it is less high, as one of several that are compared."""
 
@@ -86,10 +86,7 @@ def line_plot(
                 "meta": {"color": index if colors is None else colors.get(name, index)},
             }
         )
-    layout = _axes(x_label, y_label)
-    if y_from_zero:
-        layout["yaxis"]["rangemode"] = "tozero"
-    return Plot(title, traces, layout, note)
+    return Plot(title, traces, axes(x_label, y_label, y_from_zero=y_from_zero), note)
 
 
 def bar_plot(
@@ -146,7 +143,7 @@ def bar_plot(
                 "meta": {"color": "text"},
             }
         )
-    layout = _axes("", y_label)
+    layout = axes("", y_label)
     # Without a type, categories that look like numbers or dates would be read as such.
     layout["xaxis"]["type"] = "category"
     layout["xaxis"]["categoryarray"] = list(categories)
@@ -194,8 +191,12 @@ def utilization_plot(
     return plot
 
 
-def _axes(x_label: str, y_label: str) -> dict[str, Any]:
-    return {
-        "xaxis": {"title": {"text": x_label}, "automargin": True},
-        "yaxis": {"title": {"text": y_label}, "automargin": True},
+def axes(x_label: str, y_label: str, *, y_from_zero: bool = False) -> dict[str, Any]:
+    """Return the axes of a layout by their labels; `y_from_zero` starts the vertical one at 0."""
+    made: dict[str, Any] = {
+        name: {"title": {"text": label}, "automargin": True}
+        for name, label in (("xaxis", x_label), ("yaxis", y_label))
     }
+    if y_from_zero:
+        made["yaxis"]["rangemode"] = "tozero"
+    return made

@@ -1,1 +1,1 @@
-"""What runs in the user's processes while a model trains."""
+"""The code that runs in the user's processes while a model trains."""

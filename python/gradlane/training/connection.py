@@ -26,7 +26,8 @@ from gradlane.training.node.channel import NodeChannel
 from gradlane.training.node.layout import Layout, agree_on_layout
 from gradlane.training.node.opening import open_node_channel, rows_obstacle
 from gradlane.training.node.rules import AUTO, OFF
-from gradlane.training.options.options import FACTOR_SCHEMES, Options
+from gradlane.training.options.options import Options
+from gradlane.training.options.strategy import FACTOR_SCHEMES
 from gradlane.training.rendezvous import addresses
 from gradlane.training.rendezvous.connecting import connect_channel, wait_until_all_are_connected
 from gradlane.training.rendezvous.deadlock import DeadlockDetector

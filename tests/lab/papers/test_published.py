@@ -73,7 +73,6 @@ def test_there_is_a_row_for_every_published_number(cheap_rows: list[PublishedRow
 
 
 def test_ours_are_there(cheap_rows: list[PublishedRow]) -> None:
-    assert all(figure.run is not None for figure in FIGURES.values())
     for row in cheap_rows:
         if row.published.figure in CHEAP:
             assert row.ours is not None and row.cause, row

@@ -15,7 +15,7 @@ from gradlane.planning.planner.reasons import reason_of
 from gradlane.planning.planner.search import search
 from gradlane.planning.planner.simulations import predict_step_s
 from gradlane.planning.simulation.profiles import Profile, ProfileTensor
-from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.plans.settings import ClusterFacts, Settings
 from tests.built import needs_core
 

@@ -13,7 +13,8 @@ from torch._C._distributed_c10d import Store
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.planner.search import search
 from gradlane.planning.simulation.profiles import Profile, ProfileTensor
-from gradlane.training.options.options import Options, strategy_of
+from gradlane.training.options.options import Options
+from gradlane.training.options.strategy import strategy_of
 from gradlane.training.plans.plan import Plan, PlanError, parse_plan
 from gradlane.training.plans.settings import ClusterFacts, Settings
 from tests.built import needs_core

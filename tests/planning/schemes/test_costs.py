@@ -20,7 +20,7 @@ from gradlane.planning.simulation.profiles import (
     synthetic_profile,
     write_profile,
 )
-from gradlane.training.options.options import PLAN_RULES
+from gradlane.training.options.strategy import PLAN_RULES
 from gradlane.training.plans.plan import read_plan
 from gradlane.training.plans.settings import ClusterFacts
 from tests.command_line import run

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gradlane.lab.workloads import codec_error
 from gradlane.lab.workloads.codec_error import largest_error, mean_error
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.simulation.codec_costs import (
@@ -23,6 +24,7 @@ from gradlane.planning.simulation.grid import clusters_of, evaluate
 from gradlane.planning.simulation.profiles import Profile, ProfileTensor, synthetic_profile
 from gradlane.planning.simulation.scenarios import Cluster, scenario_of
 from gradlane.training.options.codec_choice import codec_rules
+from gradlane.training.options.codec_options import CodecOptions
 from gradlane.training.options.options import Options
 from gradlane.training.plans.plan import PlanError, parse_plan, read_plan
 from gradlane.training.plans.settings import ClusterFacts, Settings
@@ -218,7 +220,7 @@ def test_the_commands_take_codecs(
     assert status != 0 and "no codec is named" in output + errors
 
 
-def test_errors_of_codecs_are_bounded_where_they_can_be() -> None:
+def test_errors_of_codecs_are_bounded_where_they_can_be(monkeypatch: Any) -> None:
     assert largest_error("raw") == 0.0
     four = largest_error("qsgd:bits=4,bucket=512,norm=max,levels=sign")
     assert four == pytest.approx(1 / 7)
@@ -229,5 +231,9 @@ def test_errors_of_codecs_are_bounded_where_they_can_be() -> None:
     assert mean_error("qsgd:bits=4,bucket=512,norm=max,levels=sign,ring=integer", 3.0, 5) == (
         pytest.approx(3 / 7)
     )
-    with pytest.raises(ValueError, match=r"codec_error\.py"):
+    with pytest.raises(ValueError, match='named "zip"'):
         largest_error("zip")
+    # A codec that is new, and not in this file yet.
+    monkeypatch.setattr(codec_error, "parse_codec", lambda _: CodecOptions())
+    with pytest.raises(ValueError, match=r"codec_error\.py"):
+        largest_error("new")

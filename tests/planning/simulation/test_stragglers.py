@@ -11,7 +11,7 @@ from gradlane.formats.profile import Profile, ProfileTensor
 from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
 from gradlane.planning.simulation.scenarios import Cluster, scenario_of
 from gradlane.planning.simulation.straggler import StragglerSpec
-from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.codec_options import RAW
 from tests.command_line import run
 
 SPEC = StragglerSpec(rank=3, share=0.1, burst_s=0.04)

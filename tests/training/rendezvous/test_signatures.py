@@ -252,7 +252,7 @@ def test_a_forged_report_of_the_deadlock_detector_ends_the_session() -> None:
 
     store = HashStore()
     watch = DeadlockDetector(bounded(store, 0, secret=SECRET), RankInfo(0, 2, "job", 0))
-    store.set("gradlane/job/0/standstill/1", "{}")
+    store.set("gradlane/job/0/deadlock/1", "{}")
     told: list[str] = []
     for name in ("a", "b"):
         watch.watch(name, Model(), told.append)
@@ -261,7 +261,7 @@ def test_a_forged_report_of_the_deadlock_detector_ends_the_session() -> None:
         while len(told) < 2 and time.monotonic() < deadline_s:
             time.sleep(0.05)
     watch.close()
-    assert all("standstill/1', which rank 1 writes" in text for text in told) and len(told) == 2
+    assert all("deadlock/1', which rank 1 writes" in text for text in told) and len(told) == 2
 
 
 def addresses_of(first: RendezvousScope, second: RendezvousScope) -> None:

@@ -255,7 +255,7 @@ impl<Q: Quantizer> Codec for BucketQuantizer<Q> {
     }
 }
 
-/// What is to be sent of element `index`: the value and what was kept of it before.
+/// Returns value plus residual of element `index`.
 pub(super) fn wanted(values: &[f32], residual: Option<&[f32]>, index: usize) -> f32 {
     residual.map_or(values[index], |residual| values[index] + residual[index])
 }

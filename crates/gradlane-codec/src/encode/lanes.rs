@@ -24,7 +24,7 @@ use crate::InstructionSet;
 ///
 /// As for [`Register`], methods run where the instructions are enabled and pointers may be unaligned.
 pub(super) trait Lanes: Register<Lane = f32> {
-    /// As many words of 32 bits.
+    /// The same number of words of 32 bits.
     type Words: Copy;
     /// Yes or no for every lane.
     type Mask: Copy;
@@ -124,7 +124,7 @@ use lanes_by;
 
 /// Work that is compiled once for every instruction set.
 pub(super) trait Work {
-    /// What comes out of it.
+    /// The result.
     type Output;
 
     /// Does it one element at a time, as the definition says.

@@ -48,7 +48,7 @@ impl Source<true> {
 }
 
 impl<const KEEP: bool> Source<KEEP> {
-    /// What is to be sent of sixteen elements from `at` on.
+    /// Returns value plus residual of sixteen elements from `at` on.
     ///
     /// # Safety
     ///
@@ -117,7 +117,7 @@ impl<const KEEP: bool> Source<KEEP> {
         }
     }
 
-    /// What is to be sent of element `at`.
+    /// Returns value plus residual of element `at`.
     ///
     /// # Safety
     ///

@@ -9,8 +9,8 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
+use super::sparse::{DgcOptions, TopkOptions};
 use super::TensorShape;
-use crate::sparse::{DgcOptions, TopkOptions};
 
 /// How the scale of a bucket follows from its values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -33,7 +33,7 @@ pub enum Levels {
 /// How many consecutive values share averages, or ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Bucket {
-    /// So many: a multiple of 32.
+    /// This number of values: a multiple of 32.
     Elements(u32),
     /// A column as CNTK cuts them, see [`TensorShape::column`].
     Column,
@@ -108,7 +108,7 @@ impl QsgdOptions {
     }
 }
 
-/// What a codec does, with all its options.
+/// The method of a codec, with all its options.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Method {
     /// Values as they are.
@@ -158,7 +158,7 @@ impl Method {
 /// A codec by its name and options: parsed from and printed as text.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CodecSpec {
-    /// What it does.
+    /// The method, with its options.
     pub method: Method,
     /// Whether a residual is kept (error feedback); `residual=on` or `residual=off` in the text.
     pub residual: bool,
@@ -237,7 +237,7 @@ pub enum CodecSpecError {
     /// The name before the colon is unknown.
     #[error("no codec is named {found:?}; write one of {NAMES}, with options after a colon")]
     UnknownName {
-        /// What stood there.
+        /// The text in its place.
         found: String,
     },
     /// An option has no equals sign.
@@ -245,7 +245,7 @@ pub enum CodecSpecError {
     NoValue {
         /// The codec's name.
         codec: &'static str,
-        /// What stood there.
+        /// The text in its place.
         found: String,
     },
     /// An option that the codec does not have.
@@ -253,7 +253,7 @@ pub enum CodecSpecError {
     UnknownOption {
         /// The codec's name.
         codec: &'static str,
-        /// What stood there.
+        /// The text in its place.
         option: String,
         /// The options that would do.
         allowed: String,
@@ -273,7 +273,7 @@ pub enum CodecSpecError {
         codec: &'static str,
         /// The option.
         option: &'static str,
-        /// What stood there.
+        /// The text in its place.
         found: String,
         /// The values that would do.
         allowed: &'static str,

@@ -21,13 +21,13 @@ pub(crate) struct Sum<'a> {
     pub(crate) copy_to: Option<*mut u8>,
     /// How many elements each buffer has.
     pub(crate) elements: usize,
-    /// What the sum is divided by.
+    /// Divisor of the sum.
     pub(crate) divisor: u32,
     /// Whether positive zero is added once after the last input.
     pub(crate) add_zero: bool,
 }
 
-/// What becomes of a mean before it is stored.
+/// The last operation on a mean, before it is stored.
 ///
 /// Both methods compute the same bits: the first in registers, the second, for the oracle, plainly
 /// and on its own.

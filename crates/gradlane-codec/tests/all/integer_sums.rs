@@ -22,7 +22,7 @@ fn round(sums: &IntegerSums, elements: usize, parts: &[Part]) -> Round {
     let mut scales = vec![0; sums.scale_bytes(elements)];
     for (values, residual) in parts.iter().flatten() {
         let mut values = Floats::holding(values, elements % 3);
-        sums.enlarge(values.as_mut(), residual.as_deref(), &mut scales);
+        sums.max_scales(values.as_mut(), residual.as_deref(), &mut scales);
         values.assert_guards();
     }
     let mut out = Placed::room(sums.sum_bytes(elements), elements % 5);

@@ -41,7 +41,7 @@ pub enum MembershipEvent {
         members: Vec<Rank>,
         /// The latest step that a member was in.
         step: Step,
-        /// Who was lost, and why.
+        /// The lost ranks, and the reason.
         reason: String,
     },
 }

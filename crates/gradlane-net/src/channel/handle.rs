@@ -489,6 +489,6 @@ fn read_plan(json: &str, options: &ChannelOptions) -> Result<Arc<Plan>, ChannelE
         )));
     }
     plan.validate().map_err(|error| refuse(error.to_string()))?;
-    crate::compute::codecs::of_plan(&plan).map_err(|error| refuse(error.to_string()))?;
+    crate::compute::planned_codecs::of_plan(&plan).map_err(|error| refuse(error.to_string()))?;
     Ok(Arc::new(plan))
 }

@@ -17,7 +17,7 @@ pub(crate) enum JobState {
     OwnerResidual(Vec<f32>),
 }
 
-/// What a job tells the engine.
+/// The report of a job to the engine.
 #[derive(Debug)]
 pub(crate) enum Finding {
     Nothing,

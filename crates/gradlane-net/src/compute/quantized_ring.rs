@@ -36,7 +36,7 @@ fn raise_scales(
     for chunk in codec.chunks_by(|elements| sums.scale_bytes(elements)) {
         let values = codec.values(own, &chunk, &mut wide);
         let residual = residual.map(|all| &all[chunk.elements.clone()]);
-        sums.enlarge(values, residual, &mut scales[chunk.bytes.clone()]);
+        sums.max_scales(values, residual, &mut scales[chunk.bytes.clone()]);
     }
     Ok(())
 }

@@ -1,9 +1,9 @@
 //! The state that lives between jobs: optimizers and residuals of slices, update rules of tensors.
 
-use super::codecs::{self, CodecPlanError, PlannedCodec};
 use super::error::JobError;
 use super::job::JobState;
 use super::optimizer::{SliceState, StateKind, StateRead, UpdateRule};
+use super::planned_codecs::{self, CodecPlanError, PlannedCodec};
 use super::residual::{self, ResidualSquares};
 use crate::options::ChannelOptions;
 use gradlane_engine::{Plan, Synchrony};
@@ -47,7 +47,7 @@ impl ComputeState {
             plan: Arc::clone(plan),
             rank: Rank(options.rank),
             seed: options.seed,
-            codecs: codecs::of_plan(plan)?,
+            codecs: planned_codecs::of_plan(plan)?,
             is_async: plan.strategy.synchrony == Synchrony::Async,
             may_be_late: plan.strategy.synchrony.stragglers().is_some(),
             left_out: None,

@@ -50,7 +50,7 @@ pub(crate) struct Identity {
     pub(crate) seals: bool,
 }
 
-/// What frames of a sealed connection are sealed and opened with.
+/// The keys that seal and open the frames of a sealed connection.
 #[derive(Debug)]
 pub(crate) struct FrameSeals {
     pub(crate) sealer: FrameSealer,

@@ -1,7 +1,7 @@
 //! The size of frames: as large as was asked for, and up to three times as large on a connection so fast
 //! that an urgent slice hardly waits longer for them.
 
-use super::policy;
+use super::limits;
 use super::rate::{RateEstimator, Smoothing};
 use gradlane_units::Time;
 use std::time::Duration;
@@ -39,7 +39,7 @@ impl FrameSizer {
         self.window = Some((now, acknowledged_bytes));
         self.rate.add(acknowledged_bytes.saturating_sub(before), elapsed);
         let bytes_per_s = self.rate.bytes_per_s().unwrap_or(0.0);
-        let multiple = policy::frame_multiple(bytes_per_s, self.asked_bytes);
+        let multiple = limits::frame_multiple(bytes_per_s, self.asked_bytes);
         if multiple == self.multiple {
             return None;
         }

@@ -12,8 +12,8 @@
 //!
 //! `pacer` keeps a connection to its part.
 
+use super::limits;
 use super::pacer::{PacedRate, Pacer};
-use super::policy;
 use super::rate::{RateEstimator, Smoothing};
 use gradlane_units::Time;
 use std::time::Duration;
@@ -153,8 +153,8 @@ impl PortPacing {
         self.busy = flows.iter().any(|(_, full, _)| *full);
         let rate = self.port.bytes_per_s().map(|port| {
             let bytes_per_s = flow_rate(self.port.allowed(port), elapsed, &samples);
-            let by_thread = policy::paced_by_thread(self.frame_bytes, port, samples.len());
-            let frame_time = policy::frame_time(self.frame_bytes, bytes_per_s);
+            let by_thread = limits::paced_by_thread(self.frame_bytes, port, samples.len());
+            let frame_time = limits::frame_time(self.frame_bytes, bytes_per_s);
             PacedRate { bytes_per_s, frame_time: by_thread.then_some(frame_time) }
         });
         for (index, _, flow) in flows {

@@ -5,7 +5,7 @@
 //! take uneven shares of it, and a slice is reduced only when its slowest push has arrived. With just
 //! enough bytes in flight the shares are even and nothing is lost.
 
-use super::policy::{self, BufferSizes};
+use super::limits::{self, BufferSizes};
 use crate::sys::socket::Socket;
 use crate::sys::syscall::PathEstimate;
 use std::io;
@@ -45,7 +45,7 @@ impl SendBuffer {
         peers: usize,
     ) -> io::Result<SendBuffer> {
         let adapts = fixed_bytes == 0;
-        let held_bytes = if adapts { policy::held_min(peers) } else { u64::from(fixed_bytes) };
+        let held_bytes = if adapts { limits::held_min(peers) } else { u64::from(fixed_bytes) };
         let least = BufferSizes { held_bytes, unsent_bytes: u64::from(low_water_bytes) };
         socket.set_send_buffer(least.held_bytes)?;
         if least.unsent_bytes > 0 {
@@ -54,7 +54,7 @@ impl SendBuffer {
         Ok(SendBuffer {
             adapts,
             least,
-            paced_bytes: policy::thread_held_min(frame_bytes),
+            paced_bytes: limits::thread_held_min(frame_bytes),
             by_thread: false,
             sizes: least,
             sent_bytes: 0,
@@ -83,7 +83,7 @@ impl SendBuffer {
         if !self.adapts {
             return Ok(Some(path));
         }
-        let target = policy::buffer_sizes(self.least_now(), path);
+        let target = limits::buffer_sizes(self.least_now(), path);
         if differ(self.sizes.held_bytes, target.held_bytes) {
             self.sizes.held_bytes = target.held_bytes;
             socket.set_send_buffer(target.held_bytes)?;
@@ -137,7 +137,7 @@ fn differ(old_bytes: u64, new_bytes: u64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::flow::policy::{HELD_MAX_BYTES, HELD_MIN_BYTES};
+    use crate::flow::limits::{HELD_MAX_BYTES, HELD_MIN_BYTES};
     use crate::sys::descriptors::ForkTracked;
 
     #[test]

@@ -10,7 +10,7 @@
 //! the shorter is the period. Where nothing is full, latency is all that counts: the thread never waits
 //! here, and a call of the application ends a long pause at once (decision 46).
 
-use super::policy;
+use super::limits;
 use super::rate::{RateEstimator, Smoothing};
 use std::time::{Duration, Instant};
 
@@ -62,7 +62,7 @@ impl WakeupCoalescer {
         drain_time: Option<Duration>,
         until_due: Option<Duration>,
     ) -> Duration {
-        let period = policy::turn_period(self.rate.bytes_per_s().unwrap_or(0.0));
+        let period = limits::turn_period(self.rate.bytes_per_s().unwrap_or(0.0));
         let elapsed = now.saturating_duration_since(self.turn_began);
         let drain_time = drain_time.map(|time| time.saturating_sub(MARGIN));
         let until_due = until_due.map(|time| time.saturating_sub(elapsed));
@@ -80,7 +80,7 @@ impl WakeupCoalescer {
 
 #[cfg(test)]
 mod tests {
-    use super::policy::TURN_MAX;
+    use super::limits::TURN_MAX;
     use super::*;
 
     const LONG: Duration = Duration::from_secs(1);

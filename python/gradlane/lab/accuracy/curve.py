@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -39,6 +40,23 @@ class Curve:
         self.loss.append(loss)
         self.accuracy.append(accuracy)
         self.diverged |= loss != loss
+
+
+def crossing(xs: Sequence[float], values: Sequence[float], goal: float) -> float | None:
+    """Return where a curve first reaches a value, on straight lines; None if it never does.
+
+    Args:
+        xs: steps or seconds of the values.
+        values: of the curve.
+        goal: the value.
+    """
+    for index, value in enumerate(values):
+        if value >= goal:
+            if index == 0:
+                return float(xs[0])
+            share = (goal - values[index - 1]) / (value - values[index - 1])
+            return float(xs[index - 1] + share * (xs[index] - xs[index - 1]))
+    return None
 
 
 def evaluation_steps(steps: int) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gradlane.lab.accuracy.curve import crossing
 from gradlane.lab.accuracy.exchange import ALL
 from gradlane.lab.accuracy.schemes import FULL_PRECISION
 from gradlane.lab.accuracy.study import Result
@@ -127,15 +128,7 @@ def target(rows: Sequence[Result], task: str) -> float | None:
 
 def time_to(row: Result, rate_bps: int, accuracy: float) -> float | None:
     """Return when a run first reached an accuracy, between evaluations; None if it never did."""
-    times, values = row.times_s(rate_bps), row.accuracy
-    for index, value in enumerate(values):
-        if value >= accuracy:
-            if index == 0:
-                return float(times[0])
-            before = values[index - 1]
-            share = (accuracy - before) / (value - before)
-            return float(times[index - 1] + share * (times[index] - times[index - 1]))
-    return None
+    return crossing(row.times_s(rate_bps), row.accuracy, accuracy)
 
 
 def speedup_to(

@@ -16,12 +16,7 @@ from gradlane.lab.accuracy.findings import (
     tasks_of,
 )
 from gradlane.lab.accuracy.schemes import FULL_PRECISION
-from gradlane.lab.accuracy.study import (
-    BUCKETS,
-    RATES_BPS,
-    STUDIED_CLOSELY,
-    Result,
-)
+from gradlane.lab.accuracy.study import BUCKETS, RATES_BPS, STUDIED_CLOSELY, Result
 from gradlane.lab.accuracy.tasks import task_of
 from gradlane.report.markdown import markdown_table
 from gradlane.report.page import Cell, Table
@@ -102,11 +97,7 @@ def spread_caption(rows: Sequence[Result]) -> str:
 
 
 def _learned(here: Sequence[Result], full: Sequence[Result]) -> list[Cell]:
-    return [
-        _ratio(here),
-        _percent(final_accuracy(here)),
-        points(findings.difference(here, full)),
-    ]
+    return [_ratio(here), _percent(final_accuracy(here)), points(findings.difference(here, full))]
 
 
 def buckets_table(rows: Sequence[Result]) -> Table:

@@ -16,7 +16,7 @@ from gradlane.lab.accuracy.markdown import main_table, spread_caption, sweep_tab
 from gradlane.lab.accuracy.study import RATES_BPS, Result
 from gradlane.lab.accuracy.tasks import task_of
 from gradlane.report.page import Block, Paragraph, Section, measured_here, write_report
-from gradlane.report.plots import Plot
+from gradlane.report.plots import Plot, axes
 
 SHOWN_AT_FIRST = ("p3", "asgd", "qsgd:bits=8", "qsgd:bits=2", "onebit", "dgc")
 """Beginnings of the names of lines that show without a click."""
@@ -127,13 +127,7 @@ def _curves(
                     "opacity": 0.25,
                 }
             )
-    layout: dict[str, Any] = {
-        "xaxis": {
-            "title": {"text": "step" if rate_bps is None else "emulated time, s"},
-            "automargin": True,
-        },
-        "yaxis": {"title": {"text": "held-out accuracy, %"}, "automargin": True},
-    }
+    layout = axes("step" if rate_bps is None else "emulated time, s", "held-out accuracy, %")
     if rate_bps is not None:
         slowest = max(row.times_s(rate_bps)[-1] for row in rows)
         layout["xaxis"]["range"] = [0, slowest / 2]

@@ -27,10 +27,7 @@ from gradlane.lab.runs.run import LabProgress
 NAME = "accuracy"
 RATES_BPS = (100_000_000, 1_000_000_000, 10_000_000_000)
 WORKERS = 4
-SPARSE_SCHEMES = (
-    "topk:ratio=0.01,broadcast_ratio=0.04",
-    "dgc:ratio=0.01,broadcast_ratio=0.04",
-)
+SPARSE_SCHEMES = ("topk:ratio=0.01,broadcast_ratio=0.04", "dgc:ratio=0.01,broadcast_ratio=0.04")
 QUICK_SCHEMES = (
     FULL_PRECISION,
     "asgd",

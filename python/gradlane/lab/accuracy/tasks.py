@@ -152,56 +152,55 @@ def _held_out_text() -> Batch:
 
 _IMAGES: dict[str, Any] = {"batch": _image_batch, "held_out": _held_out_images, "steps": 440}
 _TEXT: dict[str, Any] = {"batch": _text_batch, "held_out": _held_out_text, "steps": 1200}
-TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        Task(
-            name="mlp",
-            what="a perceptron on handwritten digits",
-            network=networks.Mlp,
-            lr=0.05,
-            quick_steps=132,
-            **_IMAGES,
-        ),
-        Task(
-            name="resnet",
-            what="a small ResNet on handwritten digits",
-            network=networks.SmallResNet,
-            lr=0.05,
-            quick_steps=110,
-            **_IMAGES,
-        ),
-        Task(
-            name="lstm",
-            what="an LSTM that predicts characters of Python's own library",
-            network=networks.CharLstm,
-            lr=0.5,
-            clip=1.0,
-            quick_steps=150,
-            **_TEXT,
-        ),
-        Task(
-            name="transformer",
-            what="a transformer that predicts characters of Python's own library",
-            network=networks.SmallTransformer,
-            optimizer="adamw",
-            lr=2e-3,
-            quick_steps=120,
-            **_TEXT,
-        ),
-        Task(
-            name=CIFAR10,
-            what="ResNet-110 on CIFAR-10",
-            network=cifar.ResNet110,
-            batch=cifar.batch,
-            held_out=cifar.held_out,
-            lr=0.05,
-            steps=1560,
-            quick_steps=100,
-            compute_s=0.04,
-        ),
-    )
-}
+_LIBRARY = "predicts characters of Python's own library"
+_ALL = (
+    Task(
+        "mlp",
+        "a perceptron on handwritten digits",
+        networks.Mlp,
+        lr=0.05,
+        quick_steps=132,
+        **_IMAGES,
+    ),
+    Task(
+        "resnet",
+        "a small ResNet on handwritten digits",
+        networks.SmallResNet,
+        lr=0.05,
+        quick_steps=110,
+        **_IMAGES,
+    ),
+    Task(
+        "lstm",
+        f"an LSTM that {_LIBRARY}",
+        networks.CharLstm,
+        lr=0.5,
+        clip=1.0,
+        quick_steps=150,
+        **_TEXT,
+    ),
+    Task(
+        "transformer",
+        f"a transformer that {_LIBRARY}",
+        networks.SmallTransformer,
+        optimizer="adamw",
+        lr=2e-3,
+        quick_steps=120,
+        **_TEXT,
+    ),
+    Task(
+        CIFAR10,
+        "ResNet-110 on CIFAR-10",
+        cifar.ResNet110,
+        cifar.batch,
+        cifar.held_out,
+        lr=0.05,
+        steps=1560,
+        quick_steps=100,
+        compute_s=0.04,
+    ),
+)
+TASKS = {task.name: task for task in _ALL}
 """The tasks by name; that of CIFAR-10 needs its images, see `cifar.use_folder`."""
 HYPERPARAMETERS = ("lr", "momentum")
 

@@ -95,7 +95,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Load:
-    """What one run asked of a rank's threads, mean over ranks, and what they took.
+    """Load of one run on a rank's threads and their processor time, mean over ranks.
 
     Attributes:
         frames: sent and received.

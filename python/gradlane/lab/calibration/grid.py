@@ -12,7 +12,7 @@ from dataclasses import replace
 from gradlane.lab.runs.cells import Cell, usual_dilation
 from gradlane.lab.runs.rows import CEILING, Row
 from gradlane.lab.runs.strategy import POSEIDON, SEALED, parse_strategies
-from gradlane.training.options.options import STRATEGIES as ENGINE_STRATEGIES
+from gradlane.training.options.strategy import STRATEGIES as ENGINE_STRATEGIES
 
 STRATEGIES = ("p3", "slicing", "kvstore", "wfbp")
 SEALED_STRATEGY = f"p3/{SEALED}"

@@ -95,7 +95,7 @@ class LeftOut:
     rows: int
     """All of them, predicted or not."""
     no_evidence: int
-    """Those of a machine that was too busy."""
+    """Rows of a machine that was too busy."""
     other_kinds: int
     """Evidence that is no unencoded replay by gradlane's strategies."""
 
@@ -140,11 +140,7 @@ def replayed_profile(workload: str, dilation: float, compute_s: float) -> Profil
 
 
 def reports_of(
-    row: Row,
-    costs: MachineCosts | None = None,
-    *,
-    seeds: Sequence[int] = SEEDS,
-    steps: int = STEPS,
+    row: Row, costs: MachineCosts | None = None, *, seeds: Sequence[int] = SEEDS, steps: int = STEPS
 ) -> list[dict[str, Any]]:
     """Simulate the cluster that a row of a lab run was, or would be, measured on.
 

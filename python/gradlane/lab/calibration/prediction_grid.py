@@ -31,7 +31,7 @@ from gradlane.lab.runs.strategy import Strategy, parse_strategy
 from gradlane.planning.simulation.costs import MachineCosts, read_costs
 from gradlane.report.console import print_written
 from gradlane.report.markdown import markdown_table
-from gradlane.training.options.options import RING
+from gradlane.training.options.strategy import RING
 
 FITTED_WORKLOAD = "resnet50"
 """The workload whose rows the fitted constant comes from."""
@@ -94,11 +94,7 @@ def predict_grid(
     predictions = [
         predict(row, costs)
         for row in track(
-            chosen,
-            "simulating",
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
+            chosen, "simulating", console=console, transient=True, disable=not console.is_terminal
         )
     ]
     summary = summary_of(predictions, left_out)
@@ -127,9 +123,7 @@ def with_spread(costs: MachineCosts, spread: float) -> MachineCosts:
 
 
 def fit_spread(
-    rows: Sequence[Row],
-    costs: MachineCosts,
-    on_trial: Callable[[str], None] = lambda text: None,
+    rows: Sequence[Row], costs: MachineCosts, on_trial: Callable[[str], None] = lambda text: None
 ) -> tuple[float, float]:
     """Return the spread with the smallest mean error without sign, and that error.
 

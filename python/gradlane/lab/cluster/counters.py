@@ -234,11 +234,7 @@ class TrafficSampler:
     """
 
     def __init__(
-        self,
-        descriptors: Sequence[int],
-        interval_s: float = 0.01,
-        *,
-        processes: Sequence[int] = (),
+        self, descriptors: Sequence[int], interval_s: float = 0.01, *, processes: Sequence[int] = ()
     ) -> None:
         """Plan to sample.
 

@@ -22,7 +22,7 @@ from gradlane.lab.runs.rows import CEILING, NO_EVIDENCE, Row
 from gradlane.report.curves import Points, curve_plot
 from gradlane.report.page import Block, Cell, Figure, Paragraph, Section, Table
 from gradlane.report.plots import Plot
-from gradlane.training.options.options import STRATEGIES as ENGINE_STRATEGIES
+from gradlane.training.options.strategy import STRATEGIES as ENGINE_STRATEGIES
 
 QUICK_LIMIT_S = 15 * 60
 LIMIT_S = 2 * 3600

@@ -13,7 +13,7 @@ from functools import cached_property
 from gradlane.lab.experiments.simulated import bound_of
 from gradlane.lab.runs.rows import ClusterKey, Row, text_of_no_evidence
 from gradlane.lab.workloads import REPLAY_NAMES
-from gradlane.training.options.options import ASGD
+from gradlane.training.options.strategy import ASGD
 
 ORDER = (
     ("p3", "slicing", "the same slices, the most urgent first"),

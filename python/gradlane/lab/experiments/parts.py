@@ -15,7 +15,7 @@ from gradlane.planning.simulation.bound import describe_binding
 from gradlane.planning.simulation.scenarios import RING_FUSED
 from gradlane.report.curves import Points
 from gradlane.report.page import Cell, Measurement, Section, Table
-from gradlane.training.options.options import STRATEGIES as ENGINE_STRATEGIES
+from gradlane.training.options.strategy import STRATEGIES as ENGINE_STRATEGIES
 
 Column = tuple[str, Callable[[Row, Findings], Cell]]
 """A heading, and the cell of a row."""

@@ -42,15 +42,7 @@ from gradlane.lab.runs.rows import (
 from gradlane.lab.runs.run import run_lab
 from gradlane.lab.runs.strategy import parse_strategy
 from gradlane.report.console import print_written, text_table
-from gradlane.report.page import (
-    Block,
-    Figure,
-    Figures,
-    Paragraph,
-    Section,
-    Table,
-    write_report,
-)
+from gradlane.report.page import Block, Figure, Figures, Paragraph, Section, Table, write_report
 
 GBIT = 1_000_000_000
 
@@ -268,8 +260,7 @@ def _measure(preset: Preset, folder: PresetFolder, console: Console) -> None:
         raise
     if busy:
         console.print(
-            f"in {busy} runs: {NO_EVIDENCE}; the same command measures them again",
-            highlight=False,
+            f"in {busy} runs: {NO_EVIDENCE}; the same command measures them again", highlight=False
         )
 
 
@@ -289,9 +280,6 @@ def _simulate(
         if simulations and not console.is_terminal:
             console.print(f"clusters to simulate: {len(simulations)}", style="dim", highlight=False)
         found = simulate_missing(
-            simulations,
-            rows,
-            keep=lambda so_far: save_rows(so_far, folder.results),
-            on_run=show,
+            simulations, rows, keep=lambda so_far: save_rows(so_far, folder.results), on_run=show
         )
     return [replace(row, preset=preset.name) for row in found]

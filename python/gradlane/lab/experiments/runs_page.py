@@ -15,16 +15,9 @@ from gradlane.formats.rates import format_rate
 from gradlane.lab.experiments.parts import percent, plain_cell, used_columns
 from gradlane.lab.runs.notes import balance_notes, factor_notes, loss_over_time
 from gradlane.lab.runs.rows import CEILING, ROW_COLUMNS, Row, by_encoding, text_of_no_evidence
-from gradlane.report.page import (
-    Cell,
-    Measurement,
-    Section,
-    Table,
-    measured_here,
-    write_report,
-)
+from gradlane.report.page import Cell, Measurement, Section, Table, measured_here, write_report
 from gradlane.report.plots import Plot, Series, bar_plot, line_plot, utilization_plot
-from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.codec_options import RAW
 
 K = TypeVar("K")
 BASELINE = "ddp"

@@ -21,7 +21,7 @@ from gradlane.planning.simulation.scenarios import RING_FUSED
 from gradlane.report.curves import Points, curve_plot
 from gradlane.report.page import Figure, Section, Table
 from gradlane.report.plots import Plot
-from gradlane.training.options.options import STRATEGIES as ENGINE_STRATEGIES
+from gradlane.training.options.strategy import STRATEGIES as ENGINE_STRATEGIES
 
 RATE_BPS = 10 * GBIT
 SIMULATED_WORKERS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -20,7 +20,7 @@ from gradlane.lab.runs.rows import CEILING, Row
 from gradlane.lab.runs.run import LabProgress, run_lab
 from gradlane.lab.runs.traffic import Activity, activity_of
 from gradlane.report.page import Block, Cell, Figure, Section, Table
-from gradlane.report.plots import Plot
+from gradlane.report.plots import Plot, axes
 
 IDLE_BELOW = 0.05
 """A port that carries less than this share of its goodput in an interval is idle in it."""
@@ -193,7 +193,7 @@ def _port_plot(row: Row) -> Plot:
     level = _line("goodput", ends, [round(row.goodput_bps / 1e9, 3)] * len(ends), "text", "")
     del level["hovertemplate"]
     level["line"]["dash"], level["hoverinfo"] = "dash", "skip"
-    layout = _layout("Gbit/s")
+    layout = axes("nominal time, s", "Gbit/s", y_from_zero=True)
     layout["shapes"] = [
         {
             "type": "line",
@@ -240,7 +240,7 @@ def _cpu_plot(row: Row) -> Plot:
         f"Compute is asleep here, so this is what communication costs, with time {row.dilation:g} "
         "times as long as it nominally is."
     )
-    layout = _layout("% of a processor")
+    layout = axes("nominal time, s", "% of a processor", y_from_zero=True)
     return Plot(f"{parts.marked(row)}: processors", traces, layout, note, is_low=True)
 
 
@@ -256,13 +256,6 @@ def _line(
         "line": {"width": 1.25},
         "meta": {"color": color},
         "hovertemplate": hover,
-    }
-
-
-def _layout(y_label: str) -> dict[str, Any]:
-    return {
-        "xaxis": {"title": {"text": "nominal time, s"}, "automargin": True},
-        "yaxis": {"title": {"text": y_label}, "automargin": True, "rangemode": "tozero"},
     }
 
 

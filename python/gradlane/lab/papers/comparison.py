@@ -233,22 +233,20 @@ Reproduce = Callable[[Any], Sequence[Ours | Curve]]
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure that can be asked for, or that cannot yet.
+    """A figure that can be asked for.
 
     Attributes:
         name: such as `p3:fig7`.
         title: what it shows.
         setting: how it is reproduced.
-        run: computes ours, given the simulations; None where something is missing.
-        needs: what is missing.
+        run: computes ours, given the simulations.
         inputs: names the inputs that the simulations have, where they depend on a folder.
     """
 
     name: str
     title: str
-    setting: str = ""
-    run: Reproduce | None = None
-    needs: str = ""
+    setting: str
+    run: Reproduce
     inputs: Callable[[Any], str] | None = None
 
     def setting_of(self, simulations: Any) -> str:

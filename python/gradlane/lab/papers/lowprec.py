@@ -128,8 +128,7 @@ def _reasons(primitive: str, cell: Speed, deviation: float) -> list[str]:
 def _table(primitive: str) -> Callable[[Simulations], list[Ours]]:
     """Return ours of every legible cell of a table."""
 
-    def run(simulations: Simulations) -> list[Ours]:
-        del simulations
+    def run(_: Simulations) -> list[Ours]:
         found = []
         for cell in speeds(TABLES[primitive]):
             value = samples_per_s(primitive, cell.network, cell.encoding, cell.gpus)
@@ -169,9 +168,8 @@ def fit_quality(primitive: str) -> list[tuple[str, Errors]]:
     return rows
 
 
-def figure_3(simulations: Simulations) -> list[Ours]:
+def figure_3(_: Simulations) -> list[Ours]:
     """Parameters of the networks."""
-    del simulations
     why = "the same layers, or torchvision's; the paper rounds"
     whys = {"resnet110": "1.7 million in its authors' paper (He et al. 2015, table 6) as well"}
     return [
@@ -203,9 +201,8 @@ def _implied_gain(network: str, encoding: str) -> float:
     return full_s / own_s
 
 
-def figure_6(simulations: Simulations) -> list[Ours]:
+def figure_6(_: Simulations) -> list[Ours]:
     """Speed-ups with MPI that the text names."""
-    del simulations
     reshaped = max(
         _gain("mpi", network, "1bit_reshaped", gpus, over="1bit")
         for network in IMAGES
@@ -261,9 +258,8 @@ def figure_6(simulations: Simulations) -> list[Ours]:
     ]
 
 
-def figure_7(simulations: Simulations) -> list[Ours]:
+def figure_7(_: Simulations) -> list[Ours]:
     """Speed-ups with NCCL that the text names."""
-    del simulations
     native = {
         network: step_s("mpi", network, "8bit", 8) / step_s("nccl", network, "8bit", 8)
         for network in IMAGES
@@ -331,15 +327,13 @@ def _dgx_row(figure: str, primitive: str, encoding: str) -> list[Ours]:
     return [Ours("vgg19", _dgx_gain(primitive, encoding), why)]
 
 
-def figure_8(simulations: Simulations) -> list[Ours]:
+def figure_8(_: Simulations) -> list[Ours]:
     """VGG-19 on the DGX-1 with MPI."""
-    del simulations
     return _dgx_row("lowprec:fig8", "mpi", "2bit")
 
 
-def figure_9(simulations: Simulations) -> list[Ours]:
+def figure_9(_: Simulations) -> list[Ours]:
     """VGG-19 on the DGX-1 with NCCL."""
-    del simulations
     return _dgx_row("lowprec:fig9", "nccl", "4bit")
 
 
@@ -367,9 +361,8 @@ def _alone_at_memory() -> float:
     return batch_of("alexnet", 16) / seconds / one_gpu("alexnet")
 
 
-def figure_12(simulations: Simulations) -> list[Ours | Curve]:
+def figure_12(_: Simulations) -> list[Ours | Curve]:
     """Scalability with MPI."""
-    del simulations
     table = cells("mpi")
     one_bit = table["alexnet", "1bit_reshaped", 16].value / one_gpu("alexnet")
     deep = table["resnet152", "32bit", 16].value / one_gpu("resnet152")
@@ -395,18 +388,13 @@ def figure_12(simulations: Simulations) -> list[Ours | Curve]:
             f"the text contradicts their own table, which has {deep:.1f}x",
             role="fitted",
         ),
-        Ours(
-            "resnet152_quantized_16",
-            _scalability("mpi", "resnet152", "2bit", 16),
-            "with 2 bits",
-        ),
+        Ours("resnet152_quantized_16", _scalability("mpi", "resnet152", "2bit", 16), "with 2 bits"),
         *_scaling_curves("mpi", (1, 2, 4, 8, 16)),
     ]
 
 
-def figure_13(simulations: Simulations) -> list[Ours | Curve]:
+def figure_13(_: Simulations) -> list[Ours | Curve]:
     """Scalability with NCCL."""
-    del simulations
     full = max(_scalability("nccl", network, "32bit", 8) for network in IMAGES[1:4])
     gain = max(_gain("nccl", network, "4bit", 8) for network in IMAGES)
     theirs = max(
@@ -425,8 +413,7 @@ def figure_13(simulations: Simulations) -> list[Ours | Curve]:
 
 
 def _dgx_scaling(primitive: str) -> Callable[[Simulations], list[Ours | Curve]]:
-    def run(simulations: Simulations) -> list[Ours | Curve]:
-        del simulations
+    def run(_: Simulations) -> list[Ours | Curve]:
         found: list[Ours | Curve] = []
         for network in IMAGES:
             alone = one_gpu(network) * DGX_SPEED
@@ -477,9 +464,8 @@ def _grown_gain(times: int, without: tuple[str, ...] = ()) -> float:
     return full_s / coded_s
 
 
-def figure_16(simulations: Simulations) -> list[Ours | Curve]:
+def figure_16(_: Simulations) -> list[Ours | Curve]:
     """Price of training, and what 8 bits bring to a model that grows."""
-    del simulations
     prices = {network: _price(network) for network in IMAGES}
     text = ", ".join(
         f"{name} ${price:,.0f} on {best} GPU{'s' if best != '1' else ''}"

@@ -256,12 +256,7 @@ def share_s(primitive: str, network: str, gpus: int) -> float:
 
 
 def step_s(
-    primitive: str,
-    network: str,
-    encoding: str,
-    gpus: int,
-    *,
-    without: Collection[str] = (),
+    primitive: str, network: str, encoding: str, gpus: int, *, without: Collection[str] = ()
 ) -> float:
     """Return a step's seconds by the model.
 

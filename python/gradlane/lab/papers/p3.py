@@ -85,9 +85,8 @@ def _example_scenario(profile: Profile, rate_bps: float) -> dict[str, Any]:
     }
 
 
-def figure_4(simulations: Simulations) -> list[Ours]:
+def figure_4(_: Simulations) -> list[Ours]:
     """Three layers: forward and backward take one unit, synchronization two."""
-    del simulations
     elements = 2_500_000
     delays = {}
     for strategy in ("slicing", "p3"):
@@ -103,9 +102,8 @@ def figure_4(simulations: Simulations) -> list[Ours]:
     ]
 
 
-def figure_6(simulations: Simulations) -> list[Ours]:
+def figure_6(_: Simulations) -> list[Ours]:
     """Simulate three layers; the middle one takes three times as long on the network."""
-    del simulations
     from gradlane import _core
 
     unit = 250_000
@@ -133,9 +131,8 @@ def figure_6(simulations: Simulations) -> list[Ours]:
     ]
 
 
-def figure_5(simulations: Simulations) -> list[Ours]:
+def figure_5(_: Simulations) -> list[Ours]:
     """Count how parameters are spread over layers."""
-    del simulations
     network = ARCHITECTURES["vgg19"]()
     heaviest = max(sum(p.numel for p in layer.parameters) for layer in network.layers)
     return [

@@ -117,11 +117,7 @@ def _both(
     own = system != "tf"
     return [
         Ours(
-            key,
-            speedup(model, engine, nodes, rate_gbps, system),
-            limit,
-            "full ports",
-            main=not own,
+            key, speedup(model, engine, nodes, rate_gbps, system), limit, "full ports", main=not own
         ),
         Ours(
             key,
@@ -214,9 +210,8 @@ def _simulated_curves(
     ]
 
 
-def figure_6(simulations: Simulations) -> list[Ours | Curve]:
+def figure_6(_: Simulations) -> list[Ours | Curve]:
     """TensorFlow at 40 GbE, 32 nodes."""
-    del simulations
     cases = (
         ("inception_v3_poseidon", "inception_v3", "poseidon", "Near linear with either."),
         (
@@ -228,10 +223,7 @@ def figure_6(simulations: Simulations) -> list[Ours | Curve]:
             *("vgg19_22k_wfbp", "vgg19_22k", "wfbp"),
             "A prediction: the share was fitted to Caffe's number.",
         ),
-        (
-            *("vgg19_22k_poseidon", "vgg19_22k", "poseidon"),
-            "The same with a third of the port.",
-        ),
+        (*("vgg19_22k_poseidon", "vgg19_22k", "poseidon"), "The same with a third of the port."),
     )
     rows: list[Ours | Curve] = []
     for key, model, system, why in cases:
@@ -246,9 +238,8 @@ def figure_6(simulations: Simulations) -> list[Ours | Curve]:
     return [*rows, *curves_of(("inception_v3", "vgg19", "vgg19_22k"), "tf")]
 
 
-def figure_7(simulations: Simulations) -> list[Ours]:
+def figure_7(_: Simulations) -> list[Ours]:
     """Stall of the accelerator on eight nodes at 40 GbE."""
-    del simulations
     share = fitted_share()
     return [
         Ours(
@@ -292,16 +283,14 @@ def figure_8(simulations: Simulations) -> list[Ours | Curve]:
     return rows
 
 
-def figure_9(simulations: Simulations) -> list[Ours]:
+def figure_9(_: Simulations) -> list[Ours]:
     """ResNet-152 on 32 nodes, its throughput."""
-    del simulations
     why = "ResNet-152's single-node speed is not in the paper; it is Inception-V3's, by operations."
     return _both("throughput", "resnet152", "tf", 32, 40, "poseidon", why)
 
 
-def figure_10(simulations: Simulations) -> list[Ours]:
+def figure_10(_: Simulations) -> list[Ours]:
     """Traffic of each node, VGG-19 on eight nodes."""
-    del simulations
     share = fitted_share()
     rows: list[Ours] = []
     for system in ("wfbp", "adam", "poseidon"):
@@ -325,9 +314,8 @@ def figure_10(simulations: Simulations) -> list[Ours]:
     return [*rows, *_both("adam_speedup", "vgg19", "tf", 8, 40, "adam", why)]
 
 
-def table_1(simulations: Simulations) -> list[Ours]:
+def table_1(_: Simulations) -> list[Ours]:
     """Count the worked example: 4096 x 4096, K = 32, eight workers and servers."""
-    del simulations
     counts = Counts(rows=32, workers=8, servers=8)
     ps, sfb, adam = SCHEMES["ps"], SCHEMES["sfb"], SCHEMES["adam"]
     assert ps.server_floats and ps.both_floats and adam.both_floats and adam.server_floats
@@ -346,9 +334,8 @@ def table_1(simulations: Simulations) -> list[Ours]:
     ]
 
 
-def table_3(simulations: Simulations) -> list[Ours]:
+def table_3(_: Simulations) -> list[Ours]:
     """Parameters of the networks."""
-    del simulations
     whys = {
         "cifar10_quick": "The same layers.",
         "googlenet": "torchvision's; the paper counts another variant (Caffe's has 7.0 million).",
@@ -363,9 +350,8 @@ def table_3(simulations: Simulations) -> list[Ours]:
     ]
 
 
-def section_2(simulations: Simulations) -> list[Ours]:
+def section_2(_: Simulations) -> list[Ours]:
     """Return what AlexNet would need on eight nodes."""
-    del simulations
     profile = synthetic_profile("alexnet")
     sends = 7 / 8 * profile.size_bytes / profile.compute_s * 8 / 1e9
     why = (

@@ -44,9 +44,8 @@ def sequential_speedup(model: str, nodes: int, rate_gbps: float, share: float = 
     return nodes * seconds(model, "caffe") / (exchanged_s + own_s)
 
 
-def one_node(simulations: Simulations) -> list[Ours]:
+def one_node(_: Simulations) -> list[Ours]:
     """Throughput of a single node."""
-    del simulations
     rows = []
     for model in ("googlenet", "vgg19", "vgg19_22k"):
         speed = BATCHES[model] / (seconds(model, "caffe") + copies_s(model))
@@ -90,9 +89,8 @@ def _nodes_speedup(model: str) -> float:
     return cluster.workers * batch_s / float(report["step_s"])
 
 
-def multi(simulations: Simulations) -> list[Ours]:
+def multi(_: Simulations) -> list[Ours]:
     """Several accelerators a node."""
-    del simulations
     slowest = min(_local_speedup(model) for model in ("googlenet", "vgg19", "vgg19_22k"))
     rows = [Ours("one_node", slowest, "simulated: the slowest of three; PCIe at 10 GB/s")]
     for model in ("googlenet", "vgg19"):
@@ -113,9 +111,8 @@ def multi(simulations: Simulations) -> list[Ours]:
     return rows
 
 
-def cntk(simulations: Simulations) -> list[Ours]:
+def cntk(_: Simulations) -> list[Ours]:
     """CNTK with 1 bit on VGG-19."""
-    del simulations
     faster = given("poseidon_vgg19_caffe") / one_gpu("vgg19")
     alone_s = seconds("vgg19", "caffe")
     rows = []
@@ -135,9 +132,8 @@ def cntk(simulations: Simulations) -> list[Ours]:
     return rows
 
 
-def section_3(simulations: Simulations) -> list[Ours]:
+def section_3(_: Simulations) -> list[Ours]:
     """Shares of parameters and of computation."""
-    del simulations
 
     def upper(model: str) -> tuple[float, float]:
         network = ARCHITECTURES[model]()

@@ -43,13 +43,11 @@ class PublishedRow:
 
     Attributes:
         published: what the paper says.
-        answer: ours; None where it is not reproduced.
-        needs: what reproducing it needs, where it is not.
+        answer: ours; None where its figure was not reproduced.
     """
 
     published: Published
     answer: Comparison | None
-    needs: str = ""
 
     @property
     def value(self) -> float:
@@ -82,9 +80,9 @@ class PublishedRow:
 
     @property
     def cause(self) -> str:
-        """Why ours deviates or not, or what reproducing it needs."""
+        """Why ours deviates or not."""
         note = f" (reading: {self.published.note})" if self.published.note else ""
-        return f"{f'needs {self.needs}' if self.answer is None else self.answer.ours.why}{note}"
+        return f"{ROLES['none'] if self.answer is None else self.answer.ours.why}{note}"
 
     def is_within(self, percent: float) -> bool:
         """Return whether ours deviates by this much at most."""
@@ -117,16 +115,15 @@ def rows_of(made: Sequence[Reproduction]) -> list[PublishedRow]:
     """Return a row for every published number of all figures.
 
     Args:
-        made: all figures that can be reproduced.
+        made: figures; numbers of the others have no answer.
     """
     compared = {one.figure.name: one.rows for one in made}
     return [
         PublishedRow(
             published,
             main_answer(row for row in compared.get(name, ()) if row.published == published),
-            figure.needs,
         )
-        for name, figure in FIGURES.items()
+        for name in FIGURES
         for published in published_of(name).values()
         if published.value is not None
     ]
@@ -179,7 +176,7 @@ class Study:
 def study(simulations: Simulations) -> Study:
     """Reproduce all figures and put every published number beside ours."""
     begun_s = time.process_time()
-    made = reproduce([one for one in FIGURES.values() if one.run is not None], simulations)
+    made = reproduce(list(FIGURES.values()), simulations)
     settings = {one.figure.name: one.setting for one in made}
     return Study(tuple(rows_of(made)), settings, time.process_time() - begun_s)
 

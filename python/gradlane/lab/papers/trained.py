@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradlane.lab.accuracy.curve import crossing
 from gradlane.lab.accuracy.exchange import ALL, CONVOLUTIONS, LINEAR
 from gradlane.lab.accuracy.study import (
     LAYER_SCHEMES,
@@ -74,19 +75,8 @@ class Trained:
         return self.mean_curve[-1]
 
     def steps_to(self, accuracy: float) -> float | None:
-        """Return after how many steps the mean curve reaches a percentage; None if it never does.
-
-        Between two evaluations it is a straight line.
-        """
-        curve = self.mean_curve
-        for index, value in enumerate(curve):
-            if value >= accuracy:
-                if index == 0:
-                    return 0.0
-                share = (accuracy - curve[index - 1]) / (value - curve[index - 1])
-                before = self.evaluated[index - 1]
-                return before + share * (self.evaluated[index] - before)
-        return None
+        """Return the steps until the mean curve reaches a percentage; None if it never does."""
+        return crossing(self.evaluated, self.mean_curve, accuracy)
 
 
 def trained(
@@ -128,9 +118,8 @@ def _smaller(key: str, value: float, why: str, variant: str = "", *, main: bool 
     return Ours(key, value, why, variant, main=main, role=SMALLER)
 
 
-def figure_11(simulations: Simulations) -> Sequence[Ours]:
+def figure_11(_: Simulations) -> Sequence[Ours]:
     """Compare DGC with P3 under several settings."""
-    del simulations
     points = [points_from_p3(PAPERS_DGC, setting) for setting in SETTINGS]
     ends = {
         scheme: [trained(scheme, setting=setting).final for setting in SETTINGS]
@@ -165,9 +154,8 @@ def _asgd_of(order: str, *, share: bool) -> str:
     return order + ((",lr=mean" if ":" in order else ":lr=mean") if share else "")
 
 
-def figure_15(simulations: Simulations) -> Sequence[Ours]:
+def figure_15(_: Simulations) -> Sequence[Ours]:
     """Compare ASGD with P3: each worker's gradient is applied alone."""
-    del simulations
     found = []
     for share in (False, True):
         for order, text in _ORDERS.items():
@@ -195,9 +183,8 @@ def figure_15(simulations: Simulations) -> Sequence[Ours]:
     return found
 
 
-def section_b2(simulations: Simulations) -> Sequence[Ours | Curve]:
+def section_b2(_: Simulations) -> Sequence[Ours | Curve]:
     """Compare where P3 and ASGD end, and when they come to 80/93 of where P3 ends."""
-    del simulations
     full = trained(_FULL_PRECISION)
     alike, own = (trained(_asgd_of("asgd:order=real", share=share)) for share in (False, True))
     emulated = trained(_asgd_of("asgd", share=True))
@@ -231,9 +218,8 @@ def section_b2(simulations: Simulations) -> Sequence[Ours | Curve]:
     ]
 
 
-def poseidon_9b(simulations: Simulations) -> Sequence[Ours]:
+def poseidon_9b(_: Simulations) -> Sequence[Ours]:
     """Compare errors after equally many epochs on more nodes."""
-    del simulations
     errors = {
         workers: 1.0 - trained(_FULL_PRECISION, workers=workers).final / 100.0
         for workers in (WORKERS, *NODES)
@@ -246,9 +232,8 @@ def poseidon_9b(simulations: Simulations) -> Sequence[Ours]:
     return [_smaller("error", errors[NODES[-1]], why, f"{NODES[-1]} workers")]
 
 
-def poseidon_11(simulations: Simulations) -> Sequence[Ours]:
+def poseidon_11(_: Simulations) -> Sequence[Ours]:
     """Compare full precision with 1-bit fully connected layers."""
-    del simulations
     full, onebit = trained(_FULL_PRECISION), trained(LAYER_SCHEMES[1], layers=LINEAR)
     third = len(full.evaluated) // 3
     why = (
@@ -281,9 +266,8 @@ def _lost(scheme: str, tasks: Sequence[str]) -> tuple[float, str]:
     return -min(points for _, points, _ in found.values()), text
 
 
-def lowprec_5(simulations: Simulations) -> Sequence[Ours]:
+def lowprec_5(_: Simulations) -> Sequence[Ours]:
     """Compare where each precision ends."""
-    del simulations
     tasks: dict[str, Any] = studied_content()["tasks"]
     own, every = tasks[STUDIED_CLOSELY], tuple(tasks)
     found = []
@@ -349,7 +333,7 @@ FIGURES = (
     Figure("p3:fig15", "accuracy of P3 and ASGD", _DIGITS, figure_15),
     Figure("p3:secB2", "ResNet-110 by P3 and ASGD, over time", _DIGITS, section_b2),
 )
-"""Those of P3; other papers' stand among their own figures."""
+"""Figures of P3; other papers' stand among their own figures."""
 POSEIDON_9B = Figure(
     "poseidon:fig9b",
     "ResNet-152: error over epochs",

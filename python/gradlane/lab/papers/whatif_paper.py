@@ -224,17 +224,14 @@ def figure_8(simulations: Simulations) -> list[Ours]:
     found.append(Ours("resnet50_least", twice, "2x is not yet enough; 3x is"))
     found.append(
         Ours(
-            "vgg16_10x",
-            scaling(simulations, "vgg16", 8, 10, compression=10),
-            "Near 100 % indeed.",
+            "vgg16_10x", scaling(simulations, "vgg16", 8, 10, compression=10), "Near 100 % indeed."
         )
     )
     return found
 
 
-def sizes(simulations: Simulations) -> list[Ours]:
+def sizes(_: Simulations) -> list[Ours]:
     """Sizes of the models."""
-    del simulations
     why = "in mebibytes, which the paper writes as MB"
     mebibytes = {model: ARCHITECTURES[model]().numel * 4 / 2**20 for model in MODELS}
     layer = max(one.numel for one in ARCHITECTURES["vgg16"]().parameters) * 4 / 2**20
@@ -242,9 +239,8 @@ def sizes(simulations: Simulations) -> list[Ours]:
     return [*rows, Ours("vgg16_layer", layer, f"{why}; rounded")]
 
 
-def section_4(simulations: Simulations) -> list[Ours]:
+def section_4(_: Simulations) -> list[Ours]:
     """Time for all parameters at 100 Gbit/s."""
-    del simulations
     return [
         Ours(
             model,

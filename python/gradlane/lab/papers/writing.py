@@ -51,13 +51,12 @@ def curve_text(curve: Curve) -> str:
 
 
 def print_list(console: Console) -> None:
-    """Print all figures, and what is missing for those that cannot be reproduced yet."""
+    """Print all figures, and how they are reproduced."""
     table = Table()
     for name in ("figure", "what", "how"):
         table.add_column(name)
     for figure in FIGURES.values():
-        how = figure.setting if figure.run is not None else f"not yet: needs {figure.needs}"
-        table.add_row(figure.name, figure.title, how)
+        table.add_row(figure.name, figure.title, figure.setting)
     table.add_row("modern", "networks of today: where scheduling helps", "a page of its own")
     table.add_row("published", "every published number beside ours", "a page of its own")
     console.print(table)
@@ -81,7 +80,7 @@ def print_reproduction(console: Console, made: Reproduction) -> None:
 
 
 def markdown_of(made: Sequence[Reproduction], command: str) -> str:
-    """Return the page of text: every number beside the paper's, and what is missing."""
+    """Return the page of text: every number beside the paper's."""
     parts = [
         "# Figures of the papers, and ours\n",
         f"Written by `{command}`. Nothing here is measured: ours are simulations of the engine "
@@ -108,10 +107,6 @@ def markdown_of(made: Sequence[Reproduction], command: str) -> str:
             parts.append(markdown_table(COLUMNS, map(cells_of, one.rows), numbers="-nnn-") + "\n")
         if one.curves:
             parts.append("\n".join(f"- {curve_text(curve)}" for curve in one.curves) + "\n")
-    missing = [figure for figure in FIGURES.values() if figure.run is None]
-    lines = [f"- `{one.name}`, {one.title}: needs {one.needs}" for one in missing]
-    if missing:
-        parts += ["## Not yet\n", "\n".join(lines) + "\n"]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -151,6 +146,5 @@ def write_page(made: Sequence[Reproduction], path: Path) -> None:
             title = f"{y} over {x}"
             blocks.append(line_plot(title, series, x_label=x, y_label=y, markers=True))
         sections.append(Section(f"{one.figure.name}: {one.figure.title}", blocks))
-    measured = measured_here()
-    sections.append(Section("", [measured]))
+    sections.append(Section("", [measured_here()]))
     write_report(path, "Figures of the papers, and ours", sections)

@@ -17,7 +17,7 @@ from gradlane.lab.runs.run import LabProgress, run_lab
 from gradlane.lab.runs.strategy import AUTO, parse_strategy
 from gradlane.planning.models import ARCHITECTURES
 from gradlane.planning.simulation.bound import port_bytes
-from gradlane.training.options.options import RING
+from gradlane.training.options.strategy import RING
 
 WORKERS = 4
 WARMUP_PRIORITY = 3

@@ -28,7 +28,7 @@ from gradlane.lab.runs.run import LabProgress
 from gradlane.planning.simulation.bound import describe_binding
 from gradlane.report.console import format_time, text_table
 from gradlane.report.time_left import TimeLeft, format_duration
-from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.server_places import servers_text
 
 

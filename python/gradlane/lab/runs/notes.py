@@ -10,7 +10,7 @@ from rich.table import Table
 
 from gradlane.lab.runs.rows import Row
 from gradlane.report.console import text_table
-from gradlane.training.options.options import FACTOR_SCHEMES
+from gradlane.training.options.strategy import FACTOR_SCHEMES
 
 EVEN_BELOW = 1.1
 """Largest over mean below which unevenness is not worth a line."""

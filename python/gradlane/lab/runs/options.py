@@ -12,14 +12,11 @@ from gradlane.lab.cluster.shaping import PortShape
 from gradlane.lab.runs.strategy import Strategy
 from gradlane.lab.workloads import NAMES, REPLAY_NAMES, SIMULATED_NAMES, WorkloadSpec
 from gradlane.planning.simulation.straggler import StragglerSpec
-from gradlane.training.options.codec_choice import (
-    RAW,
-    check_codecs,
-    codec_rules,
-    unused_codec_option,
-)
+from gradlane.training.options.codec_choice import check_codecs, codec_rules, unused_codec_option
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.option_fields import check_options, on_command_line, option
-from gradlane.training.options.options import RING, Options
+from gradlane.training.options.options import Options
+from gradlane.training.options.strategy import RING
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from gradlane.formats.rates import format_rate
 from gradlane.lab.cluster.errors import LabError
 from gradlane.lab.runs.strategy import parse_strategy
 from gradlane.lab.runs.traffic import Activity, Balance
-from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.codec_options import RAW
 
 MEASURED = "measured"
 """Source of a row that was run."""
@@ -129,6 +129,15 @@ class ClusterKey(NamedTuple):
     def title(self) -> str:
         """The network and the rate of its ports, in words."""
         return f"{self.workload} at {format_rate(self.rate_bps)}"
+
+
+_ABSENT = frozenset(
+    {
+        *("preset", "source", "is_real", "io_utilization", "activity", "planned_slice_elems"),
+        *("clip_norm", "norms"),
+    }
+)
+"""Fields that the file of a new row lacks until they are set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,22 +267,7 @@ class Row:
     machine: dict[str, Any] = field(default_factory=dict)
     activity: Activity | None = None
     planned_slice_elems: int | None = None
-    absent: frozenset[str] = field(
-        default=frozenset(
-            [
-                "preset",
-                "source",
-                "is_real",
-                "io_utilization",
-                "activity",
-                "planned_slice_elems",
-                "clip_norm",
-                "norms",
-            ]
-        ),
-        repr=False,
-        compare=False,
-    )
+    absent: frozenset[str] = field(default=_ABSENT, repr=False, compare=False)
     further: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -337,7 +331,7 @@ class Row:
 
     @property
     def cluster(self) -> ClusterKey:
-        """What rows that are compared have in common."""
+        """The cluster that compared rows have in common."""
         return ClusterKey(self.workload, self.workers, self.rate_bps, self.dilation)
 
     @property
@@ -470,12 +464,11 @@ def read_rows(path: Path) -> list[Row]:
     """
     content = read_json(path)
     try:
-        rows = rows_of(content)
+        return rows_of(content)
     except ValueError as error:
         raise ValueError(
             f"{path} holds no rows of a lab run: {error}; move it away to begin anew"
         ) from error
-    return rows
 
 
 def rows_of(content: object) -> list[Row]:

@@ -38,8 +38,8 @@ from gradlane.lab.runs.traffic import OwnerCounters, balance_of
 from gradlane.planning.models.timings import TensorTiming
 from gradlane.planning.simulation.bound import bound_step_s, port_bytes
 from gradlane.training.monitoring.recorded import rank_path
-from gradlane.training.options.codec_choice import RAW
-from gradlane.training.options.options import ASGD
+from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.strategy import ASGD
 
 STREAM_RAMP_S = 1.0
 STREAM_WINDOW_S = 2.0

@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gradlane.training.node.rules import COLLECTIVE, NODE_STRATEGIES
-from gradlane.training.options.options import (
+from gradlane.training.options.options import Options
+from gradlane.training.options.stragglers import WAIT, Stragglers, parse_stragglers
+from gradlane.training.options.strategy import (
     ASGD,
     FACTOR_SCHEMES,
     RING,
     STRATEGIES,
     LocalSums,
-    Options,
     own_slice_elems,
 )
-from gradlane.training.options.options import Strategy as SessionStrategy
-from gradlane.training.options.stragglers import WAIT, Stragglers, parse_stragglers
+from gradlane.training.options.strategy import Strategy as SessionStrategy
 from gradlane.training.plans.settings import LEARNING_STEPS
 
 AUTO = "auto"

@@ -30,8 +30,8 @@ from gradlane.lab.workloads import Workload, build
 from gradlane.lab.workloads.real import RealWorkload
 from gradlane.lab.workloads.replay import ReplayWorkload
 from gradlane.planning.planner.coordinator import Coordinator
-from gradlane.training.options.options import FACTOR_SCHEMES, ring_ranks
 from gradlane.training.options.stragglers import WAIT
+from gradlane.training.options.strategy import FACTOR_SCHEMES, ring_ranks
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.settings import ClusterFacts, Settings
 

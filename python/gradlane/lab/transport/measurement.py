@@ -284,7 +284,7 @@ class UrgencyRow:
 
     @property
     def saturated(self) -> list[UrgentSlice]:
-        """Those that found their port saturated."""
+        """Slices that found their port saturated."""
         return [item for item in self.samples if item.saturated]
 
     def middle_and_most(self, name: str) -> tuple[float | None, float | None]:

@@ -25,12 +25,7 @@ from gradlane.lab.cluster.counters import read_port_bytes, spinning_s
 from gradlane.lab.cluster.keep_cpus_awake import awake_processes
 from gradlane.lab.cluster.machine import IDLE, SOFTIRQ, STOLEN, WAITING, machine_ticks
 from gradlane.lab.cluster.namespaces import INTERFACE
-from gradlane.lab.cluster.rank_program import (
-    STORE_TIMEOUT,
-    answer_requests,
-    meet,
-    open_store,
-)
+from gradlane.lab.cluster.rank_program import STORE_TIMEOUT, answer_requests, meet, open_store
 from gradlane.planning.probe.stream import run_stream
 from gradlane.training import core as core_module
 from gradlane.training.core import Channel, CoreModule
@@ -86,13 +81,7 @@ class Exchange(ABC):
     """Exchanges gradients with all other ranks, step after step, and measures the cost."""
 
     def __init__(
-        self,
-        rank: int,
-        *,
-        job: str,
-        addresses: list[str],
-        store_port: int,
-        tensor_elems: list[int],
+        self, rank: int, *, job: str, addresses: list[str], store_port: int, tensor_elems: list[int]
     ) -> None:
         """Meet all ranks at a store; every rank calls it together.
 

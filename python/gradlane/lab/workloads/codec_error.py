@@ -12,6 +12,17 @@ from __future__ import annotations
 
 import math
 
+from gradlane.training.options.codec_options import (
+    F16,
+    Bf16,
+    Dgc,
+    Int8,
+    OneBit,
+    Qsgd,
+    TopK,
+    parse_codec,
+)
+
 UPDATES_OFF_MOST = 1.2
 """Largest 2-norm of the error of a tensor's updates, over that of the updates, without a bound."""
 
@@ -20,7 +31,7 @@ def largest_error(codec: str) -> float | None:
     """Return the largest error of one encoding over the largest magnitude that is encoded.
 
     Args:
-        codec: a canonical text, or `raw`.
+        codec: its text, or `raw`.
 
     Returns:
         None where a single encoding has no useful bound, since the rest comes later.
@@ -28,25 +39,22 @@ def largest_error(codec: str) -> float | None:
     Raises:
         ValueError: it is a codec that this file does not know.
     """
-    name, _, rest = codec.partition(":")
-    options = dict(option.split("=", 1) for option in rest.split(",") if option)
-    if name in ("raw", "f32"):
-        return 0.0
-    if name in ("bf16", "f16"):
-        # Values too small for f16 are off by less than the smallest f16.
-        return 2.0**-8 if name == "bf16" else 2.0**-10
-    if name == "int8":
-        return 2.0 / 255.0
-    if name == "qsgd":
-        bits = int(options["bits"])
-        uniform = options["levels"] == "uniform"
-        levels = 2.0**bits - 1 if uniform else 2.0 ** (bits - 1) - 1
-        step = 2.0 / levels if uniform else 1.0 / levels
-        # The 2-norm of a bucket is at most this many times its largest magnitude.
-        scale = math.sqrt(int(options["bucket"])) if options["norm"] == "l2" else 1.0
-        return step * scale
-    if name in ("onebit", "topk", "dgc"):
-        return None
+    match parse_codec(codec):
+        case None:
+            return 0.0
+        case Bf16():
+            return 2.0**-8
+        case F16():
+            # Values too small for f16 are off by less than the smallest f16.
+            return 2.0**-10
+        case Int8():
+            return 2.0 / 255.0
+        case Qsgd(bits=bits, levels=levels, norm=norm) as qsgd:
+            step = 2.0 / (2.0**bits - 1) if levels == "uniform" else 1.0 / (2.0 ** (bits - 1) - 1)
+            # The 2-norm of a bucket is at most this many times its largest magnitude.
+            return step * (math.sqrt(qsgd.bucket_values) if norm == "l2" else 1.0)
+        case OneBit() | TopK() | Dgc():
+            return None
     raise ValueError(
         f"no bound is known for codec {codec!r}: write it into lab/workloads/codec_error.py"
     )

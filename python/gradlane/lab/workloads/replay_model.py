@@ -116,11 +116,7 @@ class SleepingLayer(nn.Module):
     """Instances say whether they stand for a layer that has factors."""
 
     def __init__(
-        self,
-        layer: ReplayLayer,
-        accelerator: Accelerator,
-        first_index: int,
-        batch_size: int,
+        self, layer: ReplayLayer, accelerator: Accelerator, first_index: int, batch_size: int
     ) -> None:
         """Create the layer with parameters of zeros, but for a seeded last element of each.
 

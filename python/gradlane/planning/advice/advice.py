@@ -28,8 +28,8 @@ from gradlane.planning.simulation.grid import Row
 from gradlane.planning.simulation.scenarios import DDP, RING_FUSED, SCHEME_STRATEGIES
 from gradlane.training.monitoring.summary import WORTH_A_MOVE
 from gradlane.training.node.rules import NODE_STRATEGIES
-from gradlane.training.options.codec_choice import RAW
-from gradlane.training.options.options import ASGD, RING
+from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.strategy import ASGD, RING
 
 WORTHWHILE = 0.01
 """The least gain in scaling factor that counts."""
@@ -66,7 +66,7 @@ _TOGETHER = {
 
 
 _NeedKey = tuple[int, int, str, str, str, float]
-"""What a required link is found for: all of a row but its rate."""
+"""Key of a required link: all of a row but its rate."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ClusterAdvice:
     bottleneck: str
     """As in `Cause`; `none` where the baseline reaches the goal."""
     cause: Cause | None
-    """What the baseline waits for; None where it reaches the goal."""
+    """Cause of the baseline's waits; None where it reaches the goal."""
     baseline: str
     """The strategy that the change is compared with."""
     baseline_scaling_factor: float

@@ -9,7 +9,7 @@ from typing import Any
 from gradlane.formats.durations import format_duration_s
 from gradlane.formats.rates import format_rate
 from gradlane.planning.simulation.faults import PROGRESS_LEAST, FaultCost, FaultSettings
-from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.stragglers import WAIT
 
 COLUMNS = (

@@ -26,7 +26,7 @@ from gradlane.report.page import (
     measured_here,
     write_report,
 )
-from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.codec_options import RAW
 
 Row = Mapping[str, Any]
 RING_FUSED = "ring-fused"

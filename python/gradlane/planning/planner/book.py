@@ -29,7 +29,8 @@ from gradlane.planning.schemes.costs import (
 from gradlane.planning.schemes.layers import layers_of
 from gradlane.training.factors.choice import layers_by_weight
 from gradlane.training.options.codec_choice import CodecChoice
-from gradlane.training.options.options import PLAN_RULES, RING, Options
+from gradlane.training.options.options import Options
+from gradlane.training.options.strategy import PLAN_RULES, RING
 from gradlane.training.rendezvous.addresses import endpoint
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import PublishedAddress

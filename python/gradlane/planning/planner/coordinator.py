@@ -31,8 +31,9 @@ from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.ddp import ddp_step_s
 from gradlane.planning.simulation.grid import GOODPUT_SHARE, rebuild_s, traffic
 from gradlane.planning.simulation.profiles import Profile, timings_in
-from gradlane.training.options.codec_choice import RAW, CodecChoice, codec_rules
-from gradlane.training.options.options import PLAN_RULES, RING, ring_ranks
+from gradlane.training.options.codec_choice import CodecChoice, codec_rules
+from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.strategy import PLAN_RULES, RING, ring_ranks
 from gradlane.training.plans.plan import Plan, PlannedTensor
 from gradlane.training.plans.settings import ClusterFacts, Settings
 

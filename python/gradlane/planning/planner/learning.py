@@ -27,7 +27,8 @@ from gradlane.training.factors.choice import layers_by_weight
 from gradlane.training.model.step_machine import StepMachine
 from gradlane.training.node.layout import agree_on_layout
 from gradlane.training.node.rules import AUTO, with_local
-from gradlane.training.options.options import ROWS, LocalSums, Options
+from gradlane.training.options.options import Options
+from gradlane.training.options.strategy import ROWS, LocalSums
 from gradlane.training.plans.plan import Plan, parse_plan
 from gradlane.training.plans.settings import LEARNING_STEPS, ClusterFacts, Settings
 from gradlane.training.rendezvous.rendezvous import RendezvousScope

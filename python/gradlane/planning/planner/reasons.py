@@ -9,7 +9,7 @@ from gradlane.planning.planner.search import Choice, SearchResult, Value
 from gradlane.planning.schemes.costs import Cost, Counts, Layer
 from gradlane.planning.schemes.hybrid import HybridStep
 from gradlane.planning.simulation.bound import Bound, describe_binding
-from gradlane.training.options.codec_choice import RAW
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.plans.settings import ClusterFacts
 
 _NO_DIFFERENCE = 0.002

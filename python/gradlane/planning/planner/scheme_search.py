@@ -20,8 +20,8 @@ from gradlane.planning.schemes.costs import Layer
 from gradlane.planning.schemes.layers import factors_of, layers_of, simulated_schemes
 from gradlane.planning.simulation.grid import rebuild_s
 from gradlane.planning.simulation.profiles import Profile
-from gradlane.training.options.codec_choice import RAW
-from gradlane.training.options.options import RING, ring_refusal
+from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.strategy import RING, ring_refusal
 from gradlane.training.plans.settings import ClusterFacts, Settings
 
 LARGE_BYTES = 1 << 20

@@ -23,15 +23,15 @@ from gradlane.planning.schemes.layers import Schemes
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.training.node.rules import AUTO, LEADER, OFF, SHARED
-from gradlane.training.options.codec_choice import RAW
-from gradlane.training.options.options import (
+from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.stragglers import LEAVES_OUT
+from gradlane.training.options.strategy import (
     EXACT_STRATEGIES,
     RING,
     SLICE_ELEMS,
     own_slice_elems,
     ring_refusal,
 )
-from gradlane.training.options.stragglers import LEAVES_OUT
 from gradlane.training.plans.settings import ClusterFacts, Settings, local_of_session
 
 SLICES = (16_667, 33_334, 100_000, 200_000, 500_000)

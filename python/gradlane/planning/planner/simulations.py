@@ -10,8 +10,8 @@ from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.scenarios import Cluster, run_scenario, scenario_of
 from gradlane.training.node.rules import OFF
-from gradlane.training.options.codec_choice import RAW
-from gradlane.training.options.options import SPLITTING_STRATEGIES
+from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.strategy import SPLITTING_STRATEGIES
 from gradlane.training.plans.settings import ClusterFacts, Settings, local_of_session
 
 _WINDOW_PER_BUFFER_BYTE = 126_000 / 65_536

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradlane.formats.profile import DTYPE_BYTES, Profile, ProfileTensor
 from gradlane.planning.schemes.costs import Counts, Layer, costs_of
-from gradlane.training.options.options import ADAM, FACTOR_SCHEMES, PLAN_RULES, RING, SFB
+from gradlane.training.options.strategy import ADAM, FACTOR_SCHEMES, PLAN_RULES, RING, SFB
 
 Schemes = tuple[tuple[str, str], ...]
 """Layers, each with its scheme, where that is not the strategy's."""

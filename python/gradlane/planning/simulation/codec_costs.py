@@ -17,12 +17,12 @@ import numpy as np
 
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.training.options.codec_choice import (
-    RAW,
     CodecChoice,
     CodecRules,
     CodedTensor,
     choose_codecs,
 )
+from gradlane.training.options.codec_options import RAW
 
 CALIBRATED_CODECS = (
     "bf16",

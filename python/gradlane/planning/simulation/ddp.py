@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from gradlane.planning.simulation.bound import port_bytes
 from gradlane.planning.simulation.profiles import Profile, timings_in
-from gradlane.training.options.options import RING
+from gradlane.training.options.strategy import RING
 
 BUCKET_S = 1.0e-3
 """Seconds of the host for each bucket."""

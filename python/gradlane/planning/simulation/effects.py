@@ -11,9 +11,10 @@ from gradlane.planning.simulation.scenarios import (
     RING_FUSED,
     Cluster,
 )
-from gradlane.training.options.codec_choice import RAW, codec_rules, unused_codec_option
-from gradlane.training.options.options import ASGD, RING
+from gradlane.training.options.codec_choice import codec_rules, unused_codec_option
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.stragglers import LEAVES_OUT, WAIT
+from gradlane.training.options.strategy import ASGD, RING
 
 
 def check_effects(

@@ -21,9 +21,10 @@ from gradlane.planning.simulation.scenarios import (
     scenario_of,
     tensor_schemes,
 )
-from gradlane.training.options.codec_choice import RAW, CodecChoice, codec_rules
-from gradlane.training.options.options import RING, ring_ranks
+from gradlane.training.options.codec_choice import CodecChoice, codec_rules
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.stragglers import LEAVES_OUT, WAIT
+from gradlane.training.options.strategy import RING, ring_ranks
 
 TensorSchemes = Mapping[str, Mapping[str, Any]]
 """Schemes of tensors, as scenarios have them."""

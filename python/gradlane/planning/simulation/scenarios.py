@@ -23,8 +23,9 @@ from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.straggler import StragglerSpec
 from gradlane.training.node.parts import cut_into_parts
 from gradlane.training.node.rules import NODE_STRATEGIES
-from gradlane.training.options import options
-from gradlane.training.options.codec_choice import RAW, codec_rules, local_clip
+from gradlane.training.options import strategy as strategies
+from gradlane.training.options.codec_choice import codec_rules, local_clip
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.stragglers import (
     AHEAD_STEPS,
     WAIT,
@@ -32,7 +33,7 @@ from gradlane.training.options.stragglers import (
     parse_stragglers,
 )
 
-ENGINE_STRATEGIES = options.STRATEGIES
+ENGINE_STRATEGIES = strategies.STRATEGIES
 """Strategies of gradlane's own engine."""
 RING_FUSED = "ring-fused"
 """The model of fused buffers and rings (Zhang et al. 2020, section 3.1)."""
@@ -131,7 +132,7 @@ class Cluster:
 def engine_strategy(strategy: str) -> str:
     """Return the engine's strategy behind one of `STRATEGIES`."""
     named = strategy in SCHEME_STRATEGIES or strategy in NODE_STRATEGIES
-    return options.Strategy.name if named else strategy
+    return strategies.Strategy.name if named else strategy
 
 
 def local_sums(cluster: Cluster) -> str:
@@ -205,7 +206,7 @@ def tensor_schemes(profile: Profile, cluster: Cluster) -> dict[str, dict[str, An
 
 def _sends_rows(cluster: Cluster) -> bool:
     """Return whether sparse gradients travel as rows; `options.rows_refusal` has the reasons."""
-    refuses = (*FORMULAS, *options.SPLITTING_STRATEGIES, options.ASGD)
+    refuses = (*FORMULAS, *strategies.SPLITTING_STRATEGIES, strategies.ASGD)
     # Nodes of several ranks send rows only where that is less than sums on nodes: counted dense.
     return (
         cluster.workers > cluster.ranks_per_node == 1
@@ -234,7 +235,7 @@ def scenario_of(
         )
     if cluster.strategy == DDP:
         raise ValueError(f"{DDP} is a formula and no scenario of the engine")
-    if cluster.serving and cluster.strategy in (options.RING, RING_FUSED):
+    if cluster.serving and cluster.strategy in (strategies.RING, RING_FUSED):
         raise ValueError(
             f"{cluster.strategy} has no servers, and {cluster.serving} ranks are only to serve: "
             "leave out --servers, or simulate p3, slicing, wfbp or kvstore"
@@ -255,7 +256,7 @@ def scenario_of(
         "serving": cluster.serving,
         "strategy": engine_strategy(cluster.strategy),
         "slice_elems": cluster.slice_elems,
-        "update": "server" if cluster.strategy == options.ASGD else "worker",
+        "update": "server" if cluster.strategy == strategies.ASGD else "worker",
         # Fewer bytes over the same link take as long as all bytes over a faster one.
         "network": {
             "rate_bps": cluster.rate_bps * cluster.compression,
@@ -281,13 +282,13 @@ def scenario_of(
     if schemes:
         scenario["schemes"] = schemes
     if rules != RAW:
-        ranks = options.ring_ranks(cluster.strategy, cluster.workers)
+        ranks = strategies.ring_ranks(cluster.strategy, cluster.workers)
         choices = codecs_in(profile, rules, ranks)
         scenario["codecs"] = {
             choice.tensor: {"codec": choice.codec, "sizes": list(tensor.shape)}
             for choice, tensor in zip(choices, profile.tensors, strict=True)
             if choice.codec != RAW
-            and schemes.get(choice.tensor, {}).get("scheme") not in options.FACTOR_SCHEMES
+            and schemes.get(choice.tensor, {}).get("scheme") not in strategies.FACTOR_SCHEMES
         }
         if any(local_clip(choice.codec) for choice in choices):
             scenario["profile"] = _ready_together(profile).to_scenario()
@@ -324,7 +325,7 @@ def _add_stragglers(scenario: dict[str, Any], cluster: Cluster, *, factors: bool
     own: dict[str, object] = {
         "strategy": scenario["strategy"],
         "update": scenario["update"],
-        "scheme": options.SFB if factors else "",
+        "scheme": strategies.SFB if factors else "",
     }
     check_stragglers(cluster.stragglers, own)
     rule = parse_stragglers(cluster.stragglers)

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from gradlane.training.factors.block import Part, block_bytes
 from gradlane.training.factors.capture import can_factor, own_factors
 from gradlane.training.factors.rebuild import rebuild
-from gradlane.training.options.codec_choice import RAW, CodecChoice
-from gradlane.training.options.options import ADAM, FACTOR_SCHEMES, SFB, Options, factors_refusal
+from gradlane.training.options.codec_choice import CodecChoice
+from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.options import Options
+from gradlane.training.options.strategy import ADAM, FACTOR_SCHEMES, SFB, factors_refusal
 from gradlane.training.rendezvous.tensor_table import TensorEntry, state_entry
 
 _BLOCK_DTYPE = "f32"

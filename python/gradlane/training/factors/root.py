@@ -17,7 +17,7 @@ from gradlane.training.core import Channel, CoreModule
 
 
 class RootAggregator(Protocol):
-    """Who makes a mean of all ranks' blocks and hands it over."""
+    """Makes a mean of all ranks' blocks and hands it over."""
 
     def answer(self, index: int, step: int) -> None:
         """Answer for a tensor in a step; may raise."""

@@ -18,7 +18,8 @@ from gradlane.training.factors.block import Part, TouchedRows, can_travel, most_
 from gradlane.training.factors.choice import BLOCK_MOST_BYTES, Factored
 from gradlane.training.factors.rebuild import mean_of_rows, sparse_of
 from gradlane.training.log import log
-from gradlane.training.options.options import ROWS, Options, rows_refusal
+from gradlane.training.options.options import Options, rows_refusal
+from gradlane.training.options.strategy import ROWS
 from gradlane.training.rendezvous.tensor_table import TensorEntry, names_of
 
 

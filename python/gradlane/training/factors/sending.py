@@ -34,7 +34,7 @@ from gradlane.training.factors.rebuild import rebuild
 from gradlane.training.factors.root import RootThread
 from gradlane.training.log import log
 from gradlane.training.modules.gradient_intake import is_alone
-from gradlane.training.options.options import ROWS
+from gradlane.training.options.strategy import ROWS
 
 
 class FactorExchange:

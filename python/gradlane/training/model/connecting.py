@@ -29,7 +29,7 @@ from gradlane.training.node.layout import Layout
 from gradlane.training.node.opening import rows_obstacle
 from gradlane.training.options.codec_choice import CodecChoice, rows_with_codecs
 from gradlane.training.options.going_on import STATUS_LANES, STATUS_LANES_LEAST
-from gradlane.training.options.options import FACTOR_SCHEMES, RING
+from gradlane.training.options.strategy import FACTOR_SCHEMES, RING
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.serving import check_codecs_served
 from gradlane.training.rendezvous.tensor_table import TensorEntry, names_of

@@ -35,7 +35,7 @@ from gradlane.training.options.codec_choice import (
     unused_codec_option,
 )
 from gradlane.training.options.momentum import check_momentum, keeps_momentum
-from gradlane.training.options.options import RING, ring_ranks
+from gradlane.training.options.strategy import RING, ring_ranks
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.tensor_table import (
     TensorEntry,

@@ -42,7 +42,7 @@ def _sole_references() -> int:
 _SOLE_REFERENCES = _sole_references()
 """References of a tensor that one local variable holds; more: a program has it."""
 _ALONE = _owners(torch.empty(1, dtype=torch.float32, device="cpu"))
-"""What `_owners` says of memory that one tensor has to itself."""
+"""Owners of memory that one tensor has to itself, by `_owners`."""
 
 
 def is_alone(tensor: Tensor) -> bool:

@@ -31,7 +31,8 @@ from gradlane.formats.version import __version__
 from gradlane.training.log import log
 from gradlane.training.monitoring.metrics import Metrics, waited_s
 from gradlane.training.monitoring.step_timer import StepTimer
-from gradlane.training.options.codec_choice import RAW, CodecChoice
+from gradlane.training.options.codec_choice import CodecChoice
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.environment import RankInfo
 

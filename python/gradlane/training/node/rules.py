@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gradlane.training.options.codec_choice import RAW
-from gradlane.training.options.options import SPLITTING_STRATEGIES, Options
+from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.options import Options
+from gradlane.training.options.strategy import SPLITTING_STRATEGIES
 
 LEADER, SHARED, OFF, AUTO = "leader", "shared", "off", "auto"
 HOST, COLLECTIVE = "host", "collective"

@@ -1,9 +1,9 @@
 """The codec of each tensor: one for all but the smallest tensors, or one by pattern.
 
-A codec is written as `name:option=value,...`, such as `qsgd:bits=4`; `raw` (or `f32`) is none.
-Given alone, it is for all tensors but the smallest. Of a quantizer these are left in full precision
-as long as more than 99 % of all parameters are encoded (Grubic et al. 2018, section 3.2.2): biases
-and norms hardly cost bytes, and they suffer most. A sparse codec is for every layer (Lin et al.
+Codecs are texts here, as plans have them (`codec_options.py`); `raw` is none. Given alone, a codec
+is for all tensors but the smallest. Of a quantizer these are left in full precision as long as more
+than 99 % of all parameters are encoded (Grubic et al. 2018, section 3.2.2): biases and norms hardly
+cost bytes, and they suffer most. A sparse codec is for every layer (Lin et al.
 2018, algorithm 1), but for tensors of one value: 1 % in full precision would be ten times as many
 bytes as everything else. Given by pattern, the first pattern that fits a tensor's name counts, and
 nothing else: tensors that no pattern fits are left alone.
@@ -14,25 +14,30 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from gradlane.training.core import load_codecs
+from gradlane.training.options.codec_options import (
+    LOSSLESS,
+    RAW,
+    CodecOptions,
+    Dgc,
+    Qsgd,
+    TopK,
+    codec_text,
+    parse_codec,
+)
 
-RAW = "raw"
-"""No codec: the bytes of the elements themselves."""
-LOSSLESS = (RAW, "f32")
 QUANTIZED_SHARE = 0.99
 """More than this share of all parameters is encoded where one codec is given for all."""
-SPARSE = ("topk", "dgc")
-"""Codecs that send the largest values alone."""
 SMALLEST_SPARSE = 2
 """Elements of the smallest tensor that a sparse codec is for: of one value none can be left out."""
 ENCODED_DTYPES = ("f32", "f16", "bf16")
 """Dtypes that codecs encode; others travel as they are."""
 
-CodecArgument: TypeAlias = str | Mapping[str, str] | None
+CodecArgument: TypeAlias = str | CodecOptions | Mapping[str, str | CodecOptions | None] | None
 """The argument `codec` of `gradlane.init`."""
 CodecRules: TypeAlias = str | tuple[tuple[str, str], ...]
 """A checked argument: a codec, or patterns with their codecs."""
@@ -44,7 +49,7 @@ class CodecFacts:
 
     Attributes:
         codec: its canonical text.
-        granule_elems: slices begin at multiples of so many elements.
+        granule_elems: slices begin at multiples of this number of elements.
         fixed_size: whether all encodings are equally long.
         residual_width: numbers that error feedback keeps for each value.
         unbiased: whether the expectation of a decoded value is the value.
@@ -106,10 +111,10 @@ def codec_rules(codec: CodecArgument) -> CodecRules:
     Text may also hold patterns, as on the command line: `*.bias=f32;*=qsgd:bits=4`.
 
     Raises:
-        ValueError: the argument is neither a text nor a mapping of texts to texts.
+        ValueError: the argument is no codec, and no mapping of patterns to codecs.
     """
-    if codec is None:
-        return RAW
+    if codec is None or isinstance(codec, CodecOptions):
+        return codec_text(codec)
     if isinstance(codec, str):
         text = codec.strip()
         before = text.split(":", 1)[0]
@@ -124,13 +129,16 @@ def codec_rules(codec: CodecArgument) -> CodecRules:
         codec = {name.strip(): value.strip() for name, _, value in entries}
     if not isinstance(codec, Mapping):
         raise ValueError(
-            f"codec is {codec!r}; it is a text such as 'qsgd:bits=4', or a dictionary of patterns "
-            "and such texts"
+            f"codec is {codec!r}; give a text such as 'qsgd:bits=4', an object such as "
+            "gradlane.codecs.Qsgd(bits=4), or a dictionary of patterns and such codecs"
         )
     rules = []
-    for pattern, text in codec.items():
+    for pattern, value in codec.items():
+        text = codec_text(value)
         if not isinstance(pattern, str) or not isinstance(text, str):
-            raise ValueError(f"codec {pattern!r}: {text!r}: patterns and codecs are texts")
+            raise ValueError(
+                f"codec {pattern!r}: {value!r}: patterns are texts, and codecs texts or objects"
+            )
         if any(sign in pattern for sign in ";=:"):
             raise ValueError(f"codec pattern {pattern!r} has one of ; = : in it: use * or ? there")
         text = _not_empty(text.strip(), f"the codec of {pattern!r}")
@@ -182,22 +190,16 @@ def check_codecs(rules: CodecRules) -> None:
         )
 
 
-def codec_options(codec: str) -> dict[str, str]:
-    """Return the options that a codec's text gives, by name."""
-    given = (one.partition("=") for one in codec.partition(":")[2].split(",") if one)
-    return {key.strip(): value.strip() for key, _, value in given}
-
-
 def local_clip(codec: str) -> float:
     """Return the `clip` of a codec: the norm that a step's gradient is clipped to; 0 for none."""
-    return float(codec_options(codec).get("clip", 0.0))
+    options = parse_codec(codec)
+    return options.clip if isinstance(options, Dgc) else 0.0
 
 
 def without_clip(codec: str) -> str:
     """Return a codec's text without its `clip`."""
-    name, colon, rest = codec.partition(":")
-    kept = [one for one in rest.split(",") if one.partition("=")[0].strip() != "clip"]
-    return name + colon * bool(kept) + ",".join(kept)
+    options = parse_codec(codec)
+    return replace(options, clip=0.0).text if isinstance(options, Dgc) else codec
 
 
 def unused_codec_option(
@@ -211,15 +213,17 @@ def unused_codec_option(
         encodes_means: whether means are encoded on their way back.
     """
     for text in _codecs_of(rules):
-        given = codec_options(text)
-        if given.get("ring") == "integer" and not has_ring:
+        options = parse_codec(text)
+        if isinstance(options, Qsgd) and options.ring == "integer" and not has_ring:
             return (
                 f"codec {text!r} without a ring: ring=integer is how one adds up; leave it out, or "
                 "use strategy 'ring'"
             )
-        # Without one it is the other.
-        broadcast = given.get("broadcast_ratio", given.get("ratio"))
-        if not encodes_means and broadcast != given.get("ratio"):
+        if (
+            isinstance(options, TopK | Dgc)
+            and options.broadcast_ratio is not None
+            and not encodes_means
+        ):
             return (
                 f"codec {text!r} where means are not encoded (update='server', asgd, gathering "
                 "hooks): broadcast_ratio is theirs; leave it out"
@@ -252,7 +256,7 @@ def codec_facts(
         ring_ranks: ranks of the ring that it goes round; None: it goes to servers.
 
     Raises:
-        ValueError: the text is no codec, or none that goes round a ring of so many ranks.
+        ValueError: the text is no codec, or cannot go round a ring of this size.
     """
     facts = json.loads(load_codecs().codec_json(text, dtype, list(sizes), ring_ranks))
     return None if facts is None else CodecFacts(**facts)
@@ -295,7 +299,7 @@ def smallest_for(codec: str, numels: Iterable[int]) -> int:
 
 def is_sparse(codec: str) -> bool:
     """Return whether a codec sends the largest values alone."""
-    return codec.partition(":")[0].strip() in SPARSE
+    return isinstance(parse_codec(codec), TopK | Dgc)
 
 
 def smallest_encoded(numels: Iterable[int]) -> int:

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 
 from gradlane.errors import UsageError
-from gradlane.training.options.codec_choice import codec_options, local_clip
+from gradlane.training.options.codec_choice import local_clip
+from gradlane.training.options.codec_options import Dgc, parse_codec
 
 
 def momentum_of(codec: str) -> float:
-    """Return the momentum that a codec, given by its canonical text, applies; 0 for none."""
-    if codec.partition(":")[0] != "dgc":
-        return 0.0
-    return float(codec_options(codec)["momentum"])
+    """Return the momentum that a codec, given by its text, applies; 0 for none."""
+    options = parse_codec(codec)
+    return options.momentum if isinstance(options, Dgc) else 0.0
 
 
 def keeps_momentum(codec: str) -> bool:
-    """Return whether a codec, given by its canonical text, adds momentum to gradients."""
+    """Return whether a codec, given by its text, adds momentum to gradients."""
     return momentum_of(codec) != 0.0
 
 

@@ -26,6 +26,7 @@ class OptionRules:
         least: the smallest value, itself allowed.
         most: the largest value, itself allowed.
         above: the value must be larger than this.
+        below: the value must be smaller than this.
         known: the only values.
         agreed: whether all ranks must give the same value.
         read: turns the text of an environment variable into a value.
@@ -39,7 +40,8 @@ class OptionRules:
     least: float | None
     most: float | None
     above: float | None
-    known: Sequence[str]
+    below: float | None
+    known: Sequence[Any]
     agreed: bool
     read: Callable[[str], Any]
     in_environment: bool
@@ -53,14 +55,30 @@ class OptionRules:
     @property
     def allowed(self) -> str:
         """The allowed values in words; empty where every value is."""
-        unit = f" {self.unit}" if self.unit else ""
-        if self.known:
-            return ", ".join(self.known)
-        if self.above is not None:
-            return f"above {self.above:g}{unit}"
-        if self.most is not None:
-            return f"{self.least:g} to {self.most:g}{unit}"
-        return f"{self.least:g} or more{unit}" if self.least is not None else self.unit
+        words = ", ".join(map(str, self.known)) or self.limits
+        return f"{words} {self.unit}".strip()
+
+    @property
+    def limits(self) -> str:
+        """The limits of a number in words; empty without one."""
+        if self.least is not None and self.most is not None:
+            return f"{self.least} to {self.most}"
+        limits = [
+            "" if self.above is None else f"above {self.above}",
+            "" if self.least is None else f"{self.least} or more",
+            "" if self.most is None else f"at most {self.most}",
+            "" if self.below is None else f"below {self.below}",
+        ]
+        return ", ".join(filter(None, limits))
+
+    def allows(self, number: float) -> bool:
+        """Return whether a number is within the limits; NaN is not, where there are some."""
+        return (
+            (self.above is None or number > self.above)
+            and (self.least is None or number >= self.least)
+            and (self.most is None or number <= self.most)
+            and (self.below is None or number < self.below)
+        )
 
 
 def option(
@@ -72,7 +90,8 @@ def option(
     least: float | None = None,
     most: float | None = None,
     above: float | None = None,
-    known: Sequence[str] = (),
+    below: float | None = None,
+    known: Sequence[Any] = (),
     agreed: bool = False,
     read: Callable[[str], Any] | None = None,
     in_environment: bool = True,
@@ -89,6 +108,7 @@ def option(
         least: as in `OptionRules`.
         most: as in `OptionRules`.
         above: as in `OptionRules`.
+        below: as in `OptionRules`.
         known: as in `OptionRules`.
         agreed: as in `OptionRules`.
         read: as in `OptionRules`; None: as the type of the default is read.
@@ -104,6 +124,7 @@ def option(
         least,
         most,
         above,
+        below,
         tuple(known),
         agreed,
         read,
@@ -138,13 +159,11 @@ def check_options(options: Any, named: Callable[[str], str] = str) -> None:
         if value is None:
             continue
         if rules.known and value not in rules.known:
-            raise ValueError(f"unknown {name} {value!r}; known are {', '.join(rules.known)}")
-        least, most, above = rules.least, rules.most, rules.above
-        if above is not None and not value > above:
-            raise ValueError(f"{name} is {value}; it must be above {above}")
-        if (least is not None and not value >= least) or (most is not None and not value <= most):
-            limits = f"{least} or more" if most is None else f"{least} to {most}"
-            raise ValueError(f"{name} is {value}; it must be {limits}")
+            raise ValueError(
+                f"unknown {name} {value!r}; known are {', '.join(map(str, rules.known))}"
+            )
+        if rules.limits and not rules.allows(value):
+            raise ValueError(f"{name} is {value}; it must be {rules.limits}")
 
 
 def agreed_options(options: Any) -> dict[str, Any]:

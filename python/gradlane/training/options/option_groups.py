@@ -62,7 +62,7 @@ class Rendezvous(OptionGroup):
         """Check every option.
 
         Raises:
-            ValueError: an option is out of its range, or the store's address is none.
+            ValueError: an option is out of its range, or the store's address cannot be read.
         """
         super().__post_init__()
         if isinstance(self.store, str) and self.store_address is None:
@@ -178,7 +178,7 @@ class Network(OptionGroup):
                 raise ValueError(f"ports is {self.ports}; it must be (low, high) in 1 to 65535")
 
     def thread_counts(self, processors: int) -> tuple[int, int]:
-        """Return `work_threads` and `io_threads` of a rank that has so many processors."""
+        """Return `work_threads` and `io_threads` of a rank by its number of processors."""
         io_threads = self.io_threads
         if io_threads is None:
             io_threads = min(_MOST_THREADS, max(1, processors // _PROCESSORS_A_THREAD))
@@ -268,7 +268,7 @@ class Monitoring(OptionGroup):
         """Check every option.
 
         Raises:
-            ValueError: an address is none, or the timeline's folder does not exist.
+            ValueError: an address cannot be read, or the timeline's folder does not exist.
         """
         super().__post_init__()
         for name in ("prometheus", "dashboard"):

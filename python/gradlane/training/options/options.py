@@ -8,12 +8,12 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from gradlane.training.options.codec_choice import (
-    RAW,
     CodecArgument,
     CodecRules,
     codec_rules,
     unused_codec_option,
 )
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.going_on import GoingOn, check_going_on_world
 from gradlane.training.options.option_fields import (
     OptionGroup,
@@ -25,236 +25,16 @@ from gradlane.training.options.option_fields import (
 )
 from gradlane.training.options.option_groups import Checkpoints, Monitoring, Network, Rendezvous
 from gradlane.training.options.stragglers import LEAVES_OUT, Stragglers, check_stragglers
-
-ASGD = "asgd"
-"""The asynchronous strategy."""
-RING = "ring"
-"""The strategy that is p3 round a ring, and the scheme of its tensors."""
-EXACT_STRATEGIES = ("p3", "slicing", "wfbp", "kvstore", "deferred-pull")
-"""Strategies that give the same results to the last bit: those of synchronous training on servers,
-which add up in rank order."""
-STRATEGIES = (*EXACT_STRATEGIES, RING, ASGD)
-SLICE_ELEMS = {
-    "p3": 50_000,
-    "slicing": 50_000,
-    "wfbp": (2 << 20) // 4,
-    RING: 16_384,
-    ASGD: 50_000,
-}
-"""The engine's own slice sizes of the strategies that cut every tensor into slices; a ring's slices
-are never larger."""
-SPLITTING_STRATEGIES = ("kvstore", "deferred-pull")
-"""Strategies that split only tensors of a size or more, as MXNet's KVStore does, so that slices
-have no common size. Workers pull results from their servers."""
-RING_ENCODED_SLICE_ELEMS = 65_536
-"""The same for encoded slices: a hop costs a host as much for few bytes as for many."""
-UPDATES = ("worker", "server")
-"""The default first."""
-LOCALS = ("off", "leader", "shared", "auto")
-"""Whether the ranks of a node add up before the network, and how many of them then send."""
-LOCAL_SUMS = ("host", "collective", "auto")
-"""Where they do: in the host's memory, or where their gradients are."""
-SFB = "sfb"
-"""The scheme of weights whose gradient travels as factors, from every rank to every other."""
-ADAM = "adam"
-"""The scheme of weights whose gradient travels as factors, to one rank, which sends the mean back:
-Project Adam's (Chilimbi et al., OSDI 2014), and none of the optimizer's."""
-ROWS = "rows"
-"""The scheme of sparse gradients, whose rows travel from every rank to every other. Parameters have
-it by themselves; nobody chooses it."""
-FACTOR_SCHEMES = (SFB, ADAM)
-"""Schemes in which ranks send factors of gradients."""
-SCHEMES = ("ps", RING, *FACTOR_SCHEMES)
-"""How gradients are aggregated: on servers, round a ring, or those of linear layers and embeddings
-from factors and all others on servers."""
-PLAN_RULES: dict[str, tuple[str, ...]] = {"auto": ("ps",), "poseidon": (SFB, "ps")}
-"""Schemes that the rule of a plan chooses among: those that keep every bit, and algorithm 1 of
-Poseidon (Zhang et al. 2017). No rule chooses `adam`, which is a baseline, nor `ring`, which moves
-as many bytes as servers and adds up in another order."""
-
-
-def own_slice_elems(strategy: str, encoded: bool) -> int | None:
-    """Return the engine's own slice size, in elements; None where slices have no common size.
-
-    Args:
-        strategy: one of `STRATEGIES`.
-        encoded: whether gradients travel in a codec.
-    """
-    if strategy == RING and encoded:
-        return RING_ENCODED_SLICE_ELEMS
-    return SLICE_ELEMS.get(strategy)
-
-
-def ring_ranks(strategy: str, world_size: int) -> int | None:
-    """Return the number of ranks of a strategy's ring; None without a ring."""
-    return world_size if strategy == RING else None
-
-
-def strategy_of(strategy: str, scheme: str | None) -> str:
-    """Return the strategy that results from a strategy and a scheme.
-
-    Args:
-        strategy: one of `STRATEGIES`.
-        scheme: one of `SCHEMES`, or None: the strategy's own.
-
-    Raises:
-        ValueError: the scheme is unknown, or does not go with the strategy.
-    """
-    if scheme is None:
-        return strategy
-    _one_of("scheme", scheme, SCHEMES)
-    if scheme in FACTOR_SCHEMES:
-        return strategy
-    if (scheme == RING) == (strategy == RING):
-        return strategy
-    if scheme == RING and strategy == STRATEGIES[0]:
-        return RING
-    if strategy == RING:
-        raise ValueError("scheme is 'ps', but strategy 'ring' goes round a ring: use strategy 'p3'")
-    why = ring_refusal(strategy, UPDATES[0])
-    raise ValueError(
-        f"scheme is 'ring', but {why or f'not offered with strategy {strategy!r}'}: use strategy "
-        f"{STRATEGIES[0]!r}"
-    )
-
-
-def ring_refusal(strategy: str, update: str) -> str:
-    """Return why tensors cannot go round a ring under these settings; empty if they can.
-
-    Args:
-        strategy: one of `STRATEGIES`.
-        update: one of `UPDATES`.
-    """
-    return _serverless_refusal(strategy, update, "a ring has none")
-
-
-def factors_refusal(strategy: str, update: str) -> str:
-    """Return why no tensor can travel as factors under these settings; empty if some can.
-
-    Args:
-        strategy: one of `STRATEGIES`.
-        update: one of `UPDATES`.
-    """
-    return _serverless_refusal(strategy, update, "factors are not added up there")
-
-
-def rows_refusal(options: Options) -> str:
-    """Return why sparse gradients are sent dense under some options; empty if rows travel."""
-    if options.going_on.on:
-        return "going_on is on, and a lost rank's rows would be missing: a mean is made again dense"
-    if options.stragglers.leaves_out:
-        return f"stragglers={options.stragglers.rule!r} makes a dense mean of the ranks in time"
-    if options.local.mode not in ("off", "auto"):
-        return (
-            f"local={options.local.mode!r}, where the ranks of a node add up first, which rows do "
-            'not: use local="off"'
-        )
-    return _serverless_refusal(options.strategy.name, options.update, "rows are not added up there")
-
-
-def _serverless_refusal(strategy: str, update: str, why: str) -> str:
-    if update == "server":
-        return (
-            "update is 'server', which keeps optimizer state on the servers that own slices, and "
-            f"{why}: use update='worker'"
-        )
-    if strategy in SPLITTING_STRATEGIES:
-        return f"in strategy {strategy!r} workers pull from servers, and {why}"
-    return ""
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"unknown {name} {value!r}; known are {', '.join(known)}")
-
-
-@dataclass(frozen=True, repr=False)
-class Strategy(OptionGroup):
-    """How gradients are cut, ordered and added up."""
-
-    name: str = option(
-        STRATEGIES[0],
-        "`p3`, `slicing`, `wfbp`, `kvstore` and `deferred-pull` give the same results; `ring` "
-        "gives them at two ranks and other roundings at more (`docs/ring.md`); `asgd` is "
-        "asynchronous: each rank's gradients are applied alone, and no rank waits for another "
-        "(`docs/asynchronous.md`).",
-        name="strategy",
-        known=STRATEGIES,
-        agreed=True,
-    )
-    scheme: str | None = option(
-        None,
-        "`ps`: gradients are added up on servers; `ring`: round a ring, which makes `p3` the "
-        "strategy `ring`; `sfb`: weights of linear layers and embeddings travel as factors, from "
-        "every rank to every other; `adam`: as factors to one rank, which sends the mean to all "
-        "(`docs/factors.md`); the strategy's own if absent.",
-        known=SCHEMES,
-        agreed=True,
-    )
-    slice_elems: int | None = option(
-        None,
-        "Elements in a slice at most; with `kvstore` and `deferred-pull`, the first size of a "
-        "tensor that is split, one part a server, where smaller ones go whole. The strategy's own "
-        "if absent (1,000,000 in these two).",
-        unit="elements",
-        least=1,
-        agreed=True,
-    )
-    seed: int = option(
-        0,
-        "Places whole tensors where a strategy draws their server, and decides how codecs round.",
-        least=0,
-        agreed=True,
-    )
-    exact_order: bool = option(
-        True,
-        "A plan that is found keeps to sums in rank order and changes no bit. False: it may choose "
-        "a ring or factors, and `local_sums` of `auto` collectives, whose results differ in the "
-        "last bits (`docs/planning.md`).",
-        agreed=True,
-    )
-
-    def __post_init__(self) -> None:
-        """Check every option, and write a scheme that is a strategy as one.
-
-        Raises:
-            ValueError: an option is out of its range, or does not go with another one.
-        """
-        super().__post_init__()
-        object.__setattr__(self, "name", strategy_of(self.name, self.scheme))
-        object.__setattr__(self, "scheme", self.factors or None)
-
-    @property
-    def factors(self) -> str:
-        """The scheme in which ranks send factors of gradients; empty where they do not."""
-        return self.scheme if self.scheme in FACTOR_SCHEMES else ""
-
-
-@dataclass(frozen=True, repr=False)
-class LocalSums(OptionGroup):
-    """Whether and where the ranks of a node add up before the network."""
-
-    mode: str = option(
-        "auto",
-        "`off`: each rank talks to all others by itself; `leader`: the ranks of a node add up in "
-        "shared memory, and the first one talks to the network for all; `shared`: each does, for "
-        "its share; `auto`: `leader` where there are several nodes of several ranks and it goes "
-        "with the other options, else `off`. Sums are then taken node by node, another rounding "
-        "than in the order of ranks (`docs/several-accelerators.md`).",
-        name="local",
-        known=LOCALS,
-        agreed=True,
-    )
-    where: str = option(
-        "host",
-        "`host`: in shared memory; `collective`: where the gradients are, in a group of "
-        "torch.distributed's (NCCL on CUDA devices, Gloo in plain memory), so that only ranks that "
-        "talk to the network copy to the host; `auto`: the latter where all gradients are on CUDA "
-        "devices and no bit changes (two ranks a node), or `exact_order` is off.",
-        name="local_sums",
-        known=LOCAL_SUMS,
-        agreed=True,
-    )
+from gradlane.training.options.strategy import (
+    ASGD,
+    RING,
+    UPDATES,
+    LocalSums,
+    Strategy,
+    factors_refusal,
+    ring_refusal,
+    serverless_refusal,
+)
 
 
 @dataclass(frozen=True)
@@ -266,9 +46,9 @@ class Options:
     )
     codec: CodecRules = option(
         RAW,
-        "How gradients travel: as they are if absent; a codec such as `qsgd:bits=8`: in fewer "
-        "bytes, at a loss, but for the smallest tensors (of quantizers less than 1 % of all "
-        "parameters, of `topk` and `dgc` those of one value); a "
+        "How gradients travel: as they are if absent; a codec such as `codecs.Qsgd(bits=8)`, or "
+        "its text `qsgd:bits=8`: in fewer bytes, at a loss, but for the smallest tensors (of "
+        "quantizers less than 1 % of all parameters, of `topk` and `dgc` those of one value); a "
         "dictionary of patterns and codecs, of which the first that fits a parameter's name counts "
         "(`docs/low-precision.md`).",
         agreed=True,
@@ -292,21 +72,20 @@ class Options:
     )
     servers: int | None = option(
         None,
-        "The first ranks, as many, own slices, the others none; all do if absent "
-        "(`docs/servers.md`).",
+        "Number of ranks, from rank 0 on, that own slices; all do if absent (`docs/servers.md`).",
         least=1,
         agreed=True,
     )
     workers: int | None = option(
         None,
-        "The first ranks, as many, train, and those after them only serve: they own all slices and "
-        "train nothing, see `Session.serve`; all train if absent.",
+        "Number of ranks, from rank 0 on, that train; those after them only serve: they own all "
+        "slices, see `Session.serve`. All train if absent.",
         least=1,
         agreed=True,
     )
     check_every: int | None = option(
         None,
-        "Compare all parameters of all ranks every so many steps, which makes ranks wait for each "
+        "Steps between comparisons of all parameters of all ranks, which makes ranks wait for each "
         "other; 0: never; if absent, a sample every 100 steps, which no rank waits for (with "
         '`update="worker"`).',
         unit="steps",
@@ -544,6 +323,20 @@ def going_on_refusal(options: Options) -> str:
             "be lost with its rank; leave it out, and a sample is compared every 100 steps"
         )
     return ""
+
+
+def rows_refusal(options: Options) -> str:
+    """Return why sparse gradients are sent dense under some options; empty if rows travel."""
+    if options.going_on.on:
+        return "going_on is on, and a lost rank's rows would be missing: a mean is made again dense"
+    if options.stragglers.leaves_out:
+        return f"stragglers={options.stragglers.rule!r} makes a dense mean of the ranks in time"
+    if options.local.mode not in ("off", "auto"):
+        return (
+            f"local={options.local.mode!r}, where the ranks of a node add up first, which rows do "
+            'not: use local="off"'
+        )
+    return serverless_refusal(options.strategy.name, options.update, "rows are not added up there")
 
 
 def keywords_of(**given: Any) -> dict[str, Any]:

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
+from gradlane.training.options.codec_options import CODECS, CodecOptions
 from gradlane.training.options.option_fields import OptionGroup, option_rules
 from gradlane.training.options.option_groups import ENVIRONMENT_GROUPS
 from gradlane.training.options.options import GROUPS, Options
@@ -19,14 +21,15 @@ _HEAD = """# Options
 ```python
 session = gradlane.init(
     strategy=gradlane.Strategy("p3", slice_elems=20_000),
-    codec="qsgd:bits=8",
+    codec=gradlane.codecs.Qsgd(bits=8),
     network=gradlane.Network(interface="eth1", io_threads=2),
     checkpoints=gradlane.Checkpoints("/shared/run1", every=500),
 )
 ```
 
 A text stands for the first option of `Strategy`, `LocalSums` and `Stragglers`: `strategy="ring"`;
-`True` and `False` for that of `GoingOn`.
+`True` and `False` for that of `GoingOn`. A codec is an object of `gradlane.codecs`, or a text with
+the same options: `codec="qsgd:bits=8"`.
 A value out of its range is refused by name. *All ranks* marks options that must be the same on
 every rank; a session in which they differ is refused on all of them.
 
@@ -49,6 +52,9 @@ def options_page() -> str:
     for kind in GROUPS.values():
         words = (kind.__doc__ or "").strip()
         parts.append(f"\n## `gradlane.{kind.__name__}`\n\n{words}\n\n{_table(kind)}")
+    for codec in CODECS.values():
+        title = f"\n## `gradlane.codecs.{codec.__name__}`: `{codec.name}`\n\n"
+        parts.append(f"{title}{inspect.getdoc(codec)}\n\n{_table(codec)}")
     parts.append("\n## Further variables\n\n| variable | meaning |\n| --- | --- |\n")
     parts += [f"| `{name}` | {meaning} |\n" for name, meaning in FURTHER_VARIABLES.items()]
     return "".join(parts)
@@ -57,17 +63,21 @@ def options_page() -> str:
 def _table(options: type[Any]) -> str:
     """Return the options of a dataclass as a table."""
     has_variables = options in ENVIRONMENT_GROUPS
-    columns = ["option", "default", "allowed", "all ranks", "meaning"]
-    if has_variables:
-        columns.insert(4, "variable")
-    rows = [columns, ["---"] * len(columns)]
+    is_codec = issubclass(options, CodecOptions)
+    rows = []
     for name, rules in option_rules(options).items():
-        agreed = "yes" if rules.agreed else "-"
-        row = [f"`{name}`", _default(getattr(options, name)), rules.allowed or "-", agreed]
+        row = {
+            "option": f"`{name}`",
+            "default": _default(getattr(options, name)),
+            "allowed": rules.allowed or "-",
+        }
+        if not is_codec:
+            row["all ranks"] = "yes" if rules.agreed else "-"
         if has_variables:
-            row.append(f"`{rules.variable}`" if rules.in_environment else "-")
-        rows.append([*row, rules.doc])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+            row["variable"] = f"`{rules.variable}`" if rules.in_environment else "-"
+        rows.append({**row, "meaning": rules.doc})
+    lines = [[*rows[0]], ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _default(value: Any) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Union
 
 from gradlane.errors import GradlaneError, RanksDifferError
-from gradlane.training.options.options import PLAN_RULES
+from gradlane.training.options.strategy import PLAN_RULES
 from gradlane.training.plans.plan import Plan, PlanError, parse_plan, read_plan
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from gradlane.errors import GradlaneError
 from gradlane.formats.link_report import LinkReport
 from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
-from gradlane.training.options.options import ROWS, Options
+from gradlane.training.options.options import Options
+from gradlane.training.options.strategy import ROWS
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.planning_wing import PlanSearch, start_plan_search
 from gradlane.training.rendezvous.rendezvous import RendezvousScope

@@ -17,9 +17,10 @@ from typing import Any
 
 from gradlane.formats.atomic_io import atomic_write_text
 from gradlane.formats.untrusted import EscapedError
-from gradlane.training.options.codec_choice import RAW, check_codecs, codec_rules
-from gradlane.training.options.options import RING, SCHEMES, ring_refusal
+from gradlane.training.options.codec_choice import check_codecs, codec_rules
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.stragglers import WAIT
+from gradlane.training.options.strategy import RING, SCHEMES, ring_refusal
 from gradlane.training.plans.settings import ClusterFacts, Settings
 
 FORMAT = "gradlane-plan"

@@ -43,7 +43,7 @@ class SchemeChoice(Protocol):
 
 
 class Book(Protocol):
-    """What all ranks know of their cluster and a model."""
+    """Facts of the cluster and a model that all ranks know."""
 
     def query(self, *names: str) -> Any:
         """Read entries."""

@@ -7,16 +7,13 @@ from typing import Any
 
 from gradlane.formats.rates import format_rate
 from gradlane.training.node.rules import AUTO, LEADER, OFF, with_local
-from gradlane.training.options.codec_choice import RAW, codec_rules, keeps_residual, rules_text
+from gradlane.training.options.codec_choice import codec_rules, keeps_residual, rules_text
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.option_groups import Network
-from gradlane.training.options.options import (
-    UPDATES,
-    Options,
-    Strategy,
-    own_slice_elems,
-)
+from gradlane.training.options.options import Options
 from gradlane.training.options.server_places import servers_text
 from gradlane.training.options.stragglers import WAIT, Stragglers, parse_stragglers
+from gradlane.training.options.strategy import UPDATES, Strategy, own_slice_elems
 
 LEARNING_STEPS = 7
 """Training steps after which a session that finds its own plan decides. The first one is not
@@ -33,7 +30,7 @@ class Settings:
     strategies, and for sums on nodes.
 
     Attributes:
-        strategy: one of `gradlane.training.options.options.STRATEGIES`.
+        strategy: one of `gradlane.training.options.strategy.STRATEGIES`.
         slice_elems: most elements in a slice; None: the strategy's own choice.
         frame_bytes: payload of a frame, on fast connections up to three times as much.
         send_buffer_bytes: the kernel's send buffer, a peer; 0: fitted to the path while sending.

@@ -79,7 +79,7 @@ class DeadlockDetector:
     def use_incarnation(self, incarnation: str) -> None:
         """Read only the reports of this incarnation; call it before any model."""
         self._store = self._whole_store.with_prefix(
-            f"gradlane/{self._rank_info.job}/{incarnation}/standstill"
+            f"gradlane/{self._rank_info.job}/{incarnation}/deadlock"
         )
 
     def watch(self, name: str, model: WatchedExchange, on_deadlock: Callable[[str], None]) -> None:

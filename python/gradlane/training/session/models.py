@@ -20,8 +20,8 @@ from gradlane.training.model.optimizers import steps_per_parameter
 from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
 from gradlane.training.model.validation import check_arguments
 from gradlane.training.options.going_on import check_plan_goes_on
-from gradlane.training.options.options import PLAN_RULES, SFB
 from gradlane.training.options.stragglers import check_schemes
+from gradlane.training.options.strategy import PLAN_RULES, SFB
 from gradlane.training.plans.agreement import PlanArgument, agree_on_plan
 from gradlane.training.plans.in_force import ActivePlan
 from gradlane.training.plans.plan import Plan

@@ -16,11 +16,13 @@ from gradlane.training.model.prepared import PreparedModel
 from gradlane.training.monitoring.observer import make_observer
 from gradlane.training.monitoring.recorder import make_recorder
 from gradlane.training.node.rules import AUTO, OFF, check_sums, nodes_refusal, with_local
-from gradlane.training.options.codec_choice import RAW, CodecArgument, check_codecs
+from gradlane.training.options.codec_choice import CodecArgument, check_codecs
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.going_on import GoingOn
 from gradlane.training.options.option_groups import Checkpoints, Monitoring, Network, Rendezvous
-from gradlane.training.options.options import LocalSums, Options, Strategy
+from gradlane.training.options.options import Options
 from gradlane.training.options.stragglers import Stragglers
+from gradlane.training.options.strategy import LocalSums, Strategy
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
@@ -78,10 +80,11 @@ def init(
         strategy: how gradients are cut, ordered and added up: `p3`, `slicing`, `wfbp`, `kvstore`,
             `deferred-pull`, `ring` or `asgd`; or a `Strategy`, which also has the scheme, the
             slice size, the seed, and whether plans may change the order of sums.
-        codec: how gradients travel: None: as they are; a codec such as `"qsgd:bits=8"`: in fewer
-            bytes, at a loss, but for the smallest tensors, less than 1 % of all parameters; a
-            dictionary of patterns and codecs, such as `{"*.bias": "raw", "*": "qsgd:bits=4"}`,
-            of which the first that fits a parameter's name counts. See `docs/low-precision.md`.
+        codec: how gradients travel: None: as they are; a codec such as `codecs.Qsgd(bits=8)`, or
+            its text `"qsgd:bits=8"`: in fewer bytes, at a loss, but for the smallest tensors, less
+            than 1 % of all parameters; a dictionary of patterns and codecs, such as
+            `{"*.bias": None, "*": codecs.Qsgd(bits=4)}`, of which the first that fits a parameter's
+            name counts. See `docs/low-precision.md`.
         update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, Adam or AdamW, on each
             slice's owner, which keeps the state; see `docs/optimizers.md`.
         local: what the ranks of a node do before anything goes to the network: `"auto"`: they add
@@ -95,12 +98,12 @@ def init(
         going_on: True: when ranks are lost, the others finish the step and train on, with means
             over those that are left; or `GoingOn`, which also says how many must be left. False: a
             lost rank ends the session on all. See `docs/going-on.md`.
-        servers: the first so many ranks own slices, the others none; None: all do.
-        workers: the first so many ranks train, and those after them only serve: they own all slices
-            and train nothing, see `Session.serve`; None: all train. See `docs/servers.md`.
-        check_every: compare all ranks' parameters every so many steps, all of them: ranks wait for
-            each other there; 0: never; None: a sample of each, every 100 steps, which nobody waits
-            for (with `update="worker"`).
+        servers: number of ranks, from rank 0 on, that own slices; None: all do.
+        workers: number of ranks, from rank 0 on, that train; those after them only serve: they own
+            all slices, see `Session.serve`; None: all train. See `docs/servers.md`.
+        check_every: steps between comparisons of all parameters of all ranks, which makes ranks
+            wait for each other; 0: never; None: a sample of each, every 100 steps, which no rank
+            waits for (with `update="worker"`).
         rendezvous: the store, rank, world size and job, in place of the launcher's.
         network: interface, addresses, ports, secret, time-outs, frames, buffers and threads.
         checkpoints: the folder of checkpoints, how often they are taken, and how many stay.

@@ -32,12 +32,12 @@ pub(super) struct Grid {
     pub(super) least: f32,
     /// The distance of two codes; zero where all values are the same, nearly.
     pub(super) step: f32,
-    /// What distances from the least value are multiplied with.
+    /// Factor of distances from the least value.
     pub(super) steps_per_value: f32,
 }
 
 impl Grid {
-    /// What is sent of it.
+    /// The bytes that are sent of it.
     pub(super) fn to_bytes(self) -> [u8; FRONT_BYTES] {
         let ([a, b, c, d], [e, f, g, h]) = (self.least.to_le_bytes(), self.step.to_le_bytes());
         [a, b, c, d, e, f, g, h]

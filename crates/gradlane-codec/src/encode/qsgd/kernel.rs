@@ -176,7 +176,7 @@ const fn packs_signed(bits: u32, sign: bool) -> bool {
     bits == 8 && sign
 }
 
-/// What quantizing needs in every lane.
+/// The constants of quantizing, in every lane.
 #[derive(Clone, Copy)]
 struct Constants<R: Lanes, const N: usize> {
     levels_per_value: Wide<R, N>,

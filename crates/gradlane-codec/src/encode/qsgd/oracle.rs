@@ -66,7 +66,7 @@ pub(super) fn scale_or_nothing(scale: f32) -> f32 {
 /// How values become levels and codes values.
 #[derive(Clone, Copy)]
 pub(super) struct Grid {
-    /// What values are multiplied with.
+    /// Factor of values.
     pub(super) levels_per_value: f32,
     /// The distance of two levels.
     pub(super) level: f32,

@@ -94,10 +94,10 @@ impl IntegerSums {
     /// # Panics
     ///
     /// When there are not as many scales as buckets, or residuals as values.
-    pub fn enlarge(&self, values: &[f32], residual: Option<&[f32]>, scales: &mut [u8]) {
+    pub fn max_scales(&self, values: &[f32], residual: Option<&[f32]>, scales: &mut [u8]) {
         assert_eq!(scales.len(), self.scale_bytes(values.len()), "a scale for every bucket");
         assert!(residual.is_none_or(|it| it.len() == values.len()), "a residual for every value");
-        dispatch(self.instruction_set, Enlarge { sums: self, values, residual, scales });
+        dispatch(self.instruction_set, MaxScales { sums: self, values, residual, scales });
     }
 
     /// Sums of nothing, with these scales.
@@ -160,7 +160,7 @@ impl IntegerSums {
         Ok(())
     }
 
-    /// What a sum is of zeros alone, and the distance of two means.
+    /// The sum of zeros alone, and the distance of two means.
     #[inline(always)]
     fn grid(&self, scale: f32) -> (u32, f32) {
         let zero = self.ranks * self.qsgd.half as u32;
@@ -181,18 +181,18 @@ fn read_scale(bytes: &[u8]) -> (f32, &[u8]) {
     (f32::from_le_bytes(*scale), rest)
 }
 
-struct Enlarge<'a> {
+struct MaxScales<'a> {
     sums: &'a IntegerSums,
     values: &'a [f32],
     residual: Option<&'a [f32]>,
     scales: &'a mut [u8],
 }
 
-impl Enlarge<'_> {
+impl MaxScales<'_> {
     /// Gives the range of every bucket to `scale_of`, and keeps the larger scale.
     #[inline(always)]
     fn each(self, mut scale_of: impl FnMut(Qsgd, &[f32], Option<&[f32]>) -> f32) {
-        let Enlarge { sums, values, residual, scales } = self;
+        let MaxScales { sums, values, residual, scales } = self;
         let buckets = values.chunks(sums.bucket).zip(scales.chunks_exact_mut(SCALE_BYTES));
         for (index, (values, bytes)) in buckets.enumerate() {
             let residual = residual.map(|all| &all[index * sums.bucket..][..values.len()]);
@@ -205,7 +205,7 @@ impl Enlarge<'_> {
     }
 }
 
-impl Work for Enlarge<'_> {
+impl Work for MaxScales<'_> {
     type Output = ();
 
     fn run_plainly(self) {

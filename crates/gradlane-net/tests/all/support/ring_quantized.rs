@@ -118,7 +118,7 @@ impl RingOracle {
         for (rank, values) in given.iter().enumerate() {
             let kept = keeps.then(|| &self.worker_residuals[rank][part(slice)]);
             if let Some(values) = values {
-                sums.enlarge(values, kept, &mut scales);
+                sums.max_scales(values, kept, &mut scales);
             }
         }
         let mut bytes = vec![0; sums.sum_bytes(elements)];

@@ -1,4 +1,5 @@
-//! The policy of the transport: sizes, rates and times, given the rates of the estimator.
+//! The limits of the transport: how large frames and buffers are, which connections a thread paces, how
+//! long a turn lasts; all from the rates of the estimator.
 //!
 //! Everything follows from one time. The I/O thread serves its connections in turns of at most
 //! [`TURN_MAX`]. The bytes that a connection holds in the kernel must last for a turn, since they
