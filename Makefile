@@ -20,7 +20,7 @@ $(shell printf 'PYTHON ?= %s\nCONSTRAINTS ?= %s\n' '$(PYTHON)' '$(CONSTRAINTS)' 
 	cmp -s $(CHOICE).new $(CHOICE) && rm $(CHOICE).new || mv $(CHOICE).new $(CHOICE))
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml
 
-.PHONY: demo test test-rust test-python test-neon faults swarm fuzz adversary lint bench docs format wheels clean build
+.PHONY: demo test test-rust test-python test-neon faults swarm fuzz adversary lint bench docs format wheels audit clean build
 
 demo: build
 	$(BIN)/gradlane demo
@@ -97,6 +97,10 @@ $(DOCS): $(STAMP)
 # What a release publishes, into `dist`: wheels that need no Rust, and the source.
 wheels: .cache/tools
 	PYTHON="$(PYTHON)" bash scripts/make-wheels dist
+
+# Known weaknesses of the crates and Python packages in use. Needs the network; CI does not run it.
+audit: build
+	bash scripts/audit $(VENV)
 
 format: build
 	cargo fmt --all

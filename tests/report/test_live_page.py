@@ -91,6 +91,24 @@ def test_names_are_text_and_nothing_is_wider_than_the_screen(
 
 
 @needs_browser
+def test_a_job_without_a_name_and_gradients_as_they_are_have_their_own_words(
+    source: FakeSource, tmp_path: Path
+) -> None:
+    named = source.view.state()
+    plain: Any = {**named, "job": "none", "raw_bytes": 80, "encoded_bytes": 80}
+    say = """
+      const text = (id) => document.getElementById(id).textContent;
+      say([text("session"), text("codecs-note")]);
+    """
+    session, note = shown(tmp_path, say, [named])
+    assert session.startswith("job a job, strategy p3") and "1/4.00 of their bytes" in note
+    session, note = shown(tmp_path, say, [plain])
+    assert session.startswith("strategy p3") and note.endswith(
+        "took 80 B, none of them compressed."
+    )
+
+
+@needs_browser
 def test_a_stall_an_end_and_another_version_are_said(source: FakeSource, tmp_path: Path) -> None:
     source.pass_time(100.0)
     source.wait = {"step": 601, "tensors": ["fc.weight"], "tensor_count": 1}

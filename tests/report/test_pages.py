@@ -248,6 +248,11 @@ def test_measured_here_names_command_and_versions() -> None:
     assert {"when", "python", "system", "processors"} <= set(measurement.facts)
 
 
+def test_measured_here_names_the_program_of_python_m(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/lib/gradlane/__main__.py", "demo", "--html", "a b.html"])
+    assert measured_here().command == "gradlane demo --html 'a b.html'"
+
+
 @needs_browser
 def test_browser_draws_all_plots_and_sorts(tmp_path: Path) -> None:
     path = tmp_path / "page.html"

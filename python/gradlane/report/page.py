@@ -120,7 +120,10 @@ def measured_here(command: str | None = None) -> Measurement:
         command: what was run; this process' own command line where it is None.
     """
     if command is None:
-        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        program = Path(sys.argv[0]).name
+        if program == "__main__.py":  # of `python -m`
+            program = Path(sys.argv[0]).parent.name
+        command = shlex.join([program, *sys.argv[1:]])
     facts = {
         "when": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "python": platform.python_version(),

@@ -299,6 +299,37 @@ def test_a_script_for_a_launcher_runs_as_the_only_rank(reads: str, tmp_path: Pat
     assert Profile.load(tmp_path / "profile.json").model == "Net"
 
 
+def test_a_script_that_starts_its_ranks_notes_how_to_record_one(tmp_path: Path) -> None:
+    begin = """
+    rank = int(os.environ.get("RANK", 0))
+    if rank == 0:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        environment = {**os.environ, "RANK": "1"}
+        subprocess.Popen([sys.executable, __file__, "50"], env=environment, **quiet)
+    dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
+"""
+    imports = "import os, subprocess, sys, torch, torch.distributed as dist"
+    text = PLAIN.replace("import sys, torch", imports).replace("def main():", f"def main():{begin}")
+    text = text.replace(
+        "model, loss = Net()", "model, loss = nn.parallel.DistributedDataParallel(Net())"
+    )
+    (tmp_path / "train.py").write_text(text, encoding="utf-8")
+    environment = {
+        name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "gradlane", "profile", "--steps", "3", "train.py", "50"],
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": str(ROOT / "python")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    words = " ".join(done.stdout.split())
+    assert "communication counts as compute here" in words and "devices=1" in words
+
+
 def test_a_launcher_that_sets_too_little_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from gradlane.errors import RendezvousError
 from gradlane.training.model.joining import JoinedWorld
 from gradlane.training.options.going_on import GoingOn
 from gradlane.training.options.option_groups import Network
@@ -32,6 +33,7 @@ from gradlane.training.session.world import World
 STEP_S = 0.2
 STEPS_AFTER = 6
 CONNECT_TIMEOUT_S = 60.0
+CONNECT_S = 15.0
 _OPTIONS = Options(going_on=GoingOn(), network=Network(connect_timeout_s=CONNECT_TIMEOUT_S))
 
 
@@ -177,6 +179,7 @@ class Process:
         self.has_trained = False
         self._cluster = cluster
         self._left = fatal_pause
+        self._is_doomed = fatal_pause > 0
         self._joins_only = joins_only
 
     def count_pause(self) -> None:
@@ -184,7 +187,7 @@ class Process:
         if self._joins_only and not self._cluster.connecting:
             return
         self._left -= 1
-        if self._left == 0 and self._cluster.may_kill(self):
+        if self._left <= 0 and self._is_doomed and self._cluster.may_kill(self):
             self.is_killed = True
             for channel, rank in self.channels:
                 channel.lose(rank)
@@ -244,8 +247,8 @@ class VirtualStore:
 class Channel:
     """The connections of a world, as the engine keeps them."""
 
-    def __init__(self, clock: Clock, world: str) -> None:
-        self._clock, self._world = clock, world
+    def __init__(self, clock: Clock, world: str, world_size: int) -> None:
+        self._clock, self._world, self._world_size = clock, world, world_size
         self._members: dict[int, tuple[Process, Membership]] = {}
         self._lost: list[int] = []
         self._gone: set[int] = set()
@@ -257,9 +260,15 @@ class Channel:
         self._members[rank] = process, membership
         process.channels.append((self, rank))
 
-    def has(self, world_size: int) -> bool:
-        """Return whether all ranks have connected."""
-        return len(self._members) == world_size
+    def are_connected(self) -> bool:
+        """Return whether all ranks have connected.
+
+        Raises:
+            RendezvousError: one was lost before.
+        """
+        if len(self._members) < self._world_size and self._gone:
+            raise RendezvousError("a rank was lost while the ranks connected")
+        return len(self._members) == self._world_size
 
     def leave(self, rank: int) -> None:
         """Say goodbye."""
@@ -270,6 +279,8 @@ class Channel:
         if rank in self._gone:
             return
         self._gone.add(rank)
+        if len(self._members) < self._world_size:
+            return
 
         def agree() -> None:
             self._lost.append(rank)
@@ -456,6 +467,8 @@ class Cluster:
         """Generation, members and last step of each rank that has come to the end."""
         self.stop_step: int | None = None
         self.processes: list[Process] = []
+        self.has_begun = False
+        """Whether all members are connected: who dies before ends the start."""
         self.connecting = False
         """Whether ranks connect to one that joins, or have since the last one joined."""
         self._kills = kills
@@ -472,7 +485,7 @@ class Cluster:
 
     def may_kill(self, process: Process) -> bool:
         """Return whether one more process may be killed."""
-        if self._kills == 0 or self.stop_step is not None:
+        if self._kills == 0 or self.stop_step is not None or not self.has_begun:
             return False
         self._kills -= 1
         self._last_event_s = self.clock.now_s
@@ -512,10 +525,11 @@ class Cluster:
 
     def _member(self, rank: int) -> None:
         ctx, store, world, optimizer = self._parts(rank, self._members)
-        channel = self._channel("start", ctx.rank_info.job)
+        channel = self._channel("start", ctx.rank_info)
         channel.open(rank, self.clock.process, ctx.membership)
-        while not channel.has(self._members):
+        while not channel.are_connected():
             self.clock.pause(0.01)
+        self.has_begun = True
         models: list[Any] = [Prepared(self, ctx, Connected(channel, rank, None), optimizer, 0)]
         joins = Joins(world, store, models, lambda: None)  # type: ignore[arg-type]
         joins.follow(models[0])
@@ -557,10 +571,15 @@ class Cluster:
         scope = world.meet()
         scope.put(f"address/{rank}", "")
         scope.get_all({other: f"address/{other}" for other in everyone})
-        channel = self._channel(scope.name, ctx.rank_info.job)
+        channel = self._channel(scope.name, ctx.rank_info)
         channel.open(rank, self.clock.process, ctx.membership)
         connected = Connected(channel, rank, scope)
         try:
+            end_s = self.clock.now_s + CONNECT_S
+            while not channel.are_connected():
+                if self.clock.now_s > end_s:
+                    raise RendezvousError("a rank could not be reached")
+                self.clock.pause(0.01)
             scope.put(f"opened/{rank}", "")
             scope.get_all({other: f"opened/{other}" for other in everyone})
             meeting = world.meet()
@@ -576,5 +595,6 @@ class Cluster:
             raise
         return connected
 
-    def _channel(self, name: str, world: str) -> Channel:
-        return self._channels.setdefault(name, Channel(self.clock, world))
+    def _channel(self, name: str, rank_info: RankInfo) -> Channel:
+        channel = Channel(self.clock, rank_info.job, rank_info.world_size)
+        return self._channels.setdefault(name, channel)

@@ -133,6 +133,9 @@ def test_a_port_without_a_listener_is_named() -> None:
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         with pytest.raises(RendezvousError, match=r"nothing listens there.*rank 0 is running"):
             open_store(RankInfo(1, 2, "job", 0), environment, 0.5, 1.0)
+        agents = {**environment, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        with pytest.raises(RendezvousError, match=r"torchrun took 127.0.0.1.*--local-addr"):
+            open_store(RankInfo(1, 2, "job", 0), agents, 0.5, 1.0)
         taken.listen()
         with pytest.raises(RendezvousError, match="rank 0 cannot open the rendezvous store"):
             open_store(RankInfo(0, 2, "job", 0), environment, 0.5, 1.0)

@@ -161,7 +161,7 @@ def measurement(rows: Sequence[Row]) -> Section:
     """Return the box that says what was run, with what, where, and how busy the machine was."""
     runs = [row for row in rows if not row.is_simulated]
     machines = [row.machine for row in runs]
-    commands = dict.fromkeys(_command(machine) for machine in machines if machine)
+    commands = dict.fromkeys(command_of(machine) for machine in machines if machine)
     facts: dict[str, str] = {}
 
     def add_distinct(sources: Sequence[Mapping[str, Any]], *names: str) -> None:
@@ -196,6 +196,7 @@ def measurement(rows: Sequence[Row]) -> Section:
     return Section("", [Measurement("\n".join(commands) or "nothing was measured", facts)])
 
 
-def _command(machine: Mapping[str, Any]) -> str:
+def command_of(machine: Mapping[str, Any]) -> str:
+    """Return the command that the facts of a row's machine name; empty where they name none."""
     words = [str(word) for word in machine.get("command", [])]
     return shlex.join([os.path.basename(words[0]), *words[1:]]) if words else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from gradlane.formats.rates import format_rate
-from gradlane.lab.experiments.parts import percent, plain_cell, used_columns
+from gradlane.lab.experiments.parts import command_of, percent, plain_cell, used_columns
 from gradlane.lab.runs.notes import balance_notes, factor_notes, loss_over_time
 from gradlane.lab.runs.rows import CEILING, ROW_COLUMNS, Row, by_encoding, text_of_no_evidence
 from gradlane.report.page import Cell, Measurement, Section, Table, measured_here, write_report
@@ -324,13 +324,19 @@ def _measurement(rows: Sequence[Row], command: str | None) -> Measurement:
     here = measured_here(command)
     recorded = {**rows[0].versions, **rows[0].machine}
     # A page may be made elsewhere and later than its rows: what they say replaces what is here.
-    facts = {name: str(value) for name, value in recorded.items()} or dict(here.facts)
+    command = command or command_of(recorded) or here.command
+    recorded.pop("command", None)
+    facts = {
+        name.replace("_", " "): f"{value:.2f}" if isinstance(value, float) else str(value)
+        for name, value in recorded.items()
+    } or dict(here.facts)
     contents = [row.to_json() for row in rows]
     for key in ("dilation", "seed", "warmup", "goodput_bps"):
         values = dict.fromkeys(one[key] for one in contents if one.get(key) is not None)
         if values:
-            facts[key] = ", ".join(f"{value:g}" for value in values)
+            texts = [format_rate(it) if key == "goodput_bps" else f"{it:g}" for it in values]
+            facts[key.removesuffix("_bps")] = ", ".join(texts)
     shares = [row.cpu_share for row in rows if row.cpu_share is not None]
     if shares:
         facts["machine CPU, busiest row"] = f"{100 * max(shares):.0f} %"
-    return Measurement(here.command, facts)
+    return Measurement(command, facts)

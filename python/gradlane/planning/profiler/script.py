@@ -301,7 +301,8 @@ class _ScriptRecorder:
         ):
             notes.append(
                 "the script ran under DistributedDataParallel, whose communication counts as "
-                "compute here: profile it with one process"
+                "compute here: profile it with one process (Lightning: devices=1). Ranks that the "
+                "script has started itself report errors, as the recorded one ends before them"
             )
         owned = {id(parameter) for module in roots for parameter in module.parameters()}
         missed = sum(1 for key in trained if key not in owned)

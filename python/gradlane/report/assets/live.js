@@ -184,8 +184,9 @@
       { name: "wait", values: rows.map((row) => Math.min(row.wait_mean_s, row.mean_s)), isArea: true },
       { name: "step", values: rows.map((row) => row.mean_s) },
     );
-    nearest = chart(byId("steps-chart"), rows.map((row) => row.end_s), lines, seconds, cursor);
-    let text = rows.length < 2 ? "There is a chart from the third step on." : "Point at the chart for one step.";
+    nearest = chart(byId("steps-chart"), rows.map((row) => row.end_s), lines,
+      (value) => seconds(value).replace(/\.0+ /, " "), cursor);
+    let text = rows.length < 2 ? "There is a chart from the third step on." : "Point at the chart, or touch it, for one step.";
     if (cursor !== undefined) {
       const row = rows[cursor];
       const name = row.steps > 1 ? `steps ${row.last - row.steps + 1} to ${row.last}` : `step ${row.last}`;
@@ -228,7 +229,9 @@
       row.tensors.toLocaleString("en"),
       row.residual_norm === null ? "\u2013" : row.residual_norm.toPrecision(4),
     ]), "No model is connected.");
-    byId("codecs-note").textContent = state.encoded_bytes
+    byId("codecs-note").textContent = state.encoded_bytes && state.encoded_bytes === state.raw_bytes
+      ? `Gradients and results took ${bytes(state.raw_bytes)}, none of them compressed.`
+      : state.encoded_bytes
       ? `Gradients and results took 1/${state.codec_ratio.toPrecision(3)} of their bytes (${bytes(state.encoded_bytes)} for ${bytes(state.raw_bytes)}).`
       : "Nothing was sent yet.";
     byId("residuals").hidden = !state.residuals.length;
@@ -260,8 +263,10 @@
     const others = state.serving ? `, ${count(state.serving, "rank")} that only serve` : "";
     byId("title").textContent = `Rank ${state.rank} of ${state.world_size}${others}`;
     document.title = `step ${state.step} - gradlane`;
-    const restart = state.restart ? `, restart ${state.restart}` : "";
-    byId("session").textContent = `Job ${state.job}${restart}: strategy ${state.strategy}, update on ${state.update}s, ` +
+    // torchrun calls a job "none" that nobody has named.
+    const job = state.job === "none" ? "" : `job ${state.job}, `;
+    const restart = state.restart ? `restart ${state.restart}, ` : "";
+    byId("session").textContent = `${job}${restart}strategy ${state.strategy}, update on ${state.update}s, ` +
       (state.stragglers === "wait" ? "each step waits for all ranks" : `stragglers ${state.stragglers}`);
     showFigures();
     showSteps();

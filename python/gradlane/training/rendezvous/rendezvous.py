@@ -145,6 +145,11 @@ def open_store(
     else:
         reason = f"no answer in {timeout_s:g} s"
     if opened is None:
+        if agent_hosts_store and given is None and addresses.names_loopback(host):
+            remedy += (
+                f"; where rank 0 is on another machine, torchrun took {host} for its name: give "
+                "each torchrun --local-addr and its machine's own address, or mend /etc/hosts"
+            )
         raise RendezvousError(
             f"rank {rank_info.rank} cannot reach the rendezvous store at {at}, {host_text}: "
             f"{reason}; {_listener_at(host, port)}; {remedy}"
