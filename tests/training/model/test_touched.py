@@ -231,7 +231,7 @@ def test_another_step_of_the_class_after_prepare_is_refused(how: str) -> None:
                 return super().step(closure)
 
         if how == "decorated":  # By torch, which is then the last to have wrapped it.
-            Halving.step = torch.no_grad()(Halving.step)  # type: ignore[method-assign]
+            Halving.step = torch.no_grad()(Halving.step)
         if how == "patched":
             type(optimizer).step = Halving.step
         else:

@@ -418,9 +418,9 @@ class HookManager:
         if is_torchs(now) and is_torchs(self._class_step):
             return  # torch.compile wraps those of some classes when it is used first.
         raise UsageError(
-            f"{type(self._optimizer).__name__}.step is another function than when the optimizer was "
-            "prepared, because the class or the optimizer's __class__ was changed: do that before "
-            "prepare(), or wrap step of the optimizer itself"
+            f"{type(self._optimizer).__name__}.step is another function than when the optimizer "
+            "was prepared, because the class or the optimizer's __class__ was changed: do that "
+            "before prepare(), or wrap step of the optimizer itself"
         )
 
     def check_still_frozen(self) -> None:
