@@ -226,12 +226,12 @@ def test_another_step_of_the_class_after_prepare_is_refused(how: str) -> None:
         _, optimizer = prepared_with_a_class_of_its_own(session)
 
         class Halving(torch.optim.SGD):
-            def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            def step(self, closure: Any = None) -> Any:
                 self.param_groups[0]["lr"] *= 0.5
                 return super().step(closure)
 
         if how == "decorated":  # By torch, which is then the last to have wrapped it.
-            Halving.step = torch.no_grad()(Halving.step)
+            Halving.step = torch.no_grad()(Halving.step)  # type: ignore[method-assign]
         if how == "patched":
             type(optimizer).step = Halving.step
         else:
