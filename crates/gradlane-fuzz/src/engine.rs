@@ -175,7 +175,8 @@ fn apply(
         Action::Done(index) if !jobs.is_empty() => {
             engine.handle_job_done(jobs.remove(*index as usize % jobs.len()));
         }
-        Action::Time(now) => engine.handle_time(Time(u64::from(*now))),
+        // Up to five hours.
+        Action::Time(now) => engine.handle_time(Time(u64::from(*now) << 12)),
         Action::Ending(0, _) => drop(engine.handle(Input::Finish)),
         Action::Ending(1, _) => engine.abort("enough"),
         Action::Ending(2, which) => engine.handle_peer_lost(peer(*which), "gone"),
