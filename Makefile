@@ -69,7 +69,8 @@ bench: .cache/tools
 	cargo bench -p gradlane-codec --bench kernels -- --json $(CURDIR)/bench.json
 	cargo bench -p gradlane-seal --bench sealing -- --json $(CURDIR)/bench-seal.json
 
-# All targets side by side for an hour, or FUZZ_S seconds. CI does not run it (docs/decisions/0064-fuzzing-beside-ci.md).
+# All targets side by side, guided by coverage, for an hour or FUZZ_S seconds. Needs a C++ compiler. `make test` gives
+# the same targets drawn inputs for ten seconds (docs/decisions/0064-fuzzing-beside-ci.md).
 FUZZ_S ?= 3600
 fuzz: .cache/tools
 	bash scripts/fuzz $(FUZZ_S)

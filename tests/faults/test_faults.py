@@ -93,6 +93,27 @@ def test_hangs_and_errors_of_others_are_found() -> None:
     assert {one.kind for one in judge_run(scenario, outcome)} == {"silent"}
 
 
+def test_a_fault_of_a_server_after_all_steps_is_none() -> None:
+    """As of a rank that trains; a server goes through no step that it could write down."""
+    scenario = draw(710189)
+    assert (scenario.fault, scenario.moment, scenario.training) == (
+        "cut",
+        "forward",
+        "separate server",
+    )
+    assert scenario.victims == (scenario.workers,)
+    last: list[dict[str, object]] = [{"event": "step", "step": scenario.last_step}]
+    done: list[dict[str, object]] = [{"event": "done"}]
+    ends = [
+        RankEnd(rank, 0, events=[*(last if rank < scenario.workers else []), *done])
+        for rank in range(scenario.world_size)
+    ]
+    assert judge_run(scenario, Outcome(ends, is_reached=True)) == []
+    ends[0].events = done
+    problems = judge_run(scenario, Outcome(ends, is_reached=True))
+    assert {problem.kind for problem in problems} == {"silent"}
+
+
 def test_who_reports_is_not_blamed() -> None:
     for text, named in {
         "rank 2 was lost: silent (reported by rank 1) (noticed while waiting)": {2},

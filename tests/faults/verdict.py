@@ -136,13 +136,16 @@ def may_succeed(scenario: Scenario, outcome: Outcome) -> bool:
     """Return whether ranks may end in good order.
 
     That is where some have closed, where training does not need what is at fault, and where a fault
-    came so late that the ranks at fault had done all their steps.
+    came so late that the ranks at fault had done all their steps. Those that only serve have done
+    them when the ranks that train have.
     """
     if scenario.moment == "close":
         return True
     if scenario.fault == "freeze the store":
         return scenario.moment not in BEFORE_CONNECTED or scenario.delay_ms is not None
-    steps = [outcome.ends[victim].last_step for victim in scenario.victims]
+    trains = range(scenario.workers)
+    at_fault = {rank for one in scenario.victims for rank in ([one] if one in trains else trains)}
+    steps = [outcome.ends[rank].last_step for rank in at_fault]
     return bool(steps) and min(steps) == scenario.last_step
 
 

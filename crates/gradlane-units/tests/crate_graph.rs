@@ -18,6 +18,10 @@ const ARROWS: &[(&str, &[&str])] = &[
     ),
     ("gradlane-sim", &["gradlane-units", "gradlane-wire", "gradlane-codec", "gradlane-engine"]),
     (
+        "gradlane-fuzz",
+        &["gradlane-units", "gradlane-wire", "gradlane-codec", "gradlane-engine", "gradlane-seal"],
+    ),
+    (
         "gradlane-py",
         &["gradlane-units", "gradlane-codec", "gradlane-engine", "gradlane-net", "gradlane-sim"],
     ),

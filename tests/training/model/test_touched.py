@@ -208,6 +208,53 @@ def test_a_class_does_not_speak_for_a_step_that_the_program_has_wrapped() -> Non
     assert steps_per_parameter(optimizer)
 
 
+def prepared_with_a_class_of_its_own(session: Any) -> Any:
+    """Return a rank's model and optimizer, whose class no other rank has."""
+    model = nn.Linear(1, 1, bias=False)
+    own_class: Any = type("SGD", (torch.optim.SGD,), {})
+    optimizer = own_class(model.parameters(), lr=1.0)
+    session.prepare(model, optimizer)
+    model(torch.ones(1, 1)).sum().backward()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("how", ["patched", "assigned", "decorated"])
+def test_another_step_of_the_class_after_prepare_is_refused(how: str) -> None:
+    """torch would call that one, which nothing here does."""
+
+    def body(session: Any) -> None:
+        _, optimizer = prepared_with_a_class_of_its_own(session)
+
+        class Halving(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                self.param_groups[0]["lr"] *= 0.5
+                return super().step(closure)
+
+        if how == "decorated":  # By torch, which is then the last to have wrapped it.
+            Halving.step = torch.no_grad()(Halving.step)  # type: ignore[method-assign]
+        if how == "patched":
+            type(optimizer).step = Halving.step
+        else:
+            optimizer.__class__ = Halving
+        with pytest.raises(gradlane.UsageError, match=r"\.step is another function than when"):
+            optimizer.step()
+
+    run_ranks(2, body)
+
+
+def test_torch_may_wrap_the_step_of_its_class_after_prepare() -> None:
+    """As torch.compile does with some classes when it is used first."""
+
+    def body(session: Any) -> None:
+        model, optimizer = prepared_with_a_class_of_its_own(session)
+        before = model.weight.item()
+        type(optimizer).step = torch.no_grad()(type(optimizer).step)
+        optimizer.step()
+        assert model.weight.item() == before - 1.0
+
+    run_ranks(2, body)
+
+
 class Counting(torch.optim.Optimizer):
     """Says that it steps per parameter, and counts in its group, or in itself."""
 

@@ -1,7 +1,7 @@
 //! Samples of all that travels on a sealed connection, for every test of sealing: handshakes of any job and
 //! generation, and frames of every kind.
 //!
-//! The transport's tests and the fuzz targets include this file by its path.
+//! The transport's tests and `gradlane-fuzz` include this file by its path.
 #![allow(dead_code, reason = "each user needs its own part")]
 
 use gradlane_seal::{

@@ -88,6 +88,11 @@ class _Slot:
                 f"buffer {self.name!r} was prepared as {tuple(self.shape)} {self.dtype} and is "
                 f"{now} now: {_REMEDY}"
             )
+        if buffer.is_conj() or buffer.is_neg():
+            raise UsageError(
+                f"buffer {self.name!r} was replaced by a conjugate or negative view (torch.conj), "
+                "whose memory has other values: replace it by its .resolve_conj().resolve_neg()"
+            )
         if buffer.is_inference():
             raise UsageError(
                 f"buffer {self.name!r} was replaced by a tensor of torch.inference_mode(), outside "

@@ -26,6 +26,7 @@ from gradlane.training.model.lazy_parameter_dict import (
     remove_lazy_parameters,
 )
 from gradlane.training.model.lazy_state import LazyState, install_lazy_state, remove_lazy_state
+from gradlane.training.model.optimizers import is_torchs
 from gradlane.training.model.other_optimizers import OtherOptimizers
 from gradlane.training.model.step_machine import StepMachine
 from gradlane.training.model.validation import refuse_assignment, refuse_wrapping
@@ -214,6 +215,7 @@ class HookManager:
         self._own_step: Any = None
         self._own_zero_grad: Any = None
         self._had_own_step = "step" in optimizer.__dict__
+        self._class_step = type(optimizer).step
         self._had_model_zero_grad = "zero_grad" in model.__dict__
 
     def subscribe(self, listener: Callable[[], None]) -> None:
@@ -295,6 +297,7 @@ class HookManager:
             """Update the parameters: at once, or as the averaged gradients arrive."""
             if not hook_manager._handles:
                 return step_whole() if closure is None else step_whole(closure)
+            hook_manager.check_class_step()
             # Lists that the program has replaced since are guarded from now on, too.
             install_lazy_groups(self, steps)
             if steps.serves and not isinstance(self.state, LazyState):
@@ -403,6 +406,22 @@ class HookManager:
             if not _same(module._modules, children) or not _same(module._parameters, owned):
                 raise UsageError(self._describe_change())
         self.check_still_frozen()
+
+    def check_class_step(self) -> None:
+        """Raise `UsageError` where the optimizer's class has got another `step` since.
+
+        torch would call that one; what stands in its place here calls the one of `prepare`.
+        """
+        now = type(self._optimizer).step
+        if self._had_own_step or now is self._class_step:
+            return
+        if is_torchs(now) and is_torchs(self._class_step):
+            return  # torch.compile wraps those of some classes when it is used first.
+        raise UsageError(
+            f"{type(self._optimizer).__name__}.step is another function than when the optimizer "
+            "was prepared, because the class or the optimizer's __class__ was changed: do that "
+            "before prepare(), or wrap step of the optimizer itself"
+        )
 
     def check_still_frozen(self) -> None:
         """Check that no parameter is trained that was frozen: no gradient of it is averaged.

@@ -126,7 +126,7 @@ def _steps_by(optimizer: Optimizer, names: Sequence[str]) -> bool:
     known = {getattr(torch.optim, name, None) for name in names}
     for base in type(optimizer).__mro__:
         if base in known:
-            return not _replaced(optimizer, base) and _is_torchs(optimizer.step)
+            return not _replaced(optimizer, base) and is_torchs(optimizer.step)
     return False
 
 
@@ -146,7 +146,7 @@ _REPLACEABLE = {
 }
 
 
-def _is_torchs(step: Callable[..., Any]) -> bool:
+def is_torchs(step: Callable[..., Any]) -> bool:
     """Return whether nothing but torch, or gradlane, has written or wrapped a `step`."""
     while True:
         step = getattr(step, "__func__", step)

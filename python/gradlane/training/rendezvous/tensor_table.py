@@ -234,8 +234,14 @@ def _check_storage(name: str, tensor: Tensor) -> None:
             f"tensor {name!r} is a {type(tensor).__name__}, which gradlane cannot send; "
             "plain dense tensors are supported"
         )
-    if tensor.layout is not torch.strided:
-        raise ValueError(f"tensor {name!r} has layout {tensor.layout}; only dense ones can be sent")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        what = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
+        raise ValueError(f"tensor {name!r} {what}; only dense ones can be sent")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"tensor {name!r} is a conjugate or negative view (torch.conj), whose memory has other "
+            "values: replace it by its .resolve_conj().resolve_neg() before prepare()"
+        )
     if tensor.is_inference():
         raise ValueError(
             f"tensor {name!r} was made in torch.inference_mode(), outside of which torch does not "

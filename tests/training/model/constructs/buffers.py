@@ -286,6 +286,32 @@ def parameter_of_inference_mode() -> nn.Module:
     return model
 
 
+def negative_view() -> Tensor:
+    """Zeros whose memory torch reads as negative."""
+    view = torch.zeros(3, dtype=torch.complex64).conj().imag
+    assert view.is_neg()
+    return view
+
+
+def with_conjugate() -> nn.Module:
+    """A buffer whose memory has the conjugate values."""
+    model = Model()
+    model.register_buffer("places", torch.ones(3, dtype=torch.complex64).conj())
+    return model
+
+
+def with_negative() -> nn.Module:
+    """A buffer whose memory has the negative values."""
+    model = Model()
+    model.low = negative_view()
+    return model
+
+
+def replace_by_negative(model: Any, rank: int) -> None:
+    """Replace a buffer by the imaginary part of a conjugate."""
+    model.unused = negative_view()
+
+
 def trained_expanded() -> nn.Module:
     """A trained parameter whose elements share memory."""
     model = Model()
@@ -364,6 +390,18 @@ REFUSED: dict[str, tuple[Callable[[bool | None], None], str]] = {
     "a buffer replaced there": (
         refused(replace_in_inference_mode),
         "buffer 'unused' was replaced by a tensor of torch.inference_mode()",
+    ),
+    "a conjugate view (`torch.conj`)": (
+        refused(build=with_conjugate),
+        "tensor 'places' is a conjugate or negative view (torch.conj)",
+    ),
+    "the imaginary part of one": (
+        refused(build=with_negative),
+        "tensor 'low' is a conjugate or negative view (torch.conj)",
+    ),
+    "a buffer replaced by that": (
+        refused(replace_by_negative),
+        "buffer 'unused' was replaced by a conjugate or negative view (torch.conj)",
     ),
     "a trained expanded parameter": (
         refused(build=trained_expanded),

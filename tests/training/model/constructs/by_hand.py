@@ -6,6 +6,8 @@ missing it shows.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -297,6 +299,104 @@ def _on_two(check: Check) -> Callable[[bool | None], None]:
     return lambda defer: on_two(check, defer)
 
 
+Optimizing = Callable[[Any], None]
+
+
+def _steps_otherwise(before: Optimizing, after: Optimizing) -> Callable[[bool | None], None]:
+    """Check three steps of two weights with an optimizer changed before or after `prepare`."""
+
+    def check(defer: bool | None) -> None:
+        def body(session: Any) -> tuple[float, ...]:
+            model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(1.0)
+            own_class: Any = type("SGD", (torch.optim.SGD,), {})
+            optimizer = own_class(model.parameters(), lr=0.5)
+            before(optimizer)
+            session.prepare(model, optimizer, defer=defer)
+            after(optimizer)
+            for _ in range(3):
+                model(torch.tensor([[session.rank + 1.0]])).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return tuple(parameter.item() for parameter in model.parameters())
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "SGD is not known to treat each parameter by itself")
+            found = run_ranks(2, body)
+        # Both gradients are alike, and so have 0.3 of a norm of 0.3 * sqrt(2) each.
+        for values in found:
+            assert values == pytest.approx((1.0 - 3 * 0.5 * 0.3,) * 2, abs=1e-4)
+
+    return check
+
+
+def _nothing(optimizer: Any) -> None:
+    pass
+
+
+def _clip(optimizer: Any) -> None:
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    nn.utils.clip_grad_norm_(parameters, 0.3 * 2**0.5)
+
+
+def wrap_step(optimizer: Any) -> None:
+    """Clip by the norm of all gradients inside `optimizer.step`."""
+    inner = optimizer.step
+
+    @functools.wraps(inner)
+    def step(*arguments: Any) -> Any:
+        _clip(optimizer)
+        return inner(*arguments)
+
+    optimizer.step = step
+
+
+def hook_step(optimizer: Any) -> None:
+    """Clip in a hook before the step."""
+    optimizer.register_step_pre_hook(lambda one, *_: _clip(one))
+
+
+def patch_class(optimizer: Any) -> None:
+    """Clip inside the `step` of the optimizer's class."""
+    inner = type(optimizer).step
+
+    def step(self: Any, *arguments: Any) -> Any:
+        _clip(self)
+        return inner(self, *arguments)
+
+    type(optimizer).step = step
+
+
+def assign_class(optimizer: Any) -> None:
+    """Give the optimizer a class that clips inside its `step`."""
+    optimizer.__class__ = type("Clipping", (type(optimizer),), {})
+    patch_class(optimizer)
+
+
+def stepped_by_another(one: Training) -> None:
+    other = torch.optim.SGD(one.kept, lr=1.0)
+    one.backward()
+    other.step()
+
+
+_STEPS = {
+    "`optimizer.step` wrapped before `prepare`, clipping inside": (wrap_step, _nothing, None),
+    "the same after `prepare`": (_nothing, wrap_step, None),
+    "`register_step_pre_hook` after `prepare`, that clips": (_nothing, hook_step, None),
+    "`step` of the class replaced before `prepare`": (patch_class, _nothing, None),
+    "`step` of the class replaced after `prepare`": (
+        _nothing,
+        patch_class,
+        "SGD.step is another function than when the optimizer was prepared",
+    ),
+    "`optimizer.__class__ = ...` after `prepare`": (
+        _nothing,
+        assign_class,
+        "Clipping.step is another function than when the optimizer was prepared",
+    ),
+}
 _GRADIENTS = {
     assigned_without_backward: (
         "`p.grad = ...` from `torch.autograd.grad`, with no `backward()`",
@@ -342,6 +442,16 @@ _STATES = {
 }
 
 CONSTRUCTS = [
+    *(
+        Construct("Steps by hand", name, _steps_otherwise(before, after), refused=refused)
+        for name, (before, after, refused) in _STEPS.items()
+    ),
+    Construct(
+        "Steps by hand",
+        "another optimizer that steps prepared parameters",
+        _on_two(stepped_by_another),
+        refused="another SGD than the prepared optimizer has stepped parameter 'weight'",
+    ),
     *(
         Construct("Gradients by hand", name, _on_two(check), note=note)
         for check, (name, note) in _GRADIENTS.items()

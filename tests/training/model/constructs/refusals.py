@@ -86,6 +86,16 @@ class Quantized(nn.Module):
         self.register_buffer("constant", constant)
 
 
+def nested() -> nn.Module:
+    """A model with a nested constant."""
+    model = nn.Linear(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        constant = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    model.register_buffer("constant", constant)
+    return model
+
+
 def wrapped_by_ddp() -> nn.Module:
     """A module of the class that torch's DDP is, without a process group."""
     inner = nn.Linear(2, 2)
@@ -141,6 +151,7 @@ PREPARE = {
         "is on device meta",
     ),
     "quantized tensors": (Quantized, "tensor 'constant' is quantized"),
+    "nested tensors": (nested, "tensor 'constant' is nested; only dense ones can be sent"),
 }
 CHANGED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "`load_state_dict(assign=True)`": (
