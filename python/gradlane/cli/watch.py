@@ -316,7 +316,8 @@ def _codecs(state: LiveState) -> Text:
         + ("" if row["residual_norm"] is None else f", residual {row['residual_norm']:.4g}")
         for row in state["codecs"]
     ]
-    ratio = f"; bytes 1/{state['codec_ratio']:.3g}" if state["encoded_bytes"] else ""
+    encodes = state["encoded_bytes"] not in (0, state["raw_bytes"])
+    ratio = f"; bytes 1/{state['codec_ratio']:.3g}" if encodes else ""
     return Text("; ".join(texts) + ratio, style="dim")
 
 

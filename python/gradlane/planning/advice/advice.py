@@ -448,4 +448,5 @@ def _percent(share: float) -> str:
 
 
 def _points(gain: float) -> str:
-    return f"{gain * 100:+.1f} points"
+    # Rounded first: "-0.0" would claim a loss.
+    return f"{round(gain * 100, 1) + 0.0:+.1f} points"
