@@ -42,6 +42,7 @@ from gradlane.planning.simulation.profiles import (
     ProfileTensor,
     find_profile,
     synthetic_profile,
+    write_profile,
 )
 from gradlane.planning.simulation.scenarios import run_scenario
 from tests.command_line import run
@@ -340,6 +341,17 @@ def test_only_the_papers_inputs_are_called_the_papers_model(
         # Of ResNet-101 there is no log, which the label says.
         assert "ResNet-101 has no log" in made.setting
         assert len(fused) - len(own) == (0 if name == "whatif:fig3" else len(fused) // 3)
+
+
+def test_a_folder_that_lacks_an_input_is_labelled_by_what_it_lacks(tmp_path: Path) -> None:
+    stem = whatif_paper.LOGS["resnet50"]
+    folder = tmp_path / "profiles"
+    folder.mkdir()
+    write_profile(synthetic_profile("resnet50"), folder / f"{stem}.json")
+    label = FIGURES["whatif:fig6"].setting_of(Simulations(profile_dir=folder))
+    assert "logs of resnet50; no log of vgg16 in the folder" in label
+    assert "additions cost nothing: no vec_add_v100.csv beside the folder" in label
+    assert "operation counts" not in label and whatif_paper.PAPERS_MODEL not in label
 
 
 @pytest.mark.skipif(not REFERENCE.is_dir(), reason="no reference data beside this checkout")
