@@ -106,8 +106,9 @@ def limit_beyond_link(profile: Profile, cluster: Cluster) -> str:
 
 
 def _unlimited_bps(cluster: Cluster) -> float:
-    """Return the rate of an unlimited link; formulas multiply rates by the compression."""
-    return UNLIMITED_BPS / max(1.0, cluster.compression)
+    """Return the rate of an unlimited link, never less than the cluster's own; formulas multiply
+    rates by the compression."""
+    return max(cluster.rate_bps, UNLIMITED_BPS / max(1.0, cluster.compression))
 
 
 def _ideals(cluster: Cluster) -> dict[str, Cluster]:
