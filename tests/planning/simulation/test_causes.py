@@ -18,12 +18,13 @@ from gradlane.planning.advice.advice import (
     advise,
     required_links,
     text_of_required_links,
+    workers_on_nodes,
 )
 from gradlane.planning.advice.causes import GOAL, find_cause, limit_beyond_link
 from gradlane.planning.simulation.costs import HOST_CONSTANTS, MachineCosts
 from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
 from gradlane.planning.simulation.profiles import Profile, synthetic_profile
-from gradlane.planning.simulation.scenarios import DDP, Cluster
+from gradlane.planning.simulation.scenarios import DDP, RING_FUSED, Cluster
 from tests.planning.simulation.small_profile import SMALL
 
 FAST_BPS = 1e13
@@ -210,3 +211,18 @@ def test_a_port_that_is_hardly_used_is_not_the_bottleneck() -> None:
     assert answer.bottleneck == "host"
     (free, _) = evaluate(profile, [replace(cluster, free_host=True) for cluster in clusters])
     assert free.scaling_factor > 0.99
+
+
+@pytest.mark.parametrize("strategy", ["wfbp", RING_FUSED])
+def test_fewer_bytes_are_explained_over_any_link(strategy: str) -> None:
+    """A formula multiplies the rate by the compression; an unlimited link stays within limits."""
+    cluster = Cluster(workers=4, rate_bps=1e7, strategy=strategy, compression=8.0)
+    (row,) = evaluate(SMALL, [cluster])
+    cause = find_cause(SMALL, cluster, row, link_is_enough=False)
+    assert cause.bottleneck == "network"
+    assert cause.saved_together_s == pytest.approx(cause.waiting_s, rel=0.01)
+    assert limit_beyond_link(SMALL, replace(cluster, free_host=strategy != RING_FUSED)) == "none"
+
+
+def test_one_worker_is_one() -> None:
+    assert workers_on_nodes(1, 1) == "1 worker" and workers_on_nodes(2, 1) == "2 workers"

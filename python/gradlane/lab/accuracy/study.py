@@ -63,7 +63,7 @@ BUCKETS = (
 CONVOLUTION_SCHEMES = ("qsgd:bits=2", "onebit", "topk:ratio=0.01,broadcast_ratio=0.04")
 STUDIED_CLOSELY = "resnet"
 """The task of the bucket sweep and of the comparison of layers."""
-SETTINGS = ("", "/lr=0.025", "/lr=0.1")
+SETTINGS = ("", "/lr=0.025", "/lr=0.1", "/momentum=0.8", "/lr=0.025/momentum=0.95")
 """Hyperparameters of the settings under which DGC is compared, the task's own first."""
 PAPERS_DGC = "dgc:ratio=0.001,broadcast_ratio=0.004"
 PAPERS_ASGD = ("asgd", "asgd:lr=mean", "asgd:order=real", "asgd:order=real,lr=mean")
@@ -189,7 +189,7 @@ def paper_runs(seeds: int) -> list[Run]:
     Args:
         seeds: how many.
     """
-    own, steps = STUDIED_CLOSELY, TASKS[STUDIED_CLOSELY].quick_steps
+    own, steps = STUDIED_CLOSELY, TASKS[STUDIED_CLOSELY].steps
     chosen = [(own + one, scheme) for one in SETTINGS for scheme in (FULL_PRECISION, PAPERS_DGC)]
     chosen += [(own, scheme) for scheme in PAPERS_ASGD]
     return [

@@ -27,6 +27,7 @@ SPLIT_ELEMS = 1_000_000
 GOODPUT_SHARE = 0.956
 STEPS = 2
 BASELINE, SLICING, PRIORITIES = STRATEGIES = ("kvstore", "slicing", "p3")
+TO_HOST, TO_DEVICE = "to the host", "to the accelerator"
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,15 @@ class Machine:
         reply_byte_s: within the host's memory, a byte of a reply.
         message_s: sending or receiving a message, whatever its size.
         sum_byte_s: adding up a byte of one contribution.
+        copies_whole: of `TO_HOST` and `TO_DEVICE`, the copies that P3 makes of whole tensors, as
+            the baseline does.
     """
 
     copy_byte_s: float
     reply_byte_s: float
     message_s: float
     sum_byte_s: float = 1e-9
+    copies_whole: frozenset[str] = frozenset()
 
     @classmethod
     def fitted(cls) -> Machine:
@@ -149,6 +153,9 @@ class _Exchange:
     def _order(self, tensor: int) -> int:
         return tensor if self.ordered else 0
 
+    def _copies_whole(self, way: str) -> bool:
+        return self.whole or (self.ordered and way in self.machine.copies_whole)
+
     def begin(self, node: _Node) -> None:
         """Begin a step's forward."""
         node.began.append(self.clock.now)
@@ -178,7 +185,7 @@ class _Exchange:
 
     def _copy_out(self, node: _Node, tensor: int) -> None:
         own = self.parts[tensor]
-        for group in [own] if self.whole else [[part] for part in own]:
+        for group in [own] if self._copies_whole(TO_HOST) else [[part] for part in own]:
             seconds = self.machine.copy_byte_s * sum(part.size_bytes for part in group)
             # Copies are made as they come; priorities are those of messages.
             node.to_host.add(0, seconds, partial(self._push, node, group))
@@ -223,7 +230,7 @@ class _Exchange:
         """Copy what has come back to the accelerator: each part, or a tensor when it is whole."""
         node.missing[part.tensor] -= 1
         landed = [part]
-        if self.whole:
+        if self._copies_whole(TO_DEVICE):
             landed = [] if node.missing[part.tensor] else list(self.parts[part.tensor])
         if landed:
             node.copying[part.tensor] += 1

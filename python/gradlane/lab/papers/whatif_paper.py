@@ -280,13 +280,20 @@ SUBSTITUTES = "not the paper's inputs (profiles by operation counts, additions c
 
 def inputs(simulations: Simulations) -> str:
     """Name the inputs of `ring-fused`, from those that `scaling` takes."""
-    logs = all(simulations.recorded(model, stem) is not None for model, stem in LOGS.items())
-    if logs and _additions(simulations):
+    logs = [model for model, stem in LOGS.items() if simulations.recorded(model, stem) is not None]
+    additions = bool(_additions(simulations))
+    if len(logs) == len(LOGS) and additions:
         return (
             f"{PAPERS_MODEL}, from the authors' logs of ResNet-50 and VGG-16 and their additions; "
             "ResNet-101 has no log and takes ResNet-50's times by operations"
         )
-    return SUBSTITUTES
+    if not logs and not additions:
+        return SUBSTITUTES
+    others = [model for model in LOGS if model not in logs]
+    profiles = [f"logs of {' and '.join(logs)}"] * bool(logs)
+    profiles += [f"no log of {' and '.join(others)} in the folder"] * bool(others)
+    cost = "measured" if additions else "cost nothing: no vec_add_v100.csv beside the folder"
+    return f"not the paper's inputs ({'; '.join(profiles)}; additions {cost})"
 
 
 _MODEL = "ring-fused"

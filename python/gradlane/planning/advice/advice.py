@@ -196,7 +196,7 @@ def text_of_required_links(needs: Sequence[RequiredLink]) -> list[str]:
 def workers_on_nodes(workers: int, ranks_per_node: int) -> str:
     """Return the number of workers as text, with their nodes if these have several."""
     if ranks_per_node == 1:
-        return f"{workers} workers"
+        return f"{workers} worker{'s' * (workers != 1)}"
     return f"{workers} workers on {workers // ranks_per_node} nodes of {ranks_per_node}"
 
 

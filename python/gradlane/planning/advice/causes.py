@@ -25,7 +25,7 @@ ENOUGH = 0.5
 NONE, NETWORK, HOST, BOTH = "none", "network", "host", "network and host"
 LATENCY, RANKS, OTHER = "latency", "ranks", "other"
 UNLIMITED_BPS = 1e15
-"""The rate of a link that takes no time, for all that matters here."""
+"""The rate of a link that takes no time, for all that matters here: the highest simulated one."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def find_cause(profile: Profile, cluster: Cluster, row: Row, *, link_is_enough: 
         return row.step_s - changed.step_s
 
     waiting_s = row.step_s - row.compute_s
-    faster = replace(cluster, rate_bps=cluster.rate_bps * FASTER)
+    faster = replace(cluster, rate_bps=min(FASTER * cluster.rate_bps, _unlimited_bps(cluster)))
     by_host_s, by_link_s = saved_s(_with_free_host(cluster)), saved_s(faster)
     (fewer,) = evaluate(*_with_fewer_bytes(profile, cluster))
     by_bytes_s = row.step_s - fewer.step_s
@@ -94,7 +94,7 @@ def find_cause(profile: Profile, cluster: Cluster, row: Row, *, link_is_enough: 
 def limit_beyond_link(profile: Profile, cluster: Cluster) -> str:
     """Return what keeps a cluster from the goal over a link of unlimited rate: `none` (the link
     is enough), `host`, `latency`, `ranks` or `other`, by the same rule as `find_cause`."""
-    (row,) = evaluate(profile, [replace(cluster, rate_bps=UNLIMITED_BPS)])
+    (row,) = evaluate(profile, [replace(cluster, rate_bps=_unlimited_bps(cluster))])
     if row.scaling_factor >= GOAL:
         return NONE
     enough_s = ENOUGH * (row.step_s - row.compute_s)
@@ -105,10 +105,16 @@ def limit_beyond_link(profile: Profile, cluster: Cluster) -> str:
     return OTHER
 
 
+def _unlimited_bps(cluster: Cluster) -> float:
+    """Return the rate of an unlimited link, never less than the cluster's own; formulas multiply
+    rates by the compression."""
+    return max(cluster.rate_bps, UNLIMITED_BPS / max(1.0, cluster.compression))
+
+
 def _ideals(cluster: Cluster) -> dict[str, Cluster]:
     """Return the cluster over an unlimited link, without the costs of its host, then without
     latency, then with equal ranks: each without all before it."""
-    host = replace(_with_free_host(cluster), rate_bps=UNLIMITED_BPS)
+    host = replace(_with_free_host(cluster), rate_bps=_unlimited_bps(cluster))
     latency = replace(host, latency_s=0.0)
     return {
         HOST: host,

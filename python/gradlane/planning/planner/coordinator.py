@@ -65,10 +65,16 @@ class Coordinator:
             any_rounding: whether rule `auto` may choose schemes that do not add up in rank order.
 
         Raises:
-            ValueError: there is no such rule.
+            ValueError: there is no such rule, or it does not go with nodes of several ranks.
         """
         if rule not in PLAN_RULES:
             raise ValueError(f"unknown rule {rule!r} of a plan; known are {', '.join(PLAN_RULES)}")
+        if rule == "poseidon" and facts.ranks_per_node > 1:
+            raise ValueError(
+                "plan poseidon is a rule for ranks that each have a port, and factors do not go "
+                f"with sums on nodes of {facts.ranks_per_node} ranks: leave ranks_per_node out, or "
+                "use plan auto"
+            )
         self._profile = profile
         self._facts = facts
         self._base = base or Settings()
