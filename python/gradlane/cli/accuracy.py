@@ -77,7 +77,7 @@ def lab_accuracy(
             raise ValueError(
                 "--papers names its own runs: leave out --quick, --task, --scheme and --workers"
             )
-        runs = study.paper_runs(3 if seeds is None else seeds)
+        runs = study.paper_runs(5 if seeds is None else seeds)
     else:
         runs = study.runs_of(
             quick=quick, tasks=tasks, schemes=scheme or (), seeds=seeds, workers=workers
