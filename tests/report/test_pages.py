@@ -283,3 +283,11 @@ def test_browser_runs_no_inserted_script(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     evil_page(path)
     assert probe(path, tmp_path, "say(document.title);") == EVIL
+
+
+def test_no_label_stands_between_two_steps() -> None:
+    """Few whole numbers are labelled one by one; times are not."""
+    steps = line_plot("Steps", {"a": (range(3), [1.0, 2.0, 3.0])}, x_label="step", y_label="s")
+    times = line_plot("Times", {"a": ([0.0, 2.0], [1.0, 2.0])}, x_label="s", y_label="loss")
+    assert steps.layout["xaxis"]["dtick"] == 1
+    assert "dtick" not in times.layout["xaxis"]

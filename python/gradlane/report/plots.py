@@ -86,7 +86,12 @@ def line_plot(
                 "meta": {"color": index if colors is None else colors.get(name, index)},
             }
         )
-    return Plot(title, traces, axes(x_label, y_label, y_from_zero=y_from_zero), note)
+    layout = axes(x_label, y_label, y_from_zero=y_from_zero)
+    every = [value for xs, _ in series.values() for value in xs]
+    if every and all(isinstance(one, int) for one in every) and max(every) - min(every) <= 10:
+        # Nothing lies between two of them, such as steps.
+        layout["xaxis"]["dtick"] = 1
+    return Plot(title, traces, layout, note)
 
 
 def bar_plot(
