@@ -274,9 +274,13 @@ def _assemble(core: CoreModule, options: Options, rank_info: RankInfo) -> Sessio
         for part in parts:
             if not part.has_parted:
                 check_connected(core, part.channel)
+
+    def look_for_all() -> None:
+        """Raise also if a rank is left out of the connections that are open: it does not come."""
+        look()
         membership.check_complete()
 
-    scopes = SessionScopes(store, rank_info, network.connect_timeout_s, ctx.deadlocks, look)
+    scopes = SessionScopes(store, rank_info, network.connect_timeout_s, ctx.deadlocks, look_for_all)
     world = World(ctx, scopes)
     models = PreparedModels(world, store, look, lambda reason: session.abort(reason))
     arrays = RegisteredArrays(ctx, scopes.open)
