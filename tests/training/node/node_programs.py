@@ -446,6 +446,8 @@ def port_bytes(
     steps, sent = 3, []
 
     def to_other_nodes() -> int:
+        # All have what was sent to them: then this rank has sent all of it.
+        session.exchange(rank)
         own = rank // local_size
         rows = session.metrics()["peers"]
         return sum(row["tx_bytes"] for row in rows if row["rank"] // local_size != own)
