@@ -445,12 +445,18 @@ def port_bytes(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps, sent = 3, []
 
-    def to_other_nodes() -> int:
-        # All have what was sent to them: then this rank has sent all of it.
-        session.exchange(rank)
+    def sent_so_far() -> int:
         own = rank // local_size
         rows = session.metrics()["peers"]
         return sum(row["tx_bytes"] for row in rows if row["rank"] // local_size != own)
+
+    def to_other_nodes() -> int:
+        # A rank that has its updates may still send others theirs.
+        before, now = -1, sent_so_far()
+        while now != before:
+            time.sleep(0.3)
+            before, now = now, sent_so_far()
+        return now
 
     with opened(store, rank, world_size, job, local_size=local_size, **options) as session:
         session.prepare(model, optimizer)
