@@ -28,10 +28,9 @@ demo: build
 test: test-rust test-python
 
 # No crate has tests in its documentation, and linting compiles the examples. Twice as many tests at a time as
-# there are processors: those of the transport wait most of their time. Each fuzz target draws for TEST_FUZZ_S.
-TEST_FUZZ_S ?= 10
+# there are processors: those of the transport wait most of their time. TEST_FUZZ_S is the seconds of a fuzz target.
 test-rust: .cache/tools
-	GRADLANE_FUZZ_S=$(TEST_FUZZ_S) RUST_TEST_THREADS=$$((2 * $$(nproc))) cargo test --workspace --exclude gradlane-py --lib --tests
+	$(addprefix GRADLANE_FUZZ_S=,$(TEST_FUZZ_S)) RUST_TEST_THREADS=$$((2 * $$(nproc))) cargo test --workspace --exclude gradlane-py --lib --tests
 
 # Three files at a time: much of what tests do is waiting for others. `TEST_JOBS=0` runs one after another.
 TEST_JOBS ?= 3

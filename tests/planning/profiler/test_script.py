@@ -272,28 +272,34 @@ def test_the_command_fails_in_one_sentence(
     assert "Traceback" in err
 
 
-@pytest.mark.parametrize("reads", ["os.environ['LOCAL_RANK']", "os.environ.get('LOCAL_RANK')"])
-def test_a_script_for_a_launcher_runs_as_the_only_rank(reads: str, tmp_path: Path) -> None:
-    begin = "    os.environ.setdefault('MASTER_PORT', '0')\n    os.chdir('/')\n"
-    begin += f"    print('rank', {reads})\n    dist.init_process_group('gloo')\n"
-    text = PLAIN.replace("import sys, torch", "import os, sys, torch, torch.distributed as dist")
-    text = text.replace("def main():\n", f"def main():\n{begin}")
+def profile_of_ddp(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Profile a script with DDP around its model, without a launcher's variables."""
     text = text.replace(
         "model, loss = Net()", "model, loss = nn.parallel.DistributedDataParallel(Net())"
     )
-    (tmp_path / "train.py").write_text(text, encoding="utf-8")
+    (folder / "train.py").write_text(text, encoding="utf-8")
     environment = {
         name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES
     }
     done = subprocess.run(
         [sys.executable, "-m", "gradlane", "profile", "--steps", "3", "train.py", "50"],
-        cwd=tmp_path,
+        cwd=folder,
         env={**environment, "PYTHONPATH": str(ROOT / "python")},
         capture_output=True,
         text=True,
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize("reads", ["os.environ['LOCAL_RANK']", "os.environ.get('LOCAL_RANK')"])
+def test_a_script_for_a_launcher_runs_as_the_only_rank(reads: str, tmp_path: Path) -> None:
+    begin = "    os.environ.setdefault('MASTER_PORT', '0')\n    os.chdir('/')\n"
+    begin += f"    print('rank', {reads})\n    dist.init_process_group('gloo')\n"
+    text = PLAIN.replace("import sys, torch", "import os, sys, torch, torch.distributed as dist")
+    text = text.replace("def main():\n", f"def main():\n{begin}")
+    done = profile_of_ddp(text, tmp_path)
     assert "running it again as the only rank" in done.stdout and "rank 0" in done.stdout
     assert "counts as compute" not in done.stdout and "Traceback" not in done.stderr
     assert Profile.load(tmp_path / "profile.json").model == "Net"
@@ -310,22 +316,7 @@ def test_a_script_that_starts_its_ranks_notes_how_to_record_one(tmp_path: Path) 
 """
     imports = "import os, subprocess, sys, torch, torch.distributed as dist"
     text = PLAIN.replace("import sys, torch", imports).replace("def main():", f"def main():{begin}")
-    text = text.replace(
-        "model, loss = Net()", "model, loss = nn.parallel.DistributedDataParallel(Net())"
-    )
-    (tmp_path / "train.py").write_text(text, encoding="utf-8")
-    environment = {
-        name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "gradlane", "profile", "--steps", "3", "train.py", "50"],
-        cwd=tmp_path,
-        env={**environment, "PYTHONPATH": str(ROOT / "python")},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
+    done = profile_of_ddp(text, tmp_path)
     words = " ".join(done.stdout.split())
     assert "communication counts as compute here" in words and "devices=1" in words
 

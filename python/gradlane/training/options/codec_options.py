@@ -62,7 +62,7 @@ def _residual(default: bool) -> bool:
     return made
 
 
-def _check_bucket(codec: OneBit | Int8 | Qsgd) -> None:
+def _check_bucket(codec: _Bucketed | Qsgd) -> None:
     bucket = codec.bucket
     if bucket in ("column", "tensor") and not isinstance(codec, Qsgd):
         return
@@ -149,7 +149,23 @@ class Qsgd(CodecOptions):
 
 
 @dataclass(frozen=True, repr=False)
-class OneBit(CodecOptions):
+class _Bucketed(CodecOptions):
+    """A codec whose values share numbers by column, by tensor or by a fixed count."""
+
+    bucket: int | str
+
+    def __post_init__(self) -> None:
+        """Check every option.
+
+        Raises:
+            ValueError: an option is out of its range; the message names it.
+        """
+        super().__post_init__()
+        _check_bucket(self)
+
+
+@dataclass(frozen=True, repr=False)
+class OneBit(_Bucketed):
     """The sign of each value, and two averages of each bucket (Seide et al. 2014)."""
 
     name = "onebit"
@@ -164,18 +180,9 @@ class OneBit(CodecOptions):
     )
     residual: bool = _residual(True)
 
-    def __post_init__(self) -> None:
-        """Check every option.
-
-        Raises:
-            ValueError: an option is out of its range; the message names it.
-        """
-        super().__post_init__()
-        _check_bucket(self)
-
 
 @dataclass(frozen=True, repr=False)
-class Int8(CodecOptions):
+class Int8(_Bucketed):
     """Eight bits between the least and the greatest value of a bucket."""
 
     name = "int8"
@@ -186,15 +193,6 @@ class Int8(CodecOptions):
         read=_read_bucket,
     )
     residual: bool = _residual(False)
-
-    def __post_init__(self) -> None:
-        """Check every option.
-
-        Raises:
-            ValueError: an option is out of its range; the message names it.
-        """
-        super().__post_init__()
-        _check_bucket(self)
 
 
 @dataclass(frozen=True, repr=False)
