@@ -31,35 +31,7 @@ from tests.waiting import eventually
 
 RATE_BPS = 200_000_000
 
-FAKE_RANK = textwrap.dedent(
-    """
-    import faulthandler, json, os, signal, sys, time
-    rank = int(sys.argv[1])
-    faulthandler.register(signal.SIGUSR1)
-    def say(**answer):
-        print(json.dumps(answer), flush=True)
-    say(kind="ready")
-    for line in sys.stdin:
-        request = json.loads(line)
-        act = request["acts"][rank]
-        if act == "answer":
-            say(kind="progress", done_steps=3)
-            say(kind="result", result={"rank": rank, "value": request["value"]})
-        elif act == "count":
-            say(kind="count")
-            say(kind="result", result=json.loads(sys.stdin.readline()))
-        elif act == "fail":
-            say(kind="error", message="ValueError: too much", traceback="in some line")
-        elif act == "exit":
-            sys.stderr.write("last words")
-            sys.stderr.flush()
-            os._exit(7)
-        elif act == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif act == "stall":
-            time.sleep(60)
-    """
-)
+FAKE_RANK = "tests.lab.fake_rank"
 
 
 @pytest.fixture
@@ -321,7 +293,7 @@ def test_closing_kills_what_runs_in_the_cluster() -> None:
 
 def pool(cluster: Cluster, stall_timeout_s: float = 30.0) -> RankPool:
     """Return ranks that do as they are told."""
-    return RankPool(cluster, program=["-c", FAKE_RANK], stall_timeout_s=stall_timeout_s)
+    return RankPool(cluster, program=FAKE_RANK, stall_timeout_s=stall_timeout_s)
 
 
 @needs_namespaces
@@ -387,7 +359,7 @@ def test_a_rank_that_died_leads_the_ranks_that_failed_because_of_it(cluster: Clu
 @needs_namespaces
 def test_a_module_that_cannot_be_run_is_told_in_its_own_words(cluster: Cluster) -> None:
     with pytest.raises(RankError, match="ended with status 1") as caught:
-        RankPool(cluster, program=["-m", "gradlane.lab.nothing"]).__enter__()
+        RankPool(cluster, program="gradlane.lab.nothing").__enter__()
     assert "No module named gradlane.lab.nothing" in caught.value.details
 
 
@@ -400,7 +372,7 @@ def test_a_killed_owner_takes_its_ranks_with_it(tmp_path: Path) -> None:
         "from gradlane.lab.cluster.namespaces import Cluster\n"
         "from gradlane.lab.cluster.ranks import RankPool\n"
         f"with Cluster(2, {RATE_BPS}) as cluster:\n"
-        f"    with RankPool(cluster, program=['-c', {FAKE_RANK!r}]) as ranks:\n"
+        f"    with RankPool(cluster, program={FAKE_RANK!r}) as ranks:\n"
         "        print(*ranks.processes(), flush=True)\n"
         "        time.sleep(60)\n"
     )

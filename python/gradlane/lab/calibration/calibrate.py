@@ -46,7 +46,7 @@ LATENCY_ELEMS = 10_000
 ASKED_BUFFER_BYTES = 72 << 10
 """Bytes of send buffer that `gradlane-net`'s `send_buffer.rs` asks for where the path is short."""
 
-_PROGRAM = ("-m", "gradlane.lab.calibration.rank_program")
+_PROGRAM = "gradlane.lab.calibration.rank_program"
 _FLOAT_BYTES = 4
 STREAM = {"ramp_s": 1.0, "window_s": 3.0}
 

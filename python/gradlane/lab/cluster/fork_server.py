@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -31,8 +30,8 @@ from typing import IO, Any, NoReturn
 
 from gradlane.formats.signals import signals_blocked
 from gradlane.lab.cluster.errors import LabError
+from gradlane.lab.cluster.privilege import enter_network_namespace
 
-_CLONE_NEWNET = 0x40000000
 _MESSAGE_BYTES = 1 << 20
 _STDERR_TAIL_BYTES = 6000
 _END_TIMEOUT_S = 5.0
@@ -328,9 +327,7 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
             os.dup2(descriptor, number)
         # No thread exists yet, so that all later ones live in the namespace.
         for namespace in descriptors[3:]:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET) != 0:
-                reason = os.strerror(ctypes.get_errno())
-                raise RuntimeError(f"cannot enter the network namespace: {reason}")
+            enter_network_namespace(namespace)
         for descriptor in descriptors:
             os.close(descriptor)
         os.setsid()

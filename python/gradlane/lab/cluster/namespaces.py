@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +20,7 @@ from pyroute2.netlink.exceptions import NetlinkError
 
 from gradlane.formats.signals import signals_blocked
 from gradlane.lab.cluster.errors import LabError
-from gradlane.lab.cluster.privilege import in_new_network_namespace
+from gradlane.lab.cluster.privilege import in_network_namespace
 from gradlane.lab.cluster.shaping import PortShape
 
 INTERFACE = "eth0"
@@ -33,7 +32,6 @@ CONGESTION_CONTROL = "cubic"
 NODES_MAX = 250
 
 _FIRST_PORT = 20_001
-_ENTER = str(Path(__file__).with_name("enter_namespace.py"))
 _NO_DUPLICATE_ADDRESS_DETECTION = 0x02
 
 
@@ -50,7 +48,7 @@ class Namespace:
         """Make a new namespace; raises `OSError` without the privilege."""
         self.descriptor = -1
         self.counters = -1
-        in_new_network_namespace(self._open)
+        in_network_namespace(None, self._open)
         try:
             self.route: Any = IPRoute(netns=f"/proc/self/fd/{self.descriptor}", flags=0)
         except BaseException:
@@ -245,12 +243,10 @@ class Cluster:
             stdout: as for `subprocess.Popen`.
             stderr: as for `subprocess.Popen`.
         """
-        descriptor = self.members[node].descriptor
-        # A signal between the start and the list would leave a program that nobody knows.
-        with signals_blocked():
+
+        def start() -> None:
             child = subprocess.Popen(
-                [sys.executable, "-I", _ENTER, str(descriptor), *program],
-                pass_fds=[descriptor],
+                program,
                 env={**os.environ, **(environment or {})},
                 start_new_session=True,
                 stdin=stdin,
@@ -258,7 +254,11 @@ class Cluster:
                 stderr=stderr,
             )
             self._children.append(child)
-        return child
+
+        # A signal between the start and the list would leave a program that nobody knows.
+        with signals_blocked():
+            in_network_namespace(self.members[node].descriptor, start)
+        return self._children[-1]
 
     def namespace_descriptor(self, node: int) -> int:
         """Return an open descriptor of a node's namespace, owned by the cluster."""

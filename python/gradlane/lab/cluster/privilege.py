@@ -25,28 +25,48 @@ _ADVICE = (
 )
 
 
-def in_new_network_namespace(action: Callable[[], None]) -> None:
-    """Run `action` in a thread that has just been moved into a new network namespace.
+def enter_network_namespace(descriptor: int | None) -> None:
+    """Move the calling thread into a network namespace. Python has `os.setns` from 3.12 on.
 
-    The namespace lives on only if the action keeps a descriptor of it. The calling thread stays
-    where it is.
+    Args:
+        descriptor: open descriptor of the namespace; None: a new one.
+
+    Raises:
+        OSError: the kernel refused it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if descriptor is None:
+        name, failed = "unshare", libc.unshare(_CLONE_NEWNET)
+    else:
+        name, failed = "setns", libc.setns(descriptor, _CLONE_NEWNET)
+    if failed:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}(CLONE_NEWNET): {os.strerror(code)}")
+
+
+def in_network_namespace(descriptor: int | None, action: Callable[[], None]) -> None:
+    """Run `action` in a thread of a network namespace; the calling thread stays where it is.
+
+    Processes that the action starts are in the namespace. A new namespace lives on only if the
+    action keeps a descriptor of it.
+
+    Args:
+        descriptor: open descriptor of the namespace; None: a new one.
+        action: what to run.
 
     Raises:
         OSError: the kernel refused the namespace, or the action raised it.
     """
     failures: list[BaseException] = []
 
-    def enter() -> None:
+    def run() -> None:
         try:
-            libc = ctypes.CDLL(None, use_errno=True)
-            if libc.unshare(_CLONE_NEWNET) != 0:
-                code = ctypes.get_errno()
-                raise OSError(code, f"unshare(CLONE_NEWNET): {os.strerror(code)}")
+            enter_network_namespace(descriptor)
             action()
         except BaseException as failure:
             failures.append(failure)
 
-    thread = threading.Thread(target=enter, name="gradlane-lab-namespace")
+    thread = threading.Thread(target=run, name="gradlane-lab-namespace")
     thread.start()
     thread.join()
     if failures:
@@ -58,7 +78,7 @@ def why_no_namespaces() -> str | None:
     if not sys.platform.startswith("linux"):
         return f"network namespaces need Linux, this is {sys.platform}"
     try:
-        in_new_network_namespace(lambda: None)
+        in_network_namespace(None, lambda: None)
     except OSError as failure:
         return str(failure.strerror or failure)
     return None

@@ -38,16 +38,13 @@ Progress = Callable[[int, int], None]
 class _Member:
     """One rank's process and pipes."""
 
-    def __init__(
-        self, rank: int, child: subprocess.Popen[bytes] | ForkedProgram, stderr: IO[bytes]
-    ) -> None:
+    def __init__(self, rank: int, child: ForkedProgram, stderr: IO[bytes]) -> None:
         self.rank = rank
         self.child = child
         self.stderr = stderr
         self._partial = b""
-        assert child.stdin is not None and child.stdout is not None
-        self.requests: IO[bytes] = child.stdin
-        self.answers: IO[bytes] = child.stdout
+        self.requests = child.stdin
+        self.answers = child.stdout
         os.set_blocking(self.answers.fileno(), False)
 
     def write(self, request: Mapping[str, Any]) -> None:
@@ -91,7 +88,7 @@ class RankPool:
         cluster: Cluster,
         *,
         ranks_per_node: int = 1,
-        program: Sequence[str] = ("-m", "gradlane.lab.runs.node"),
+        program: str = "gradlane.lab.runs.node",
         stall_timeout_s: float = _STALL_TIMEOUT_S,
     ) -> None:
         """Plan ranks for each node.
@@ -99,13 +96,13 @@ class RankPool:
         Args:
             cluster: entered, and kept so while this is in use.
             ranks_per_node: how many; ranks of one node are numbered one after the other.
-            program: arguments to the Python interpreter; the rank is appended. A module, `-m NAME`,
-                is run by a process that has loaded torch already.
+            program: name of a module, or path of a file that ends in `.py`; its argument is the
+                rank. A process that has loaded torch already forks it.
             stall_timeout_s: longest time without any rank's progress.
         """
         self._cluster = cluster
         self._ranks_per_node = ranks_per_node
-        self._program = list(program)
+        self._program = program
         self._stall_timeout_s = stall_timeout_s
         self._members: list[_Member] = []
 
@@ -121,39 +118,25 @@ class RankPool:
         try:
             for rank in range(self._cluster.nodes * self._ranks_per_node):
                 stderr = tempfile.TemporaryFile()
-                own = {
-                    **environment,
-                    "LOCAL_RANK": str(rank % self._ranks_per_node),
-                    "LOCAL_WORLD_SIZE": str(self._ranks_per_node),
-                }
-                self._members.append(_Member(rank, self._start(rank, own, stderr), stderr))
+                node, local_rank = divmod(rank, self._ranks_per_node)
+                child = running_fork_server(environment).fork(
+                    self._program,
+                    [str(rank)],
+                    namespace=self._cluster.namespace_descriptor(node),
+                    environment={
+                        **environment,
+                        "LOCAL_RANK": str(local_rank),
+                        "LOCAL_WORLD_SIZE": str(self._ranks_per_node),
+                    },
+                    stderr=stderr,
+                    timeout_s=_START_TIMEOUT_S,
+                )
+                self._members.append(_Member(rank, child, stderr))
             self._collect("ready", _START_TIMEOUT_S, None)
         except BaseException:
             self.close()
             raise
         return self
-
-    def _start(
-        self, rank: int, environment: Mapping[str, str], stderr: IO[bytes]
-    ) -> subprocess.Popen[bytes] | ForkedProgram:
-        node = rank // self._ranks_per_node
-        if self._program[0] == "-m":
-            return running_fork_server(environment).fork(
-                self._program[1],
-                [str(rank)],
-                namespace=self._cluster.namespace_descriptor(node),
-                environment=environment,
-                stderr=stderr,
-                timeout_s=_START_TIMEOUT_S,
-            )
-        return self._cluster.spawn(
-            node,
-            [sys.executable, *self._program, str(rank)],
-            environment=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-        )
 
     def __exit__(self, *failure: object) -> None:
         """End all ranks."""

@@ -33,7 +33,7 @@ URGENT_MS_TARGET = 5.0
 URGENT_ELEMS = 50_000
 URGENT_PER_STEP = 4
 
-_PROGRAM = ("-m", "gradlane.lab.transport.node")
+_PROGRAM = "gradlane.lab.transport.node"
 _FLOAT_BYTES = 4
 _GB = 1e9
 _SETTINGS = (
