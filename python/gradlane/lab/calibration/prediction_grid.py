@@ -26,7 +26,7 @@ from gradlane.lab.calibration.prediction import (
     summary_of,
 )
 from gradlane.lab.runs.cells import missing_strategies, with_compute_times
-from gradlane.lab.runs.rows import Row, read_rows, text_of_no_evidence
+from gradlane.lab.runs.rows import Row, grouped, read_rows, text_of_no_evidence
 from gradlane.lab.runs.strategy import Strategy, parse_strategy
 from gradlane.planning.simulation.costs import MachineCosts, read_costs
 from gradlane.report.console import print_written
@@ -103,7 +103,10 @@ def predict_grid(
         **content,
         "rows": [it.to_json() for it in predictions],
         **summary,
-        "by_workload": {name: summary_of(group) for name, group in _by_workload(predictions)},
+        "by_workload": {
+            name: summary_of(group)
+            for name, group in grouped(predictions, lambda it: it.workload).items()
+        },
         "left_out": left_out.to_json(),
     }
     keep(content)
@@ -154,11 +157,6 @@ def _is_sealed(run: Row | Prediction) -> bool:
     return parse_strategy(run.strategy).sealed
 
 
-def _by_workload(predictions: Sequence[Prediction]) -> list[tuple[str, list[Prediction]]]:
-    names = list(dict.fromkeys(it.workload for it in predictions))
-    return [(name, [it for it in predictions if it.workload == name]) for name in names]
-
-
 def table_of(predictions: Sequence[Prediction]) -> str:
     """Return every cell as a table: measured, predicted, error."""
     columns = ("workload", "rate", "dilation", "strategy", "measured", "predicted", "error")
@@ -172,10 +170,13 @@ def table_of(predictions: Sequence[Prediction]) -> str:
 def verdict_of(predictions: Sequence[Prediction]) -> str:
     """Return the errors of each workload and of those that nothing was fitted to, as a table."""
     rows = []
-    groups = _by_workload(predictions)
+    groups = grouped(predictions, lambda it: it.workload)
     tested = [it for it in predictions if it.workload != FITTED_WORKLOAD]
     for name, group in [
-        *((f"{name} (fitted)" if name == FITTED_WORKLOAD else name, it) for name, it in groups),
+        *(
+            (f"{name} (fitted)" if name == FITTED_WORKLOAD else name, it)
+            for name, it in groups.items()
+        ),
         ("all that is sealed", [it for it in predictions if _is_sealed(it)]),
         ("all that nothing was fitted to", tested),
         ("all", list(predictions)),

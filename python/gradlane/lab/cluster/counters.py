@@ -6,14 +6,16 @@ ranks never wait for a sample. Times are `time.monotonic()`.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import itertools
 import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from gradlane.lab.cluster.keep_cpus_awake import awake_processes
 from gradlane.lab.cluster.machine import IDLE, STOLEN, WAITING, machine_ticks
@@ -73,26 +75,30 @@ def spinning_s(processes: Sequence[int]) -> float:
     return total_ns / 1e9
 
 
-@dataclass
-class _Series:
-    """Cumulative values over time, one column a counter."""
+class _Samples:
+    """Counters that grow, sampled over time."""
 
-    times_s: list[float] = field(default_factory=list)
-    values: list[tuple[int, ...]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+        self._values: list[Sequence[int]] = []
 
-    def at(self, time_s: float) -> list[float]:
-        """Return every column at a time, by linear interpolation; the ends hold beyond them."""
+    def add(self, time_s: float, values: Sequence[int]) -> None:
+        """Append a sample of all counters."""
+        self.times_s.append(time_s)
+        self._values.append(values)
+
+    def growth(self, edges_s: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """Return the growth between neighbouring times: a row for each pair, a column a counter.
+
+        Counters are interpolated between samples; the first and the last sample hold beyond them.
+        """
         if not self.times_s:
             raise ValueError("no sample was taken")
-        after = bisect.bisect_right(self.times_s, time_s)
-        if after == 0:
-            return [float(value) for value in self.values[0]]
-        if after == len(self.times_s):
-            return [float(value) for value in self.values[-1]]
-        start_s, end_s = self.times_s[after - 1], self.times_s[after]
-        share = (time_s - start_s) / (end_s - start_s)
-        pairs = zip(self.values[after - 1], self.values[after], strict=True)
-        return [before + (later - before) * share for before, later in pairs]
+        edges = np.asarray(edges_s, dtype=np.float64)
+        columns = zip(*self._values, strict=True)
+        at_edges = [np.interp(edges, self.times_s, column) for column in columns]
+        values: npt.NDArray[np.float64] = np.reshape(at_edges, (len(at_edges), len(edges)))
+        return np.diff(values).T
 
 
 class TrafficRecord:
@@ -101,9 +107,9 @@ class TrafficRecord:
     def __init__(self, nodes: int) -> None:
         """Start with no samples."""
         self._nodes = nodes
-        self._ports = _Series()
-        self._processors = _Series()
-        self._processes = _Series()
+        self._ports = _Samples()
+        self._processors = _Samples()
+        self._processes = _Samples()
         self._counts: list[Sequence[tuple[int, int]]] = []
 
     def add_count(self, port_bytes: Sequence[tuple[int, int]]) -> None:
@@ -123,26 +129,20 @@ class TrafficRecord:
 
     def add_ports(self, time_s: float, port_bytes: Sequence[tuple[int, int]]) -> None:
         """Append a sample: (received, transmitted) bytes for each node."""
-        self._ports.times_s.append(time_s)
-        self._ports.values.append(tuple(count for pair in port_bytes for count in pair))
+        self._ports.add(time_s, [count for pair in port_bytes for count in pair])
 
     def add_processors(self, time_s: float, ticks: tuple[int, int, int]) -> None:
         """Append a sample, as `read_processor_ticks` returns it."""
-        self._processors.times_s.append(time_s)
-        self._processors.values.append(ticks)
+        self._processors.add(time_s, ticks)
 
     def add_processes(self, time_s: float, cpu_ns: Sequence[int]) -> None:
         """Append a sample: processor time of each process, in nanoseconds."""
-        self._processes.times_s.append(time_s)
-        self._processes.values.append(tuple(cpu_ns))
+        self._processes.add(time_s, cpu_ns)
 
     def bytes_between(self, start_s: float, end_s: float) -> list[tuple[float, float]]:
         """Return (received, transmitted) bytes of each node in a window."""
-        before, after = self._ports.at(start_s), self._ports.at(end_s)
-        return [
-            (after[2 * node] - before[2 * node], after[2 * node + 1] - before[2 * node + 1])
-            for node in range(self._nodes)
-        ]
+        (moved,) = self._ports.growth([start_s, end_s])
+        return [(received, sent) for received, sent in moved.reshape(-1, 2).tolist()]
 
     def processor_share(self, start_s: float, end_s: float) -> float:
         """Return the share, 0 to 1, of the machine's processor time that was busy in a window."""
@@ -153,10 +153,9 @@ class TrafficRecord:
         return self._tick_share(2, start_s, end_s)
 
     def _tick_share(self, column: int, start_s: float, end_s: float) -> float:
-        before, after = self._processors.at(start_s), self._processors.at(end_s)
-        total = after[1] - before[1]
+        (ticks,) = self._processors.growth([start_s, end_s]).tolist()
         # Ticks are counted when a timer happens to fire, processor time is measured.
-        return max(0.0, after[column] - before[column]) / total if total > 0 else 0.0
+        return max(0.0, ticks[column]) / ticks[1] if ticks[1] > 0 else 0.0
 
     def utilization(self, start_s: float, end_s: float, goodput_bps: float) -> float:
         """Return carried bits over carriable bits, mean over nodes and both directions."""
@@ -175,42 +174,31 @@ class TrafficRecord:
             `time_s` (real, the middle of each bin, since the window's start), `transmit` and
             `receive` (shares of the goodput), each with `points` entries.
         """
-        edges = [start_s + (end_s - start_s) * index / points for index in range(points + 1)]
-        samples = [self._ports.at(edge) for edge in edges]
+        edges_s = np.linspace(start_s, end_s, points + 1)
         carriable = self._nodes * goodput_bps * (end_s - start_s) / points / 8
-        result: dict[str, list[float]] = {"time_s": [], "transmit": [], "receive": []}
-        for index in range(points):
-            moved = [b - a for a, b in zip(samples[index], samples[index + 1], strict=True)]
-            result["time_s"].append((edges[index] + edges[index + 1]) / 2 - start_s)
-            result["receive"].append(sum(moved[0::2]) / carriable)
-            result["transmit"].append(sum(moved[1::2]) / carriable)
-        return result
+        shares = self._ports.growth(edges_s) / carriable
+        return {
+            "time_s": ((edges_s[:-1] + edges_s[1:]) / 2 - start_s).tolist(),
+            "transmit": shares[:, 1::2].sum(axis=1).tolist(),
+            "receive": shares[:, 0::2].sum(axis=1).tolist(),
+        }
 
     def port_bins(self, edges_s: Sequence[float]) -> tuple[list[list[int]], list[list[int]]]:
         """Return (received, transmitted) bytes between neighbouring edges, a list for each node."""
-        bins = _differences(self._ports, edges_s)
-        whole = [[round(moved) for moved in column] for column in zip(*bins, strict=True)]
-        return whole[0::2], whole[1::2]
+        columns = np.rint(self._ports.growth(edges_s)).astype(np.int64).T.tolist()
+        return columns[0::2], columns[1::2]
 
     def process_bins(self, edges_s: Sequence[float]) -> list[list[float]]:
         """Return processor seconds between neighbouring edges, a list for each process."""
-        if not self._processes.values:
+        if not self._processes.times_s:
             return []
-        bins = _differences(self._processes, edges_s)
-        return [[round(used / 1e9, 6) for used in column] for column in zip(*bins, strict=True)]
+        columns: list[list[float]] = (self._processes.growth(edges_s) / 1e9).round(6).T.tolist()
+        return columns
 
     def sample_gaps_s(self, start_s: float, end_s: float) -> list[float]:
         """Return the times between neighbouring samples of the ports in a window."""
         inside = [time_s for time_s in self._ports.times_s if start_s <= time_s <= end_s]
         return [later - before for before, later in itertools.pairwise(inside)]
-
-
-def _differences(series: _Series, edges_s: Sequence[float]) -> list[list[float]]:
-    samples = [series.at(edge_s) for edge_s in edges_s]
-    return [
-        [after - before for before, after in zip(first, second, strict=True)]
-        for first, second in itertools.pairwise(samples)
-    ]
 
 
 @dataclass(frozen=True)

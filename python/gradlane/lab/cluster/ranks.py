@@ -81,26 +81,30 @@ class _Member:
 
 
 class RankPool:
-    """One rank program on each node of a cluster, as a context manager."""
+    """The same rank program on all ranks, as a context manager."""
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: Cluster | None,
         *,
+        ranks: int = 0,
         ranks_per_node: int = 1,
         program: str = "gradlane.lab.runs.node",
         stall_timeout_s: float = _STALL_TIMEOUT_S,
     ) -> None:
-        """Plan ranks for each node.
+        """Plan the ranks.
 
         Args:
-            cluster: entered, and kept so while this is in use.
+            cluster: entered, and kept so while this is in use; None: ranks are in this process's
+                network, each as if it had a node of its own.
+            ranks: how many; of a cluster, `ranks_per_node` on each node.
             ranks_per_node: how many; ranks of one node are numbered one after the other.
             program: name of a module, or path of a file that ends in `.py`; its argument is the
                 rank. A process that has loaded torch already forks it.
             stall_timeout_s: longest time without any rank's progress.
         """
         self._cluster = cluster
+        self._ranks = ranks if cluster is None else cluster.nodes * ranks_per_node
         self._ranks_per_node = ranks_per_node
         self._program = program
         self._stall_timeout_s = stall_timeout_s
@@ -116,13 +120,14 @@ class RankPool:
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
         try:
-            for rank in range(self._cluster.nodes * self._ranks_per_node):
+            for rank in range(self._ranks):
                 stderr = tempfile.TemporaryFile()
                 node, local_rank = divmod(rank, self._ranks_per_node)
+                cluster = self._cluster
                 child = running_fork_server(environment).fork(
                     self._program,
                     [str(rank)],
-                    namespace=self._cluster.namespace_descriptor(node),
+                    namespace=None if cluster is None else cluster.namespace_descriptor(node),
                     environment={
                         **environment,
                         "LOCAL_RANK": str(local_rank),
@@ -195,11 +200,12 @@ class RankPool:
             ramp_s: time before the window.
             window_s: time that counts.
         """
-        each = self._ranks_per_node
+        cluster, each = self._cluster, self._ranks_per_node
+        assert cluster is not None, "streams go through the ports of a cluster"
         request = {
             "kind": "stream",
-            "addresses": self._cluster.addresses,
-            "port": self._cluster.next_port(),
+            "addresses": cluster.addresses,
+            "port": cluster.next_port(),
             "start_s": time.monotonic() + _STREAM_LEAD_S,
             "ramp_s": ramp_s,
             "window_s": window_s,

@@ -94,17 +94,17 @@ def _summary(found: Findings) -> str:
     gains = found.gains(GAIN)
     if not gains:
         return ""
-    best = max(gains, key=lambda gain: gain.ratio)
-    over = best.row.over_bound
+    best, ratio = max(gains, key=lambda gain: gain[1])
+    over = best.over_bound
     distance = "compared with" if over is None else f"{over - 1.0:+.1%} to"
     return (
-        f"{GAIN} trains up to {best.ratio:.2f} times as fast as the best DDP: "
-        f"{best.row.cluster.title}, where its step is {distance} the bound."
+        f"{GAIN} trains up to {ratio:.2f} times as fast as the best DDP: "
+        f"{best.cluster.title}, where its step is {distance} the bound."
     )
 
 
 def _figures(found: Findings) -> Iterator[Figure]:
-    ratios = [gain.ratio for gain in found.gains(GAIN)]
+    ratios = [ratio for _, ratio in found.gains(GAIN)]
     if ratios:
         tone = "good" if min(ratios) > 1.0 - findings.TOLERANCE else "bad"
         yield Figure(f"{max(ratios):.2f}×", f"{GAIN} over the best DDP, at most", "good")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gradlane.lab.experiments.simulated import bound_of
-from gradlane.lab.runs.rows import ClusterKey, Row, text_of_no_evidence
+from gradlane.lab.runs.rows import ClusterKey, Row, grouped, text_of_no_evidence
 from gradlane.lab.workloads import REPLAY_NAMES
 from gradlane.training.options.strategy import ASGD
 
@@ -28,24 +28,12 @@ GOAL_OVER_BOUND = 1.05
 
 
 @dataclass(frozen=True)
-class Gain:
-    """A strategy beside the best DDP of the same cluster."""
-
-    row: Row
-    baseline: str
-    ratio: float
-    """The best DDP's step time over this one's."""
-
-
-@dataclass(frozen=True)
 class Reversal:
     """Two strategies whose order is not the expected one."""
 
     faster: Row
     slower: Row
     """The one that ought to be at least as fast."""
-    reason: str
-    """Why it ought to be."""
     ratio: float
     """Step time of what ought to be faster over the other's."""
     simulated_ratio: float | None
@@ -131,13 +119,10 @@ class Findings:
         other = self.counterpart(row)
         return None if other is None else other.step_s_median / row.step_s_median - 1.0
 
-    def gains(self, strategy: str) -> list[Gain]:
-        """Return a strategy's gain over the best DDP for each cluster that has both."""
-        return [
-            Gain(row, other.strategy, other.step_s_median / row.step_s_median)
-            for row in self.measured
-            if row.strategy == strategy and (other := self.baseline(row.cluster)) is not None
-        ]
+    def gains(self, strategy: str) -> list[tuple[Row, float]]:
+        """Return a strategy's measured rows that have DDP beside them, with their `speedup`."""
+        own = [row for row in self.measured if row.strategy == strategy]
+        return [(row, ratio) for row in own if (ratio := self.speedup(row)) is not None]
 
     def over_bound(self, strategy: str) -> list[tuple[Row, float]]:
         """Return a strategy's measured rows that have a bound, with step time over bound."""
@@ -153,7 +138,7 @@ class Findings:
         """Find where the order of two strategies is not the expected one."""
         for rows in self.clusters.values():
             here = {row.strategy: row for row in rows}
-            for first, second, reason in ORDER:
+            for first, second, _ in ORDER:
                 if first not in here or second not in here:
                     continue
                 ought, other = here[first], here[second]
@@ -163,7 +148,6 @@ class Findings:
                     yield Reversal(
                         faster=other,
                         slower=ought,
-                        reason=reason,
                         ratio=ratio,
                         simulated_ratio=a.step_s_median / b.step_s_median if a and b else None,
                         spread=max(_spread(ought), _spread(other)),
@@ -182,7 +166,8 @@ def clusters_of(rows: Sequence[Row]) -> dict[ClusterKey, list[Row]]:
     """Return rows by cluster: by network as it comes, then by workers and rate."""
     workloads = list(dict.fromkeys(row.workload for row in rows))
     keys = sorted({row.cluster for row in rows}, key=lambda it: (workloads.index(it[0]), it[1:]))
-    return {key: [row for row in rows if row.cluster == key] for key in keys}
+    by_cluster = grouped(rows, lambda row: row.cluster)
+    return {key: by_cluster[key] for key in keys}
 
 
 def _spread(row: Row) -> float:

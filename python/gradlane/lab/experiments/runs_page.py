@@ -6,20 +6,25 @@ page. Medians over repeats are taken here; ratios are taken within a repeat firs
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from gradlane.formats.rates import format_rate
 from gradlane.lab.experiments.parts import command_of, percent, plain_cell, used_columns
 from gradlane.lab.runs.notes import balance_notes, factor_notes, loss_over_time
-from gradlane.lab.runs.rows import CEILING, ROW_COLUMNS, Row, by_encoding, text_of_no_evidence
+from gradlane.lab.runs.rows import (
+    CEILING,
+    ROW_COLUMNS,
+    Row,
+    by_encoding,
+    grouped,
+    median_or_none,
+    text_of_no_evidence,
+)
 from gradlane.report.page import Cell, Measurement, Section, Table, measured_here, write_report
 from gradlane.report.plots import Plot, Series, bar_plot, line_plot, utilization_plot
 from gradlane.training.options.codec_options import RAW
 
-K = TypeVar("K")
 BASELINE = "ddp"
 """Strategies whose names begin so are what others are compared with."""
 _TIMES = "\N{MULTIPLICATION SIGN}"
@@ -43,7 +48,7 @@ def report_from_results(
     sections = sections_from_results(rows)
     sections.append(Section("Measurement", [_measurement(rows, command)]))
     workers = ", ".join(str(count) for count in dict.fromkeys(row.workers for row in rows) if count)
-    title = title or f"{', '.join(_groups(rows, _workload))} on {workers} workers"
+    title = title or f"{', '.join(grouped(rows, _workload))} on {workers} workers"
     write_report(path, title, sections, summary=_summary(rows))
 
 
@@ -55,10 +60,10 @@ def sections_from_results(rows: Sequence[Row]) -> list[Section]:
     """
     if not rows:
         raise ValueError("there are no result rows to report")
-    colors = {name: index for index, name in enumerate(_groups(rows, _strategy))}
+    colors = {name: index for index, name in enumerate(grouped(rows, _strategy))}
     sections = []
-    for workload, own in _groups(rows, _workload).items():
-        rates = list(_groups(own, _rate))
+    for workload, own in grouped(rows, _workload).items():
+        rates = list(grouped(own, _rate))
         title = f"{workload} at {format_rate(rates[0])}" if len(rates) == 1 else workload
         tables = [_overview(own, encoding) for encoding in by_encoding(own)]
         sections.append(Section(title, [*tables, *_plots(own, colors)]))
@@ -88,47 +93,34 @@ def _rate(row: Row) -> int:
     return row.rate_bps
 
 
-def _groups(rows: Iterable[Row], key: Callable[[Row], K]) -> dict[K, list[Row]]:
-    """Return rows by a key, in the order of first appearance."""
-    groups: dict[K, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
 def _step_s(rows: Iterable[Row]) -> float | None:
-    return _median(row.step_s_median for row in rows)
+    return median_or_none(row.step_s_median for row in rows)
 
 
 def _bound_s(rows: Iterable[Row]) -> float | None:
-    return _median(row.bound_step_s for row in rows if row.communicates)
+    return median_or_none(row.bound_step_s for row in rows if row.communicates)
 
 
 def _samples(rows: Iterable[Row]) -> float | None:
-    return _median(row.samples_per_s or None for row in rows)
+    return median_or_none(row.samples_per_s or None for row in rows)
 
 
 def _speedup(rows: Sequence[Row], strategy: str) -> float | None:
     """Return the median over repeats of the best baseline's step time over this strategy's."""
     ratios = []
-    for repeat in _groups(rows, lambda row: row.repeat).values():
+    for repeat in grouped(rows, lambda row: row.repeat).values():
         peers = [row.step_s_median for row in repeat if _is_baseline(row.strategy)]
         own = [row.step_s_median for row in repeat if _strategy(row) == strategy]
         ratios += [min(peers) / step_s for step_s in own if peers]
-    return _median(ratios)
+    return median_or_none(ratios)
 
 
 def _summary(rows: Sequence[Row]) -> str:
     """Return a sentence: the largest gain over the baseline, and where it was."""
     best: tuple[float, str] | None = None
-    for workload, own in _groups(rows, _workload).items():
-        for rate_bps, here in _groups(own, _rate).items():
-            for strategy in _groups(here, _strategy):
+    for workload, own in grouped(rows, _workload).items():
+        for rate_bps, here in grouped(own, _rate).items():
+            for strategy in grouped(here, _strategy):
                 speedup = _speedup(here, strategy)
                 if strategy == CEILING or _is_baseline(strategy) or speedup is None:
                     continue
@@ -172,9 +164,9 @@ def _overview(rows: Sequence[Row], encoding: str) -> Table:
     )
     if marked := text_of_marked(shown):
         caption += f" {marked[0].upper()}{marked[1:]}."
-    by_rate = _groups(rows, _rate)
+    by_rate = grouped(rows, _rate)
     for rate_bps, here in by_rate.items():
-        groups = _groups((row for row in here if row.encoding == encoding), _strategy)
+        groups = grouped((row for row in here if row.encoding == encoding), _strategy)
         sending = [name for name in groups if name != CEILING]
         fastest = min(sending, key=lambda name: _step_s(groups[name]) or 0.0, default=None)
         rate = format_rate(rate_bps) if len(by_rate) > 1 else None
@@ -197,9 +189,9 @@ def _overview_row(here: Sequence[Row], own: Sequence[Row], strategy: str) -> lis
         _samples(own),
         _speedup(here, strategy),
         step_s / bound_s if step_s and bound_s else None,
-        percent(_median(row.link_utilization for row in own)),
-        percent(_median(row.cpu_share for row in own)),
-        _median(row.loss[-1] for row in own if row.has_losses),
+        percent(median_or_none(row.link_utilization for row in own)),
+        percent(median_or_none(row.cpu_share for row in own)),
+        median_or_none(row.loss[-1] for row in own if row.has_losses),
         all(equal) if equal and strategy != CEILING else None,
     ]
 
@@ -210,12 +202,12 @@ def _is_baseline(strategy: str) -> bool:
 
 
 def _plots(rows: Sequence[Row], colors: Mapping[str, int]) -> list[Plot]:
-    rates = _groups(rows, _rate)
+    rates = grouped(rows, _rate)
     plots = [_rate_plot(rows, colors)] if len(rates) > 1 else []
     plots.append(_step_bars(rows, colors))
     for rate_bps, here in rates.items():
         suffix = f" at {format_rate(rate_bps)}" if len(rates) > 1 else ""
-        first = {name: group[0] for name, group in _groups(here, _strategy).items()}
+        first = {name: group[0] for name, group in grouped(here, _strategy).items()}
         learning = {name: row for name, row in first.items() if row.has_losses}
         losses: Series = {
             name: (range(len(row.loss)), row.loss)
@@ -250,7 +242,7 @@ def _plots(rows: Sequence[Row], colors: Mapping[str, int]) -> list[Plot]:
 
 def _step_bars(rows: Sequence[Row], colors: Mapping[str, int]) -> Plot:
     """Return bars grouped by rate, or one bar a strategy where there is one rate only."""
-    by_strategy, by_rate = _groups(rows, _strategy), _groups(rows, _rate)
+    by_strategy, by_rate = grouped(rows, _strategy), grouped(rows, _rate)
     is_one_rate = len(by_rate) == 1
     groups = list(by_strategy.values() if is_one_rate else by_rate.values())
     bounds = list(map(_bound_s, groups))
@@ -271,13 +263,13 @@ def _step_bars(rows: Sequence[Row], colors: Mapping[str, int]) -> Plot:
 
 
 def _rate_plot(rows: Sequence[Row], colors: Mapping[str, int]) -> Plot:
-    rates = sorted(_groups(rows, _rate))
+    rates = sorted(grouped(rows, _rate))
     series: Series = {
         name: (
             [rate / 1e9 for rate in rates],
             [_samples(row for row in own if row.rate_bps == rate) for rate in rates],
         )
-        for name, own in _groups(rows, _strategy).items()
+        for name, own in grouped(rows, _strategy).items()
     }
     return line_plot(
         "Throughput against bandwidth",

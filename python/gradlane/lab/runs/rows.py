@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from gradlane.formats.atomic_io import atomic_write
 from gradlane.formats.rates import format_rate
@@ -23,6 +23,8 @@ from gradlane.lab.runs.strategy import parse_strategy
 from gradlane.lab.runs.traffic import Activity, Balance
 from gradlane.training.options.codec_options import RAW
 
+K = TypeVar("K")
+T = TypeVar("T")
 MEASURED = "measured"
 """Source of a row that was run."""
 SIMULATED = "simulated"
@@ -78,9 +80,14 @@ def text_of_no_evidence(rows: Iterable[Row]) -> str:
 def by_encoding(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Return rows by how gradients travel, raw ones first: each is a table of its own, since
     encoded steps are other steps."""
-    groups: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row.encoding != RAW):
-        groups.setdefault(row.encoding, []).append(row)
+    return grouped(sorted(rows, key=lambda row: row.encoding != RAW), lambda row: row.encoding)
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return items by a key, in the order of first appearance."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return groups
 
 
@@ -373,7 +380,8 @@ _NESTED: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def _median_or_none(values: Iterable[float | None]) -> float | None:
+def median_or_none(values: Iterable[float | None]) -> float | None:
+    """Return the median of the values that are there; None without any."""
     present = [value for value in values if value is not None]
     return statistics.median(present) if present else None
 
@@ -406,8 +414,8 @@ def summarize(rows: Sequence[Row]) -> list[Row]:
             repeats=len(group),
             step_s=statistics.median(other.step_s_median for other in group),
             samples_per_s=statistics.median(other.samples_per_s for other in group),
-            speedup_over_ddp=_median_or_none(other.speedup_over_ddp for other in group),
-            step_over_bound=_median_or_none(other.step_over_bound for other in group),
+            speedup_over_ddp=median_or_none(other.speedup_over_ddp for other in group),
+            step_over_bound=median_or_none(other.step_over_bound for other in group),
             link_utilization=statistics.median(other.link_utilization or 0.0 for other in group),
             cpu_share=statistics.median(other.cpu_share or 0.0 for other in group),
         )

@@ -22,6 +22,7 @@ from gradlane.lab.cluster.ranks import RankPool
 from gradlane.lab.runs.rows import measures_machine
 from gradlane.lab.transport.trace import TraceRow, UrgentSlice, urgent_slices
 from gradlane.planning.simulation.bound import port_bytes
+from gradlane.planning.simulation.grid import GOODPUT_SHARE
 from gradlane.training.options.option_fields import check_options, on_command_line, option
 from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.rendezvous.environment import own_processors
@@ -44,7 +45,6 @@ _SETTINGS = (
     "work_threads",
     "io_threads",
 )
-_PAYLOAD_SHARE = 1448 / 1514
 _STREAM = {"ramp_s": 0.5, "window_s": 1.5}
 _URGENT_FIRST_SHARE, _URGENT_LAST_SHARE = 0.15, 0.6
 
@@ -432,7 +432,7 @@ class _Measurement:
             "gradlane", tensor_elems, settings={**(options.settings or {}), "frame_trace": True}
         )
         sent_bytes = port_bytes(large_elems * _FLOAT_BYTES, workers=options.workers)
-        busy_s = 8 * sent_bytes / (options.rate_bps * _PAYLOAD_SHARE)
+        busy_s = 8 * sent_bytes / (options.rate_bps * GOODPUT_SHARE)
         gap_share = (_URGENT_LAST_SHARE - _URGENT_FIRST_SHARE) / (URGENT_PER_STEP - 1)
         # The last tensor's gradient comes first, as in backward.
         shares = [_URGENT_LAST_SHARE - gap_share * tensor for tensor in range(URGENT_PER_STEP)]
