@@ -75,7 +75,7 @@ def measure(ranks: int, steps: int, turns: int, buffers: str) -> list[dict[str, 
 def train(
     pipe: Any, rank: int, ranks: int, port: int, steps: int, turns: int, buffers: str
 ) -> None:
-    """One rank: build the three models and take turns."""
+    """Build the three models of one rank and take turns."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
     import torch.distributed as dist

@@ -162,7 +162,7 @@ def measure(elements: int, turns: int) -> tuple[list[Row], list[str]]:
 
 
 def ours(values: np.ndarray[Any, Any]) -> list[OptimizerSupport]:
-    """gradlane's codecs, into memory that is there, as in training."""
+    """Return gradlane's codecs, into memory that is there, as in training."""
     specs = {
         "f16": ("f16", 2.0**-11),
         "int8": ("int8", 1.1 / 255),
@@ -190,7 +190,7 @@ def ours(values: np.ndarray[Any, Any]) -> list[OptimizerSupport]:
 
 
 def of_torch(array: np.ndarray[Any, Any]) -> list[OptimizerSupport]:
-    """PyTorch's casts, quantizers and tensor operations."""
+    """Return PyTorch's casts, quantizers and tensor operations."""
     values = torch.from_numpy(array)
     rows = values.view(-1, BUCKET)
     count = rows.shape[0]
@@ -289,7 +289,7 @@ def of_torch(array: np.ndarray[Any, Any]) -> list[OptimizerSupport]:
 
 
 def of_numpy(values: np.ndarray[Any, Any]) -> list[OptimizerSupport]:
-    """The definitions of the codecs over whole arrays."""
+    """Return the definitions of the codecs over whole arrays."""
     rows = values.reshape(-1, BUCKET)
     generator = np.random.default_rng(1)
 
@@ -372,7 +372,7 @@ def of_numpy(values: np.ndarray[Any, Any]) -> list[OptimizerSupport]:
 
 
 def of_hivemind(array: np.ndarray[Any, Any]) -> list[OptimizerSupport]:
-    """hivemind's compression of tensors, as it is on the wire."""
+    """Return hivemind's compression of tensors, as it is on the wire."""
     from hivemind.compression import (  # type: ignore[import-not-found]
         Float16Compression,
         Uniform8BitQuantization,

@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 def residual_network() -> nn.Module:
-    """ResNet-18 on images of 32 x 32, with a quarter of its channels."""
+    """Return ResNet-18 on images of 32 x 32, with a quarter of its channels."""
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)]
     inputs = 16
     for outputs, stride in ((16, 1), (32, 2), (64, 2), (128, 2)):

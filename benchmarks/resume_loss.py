@@ -187,7 +187,7 @@ def _fork(program: Callable[[], None]) -> int:
 
 
 def _rows(path: Path) -> list[tuple[int, float]]:
-    """Whole lines of a rank's file: a rank that was killed may have left a part of one."""
+    """Return the whole lines of a rank's file: a killed rank may have left a part of one."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [(step, loss) for step, loss in (json.loads(one) for one in lines if one[-1] == "\n")]
 

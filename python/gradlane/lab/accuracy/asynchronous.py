@@ -64,6 +64,7 @@ def train_on_ranks(run: Run, advance: Callable[[int], None]) -> Curve:
         RankPool(None, ranks=run.workers, program=__name__, stall_timeout_s=STALL_S) as pool,
     ):
         request = {
+            "kind": "train",
             "run": asdict(run),
             "store": f"{folder}/store",
             "job": f"asgd-{uuid.uuid4().hex}",
@@ -126,7 +127,7 @@ def _train(rank: int, given: dict[str, Any], answers: Answers) -> dict[str, Any]
 def main() -> None:
     """Answer requests for the rank in argument one until the input ends."""
     rank = int(sys.argv[1])
-    answer_requests(lambda given, answers: _train(rank, given, answers))
+    answer_requests(lambda answers: {"train": lambda **given: _train(rank, given, answers)})
 
 
 if __name__ == "__main__":

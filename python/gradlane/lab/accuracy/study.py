@@ -112,7 +112,7 @@ class Result(Run):
 
     @property
     def run(self) -> Run:
-        """Command line of the run."""
+        """The run without what it learned."""
         return Run(**{one.name: getattr(self, one.name) for one in fields(Run)})
 
     def times_s(self, rate_bps: int) -> list[float]:

@@ -24,7 +24,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gradlane.lab.calibration import node_costs as calibrate_local
+from gradlane.lab.calibration import node_costs
 from gradlane.lab.cluster.keep_cpus_awake import cpus_kept_awake
 from gradlane.lab.cluster.namespaces import Cluster
 from gradlane.lab.cluster.ranks import RankPool
@@ -120,7 +120,7 @@ def load_of(
     """Return the load of a run.
 
     Args:
-        results: one a rank, as `transport_node.GradlaneExchange.run` returns them.
+        results: one a rank, as `GradlaneExchange.run` of `lab/transport/node.py` returns them.
         tensor_elems: elements of every tensor.
         slice_elems: elements of a slice at most.
         steps: steps of the run.
@@ -367,18 +367,18 @@ class _Calibration:
 
 def local_costs(repeat: int, trials: int) -> dict[str, Constant]:
     """Measure what adding up in shared memory costs the ranks of a node."""
-    size = f"{calibrate_local.PART_BYTES >> 20} of {calibrate_local.REGION_BYTES >> 20} MiB"
+    size = f"{node_costs.PART_BYTES >> 20} of {node_costs.REGION_BYTES >> 20} MiB"
     return {
         "local_copy_byte_s": _constant(
-            calibrate_local.copy_byte_s(repeat), f"processor time of copying {size}, a byte"
+            node_costs.copy_byte_s(repeat), f"processor time of copying {size}, a byte"
         ),
         "local_sum_byte_s": _constant(
-            calibrate_local.sum_byte_s(repeat),
-            f"processor time of adding up {size} of each of {calibrate_local.RANKS} ranks, a byte "
+            node_costs.sum_byte_s(repeat),
+            f"processor time of adding up {size} of each of {node_costs.RANKS} ranks, a byte "
             "of one of them",
         ),
         "local_word_s": _constant(
-            calibrate_local.middle_word_s(trials, repeat),
+            node_costs.middle_word_s(trials, repeat),
             "half of a word's way to another process and back, median",
         ),
     }

@@ -73,7 +73,7 @@ class Filler:
     """A connection whose peer stops answering, and what the kernel takes of it nevertheless."""
 
     def __init__(self) -> None:
-        """Nothing is connected yet."""
+        """Connect nothing yet."""
         self._connection: socket.socket | None = None
         self._kept: list[socket.socket] = []
 
@@ -117,17 +117,18 @@ def main() -> None:
     filler = Filler()
     node = ExchangeNode(lambda **named: LatencyExchange(rank, **named))
 
-    def connect(**named: Any) -> dict[str, Any]:
+    def connect(**named: Any) -> None:
         if rank < 2:
             filler.connect(listens=rank == 0, **named)
-        return {}
 
-    node.kinds |= {
-        "connect": connect,
-        "fill": filler.fill,
-        "latency": lambda **named: node.exchange.run_latency(**named),
-    }
-    answer_requests(lambda request, _: node.answer(request))
+    answer_requests(
+        lambda _: {
+            **node.kinds,
+            "connect": connect,
+            "fill": filler.fill,
+            "latency": lambda **named: node.exchange.run_latency(**named),
+        }
+    )
 
 
 if __name__ == "__main__":

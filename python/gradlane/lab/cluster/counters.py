@@ -97,8 +97,9 @@ class _Samples:
         edges = np.asarray(edges_s, dtype=np.float64)
         columns = zip(*self._values, strict=True)
         at_edges = [np.interp(edges, self.times_s, column) for column in columns]
-        values: npt.NDArray[np.float64] = np.reshape(at_edges, (len(at_edges), len(edges)))
-        return np.diff(values).T
+        values = np.reshape(np.array(at_edges, dtype=np.float64), (-1, len(edges)))
+        grown: npt.NDArray[np.float64] = np.diff(values).T
+        return grown
 
 
 class TrafficRecord:

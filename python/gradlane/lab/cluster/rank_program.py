@@ -17,11 +17,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+    from gradlane.planning.probe.stream import StreamResult
 
 STORE_TIMEOUT = datetime.timedelta(seconds=120)
 _PROGRESS_INTERVAL_S = 0.2
@@ -53,9 +56,9 @@ class Answers:
         self._progress_s = 0.0
 
     def send(self, answer: dict[str, Any]) -> None:
-        """Write one answer."""
+        """Write one answer; dataclasses become objects."""
         with self._lock:
-            self._pipe.write(json.dumps(answer) + "\n")
+            self._pipe.write(json.dumps(answer, default=asdict) + "\n")
             self._pipe.flush()
 
     def count_ports(self) -> None:
@@ -72,11 +75,14 @@ class Answers:
             self.send({"kind": "progress", "done_steps": done_steps})
 
 
-def answer_requests(answer: Callable[[dict[str, Any], Answers], dict[str, Any]]) -> None:
+def answer_requests(kinds_of: Callable[[Answers], Mapping[str, Callable[..., Any]]]) -> None:
     """Answer requests until the input ends, each with a result or an error.
 
+    Every program answers `stream`, a measurement of plain TCP streams, and `rest`.
+
     Args:
-        answer: does what one request asks for.
+        kinds_of: returns a function for each further kind of request; it gets the request's other
+            fields by name, and returns a dataclass or what JSON can hold.
     """
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     # Standard output becomes standard error for all that prints; answers keep the real one.
@@ -88,15 +94,22 @@ def answer_requests(answer: Callable[[dict[str, Any], Answers], dict[str, Any]])
 
     torch.set_num_threads(1)
     threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
+    kinds: dict[str, Callable[..., Any]] = {"stream": _stream, "rest": dict, **kinds_of(answers)}
     answers.send({"kind": "ready"})
     while True:
         request = requests.get()
         try:
-            answers.send({"kind": "result", "result": answer(request, answers)})
+            result = kinds[request.pop("kind")](**request)
+            answers.send({"kind": "result", "result": result})
         except Exception as failure:
             message = f"{type(failure).__name__}: {failure}"
-            told = traceback.format_exc()
-            answers.send({"kind": "error", "message": message, "traceback": told})
+            answers.send({"kind": "error", "message": message, "traceback": traceback.format_exc()})
+
+
+def _stream(**request: Any) -> StreamResult:
+    from gradlane.planning.probe.stream import run_stream
+
+    return run_stream(**request)
 
 
 def open_store(addresses: Sequence[str], port: int, rank: int) -> Store:

@@ -100,7 +100,7 @@ class Silence(Communication):
     """No communication: every rank trains alone, which shows the ceiling that compute sets."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is no connection."""
 
 
 def mean_in_rank_order(

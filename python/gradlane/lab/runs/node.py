@@ -4,38 +4,39 @@ another."""
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradlane.lab.cluster.rank_program import Answers, answer_requests
 
+if TYPE_CHECKING:
+    from gradlane.lab.runs.messages import TrialResult
+    from gradlane.lab.runs.traffic import OwnerCounters
 
-def _answer(request: dict[str, Any], rank: int, answers: Answers) -> dict[str, Any]:
-    kind = request.pop("kind")
-    if kind == "trial":
-        from gradlane.lab.runs.messages import TrialRequest
-        from gradlane.lab.runs.trial import run_trial
 
-        trial = TrialRequest.from_json(request)
-        return asdict(run_trial(trial, rank, answers.report_step, answers.count_ports))
-    if kind == "serve":
-        from gradlane.lab.runs.messages import TrialRequest
-        from gradlane.lab.runs.serving import run_serving
+def _trial(answers: Answers, rank: int, request: dict[str, Any]) -> TrialResult:
+    from gradlane.lab.runs.messages import TrialRequest
+    from gradlane.lab.runs.trial import run_trial
 
-        return asdict(run_serving(TrialRequest.from_json(request), rank))
-    if kind == "stream":
-        from gradlane.planning.probe.stream import run_stream
+    trial = TrialRequest.from_json(request)
+    return run_trial(trial, rank, answers.report_step, answers.count_ports)
 
-        return asdict(run_stream(**request))
-    if kind == "rest":
-        return {}
-    raise ValueError(f"unknown request {kind!r}")
+
+def _serve(rank: int, request: dict[str, Any]) -> OwnerCounters:
+    from gradlane.lab.runs.messages import TrialRequest
+    from gradlane.lab.runs.serving import run_serving
+
+    return run_serving(TrialRequest.from_json(request), rank)
 
 
 def main() -> None:
     """Answer requests for the rank in argument one until the input ends."""
     rank = int(sys.argv[1])
-    answer_requests(lambda request, answers: _answer(request, rank, answers))
+    answer_requests(
+        lambda answers: {
+            "trial": lambda **request: _trial(answers, rank, request),
+            "serve": lambda **request: _serve(rank, request),
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -218,5 +218,5 @@ class LabOptions:
         return self.codec if strategy.family == "gradlane" else RAW
 
     def warmup_of(self, strategy: Strategy) -> int:
-        """Steps before the measured ones: those of a plan being found come first."""
+        """Return the steps before the measured ones: those in which a plan is found come first."""
         return strategy.learning_steps + self.warmup + self.further_warmup.get(strategy.text, 0)

@@ -13,7 +13,6 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar, cast
 
@@ -26,7 +25,6 @@ from gradlane.lab.cluster.keep_cpus_awake import awake_processes
 from gradlane.lab.cluster.machine import IDLE, SOFTIRQ, STOLEN, WAITING, machine_ticks
 from gradlane.lab.cluster.namespaces import INTERFACE
 from gradlane.lab.cluster.rank_program import STORE_TIMEOUT, answer_requests, meet, open_store
-from gradlane.planning.probe.stream import run_stream
 from gradlane.training import core as core_module
 from gradlane.training.core import Channel, CoreModule
 from gradlane.training.options.options import Options, keywords_of
@@ -344,22 +342,18 @@ E = TypeVar("E", bound=Exchange)
 
 
 class ExchangeNode(Generic[E]):
-    """Answers to the requests that ranks of all exchanges get.
-
-    Attributes:
-        kinds: the answer to each kind of request; a rank program adds its own.
-    """
+    """Answers to the requests that ranks of all exchanges get."""
 
     def __init__(self, open_exchange: Callable[..., E]) -> None:
         """Open no exchange yet; `open_exchange` does when it is asked for."""
         self._open_exchange = open_exchange
         self._exchange: E | None = None
-        self.kinds: dict[str, Callable[..., dict[str, Any]]] = {
+        self.kinds: dict[str, Callable[..., Any]] = {
             "open": self._open,
-            "stream": lambda **named: asdict(run_stream(**named)),
             "run": lambda **named: self.exchange.run(**named),
             "close": self._close,
         }
+        """The function for each kind of request, as `answer_requests` takes them."""
 
     @property
     def exchange(self) -> E:
@@ -368,18 +362,12 @@ class ExchangeNode(Generic[E]):
             raise ValueError("no exchange is open")
         return self._exchange
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what a request asks for."""
-        return self.kinds[request.pop("kind")](**request)
-
-    def _open(self, **named: Any) -> dict[str, Any]:
+    def _open(self, **named: Any) -> None:
         self._exchange = self._open_exchange(**named)
-        return {}
 
-    def _close(self) -> dict[str, Any]:
+    def _close(self) -> None:
         self.exchange.close()
         self._exchange = None
-        return {}
 
 
 def main() -> None:
@@ -399,8 +387,7 @@ def main() -> None:
             raise ValueError("nothing is urgent to Gloo")
         return exchange.run_urgency(**named)
 
-    node.kinds["urgency"] = urgency
-    answer_requests(lambda request, _: node.answer(request))
+    answer_requests(lambda _: {**node.kinds, "urgency": urgency})
 
 
 if __name__ == "__main__":

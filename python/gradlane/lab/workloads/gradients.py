@@ -46,7 +46,7 @@ class GradientPattern:
         self.values: Float32Array = generator.standard_normal(PATTERN_ELEMENTS, dtype=np.float32)
 
     def shift_and_scale(self, tensor_index: int, rank: int, step: int) -> tuple[int, np.float32]:
-        """Where in the pattern a gradient starts, and its factor in [0.5, 1.5)."""
+        """Return where in the pattern a gradient starts, and its factor in [0.5, 1.5)."""
         bits = hash_of(self.seed, tensor_index, rank, step)
         shift = (bits & 0xFFFFFFFF) % PATTERN_ELEMENTS
         # 23 bits are exact in float32, so that torch and NumPy get the same factor.

@@ -146,7 +146,7 @@ class ReplayWorkload(Workload):
         }
 
     def _factored_layers(self) -> dict[int, SleepingLayer]:
-        """Layers that can give factors, by the number of their weight."""
+        """Return the layers that can give factors, by the number of their weight."""
         numbers = {id(one): index for index, one in enumerate(self.model.parameters())}
         found = {}
         for layer in self._chain.layers:
@@ -195,7 +195,7 @@ class ReplayWorkload(Workload):
     def own_gradient(
         self, tensor_index: int, step: int, elements: npt.NDArray[np.int64] | None = None
     ) -> Float32Array:
-        """Gradient of this rank before any communication: flat, float32.
+        """Return this rank's gradient before any communication: flat, float32.
 
         Args:
             tensor_index: number of the tensor in `named_parameters()` order.
@@ -212,7 +212,7 @@ class ReplayWorkload(Workload):
         world_size: int | None = None,
         elements: npt.NDArray[np.int64] | None = None,
     ) -> Float32Array:
-        """Mean gradient over all ranks, summed in rank order: flat, float32, exact to the bit.
+        """Return the mean over all ranks, summed in rank order: flat, float32, exact to the bit.
 
         Args:
             tensor_index: number of the tensor in `named_parameters()` order.
