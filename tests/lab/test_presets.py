@@ -312,14 +312,20 @@ def test_progress_counts_runs_and_tells_the_time_left(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rate", "fast"], "4gbit"),
-        (["--rate", "4gbit,-1gbit"], "-1gbit"),
-        (["--workload", "alexnet"], "resnet50"),
-        (["--strategy", "p4"], "p4"),
-        (["--dilation", "0"], "dilation"),
-        (["--steps", "0"], "steps"),
-        (["--workers", "1"], "workers"),
-        (["--rate", "1mbit", "--dilation", "10"], "1 Mbit/s"),
+        (["bandwidth", "--rate", "fast"], "4gbit"),
+        (["bandwidth", "--rate", "4gbit,-1gbit"], "-1gbit"),
+        (["bandwidth", "--workload", "alexnet"], "resnet50"),
+        (["bandwidth", "--strategy", "p4"], "p4"),
+        (["bandwidth", "--dilation", "0"], "dilation"),
+        (["bandwidth", "--steps", "0"], "steps"),
+        (["bandwidth", "--workers", "1"], "workers"),
+        (["bandwidth", "--rate", "1mbit", "--dilation", "10"], "1 Mbit/s"),
+        (["utilization", "--rate", "fast"], "4gbit"),
+        (["utilization", "--workload", "inception_v3"], "sockeye"),
+        (["scaling", "--workers", "two"], "2,4,8"),
+        (["scaling", "--rate", "4gbit,5gbit"], "4gbit"),
+        (["slices", "--slice-elems", "50k"], "50000"),
+        (["slices", "--slice-elems", "0"], "50000"),
     ],
 )
 def test_wrong_arguments_end_with_two_and_make_nothing(
@@ -330,8 +336,7 @@ def test_wrong_arguments_end_with_two_and_make_nothing(
     message: str,
 ) -> None:
     output = tmp_path / "results"
-    command = ["lab", "bandwidth", "--output", str(output), *arguments]
-    status, _, errors = run(monkeypatch, capsys, *command)
+    status, _, errors = run(monkeypatch, capsys, "lab", *arguments, "--output", str(output))
     assert status == 2 and message in errors and "Traceback" not in errors
     assert not output.exists()
 

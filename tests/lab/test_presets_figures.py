@@ -300,27 +300,3 @@ def test_cells_that_do_not_fit_into_memory_are_left_out(tmp_path: Path) -> None:
     assert available_bytes(source) == 2_048_000
     source.write_text("MemTotal: 9 kB\n")
     assert available_bytes(source) == float("inf")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["utilization", "--rate", "fast"], "4gbit"),
-        (["utilization", "--workload", "inception_v3"], "sockeye"),
-        (["scaling", "--workers", "two"], "2,4,8"),
-        (["scaling", "--rate", "4gbit,5gbit"], "4gbit"),
-        (["slices", "--slice-elems", "50k"], "50000"),
-        (["slices", "--slice-elems", "0"], "50000"),
-    ],
-)
-def test_wrong_arguments_end_with_two(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    arguments: list[str],
-    message: str,
-) -> None:
-    output = tmp_path / "results"
-    status, _, errors = run(monkeypatch, capsys, "lab", *arguments, "--output", str(output))
-    assert status == 2 and message in errors and "Traceback" not in errors
-    assert not output.exists()

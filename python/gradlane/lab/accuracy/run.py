@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradlane.lab.accuracy.schemes import Scheme, parse_scheme
+from gradlane.lab.accuracy.schemes import StudyScheme, parse_scheme
 from gradlane.lab.accuracy.tasks import Task, task_of
 
 
@@ -28,7 +28,7 @@ class Run:
     workers: int
     steps: int
 
-    def parsed(self) -> tuple[Task, Scheme]:
+    def parsed(self) -> tuple[Task, StudyScheme]:
         """Return the task and the scheme.
 
         Raises:

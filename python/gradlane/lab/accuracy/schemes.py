@@ -15,7 +15,7 @@ REAL = "real"
 
 
 @dataclass(frozen=True)
-class Scheme:
+class StudyScheme:
     """One way to make gradients of several workers into updates.
 
     Attributes:
@@ -55,7 +55,7 @@ class Scheme:
         return self.codec.startswith("dgc:")
 
 
-def parse_scheme(text: str, workers: int) -> Scheme:
+def parse_scheme(text: str, workers: int) -> StudyScheme:
     """Return the scheme with this text.
 
     Args:
@@ -67,10 +67,10 @@ def parse_scheme(text: str, workers: int) -> Scheme:
     """
     text = text.strip()
     if text == FULL_PRECISION:
-        return Scheme(text)
+        return StudyScheme(text)
     name, _, options = text.partition(":")
     if name != "asgd":
-        return Scheme(text, Codec(text).spec)
+        return StudyScheme(text, Codec(text).spec)
     values = {"order": "round", "lr": "full"}
     allowed = {"order": ("round", "random", REAL), "lr": ("full", "mean")}
     for part in options.split(",") if options else ():
@@ -82,4 +82,4 @@ def parse_scheme(text: str, workers: int) -> Scheme:
             )
         values[key] = value
     share = 1.0 if values["lr"] == "full" else 1.0 / workers
-    return Scheme(text, is_asynchronous=True, order=values["order"], lr_share=share)
+    return StudyScheme(text, is_asynchronous=True, order=values["order"], lr_share=share)

@@ -27,7 +27,7 @@ from gradlane.lab.calibration.prediction import (
 )
 from gradlane.lab.runs.cells import missing_strategies, with_compute_times
 from gradlane.lab.runs.rows import Row, grouped, read_rows, text_of_no_evidence
-from gradlane.lab.runs.strategy import Strategy, parse_strategy
+from gradlane.lab.runs.strategy import LabStrategy, parse_strategy
 from gradlane.planning.simulation.costs import MachineCosts, read_costs
 from gradlane.report.console import print_written
 from gradlane.report.markdown import markdown_table
@@ -278,7 +278,7 @@ def auto_table(rows: Sequence[Row]) -> str:
     return table if lines else ""
 
 
-def is_beside(one: Row, row: Row, strategy: Strategy) -> bool:
+def is_beside(one: Row, row: Row, strategy: LabStrategy) -> bool:
     """Return whether a row is a fixed strategy of gradlane's in the cluster of another row.
 
     Args:

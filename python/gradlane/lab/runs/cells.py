@@ -157,7 +157,7 @@ def _dilation(workload: str, rate_bps: int, load_bps: float) -> float:
 def warmup_of(strategy: str) -> int:
     """Return the steps after which every further one takes the same time.
 
-    Those in which a plan is found come before them (`Strategy.learning_steps`).
+    Those in which a plan is found come before them (`LabStrategy.learning_steps`).
     """
     by_priority = parse_strategy(strategy).setting in ("p3", RING, AUTO)
     return WARMUP_PRIORITY if by_priority else WARMUP_USUAL

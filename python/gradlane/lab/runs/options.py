@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gradlane.lab.cluster.namespaces import NODES_MAX
 from gradlane.lab.cluster.shaping import PortShape
-from gradlane.lab.runs.strategy import Strategy
+from gradlane.lab.runs.strategy import LabStrategy
 from gradlane.lab.workloads import NAMES, REPLAY_NAMES, SIMULATED_NAMES, WorkloadSpec
 from gradlane.planning.simulation.straggler import StragglerSpec
 from gradlane.training.options.codec_choice import check_codecs, codec_rules, unused_codec_option
@@ -54,7 +54,7 @@ class LabOptions:
     """
 
     workload: str
-    strategies: Sequence[Strategy]
+    strategies: Sequence[LabStrategy]
     workers: int = option(4, least=2, most=NODES_MAX)
     ranks_per_node: int = 1
     rates_bps: Sequence[int] = field(default_factory=lambda: [4_000_000_000])
@@ -213,10 +213,10 @@ class LabOptions:
         steps = [self.warmup_of(strategy) + self.steps for strategy in self.strategies]
         return len(self.rates_bps) * self.repeat * sum(steps)
 
-    def codec_of(self, strategy: Strategy) -> str:
+    def codec_of(self, strategy: LabStrategy) -> str:
         """Return the codec of a strategy: DDP and no communication have none."""
         return self.codec if strategy.family == "gradlane" else RAW
 
-    def warmup_of(self, strategy: Strategy) -> int:
+    def warmup_of(self, strategy: LabStrategy) -> int:
         """Return the steps before the measured ones: those in which a plan is found come first."""
         return strategy.learning_steps + self.warmup + self.further_warmup.get(strategy.text, 0)

@@ -33,7 +33,7 @@ from gradlane.lab.cluster.straggling import Bursts
 from gradlane.lab.runs.messages import TrialRequest, TrialResult
 from gradlane.lab.runs.options import LabOptions
 from gradlane.lab.runs.rows import STOLEN_SHARE_MAX, Row, measures_machine, summarize
-from gradlane.lab.runs.strategy import Strategy, parse_strategy
+from gradlane.lab.runs.strategy import LabStrategy, parse_strategy
 from gradlane.lab.runs.traffic import OwnerCounters, balance_of
 from gradlane.planning.models.timings import TensorTiming
 from gradlane.planning.simulation.bound import bound_step_s, port_bytes
@@ -166,7 +166,7 @@ class _Runner:
         self._trace_path = scratch / "trace.json"
         self.recording: Recording | None = None
 
-    def run(self, strategy: Strategy, rate_bps: int, repeat: int, goodput: Goodput) -> Row:
+    def run(self, strategy: LabStrategy, rate_bps: int, repeat: int, goodput: Goodput) -> Row:
         """Run one strategy once and return its row, without bound and ratios."""
         options = self._options
         port = self._cluster.next_port()
@@ -247,7 +247,7 @@ class _Runner:
 
     def _row(
         self,
-        strategy: Strategy,
+        strategy: LabStrategy,
         rate_bps: int,
         repeat: int,
         goodput: Goodput,

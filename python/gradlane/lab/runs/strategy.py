@@ -17,9 +17,9 @@ from gradlane.training.options.strategy import (
     RING,
     STRATEGIES,
     LocalSums,
+    Strategy,
     own_slice_elems,
 )
-from gradlane.training.options.strategy import Strategy as SessionStrategy
 from gradlane.training.plans.settings import LEARNING_STEPS
 
 AUTO = "auto"
@@ -42,7 +42,7 @@ Family = Literal["none", "ddp-gloo", "ddp-gather", "gradlane"]
 
 
 @dataclass(frozen=True)
-class Strategy:
+class LabStrategy:
     """One way to communicate.
 
     Attributes:
@@ -80,7 +80,7 @@ class Strategy:
     going_on: bool = False
     sealed: bool = False
 
-    def with_stragglers(self, rule: str) -> Strategy:
+    def with_stragglers(self, rule: str) -> LabStrategy:
         """Return the same strategy with a rule for ranks that are late.
 
         Args:
@@ -122,18 +122,18 @@ class Strategy:
         """
         if self.family != "gradlane" or self.is_planned:
             return None
-        own = own_slice_elems(SessionStrategy.name if self.sends_factors else self.setting, encoded)
+        own = own_slice_elems(Strategy.name if self.sends_factors else self.setting, encoded)
         return own if wanted is None else wanted
 
-    def session_strategy(self, slice_elems: int | None) -> SessionStrategy:
+    def session_strategy(self, slice_elems: int | None) -> Strategy:
         """Return the strategy of its session: where a plan decides, the one to begin with.
 
         Args:
             slice_elems: as for `gradlane.init`.
         """
         own = self.is_planned or self.sends_factors
-        return SessionStrategy(
-            SessionStrategy.name if own else self.setting,
+        return Strategy(
+            Strategy.name if own else self.setting,
             scheme=self.scheme,
             slice_elems=slice_elems,
             exact_order=not self.any_rounding,
@@ -201,7 +201,7 @@ class Strategy:
         return self.setting == ASGD
 
 
-def parse_strategy(text: str) -> Strategy:
+def parse_strategy(text: str) -> LabStrategy:
     """Return the strategy with this name.
 
     Raises:
@@ -218,19 +218,19 @@ def parse_strategy(text: str) -> Strategy:
             "ddp-gloo+powersgd or ddp-gloo+qsgd:bits=8"
         )
     if name == "none" and not colon:
-        return Strategy(text="none", family="none")
+        return LabStrategy(text="none", family="none")
     if name in (*STRATEGIES, AUTO, POSEIDON, *FACTOR_SCHEMES) and not colon:
-        return Strategy(text=name, family="gradlane", setting=name)
+        return LabStrategy(text=name, family="gradlane", setting=name)
     if name in NODE_STRATEGIES and (not colon or argument == COLLECTIVE):
-        return Strategy(
+        return LabStrategy(
             text=text.strip(),
             family="gradlane",
-            setting=SessionStrategy.name,
+            setting=Strategy.name,
             local=NODE_STRATEGIES[name],
             local_sums=argument or LocalSums.where,
         )
     if name == AUTO and argument == ANY_ROUNDING:
-        return Strategy(text=text.strip(), family="gradlane", setting=name, any_rounding=True)
+        return LabStrategy(text=text.strip(), family="gradlane", setting=name, any_rounding=True)
     if name in ("ddp-gloo", "ddp-gather"):
         bucket_mb = DDP_BUCKET_MB_DEFAULT
         if colon:
@@ -241,7 +241,7 @@ def parse_strategy(text: str) -> Strategy:
         if not 0 < bucket_mb < 1e6:
             raise ValueError(f"{text!r}: the bucket size must be a number of megabytes above 0")
         family: Family = "ddp-gloo" if name == "ddp-gloo" else "ddp-gather"
-        return Strategy(text=text.strip(), family=family, bucket_mb=bucket_mb, hook=hook)
+        return LabStrategy(text=text.strip(), family=family, bucket_mb=bucket_mb, hook=hook)
     ddp = ("ddp-gloo[:BUCKET_MB][+fp16|+powersgd[:RANK]|+CODEC]", "ddp-gather[:BUCKET_MB]")
     on_nodes = (f"{name}[:{COLLECTIVE}]" for name in NODE_STRATEGIES)
     further = (f"{AUTO}[:{ANY_ROUNDING}]", POSEIDON, *FACTOR_SCHEMES, *on_nodes)
@@ -260,7 +260,7 @@ def _split(text: str) -> list[str]:
     return names
 
 
-def parse_strategies(text: str) -> list[Strategy]:
+def parse_strategies(text: str) -> list[LabStrategy]:
     """Return the strategies of a comma-separated list, in its order.
 
     Raises:
@@ -276,7 +276,7 @@ def parse_strategies(text: str) -> list[Strategy]:
     return strategies
 
 
-def with_rules(strategies: list[Strategy], rules: str) -> list[Strategy]:
+def with_rules(strategies: list[LabStrategy], rules: str) -> list[LabStrategy]:
     """Return gradlane's strategies with each of some rules for stragglers, others as they are.
 
     Args:
@@ -289,7 +289,7 @@ def with_rules(strategies: list[Strategy], rules: str) -> list[Strategy]:
     named = [rule.strip() for rule in rules.split(",") if rule.strip()]
     if not named:
         raise ValueError("name at least one rule for stragglers, such as wait")
-    found: list[Strategy] = []
+    found: list[LabStrategy] = []
     for strategy in strategies:
         if strategy.family == "gradlane" and strategy.stragglers == WAIT:
             found += [strategy.with_stragglers(rule) for rule in named]

@@ -24,7 +24,7 @@ from torch import nn
 from gradlane.lab.cluster.rank_program import meet, open_store
 from gradlane.lab.runs.communication import Communication, connect
 from gradlane.lab.runs.messages import TrialRequest, TrialResult
-from gradlane.lab.runs.strategy import Strategy, parse_strategy
+from gradlane.lab.runs.strategy import LabStrategy, parse_strategy
 from gradlane.lab.runs.traffic import OwnerCounters
 from gradlane.lab.workloads import Workload, build
 from gradlane.lab.workloads.real import RealWorkload
@@ -87,7 +87,7 @@ def run_trial(
 
 def _run_connected(
     request: TrialRequest,
-    strategy: Strategy,
+    strategy: LabStrategy,
     rank: int,
     store: Store,
     report_step: Callable[[int], None],
@@ -228,7 +228,7 @@ def _train(
 
 def _verify(
     request: TrialRequest,
-    strategy: Strategy,
+    strategy: LabStrategy,
     workload: Workload,
     codecs: list[tuple[str, int | None]],
 ) -> int:

@@ -310,7 +310,7 @@ class UrgencyRow:
         }
 
 
-Row = ExchangeRow | UrgencyRow
+TransportRow = ExchangeRow | UrgencyRow
 
 
 def summarize_turn(
@@ -353,7 +353,7 @@ def summarize_turn(
 
 def run_transport(
     options: TransportOptions, on_phase: Callable[[str], None] = lambda text: None
-) -> list[Row]:
+) -> list[TransportRow]:
     """Measure everything and return the rows, those that compare last.
 
     Args:

@@ -14,13 +14,13 @@ from gradlane.lab.transport.measurement import (
     GOODPUT_SHARE_TARGET,
     URGENT_MS_TARGET,
     ExchangeRow,
-    Row,
+    TransportRow,
     UrgencyRow,
 )
 from gradlane.report.console import text_table
 
 
-def print_transport(console: Console, rows: Sequence[Row]) -> None:
+def print_transport(console: Console, rows: Sequence[TransportRow]) -> None:
     """Print a table for each kind of measurement that the rows hold."""
     exchanges = [row for row in rows if isinstance(row, ExchangeRow)]
     if exchanges:
