@@ -458,6 +458,7 @@ class Feedback:
         state: dict[str, Any] | None = None,
         values: tuple[Any, Any] | None = None,
         per_rank: int = 1,
+        restores: bool = False,
         **options: Any,
     ) -> tuple[str, dict[str, Any], tuple[Any, Any]]:
         """Train; return the digest, the session's state, and that of the model and the optimizer.
@@ -467,6 +468,7 @@ class Feedback:
             steps: to train.
             state: of a session, to be loaded first.
             values: of the model and the optimizer, in place of their first ones.
+            restores: begin with the last checkpoint.
             per_rank: ranks of a cluster whose losses each rank averages by itself.
             options: of the session.
         """
@@ -484,6 +486,8 @@ class Feedback:
             session.prepare(model, optimizer)
             if state is not None:
                 session.load_state_dict(state)
+            if restores:
+                assert session.restore() == steps[0] - 1
             for step in steps:
                 for one in range(per_rank * rank, per_rank * (rank + 1)):
                     generator = torch.Generator().manual_seed(100 * step + one)
@@ -530,6 +534,17 @@ def feedback_of_nodes(
     """Train on as many ranks as there are nodes, each of which has the mean of a node's losses."""
     training = Feedback(store, rank, world_size, job, codec, momentum)
     return training.run("nodes", range(1, 9), per_rank=LOCAL_SIZE, strategy=strategy)[0]
+
+
+def feedback_restored(
+    store: Any, rank: int, world_size: int, job: str, *, folder: str, **options: Any
+) -> list[str]:
+    """Train straight on, and again from a checkpoint of the middle."""
+    training = Feedback(store, rank, world_size, job, "onebit", 0.0)
+    saved = {"checkpoint_folder": folder, "checkpoint_every": 5, **options}
+    right, _, _ = training.run("straight", range(1, 9), **saved)
+    again, _, _ = training.run("again", range(6, 9), restores=True, **saved)
+    return [right, again]
 
 
 def feedback_moves(

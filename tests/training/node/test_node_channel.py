@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,6 +138,11 @@ def test_error_feedback_between_nodes_is_that_of_ranks_with_their_gradients(
     own = [one["worker_residual"] for one in kept]
     assert all(any(map(any, one.values())) for one in own)
     assert own[0] == own[1] != own[2] == own[3]
+
+
+def test_a_checkpoint_has_the_residuals_of_nodes(pool: RankPool, tmp_path: Path) -> None:
+    ranks = pool.run(f"{HERE}:feedback_restored", folder=str(tmp_path), local="leader")
+    assert len({digest for rank in ranks for digest in rank}) == 1
 
 
 @pytest.mark.parametrize(
