@@ -148,6 +148,11 @@ def ranks_in_errors(ctx: SessionContext, channel: Channel, first: int) -> list[i
     return [*own, *range(world_size, ctx.rank_info.ranks)]
 
 
+def residual_group(channel: Channel) -> int:
+    """Return the number of consecutive ranks whose residual of contributions is the same one."""
+    return channel.ranks_per_residual if isinstance(channel, NodeChannel) else 1
+
+
 def _open(
     ctx: SessionContext,
     scope: RendezvousScope,
@@ -166,7 +171,7 @@ def _open(
     secret = scope.secret(ctx.secret)
     if layout is not None:
         is_default = options.local.mode == AUTO
-        obstacle = rows_obstacle(table) if is_default else ""
+        obstacle = rows_obstacle(table, layout) if is_default else ""
         if is_default and rank_info.rank == 0 and scope.channel == 0:
             _say_layout(layout, obstacle)
         if not obstacle:

@@ -114,3 +114,9 @@ def test_ranks_that_only_talk_to_their_node_have_no_address(pool: FirstRanks) ->
     assert others == [first] * 3
     assert first["roles"] == ("worker and server", "worker") * 2
     assert [address is None for address in first["addresses"]] == [False, True, False, True]
+    # The rule is of ranks by themselves, and says so.
+    assert all("which takes dense gradients alone" in it["reason"] for it in first["best"].values())
+
+
+def test_ranks_by_themselves_need_no_word_of_nodes(pool: FirstRanks) -> None:
+    assert not any("dense gradients alone" in it["reason"] for it in asked(pool)["best"].values())

@@ -6,6 +6,8 @@ The nodes are this machine; the launcher's variables emulate them (`LOCAL_RANK`,
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
 import hashlib
 import json
@@ -435,6 +437,130 @@ def planned(store: Any, rank: int, world_size: int, job: str) -> dict[str, Any]:
         "sent": sent,
         "digest": hashlib.sha256(weights).hexdigest(),
     }
+
+
+class Feedback:
+    """Trainings of a small model whose gradients are encoded with error feedback, in sessions."""
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, job: str, codec: str, momentum: float
+    ) -> None:
+        self._where = (store, rank, world_size, job)
+        self._codec = {"*.weight": codec}
+        self._momentum = momentum
+        self.rank = rank
+
+    def run(
+        self,
+        name: str,
+        steps: range,
+        *,
+        state: dict[str, Any] | None = None,
+        values: tuple[Any, Any] | None = None,
+        per_rank: int = 1,
+        restores: bool = False,
+        **options: Any,
+    ) -> tuple[str, dict[str, Any], tuple[Any, Any]]:
+        """Train; return the digest, the session's state, and that of the model and the optimizer.
+
+        Args:
+            name: of the session.
+            steps: to train.
+            state: of a session, to be loaded first.
+            values: of the model and the optimizer, in place of their first ones.
+            restores: begin with the last checkpoint.
+            per_rank: ranks of a cluster whose losses each rank averages by itself.
+            options: of the session.
+        """
+        store, rank, world_size, job = self._where
+        torch.manual_seed(3)
+        model = nn.Sequential(
+            nn.Linear(40, 90), nn.Tanh(), nn.Linear(90, 41), nn.Linear(41, 33, dtype=torch.bfloat16)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=self._momentum)
+        if values is not None:
+            model.load_state_dict(values[0])
+            optimizer.load_state_dict(values[1])
+        there = opened(store, rank, world_size, f"{job}-{name}", codec=self._codec, **options)
+        with there as session:
+            session.prepare(model, optimizer)
+            if state is not None:
+                session.load_state_dict(state)
+            if restores:
+                assert session.restore() == steps[0] - 1
+            for step in steps:
+                for one in range(per_rank * rank, per_rank * (rank + 1)):
+                    generator = torch.Generator().manual_seed(100 * step + one)
+                    points = torch.randn(4, 40, generator=generator)
+                    hidden = model[2](model[1](model[0](points)))
+                    loss = hidden.square().mean() + model[3](hidden.bfloat16()).float().mean()
+                    with contextlib.ExitStack() as stack:
+                        if one < per_rank * (rank + 1) - 1:
+                            stack.enter_context(session.no_sync())
+                        (loss / per_rank).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            session.synchronize()
+            after = session.state_dict()
+        values = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        return digest(model), after, values
+
+
+def feedback(
+    store: Any, rank: int, world_size: int, job: str, *, codec: str, momentum: float, **options: Any
+) -> dict[str, Any]:
+    """Train straight on, and in two sessions with all ranks' states between them."""
+    training = Feedback(store, rank, world_size, job, codec, momentum)
+    right, _, _ = training.run("straight", range(1, 9), **options)
+    _, state, values = training.run("first", range(1, 5), **options)
+    again, _, _ = training.run("second", range(5, 9), state=state, values=values, **options)
+    without, _, _ = training.run("without", range(5, 9), values=values, **options)
+    (model,) = state["models"]
+    return {
+        "right": right,
+        "again": again,
+        "without": without,
+        "residuals": {
+            kind: {name: one.numpy().tobytes() for name, one in model[kind].items()}
+            for kind in ("worker_residual", "mean_worker_residual", "owner_residual")
+        },
+        "common": model["ranks_per_residual"],
+    }
+
+
+def feedback_of_nodes(
+    store: Any, rank: int, world_size: int, job: str, *, codec: str, momentum: float, strategy: str
+) -> str:
+    """Train on as many ranks as there are nodes, each of which has the mean of a node's losses."""
+    training = Feedback(store, rank, world_size, job, codec, momentum)
+    return training.run("nodes", range(1, 9), per_rank=LOCAL_SIZE, strategy=strategy)[0]
+
+
+def feedback_restored(
+    store: Any, rank: int, world_size: int, job: str, *, folder: str, **options: Any
+) -> list[str]:
+    """Train straight on, and again from a checkpoint of the middle."""
+    training = Feedback(store, rank, world_size, job, "onebit", 0.0)
+    saved = {"checkpoint_folder": folder, "checkpoint_every": 5, **options}
+    right, _, _ = training.run("straight", range(1, 9), **saved)
+    again, _, _ = training.run("again", range(6, 9), restores=True, **saved)
+    return [right, again]
+
+
+def feedback_moves(
+    store: Any, rank: int, world_size: int, job: str, *, ways: list[str]
+) -> list[dict[str, bytes]]:
+    """Take residuals from sessions with one value of `local` to sessions with the next."""
+    training = Feedback(store, rank, world_size, job, "bf16:residual=on", 0.0)
+    _, state, _ = training.run("0", range(1, 4), local=ways[0])
+    found = [state]
+    for number, local in enumerate(ways[1:], 1):
+        found.append(training.run(str(number), range(0), state=found[-1], local=local)[1])
+    kinds = ("worker_residual", "mean_worker_residual", "owner_residual")
+    return [
+        {kind: b"".join(one.numpy().tobytes() for one in model[kind].values()) for kind in kinds}
+        for (model,) in (one["models"] for one in found)
+    ]
 
 
 def port_bytes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,6 +105,58 @@ def test_a_codec_between_nodes(pool: RankPool) -> None:
     assert len({rank["digest"] for rank in led}) == 1
 
 
+@pytest.mark.parametrize("sums", ["host", "collective"])
+@pytest.mark.parametrize(
+    ("codec", "momentum", "strategy"),
+    [
+        ("bf16:residual=on", 0.0, "p3"),
+        ("onebit", 0.0, "ring"),
+        ("topk:ratio=0.05", 0.0, "wfbp"),
+        ("dgc:ratio=0.05", 0.9, "p3"),
+    ],
+)
+def test_error_feedback_between_nodes_is_that_of_ranks_with_their_gradients(
+    pool: RankPool, codec: str, momentum: float, strategy: str, sums: str
+) -> None:
+    """Codecs that draw no numbers: the bits are those of two ranks, also from a state on."""
+    given: dict[str, Any] = {"codec": codec, "momentum": momentum}
+    nodes = set(pool.run(f"{HERE}:feedback_of_nodes", ranks=NODES, **given, strategy=strategy))
+    ranks = pool.run(
+        f"{HERE}:feedback", local="leader", local_sums=sums, strategy=strategy, **given
+    )
+    for rank in ranks:
+        assert {rank["right"], rank["again"]} == nodes
+        assert rank["without"] not in nodes, "the residuals count"
+        assert rank["common"] == LOCAL_SIZE
+    kept = [rank["residuals"] for rank in ranks]
+    for kind in ("mean_worker_residual", "owner_residual"):
+        assert all(map(any, kept[0][kind].values()))
+    halves = set() if codec.startswith("bf16") else {"3.weight"}
+    assert set(kept[0]["worker_residual"]) == {"0.weight", "2.weight"} | halves
+    for kind in ("mean_worker_residual", "owner_residual"):
+        assert all(one[kind] == kept[0][kind] for one in kept)
+    own = [one["worker_residual"] for one in kept]
+    assert all(any(map(any, one.values())) for one in own)
+    assert own[0] == own[1] != own[2] == own[3]
+
+
+def test_a_checkpoint_has_the_residuals_of_nodes(pool: RankPool, tmp_path: Path) -> None:
+    ranks = pool.run(f"{HERE}:feedback_restored", folder=str(tmp_path), local="leader")
+    assert len({digest for rank in ranks for digest in rank}) == 1
+
+
+@pytest.mark.parametrize(
+    "ways", [["off", "leader"], ["leader", "off"], ["leader", "leader"], ["off", "off"]]
+)
+def test_residuals_of_nodes_and_of_ranks_become_each_other(pool: RankPool, ways: list[str]) -> None:
+    """Each rank's own among the same; else their mean, since they are of other gradients."""
+    for before, after in pool.run(f"{HERE}:feedback_moves", ways=ways):
+        kind = "worker_residual" if ways[0] == ways[1] else "mean_worker_residual"
+        assert after["worker_residual"] == before[kind]
+        assert after["owner_residual"] == before["owner_residual"]
+        assert any(before["worker_residual"])
+
+
 def test_one_node_has_the_bits_of_ranks_alone(pool: RankPool) -> None:
     alone = pool.run(f"{HERE}:trained", local="off", steps=3)
     led = pool.run(f"{HERE}:trained", local="leader", local_size=4, steps=3)
@@ -121,12 +174,16 @@ def test_the_last_ranks_state_is_handed_over(pool: RankPool, local: str) -> None
         ({"local": "leader", "strategy": "kvstore"}, "strategy 'kvstore'"),
         ({"local": "leader", "update": "server"}, 'update="server"'),
         ({"local": "shared", "codec": "qsgd:bits=4"}, "codec 'qsgd:bits=4'"),
-        ({"local": "leader", "codec": "onebit"}, "its leader alone would have it"),
+        ({"local": "shared", "codec": "onebit"}, "codec 'onebit'"),
+        ({"local": "leader", "codec": "onebit"}, "opened"),
+        ({"local": "leader", "local_size": 4, "codec": "dgc"}, "takes the optimizer's momentum"),
+        ({"local": "leader", "local_size": 4, "codec": "onebit"}, "opened"),
         ({"local": "leader", "scheme": "sfb"}, "do not add up to fewer"),
         ({"local": "shared", "scheme": "adam"}, "as many leave the node"),
         ({"local": "leader", "stragglers": "drop"}, "a late one makes all of them late"),
         ({"local": "twice"}, "unknown local 'twice'"),
         ({"local": "auto", "codec": "onebit"}, "opened"),
+        ({"local": "auto", "local_size": 4, "codec": "dgc"}, "opened"),
         ({"local": "auto", "update": "server"}, "opened"),
     ],
 )

@@ -28,6 +28,7 @@ from gradlane.planning.schemes.costs import (
 )
 from gradlane.planning.schemes.layers import layers_of
 from gradlane.training.factors.choice import layers_by_weight
+from gradlane.training.node.rules import SHARED
 from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.options.options import Options
 from gradlane.training.options.strategy import PLAN_RULES, RING
@@ -77,7 +78,13 @@ class InformationBook:
     """Entries by name, and the layers of a model."""
 
     def __init__(
-        self, entries: Mapping[str, Any], layers: Sequence[Layer], servers: int, *, serving: bool
+        self,
+        entries: Mapping[str, Any],
+        layers: Sequence[Layer],
+        servers: int,
+        *,
+        serving: bool,
+        sums_on_nodes: bool = False,
     ) -> None:
         """Write the book.
 
@@ -86,7 +93,9 @@ class InformationBook:
             layers: of the model; the entry `layers` names them.
             servers: ranks that own slices, of a scheme with servers.
             serving: whether these train nothing.
+            sums_on_nodes: whether the ranks of a node add up before the network.
         """
+        self._sums_on_nodes = sums_on_nodes
         self.layers = tuple(layers)
         self._entries = {**entries, "layers": tuple(layer.name for layer in layers)}
         self._servers = servers
@@ -154,7 +163,13 @@ class InformationBook:
         candidates = PLAN_RULES[rule]
         costs = costs_of(layer, counts, candidates if rule == "auto" else tuple(SCHEMES))
         best = next(cost for cost in costs if cost.scheme in candidates)
-        return SchemeChoice(best.scheme, tuple(costs), scheme_reason(layer, counts, best, costs))
+        reason = scheme_reason(layer, counts, best, costs)
+        if self._sums_on_nodes:
+            reason += (
+                "; counted for ranks that each have a port: here the ranks of a node add up first, "
+                "which takes dense gradients alone"
+            )
+        return SchemeChoice(best.scheme, tuple(costs), reason)
 
 
 def session_book(
@@ -192,7 +207,13 @@ def session_book(
     if links is not None:
         entries |= {"rate_bps": links.rate_bps, "latency_s": links.latency_s}
     owners = rank_info.serving or options.servers or rank_info.world_size
-    return InformationBook(entries, layers, owners, serving=rank_info.serving > 0)
+    return InformationBook(
+        entries,
+        layers,
+        owners,
+        serving=rank_info.serving > 0,
+        sums_on_nodes=None in addresses or options.local.mode == SHARED,
+    )
 
 
 def _role(rank: int, is_on_network: bool, options: Options, rank_info: RankInfo) -> str:

@@ -197,7 +197,9 @@ def _for_nodes(spec: ModelSpec, nodes: Layout, rank: int) -> ModelSpec:
     sparse_bytes = sum(one.entry.nbytes for one in sparse)
     other_bytes = sum(entry.nbytes for entry in spec.trained) - sparse_bytes
     dense = spec.with_dense_rows()
-    if sparse_bytes > (nodes.local_size - 1) * other_bytes or rows_obstacle(_plan_rows(dense)):
+    if sparse_bytes > (nodes.local_size - 1) * other_bytes or rows_obstacle(
+        _plan_rows(dense), nodes
+    ):
         return spec
     if rank == 0:
         log.info(

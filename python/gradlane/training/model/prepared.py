@@ -24,7 +24,7 @@ from gradlane.errors import (
     SessionFailedError,
     UsageError,
 )
-from gradlane.training.connection import SessionContext, shutdown_channel
+from gradlane.training.connection import SessionContext, residual_group, shutdown_channel
 from gradlane.training.core import translate_error
 from gradlane.training.factors.sending import FactorHooks
 from gradlane.training.model import optimizers
@@ -193,6 +193,7 @@ class PreparedModel:
             translating=self._translating,
             settle_late=self.steps.exchange.settle_late,
             leaves_out=ctx.options.stragglers.leaves_out,
+            ranks_per_residual=residual_group(self.channel),
         )
         if self._barrier is not None and self._updates is not None:
             # From now on this rank updates its own slices, also before its own first step.

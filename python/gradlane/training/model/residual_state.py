@@ -6,6 +6,9 @@ contributions is another tensor on every rank, and so are its late gradients. Th
 results is kept by the owner of each slice, and is whole here: the owners broadcast it, as it is, in
 a step of the channel that is no training, and that no rank is left out of.
 
+Where the ranks of a node add up first, its leader encodes their mean, and the residual of that is
+every rank's own: the mean over ranks is then the mean over nodes.
+
 A checkpoint of one rank is enough for a world of any size, cut in any way: beside this rank's own
 it holds the means over all ranks. For training only their share of the mean gradient counts, so
 where the ranks do not each load their own, every rank starts with the mean, and nothing is lost or
@@ -54,6 +57,7 @@ class ResidualState:
         translating: Callable[[str], AbstractContextManager[None]],
         settle_late: Callable[[], LateGradientBuffer | None] = lambda: None,
         leaves_out: bool = False,
+        ranks_per_residual: int = 1,
     ) -> None:
         """Find the tensors whose codecs keep a residual.
 
@@ -68,6 +72,7 @@ class ResidualState:
             translating: a context that turns errors of the channel into the package's own.
             settle_late: returns the late gradients, or None where they are lost.
             leaves_out: whether steps may go on without ranks that are late.
+            ranks_per_residual: consecutive ranks that have one of contributions in common.
         """
         self._channel = channel
         self._scope = scope
@@ -78,6 +83,7 @@ class ResidualState:
         self._translating = translating
         self._settle_late = settle_late
         self._carries = settle_late() is not None and scope.rank_info.world_size > 1
+        self._ranks_per_residual = ranks_per_residual
         self._begin = channel.step_barrier if leaves_out else channel.step_begin
         self._kept = [
             index
@@ -105,7 +111,11 @@ class ResidualState:
             GradlaneError: the session has failed.
         """
         rank_info = self._scope.rank_info
-        state: dict[str, Any] = {"rank": rank_info.rank, "world_size": rank_info.world_size}
+        state: dict[str, Any] = {
+            "rank": rank_info.rank,
+            "world_size": rank_info.world_size,
+            "ranks_per_residual": self._ranks_per_residual,
+        }
         state.update({kind: {} for kind in _KINDS})
         if self.is_empty:
             return state
@@ -140,10 +150,12 @@ class ResidualState:
             return
         self._settle()
         rank_info = self._scope.rank_info
-        own = (int(state["rank"]), int(state["world_size"])) == (
-            rank_info.rank,
-            rank_info.world_size,
-        )
+        # Earlier versions had residuals of single ranks alone.
+        own = (
+            int(state["rank"]),
+            int(state["world_size"]),
+            int(state.get("ranks_per_residual", 1)),
+        ) == (rank_info.rank, rank_info.world_size, self._ranks_per_residual)
         self._loads += 1
         key = f"residuals/{self._loads}"
         self._scope.put(f"{key}/{rank_info.rank}", json.dumps(own))

@@ -16,7 +16,8 @@ import array
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -35,6 +36,7 @@ from gradlane.training.node.link import (
     FAILED,
     NORM,
     ORDER,
+    RESIDUAL,
     RESULT,
     LocalLink,
     Message,
@@ -107,6 +109,8 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         self._landed = LandedParts(rows, parts, self._changed)
         self._waits = WaitStats(self._names)
         self._norm = (-1, 0.0)
+        self._residual_messages: Counter[int] = Counter()
+        self._collective_parts: set[int] = set()
         self._local_bytes = 0
         node, source = divmod(source_rank, self._layout.local_size)
         self._leader = (
@@ -188,11 +192,16 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
     def on_node_mean(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
         """Submit a mean that collectives have computed to the channel between nodes."""
         assert self._leader is not None
+        with self._changed:
+            self._collective_parts.add(part.number)
         self._leader.submit(NodeMean(part, step, pointer, absent))
 
     def distribute_mean(self, part: Part, step: int, absent: bool) -> None:
         """Send the mean of an own part to all ranks of this node."""
-        if self._collectives is not None and step > 0 and part.tensor < self._collectives.tensors:
+        with self._changed:
+            by_collective = part.number in self._collective_parts
+            self._collective_parts.discard(part.number)
+        if self._collectives is not None and by_collective:
             self._collectives.on_result(part, step, absent=absent)
             return
         for peer in self._link.peers:
@@ -247,16 +256,8 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
     def wait_norm(self, step: int, blocks: SquareSum | None = None) -> float:
         """Wait for the norm of a step's gradients; means may be still to come."""
         assert blocks is None, "tensors of blocks are refused where a node's ranks add up"
-        self._check()
-        deadline = SuspendAwareDeadline(self._timeout_s)
-        with self._changed:
-            while self._norm[0] != step and not self._failure and not deadline.is_over(_POLL_S):
-                self._changed.wait(_POLL_S)
-            known, norm = self._norm
-        self._check()
-        if known != step:
-            self._fail_without_progress(f"the norm of all gradients in step {step}")
-        return norm
+        self._wait_until(lambda: self._norm[0] == step, f"the norm of all gradients in step {step}")
+        return self._norm[1]
 
     def needed(self, tensor: int, step: int) -> None:
         """Do nothing: results are not requested here."""
@@ -308,6 +309,18 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             last_ready if whole_step else tensors[0], step, waited_ns, whole_step=whole_step
         )
 
+    def _wait_until(self, is_done: Callable[[], bool], awaited: str) -> None:
+        """Wait for what a message of this node brings; `awaited` names it in errors."""
+        self._check()
+        deadline = SuspendAwareDeadline(self._timeout_s)
+        with self._changed:
+            while not is_done() and not self._failure and not deadline.is_over(_POLL_S):
+                self._changed.wait(_POLL_S)
+            has_ended = is_done()
+        self._check()
+        if not has_ended:
+            self._fail_without_progress(awaited)
+
     def _fail_without_progress(self, awaited: str) -> NoReturn:
         self.fail(
             Failure(
@@ -341,6 +354,61 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
     def send_raw(self, step: int) -> None:
         """Send the contributions to a step that has just begun without codecs between nodes."""
         self._call_leader(lambda leader: leader.channel.send_raw(step))
+
+    # ---- residuals of the node's means, which its leader encodes
+
+    @property
+    def ranks_per_residual(self) -> int:
+        """Number of consecutive ranks that have a residual in common: those of a node."""
+        return self._layout.local_size
+
+    def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
+        """Copy the residual of this node's mean to `count` f32 values; all its ranks call it.
+
+        Between steps a rank's shared memory is free: its leader puts one piece after the other
+        there, each when the rank asks for it.
+        """
+        self._check()
+        (part,) = self._parts_of_tensor[tensor]
+        is_leader = part.leader == self._local_rank
+        if is_leader:
+            self._call_leader(lambda one: one.channel.copy_worker_residual(tensor, pointer, count))
+        for first in range(0, 4 * count, part.nbytes):
+            nbytes = min(part.nbytes, 4 * count - first)
+            if not is_leader:
+                self._link.send(part.leader, RESIDUAL)
+                self._await_residual_message(part.leader, tensor)
+                source = self._link.address(self._local_rank, part.offset)
+                copy(source, pointer + first, nbytes)
+                continue
+            for peer in self._link.peers:
+                self._await_residual_message(peer, tensor)
+                copy(pointer + first, self._link.address(peer, part.offset), nbytes)
+                self._link.send(peer, RESIDUAL)
+
+    def _await_residual_message(self, sender: int, tensor: int) -> None:
+        """Wait for the next message about residuals of a rank of this node."""
+        rank, name = self._layout.rank_of(self._layout.node, sender), self._names[tensor]
+        messages = self._residual_messages
+        self._wait_until(lambda: messages[sender] > 0, f"rank {rank} and the residual of {name!r}")
+        with self._changed:
+            messages[sender] -= 1
+
+    def residual_squares(
+        self, first: int, elements_max: int
+    ) -> tuple[list[tuple[int, int, float]], int]:
+        """Return the squares of residuals on the leader, and nothing on the other ranks."""
+        if self._leader is None:
+            return [], 0
+        return self._leader.channel.residual_squares(first, elements_max)
+
+    def load_state(self, tensor: int, name: str, pointer: int, count: int) -> None:
+        """Load a residual: the leader the node's, and owners among leaders those of results."""
+        self._call_leader(lambda leader: leader.channel.load_state(tensor, name, pointer, count))
+
+    def read_state(self, name: str, part: int) -> None:
+        """Have the step that has just begun broadcast the owners' residuals between nodes."""
+        self._call_leader(lambda leader: leader.channel.read_state(name, part))
 
     # ---- the end
 
@@ -489,6 +557,10 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             )
         elif message.kind == ORDER and self._leader is not None:
             self._leader.reorder(array.array("i", message.text).tolist())
+        elif message.kind == RESIDUAL:
+            with self._changed:
+                self._residual_messages[message.sender] += 1
+                self._changed.notify_all()
         elif message.kind == NORM:
             self._take_norm(*_NORM.unpack(message.text))
         elif message.kind == FAILED:

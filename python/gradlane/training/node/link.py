@@ -34,8 +34,9 @@ READY, MEAN, SUM, BROADCAST = range(6, 10)
 """Kinds for collectives. To the coordinator: the sender's gradient of a tensor is on its device;
 the sender has the mean of a part over all nodes. From the coordinator: all ranks add up a tensor
 now; all ranks receive the mean of a part now."""
-NORM = 10
-"""From the leader: the norm of all gradients of a step."""
+NORM, RESIDUAL = 10, 11
+"""From the leader: the norm of all gradients of a step. To the leader: the sender's memory is free
+for a piece of a residual; from the leader: the piece is there."""
 COLLECTIVE_KINDS = (READY, MEAN, SUM, BROADCAST)
 _HEADER = struct.Struct("<BBHIq")
 _MESSAGE_BYTES_MAX = 1 << 20
@@ -49,7 +50,7 @@ class Message:
 
     Attributes:
         sender: its local rank.
-        kind: `CONTRIBUTION` to `NORM`.
+        kind: `CONTRIBUTION` to `RESIDUAL`.
         absent: True if there is no gradient or mean.
         part: number of the part; of `READY` and `SUM`, of the tensor.
         step: number of the step.

@@ -16,7 +16,8 @@ from gradlane.training.node.group import NodeGroup, open_node_store
 from gradlane.training.node.layout import Layout
 from gradlane.training.node.link import LocalLink, connect
 from gradlane.training.node.parts import Part, cut_into_parts, rows_of_leader, shared_memory_bytes
-from gradlane.training.options.codec_choice import codec_facts
+from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.momentum import keeps_momentum
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
@@ -52,7 +53,7 @@ def open_node_channel(
             for and cannot be used.
         RendezvousError: ranks cannot reach each other.
     """
-    if obstacle := rows_obstacle(rows):
+    if obstacle := rows_obstacle(rows, layout):
         raise ValueError(f'{obstacle}: use local="off"')
     sum_backend = agree_on_sum_backend(options, scope, layout, gradients)
     parts = cut_into_parts(rows, layout.leaders)
@@ -112,8 +113,8 @@ def _open_collectives(
     return collectives
 
 
-def rows_obstacle(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return why some of a plan's tensors are not added up on nodes; empty if all can be."""
+def rows_obstacle(rows: Sequence[Mapping[str, Any]], layout: Layout) -> str:
+    """Return why some of a plan's tensors are not added up on these nodes; empty if all can be."""
     for row in rows:
         scheme = row.get("scheme", "ps")
         if scheme not in ("ps", "ring"):
@@ -121,13 +122,9 @@ def rows_obstacle(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"tensor {row['name']!r} goes by scheme {scheme!r}, whose blocks are each rank's "
                 "own and are not added up on nodes"
             )
-        if "codec" in row:
-            facts = codec_facts(row["codec"], row["dtype"], row["sizes"])
-            if facts is not None and facts.residual_width:
-                return (
-                    f"codec {row['codec']!r} of {row['name']!r} keeps what it has lost: of a "
-                    "node's mean its leader alone would have it, and checkpoints and new plans "
-                    "take it from every rank (a codec without error feedback, such as "
-                    "'qsgd:bits=8', goes)"
-                )
+        if layout.nodes == 1 and keeps_momentum(row.get("codec", RAW)):
+            return (
+                f"codec {row['codec']!r} of {row['name']!r} takes the optimizer's momentum over, "
+                "and the ranks of a single node add up without encoding anything"
+            )
     return ""

@@ -58,16 +58,6 @@ class UnsupportedCalls:
         """Refuse: blocks are each rank's own."""
         _refuse("sending blocks")
 
-    def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
-        """Refuse: what a rank sends is not encoded."""
-        _refuse("keeping residuals")
-
-    def residual_squares(
-        self, first: int, elements_max: int
-    ) -> tuple[list[tuple[int, int, float]], int]:
-        """Refuse: what a rank sends is not encoded."""
-        _refuse("keeping residuals")
-
     def set_parameter(self, tensor: int, pointer: int, nbytes: int) -> None:
         """Refuse: updates run on the workers."""
         _refuse("updating on servers")
@@ -76,15 +66,7 @@ class UnsupportedCalls:
         """Refuse: updates run on the workers."""
         _refuse("updating on servers")
 
-    def read_state(self, name: str, part: int) -> None:
-        """Refuse: updates run on the workers."""
-        _refuse("updating on servers")
-
     def clear_state(self) -> None:
-        """Refuse: updates run on the workers."""
-        _refuse("updating on servers")
-
-    def load_state(self, tensor: int, name: str, pointer: int, count: int) -> None:
         """Refuse: updates run on the workers."""
         _refuse("updating on servers")
 

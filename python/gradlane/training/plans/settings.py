@@ -7,7 +7,7 @@ from typing import Any
 
 from gradlane.formats.rates import format_rate
 from gradlane.training.node.rules import AUTO, LEADER, OFF, with_local
-from gradlane.training.options.codec_choice import codec_rules, keeps_residual, rules_text
+from gradlane.training.options.codec_choice import codec_rules, rules_text
 from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.option_groups import Network
 from gradlane.training.options.options import Options
@@ -228,8 +228,6 @@ def local_of_session(settings: Settings, facts: ClusterFacts) -> str | None:
         return None
     if settings.local not in (None, AUTO):
         return settings.local
-    if settings.codec is not None and keeps_residual(codec_rules(settings.codec)):
-        return OFF
     options = Options(
         update=facts.update, servers=facts.servers, stragglers=Stragglers(facts.stragglers)
     )
