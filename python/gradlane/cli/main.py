@@ -18,9 +18,12 @@ import typer
 from gradlane.cli.lab import lab
 from gradlane.cli.lasting_output import lasting_output
 from gradlane.cli.options import (
+    FROM_MONITORING,
+    FROM_RUNS,
     HtmlPath,
     JsonPath,
     read_json,
+    remedied,
     require_writable,
     rows_in,
     write_json,
@@ -182,7 +185,9 @@ def trace_merge(
     from gradlane.formats.timeline.merge import merge
 
     require_writable(output)
-    timeline = merge([read_chrome(path) for path in files])
+    with remedied(FROM_MONITORING):
+        timelines = [read_chrome(path) for path in files]
+    timeline = merge(timelines)
     write_chrome(timeline, output)
     for note in timeline.notes:
         typer.echo(escaped(note))
@@ -201,7 +206,9 @@ def report(
     from gradlane.lab.runs.rows import rows_of
     from gradlane.planning.advice.page import report_from_whatif
 
-    content = read_json(results)
+    from_results = f"{FROM_RUNS}, and so does `gradlane whatif --json answer.json`"
+    with remedied(from_results):
+        content = read_json(results)
     target = html_path or results.with_suffix(".html")
     require_writable(target)
     note = ""
@@ -219,7 +226,8 @@ def report(
             report_from_preset(rows, target)
             note = Findings(rows).note
     else:
-        rows = rows_of(rows_in(content, results))
+        with remedied(from_results):
+            rows = rows_of(rows_in(content, results))
         report_from_results(rows, target)
         note = text_of_marked(rows)
     if note:
