@@ -90,8 +90,8 @@ def _takeover_obstacle(optimizer: Any, group: Mapping[str, Any], parameter: Any,
         return "use torch.optim.SGD, whose momentum it takes over, or momentum=0 in the codec"
     if float(group["momentum"]) != own:
         return (
-            f"the two have to be equal, so that it can take SGD's over: dgc:momentum="
-            f"{float(group['momentum']):g}, without a scheduler that cycles momentum"
+            f"both need one value all the time: set momentum={own:g} in the group and use no "
+            f"scheduler that cycles momentum, or begin with dgc:momentum={float(group['momentum']):g}"
         )
     for name in ("nesterov", "dampening", "maximize"):
         if group.get(name):
