@@ -33,6 +33,17 @@ def test_help_names_the_commands(
         assert command in out
 
 
+def test_help_is_wrapped_by_the_terminal_and_not_by_its_source(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 400)
+    monkeypatch.setenv("COLUMNS", "400")
+    status, out, _ = run(monkeypatch, capsys, "store", "--help")
+    assert status == 0
+    first, last = "Every rank is started with GRADLANE_STORE=HOST:PORT", "refuse what others wrote."
+    assert any(first in line and last in line for line in out.splitlines())
+
+
 READERS = {
     "lab predict FILE": "lab run --json",
     "report FILE": "lab run --json",

@@ -9,6 +9,7 @@ the traceback. The commands of the lab are in `lab.py`, those that ask about a n
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -233,6 +234,19 @@ def report(
     if note:
         typer.echo(note)
     typer.echo(f"wrote {target}")
+
+
+def _join_lines(commands: typer.Typer) -> None:
+    """Give commands the help of their docstrings with one line a paragraph, which typer wraps."""
+    for command in commands.registered_commands:
+        text = inspect.getdoc(command.callback) or ""
+        command.help = "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+    for group in commands.registered_groups:
+        if group.typer_instance is not None:
+            _join_lines(group.typer_instance)
+
+
+_join_lines(app)
 
 
 def main() -> None:
