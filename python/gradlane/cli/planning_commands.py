@@ -60,8 +60,8 @@ def whatif(
     ranks_per_node: Annotated[
         str,
         typer.Option(
-            help="Workers on each node, which share its port; such as 2,4,8. What does not fill "
-            "two nodes is left out."
+            help="Workers on each node, which share its port; such as 2,4,8. Numbers that do "
+            "not fill two nodes are left out."
         ),
     ] = "1",
     workers_per_node: Annotated[
@@ -305,7 +305,7 @@ def plan(
 ) -> None:
     """Choose the settings for a profile and a cluster, with the reason for each.
 
-    What --json writes is the plan: `session.prepare(model, optimizer, plan="plan.json")`.
+    --json writes the plan: `session.prepare(model, optimizer, plan="plan.json")`.
     """
     from gradlane.cli.plan import run_plan
     from gradlane.formats.rates import parse_rate
