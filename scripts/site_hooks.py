@@ -12,10 +12,12 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOT_PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+_PAGE_NAME = re.compile(r"\(`docs/([\w-]+)\.md`\)")
 _EXAMPLE_LINK = re.compile(r"\]\((?:\.\./)+examples(?:/(\w+)\.py)?\)")
 
 
@@ -44,8 +46,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Lead links to examples to their pages."""
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Lead links to examples to their pages, and let names of pages in options be links."""
+    if page.file.src_uri == "options.md":
+        markdown = _PAGE_NAME.sub(r"([\1](\1.md))", markdown)
     return _EXAMPLE_LINK.sub(lambda match: f"](examples/{match[1] or 'README'}.md)", markdown)
 
 

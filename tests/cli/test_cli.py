@@ -33,6 +33,50 @@ def test_help_names_the_commands(
         assert command in out
 
 
+def test_help_is_wrapped_by_the_terminal_and_not_by_its_source(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 400)
+    monkeypatch.setenv("COLUMNS", "400")
+    status, out, _ = run(monkeypatch, capsys, "store", "--help")
+    assert status == 0
+    first, last = "Every rank is started with GRADLANE_STORE=HOST:PORT", "refuse what others wrote."
+    assert any(first in line and last in line for line in out.splitlines())
+
+
+READERS = {
+    "lab predict FILE": "lab run --json",
+    "report FILE": "lab run --json",
+    "whatif FILE --workers 4 --rate 10gbit": "gradlane profile --json",
+    "plan FILE --workers 4 --rate 10gbit": "gradlane profile --json",
+    "lab run --workload resnet50 --profile FILE": "gradlane profile --json",
+    "trace merge FILE --output joined.json": "Monitoring(trace=",
+    "whatif resnet50 --workers 4 --rate 10gbit --costs FILE": "lab calibrate --json",
+    "plan resnet50 --workers 4 --rate 10gbit --costs FILE": "lab calibrate --json",
+    "lab grid --costs FILE": "lab calibrate --json",
+    "whatif resnet50 --workers 4 --rate 10gbit --additions FILE": "lines of elements,seconds",
+}
+"""Commands that read a file, and what makes one."""
+
+
+@pytest.mark.parametrize("content", [None, "no JSON", '{"a": 1}'])
+@pytest.mark.parametrize("command", READERS)
+def test_a_file_that_cannot_be_read_is_refused_with_what_makes_one(
+    command: str,
+    content: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path("file.json").write_text(content)
+    status, _, err = run(monkeypatch, capsys, *command.replace("FILE", "file.json").split())
+    assert status == 2
+    assert "file.json" in err and READERS[command] in err
+    assert "Traceback" not in err
+
+
 def test_help_does_not_import_torch() -> None:
     """Mistakes are answered at once: the import alone takes seconds."""
     code = "import sys, gradlane.cli.main; sys.exit('torch' in sys.modules)"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,19 @@ def test_each_processor_has_a_process_of_the_lowest_class_and_no_longer_than_it_
         places = [frozenset(os.sched_getaffinity(one)) for one in own]
         assert sorted(places, key=min) == [{one} for one in sorted(os.sched_getaffinity(0))]
     assert not own & set(awake_processes())
+
+
+@pytest.mark.usefixtures("virtual")
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="sessions have no weights")
+def test_a_spinning_session_has_the_smallest_weight() -> None:
+    """The kernel shares a processor between sessions, whatever the class of their processes."""
+    before = set(awake_processes())
+    with cpus_kept_awake():
+        assert eventually(
+            lambda: len(set(awake_processes()) - before) == len(os.sched_getaffinity(0)), WITHIN_S
+        )
+        for one in set(awake_processes()) - before:
+            assert Path(f"/proc/{one}/autogroup").read_text().endswith(" nice 19\n")
 
 
 @pytest.mark.usefixtures("virtual")

@@ -55,8 +55,8 @@ def lab_accuracy(
     """Train four small networks with every codec, and compare loss and accuracy.
 
     Against steps and against emulated time at 0.1, 1 and 10 Gbit/s. The full study takes some
-    hours of one processor. What was interrupted goes on where it stopped when the same command
-    is given again. With --data the network is ResNet-110 on CIFAR-10: a step takes some seconds.
+    hours of one processor. The same command given again continues an interrupted run.
+    With --data the network is ResNet-110 on CIFAR-10: a step takes some seconds.
     """
     from gradlane.lab.accuracy import cifar, findings, study
     from gradlane.lab.accuracy.markdown import main_table, page_text

@@ -14,11 +14,14 @@ import typer
 
 from gradlane.cli.accuracy import lab_accuracy
 from gradlane.cli.options import (
+    FROM_PROFILE,
     CostsPath,
     HtmlPath,
     JsonPath,
     RunsBudgetS,
+    costs_of,
     read_rows,
+    remedied,
     require_writable,
     session_option,
     write_json,
@@ -123,6 +126,13 @@ def lab_run(
     from gradlane.planning.simulation.straggler import parse_straggler
 
     places = parse_servers(servers)
+    if profile is not None:
+        from gradlane.planning.models.schedule import layers_from_profile
+
+        with remedied(FROM_PROFILE):
+            if not profile.is_file():
+                raise ValueError(f"there is no profile file {profile}")
+            layers_from_profile(profile)
     options = LabOptions(
         workload=workload,
         strategies=with_rules(parse_strategies(strategy), stragglers),
@@ -226,11 +236,10 @@ def lab_predict(
         summary_of,
     )
     from gradlane.lab.runs.rows import rows_of
-    from gradlane.planning.simulation.costs import read_costs
 
     require_writable(json_path)
     rows = [row for path in results for row in rows_of(read_rows(path))]
-    machine = None if costs is None else read_costs(costs)
+    machine = costs_of(costs)
     left_out = LeftOut.of(rows)
     predictions = [predict(row, machine) for row in rows if can_predict(row)]
     summary = summary_of(predictions, left_out)
@@ -312,6 +321,7 @@ def lab_grid(
     from gradlane.report.console import wide_console
 
     require_writable(results, markdown, json_path)
+    costs_of(costs)  # A wrong file is refused before hours of measuring.
     console = wide_console()
     workloads = [name.strip() for name in workload.split(",") if name.strip()]
     if measure:

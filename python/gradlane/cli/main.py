@@ -9,6 +9,7 @@ the traceback. The commands of the lab are in `lab.py`, those that ask about a n
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -18,9 +19,12 @@ import typer
 from gradlane.cli.lab import lab
 from gradlane.cli.lasting_output import lasting_output
 from gradlane.cli.options import (
+    FROM_MONITORING,
+    FROM_RUNS,
     HtmlPath,
     JsonPath,
     read_json,
+    remedied,
     require_writable,
     rows_in,
     write_json,
@@ -182,7 +186,9 @@ def trace_merge(
     from gradlane.formats.timeline.merge import merge
 
     require_writable(output)
-    timeline = merge([read_chrome(path) for path in files])
+    with remedied(FROM_MONITORING):
+        timelines = [read_chrome(path) for path in files]
+    timeline = merge(timelines)
     write_chrome(timeline, output)
     for note in timeline.notes:
         typer.echo(escaped(note))
@@ -201,7 +207,9 @@ def report(
     from gradlane.lab.runs.rows import rows_of
     from gradlane.planning.advice.page import report_from_whatif
 
-    content = read_json(results)
+    from_results = f"{FROM_RUNS}, and so does `gradlane whatif --json answer.json`"
+    with remedied(from_results):
+        content = read_json(results)
     target = html_path or results.with_suffix(".html")
     require_writable(target)
     note = ""
@@ -219,12 +227,26 @@ def report(
             report_from_preset(rows, target)
             note = Findings(rows).note
     else:
-        rows = rows_of(rows_in(content, results))
+        with remedied(from_results):
+            rows = rows_of(rows_in(content, results))
         report_from_results(rows, target)
         note = text_of_marked(rows)
     if note:
         typer.echo(note)
     typer.echo(f"wrote {target}")
+
+
+def _join_lines(commands: typer.Typer) -> None:
+    """Give commands the help of their docstrings with one line a paragraph, which typer wraps."""
+    for command in commands.registered_commands:
+        text = inspect.getdoc(command.callback) or ""
+        command.help = "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+    for group in commands.registered_groups:
+        if group.typer_instance is not None:
+            _join_lines(group.typer_instance)
+
+
+_join_lines(app)
 
 
 def main() -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gradlane.training.options.option_fields import GroupType, option_rules
+
+if TYPE_CHECKING:
+    from gradlane.formats.profile import Profile
+    from gradlane.planning.simulation.costs import MachineCosts
 
 JsonPath = Annotated[
     Path | None, typer.Option("--json", help="Write what is printed, machine-readable.")
@@ -41,9 +47,46 @@ def given_options(group: type[GroupType], **values: Any) -> GroupType:
     return group(**{name: value for name, value in values.items() if value is not None})
 
 
+FROM_PROFILE = "`gradlane profile --json profile.json train.py` makes one"
+FROM_CALIBRATE = "`gradlane lab calibrate --json costs.json` makes one"
+FROM_MONITORING = 'a session with `Monitoring(trace="trace.json")` writes one for each rank'
+FROM_RUNS = "`gradlane lab run --json results.json` makes one"
+
+
+@contextlib.contextmanager
+def remedied(remedy: str) -> Iterator[None]:
+    """Return a context that ends the refusal of a file with the command that makes one.
+
+    Args:
+        remedy: says which command makes such a file.
+    """
+    try:
+        yield
+    except ValueError as refusal:
+        raise ValueError(f"{refusal}; {remedy}") from refusal
+
+
+def profile_of(text: str, batch_time_s: float | None) -> Profile:
+    """Return the profile of a file or of a model by name, its step as long as is given."""
+    from gradlane.planning.simulation.profiles import find_profile
+
+    with remedied(FROM_PROFILE):
+        profile = find_profile(text)
+    return profile if batch_time_s is None else find_profile(text, batch_time_s)
+
+
+def costs_of(path: Path | None) -> MachineCosts | None:
+    """Return the constants of a file; None without a file."""
+    from gradlane.planning.simulation.costs import read_costs
+
+    with remedied(FROM_CALIBRATE):
+        return None if path is None else read_costs(path)
+
+
 def read_rows(results: Path) -> list[dict[str, Any]]:
     """Read the rows of a lab run; `ValueError` where there are none."""
-    return rows_in(read_json(results), results)
+    with remedied(FROM_RUNS):
+        return rows_in(read_json(results), results)
 
 
 def read_json(path: Path) -> Any:
@@ -59,10 +102,7 @@ def read_json(path: Path) -> Any:
 def rows_in(content: Any, path: Path) -> list[dict[str, Any]]:
     """Return what a file held as rows of a lab run; `ValueError` where it is something else."""
     if not isinstance(content, list) or not content or "strategy" not in content[0]:
-        raise ValueError(
-            f"{path} holds no rows of a lab run or a what-if: make it with `lab run --json` or "
-            "`whatif --json`"
-        )
+        raise ValueError(f"{path} holds no rows of a lab run or a what-if")
     return content
 
 

@@ -12,7 +12,10 @@ from gradlane.cli.options import (
     CostsPath,
     HtmlPath,
     JsonPath,
+    costs_of,
     given_options,
+    profile_of,
+    remedied,
     require_writable,
     session_option,
 )
@@ -57,8 +60,8 @@ def whatif(
     ranks_per_node: Annotated[
         str,
         typer.Option(
-            help="Workers on each node, which share its port; such as 2,4,8. What does not fill "
-            "two nodes is left out."
+            help="Workers on each node, which share its port; such as 2,4,8. Numbers that do "
+            "not fill two nodes are left out."
         ),
     ] = "1",
     workers_per_node: Annotated[
@@ -144,9 +147,8 @@ def whatif(
     from gradlane.cli import whatif as command
     from gradlane.formats.rates import parse_rate
     from gradlane.planning.simulation import lists
-    from gradlane.planning.simulation.costs import MachineCosts, read_costs
+    from gradlane.planning.simulation.costs import MachineCosts
     from gradlane.planning.simulation.faults import parse_faults
-    from gradlane.planning.simulation.profiles import find_profile
     from gradlane.planning.simulation.scenarios import LATE_JITTER, LATE_STEPS, STRATEGIES, Cluster
     from gradlane.planning.simulation.straggler import parse_straggler
     from gradlane.report.console import wide_console
@@ -174,8 +176,10 @@ def whatif(
     codecs = list(dict.fromkeys(codec or [RAW]))
     for text in codecs:
         check_codecs(codec_rules(text))
+    with remedied("it is a CSV file with lines of elements,seconds"):
+        added = () if additions is None else lists.read_additions(additions)
     command.run_whatif(
-        find_profile(profile, batch_time_s),
+        profile_of(profile, batch_time_s),
         workers=numbers,
         rates_bps=lists.parse_rates(rate),
         strategies=lists.parse_names(strategy or by_default, STRATEGIES, "strategy"),
@@ -193,10 +197,10 @@ def whatif(
             straggler=None if straggler is None else parse_straggler(straggler),
             clip=clip,
             free_host=free_host,
-            costs=MachineCosts() if costs is None else read_costs(costs),
+            costs=costs_of(costs) or MachineCosts(),
             workers_per_node=workers_per_node,
             local_rate_bps=None if local_rate is None else parse_rate(local_rate),
-            additions=() if additions is None else lists.read_additions(additions),
+            additions=added,
         ),
         console=wide_console(),
         codecs=codecs,
@@ -301,18 +305,16 @@ def plan(
 ) -> None:
     """Choose the settings for a profile and a cluster, with the reason for each.
 
-    What --json writes is the plan: `session.prepare(model, optimizer, plan="plan.json")`.
+    --json writes the plan: `session.prepare(model, optimizer, plan="plan.json")`.
     """
     from gradlane.cli.plan import run_plan
     from gradlane.formats.rates import parse_rate
-    from gradlane.planning.simulation.costs import read_costs
-    from gradlane.planning.simulation.profiles import find_profile
     from gradlane.report.console import wide_console
     from gradlane.training.plans.settings import ClusterFacts
 
     require_writable(json_path)
     run_plan(
-        find_profile(profile, batch_time_s),
+        profile_of(profile, batch_time_s),
         ClusterFacts(
             workers,
             parse_rate(rate),
@@ -326,7 +328,7 @@ def plan(
         budget_s=budget_s,
         console=wide_console(),
         rule=rule,
-        costs=None if costs is None else read_costs(costs),
+        costs=costs_of(costs),
         codec=codec,
         any_rounding=any_rounding,
         path=json_path,

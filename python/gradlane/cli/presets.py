@@ -43,8 +43,8 @@ def lab_bandwidth(
 ) -> None:
     """Measure and simulate throughput against bandwidth, for every strategy, DDP and the bound.
 
-    The full preset takes up to two hours, --quick a quarter of one. What was interrupted goes on
-    where it stopped when the same command is given again.
+    The full preset takes up to two hours, --quick a quarter of one. The same command given
+    again continues an interrupted run.
     """
     from gradlane.lab.experiments.bandwidth import BANDWIDTH, QUICK
 

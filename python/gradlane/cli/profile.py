@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -68,16 +69,19 @@ def run_profile(
 
     tell(f"running {target}; recording {steps} steps after {warmup} of warm-up")
     try:
-        found = run_script(
-            target,
-            arguments,
-            steps=steps,
-            warmup=warmup,
-            is_module=is_module,
-            run_to_end=to_the_end,
-            batch_size=batch_size,
-            on_step=lambda recorded: tell(f"recorded {steps} steps") if recorded == steps else None,
-        )
+        with _hard_exit_ends_script():
+            found = run_script(
+                target,
+                arguments,
+                steps=steps,
+                warmup=warmup,
+                is_module=is_module,
+                run_to_end=to_the_end,
+                batch_size=batch_size,
+                on_step=lambda recorded: (
+                    tell(f"recorded {steps} steps") if recorded == steps else None
+                ),
+            )
     except LauncherMissingError as error:
         tell(f"{error}\nrunning it again as the only rank, as torchrun --nproc-per-node 1 would")
         os.chdir(folder)
@@ -108,6 +112,27 @@ def run_profile(
             soft_wrap=True,
         )
     return profile
+
+
+@contextlib.contextmanager
+def _hard_exit_ends_script() -> Iterator[None]:
+    """Return a context in which `os._exit` ends the script, and not the recording with it.
+
+    Scripts with DDP on Gloo leave that way, past threads that torch keeps.
+    """
+    process, leave = os.getpid(), os._exit
+
+    def end_script(status: int) -> NoReturn:
+        # A forked child, such as a loader's worker, ends as it wants to.
+        if os.getpid() != process:
+            leave(status)
+        sys.exit(status)
+
+    os._exit = end_script
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def _run_again_as_only_rank() -> NoReturn:

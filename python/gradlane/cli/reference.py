@@ -30,9 +30,9 @@ argument; 130 after Ctrl-C and 143 after SIGTERM. `gradlane --debug COMMAND` sho
 """
 _VARIABLES_HEAD = """# Environment variables
 
-What the program gives to `gradlane.init` goes before a variable. Options that are switched on or
-off take `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`. A variable that begins with
-`GRADLANE_` and is unknown is warned of. Defaults and ranges: [options](options.md).
+A value that the program gives to `gradlane.init` goes before its variable. Options that are
+switched on or off take `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`. A variable that
+begins with `GRADLANE_` and is unknown is warned of. Defaults and ranges: [options](options.md).
 
 `python -m gradlane.cli.reference docs` writes this page.
 

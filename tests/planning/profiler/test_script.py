@@ -293,7 +293,31 @@ def profile_of_ddp(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.parametrize("reads", ["os.environ['LOCAL_RANK']", "os.environ.get('LOCAL_RANK')"])
+def test_a_script_that_leaves_by_a_hard_exit_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its forked child ends alone; the script's own exit ends neither recording nor command."""
+    monkeypatch.chdir(tmp_path)
+    child = "import os\nif not (pid := os.fork()):\n    os._exit(3)\n"
+    Path("train.py").write_text(
+        f"{PLAIN}    {child.replace(chr(10), chr(10) + '    ')}"
+        "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3\n    os._exit(0)\n"
+    )
+    leave = os._exit
+    status, out, _ = run_command(monkeypatch, capsys, "profile", "train.py", "12")
+    assert status == 0 and os._exit is leave
+    assert "the script ended after 7 recorded steps" in out
+    assert Profile.load(Path("profile.json")).batch is not None
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        "os.environ['LOCAL_RANK']",
+        "os.environ['LOCAL_WORLD_SIZE'] and 0",
+        "os.environ.get('LOCAL_RANK')",
+    ],
+)
 def test_a_script_for_a_launcher_runs_as_the_only_rank(reads: str, tmp_path: Path) -> None:
     begin = "    os.environ.setdefault('MASTER_PORT', '0')\n    os.chdir('/')\n"
     begin += f"    print('rank', {reads})\n    dist.init_process_group('gloo')\n"

@@ -45,6 +45,31 @@ def test_init_takes_every_option_with_its_default() -> None:
         assert Options.of(**{one.name: given}) == Options(), one.name
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"slice_elems": 500}, "write strategy=gradlane.Strategy(slice_elems=500)"),
+        (
+            {"slice_elems": 500, "strategy": "ring"},
+            "write strategy=gradlane.Strategy('ring', slice_elems=500)",
+        ),
+        ({"interface": "eth1"}, "write network=gradlane.Network(interface='eth1')"),
+        ({"secret": "hidden words"}, "write network=gradlane.Network(secret=...)"),
+        ({"every": 5}, "write checkpoints=gradlane.Checkpoints(every=5)"),
+        ({"checkpoint_every": 5}, "write checkpoints=gradlane.Checkpoints(every=5)"),
+        ({"bucket": 9}, "write codec=gradlane.codecs.Qsgd(bucket=9)"),
+        ({"strateggy": "p3"}, "strateggy is unknown; perhaps strategy; docs/options.md lists all"),
+        ({"zzz": 1}, "zzz is unknown; docs/options.md lists all options"),
+    ],
+)
+def test_a_misplaced_option_is_refused_with_the_line_to_write(
+    given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)) as refused:
+        gradlane.init(**given)
+    assert "hidden words" not in str(refused.value)
+
+
 def test_every_option_is_explained_and_has_a_name_of_its_own() -> None:
     named: list[str] = []
     kinds: list[Any] = [Options, *GROUPS.values()]

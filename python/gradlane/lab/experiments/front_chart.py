@@ -1,11 +1,12 @@
 """The chart of the README: a step's time over the rate of the network, drawn from measured rows.
 
-`python -m gradlane.lab.experiments.front_chart docs/predictions.json docs/images` writes one SVG
-for light and one for dark pages; a test compares them with what is committed.
+`python -m gradlane.lab.experiments.front_chart docs/predictions.json docs/images` writes an SVG for
+each theme and each width of a page; a test compares them with the committed files.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,6 @@ from gradlane.formats.atomic_io import atomic_write_text
 from gradlane.lab.runs.rows import Row, read_rows, text_of_no_evidence
 
 WORKLOADS = (("resnet50", "ResNet-50"), ("vgg19", "VGG-19"))
-WIDTH, HEIGHT = 820, 330
-_TOP, _BOTTOM = 74, 56
-_PANEL, _GAP, _LEFT = 340, 62, 56
-
 
 LINES = {
     "DDP, best buckets": ("DDP", "ddp", ""),
@@ -33,6 +30,31 @@ THEMES = {
     "dark": dict(text="#e6edf3", faint="#3d444d", ddp="#ff7b72", p3="#58a6ff", bound="#9198a1"),
 }
 """Colors by the theme of a page."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places of the panels and of the legend, in pixels of the SVG."""
+
+    columns: int
+    """Panels side by side."""
+    legend_columns: int
+    legend_column_px: float
+    width: int
+    panel_width: int
+    panel_height: int
+    """From the axis to the highest line of the grid."""
+    font_px: int
+
+
+LAYOUTS = {
+    "steps": Layout(2, 4, 204, 820, 338, 190, 15),
+    # A phone shows it at nine tenths: text of 15 pixels stays readable.
+    "steps-narrow": Layout(1, 2, 200, 400, 340, 150, 16),
+}
+"""By the first part of a file's name."""
+_TICKS = 5
+_LEFT, _ABOVE, _BELOW, _ROW = 52, 40, 58, 26
 
 
 @dataclass(frozen=True)
@@ -72,8 +94,8 @@ def panel_of(rows: Sequence[Row], workload: str, title: str) -> Panel:
     return Panel(title, rates, lines)
 
 
-def draw(panels: Sequence[Panel], theme: Mapping[str, str]) -> str:
-    """Return an SVG with the panels side by side."""
+def draw(panels: Sequence[Panel], theme: Mapping[str, str], layout: Layout) -> str:
+    """Return an SVG with the panels side by side, or below each other."""
     label = "Milliseconds a step over the rate of every port, four nodes: " + "; ".join(
         f"{panel.title}: "
         + ", ".join(
@@ -83,43 +105,50 @@ def draw(panels: Sequence[Panel], theme: Mapping[str, str]) -> str:
         )
         for panel in panels
     )
+    legend_height = -(-len(LINES) // layout.legend_columns) * _ROW
+    panel_height = _ABOVE + layout.panel_height + _BELOW
+    height = legend_height + -(-len(panels) // layout.columns) * panel_height
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{escape(label)}" '
-        f'font-family="system-ui, sans-serif" font-size="13" fill="{theme["text"]}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {layout.width} {height}" '
+        f'width="{layout.width}" height="{height}" role="img" aria-label="{escape(label)}" '
+        f'font-family="system-ui, sans-serif" font-size="{layout.font_px}" fill="{theme["text"]}">'
     ]
-    x = float(_LEFT)
-    for name, (_, color, dashes) in LINES.items():
-        parts.append(_line([(x, 20.0), (x + 26, 20.0)], theme[color], dashes))
-        parts.append(_text(x + 32, 24, name))
-        x += 62 + 7.2 * len(name)
+    for number, (name, (_, color, dashes)) in enumerate(LINES.items()):
+        row, column = divmod(number, layout.legend_columns)
+        x, y = 8 + column * layout.legend_column_px, 14.0 + row * _ROW
+        parts.append(_line([(x, y), (x + 32, y)], theme[color], dashes))
+        parts.append(_text(x + 40, y + 5, name))
     for number, panel in enumerate(panels):
-        parts += _panel(panel, _LEFT + number * (_PANEL + _GAP), theme)
+        row, column = divmod(number, layout.columns)
+        left = _LEFT + column * layout.width / layout.columns
+        parts += _panel(panel, left, legend_height + row * panel_height + _ABOVE, theme, layout)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _panel(panel: Panel, left: float, theme: Mapping[str, str]) -> list[str]:
+def _panel(
+    panel: Panel, left: float, upper: float, theme: Mapping[str, str], layout: Layout
+) -> list[str]:
     most = max(max(values) for values in panel.lines.values())
-    step = next(one for one in (100, 200, 250, 500, 1000) if most / one <= 7)
-    top = step * (int(most / step) + 1)
-    bottom = HEIGHT - _BOTTOM
+    step = next(one for one in (100, 200, 250, 500, 1000) if most / one <= _TICKS)
+    top = step * math.ceil(most / step)
+    bottom, width = upper + layout.panel_height, layout.panel_width
 
     def x_of(rate: float) -> float:
         # Rates are spread evenly: they were chosen for what happens at each.
-        return left + 14 + panel.rates.index(rate) * (_PANEL - 28) / (len(panel.rates) - 1)
+        return left + 14 + panel.rates.index(rate) * (width - 28) / (len(panel.rates) - 1)
 
     def y_of(value: float) -> float:
-        return bottom - value / top * (bottom - _TOP)
+        return bottom - value / top * layout.panel_height
 
-    parts = [_text(left, _TOP - 18, f"{panel.title}, ms a step", weight=600)]
+    parts = [_text(left, upper - 16, f"{panel.title}, ms a step", weight=600)]
     for value in range(0, top + 1, step):
         parts.append(
-            _line([(left, y_of(value)), (left + _PANEL, y_of(value))], theme["faint"], "", width=1)
+            _line([(left, y_of(value)), (left + width, y_of(value))], theme["faint"], "", width=1)
         )
-        parts.append(_text(left - 8, y_of(value) + 4, str(value), anchor="end"))
+        parts.append(_text(left - 8, y_of(value) + 5, str(value), anchor="end"))
     for rate in panel.rates:
         parts.append(_text(x_of(rate), bottom + 20, f"{rate:g}", anchor="middle"))
-    parts.append(_text(left + _PANEL / 2, bottom + 42, "Gbit/s each port", anchor="middle"))
+    parts.append(_text(left + width / 2, bottom + 42, "Gbit/s each port", anchor="middle"))
     for name, values in panel.lines.items():
         color, dashes = theme[LINES[name][1]], LINES[name][2]
         points = [
@@ -151,7 +180,7 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: int =
 
 
 def write_charts(results: Path, folder: Path) -> list[Path]:
-    """Draw the chart for each theme, and write the files.
+    """Draw the chart for each theme and layout, and write the files.
 
     Args:
         results: a file of rows; those that are no evidence are left out.
@@ -160,10 +189,11 @@ def write_charts(results: Path, folder: Path) -> list[Path]:
     rows = [row for row in read_rows(results) if row.is_evidence]
     panels = [panel_of(rows, *named) for named in WORKLOADS]
     written = []
-    for name, theme in THEMES.items():
-        path = folder / f"steps-{name}.svg"
-        atomic_write_text(path, draw(panels, theme))
-        written.append(path)
+    for prefix, layout in LAYOUTS.items():
+        for name, theme in THEMES.items():
+            path = folder / f"{prefix}-{name}.svg"
+            atomic_write_text(path, draw(panels, theme, layout))
+            written.append(path)
     return written
 
 

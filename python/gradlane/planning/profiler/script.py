@@ -44,7 +44,10 @@ CALLS_STEP = 2
 """The step, after the one that finds the model, whose calls of the model are kept."""
 WARMUP_MIN = 2
 """Least number of steps before the recorded ones; they find the model."""
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
 """Environment variables that launchers such as torchrun set, and scripts for them read."""
 
 

@@ -88,10 +88,11 @@ def _takeover_obstacle(optimizer: Any, group: Mapping[str, Any], parameter: Any,
     own = momentum_of(codec)
     if type(optimizer) is not torch.optim.SGD:
         return "use torch.optim.SGD, whose momentum it takes over, or momentum=0 in the codec"
-    if float(group["momentum"]) != own:
+    found = float(group["momentum"])
+    if found != own:
         return (
-            f"the two have to be equal, so that it can take SGD's over: dgc:momentum="
-            f"{float(group['momentum']):g}, without a scheduler that cycles momentum"
+            f"both need one value all the time: set momentum={own:g} in the group and use no "
+            f"scheduler that cycles momentum, or begin with dgc:momentum={found:g}"
         )
     for name in ("nesterov", "dampening", "maximize"):
         if group.get(name):

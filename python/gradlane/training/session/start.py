@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 from gradlane.training.arrays.exchange import ArrayExchange
 from gradlane.training.arrays.registered import RegisteredArrays
@@ -17,10 +22,11 @@ from gradlane.training.monitoring.observer import make_observer
 from gradlane.training.monitoring.recorder import make_recorder
 from gradlane.training.node.rules import AUTO, OFF, check_sums, nodes_refusal, with_local
 from gradlane.training.options.codec_choice import CodecArgument, check_codecs
-from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.codec_options import CODECS, RAW
 from gradlane.training.options.going_on import GoingOn
+from gradlane.training.options.option_fields import option_rules
 from gradlane.training.options.option_groups import Checkpoints, Monitoring, Network, Rendezvous
-from gradlane.training.options.options import Options
+from gradlane.training.options.options import GROUPS, Options
 from gradlane.training.options.stragglers import Stragglers
 from gradlane.training.options.strategy import LocalSums, Strategy
 from gradlane.training.rendezvous.bounded_store import BoundedStore
@@ -47,7 +53,54 @@ from gradlane.training.session.scopes import SessionScopes
 from gradlane.training.session.session import Session
 from gradlane.training.session.world import World
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
+
+def _names_objects(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return the function; its refusal of an unknown keyword names the object that has it."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: Arguments.args, **given: Arguments.kwargs) -> Result:
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            lines = [_line_of(name, given) for name in unknown]
+            raise TypeError(f"gradlane.{function.__name__}: {'; '.join(lines)}")
+        return function(*args, **given)
+
+    return checked
+
+
+def _line_of(name: str, given: Mapping[str, Any]) -> str:
+    """Return what to write in place of an unknown keyword.
+
+    Args:
+        name: the keyword.
+        given: all arguments of the call.
+    """
+    for keyword, kind in GROUPS.items():
+        for one in fields(kind):  # type: ignore[arg-type]
+            if name in (one.name, option_rules(kind)[one.name].name):
+                other = given.get(keyword)
+                kept = f"{other!r}, " if isinstance(other, str) else ""
+                value = repr(given[name]) if one.repr else "..."
+                line = f"{keyword}=gradlane.{kind.__name__}({kept}{one.name}={value})"
+                return f"{name} is an option of {kind.__name__}; write {line}"
+    codecs = [kind for kind in CODECS.values() if name in option_rules(kind)]
+    if codecs:
+        known = " or ".join(f"{kind.__name__}({name}={given[name]!r})" for kind in codecs)
+        return f"{name} is an option of a codec; write codec=gradlane.codecs.{known}"
+    names = [
+        *option_rules(Options),
+        *(field for kind in GROUPS.values() for field in option_rules(kind)),
+    ]
+    close = get_close_matches(name, names, n=1)
+    meant = f"; perhaps {close[0]}" if close else ""
+    return f"{name} is unknown{meant}; docs/options.md lists all options"
+
+
+@_names_objects
 def init(
     *,
     strategy: str | Strategy = Strategy.name,

@@ -186,7 +186,7 @@ MOMENTUM: dict[str, tuple[Callable[[bool | None], None], str | None]] = {
     ),
     "`SGD` with another momentum": (
         momentum(lambda model: sgd(model.parameters(), lr=0.1, momentum=0.8)),
-        "the two have to be equal, so that it can take SGD's over: dgc:momentum=0.8",
+        "both need one value all the time: set momentum=0.9 in the group",
     ),
     "`SGD` with Nesterov's momentum": (
         momentum(lambda model: sgd(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)),
