@@ -191,17 +191,26 @@ impl Cx {
     }
 
     /// Keeps a result for ranks that may lack it, if results are kept.
-    pub(crate) fn keep_result(&mut self, slice: SliceId, buffer: BufferRef) {
+    pub(crate) fn keep_result(&mut self, slice: SliceId, buffer: BufferRef, form: PayloadForm) {
         if self.kept.are_kept() {
             self.buffers.retain(buffer);
-            self.keep(slice, KeptResult::Buffer(buffer));
+            self.keep(slice, KeptResult::Buffer(buffer, form));
         }
     }
 
     fn keep(&mut self, slice: SliceId, result: KeptResult) {
         let step = self.worker.step();
-        if let Some(old) = self.kept.keep(slice, Kept { step, result }) {
-            self.release(old);
+        let read_no_longer = self.kept.keep(slice, Kept { step, result });
+        read_no_longer.into_iter().flatten().for_each(|buffer| self.release(buffer));
+    }
+
+    /// Keeps this rank's contribution, if it cannot be made again and may have to be sent again.
+    pub(crate) fn keep_contribution(&mut self, slice: SliceId, step: Step, buffer: BufferRef) {
+        if self.kept.are_kept() && self.plan.keeps_residual(slice) {
+            self.buffers.retain(buffer);
+            if let Some(old) = self.kept.keep_contribution(slice, step, buffer) {
+                self.release(old);
+            }
         }
     }
 
@@ -227,11 +236,12 @@ impl Cx {
     pub(crate) fn start_install(&mut self, slice: SliceId, step: Step, buffer: BufferRef) -> Job {
         let to = self.open_region(slice).expect("memory that was opened stays open in its step");
         let from = buffer.whole();
-        let operation = match self.worker.installed_form(slice) {
+        let form = self.worker.installed_form(slice);
+        let operation = match form {
             PayloadForm::Raw => Operation::Copy { from, to },
             PayloadForm::Encoded => Operation::Decode { from, to },
         };
-        self.keep_result(slice, buffer);
+        self.keep_result(slice, buffer, form);
         let (spent, then) = (Vec::from([buffer]), Then::Installed);
         self.start(operation, Running { slice, step, spent, then })
     }
@@ -246,10 +256,12 @@ impl Cx {
 
 /// This rank's own copy of results.
 impl Cx {
-    /// In which form this rank's contribution to a slice travels in the current step.
+    /// In which form this rank's contribution to a slice travels in the current step. That of the last rank
+    /// goes nowhere, and is encoded only where the codec keeps what it has not sent.
     pub(crate) fn own_form(&self, slice: SliceId) -> PayloadForm {
         let may = self.plan.may_be_encoded(FrameKind::Push, slice, self.worker.step());
-        if may && !self.worker.sends_raw() {
+        let stays = self.others().is_empty() && !self.plan.keeps_residual(slice);
+        if may && !stays && !self.worker.sends_raw() {
             PayloadForm::Encoded
         } else {
             PayloadForm::Raw

@@ -586,6 +586,10 @@ impl Engine {
         match written {
             Written::Contribution(key) => {
                 let Done { slice, step, output } = done;
+                self.cx.keep_contribution(slice, step, output);
+                if self.changes.drop_slices() {
+                    return self.cx.release(output);
+                }
                 let pending = PendingEncode { slice, step };
                 let scheme = self.cx.plan.scheme_of(slice);
                 self.schemes.of(scheme).encoded(&mut self.cx, pending, key, output);

@@ -1,18 +1,21 @@
-//! The last whole result of every slice, kept where training goes on without lost ranks: others may lack it.
+//! The last whole result of every slice, kept where training goes on without lost ranks: others may lack it;
+//! and contributions that cannot be made again.
 //!
 //! One a slice is enough. A result of the next step can only begin to arrive once every rank has
 //! contributed to that step, and so has the result before.
 
 use crate::api::BufferRef;
 use crate::plan::Plan;
+use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 use gradlane_units::{SliceId, Step};
+use gradlane_wire::PayloadForm;
 
 /// The result of a slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum KeptResult {
-    /// Its bytes.
-    Buffer(BufferRef),
+    /// Its bytes, as they were sent: what is sent again is what others have decoded.
+    Buffer(BufferRef, PayloadForm),
     /// It has a value, of no bytes.
     Empty,
     /// No rank had a gradient.
@@ -30,12 +33,15 @@ pub(crate) struct Kept {
 pub(crate) struct KeptResults {
     /// By slice; empty where none are kept.
     slices: Vec<Option<Kept>>,
+    /// This rank's encoded contributions to slices without a result, whose codecs hold back what was not
+    /// sent: encoded a second time, they would be without it.
+    contributions: BTreeMap<SliceId, (Step, BufferRef)>,
 }
 
 impl KeptResults {
     /// Room for the results of a plan.
     pub(crate) fn new(plan: &Plan) -> KeptResults {
-        KeptResults { slices: alloc::vec![None; plan.slices.len()] }
+        KeptResults { slices: alloc::vec![None; plan.slices.len()], contributions: BTreeMap::new() }
     }
 
     /// Whether results are kept.
@@ -49,10 +55,28 @@ impl KeptResults {
         kept.filter(|kept| kept.step == step).map(|kept| kept.result)
     }
 
-    /// Keeps a result; the buffer of the one before, which is read no longer.
-    pub(crate) fn keep(&mut self, slice: SliceId, kept: Kept) -> Option<BufferRef> {
-        let place = self.slices.get_mut(slice.index())?;
-        buffer_of(place.replace(kept))
+    /// Keeps a result; the buffers of the one before, and of the contribution to this one: they are read no
+    /// longer.
+    pub(crate) fn keep(&mut self, slice: SliceId, kept: Kept) -> [Option<BufferRef>; 2] {
+        let contribution = self.contributions.remove(&slice).map(|(_, buffer)| buffer);
+        let place = self.slices.get_mut(slice.index());
+        [place.and_then(|place| buffer_of(place.replace(kept))), contribution]
+    }
+
+    /// Keeps this rank's contribution to a slice until its result is here; the buffer of one to an earlier step.
+    pub(crate) fn keep_contribution(
+        &mut self,
+        slice: SliceId,
+        step: Step,
+        buffer: BufferRef,
+    ) -> Option<BufferRef> {
+        self.contributions.insert(slice, (step, buffer)).map(|(_, old)| old)
+    }
+
+    /// This rank's contribution to a slice in a step, if it is kept.
+    pub(crate) fn contribution(&self, slice: SliceId, step: Step) -> Option<BufferRef> {
+        let kept = self.contributions.get(&slice).filter(|(of, _)| *of == step);
+        kept.map(|&(_, buffer)| buffer)
     }
 
     /// Forgets a slice's result; its buffer.
@@ -60,15 +84,17 @@ impl KeptResults {
         buffer_of(self.slices.get_mut(slice.index())?.take())
     }
 
-    /// Forgets all results; their buffers.
+    /// Forgets all; their buffers.
     pub(crate) fn clear(&mut self) -> Vec<BufferRef> {
-        core::mem::take(&mut self.slices).into_iter().filter_map(buffer_of).collect()
+        let contributions = core::mem::take(&mut self.contributions).into_values();
+        let results = core::mem::take(&mut self.slices).into_iter().filter_map(buffer_of);
+        results.chain(contributions.map(|(_, buffer)| buffer)).collect()
     }
 }
 
 fn buffer_of(kept: Option<Kept>) -> Option<BufferRef> {
     match kept?.result {
-        KeptResult::Buffer(buffer) => Some(buffer),
+        KeptResult::Buffer(buffer, _) => Some(buffer),
         KeptResult::Empty | KeptResult::Absent => None,
     }
 }

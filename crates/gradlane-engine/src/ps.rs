@@ -110,19 +110,19 @@ impl ParameterServer {
             lacking.insert(rank);
         });
         let kept = cx.kept.of(slice, step).expect("a rank spreads what it said that it has");
-        let buffer = match kept {
-            KeptResult::Buffer(buffer) => Some(buffer),
-            KeptResult::Empty | KeptResult::Absent => None,
+        let (buffer, form) = match kept {
+            KeptResult::Buffer(buffer, form) => (Some(buffer), form),
+            KeptResult::Empty | KeptResult::Absent => (None, PayloadForm::Raw),
         };
         if let Some(buffer) = buffer {
             cx.buffers.retain(buffer);
         }
         let priority = cx.priority(step, slice);
-        let mut message = result_message(cx, slice, step, (buffer, PayloadForm::Raw), priority);
+        let mut message = result_message(cx, slice, step, (buffer, form), priority);
         if kept == KeptResult::Empty {
             message.header.flags = FrameFlags::NONE;
         }
-        let (form, to_send) = (PayloadForm::Raw, lacking.clone());
+        let to_send = lacking.clone();
         let to_pull = RankSet::empty(cx.plan.world_size);
         self.owner.keep(slice, step, PendingBroadcast { buffer, form, to_pull, to_send, priority });
         let key = cx.slice_key(step, priority, slice);
@@ -170,7 +170,14 @@ impl Aggregator for ParameterServer {
                 cx.push_sent(slice);
             } else if !absent && cx.own_form(slice) == PayloadForm::Encoded {
                 let key = cx.keys.slice(step, priority, tensor, slice);
-                cx.encodes.push(owner, key, PendingEncode { slice, step });
+                let pending = PendingEncode { slice, step };
+                match cx.kept.contribution(slice, step) {
+                    Some(buffer) => {
+                        cx.buffers.retain(buffer);
+                        self.encoded(cx, pending, key, buffer);
+                    }
+                    None => cx.encodes.push(owner, key, pending),
+                }
             } else if owner == cx.rank {
                 cx.worker.mark_push_sent(slice);
                 let own = if absent { Contribution::Absent } else { Contribution::Own };
@@ -411,8 +418,9 @@ impl ParameterServer {
     /// All contributions to a slice that count are here.
     fn reduce(&mut self, cx: &mut Cx, slice: SliceId, all: Collected) {
         let Collected { step, priority, counted, .. } = all;
-        // The mean over one rank is its gradient, which is in place already.
+        // The mean over one rank is its gradient, which is in place already, unless it is encoded.
         let is_result = cx.others().is_empty()
+            && counted.iter().all(|&(_, it)| it.form() != Some(PayloadForm::Encoded))
             && !cx.plan.updates_on_server(step)
             && cx.plan.strategy.synchrony != Synchrony::Async;
         if counted.iter().all(|&(_, it)| it == Contribution::Absent) {
@@ -514,7 +522,7 @@ impl ParameterServer {
                 None if !in_place => cx.result_without_bytes(slice, false),
                 _ => {
                     if let Some(buffer) = buffer {
-                        cx.keep_result(slice, buffer);
+                        cx.keep_result(slice, buffer, form);
                     }
                     cx.slice_done(slice, true);
                 }

@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +124,27 @@ class Run:
             assert result["lost"] == first["lost"]
 
 
-def check_reference(states: list[list[Tensor]], world_size: int, survivors: list[int]) -> list[str]:
+def encoded_mean_over(name: str, gradients: list[Tensor]) -> Tensor:
+    """Return the mean of a tensor whose weights travel as bf16; a rank alone sends nothing."""
+    if not name.endswith(".weight") or len(gradients) == 1:
+        return mean_over(gradients)
+    sent = [gradient.bfloat16().float() for gradient in gradients]
+    return mean_over(sent).bfloat16().float()
+
+
+def check_reference(
+    states: list[list[Tensor]],
+    world_size: int,
+    survivors: list[int],
+    mean_of: Callable[[str, list[Tensor]], Tensor] = lambda _, gradients: mean_over(gradients),
+) -> list[str]:
     """Check each tensor after each step against one process; return whose mean each step had.
+
+    Args:
+        states: after each step.
+        world_size: ranks at the start.
+        survivors: those that are left.
+        mean_of: the mean of a tensor by name, over some ranks' gradients.
 
     Returns:
         By step, `old`, `new`, or `both` where some tensors had the one and some the other.
@@ -153,7 +172,7 @@ def check_reference(states: list[list[Tensor]], world_size: int, survivors: list
             # Updates write into what was loaded.
             optimizer.load_state_dict(copy.deepcopy(saved))
             for name, parameter in model.named_parameters():
-                parameter.grad = mean_over([gradients[rank][name] for rank in ranks])
+                parameter.grad = mean_of(name, [gradients[rank][name] for rank in ranks])
             optimizer.step()
             after[word] = [one.detach().to("cpu", copy=True) for one in model.parameters()]
             moved[word] = copy.deepcopy(optimizer.state_dict()["state"])
@@ -199,6 +218,31 @@ def test_a_killed_rank_costs_no_step(
     assert [rank for rank, _ in first["lost"]] == [victim]
     assert f"training goes on without rank {victim}" in run.errors[run.survivors[0]]
     assert f"went on without rank {victim}" in run.errors[run.survivors[0]]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "victim", "moment"),
+    [(4, 2, "backward"), (3, 0, "after backward"), (2, 1, "backward")],
+)
+def test_a_killed_rank_costs_no_step_of_encoded_gradients(
+    programs: ForkedPrograms, tmp_path: Path, world_size: int, victim: int, moment: str
+) -> None:
+    ends = {victim: ("sigkill", FATAL_STEP, moment)}
+    run = Run(programs, tmp_path, world_size, ends, codec={"*.weight": "bf16"})
+    run.check_alike()
+    first = run.results[run.survivors[0]]
+    words = check_reference(first["states"], world_size, run.survivors, encoded_mean_over)
+    assert words[: FATAL_STEP - 2] == ["old"] * (FATAL_STEP - 2)
+    assert words[FATAL_STEP:] == ["new"] * (STEPS - FATAL_STEP)
+
+
+def test_survivors_of_random_rounding_have_the_same_bits(
+    programs: ForkedPrograms, tmp_path: Path
+) -> None:
+    ends = {1: ("sigkill", FATAL_STEP, "backward")}
+    run = Run(programs, tmp_path, 4, ends, codec="qsgd:bits=8")
+    run.check_alike()
+    assert run.results[0]["changes"][0]["members"] == (0, 2, 3)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -10,7 +10,6 @@ use crate::transmit::Body;
 use crate::violation::{violation, Validated};
 use crate::worker::Submission;
 use alloc::format;
-use alloc::sync::Arc;
 use alloc::vec::Vec;
 use gradlane_units::{Rank, SliceId, TensorId};
 use gradlane_wire::{FrameHeader, FrameKind};
@@ -25,6 +24,7 @@ impl Engine {
     /// The connection to a peer is gone.
     pub(super) fn lose_connection(&mut self, peer: Rank, reason: &str) {
         self.cx.tx.forget(peer);
+        self.cx.encodes.forget(peer).into_iter().for_each(|buffer| self.cx.release(buffer));
         self.schemes.ps.forget_receiver(&mut self.cx, peer);
         let needed = self.session.lose_member(peer) && !self.leave_the_lost();
         // A change that is under way counts on the peer, also where this rank needs nobody.
@@ -149,6 +149,7 @@ impl Engine {
             Decision::Suspended => {
                 self.cx.tx.clear_slices();
                 self.cx.tx.hold_slices(true);
+                self.cx.encodes.clear();
                 self.changes.suspend();
                 // Peers that had said goodbye are missed by those that they had not said it to.
                 let now = self.cx.clock.now();
@@ -164,7 +165,7 @@ impl Engine {
                 for rank in leaving.into_iter().filter(|&rank| !self.session.has_lost(rank)) {
                     self.cx.events.push_back(Event::Disconnect(rank));
                 }
-                self.changes.agree(generation, members, is_through, reason);
+                self.changes.agree(&self.cx.plan, generation, members, is_through, reason);
             }
             Decision::Claim { generation, value } => {
                 self.cx.events.push_back(Event::ClaimNeeded { generation, value });
@@ -234,7 +235,8 @@ impl Engine {
 
     /// Takes up the new membership: what exists is spread, the rest is contributed again.
     fn take_up(&mut self, findings: &Findings) {
-        let Some(change) = &mut self.changes.now else {
+        let plan = self.changes.agreed_plan.clone();
+        let Some((change, plan)) = self.changes.now.as_mut().zip(plan) else {
             return;
         };
         if findings.lacks_start {
@@ -257,8 +259,9 @@ impl Engine {
         let (generation, members) = (change.generation, change.members.clone());
         self.changes.in_force = generation;
         let Engine { cx, schemes, switch, .. } = self;
-        cx.plan = Arc::new(cx.plan.with_members(&members));
+        cx.plan = plan;
         cx.tx.clear_slices();
+        cx.encodes.drain_unsent().into_iter().for_each(|buffer| cx.release(buffer));
         cx.worker.reset_results().into_iter().for_each(|buffer| cx.release(buffer));
         let latest = findings.step;
         let is_settled = |slice: SliceId| findings.settled[slice.index()];

@@ -108,6 +108,11 @@ impl Plan {
         encoding.map_or(0, |encoding| encoding.residual_width as usize)
     }
 
+    /// Whether the codec of a slice keeps what it has not sent.
+    pub(crate) fn keeps_residual(&self, slice: SliceId) -> bool {
+        self.codec(slice).is_some_and(|codec| codec.residual_width > 0)
+    }
+
     /// The encoding of the tensor that a slice is part of.
     #[must_use]
     pub fn codec(&self, slice: SliceId) -> Option<&CodecPlan> {

@@ -1,13 +1,15 @@
 //! A plan after ranks were lost: the same slices, owned by those that are left.
 
 use crate::api::UsageError;
-use crate::plan::placement::{Dealt, Placer};
-use crate::plan::{Plan, PullRule, Scheme, Synchrony, Update};
+use crate::plan::placement::LeastLoaded;
+use crate::plan::{Plan, PullRule, Scheme, Synchrony, TensorKind, Update};
 use crate::rank_set::RankSet;
+use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
 use gradlane_units::{Rank, SliceId};
+use gradlane_wire::{PayloadForm, HEADER_BYTES};
 
 impl Plan {
     /// Ranks that train, and have not been lost.
@@ -21,7 +23,6 @@ impl Plan {
     /// Says which part of the plan it cannot go on with.
     pub fn check_goes_on(&self) -> Result<(), UsageError> {
         let ring = self.tensors.iter().find(|tensor| tensor.scheme != Scheme::Ps);
-        let encoded = self.tensors.iter().find(|tensor| tensor.codec.is_some());
         let why: String = if self.strategy.synchrony != Synchrony::Bulk {
             "steps do not wait for all ranks".into()
         } else if self.update == Update::Server {
@@ -33,16 +34,15 @@ impl Plan {
         } else if let Some(tensor) = ring {
             let (name, scheme) = (&tensor.spec.name, tensor.scheme.name());
             format!("tensor {name:?} has scheme {scheme}, and only scheme ps is done again")
-        } else if let Some(tensor) = encoded {
-            format!("tensor {:?} is encoded", tensor.spec.name)
         } else {
             return Ok(());
         };
         Err(UsageError::Argument(format!("training cannot go on without a lost rank: {why}")))
     }
 
-    /// The same plan for fewer ranks. Slices keep their cut; those ranks own them that did before, or
-    /// all, if none of these is left.
+    /// The same plan for fewer ranks. Slices keep their cut, and their owner if it is left: it has what it
+    /// has held back of their results. The others are dealt to the ranks that own some, or to all if none
+    /// of these is left.
     pub(crate) fn with_members(&self, members: &RankSet) -> Plan {
         let mut plan = self.clone();
         plan.lost = RankSet::all(self.world_size).without(members);
@@ -51,15 +51,30 @@ impl Plan {
         if owners.is_empty() {
             owners = members.iter().collect();
         }
-        let mut placer = Placer::new(self.strategy.placement, owners.len() as u32);
-        for tensor in &self.tensors {
-            let whole = tensor.slices.len() == 1;
-            for (part, slice) in tensor.slices.clone().map(SliceId).enumerate() {
-                let bytes = self.slice_bytes(slice);
-                let server = placer.place(&Dealt { kind: tensor.spec.kind, bytes, part, whole });
-                plan.slices[slice.index()].owner = owners[server.index()];
+        for kind in [TensorKind::Parameter, TensorKind::Initial] {
+            let is_of_kind =
+                |&slice: &SliceId| self.tensor(self.slice(slice).tensor).spec.kind == kind;
+            let of_kind = self.slice_ids().filter(is_of_kind);
+            let (kept, orphans): (Vec<SliceId>, Vec<SliceId>) =
+                of_kind.partition(|&slice| members.contains(self.slice(slice).owner));
+            let mut loads: BTreeMap<Rank, u64> = owners.iter().map(|&rank| (rank, 0)).collect();
+            for slice in kept {
+                *loads.entry(self.slice(slice).owner).or_default() += self.message_bytes(slice);
+            }
+            let mut placer = LeastLoaded::with(loads);
+            for slice in orphans {
+                plan.slices[slice.index()].owner = placer.place(self.message_bytes(slice));
             }
         }
         plan
+    }
+
+    /// The most bytes of a slice on the wire, as a placement counts them.
+    fn message_bytes(&self, slice: SliceId) -> u64 {
+        let form = match self.codec(slice) {
+            Some(_) => PayloadForm::Encoded,
+            None => PayloadForm::Raw,
+        };
+        self.bytes_as(slice, form).saturating_add(HEADER_BYTES as u64)
     }
 }

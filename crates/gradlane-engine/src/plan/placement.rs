@@ -1,7 +1,7 @@
 //! Which server owns a slice.
 
 use crate::plan::{Placement, TensorKind};
-use alloc::collections::BinaryHeap;
+use alloc::collections::{BTreeMap, BinaryHeap};
 use core::cmp::Reverse;
 use gradlane_units::{Rank, Rng};
 use gradlane_wire::HEADER_BYTES;
@@ -33,6 +33,11 @@ impl LeastLoaded {
     /// Servers without a slice.
     pub(crate) fn new(servers: u32) -> LeastLoaded {
         LeastLoaded((0..servers).map(|rank| Reverse((0, Rank(rank)))).collect())
+    }
+
+    /// Ranks that have these bytes already.
+    pub(crate) fn with(loads: BTreeMap<Rank, u64>) -> LeastLoaded {
+        LeastLoaded(loads.into_iter().map(|(rank, bytes)| Reverse((bytes, rank))).collect())
     }
 
     /// The server that gets these bytes; the lowest rank where several have as few.

@@ -20,6 +20,7 @@ use crate::violation::{violation, Validated};
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::string::String;
+use alloc::sync::Arc;
 use alloc::vec::Vec;
 use gradlane_units::{Rank, SliceId, Step};
 
@@ -41,7 +42,7 @@ impl From<Option<KeptResult>> for Holding {
         match result {
             None => Holding::Nothing,
             Some(KeptResult::Absent) => Holding::Absent,
-            Some(KeptResult::Buffer(_) | KeptResult::Empty) => Holding::Value,
+            Some(KeptResult::Buffer(..) | KeptResult::Empty) => Holding::Value,
         }
     }
 }
@@ -126,6 +127,9 @@ pub(crate) struct Changes {
     pub(crate) now: Option<Change>,
     /// The newest membership that this rank takes slices of.
     pub(crate) in_force: u32,
+    /// The plan for the members that were agreed on last. It follows from the one before, also on a rank that
+    /// has not taken that one up: all have the same owners.
+    pub(crate) agreed_plan: Option<Arc<Plan>>,
     /// Whether a rank had said goodbye when a membership was agreed on: the step in flight is the last
     /// one, and another rank may have left with all results.
     is_last_step: bool,
@@ -184,9 +188,11 @@ impl Changes {
         });
     }
 
-    /// The next members are agreed on; what was said about earlier memberships is forgotten.
+    /// The next members are agreed on; what was said about earlier memberships is forgotten. `plan` is that of
+    /// the first ones.
     pub(crate) fn agree(
         &mut self,
+        plan: &Plan,
         generation: u32,
         members: RankSet,
         is_through: bool,
@@ -195,6 +201,8 @@ impl Changes {
         self.is_last_step |= is_through;
         self.holdings.retain(|&(of, _), _| of >= generation);
         self.resumed.retain(|&of, _| of >= generation);
+        let before = self.agreed_plan.as_deref().unwrap_or(plan);
+        self.agreed_plan = Some(Arc::new(before.with_members(&members)));
         let (phase, step) = (Phase::Settling, Step(0));
         self.now = Some(Change { phase, generation, members, step, reason });
     }

@@ -14,38 +14,27 @@ fn number(variable: &str) -> Option<u64> {
     std::env::var(variable).ok().and_then(|it| it.parse().ok())
 }
 
-#[test]
-fn nothing_is_lost_when_nothing_fails() {
-    for seed in 0..20 {
-        let mut world = World::new(&Setting::drawn(seed), seed);
-        world.run();
-        world.check(seed);
-        assert!(world.memberships().len() == 1, "seed {seed}");
-    }
-}
-
-#[test]
-fn swarm_of_faults() {
+/// Runs clusters with drawn faults; tensors are sent in the form that `form` chooses.
+fn swarm(form: fn(Setting, u64) -> Setting) {
     let first = number("GRADLANE_SWARM_FIRST").unwrap_or(0);
     for seed in first..first + number("GRADLANE_SWARM").unwrap_or(10_000) {
-        World::with_drawn_faults(seed).run_and_check(seed);
+        World::with_drawn_faults(&form(Setting::drawn(seed), seed), seed).run_and_check(seed);
         if seed % 100_000 == 99_999 {
             eprintln!("{} seeds", seed + 1);
         }
     }
 }
 
-#[test]
-fn every_moment_at_which_any_rank_can_die() {
-    let setting = Setting::small();
-    let mut world = World::new(&setting, 1);
+/// Kills each rank at every moment, or at every seventh.
+fn kills(setting: &Setting) {
+    let mut world = World::new(setting, 1);
     world.run();
     world.check(1);
     let actions = world.actions();
     let stride = if number("GRADLANE_SWARM").is_some() { 1 } else { 7 };
     for rank in 0..setting.ranks {
         for action in (u64::from(rank)..actions).step_by(stride) {
-            let mut world = World::new(&setting, 1);
+            let mut world = World::new(setting, 1);
             world.plan_fault(action, Fault::Kill(rank));
             world.run();
             world.check(action);
@@ -53,15 +42,65 @@ fn every_moment_at_which_any_rank_can_die() {
     }
 }
 
-#[test]
-fn a_network_that_mixes_memberships_is_found() {
-    let found = (0..1_000).find(|&seed| {
+/// Whether a network that mixes memberships is found.
+fn finds_the_canary(form: fn(Setting, u64) -> Setting) -> bool {
+    (0..1_000).any(|seed| {
         let run = || {
-            let mut world = World::with_drawn_faults(seed);
+            let setting = form(Setting::drawn(seed), seed);
+            let mut world = World::with_drawn_faults(&setting, seed);
             world.mix_memberships();
             world.run_and_check(seed);
         };
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err()
-    });
-    assert!(found.is_some(), "frames of an old membership were taken, and nobody noticed");
+    })
+}
+
+fn as_it_is(setting: Setting, _: u64) -> Setting {
+    setting
+}
+
+#[test]
+fn nothing_is_lost_when_nothing_fails() {
+    for seed in 0..20 {
+        for setting in [Setting::drawn(seed), Setting::drawn(seed).encoded(seed)] {
+            let mut world = World::new(&setting, seed);
+            world.run();
+            world.check(seed);
+            assert!(world.memberships().len() == 1, "seed {seed}");
+        }
+    }
+}
+
+#[test]
+fn swarm_of_faults() {
+    swarm(as_it_is);
+}
+
+#[test]
+fn swarm_of_faults_with_codecs() {
+    swarm(Setting::encoded);
+}
+
+#[test]
+fn every_moment_at_which_any_rank_can_die() {
+    kills(&Setting::small());
+}
+
+#[test]
+fn every_moment_at_which_any_rank_can_die_with_codecs() {
+    kills(&Setting::small().with_codec(1, true, false));
+    kills(&Setting::small().with_codec(2, false, true));
+}
+
+#[test]
+fn a_network_that_mixes_memberships_is_found() {
+    assert!(finds_the_canary(as_it_is), "frames of an old membership were taken, unnoticed");
+}
+
+#[test]
+fn a_network_that_mixes_memberships_is_found_with_codecs() {
+    assert!(
+        finds_the_canary(Setting::encoded),
+        "frames of an old membership were taken, unnoticed"
+    );
 }

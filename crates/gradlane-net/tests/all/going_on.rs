@@ -1,10 +1,12 @@
 //! Training goes on over sockets when ranks are lost: those that are left have the same bits in every step, and
 //! each slice is the mean over the ranks of before or of after.
 
+use crate::support::encoded::{plan_encoded, Oracle};
 use crate::support::{
-    contribute, deadline, each_rank, listeners, options, plan, run_step, specs, tensor, value,
-    world, world_at, world_with, Proxy, Tensor,
+    contribute, deadline, each_rank, listeners, never, options, plan, run_step, specs, tensor,
+    value, world, world_at, world_with, Proxy, Tensor,
 };
+use gradlane_engine::Update;
 use gradlane_net::{Channel, ChannelOptions, GoingOnOptions, MembershipEvent};
 use gradlane_units::{Dtype, Rank, Step, TensorId};
 use std::sync::atomic::Ordering;
@@ -110,6 +112,80 @@ fn three_ranks_go_on_without_the_fourth() {
 #[test]
 fn three_ranks_go_on_without_rank_0_over_sealed_connections() {
     without(0, "wfbp", true);
+}
+
+/// Four ranks with a codec, of which one gives up in the middle of a step. Each tensor is one slice.
+fn without_encoded(lost: u32, codec: &'static str, strategy: &str) {
+    const SIZES: [u64; 6] = [700, 65, 9_000, 3_000, 20_000, 128];
+    let tensors = SIZES.map(|numel| tensor(&format!("of {numel}"), numel, Dtype::F32)).to_vec();
+    let json = plan_encoded(tensors, codec, strategy, 500_000, 4, Update::Worker);
+    let channels = world_with("127.0.0.1", 4, &json, goes_on);
+    let results = each_rank(channels, move |channel| {
+        run_step(&channel, 0).expect("step 0");
+        if channel.rank().0 == lost {
+            train(&channel, 1, 4);
+            let _gradients = contribute(&channel, 5).expect("gradients");
+            channel.abort("it was killed");
+            return None;
+        }
+        let tensors = train(&channel, 1, STEPS);
+        assert_eq!(members(&channel).len(), 3);
+        let held_back = |index: usize| channel.worker_residual(TensorId(index as u32), &mut never);
+        let held_back: Vec<Vec<f32>> =
+            (0..SIZES.len()).map(|index| held_back(index).expect("a residual")).collect();
+        channel.finish(Duration::from_secs(20), &mut deadline()).expect("a good end");
+        Some((channel, tensors, held_back))
+    });
+    let left: Vec<_> = results.into_iter().flatten().collect();
+    let after: Vec<u32> = (0..4).filter(|&rank| rank != lost).collect();
+    assert_eq!(left.len(), after.len());
+    let plan = left[0].0.plan();
+    for (index, numel) in SIZES.into_iter().enumerate() {
+        let tensor = plan.tensor(TensorId(index as u32));
+        let owner = plan.slices[tensor.slices.start as usize].owner;
+        let mut oracle = Oracle::new(codec, index as u32, &tensor.spec, 4);
+        let mut is_after = false;
+        for step in 1..=STEPS {
+            let given =
+                |rank| (0..numel).map(|it| value(rank, step, index, it)).collect::<Vec<f32>>();
+            let (mut over_all, mut over_left) = (oracle.clone(), oracle.clone());
+            if owner.0 == lost && !is_after {
+                // What the lost owner held back of the means is lost.
+                over_left.owner_residual.fill(0.0);
+            }
+            let mean_over_all = over_all.step_of(&[0, 1, 2, 3], step, given);
+            let mean_over_left = over_left.step_of(&after, step, given);
+            let found = |steps: &Vec<Vec<Tensor>>| steps[step as usize - 1][index].bytes.clone();
+            let first = found(&left[0].1);
+            assert!(left.iter().all(|(_, steps, _)| found(steps) == first), "step {step}");
+            let is_right = first == mean_over_left || (!is_after && first == mean_over_all);
+            assert!(is_right, "{codec}, step {step}, tensor {index}");
+            is_after = first == mean_over_left;
+            oracle = if is_after { over_left } else { over_all };
+        }
+        assert!(is_after, "the lost rank was never missed");
+        for ((channel, _, held_back), rank) in left.iter().zip(&after) {
+            assert_eq!(channel.rank().0, *rank);
+            // Each of its contributions has counted once, and nothing else.
+            assert_eq!(held_back[index], oracle.worker_residuals[*rank as usize], "{codec}");
+        }
+    }
+}
+
+#[test]
+fn three_ranks_go_on_with_codecs_that_keep_nothing() {
+    without_encoded(3, "qsgd:bits=4", "p3");
+    without_encoded(0, "bf16", "wfbp");
+    without_encoded(1, "int8:bucket=64", "slicing");
+    without_encoded(2, "f16", "p3");
+}
+
+#[test]
+fn three_ranks_go_on_with_what_they_have_held_back() {
+    without_encoded(0, "onebit:bucket=64", "p3");
+    without_encoded(1, "qsgd:bits=2,residual=on", "slicing");
+    without_encoded(2, "topk:ratio=0.05", "wfbp");
+    without_encoded(3, "dgc:ratio=0.05,momentum=0.9", "p3");
 }
 
 #[test]

@@ -11,6 +11,7 @@ from gradlane.training.options.codec_choice import (
     CodecArgument,
     CodecRules,
     codec_rules,
+    keeps_residual,
     unused_codec_option,
 )
 from gradlane.training.options.codec_options import RAW
@@ -300,10 +301,11 @@ def going_on_refusal(options: Options) -> str:
             f"scheme {strategy.factors!r}: gradients are rebuilt from the factors of all ranks; "
             "leave the scheme out"
         )
-    if options.codec != RAW:
+    if keeps_residual(options.codec):
         return (
-            f"codec {options.codec!r}: what a lost rank has held back would be missing; leave the "
-            "codec out"
+            f"codec {options.codec!r}, which keeps what a step has not sent: checkpoints and "
+            "ranks that join would be without some of it once a rank was lost; use a codec without "
+            "a residual, such as 'bf16' or 'qsgd:bits=8'"
         )
     if options.stragglers.leaves_out:
         return (

@@ -47,11 +47,23 @@ pub struct Node {
     pub silent: bool,
     /// Frames in the order in which they were handed out.
     pub log: Vec<FrameHeader>,
-    pub(super) toy: Option<Toy>,
+    /// The codec, where the plan has one.
+    pub toy: Option<Toy>,
+    /// What the codec has not sent, where it keeps that.
+    pub residuals: Option<Residuals>,
     /// Whether a peer that breaks the protocol ends the session, as over sockets, and not the test.
     pub(super) lenient: bool,
     /// Slices encoded, or being encoded, for other ranks, and not yet with the kernel.
     pub(super) ahead: BTreeMap<u32, BTreeSet<(Step, SliceId)>>,
+}
+
+/// What a codec has not sent, by slice.
+#[derive(Default)]
+pub struct Residuals {
+    /// Of this rank's contributions.
+    pub worker: BTreeMap<SliceId, Vec<f32>>,
+    /// Of the results that it has reduced.
+    pub owner: BTreeMap<SliceId, Vec<f32>>,
 }
 
 /// One `Event::Applied`.
@@ -104,6 +116,7 @@ impl Node {
             silent: false,
             log: Vec::new(),
             toy: None,
+            residuals: None,
             lenient: false,
             ahead: BTreeMap::new(),
         }
@@ -263,12 +276,18 @@ impl Node {
                 return self.execute_round(&job.operation, 0);
             }
             Operation::Encode { input, output } => {
-                let values = self.floats(*input);
+                let mut values = self.floats(*input);
+                if let Some(residuals) = &mut self.residuals {
+                    Toy::hold_back(&mut values, residuals.worker.entry(slice).or_default());
+                }
                 // Whoever lands there from now on must not change what is sent.
                 return self.write_encoded(*output, &values).1;
             }
             Operation::DecodeReduceEncode { inputs, absent, divisor, output, copy_to } => {
-                let mean = self.decoded_mean(slice, inputs, *absent, *divisor);
+                let mut mean = self.decoded_mean(slice, inputs, *absent, *divisor);
+                if let Some(residuals) = &mut self.residuals {
+                    Toy::hold_back(&mut mean, residuals.owner.entry(slice).or_default());
+                }
                 let (bytes, used) = self.write_encoded(*output, &mean);
                 if let Some(region) = copy_to {
                     let decoded = self.toy.expect("a codec").decode(&bytes, mean.len());

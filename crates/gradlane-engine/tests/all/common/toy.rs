@@ -46,6 +46,15 @@ impl Toy {
         f32::from_bits(value.to_bits() & 0xffff_0000)
     }
 
+    /// Adds what was not sent so far to values, and keeps what will not be sent of them.
+    pub fn hold_back(values: &mut [f32], residual: &mut Vec<f32>) {
+        residual.resize(values.len(), 0.0);
+        for (value, kept) in values.iter_mut().zip(residual) {
+            *value += *kept;
+            *kept = *value - Toy::keep(*value);
+        }
+    }
+
     pub(super) fn encode(self, values: &[f32]) -> Vec<u8> {
         let upper = |value: &f32| ((value.to_bits() >> 16) as u16).to_le_bytes();
         if !self.varies {

@@ -1,9 +1,12 @@
 //! Ranks, their programs, the network between them, and faults.
 
 use crate::common::model::gradient;
+use crate::common::node::Residuals;
+use crate::common::toy::Toy;
 use crate::common::{tensors, Node};
 use gradlane_engine::{
-    EngineOptions, Event, GoingOn, Input, Operation, Payload, PayloadDest, Plan, Strategy, Update,
+    CodecSizes, EngineOptions, Event, GoingOn, Input, Payload, PayloadDest, Plan, RingBytes,
+    Strategy, Update,
 };
 use gradlane_units::{Rank, Rng, Step, TensorId, Time};
 use gradlane_wire::FrameHeader;
@@ -35,6 +38,39 @@ pub struct Setting {
     pub frame_bytes: u32,
     pub steps: u64,
     pub wire_depth: usize,
+    /// The codec of every second tensor.
+    pub codec: Option<Codec>,
+}
+
+/// A codec with or without a residual.
+#[derive(Clone, Copy, Debug)]
+pub struct Codec {
+    toy: Toy,
+    keeps_residual: bool,
+}
+
+impl CodecSizes for Codec {
+    fn name(&self) -> String {
+        self.toy.name()
+    }
+    fn granule_elems(&self) -> u64 {
+        self.toy.granule_elems()
+    }
+    fn bytes_max(&self, elements: u64) -> u64 {
+        self.toy.bytes_max(elements)
+    }
+    fn is_fixed(&self) -> bool {
+        self.toy.is_fixed()
+    }
+    fn residual_width(&self) -> u32 {
+        u32::from(self.keeps_residual)
+    }
+    fn sizes(&self) -> Vec<u64> {
+        self.toy.sizes()
+    }
+    fn ring_bytes(&self, _: u64, _: u32) -> Result<Option<RingBytes>, String> {
+        Ok(None)
+    }
 }
 
 impl Setting {
@@ -47,6 +83,7 @@ impl Setting {
             frame_bytes: 8,
             steps: 3,
             wire_depth: 2,
+            codec: None,
         }
     }
 
@@ -61,7 +98,36 @@ impl Setting {
             frame_bytes: [4, 16, 1 << 16][rng.below(3) as usize],
             steps: 2 + u64::from(rng.below(4)),
             wire_depth: 1 + rng.below(4) as usize,
+            codec: None,
         }
+    }
+
+    /// The same, with a drawn codec.
+    pub fn encoded(self, seed: u64) -> Setting {
+        let mut rng = Rng::new(seed ^ 0xc0dec);
+        self.with_codec(1 + u64::from(rng.below(3)), rng.below(2) == 1, rng.below(2) == 1)
+    }
+
+    /// The same, with a codec whose encodings differ in length, or which keeps what it has not sent.
+    pub fn with_codec(self, granule_elems: u64, varies: bool, keeps_residual: bool) -> Setting {
+        let toy = Toy { granule_elems, varies, integer: false };
+        Setting { codec: Some(Codec { toy, keeps_residual }), ..self }
+    }
+
+    /// The codec of a tensor.
+    fn codec_of(&self, tensor: usize) -> Option<Codec> {
+        self.codec.filter(|_| tensor.is_multiple_of(2))
+    }
+
+    fn plan(&self) -> Plan {
+        let specs = tensors(&self.sizes).into_iter().enumerate();
+        let coded = specs.map(|(index, spec)| {
+            let codec = self.codec_of(index);
+            (spec, codec.map(|codec| -> Box<dyn CodecSizes> { Box::new(codec) }))
+        });
+        let strategy = Strategy::named(self.strategy, Some(self.slice_elems), 7);
+        let strategy = strategy.expect("a strategy");
+        Plan::build(coded.collect(), strategy, Update::Worker, self.ranks).expect("a plan")
     }
 }
 
@@ -86,6 +152,10 @@ pub struct World {
     setting: Setting,
     nodes: Vec<Node>,
     programs: Vec<Program>,
+    /// By generation: the owner of each slice.
+    owners: BTreeMap<u32, Vec<Rank>>,
+    /// Ranks and generations that they have gone on with.
+    told: BTreeSet<(u32, u32)>,
     wires: BTreeMap<(u32, u32), VecDeque<Item>>,
     /// Frames whose header was taken and whose payload is still arriving.
     arriving: BTreeMap<(u32, u32), (FrameHeader, Vec<u8>, PayloadDest)>,
@@ -108,11 +178,7 @@ pub struct World {
 
 impl World {
     pub fn new(setting: &Setting, seed: u64) -> World {
-        let strategy = Strategy::named(setting.strategy, Some(setting.slice_elems), 7);
-        let strategy = strategy.expect("a strategy");
-        let specs = tensors(&setting.sizes);
-        let plan = Plan::build(specs, strategy, Update::Worker, setting.ranks).expect("a plan");
-        let plan = Arc::new(plan);
+        let plan = Arc::new(setting.plan());
         plan.check_goes_on().expect("training goes on under it");
         let node = |rank| {
             let going_on = GoingOn {
@@ -126,12 +192,18 @@ impl World {
                 going_on: Some(going_on),
                 ..EngineOptions::new(Rank(rank))
             };
-            Node::with_options(&plan, options)
+            let mut node = Node::with_options(&plan, options);
+            node.toy = setting.codec.map(|codec| codec.toy);
+            let keeps = setting.codec.is_some_and(|codec| codec.keeps_residual);
+            node.residuals = keeps.then(Residuals::default);
+            node
         };
         World {
             nodes: (0..setting.ranks).map(node).collect(),
             programs: (0..setting.ranks).map(|_| Program::default()).collect(),
             setting: setting.clone(),
+            owners: BTreeMap::from([(0, owners_of(&plan))]),
+            told: BTreeSet::new(),
             wires: BTreeMap::new(),
             arriving: BTreeMap::new(),
             cut: BTreeSet::new(),
@@ -148,9 +220,8 @@ impl World {
     }
 
     /// A cluster of any size with one fault to three, so that enough ranks are left each time.
-    pub fn with_drawn_faults(seed: u64) -> World {
-        let setting = Setting::drawn(seed);
-        let mut world = World::new(&setting, seed);
+    pub fn with_drawn_faults(setting: &Setting, seed: u64) -> World {
+        let mut world = World::new(setting, seed);
         let mut rng = Rng::new(seed ^ 0xfa01);
         let mut left: Vec<u32> = (0..setting.ranks).collect();
         let mut at = u64::from(rng.below(4_000));
@@ -377,9 +448,10 @@ impl World {
             return false;
         }
         let job = node.jobs.swap_remove(pick % node.jobs.len());
-        assert!(matches!(job.operation, Operation::Reduce { .. } | Operation::Copy { .. }));
-        node.execute(&job);
-        node.engine.handle_job_done(job.id);
+        match node.execute(&job) {
+            Some(bytes) => node.engine.handle_encoded(job.id, bytes),
+            None => node.engine.handle_job_done(job.id),
+        }
         true
     }
 
@@ -555,6 +627,22 @@ impl World {
             }
             self.nodes[index].membership.push(event);
         }
+        self.note_owners(rank);
+    }
+
+    /// Notes who owns the slices in a membership that a rank has gone on with; it is the same on all ranks.
+    fn note_owners(&mut self, rank: u32) {
+        let node = &self.nodes[rank as usize];
+        for event in &node.membership {
+            let Event::MembersChanged { generation, .. } = event else {
+                continue;
+            };
+            if self.told.insert((rank, *generation)) {
+                let owners = owners_of(node.engine.plan());
+                let first = self.owners.entry(*generation).or_insert_with(|| owners.clone());
+                assert_eq!(*first, owners, "owners of generation {generation} at rank {rank}");
+            }
+        }
     }
 
     /// The members of each generation and the step of its change, as the ranks have heard of them.
@@ -577,9 +665,22 @@ impl World {
         known
     }
 
+    /// Checks that slices keep their owner while it is left, and are owned by members.
+    fn check_owners(&self, seed: u64, memberships: &BTreeMap<u32, (u64, Vec<u32>)>) {
+        for ((_, before), (generation, after)) in self.owners.iter().zip(self.owners.iter().skip(1))
+        {
+            let members = &memberships[generation].1;
+            for (old, new) in before.iter().zip(after) {
+                assert!(members.contains(&new.0), "seed {seed}: {new} owns, and is lost");
+                assert!(old == new || !members.contains(&old.0), "seed {seed}: {old} owns no more");
+            }
+        }
+    }
+
     /// Checks what every rank that is left has got.
     pub fn check(&self, seed: u64) {
         let memberships = self.memberships();
+        self.check_owners(seed, &memberships);
         let lost_start = |node: &Node| {
             node.failure.as_ref().is_some_and(|it| it.to_string().contains("values to start from"))
         };
@@ -633,6 +734,85 @@ impl World {
                 self.check_means(seed, &memberships, step, tensor);
             }
         }
+        for tensor in 0..self.setting.sizes.len() {
+            if self.setting.codec_of(tensor).is_some_and(|codec| codec.keeps_residual) {
+                self.check_held_back(seed, &memberships, tensor);
+            }
+        }
+    }
+
+    /// Generations whose members a mean of this step may be over. A change is in the step that it names; before,
+    /// the members of before count, after it, the new.
+    fn may_be_over(memberships: &BTreeMap<u32, (u64, Vec<u32>)>, step: u64) -> Vec<u32> {
+        let begins: Vec<(u32, u64)> =
+            memberships.iter().map(|(&it, (step, _))| (it, *step)).collect();
+        let ends = |index: usize| begins.get(index + 1).is_none_or(|&(_, end)| step <= end);
+        let may =
+            begins.iter().enumerate().filter(|&(index, &(_, begin))| begin <= step && ends(index));
+        may.map(|(_, &(generation, _))| generation).collect()
+    }
+
+    /// Checks a tensor whose codec holds back what it has not sent: each contribution has counted once, and
+    /// what is held back at the end is what the means lack, but for what a lost owner held back.
+    fn check_held_back(
+        &self,
+        seed: u64,
+        memberships: &BTreeMap<u32, (u64, Vec<u32>)>,
+        tensor: usize,
+    ) {
+        let closed = || (0..self.nodes.len()).filter(|&rank| self.nodes[rank].closed);
+        let first = closed().next().expect("a rank is left");
+        let plan = self.nodes[first].engine.plan();
+        for id in plan.slices_of(TensorId(tensor as u32)) {
+            let slice = plan.slice(id);
+            let range = slice.start as usize..(slice.start + slice.length) as usize;
+            let mut may = vec![HeldBack::nothing(self.setting.ranks, range.len())];
+            for step in 1..=self.setting.steps {
+                let found = self.programs[first].means[&(step, tensor)].get(range.clone());
+                let mut after = Vec::new();
+                for (before, generation) in may.iter().flat_map(|it| {
+                    Self::may_be_over(memberships, step).into_iter().map(move |to| (it, to))
+                }) {
+                    if generation < before.generation {
+                        continue;
+                    }
+                    let mut next = before.clone();
+                    next.generation = generation;
+                    if self.owners[&generation][id.index()]
+                        != self.owners[&before.generation][id.index()]
+                    {
+                        next.owner.fill(0.0);
+                    }
+                    let part = |rank| {
+                        gradient(rank, tensor, step, self.setting.sizes[tensor])[range.clone()]
+                            .to_vec()
+                    };
+                    let members = &memberships[&generation].1;
+                    let right = next.mean(members, |rank| {
+                        (!gradient_is_absent(rank, tensor, step)).then(|| part(rank))
+                    });
+                    if right.is_none_or(|right| found == Some(&right[..])) && !after.contains(&next)
+                    {
+                        after.push(next);
+                    }
+                }
+                assert!(
+                    !after.is_empty(),
+                    "seed {seed}: slice {slice:?} in step {step} is no mean of what was held back {}",
+                    self.describe()
+                );
+                may = after;
+            }
+            let is_held = |it: &HeldBack| {
+                let owner = self.owners[&it.generation][id.index()].index();
+                closed().all(|rank| {
+                    let of = self.nodes[rank].residuals.as_ref().expect("it keeps residuals");
+                    same(of.worker.get(&id), &it.worker[rank])
+                        && (rank != owner || same(of.owner.get(&id), &it.owner))
+                })
+            };
+            assert!(may.iter().any(is_held), "seed {seed}: {slice:?} holds back something else");
+        }
     }
 
     fn check_means(
@@ -655,22 +835,18 @@ impl World {
                 self.describe()
             );
         }
-        // A change is in the step that it names; before, the members of before count, after it, the new.
-        let begins: Vec<(u64, &Vec<u32>)> =
-            memberships.values().map(|(step, members)| (*step, members)).collect();
-        let may: Vec<&Vec<u32>> = begins
-            .iter()
-            .enumerate()
-            .filter(|&(index, (begin, _))| {
-                *begin <= step && begins.get(index + 1).is_none_or(|(end, _)| step <= *end)
-            })
-            .map(|(_, (_, members))| *members)
-            .collect();
+        let codec = self.setting.codec_of(tensor);
+        if codec.is_some_and(|codec| codec.keeps_residual) {
+            return;
+        }
+        let may = Self::may_be_over(memberships, step);
+        let may: Vec<&Vec<u32>> = may.iter().map(|it| &memberships[it].1).collect();
         let plan = self.nodes[means[0].0].engine.plan();
         for slice in plan.slices_of(TensorId(tensor as u32)).map(|id| *plan.slice(id)) {
             let range = slice.start as usize..(slice.start + slice.length) as usize;
             let fits = |members: &&Vec<u32>| {
-                let right = mean_of(members, tensor, step, self.setting.sizes[tensor]);
+                let is_encoded = codec.is_some();
+                let right = mean_of(is_encoded, members, tensor, step, self.setting.sizes[tensor]);
                 match right {
                     None => true,
                     Some(right) => first.get(range.clone()) == Some(&right[range.clone()]),
@@ -685,23 +861,87 @@ impl World {
     }
 }
 
+/// What is held back of a slice, by one account of the memberships that its means are over.
+#[derive(Clone, Debug, PartialEq)]
+struct HeldBack {
+    generation: u32,
+    /// By rank.
+    worker: Vec<Vec<f32>>,
+    owner: Vec<f32>,
+}
+
+impl HeldBack {
+    fn nothing(ranks: u32, elements: usize) -> HeldBack {
+        let none = vec![0.0; elements];
+        HeldBack { generation: 0, worker: vec![none.clone(); ranks as usize], owner: none }
+    }
+
+    /// The bits of the next mean over some ranks; none where no rank has a gradient.
+    fn mean(
+        &mut self,
+        members: &[u32],
+        gradient: impl Fn(u32) -> Option<Vec<f32>>,
+    ) -> Option<Vec<u32>> {
+        let mut present = 0;
+        let mut mean: Option<Vec<f32>> = None;
+        for &rank in members {
+            let Some(mut part) = gradient(rank) else {
+                continue;
+            };
+            present += 1;
+            Toy::hold_back(&mut part, &mut self.worker[rank as usize]);
+            let sent = part.into_iter().map(Toy::keep);
+            mean = Some(match mean {
+                None => sent.collect(),
+                Some(sum) => sum.into_iter().zip(sent).map(|(sum, value)| sum + value).collect(),
+            });
+        }
+        let mut mean = mean?;
+        let zero = if present < members.len() { 0.0 } else { -0.0 };
+        mean.iter_mut().for_each(|sum| *sum = (*sum + zero) / members.len() as f32);
+        Toy::hold_back(&mut mean, &mut self.owner);
+        Some(mean.into_iter().map(|value| Toy::keep(value).to_bits()).collect())
+    }
+}
+
+/// Whether a residual, perhaps of zeros that nobody has touched, has these bits.
+fn same(found: Option<&Vec<f32>>, right: &[f32]) -> bool {
+    let Some(found) = found else {
+        return right.iter().all(|value| *value == 0.0);
+    };
+    found.iter().map(|it| it.to_bits()).eq(right.iter().map(|it| it.to_bits()))
+}
+
+fn owners_of(plan: &Plan) -> Vec<Rank> {
+    plan.slices.iter().map(|slice| slice.owner).collect()
+}
+
 fn gradient_is_absent(rank: u32, tensor: usize, step: u64) -> bool {
     let mut rng = Rng::new(u64::from(rank) * 77 + tensor as u64 * 1_001 + step * 13);
     rng.below(6) == 0 || (tensor as u64 + step).is_multiple_of(7)
 }
 
-/// The bits of the mean over some ranks; none where no rank has a gradient.
-fn mean_of(members: &[u32], tensor: usize, step: u64, numel: u64) -> Option<Vec<u32>> {
+/// The bits of the mean over some ranks; none where no rank has a gradient. The last rank encodes nothing.
+fn mean_of(
+    is_encoded: bool,
+    members: &[u32],
+    tensor: usize,
+    step: u64,
+    numel: u64,
+) -> Option<Vec<u32>> {
+    let is_lossy = is_encoded && members.len() > 1;
+    let keep = |value: f32| if is_lossy { Toy::keep(value) } else { value };
+    let part = |rank: u32| gradient(rank, tensor, step, numel).into_iter().map(keep);
     let has = |rank: u32| !gradient_is_absent(rank, tensor, step);
     let present: Vec<u32> = members.iter().copied().filter(|&rank| has(rank)).collect();
     let first = *present.first()?;
-    let mut sum = gradient(first, tensor, step, numel);
+    let mut sum: Vec<f32> = part(first).collect();
     for &rank in &present[1..] {
-        for (total, value) in sum.iter_mut().zip(gradient(rank, tensor, step, numel)) {
+        for (total, value) in sum.iter_mut().zip(part(rank)) {
             *total += value;
         }
     }
     let zero = if present.len() < members.len() { 0.0 } else { -0.0 };
     let divisor = members.len() as f32;
-    Some(sum.iter().map(|total| ((total + zero) / divisor).to_bits()).collect())
+    Some(sum.iter().map(|total| keep((total + zero) / divisor).to_bits()).collect())
 }

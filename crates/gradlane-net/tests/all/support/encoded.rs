@@ -86,6 +86,7 @@ pub fn odd_sizes(dtype: Dtype) -> Vec<TensorSpec> {
 }
 
 /// One tensor's aggregation as it is defined.
+#[derive(Clone)]
 pub struct Oracle {
     spec: TensorSpec,
     index: u32,
