@@ -409,16 +409,7 @@ class PrecopyTarget:
 
     def _repeat(self, trained: Sequence[TensorEntry]) -> int:
         """Repeat the members' updates until the last one; returns how many there were."""
-        optimizer = self._optimizer
-        parameters = [entry.tensor for entry in trained]
-        update = DeferredUpdate(
-            optimizer,
-            optimizer.step,
-            step_of_class(optimizer),
-            parameters,
-            {id(parameter): index for index, parameter in enumerate(parameters)},
-            is_known=True,
-        )
+        repeated = RepeatedUpdates(self._optimizer, trained)
         count = 0
         while True:
             with self._changed:
@@ -428,17 +419,47 @@ class PrecopyTarget:
                 self._look()
                 if not all(self._arrived):
                     return count
-                steps = [arrived.pop(0) for arrived in self._arrived]
-            adopt_hyperparameters(optimizer, steps[0].groups)
-            update.record()
-            update.leave_none()
-            update.apply(
-                (index, gradient.to(trained[index].device))
-                for step in steps
-                for index, gradient in step.gradients.items()
-            )
-            update.end_parts()
+                parts = [arrived.pop(0) for arrived in self._arrived]
+            repeated.run(parts)
             count += 1
+
+
+class RepeatedUpdates:
+    """Repeats updates of an optimizer with the same bits, from what they have used elsewhere."""
+
+    def __init__(self, optimizer: Optimizer, trained: Sequence[TensorEntry]) -> None:
+        """Repeat nothing yet.
+
+        Args:
+            optimizer: in the state of before the first one; one that `is_known`.
+            trained: the trained parameters, by tensor number.
+        """
+        parameters = [entry.tensor for entry in trained]
+        self._optimizer, self._parameters = optimizer, parameters
+        self._update = DeferredUpdate(
+            optimizer,
+            optimizer.step,
+            step_of_class(optimizer),
+            parameters,
+            {id(parameter): index for index, parameter in enumerate(parameters)},
+            is_known=True,
+        )
+
+    def run(self, parts: Sequence[LoggedStep]) -> None:
+        """Repeat the update of one step.
+
+        Args:
+            parts: of the step, each with other gradients and the same groups.
+        """
+        adopt_hyperparameters(self._optimizer, parts[0].groups)
+        self._update.record()
+        self._update.leave_none()
+        self._update.apply(
+            (index, gradient.to(self._parameters[index].device))
+            for part in parts
+            for index, gradient in part.gradients.items()
+        )
+        self._update.end_parts()
 
 
 def _empty_step(told: dict[str, Any], trained: Sequence[TensorEntry]) -> LoggedStep:
