@@ -141,15 +141,17 @@ def test_a_log_keeps_copies_until_they_are_taken() -> None:
 
 
 def test_a_log_of_too_many_bytes_ends() -> None:
-    """The steps before can be taken; there is room for as many bytes again then."""
+    """The rank that joins is told; what was taken makes room."""
     log = UpdateLog([0], 24)
     log_step(log, torch.ones(3))
     assert len(log.take(lambda: None)[0]) == 1
     log_step(log, torch.ones(3))
     log_step(log, torch.ones(3))
+    assert not log.is_full
+    log_step(log, torch.ones(3))
     log_step(log, torch.ones(3))
     steps, is_last = log.take(lambda: None)
-    assert len(steps) == 2 and is_last
+    assert len(steps) == 3 and is_last and log.is_full
 
 
 def test_a_step_that_is_under_way_is_not_taken() -> None:

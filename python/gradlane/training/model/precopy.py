@@ -46,6 +46,9 @@ from gradlane.training.rendezvous.tensor_table import TensorEntry, build_table
 
 DONORS_MAX = 4
 """Ranks that share in sending the state; more fill no port that these leave empty."""
+_LOG_SHARES = 4
+_LOG_BYTES_LEAST = 1 << 26
+"""A donor keeps gradients of so many times its share of the state, or of so many bytes."""
 _ROUND_STEPS = 2
 """A rank has caught up with a round of so many steps: the members need as many to let it in."""
 _GOODBYE_S = 10.0
@@ -210,8 +213,9 @@ class PrecopySource:
             ]
         numbers = {entry.name: index for index, entry in enumerate(self._trained)}
         own = shares_of(self._trained, [], plan.donors)[self._donor]
+        share_bytes = sum(entry.nbytes for entry in share)
         self.log = UpdateLog(
-            [numbers[entry.name] for entry in own], sum(entry.nbytes for entry in share)
+            [numbers[entry.name] for entry in own], max(_LOG_SHARES * share_bytes, _LOG_BYTES_LEAST)
         )
         """Notes what updates use from now on."""
         self._is_closing = False
@@ -261,8 +265,9 @@ class PrecopySource:
         while not is_last:
             steps, is_last = self.log.take(self._look)
             scope = pair.meet()
-            told = [{"groups": step.groups, "tensors": list(step.gradients)} for step in steps]
-            scope.put("steps", pack({"steps": told, "is_last": is_last}))
+            rows = [{"groups": step.groups, "tensors": list(step.gradients)} for step in steps]
+            told = {"steps": rows, "is_last": is_last, "is_full": self.log.is_full}
+            scope.put("steps", pack(told))
             gradients = _gradients(steps, self._trained)
             if gradients:
                 transfer(pair.ctx, scope, gradients, pair.ranks)
@@ -294,8 +299,8 @@ class PrecopyTarget:
         self._arrived: list[list[LoggedStep]] = [[] for _ in range(plan.donors)]
         self._rounds: list[list[int]] = [[] for _ in range(plan.donors)]
         """How many steps each round of a donor has had."""
-        self._ended = 0
-        """How many donors have nothing more to give."""
+        self._ended: set[int] = set()
+        """Donors that have nothing more to give."""
         self._changed = threading.Condition()
         self._failure = ""
         self._thread = threading.Thread(target=self._run, name="gradlane-precopy", daemon=True)
@@ -305,12 +310,13 @@ class PrecopyTarget:
     def is_ready(self) -> bool:
         """Whether this rank is nearly where the members are, or will not come nearer."""
         with self._changed:
-            is_near = all(
-                rounds
-                and (rounds[-1] <= _ROUND_STEPS or (len(rounds) > 1 and rounds[-1] >= rounds[-2]))
-                for rounds in self._rounds
-            )
+            is_near = all(map(self._is_near, range(self._plan.donors)))
         return is_near or not self._thread.is_alive()
+
+    def _is_near(self, donor: int) -> bool:
+        rounds = self._rounds[donor]
+        no_shorter = len(rounds) > 1 and rounds[-1] >= rounds[-2]
+        return donor in self._ended or bool(rounds and rounds[-1] <= _ROUND_STEPS) or no_shorter
 
     def finish(self, look: Callable[[], object]) -> bool:
         """Wait until all that the donors give is here.
@@ -394,6 +400,11 @@ class PrecopyTarget:
             while not is_last:
                 scope = pair.meet()
                 told = unpack(scope.get("steps", 0), torch.device("cpu"))
+                if told["is_full"]:
+                    raise UsageError(
+                        f"rank {donor} could not keep what its updates have used: they are faster "
+                        "than the connection"
+                    )
                 steps = [_empty_step(one, trained) for one in told["steps"]]
                 gradients = _gradients(steps, trained)
                 if gradients:
@@ -402,7 +413,8 @@ class PrecopyTarget:
                 with self._changed:
                     self._arrived[donor] += steps
                     self._rounds[donor].append(len(steps))
-                    self._ended += is_last
+                    if is_last:
+                        self._ended.add(donor)
                     self._changed.notify()
         except Exception as error:
             self._fail(f"{type(error).__name__}: {error}")
@@ -413,12 +425,11 @@ class PrecopyTarget:
         count = 0
         while True:
             with self._changed:
-                while not all(self._arrived) and self._ended < self._plan.donors:
+                while not all(self._arrived):
                     self._look()
+                    if len(self._ended) == self._plan.donors:
+                        return count
                     self._changed.wait(_POLL_S)
-                self._look()
-                if not all(self._arrived):
-                    return count
                 parts = [arrived.pop(0) for arrived in self._arrived]
             repeated.run(parts)
             count += 1

@@ -38,8 +38,10 @@ class UpdateLog:
 
         Args:
             indices: numbers of the tensors whose gradients are kept.
-            limit_bytes: of gradients that nobody has taken; with more the log ends.
+            limit_bytes: of gradients that nobody has taken; with more the log is full, and ends.
         """
+        self.is_full = False
+        """Whether a step is missing because it was too much."""
         self._indices = frozenset(indices)
         self._left_bytes = limit_bytes
         self._groups: list[dict[str, Any]] | None = None
@@ -66,10 +68,9 @@ class UpdateLog:
         step = LoggedStep(self._groups, self._gradients)
         self._groups, self._gradients = None, {}
         with self._changed:
-            self._left_bytes -= _nbytes(step)
-            if self._left_bytes < 0:
-                self._is_closed = True
             if not self._is_closed:
+                self._left_bytes -= _nbytes(step)
+                self._is_closed = self.is_full = self._left_bytes < 0
                 self._steps.append(step)
             self._changed.notify()
 
