@@ -52,6 +52,8 @@ _LOG_BYTES_LEAST = 1 << 26
 _ROUND_STEPS = 2
 """A rank has caught up with a round of so many steps: the members need as many to let it in."""
 _GOODBYE_S = 10.0
+_CONNECT_S = 15.0
+"""Longest wait for the other rank of a pair."""
 _POLL_S = 0.02
 
 
@@ -98,7 +100,11 @@ def pair_context(ctx: SessionContext, job: str, *, joins: bool) -> SessionContex
     rank_info = RankInfo(int(joins), world_size=2, job=job, restart=0)
     # What is lost meanwhile ends the transfer.
     rendezvous = dataclasses.replace(ctx.options.rendezvous, join=False)
-    options = dataclasses.replace(ctx.options, going_on=GoingOn(on=False), rendezvous=rendezvous)
+    connect_s = min(ctx.options.network.connect_timeout_s, _CONNECT_S)
+    network = dataclasses.replace(ctx.options.network, connect_timeout_s=connect_s)
+    options = dataclasses.replace(
+        ctx.options, going_on=GoingOn(on=False), rendezvous=rendezvous, network=network
+    )
     return dataclasses.replace(ctx, rank_info=rank_info, options=options)
 
 
@@ -140,8 +146,8 @@ class _Pair:
     ) -> None:
         self.ctx = pair_context(ctx, f"{plan.job}/{donor}", joins=joins)
         self._store = store.as_rank(self.ctx.rank_info.rank)
-        network = ctx.options.network
         self._look = look
+        network = self.ctx.options.network
         self._limit_s = network.progress_timeout_s
         self._incarnation = agree_on_incarnation(
             self._store, self.ctx.rank_info, network.connect_timeout_s, look

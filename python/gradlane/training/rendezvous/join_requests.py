@@ -81,6 +81,8 @@ class JoinRequests:
         self._membership = membership
         self.precopies = False
         """Whether the members can give their state while they train on."""
+        self._given_by = 0
+        """Generation of the members that have begun to."""
         self._passed = 0
         """Number of the last request that is settled, or whose rank did not answer."""
         self._closing = threading.Event()
@@ -95,6 +97,10 @@ class JoinRequests:
     def close(self) -> None:
         """Stop looking."""
         self._closing.set()
+
+    def note_given(self) -> None:
+        """Note that the members in force give their state to the rank of a request."""
+        self._given_by = self._membership.generation
 
     def tell_precopy(self, number: int, plan: str) -> None:
         """Tell the rank of a request where it is given the state; each that gives it does.
@@ -145,9 +151,12 @@ class JoinRequests:
         has_begun = self._membership.answered == 2 * number
         if self.precopies and not has_begun:
             return 2 * number
-        # Without a plan the members that should have told one are lost.
-        is_given = has_begun and self._store.read(f"precopy/{number}", None) is not None
-        if is_given and self._store.read(f"ready/{number}", None) is None:
+        if has_begun and self._membership.known_generation != self._given_by:
+            # It asks again, and gets the state from those that are left.
+            self._passed = number
+            self.settle(number, "a member was lost meanwhile")
+            return 0
+        if has_begun and self._store.read(f"ready/{number}", None) is None:
             return 0
         return 2 * number + 1
 

@@ -125,6 +125,7 @@ class Joins:
         if self._source is not None:
             self._source.close()
             self._source = None
+        self._requests.note_given()
         membership = self._world.ctx.membership
         donors = min(len(membership.members), DONORS_MAX)
         job = f"{self._job}/join/{number}/precopy"
@@ -132,8 +133,8 @@ class Joins:
         if membership.rank >= donors:
             return
         try:
-            self._source = prepared.begin_precopy(self._store, plan, self._look)
             self._requests.tell_precopy(number, json.dumps(dataclasses.asdict(plan)))
+            self._source = prepared.begin_precopy(self._store, plan, self._look)
         except (GradlaneError, RuntimeError, MemoryError) as error:
             log.info("rank %d: a rank that joins gets its state later: %s", membership.rank, error)
 
