@@ -15,7 +15,7 @@ from tests.training.model.virtual_joins import Cluster, Connected, Context, Opti
 
 FIRST = int(os.environ.get("GRADLANE_JOIN_SEED", "1"))
 COUNT = int(os.environ.get("GRADLANE_JOIN_SEEDS", "100"))
-CANARY_SEEDS = 100
+CANARY_SEEDS = 200
 LONGEST_STEP_S = 60.0
 
 
