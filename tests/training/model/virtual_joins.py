@@ -425,7 +425,7 @@ class Prepared:
         pair = self._cluster.precopy(plan.job)
         return PrecopySource(pair, self._ctx.membership.rank, self._cluster.clock.process)
 
-    def connect_beside(self, world: JoinedWorld) -> Connected:
+    def connect_beside(self, world: JoinedWorld, precopy: object) -> Connected:
         """Connect in the world that a rank joins."""
         return self._cluster.connect_to_join(world)
 
@@ -497,12 +497,12 @@ class PrecopyTarget:
                 self._failure = "a donor was lost"
         self.is_ready = self._is_done = True
 
-    def finish(self, look: Callable[[], object]) -> bool:
+    def finish(self, look: Callable[[], object]) -> dict[int, bytes]:
         """Wait until everything is here."""
         while not self._is_done:
             look()
             self._clock.pause(0.02)
-        return not self._failure
+        return {}
 
     def close(self, reason: str) -> None:
         """Give up."""

@@ -14,7 +14,7 @@ from gradlane.training.rendezvous.join_requests import (
     JOINED,
     JoinRequest,
     JoinRequests,
-    Precopy,
+    TakenPrecopy,
     join_keys,
 )
 from gradlane.training.rendezvous.membership import Membership
@@ -38,7 +38,7 @@ def test_requests_that_are_settled_are_not_called(monkeypatch: pytest.MonkeyPatc
     request = JoinRequest(store)
     ends: list[str] = []
 
-    def fail(plan: bytes) -> Precopy:
+    def fail(plan: bytes) -> TakenPrecopy:
         raise AssertionError(plan)
 
     def wait() -> None:

@@ -10,7 +10,6 @@ that next step.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +36,7 @@ from gradlane.training.model.broadcast_state import (
 from gradlane.training.model.connecting import Connected, connect
 from gradlane.training.model.precopy import (
     DONORS_MAX,
+    digest_of,
     pair_context,
     shares_of,
     transfer,
@@ -47,7 +47,6 @@ from gradlane.training.rendezvous.join_requests import Precopy
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.tensor_table import TensorEntry
 
-_DIGEST_BYTES = 16
 _KEY = "first step"
 
 
@@ -123,7 +122,7 @@ def connect_to_join(
         buffers: how buffers are kept.
         attributes: what `attributes_of` gave when the program prepared the model.
         checked: the model as it was checked then, and is now; None: check it.
-        precopy: what this rank, which joins, has of the state already; None: nothing.
+        precopy: what this rank has of the state, or has given; None: nothing.
 
     Raises:
         ValueError: the model or the optimizer cannot take part.
@@ -159,7 +158,7 @@ def _hand_over(
     meeting.mark_connected(world.ctx.options.network.progress_timeout_s, look)
     if rank == 0:
         meeting.put("state", describe_state(optimizer, attributes))
-    has_all = precopy is not None and precopy.finish(look)
+    known = {} if precopy is None else precopy.finish(look)
     if world.joins:
         adopt_state(optimizer, meeting.get("state", 0), rank, 0)
     donors = range(min(last, DONORS_MAX))
@@ -169,20 +168,22 @@ def _hand_over(
         ctx, scope = world.pair(connected, donor)
         share = shares[donor]
         if world.joins:
-            scope.put("held", b"".join(map(_digest, share)) if has_all else b"")
+            held = [known.get(id(one.tensor), b"").hex() for one in share]
+            scope.put("held", json.dumps(held))
             lacking = json.loads(scope.get("lacking", 0))
         else:
-            held = scope.get("held", 1)
-            lacking = [place for place, one in enumerate(share) if _digest(one) != _at(held, place)]
+            held = json.loads(scope.get("held", 1))
+            own = [(known.get(id(one.tensor)) or digest_of(one)).hex() for one in share]
+            lacking = [place for place, digest in enumerate(own) if digest != held[place]]
             scope.put("lacking", json.dumps(lacking))
         sent = [share[place] for place in lacking]
         if sent:
             transfer(ctx, scope, sent, [donor, last])
         return sum(entry.nbytes for entry in sent)
 
-    own = donors if world.joins else [donor for donor in donors if donor == rank]
+    takes_part = donors if world.joins else [donor for donor in donors if donor == rank]
     with ThreadPoolExecutor(DONORS_MAX) as pool:
-        waited_bytes = sum(pool.map(run, [donor for donor in own if shares[donor]]))
+        waited_bytes = sum(pool.map(run, [donor for donor in takes_part if shares[donor]]))
     if world.joins:
         all_bytes = sum(entry.nbytes for share in shares for entry in share)
         log.info(
@@ -191,17 +192,6 @@ def _hand_over(
             waited_bytes / 1e6,
             all_bytes / 1e6,
         )
-
-
-def _digest(entry: TensorEntry) -> bytes:
-    """Return a digest of the bits of a tensor."""
-    with torch.no_grad():
-        flat = entry.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().data, digest_size=_DIGEST_BYTES).digest()
-
-
-def _at(held: bytes, place: int) -> bytes:
-    return held[place * _DIGEST_BYTES : (place + 1) * _DIGEST_BYTES]
 
 
 class FirstStepState:

@@ -13,6 +13,7 @@ otherwise there, costs the members a longer pause and no bit.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -49,8 +50,9 @@ DONORS_MAX = 4
 _LOG_SHARES = 4
 _LOG_BYTES_LEAST = 1 << 26
 """A donor keeps gradients of so many times its share of the state, or of so many bytes."""
-_ROUND_STEPS = 2
-"""A rank has caught up with a round of so many steps: the members need as many to let it in."""
+_ROUND_STEPS = 3
+"""A rank has nearly caught up with a round of so many steps: to let it in takes two or three."""
+_DIGEST_BYTES = 16
 _GOODBYE_S = 10.0
 _CONNECT_S = 15.0
 """Longest wait for the other rank of a pair."""
@@ -168,6 +170,20 @@ class _Pair:
         )
 
 
+def digest_of(entry: TensorEntry) -> bytes:
+    """Return a digest of the bits of a tensor."""
+    with torch.no_grad():
+        flat = entry.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data, digest_size=_DIGEST_BYTES).digest()
+
+
+def _digests_of(entries: Sequence[TensorEntry]) -> dict[int, bytes]:
+    """Return digests of tensors by the `id` of each."""
+    with ThreadPoolExecutor(DONORS_MAX) as pool:
+        digests = pool.map(digest_of, entries)
+        return dict(zip((id(entry.tensor) for entry in entries), digests, strict=True))
+
+
 def _gradients(steps: Sequence[LoggedStep], trained: Sequence[TensorEntry]) -> list[TensorEntry]:
     """Return the gradients of some steps as tensors that can be sent."""
     return [
@@ -206,7 +222,8 @@ class PrecopySource:
         self._described = described if self._donor == 0 else b""
         self._look_at_session = look
         self._trained = [entry for entry in entries if entry.trained]
-        share = shares_of(entries, state_entries(optimizer), plan.donors)[self._donor]
+        self._own = shares_of(entries, state_entries(optimizer), plan.donors)[self._donor]
+        self._digests: dict[int, bytes] = {}
         with torch.no_grad():
             self._share = [
                 dataclasses.replace(
@@ -215,11 +232,11 @@ class PrecopySource:
                         entry.shape, entry.stride, dtype=entry.dtype, device="cpu"
                     ).copy_(entry.tensor),
                 )
-                for entry in share
+                for entry in self._own
             ]
         numbers = {entry.name: index for index, entry in enumerate(self._trained)}
         own = shares_of(self._trained, [], plan.donors)[self._donor]
-        share_bytes = sum(entry.nbytes for entry in share)
+        share_bytes = sum(entry.nbytes for entry in self._own)
         self.log = UpdateLog(
             [numbers[entry.name] for entry in own], max(_LOG_SHARES * share_bytes, _LOG_BYTES_LEAST)
         )
@@ -232,8 +249,22 @@ class PrecopySource:
         self._thread.start()
 
     def end(self) -> None:
-        """Send what is there as the last round: the rank that joins is let in after this step."""
+        """Send what is there as the last round: the rank that joins is let in now.
+
+        All parameters have their updates, and nothing trains before `finish` has returned.
+        """
         self.log.close()
+
+    def finish(self, look: Callable[[], object]) -> dict[int, bytes]:
+        """Wait until all is sent; return digests of this rank's share by the `id` of each tensor.
+
+        Args:
+            look: called while waiting; raises where waiting is in vain.
+        """
+        while self._thread.is_alive():
+            look()
+            self._thread.join(_POLL_S)
+        return self._digests
 
     def close(self, wait_s: float = 0.0) -> None:
         """Give up, and wait so long for the thread."""
@@ -278,6 +309,7 @@ class PrecopySource:
             if gradients:
                 transfer(pair.ctx, scope, gradients, pair.ranks)
                 scope.delete_keys()
+        self._digests = _digests_of(self._own)
 
 
 class PrecopyTarget:
@@ -309,6 +341,7 @@ class PrecopyTarget:
         """Donors that have nothing more to give."""
         self._changed = threading.Condition()
         self._failure = ""
+        self._digests: dict[int, bytes] = {}
         self._thread = threading.Thread(target=self._run, name="gradlane-precopy", daemon=True)
         self._thread.start()
 
@@ -324,19 +357,19 @@ class PrecopyTarget:
         no_shorter = len(rounds) > 1 and rounds[-1] >= rounds[-2]
         return donor in self._ended or bool(rounds and rounds[-1] <= _ROUND_STEPS) or no_shorter
 
-    def finish(self, look: Callable[[], object]) -> bool:
+    def finish(self, look: Callable[[], object]) -> dict[int, bytes]:
         """Wait until all that the donors give is here.
 
         Args:
             look: called while waiting; raises where waiting is in vain.
 
         Returns:
-            Whether it is the state of a step of the members.
+            Digests of the state by the `id` of each tensor; none where it is not all here.
         """
         while self._thread.is_alive():
             look()
             self._thread.join(_POLL_S)
-        return not self._failure
+        return self._digests
 
     def close(self, reason: str) -> None:
         """Give up; no tensor is written any more when it returns."""
@@ -386,7 +419,9 @@ class PrecopyTarget:
                 pool.submit(
                     self._receive, donor, pairs[donor], scopes[donor], shares[donor], trained
                 )
-            return self._repeat(trained)
+            count = self._repeat(trained)
+        self._digests = _digests_of([*entries, *state_entries(optimizer)])
+        return count
 
     def _pair(self, donor: int) -> _Pair:
         return _Pair(self._ctx, self._store, self._plan, donor, True, self._look)
@@ -412,13 +447,14 @@ class PrecopyTarget:
                         "than the connection"
                     )
                 steps = [_empty_step(one, trained) for one in told["steps"]]
+                with self._changed:
+                    self._rounds[donor].append(len(steps))
                 gradients = _gradients(steps, trained)
                 if gradients:
                     transfer(pair.ctx, scope, gradients, pair.ranks)
                 is_last = told["is_last"]
                 with self._changed:
                     self._arrived[donor] += steps
-                    self._rounds[donor].append(len(steps))
                     if is_last:
                         self._ended.add(donor)
                     self._changed.notify()

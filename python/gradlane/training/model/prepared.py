@@ -62,6 +62,7 @@ from gradlane.training.options.codec_choice import local_limit
 from gradlane.training.options.momentum import adding_up, check_momentum
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.bounded_store import BoundedStore
+from gradlane.training.rendezvous.join_requests import Precopy
 from gradlane.training.rendezvous.parameter_check import ParameterCheck
 from gradlane.training.rendezvous.rendezvous import PublishedAddress, RendezvousScope
 from gradlane.training.rendezvous.tensor_table import TensorEntry
@@ -367,13 +368,14 @@ class PreparedModel:
         again.residuals.load_state_dict(residuals)
         return again
 
-    def connect_beside(self, world: JoinedWorld) -> Connected:
+    def connect_beside(self, world: JoinedWorld, precopy: Precopy | None) -> Connected:
         """Connect the model in the world that a rank joins, and stay connected to those of this.
 
         A collective call of the ranks of both worlds between two steps.
 
         Args:
             world: that a rank joins.
+            precopy: what this rank has given of the state before; None: nothing.
 
         Raises:
             UsageError: the program has changed the model since it was prepared.
@@ -386,7 +388,7 @@ class PreparedModel:
         spec = self._connected.spec
         checked = replace(spec, entries=with_current_buffers(spec.entries, self.model))
         return connect_to_join(
-            world, self.model, self._optimizer, self._buffers, self._attributes, checked
+            world, self.model, self._optimizer, self._buffers, self._attributes, checked, precopy
         )
 
     @property

@@ -184,14 +184,18 @@ class JoinRequests:
 
 
 class Precopy(Protocol):
-    """State that the members give to a rank before it joins."""
+    """State that the members give to a rank before it joins, on either side."""
+
+    def finish(self, look: Callable[[], object]) -> dict[int, bytes]:
+        """Wait for its end; return digests of the state by the `id` of each tensor."""
+
+
+class TakenPrecopy(Precopy, Protocol):
+    """The side of the rank that joins."""
 
     @property
     def is_ready(self) -> bool:
         """Whether this rank is nearly where the members are, or will not come nearer."""
-
-    def finish(self, look: Callable[[], object]) -> bool:
-        """Wait until all that they give is here; return whether that is everything."""
 
     def close(self, reason: str) -> None:
         """Give up; nothing is written any more when it returns."""
@@ -210,7 +214,7 @@ class JoinRequest:
             RendezvousError: the store is gone or does not answer.
         """
         self._store = store
-        self.precopy: Precopy | None = None
+        self.precopy: TakenPrecopy | None = None
         """What the members give before they let this rank in; None: nothing yet."""
         word = secrets.token_hex(8)
         self.number = 1
@@ -218,7 +222,7 @@ class JoinRequest:
             self.number += 1
 
     def wait_for_invitation(
-        self, deadline: SuspendAwareDeadline, begin_precopy: Callable[[bytes], Precopy]
+        self, deadline: SuspendAwareDeadline, begin_precopy: Callable[[bytes], TakenPrecopy]
     ) -> Invitation:
         """Wait until the members have invited this rank, at the end of a step.
 

@@ -156,7 +156,7 @@ class Joins:
             )
             if membership.leads:
                 self._requests.invite(number, invitation)
-            connected = prepared.connect_beside(world)
+            connected = prepared.connect_beside(world, self._source)
         except (GradlaneError, ValueError) as error:
             failure = str(error)
         answers = prepared.steps.gather_integers([int(connected is not None)])
