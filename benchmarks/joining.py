@@ -173,8 +173,9 @@ def main() -> None:
         f"{options.rate}, {MEMBERS} ranks and one that joins: a step took "
         f"{found['before_s'] * 1e3:.0f} ms before, {meanwhile} ms from its request on, "
         f"{found['let_in_s'] * 1e3:.0f} ms where it was let in, and "
-        f"{found['after_s'] * 1e3:.0f} ms after; prepare() of the rank that joined {found['joined_s']:.2f} s; its "
-        f"{found['state_bytes'] / 1e6:.0f} MB need {found['bytes_s']:.2f} s"
+        f"{found['after_s'] * 1e3:.0f} ms after; prepare() of the rank that joined "
+        f"{found['joined_s']:.2f} s; its {found['state_bytes'] / 1e6:.0f} MB need "
+        f"{found['bytes_s']:.2f} s"
     )
     print(*found["told"], sep="\n")
     if options.json is not None:

@@ -45,7 +45,6 @@ from gradlane.training.model.verification import ModelSpec
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.join_requests import Precopy
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
-from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 _KEY = "first step"
 
