@@ -2,8 +2,9 @@
 
 As root. A model as large as ResNet-50 (25.2 million parameters) trains with AdamW; its layers
 sleep where an accelerator would compute. When it has trained for some steps, a rank joins. Printed
-are the median step before and after, the longest step, and how long the bytes of the state need at
-the link's rate. `--json PATH` writes what is printed.
+are the median step before and after, the steps while the state travels, the step in which the rank
+is let in, and how long the bytes of the state need at the link's rate. `--json PATH` writes what is
+printed.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ STORE_PORT = 29600
 
 def train(options: argparse.Namespace) -> None:
     """Train as one rank, and write the times of its steps to standard output as JSON."""
+    import logging
+
     import torch
     from torch import nn
 
     import gradlane
 
+    logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
@@ -44,7 +48,7 @@ def train(options: argparse.Namespace) -> None:
     session.on_membership(changes.append)
     asked_s = time.monotonic()
     session.prepare(model, optimizer)
-    joined_s = time.monotonic() - asked_s
+    prepared_s = time.monotonic()
     begun_s = [time.monotonic()]
     while session.step < (changes[0].step + options.steps if changes else 1 << 30):
         inputs = torch.randn(1, WIDTH)
@@ -68,7 +72,9 @@ def train(options: argparse.Namespace) -> None:
         json.dumps(
             {
                 "times_s": [after - before for before, after in itertools.pairwise(begun_s)],
-                "joined_s": joined_s,
+                "begun_s": begun_s,
+                "asked_s": asked_s,
+                "prepared_s": prepared_s,
                 "first_step": first,
                 "sum": total,
                 "state_bytes": size + state,
@@ -117,21 +123,27 @@ def measure(cluster: Any, arguments: list[str], steps: int) -> dict[str, Any]:
             )
         )
         rows = []
+        told = ""
         for rank in ranks:
             output, errors = rank.communicate(timeout=300)
             if rank.returncode:
                 raise SystemExit(errors.decode(errors="replace")[-3000:])
             rows.append(json.loads(output.decode().splitlines()[-1]))
+            told = errors.decode(errors="replace")
     finally:
         store.terminate()
     assert len({row["sum"] for row in rows}) == 1, [row["sum"] for row in rows]
-    times_s, first = rows[1]["times_s"], rows[1]["first_step"]
+    member, joiner = rows[1], rows[-1]
+    times_s, begun_s, first = member["times_s"], member["begun_s"], member["first_step"]
+    asked = next(step for step, at_s in enumerate(begun_s) if at_s > joiner["asked_s"])
     return {
-        "before_s": statistics.median(times_s[2 : first - 1]),
-        "longest_s": max(times_s[first - 2 : first]),
+        "before_s": statistics.median(times_s[2:asked]),
+        "meanwhile_s": times_s[asked : first - 2],
+        "let_in_s": max(times_s[first - 2 : first]),
         "after_s": statistics.median(times_s[first:]),
-        "joined_s": rows[-1]["joined_s"],
-        "state_bytes": rows[1]["state_bytes"],
+        "joined_s": joiner["prepared_s"] - joiner["asked_s"],
+        "state_bytes": member["state_bytes"],
+        "told": [line for line in told.splitlines() if "state came" in line],
     }
 
 
@@ -156,13 +168,16 @@ def main() -> None:
     with Cluster(MEMBERS + 1, rate_bps) as cluster:
         found = measure(cluster, arguments, options.steps)
     found["bytes_s"] = found["state_bytes"] * 8 / rate_bps
+    meanwhile = ", ".join(f"{one * 1e3:.0f}" for one in found["meanwhile_s"])
     print(
         f"{options.rate}, {MEMBERS} ranks and one that joins: a step took "
-        f"{found['before_s'] * 1e3:.0f} ms before and {found['after_s'] * 1e3:.0f} ms after, the "
-        f"step of joining {found['longest_s'] * 1e3:.0f} ms; prepare() of the rank that joined "
+        f"{found['before_s'] * 1e3:.0f} ms before, {meanwhile} ms from its request on, "
+        f"{found['let_in_s'] * 1e3:.0f} ms where it was let in, and "
+        f"{found['after_s'] * 1e3:.0f} ms after; prepare() of the rank that joined "
         f"{found['joined_s']:.2f} s; its {found['state_bytes'] / 1e6:.0f} MB need "
         f"{found['bytes_s']:.2f} s"
     )
+    print(*found["told"], sep="\n")
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1))
 

@@ -4,9 +4,9 @@ it is there from the start.
 The job has `port` of the store, `folder`, `world_size` of the start, `joins`: how many ranks join
 until it ends, some steps later, `options`, `joiner_options`: in place of these on ranks that come
 later, `fatal`: by label, the function in whose first call a rank is killed, `fatal_after`: the
-same, after a rank has `joined` or was `lost`, `slow`: seconds that each file of a checkpoint takes,
-and `samples`: of an epoch for an `ElasticSampler`, or 0. Writes each step to `rows-LABEL`, and what
-it has seen to `LABEL.json`.
+same, after a rank has `joined` or was `lost`, `spoils`: one that does nothing there, `slow`:
+seconds that each file of a checkpoint takes, and `samples`: of an epoch for an `ElasticSampler`,
+or 0. Writes each step to `rows-LABEL`, and what it has seen to `LABEL.json`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,8 @@ def digest_of(model: nn.Module) -> str:
     return hashlib.sha1(b"".join(parts)).hexdigest()
 
 
-def kill_in(path: str) -> None:
-    """Have this process killed in the first call of `module:function`."""
+def replace_function(path: str, body: Callable[[], None]) -> None:
+    """Replace `module:function` by another one."""
     module_name, _, name = path.partition(":")
     owner: Any = importlib.import_module(module_name)
     *outer, last = name.split(".")
@@ -65,10 +65,15 @@ def kill_in(path: str) -> None:
         owner = getattr(owner, part)
 
     @functools.wraps(getattr(owner, last))
-    def fatal(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def other(*_: Any, **__: Any) -> None:
+        body()
 
-    setattr(owner, last, fatal)
+    setattr(owner, last, other)
+
+
+def kill_in(path: str) -> None:
+    """Have this process killed in the first call of `module:function`."""
+    replace_function(path, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def slow_down_writing(seconds: float) -> None:
@@ -91,6 +96,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     if label in job["fatal"]:
         kill_in(job["fatal"][label])
+    if label in job["spoils"]:
+        replace_function(job["spoils"][label], lambda: None)
     slow_down_writing(job["slow"])
     is_member = "RANK" in os.environ
     place = {"rank": int(os.environ["RANK"]), "world_size": job["world_size"]} if is_member else {}

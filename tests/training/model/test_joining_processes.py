@@ -30,7 +30,10 @@ from tests.waiting import eventually
 pytestmark = needs_core
 
 PATIENT_S = 120.0
+BUFFERS_MB = 0.001608
+"""Of the model."""
 JOINING = "gradlane.training.session.joining"
+PRECOPY = "gradlane.training.model.precopy"
 
 
 class Run:
@@ -45,6 +48,7 @@ class Run:
         world_size: int = 3,
         fatal: Mapping[str, str] | None = None,
         fatal_after: Mapping[str, tuple[str, str]] | None = None,
+        spoils: Mapping[str, str] | None = None,
         samples: int = 0,
         slow: float = 0.0,
         one_by_one: bool = True,
@@ -61,6 +65,7 @@ class Run:
             world_size: ranks of the start, by the labels `0`, `1`...
             fatal: by label, the function in whose first call a rank is killed.
             fatal_after: the same, in the first call after a rank has `joined` or was `lost`.
+            spoils: by label, a function that does nothing on a rank.
             samples: of an epoch, or 0.
             slow: seconds that each file of a checkpoint takes.
             one_by_one: whether a joiner is started once the one before has joined or ended.
@@ -85,6 +90,7 @@ class Run:
             "joins": len(set(later) - victims) if kill_all_when is None else 1000,
             "fatal": fatal,
             "fatal_after": fatal_after,
+            "spoils": spoils or {},
             "joiner_options": refused or {},
             "slow": slow,
             "samples": samples,
@@ -216,6 +222,20 @@ def test_a_rank_joins_and_all_have_the_bits_of_one_process(
     assert change["step"] == first
     assert run.results["joiner-0"]["metrics"]["joined"] == [{"rank": 3, "step": first}]
     assert run.results["joiner-0"]["scheduled"] == run.results["0"]["step"]
+    told = run.errors["joiner-0"]
+    # Running means alone: these are each rank's own.
+    assert "while the others trained" in told and f" {BUFFERS_MB} of " in told, told
+
+
+def test_a_rank_that_cannot_repeat_updates_gets_all_while_the_others_wait(
+    tmp_path: Path, programs: ForkedPrograms
+) -> None:
+    """Whatever its updates have made, it trains with the bits of the others."""
+    run = Run(programs, tmp_path, spoils={"joiner-0": f"{PRECOPY}:RepeatedUpdates.run"})
+    run.check_alike()
+    run.check_reference()
+    told = run.errors["joiner-0"]
+    assert "while the others trained" in told and f" {BUFFERS_MB} of " not in told, told
 
 
 def test_two_ranks_join_at_once(tmp_path: Path, programs: ForkedPrograms) -> None:
@@ -230,7 +250,9 @@ def test_two_ranks_join_at_once(tmp_path: Path, programs: ForkedPrograms) -> Non
     "place",
     [
         f"{JOINING}:JoinRequest.wait_for_invitation",
-        "gradlane.training.model.joining:broadcast_and_finish",
+        f"{PRECOPY}:broadcast_and_finish",
+        f"{PRECOPY}:RepeatedUpdates.run",
+        "gradlane.training.model.joining:_hand_over",
         f"{JOINING}:JoinRequest.wait_for_outcome",
         f"{JOINING}:Joins._move",
         f"{JOINING}:FirstStepState.take",
@@ -250,11 +272,15 @@ def test_a_rank_is_killed_while_it_joins_and_another_joins(
 @pytest.mark.parametrize(
     ("place", "victim"),
     [
+        (f"{JOINING}:Joins._give", "0"),
+        (f"{PRECOPY}:PrecopySource.start", "1"),
+        (f"{PRECOPY}:broadcast_and_finish", "2"),
+        ("gradlane.training.model.update_log:UpdateLog.take", "0"),
         (f"{JOINING}:Joins._answer", "0"),
         (f"{JOINING}:Joins._answer", "2"),
         ("gradlane.training.rendezvous.join_requests:JoinRequests.invite", "0"),
         ("gradlane.training.model.prepared:connect_to_join", "0"),
-        ("gradlane.training.model.joining:broadcast_and_finish", "2"),
+        ("gradlane.training.model.joining:_hand_over", "2"),
         ("gradlane.training.rendezvous.join_requests:JoinRequests.settle", "0"),
         (f"{JOINING}:Joins._move", "2"),
         ("gradlane.training.model.prepared:PreparedModel.moved_to", "0"),

@@ -10,12 +10,12 @@ import pytest
 
 from gradlane.training.rendezvous import incarnation, join_requests, rendezvous
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
-from gradlane.training.session import joining
+from gradlane.training.session import joining, scopes
 from tests.training.model.virtual_joins import Cluster, Connected, Context, Optimizer, Prepared
 
 FIRST = int(os.environ.get("GRADLANE_JOIN_SEED", "1"))
 COUNT = int(os.environ.get("GRADLANE_JOIN_SEEDS", "100"))
-CANARY_SEEDS = 100
+CANARY_SEEDS = 200
 LONGEST_STEP_S = 60.0
 
 
@@ -26,8 +26,13 @@ def run(seed: int, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     for module in (join_requests, rendezvous, incarnation):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(join_requests, "threading", clock)
+    # What a run leaves there must not change the next one of the same seed.
+    monkeypatch.setattr(scopes, "_sessions", {})
+    monkeypatch.setattr(scopes, "_channels", {})
+    monkeypatch.setattr(incarnation, "_incarnations", {})
     monkeypatch.setattr(SuspendAwareDeadline.__init__, "__defaults__", (clock.monotonic,))
     monkeypatch.setattr(joining, "connect_to_join", cluster.connect_to_join)
+    monkeypatch.setattr(joining, "PrecopyTarget", cluster.precopy_target)
     monkeypatch.setattr(joining, "attributes_of", lambda optimizer: {})
 
     def prepared(

@@ -4,7 +4,8 @@ The session's own code runs: requests and invitations, the places where ranks ag
 what the first step begins with. In place of the engine stands what it promises of a world
 (`docs/decisions/0062-going-on.md`): what ranks exchange has one result on all of them, whether or
 not a rank that is lost meanwhile is in it, and all hear of the same losses in the same order, at
-moments of their own. One thread runs at a time, up to its next call of the store, sleep or
+moments of their own. State that is given while the others train takes some time, and fails where a
+donor is lost. One thread runs at a time, up to its next call of the store, sleep or
 exchange; which one is next follows from delays that the seed draws.
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 
 from gradlane.errors import RendezvousError
 from gradlane.training.model.joining import JoinedWorld
+from gradlane.training.model.precopy import PrecopyPlan
 from gradlane.training.options.going_on import GoingOn
 from gradlane.training.options.option_groups import Network
 from gradlane.training.options.options import Options
@@ -410,7 +412,20 @@ class Prepared:
             membership.put_into_force(known, lambda step: self.step)
         return [texts[rank] for rank in membership.members]
 
-    def connect_beside(self, world: JoinedWorld) -> Connected:
+    @property
+    def can_precopy(self) -> bool:
+        """Whether members give their state before they let a rank in; the same on all."""
+        return self._cluster.precopies
+
+    def settle(self) -> None:
+        """Wait for no update: there are none."""
+
+    def begin_precopy(self, store: Any, plan: PrecopyPlan, look: Any) -> PrecopySource:
+        """Begin to give state."""
+        pair = self._cluster.precopy(plan.job)
+        return PrecopySource(pair, self._ctx.membership.rank, self._cluster.clock.process)
+
+    def connect_beside(self, world: JoinedWorld, precopy: object) -> Connected:
         """Connect in the world that a rank joins."""
         return self._cluster.connect_to_join(world)
 
@@ -429,6 +444,71 @@ class Prepared:
         return Prepared(
             self._cluster, world.ctx, connected, self.optimizer, self.step, on_step_begin
         )
+
+
+@dataclass
+class PrecopyPairs:
+    """What the donors of a pre-copy have done."""
+
+    donors: dict[int, Process] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+
+
+class PrecopySource:
+    """A donor."""
+
+    def __init__(self, pairs: PrecopyPairs, donor: int, process: Process) -> None:
+        self._pairs, self._donor = pairs, donor
+        pairs.donors[donor] = process
+
+    def end(self) -> None:
+        """Give what is there as the last."""
+        self._pairs.ended.add(self._donor)
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """Give up."""
+        self._pairs.donors.pop(self._donor, None)
+
+
+class PrecopyTarget:
+    """The rank that joins; state arrives in a thread of its process."""
+
+    def __init__(self, cluster: Cluster, plan: PrecopyPlan) -> None:
+        self._clock, self._plan = cluster.clock, plan
+        self._pairs = cluster.precopy(plan.job)
+        self._failure = ""
+        self._is_done = False
+        self.is_ready = False
+        self._clock.start(self._clock.process, self._run)
+
+    def _run(self) -> None:
+        end_s = self._clock.now_s + CONNECT_S
+        while len(self._pairs.donors) < self._plan.donors and not self._failure:
+            self._clock.pause(0.02)
+            if self._clock.now_s > end_s:
+                self._failure = "a donor did not come"
+        rounds = self._clock.draw.randint(1, 100)
+        while not self._failure and len(self._pairs.ended) < self._plan.donors:
+            self._clock.pause(0.02)
+            rounds -= 1
+            self.is_ready = rounds <= 0
+            here = [one for one in self._pairs.donors.values() if not one.is_killed]
+            if len(here) < self._plan.donors:
+                self._failure = "a donor was lost"
+        self.is_ready = self._is_done = True
+
+    def finish(self, look: Callable[[], object]) -> dict[int, bytes]:
+        """Wait until everything is here."""
+        while not self._is_done:
+            look()
+            self._clock.pause(0.02)
+        return {}
+
+    def close(self, reason: str) -> None:
+        """Give up."""
+        self._failure = self._failure or reason
+        while not self._is_done:
+            self._clock.pause(0.02)
 
 
 @dataclass(frozen=True)
@@ -471,8 +551,11 @@ class Cluster:
         """Whether all members are connected: who dies before ends the start."""
         self.connecting = False
         """Whether ranks connect to one that joins, or have since the last one joined."""
+        self.precopies = self.clock.draw.random() < 0.7
+        """Whether members give their state before they let a rank in."""
         self._kills = kills
         self._joiners = 0
+        self._precopies: dict[str, PrecopyPairs] = {}
         self._members = members
         self._values: dict[str, bytes] = {}
         self._channels: dict[str, Channel] = {}
@@ -563,7 +646,17 @@ class Cluster:
         joins.close()
         self.ends.append((world.ctx.membership.generation, world.ctx.membership.members, step))
 
-    def connect_to_join(self, world: JoinedWorld, *_: Any) -> Connected:
+    def precopy(self, job: str) -> PrecopyPairs:
+        """Return what the donors of a pre-copy have done."""
+        return self._precopies.setdefault(job, PrecopyPairs())
+
+    def precopy_target(self, ctx: Any, store: Any, plan: PrecopyPlan, *_: Any) -> PrecopyTarget:
+        """Take state over from some members; as the class of that name."""
+        return PrecopyTarget(self, plan)
+
+    def connect_to_join(
+        self, world: JoinedWorld, *_: Any, precopy: PrecopyTarget | None = None
+    ) -> Connected:
         """Connect all ranks of a world, and hand the state over; as the function of that name."""
         ctx, rank = world.ctx, world.ctx.rank_info.rank
         self.connecting = True
@@ -583,10 +676,16 @@ class Cluster:
             scope.put(f"opened/{rank}", "")
             scope.get_all({other: f"opened/{other}" for other in everyone})
             meeting = world.meet()
+            meeting.mark_connected(CONNECT_TIMEOUT_S, lambda: world.look(connected))  # type: ignore[arg-type]
             if rank == 0:
                 meeting.put("state", "")
-            elif world.joins:
+            if world.joins:
+                if precopy is not None:
+                    precopy.finish(lambda: world.look(connected))  # type: ignore[arg-type]
                 meeting.get("state", 0)
+                meeting.put("held", "")
+            else:
+                meeting.get("held", everyone[-1])
             for _round in range(self.clock.draw.randint(1, 50)):
                 self.clock.pause(0.02)
                 world.look(connected)  # type: ignore[arg-type]

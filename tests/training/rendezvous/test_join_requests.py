@@ -14,6 +14,7 @@ from gradlane.training.rendezvous.join_requests import (
     JOINED,
     JoinRequest,
     JoinRequests,
+    TakenPrecopy,
     join_keys,
 )
 from gradlane.training.rendezvous.membership import Membership
@@ -37,16 +38,19 @@ def test_requests_that_are_settled_are_not_called(monkeypatch: pytest.MonkeyPatc
     request = JoinRequest(store)
     ends: list[str] = []
 
+    def fail(plan: bytes) -> TakenPrecopy:
+        raise AssertionError(plan)
+
     def wait() -> None:
         try:
-            request.wait_for_invitation(SuspendAwareDeadline(PATIENT_S))
+            request.wait_for_invitation(SuspendAwareDeadline(PATIENT_S), fail)
         except RendezvousError as error:
             ends.append(str(error))
 
     waiting = threading.Thread(target=wait)
     waiting.start()
     try:
-        assert eventually(lambda: membership.request == request.number, PATIENT_S)
+        assert eventually(lambda: membership.request == 2 * request.number + 1, PATIENT_S)
         assert [store.read(f"call/{number}", None) for number in (1, 2, 3)] == [None] * 3
     finally:
         requests.close()

@@ -23,6 +23,7 @@ from gradlane.errors import UsageError
 from gradlane.training.model.lazy_state import plain_state
 from gradlane.training.model.momentum_takeover import MomentumTakeover
 from gradlane.training.model.optimizers import has_step_hooks, mixes_first_steps
+from gradlane.training.model.update_log import UpdateLog
 from gradlane.training.modules.gradient_intake import raw_grad, set_raw_grad
 
 _POSITION = operator.itemgetter(0)
@@ -82,6 +83,11 @@ class DeferredUpdate:
         """Group, place and parameter of those without elements that have a gradient."""
         self._empty_due: list[tuple[int, int, Tensor]] = []
         """Those of them that the recorded step has yet to step."""
+        self._log: UpdateLog | None = None
+
+    def keep_log(self, log: UpdateLog) -> None:
+        """Note in a log what each update uses, from the next recorded step on."""
+        self._log = log
 
     def record(self) -> None:
         """Keep every group's hyper-parameters as they are now.
@@ -108,6 +114,8 @@ class DeferredUpdate:
                         "prepared: call session.prepare(model, optimizer) again, on all ranks"
                     )
         self._groups, self._place, self._empty, self._empty_due = groups, place, empty, empty
+        if self._log is not None:
+            self._log.begin(groups)
         self._state = plain_state(self._optimizer)
         self._states_before = len(self._state)
         self._stepped.clear()
@@ -195,7 +203,14 @@ class DeferredUpdate:
         groups = self._optimizer.param_groups
         if self._takeover is not None:
             groups = self._takeover.groups_for_step(groups)
+        if self._log is not None:
+            for index in self._place:
+                gradient = raw_grad(self._parameters[index])
+                if gradient is not None:
+                    self._log.note(index, gradient)
         self._step_with(groups)
+        if self._log is not None:
+            self._log.end()
         if before is not None:
             written = differing(before, _settings(self._optimizer))
             self.in_parts, self._judged = not written, True
@@ -263,6 +278,8 @@ class DeferredUpdate:
             place = self._place.get(index)
             if place is not None:
                 parameter = self._parameters[index]
+                if self._log is not None:
+                    self._log.note(index, gradient)
                 stepped.append((index, parameter, raw_grad(parameter)))
                 set_raw_grad(parameter, gradient)
                 members.setdefault(place[0], []).append((place[1], parameter))
@@ -300,11 +317,14 @@ class DeferredUpdate:
                 elif self._leaves_zeros:
                     self._zero(parameter)
 
-    def order_state(self) -> None:
-        """Put new entries of the state into the order that one whole step would have made them in.
+    def end_parts(self) -> None:
+        """End a step that was done in parts.
 
-        Called after the last part of a step. Gradients arrive in an order that differs by rank.
+        New entries of the state are put into the order that one whole step would have made them in:
+        gradients arrive in an order that differs by rank.
         """
+        if self._log is not None:
+            self._log.end()
         state = self._state
         if len(state) <= self._states_before:
             return

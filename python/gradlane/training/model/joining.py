@@ -1,4 +1,7 @@
-"""Connect a model in a world that a rank joins: everyone gets rank 0's values and optimizer state.
+"""Connect a model in a world that a rank joins, and give that rank what it lacks of the state.
+
+Most of it has come before, while the others trained (`model/precopy.py`): whatever has other bits
+on the new rank than on its donor is sent now, so that all have the same in any case.
 
 The program of a rank that joins begins its loop with the next step. What the others' programs do at
 the end of theirs, such as a step of their schedulers, is handed over once one of them has come to
@@ -7,9 +10,10 @@ that next step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,27 +24,28 @@ from gradlane.errors import GradlaneError, UsageError
 from gradlane.formats.serialization.pieces import pack, unpack
 from gradlane.formats.serialization.strict_json import FormatError
 from gradlane.formats.serialization.structure import UnstorableError
-from gradlane.training.connection import SessionContext, open_channel
+from gradlane.training.connection import SessionContext
 from gradlane.training.log import log
 from gradlane.training.model.broadcast_state import (
     adopt_hyperparameters,
     adopt_state,
-    broadcast_and_finish,
     describe_state,
     hyperparameters_of,
     state_entries,
 )
 from gradlane.training.model.connecting import Connected, connect
+from gradlane.training.model.precopy import (
+    DONORS_MAX,
+    digest_of,
+    pair_context,
+    shares_of,
+    transfer,
+)
 from gradlane.training.model.verification import ModelSpec
-from gradlane.training.options.going_on import GoingOn
 from gradlane.training.rendezvous.bounded_store import BoundedStore
-from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.join_requests import Precopy
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
-from gradlane.training.rendezvous.tensor_table import TensorEntry
 
-_DONORS_MAX = 4
-"""Ranks that share in sending the state; more fill no port that these leave empty."""
-_GOODBYE_S = 10.0
 _KEY = "first step"
 
 
@@ -75,13 +80,9 @@ class JoinedWorld:
 
     def pair(self, connected: Connected, donor: int) -> tuple[SessionContext, RendezvousScope]:
         """Return a context and a scope of two ranks: a donor, and the one that joins."""
-        ctx = self.ctx
-        job = f"{ctx.rank_info.job}/from-{donor}"
-        rank_info = RankInfo(int(self.joins), world_size=2, job=job, restart=0)
-        # What is lost meanwhile ends the transfer.
-        rendezvous = replace(ctx.options.rendezvous, join=False)
-        options = replace(ctx.options, going_on=GoingOn(on=False), rendezvous=rendezvous)
-        ctx = replace(ctx, rank_info=rank_info, options=options)
+        job = f"{self.ctx.rank_info.job}/from-{donor}"
+        ctx = pair_context(self.ctx, job, joins=self.joins)
+        rank_info = ctx.rank_info
         scope = RendezvousScope(
             self.store.as_rank(rank_info.rank),
             rank_info,
@@ -109,6 +110,7 @@ def connect_to_join(
     buffers: str,
     attributes: dict[str, Any],
     checked: ModelSpec | None = None,
+    precopy: Precopy | None = None,
 ) -> Connected:
     """Connect all ranks of a world, and give the one that joins the others' state.
 
@@ -119,6 +121,7 @@ def connect_to_join(
         buffers: how buffers are kept.
         attributes: what `attributes_of` gave when the program prepared the model.
         checked: the model as it was checked then, and is now; None: check it.
+        precopy: what this rank has of the state, or has given; None: nothing.
 
     Raises:
         ValueError: the model or the optimizer cannot take part.
@@ -128,7 +131,7 @@ def connect_to_join(
     connected = connect(ctx, world.meet(), model, optimizer, buffers, checked, spreads=False)
     ctx.membership.follow(ctx.core, connected.channel, connected.scope)
     try:
-        _hand_over(world, connected, optimizer, attributes)
+        _hand_over(world, connected, optimizer, attributes, precopy)
         if connected.layout.buffers is not None:
             connected.layout.buffers.start()
     except BaseException as error:
@@ -138,52 +141,56 @@ def connect_to_join(
 
 
 def _hand_over(
-    world: JoinedWorld, connected: Connected, optimizer: Optimizer, attributes: dict[str, Any]
+    world: JoinedWorld,
+    connected: Connected,
+    optimizer: Optimizer,
+    attributes: dict[str, Any],
+    precopy: Precopy | None,
 ) -> None:
-    """Send parameters, buffers and optimizer's state to the rank that joins, from some donors."""
-    meeting, rank = world.meet(), world.ctx.rank_info.rank
-    donors = range(min(world.ctx.rank_info.world_size - 1, _DONORS_MAX))
+    """Give the rank that joins what it lacks of parameters, buffers and optimizer's state."""
+    rank, last = world.ctx.rank_info.rank, world.ctx.rank_info.world_size - 1
+
+    def look() -> None:
+        world.look(connected)
+
+    meeting = world.meet()
+    meeting.mark_connected(world.ctx.options.network.progress_timeout_s, look)
     if rank == 0:
         meeting.put("state", describe_state(optimizer, attributes))
-    elif world.joins:
+    known = {} if precopy is None else precopy.finish(look)
+    if world.joins:
         adopt_state(optimizer, meeting.get("state", 0), rank, 0)
-    shares = _shared_out(connected.spec.entries, state_entries(optimizer), len(donors))
-    own = donors if world.joins else [donor for donor in donors if donor == rank]
+    donors = range(min(last, DONORS_MAX))
+    shares = shares_of(connected.spec.entries, state_entries(optimizer), len(donors))
 
-    def run(donor: int) -> None:
+    def run(donor: int) -> int:
         ctx, scope = world.pair(connected, donor)
-        rows = [entry.bytes_row() for entry in shares[donor]]
-        channel = open_channel(ctx, scope, rows, None, update="worker")
-        ranks = [donor, world.ctx.rank_info.world_size - 1]
-        doing = "handing over the state"
-        broadcast_and_finish(ctx, channel, shares[donor], not world.joins, ranks, doing, _GOODBYE_S)
+        share = shares[donor]
+        if world.joins:
+            held = [known.get(id(one.tensor), b"").hex() for one in share]
+            scope.put("held", json.dumps(held))
+            lacking = json.loads(scope.get("lacking", 0))
+        else:
+            held = json.loads(scope.get("held", 1))
+            own = [(known.get(id(one.tensor)) or digest_of(one)).hex() for one in share]
+            lacking = [place for place, digest in enumerate(own) if digest != held[place]]
+            scope.put("lacking", json.dumps(lacking))
+        sent = [share[place] for place in lacking]
+        if sent:
+            transfer(ctx, scope, sent, [donor, last])
+        return sum(entry.nbytes for entry in sent)
 
-    with ThreadPoolExecutor(_DONORS_MAX) as pool:
-        for _ in pool.map(run, [donor for donor in own if shares[donor]]):
-            pass
-
-
-def _shared_out(
-    entries: Sequence[TensorEntry], state: Sequence[TensorEntry], donors: int
-) -> list[list[TensorEntry]]:
-    """Share tensors out among donors.
-
-    Args:
-        entries: the model's; those that are not trained, such as buffers that can be each rank's
-            own, are rank 0's.
-        state: the optimizer's.
-        donors: how many there are.
-    """
-    shares: list[list[TensorEntry]] = [[] for _ in range(donors)]
-    loads = [0] * donors
-    shares[0] += [entry for entry in entries if not entry.trained]
-    loads[0] = sum(entry.nbytes for entry in shares[0])
-    others = [*(entry for entry in entries if entry.trained), *state]
-    for entry in sorted(others, key=lambda entry: entry.nbytes, reverse=True):
-        donor = loads.index(min(loads))
-        shares[donor].append(entry)
-        loads[donor] += entry.nbytes
-    return shares
+    takes_part = donors if world.joins else [donor for donor in donors if donor == rank]
+    with ThreadPoolExecutor(DONORS_MAX) as pool:
+        waited_bytes = sum(pool.map(run, [donor for donor in takes_part if shares[donor]]))
+    if world.joins:
+        all_bytes = sum(entry.nbytes for share in shares for entry in share)
+        log.info(
+            "rank %d: %.4g of %.4g MB of state came while the others waited",
+            rank,
+            waited_bytes / 1e6,
+            all_bytes / 1e6,
+        )
 
 
 class FirstStepState:

@@ -32,6 +32,7 @@ from gradlane.training.model.barrier import Barrier
 from gradlane.training.model.broadcast_state import (
     attributes_of,
     broadcast_state,
+    describe_state,
     with_current_buffers,
 )
 from gradlane.training.model.buffers import BufferWatch
@@ -51,6 +52,7 @@ from gradlane.training.model.late_gradients import LateGradientBuffer
 from gradlane.training.model.lazy_parameters import Exemption
 from gradlane.training.model.local_clipping import LocalClipping
 from gradlane.training.model.momentum_takeover import MomentumTakeover
+from gradlane.training.model.precopy import PrecopyPlan, PrecopySource
 from gradlane.training.model.residual_state import ResidualState
 from gradlane.training.model.server_state import AsyncContext, ServerState
 from gradlane.training.model.server_updates import ServerUpdates
@@ -59,6 +61,8 @@ from gradlane.training.modules.forward_order import ForwardOrder
 from gradlane.training.options.codec_choice import local_limit
 from gradlane.training.options.momentum import adding_up, check_momentum
 from gradlane.training.options.options import Options
+from gradlane.training.rendezvous.bounded_store import BoundedStore
+from gradlane.training.rendezvous.join_requests import Precopy
 from gradlane.training.rendezvous.parameter_check import ParameterCheck
 from gradlane.training.rendezvous.rendezvous import PublishedAddress, RendezvousScope
 from gradlane.training.rendezvous.tensor_table import TensorEntry
@@ -365,13 +369,14 @@ class PreparedModel:
         again.residuals.load_state_dict(residuals)
         return again
 
-    def connect_beside(self, world: JoinedWorld) -> Connected:
+    def connect_beside(self, world: JoinedWorld, precopy: Precopy | None) -> Connected:
         """Connect the model in the world that a rank joins, and stay connected to those of this.
 
         A collective call of the ranks of both worlds between two steps.
 
         Args:
             world: that a rank joins.
+            precopy: what this rank has given of the state before; None: nothing.
 
         Raises:
             UsageError: the program has changed the model since it was prepared.
@@ -384,8 +389,31 @@ class PreparedModel:
         spec = self._connected.spec
         checked = replace(spec, entries=with_current_buffers(spec.entries, self.model))
         return connect_to_join(
-            world, self.model, self._optimizer, self._buffers, self._attributes, checked
+            world, self.model, self._optimizer, self._buffers, self._attributes, checked, precopy
         )
+
+    @property
+    def can_precopy(self) -> bool:
+        """Whether a rank that joins can repeat this model's updates."""
+        return optimizers.is_known(self._optimizer) and self._takeover is None
+
+    def begin_precopy(
+        self, store: BoundedStore, plan: PrecopyPlan, look: Callable[[], object]
+    ) -> PrecopySource:
+        """Begin to give the state as it is now to a rank that joins, while training goes on.
+
+        Args:
+            store: the rendezvous store.
+            plan: who gives; this rank does.
+            look: raises when the session has failed.
+        """
+        self.steps.settle()
+        entries = with_current_buffers(self._entries, self.model)
+        described = describe_state(self._optimizer, self._attributes)
+        source = PrecopySource(self._ctx, store, plan, entries, self._optimizer, described, look)
+        self._update.keep_log(source.log)
+        source.start()
+        return source
 
     def moved_to(
         self, world: JoinedWorld, connected: Connected, on_step_begin: Callable[[], None]
@@ -547,7 +575,7 @@ class PreparedModel:
             LocalClipping(self._local_limit) if self._local_limit else None,
             self._steps_before,
         )
-        update = DeferredUpdate(
+        update = self._update = DeferredUpdate(
             optimizer,
             step_whole,
             step_of_class,

@@ -1085,7 +1085,7 @@ class StepMachine:
             self._lazy.settle(index for index, _ in ready)
             self._guarded(lambda: self._update.apply(ready))
         if done == self._pending:
-            self._update.order_state()
+            self._update.end_parts()
         # Not before: another thread that finds nothing pending goes on without the lock.
         self._pending -= done
         self._settle_classes(done)

@@ -6,11 +6,14 @@ Keys are under `gradlane/{job}/join`, and numbers of requests count up from 1:
 - `request/N`: of a rank that wants to join; it takes the first free number.
 - `call/N`, `here/N`: the first member calls, and the rank answers with the same word, so that
   nobody waits for a rank that has ended since.
+- `precopy/N`: where the first members give it their state, while they train on.
+- `ready/N`: it has nearly what they have, so that they may let it in.
 - `invitation/N`: which rank it will be, and where the new world meets.
 - `outcome/N`: whether it joined, or why not.
 
-The first member looks for requests in a thread of its own, and tells the others the number in the
-statuses of a training step. Where the job has a secret, all values are signed.
+The first member looks for requests in a thread of its own, and calls the others in the statuses of
+a training step: `2 N` to give the state, `2 N + 1` to let the rank in. Where the job has a secret,
+all values are signed.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from gradlane.errors import RendezvousError
 from gradlane.training.log import log
@@ -31,6 +35,7 @@ from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.membership import Membership
 
 _LOOK_EVERY_S = 0.5
+_LOOK_EVERY_WHILE_ONE_JOINS_S = 0.1
 _ANSWER_S = 3.0
 """How long the first member waits for the answer to its call."""
 _POLL_S = 0.02
@@ -70,10 +75,14 @@ class JoinRequests:
 
         Args:
             store: of `join_keys`.
-            membership: the ranks that train; learns the number of a request.
+            membership: the ranks that train; learns what to call the others for.
         """
         self._store = store
         self._membership = membership
+        self.precopies = False
+        """Whether the members can give their state while they train on."""
+        self._given_by = 0
+        """Generation of the members that have begun to."""
         self._passed = 0
         """Number of the last request that is settled, or whose rank did not answer."""
         self._closing = threading.Event()
@@ -88,6 +97,18 @@ class JoinRequests:
     def close(self) -> None:
         """Stop looking."""
         self._closing.set()
+
+    def note_given(self) -> None:
+        """Note that the members in force give their state to the rank of a request."""
+        self._given_by = self._membership.generation
+
+    def tell_precopy(self, number: int, plan: str) -> None:
+        """Tell the rank of a request where it is given the state; each that gives it does.
+
+        Raises:
+            RendezvousError: the store is gone or does not answer.
+        """
+        self._store.set(f"precopy/{number}", plan)
 
     def invite(self, number: int, invitation: Invitation) -> None:
         """Invite the rank of a request.
@@ -104,8 +125,9 @@ class JoinRequests:
 
     def _run(self) -> None:
         told = 0
+        pause_s = _LOOK_EVERY_S
         try:
-            while not self._closing.wait(_LOOK_EVERY_S):
+            while not self._closing.wait(pause_s):
                 membership = self._membership
                 if not membership.leads or membership.request:
                     continue
@@ -113,20 +135,34 @@ class JoinRequests:
                     told = membership.world_size
                     self._store.set("world", json.dumps(told))
                 number = self._next_request()
-                if number is None:
-                    continue
-                if self._answers(number):
-                    membership.request = number
-                else:
-                    self._passed = number
-                    self.settle(number, _UNANSWERED)
+                if number is not None:
+                    membership.request = self._call_for(number)
+                pause_s = _LOOK_EVERY_S if number is None else _LOOK_EVERY_WHILE_ONE_JOINS_S
         except RendezvousError as error:
             if not self._closing.is_set():
                 log.warning("no rank can join any more: %s", error)
 
+    def _call_for(self, number: int) -> int:
+        """Return what to call the other members for, at the request of a rank; 0: nothing yet."""
+        if not self._answers(number):
+            self._passed = number
+            self.settle(number, _UNANSWERED)
+            return 0
+        has_begun = self._membership.answered == 2 * number
+        if self.precopies and not has_begun:
+            return 2 * number
+        if has_begun and self._membership.known_generation != self._given_by:
+            # It asks again, and gets the state from those that are left.
+            self._passed = number
+            self.settle(number, "a member was lost meanwhile")
+            return 0
+        if has_begun and self._store.read(f"ready/{number}", None) is None:
+            return 0
+        return 2 * number + 1
+
     def _next_request(self) -> int | None:
         """Return the number of the first request that is not settled; None: there is none."""
-        number = max(self._membership.answered, self._passed) + 1
+        number = max((self._membership.answered - 1) // 2, self._passed) + 1
         while self._store.read(f"request/{number}", None) is not None:
             # Another first member may have settled it, also one of an earlier start of the job.
             if self._store.read(f"outcome/{number}", None) is None:
@@ -147,6 +183,24 @@ class JoinRequests:
         return False
 
 
+class Precopy(Protocol):
+    """State that the members give to a rank before it joins, on either side."""
+
+    def finish(self, look: Callable[[], object]) -> dict[int, bytes]:
+        """Wait for its end; return digests of the state by the `id` of each tensor."""
+
+
+class TakenPrecopy(Precopy, Protocol):
+    """The side of the rank that joins."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether this rank is nearly where the members are, or will not come nearer."""
+
+    def close(self, reason: str) -> None:
+        """Give up; nothing is written any more when it returns."""
+
+
 class JoinRequest:
     """A request to join, as its rank sees it."""
 
@@ -160,21 +214,29 @@ class JoinRequest:
             RendezvousError: the store is gone or does not answer.
         """
         self._store = store
+        self.precopy: TakenPrecopy | None = None
+        """What the members give before they let this rank in; None: nothing yet."""
         word = secrets.token_hex(8)
         self.number = 1
         while store.set_if_absent(f"request/{self.number}", word) != word:
             self.number += 1
 
-    def wait_for_invitation(self, deadline: SuspendAwareDeadline) -> Invitation:
+    def wait_for_invitation(
+        self, deadline: SuspendAwareDeadline, begin_precopy: Callable[[bytes], TakenPrecopy]
+    ) -> Invitation:
         """Wait until the members have invited this rank, at the end of a step.
+
+        Args:
+            deadline: for it, from when the state is here that they give before.
+            begin_precopy: begins to take that over, by the plan that they have told.
 
         Raises:
             RendezvousError: they do not until the deadline; or the store is lost.
         """
         called = ""
-        keys: dict[str, int | None] = dict.fromkeys(
-            f"{key}/{self.number}" for key in ("outcome", "invitation", "call")
-        )
+        is_ready = False
+        names = ("outcome", "invitation", "precopy", "call")
+        keys: dict[str, int | None] = {f"{name}/{self.number}": None for name in names}
         while True:
             found = self._store.read_first(keys, limit_s=deadline.remaining_s)
             key, value = ("", b"") if found is None else found
@@ -182,9 +244,17 @@ class JoinRequest:
                 raise RendezvousError(f"the members did not let this rank in: {value.decode()}")
             if key.startswith("invitation/"):
                 return Invitation(**json.loads(value))
-            if key and value.decode() != called:
+            if key.startswith("precopy/"):
+                self.precopy = begin_precopy(value)
+                del keys[key]
+            elif key and value.decode() != called:
                 called = value.decode()
                 self._store.set(f"here/{self.number}", called)
+            if self.precopy is not None and not is_ready:
+                deadline = SuspendAwareDeadline(deadline.limit_s)
+                is_ready = self.precopy.is_ready
+                if is_ready:
+                    self._store.set(f"ready/{self.number}", "")
             if deadline.is_over(_POLL_S):
                 state = "has found the request, and trains no step" if called else "looks for it"
                 raise RendezvousError(

@@ -114,11 +114,11 @@ class Membership:
         self.joined: tuple[JoinedRank, ...] = ()
         """Ranks that have joined, the first one first; no earlier ones than this rank."""
         self.request = 0
-        """Number of a request to join that this rank has found; 0: none."""
+        """Number of a call to let a rank join that this rank makes; 0: none."""
         self._noted: tuple[int, int] | None = None
-        """Number of a request that all ranks have heard of, and in which training step."""
+        """Number of a call that all ranks have heard of, and in which training step."""
         self.answered = 0
-        """Number of the last request to join that was answered."""
+        """Number of the last call that was answered."""
         self.training_step_of: Callable[[int], int] = lambda step: step
         """Turns a step of the channel in force into one of training."""
         self._world = rank_info.job
@@ -301,20 +301,20 @@ class Membership:
         )
 
     def note_request(self, number: int, step: int) -> None:
-        """Note a request to join, as all ranks hear of it in the statuses of a training step."""
+        """Note a call to let a rank join, which all ranks hear of in a training step's statuses."""
         if number > self.answered and self._noted is None:
             self._noted = number, step
 
     def due_request(self, step: int) -> int | None:
-        """Return the number of a request that is answered after a training step; None: no request.
+        """Return the number of a call that is answered after a training step; None: no call.
 
         Statuses of a step are read at the latest as the next one begins. So all ranks that end the
-        step after it have heard of the request.
+        step after it have heard of the call.
         """
         return self._noted[0] if self._noted is not None and self._noted[1] < step else None
 
     def forget_request(self, number: int) -> None:
-        """Note that a request was answered; all ranks do it at the end of the same step."""
+        """Note that a call was answered; all ranks do it at the end of the same step."""
         self.answered = max(self.answered, number)
         self._noted = None
         self.request = 0

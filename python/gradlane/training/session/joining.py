@@ -1,13 +1,17 @@
 """A rank joins a training that runs.
 
-The members connect to it in a new world, beside the connections that they have, at the end of a
-step that all know of. They agree over their old connections whether all of them have come that far:
-then the new world takes the place of the old one, else the old one goes on. So whatever happens to
-the rank that joins, or to a member meanwhile, all members train in the same world.
+First some members give it their state as it is at the end of a step that all know of, and what
+their updates use from then on, while they train (`model/precopy.py`). When it has nearly caught up,
+all members connect to it in a new world, beside the connections that they have, at the end of
+another step. They agree over their old connections whether all of them have come that far: then the
+new world takes the place of the old one, else the old one goes on. So whatever happens to the rank
+that joins, or to a member meanwhile, all members train in the same world.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,6 +27,12 @@ from gradlane.training.model.joining import (
     JoinedWorld,
     Stateful,
     connect_to_join,
+)
+from gradlane.training.model.precopy import (
+    DONORS_MAX,
+    PrecopyPlan,
+    PrecopySource,
+    PrecopyTarget,
 )
 from gradlane.training.model.prepared import PreparedModel
 from gradlane.training.options.options import Options
@@ -71,17 +81,22 @@ class Joins:
         self._keys = join_keys(store, self._job)
         self._requests = JoinRequests(self._keys, world.ctx.membership)
         self._first: FirstStepState | None = None
+        self._source: PrecopySource | None = None
+        """Gives this rank's state to one that joins, or has."""
         self.shared: dict[str, Stateful] = {}
         """Objects whose state a rank that joins takes over, by name."""
 
     def follow(self, prepared: PreparedModel) -> None:
         """Let ranks join the training of a model at the ends of its steps."""
         prepared.hook_manager.subscribe(self._after_step)
+        self._requests.precopies = prepared.can_precopy
         self._requests.start()
 
     def close(self) -> None:
         """Let nobody in any more."""
         self._requests.close()
+        if self._source is not None:
+            self._source.close(_GOODBYE_S)
         self.tell_first_step()
 
     def tell_first_step(self) -> None:
@@ -93,16 +108,42 @@ class Joins:
 
     def _after_step(self) -> None:
         prepared, membership = self._prepared[0], self._world.ctx.membership
-        number = membership.due_request(prepared.steps.step)
-        if number is not None:
+        call = membership.due_request(prepared.steps.step)
+        if call is None:
+            return
+        # Afterwards all have the same members in force.
+        prepared.steps.gather_integers([])
+        membership.forget_request(call)
+        number, lets_in = divmod(call, 2)
+        if lets_in:
             self._answer(number, prepared)
+        else:
+            self._give(number, prepared)
+
+    def _give(self, number: int, prepared: PreparedModel) -> None:
+        """Begin to give the state as it is now to a rank that wants to join."""
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+        self._requests.note_given()
+        membership = self._world.ctx.membership
+        donors = min(len(membership.members), DONORS_MAX)
+        job = f"{self._job}/join/{number}/precopy"
+        plan = PrecopyPlan(job, donors, len(membership.members))
+        if membership.rank >= donors:
+            return
+        try:
+            self._requests.tell_precopy(number, json.dumps(dataclasses.asdict(plan)))
+            self._source = prepared.begin_precopy(self._store, plan, self._look)
+        except (GradlaneError, RuntimeError, MemoryError) as error:
+            log.info("rank %d: a rank that joins gets its state later: %s", membership.rank, error)
 
     def _answer(self, number: int, prepared: PreparedModel) -> None:
         """Connect to a rank that wants to join, and move to a new world if all members can."""
         membership = self._world.ctx.membership
-        # Afterwards all have the same members in force.
-        prepared.steps.gather_integers([])
-        membership.forget_request(number)
+        if self._source is not None:
+            prepared.steps.settle()
+            self._source.end()
         count, step = len(membership.members), prepared.steps.step
         invitation = Invitation(
             count, count + 1, membership.generation + 1, step, f"{self._job}/join/{number}"
@@ -115,7 +156,7 @@ class Joins:
             )
             if membership.leads:
                 self._requests.invite(number, invitation)
-            connected = prepared.connect_beside(world)
+            connected = prepared.connect_beside(world, self._source)
         except (GradlaneError, ValueError) as error:
             failure = str(error)
         answers = prepared.steps.gather_integers([int(connected is not None)])
@@ -166,16 +207,23 @@ class Joins:
             GradlaneError: the ranks differ, or the members let nobody in until the time limit.
         """
         attributes = attributes_of(optimizer)
+
+        def begin_precopy(told: bytes) -> PrecopyTarget:
+            plan = PrecopyPlan(**json.loads(told))
+            return PrecopyTarget(self._world.ctx, self._store, plan, model, optimizer)
+
         deadline = SuspendAwareDeadline(self._world.ctx.options.network.connect_timeout_s)
         while True:
             request = JoinRequest(self._keys)
             try:
-                invitation = request.wait_for_invitation(deadline)
+                invitation = request.wait_for_invitation(deadline, begin_precopy)
                 options = self._world.ctx.options
                 world, scopes = self._other_world(
                     invitation.rank, invitation, options, request.has_joined
                 )
-                connected = connect_to_join(world, model, optimizer, buffers, attributes)
+                connected = connect_to_join(
+                    world, model, optimizer, buffers, attributes, precopy=request.precopy
+                )
                 try:
                     first = self._first_step_state(world, optimizer, connected)
                     request.wait_for_outcome(SuspendAwareDeadline(_CONNECT_S), connected.look)
@@ -183,10 +231,11 @@ class Joins:
                     connected.abort(str(error))
                     raise
                 break
-            except (RanksDifferError, StoreLostError, UsageError):
-                raise
             except GradlaneError as error:
-                if deadline.is_over():
+                if request.precopy is not None:
+                    request.precopy.close(str(error))
+                is_final = isinstance(error, (RanksDifferError, StoreLostError, UsageError))
+                if is_final or deadline.is_over():
                     raise
                 log.warning("this rank asks to join again: %s", error)
         change = self._move(world, scopes, invitation)
@@ -203,7 +252,7 @@ class Joins:
         )
         self._prepared.append(prepared)
         membership = world.ctx.membership
-        membership.forget_request(request.number)
+        membership.forget_request(2 * request.number + 1)
         membership.tell(change)
         first.take()
         return prepared
