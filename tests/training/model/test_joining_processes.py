@@ -238,6 +238,16 @@ def test_a_rank_that_cannot_repeat_updates_gets_all_while_the_others_wait(
     assert "while the others trained" in told and f" {BUFFERS_MB} of " not in told, told
 
 
+@pytest.mark.parametrize("codec", ["bf16", "qsgd:bits=8"])
+def test_a_rank_joins_where_gradients_are_encoded(
+    tmp_path: Path, programs: ForkedPrograms, codec: str
+) -> None:
+    """It repeats updates by the means that all have decoded."""
+    run = Run(programs, tmp_path, codec=codec)
+    run.check_alike()
+    assert f" {BUFFERS_MB} of " in run.errors["joiner-0"]
+
+
 def test_two_ranks_join_at_once(tmp_path: Path, programs: ForkedPrograms) -> None:
     """One after the other, in worlds of their own."""
     run = Run(programs, tmp_path, joiners=2, world_size=2, one_by_one=False)
