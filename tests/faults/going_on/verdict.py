@@ -132,21 +132,25 @@ def _check_alike(
         steps = [event["step"] for event in _events(end, "step")]
         if steps != list(range(begun + 1, STEPS + 1)):
             yield Problem("lost step", end.rank, f"it did steps {steps}")
-        for index, means in enumerate(_means(end)):
-            if len(means) != STEPS - begun:
-                text = f"parameter {index} had {len(means)} updates in {STEPS - begun} steps"
+        for index, (means, firsts) in enumerate(zip(_means(end), _means(first), strict=True)):
+            count = STEPS - begun
+            repeated, own = means[: len(means) - count], means[len(means) - count :]
+            # A rank that joins repeats updates of the others before.
+            if len(means) < count or (repeated and end.rank < scenario.world_size):
+                text = f"parameter {index} had {len(means)} updates in {count} steps"
                 yield Problem("lost step", end.rank, text)
+            if own != firsts[begun:] or not set(repeated) <= set(firsts[:begun]):
+                text = f"other means of parameter {index} than rank {first.rank}'s"
+                yield Problem("other bits", end.rank, text)
         rows = {
             "digest": (_events(end, "digest"), _events(first, "digest")),
             "changed": (_events(end, "changed"), own_in_force),
             "agreed": (changes_of(end, scenario.world_size, own_changes[:1]), own_changes),
         }
-        for what, (own, expected) in rows.items():
-            if own != expected:
-                text = f"{what}: {own}, rank {first.rank}: {expected}"
+        for what, (found, expected) in rows.items():
+            if found != expected:
+                text = f"{what}: {found}, rank {first.rank}: {expected}"
                 yield Problem("other bits", end.rank, text)
-        if _means(end) != [means[begun:] for means in _means(first)]:
-            yield Problem("other bits", end.rank, f"other means than rank {first.rank}'s")
     there_once = {*range(scenario.world_size), *(join.members if join is not None else ())}
     gone = there_once - set(changes[-1].members if changes else there_once)
     # A fault may come when its victim has done its part of the last step, or before it has joined.

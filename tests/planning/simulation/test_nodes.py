@@ -174,7 +174,7 @@ def test_plans_for_nodes_add_up_on_them_as_sessions_do(profile: Profile) -> None
     assert plan.settings.local in ("leader", "shared")
     off = plan_for(profile, base=Settings(local="off"))
     assert plan.prediction["base_step_s"] < 0.5 * off.prediction["base_step_s"]
-    assert plan_for(profile, base=Settings(codec="onebit")).settings.local == "off"
+    assert plan_for(profile, base=Settings(codec="onebit")).settings.local == "leader"
     assert plan_for(profile, update="server").settings.local == "off"
     assert plan_for(profile, ranks_per_node=1).settings.local is None
 

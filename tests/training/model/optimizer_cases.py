@@ -225,7 +225,7 @@ it is sharded over the ranks, and parameters are sent in place of averaged gradi
 - Updates begin in backward: settings are those at the first gradient of a step. Changing them
   before `step()` is an error, so step schedulers after `optimizer.step()`.
 - `optimizer.state_dict()` gathers the state from all ranks and is a **collective call**: call it
-  on every rank, also where the result is not saved. What it returns has torch's own format, whole
+  on every rank, also where the result is not saved. Its result has torch's own format, whole
   tensors by parameter. It can be loaded with another number of ranks, other slices or another
   strategy, by `update="worker"`, and by torch alone; and theirs here. Every rank loads the same
   file; that they do is checked before the next step.
