@@ -4,6 +4,8 @@
 trains a GPT-2 with random weights, whose blocks take a fixed time in forward and backward as on an
 accelerator, and prints the median step of each engine in turn, `--repeat` times. The trainer clips
 by the global norm, which is its default. `alone` is one rank without any exchange: the compute.
+`apart` are as many ranks as nodes at once, each without any exchange: the compute where they share
+the processors of one machine.
 `--json PATH` writes what is printed.
 """
 
@@ -21,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ENGINES = ("alone", "ddp", "gradlane")
+ENGINES = ("alone", "apart", "ddp", "gradlane")
 NODES = 4
 WARMUP_STEPS = 8
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -83,17 +85,17 @@ def train(engine: str, options: argparse.Namespace) -> None:
 def measure(engine: str, cluster: Any, arguments: list[str]) -> dict[str, Any]:
     """Train with an engine on the nodes of a cluster; return rank 0's figures."""
     port = str(cluster.next_port())
-    count = 1 if engine == "alone" else NODES
+    exchanges = engine in ("ddp", "gradlane")
     children = [
         cluster.spawn(
             node,
             [sys.executable, "-m", "benchmarks.trainer_on_nodes", "--engine", engine, *arguments],
             environment={
-                "RANK": str(node),
-                "WORLD_SIZE": str(count),
+                "RANK": str(node if exchanges else 0),
+                "WORLD_SIZE": str(NODES if exchanges else 1),
                 "LOCAL_RANK": "0",
                 "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": cluster.addresses[0],
+                "MASTER_ADDR": cluster.addresses[0 if exchanges else node],
                 "MASTER_PORT": port,
                 "GLOO_SOCKET_IFNAME": "eth0",
                 "HF_HUB_OFFLINE": "1",
@@ -101,7 +103,7 @@ def measure(engine: str, cluster: Any, arguments: list[str]) -> dict[str, Any]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        for node in range(count)
+        for node in range(1 if engine == "alone" else NODES)
     ]
     ended = [child.communicate(timeout=600) for child in children]
     for child, (_, errors) in zip(children, ended, strict=True):
