@@ -13,6 +13,7 @@ from gradlane.planning.simulation.profiles import Profile, timings_in
 from gradlane.planning.simulation.scenarios import (
     DDP,
     RING_FUSED,
+    ROUNDING_CODECS,
     Cluster,
     local_sums,
     nodes_refusal,
@@ -24,7 +25,7 @@ from gradlane.planning.simulation.scenarios import (
 from gradlane.training.options.codec_choice import CodecChoice, codec_rules
 from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.stragglers import LEAVES_OUT, WAIT
-from gradlane.training.options.strategy import RING, ring_ranks
+from gradlane.training.options.strategy import FACTOR_SCHEMES, RING, ring_ranks
 
 TensorSchemes = Mapping[str, Mapping[str, Any]]
 """Schemes of tensors, as scenarios have them."""
@@ -47,7 +48,8 @@ class Row:
     """Number of dedicated servers."""
     rate_bps: float
     compression: float
-    """Bytes of gradients over bytes that travel for them, those of the codec included."""
+    """Bytes of gradients over bytes that travel for them, those of the codec included. Layers that
+    travel as factors count whole, unless a codec rounds factors, too."""
     scaling_factor: float
     """Compute time over step time, 0 to 1."""
     step_s: float
@@ -258,9 +260,18 @@ def _shares(late: Mapping[str, Any] | None, name: str, steps: int) -> list[float
 def _compression(profile: Profile, cluster: Cluster) -> float:
     if codec_rules(cluster.codec) == RAW or not profile.size_bytes:
         return cluster.compression
+    schemes = tensor_schemes(profile, cluster)
     choices = _choices(profile, cluster)
-    encoded = profile.size_bytes / sum(wire_bytes(profile, choices))
-    return round(encoded * cluster.compression, 2)
+    encoded_bytes = sum(
+        tensor.size_bytes
+        if schemes.get(tensor.name, {}).get("scheme") in FACTOR_SCHEMES
+        and choice.codec not in ROUNDING_CODECS
+        else bytes_
+        for tensor, choice, bytes_ in zip(
+            profile.tensors, choices, wire_bytes(profile, choices), strict=True
+        )
+    )
+    return round(profile.size_bytes / encoded_bytes * cluster.compression, 2)
 
 
 def _choices(profile: Profile, cluster: Cluster) -> list[CodecChoice]:

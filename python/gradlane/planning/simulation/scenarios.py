@@ -55,6 +55,8 @@ LATE_STEPS = 60
 """Simulated steps with stragglers: bursts hit only a few of them."""
 LATE_JITTER = 0.01
 """`compute_jitter` with stragglers: exactly equal ranks would always arrive in the same order."""
+ROUNDING_CODECS = ("bf16", "f16")
+"""Codecs that factors travel in; others leave factors as they are."""
 REPRESENTATIVES = 8
 """Simulated ranks in place of many ranks that own no slice."""
 
@@ -201,6 +203,15 @@ def tensor_schemes(profile: Profile, cluster: Cluster) -> dict[str, dict[str, An
         schemes = schemes_by_rule(cluster.strategy, profile, cluster.workers, cluster.serving)
     speed = cluster.costs.operations_per_s
     given = simulated_schemes(profile, schemes, cluster.workers, speed)
+    rules = codec_rules(cluster.codec)
+    if given and rules != RAW:
+        ranks = strategies.ring_ranks(cluster.strategy, cluster.workers)
+        for choice in codecs_in(profile, rules, ranks):
+            scheme = given.get(choice.tensor, {})
+            if choice.codec in ROUNDING_CODECS and "block_bytes" in scheme:
+                # As in sessions, factors are rounded value by value; whole gradients that a rank
+                # would send in their place are counted alike.
+                scheme["block_bytes"] //= 2
     return sparse_schemes(profile) | given if _sends_rows(cluster) else given
 
 
