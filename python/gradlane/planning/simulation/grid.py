@@ -13,9 +13,9 @@ from gradlane.planning.simulation.profiles import Profile, timings_in
 from gradlane.planning.simulation.scenarios import (
     DDP,
     RING_FUSED,
-    ROUNDING_CODECS,
     Cluster,
     local_sums,
+    narrow_tensors,
     nodes_refusal,
     ring_node_size,
     run_scenario,
@@ -261,15 +261,14 @@ def _compression(profile: Profile, cluster: Cluster) -> float:
     if codec_rules(cluster.codec) == RAW or not profile.size_bytes:
         return cluster.compression
     schemes = tensor_schemes(profile, cluster)
-    choices = _choices(profile, cluster)
+    narrow = narrow_tensors(profile, cluster)
+    encoded = wire_bytes(profile, _choices(profile, cluster))
     encoded_bytes = sum(
         tensor.size_bytes
         if schemes.get(tensor.name, {}).get("scheme") in FACTOR_SCHEMES
-        and choice.codec not in ROUNDING_CODECS
+        and tensor.name not in narrow
         else bytes_
-        for tensor, choice, bytes_ in zip(
-            profile.tensors, choices, wire_bytes(profile, choices), strict=True
-        )
+        for tensor, bytes_ in zip(profile.tensors, encoded, strict=True)
     )
     return round(profile.size_bytes / encoded_bytes * cluster.compression, 2)
 
