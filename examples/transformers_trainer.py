@@ -57,7 +57,8 @@ def main() -> None:
         print(f"learned {digest(list(model.parameters()))}\n", end="", flush=True)
         if session is not None:
             session.close()
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():  # Not where one process trains alone.
+        torch.distributed.destroy_process_group()
     leave(engine)
 
 

@@ -56,6 +56,7 @@ def answers_of(session: Any) -> dict[str, Any]:
         _refusal(lambda: session.query()),
         _refusal(lambda: session.best_scheme("fc9", batch_size=2)),
         _refusal(lambda: session.best_scheme("fc", batch_size=0)),
+        _refusal(lambda: session.best_scheme("fc", batch_size=2.5)),
         _refusal(lambda: session.query("workers", model=nn.Linear(2, 2))),
     ]
     session.synchronize()

@@ -83,12 +83,13 @@ def test_the_best_scheme_is_the_coordinators(pool: FirstRanks) -> None:
 
 
 def test_what_the_book_does_not_have_is_refused(pool: FirstRanks) -> None:
-    before, rate, nothing, layer, batch, model = asked(pool, strategy="ring")["refused"]
+    before, rate, nothing, layer, batch, half, model = asked(pool, strategy="ring")["refused"]
     assert "no prepared models" in before
     assert "no 'rate_bps': it has job, ranks, workers" in rate
     assert "needs a name; known are job" in nothing
     assert "no 'fc9'" in layer
     assert "batch_size is 0" in batch
+    assert "batch_size is 2.5" in half and "whole number" in half
     assert "has not prepared" in model
 
 
@@ -114,8 +115,13 @@ def test_ranks_that_only_talk_to_their_node_have_no_address(pool: FirstRanks) ->
     assert others == [first] * 3
     assert first["roles"] == ("worker and server", "worker") * 2
     assert [address is None for address in first["addresses"]] == [False, True, False, True]
-    # The rule is of ranks by themselves, and says so.
     assert all("which takes dense gradients alone" in it["reason"] for it in first["best"].values())
+    # Two nodes, each worker and server: 2 M N (2 + 2 - 2) / 2, whatever the batch.
+    assert first["servers"] == 2
+    for batch in (2, 500):
+        choice = first["best"][f"fc {batch} poseidon"]
+        assert choice["scheme"] == "ps"
+        assert [cost["node_floats"] for cost in choice["costs"]] == [2 * 120_000]
 
 
 def test_ranks_by_themselves_need_no_word_of_nodes(pool: FirstRanks) -> None:

@@ -63,6 +63,13 @@ def test_a_codec_is_never_slower_than_full_precision(strategy: str, codec: str) 
     assert chosen == {True, False}
 
 
+def test_a_declined_codec_is_named_for_every_tensor() -> None:
+    fast = Coordinator(wide(1.2), ClusterFacts(4, 1e11), base=Settings(codec=EIGHT))
+    plan = fast.plan(budget_s=60.0)
+    assert plan.settings.codec == RAW
+    assert all(f"codec: {EIGHT} is declined" in tensor.reason for tensor in plan.tensors)
+
+
 def test_raw_and_encoded_steps_stand_in_columns_of_their_own() -> None:
     coordinator = Coordinator(WIDE, ClusterFacts(4, 1e8), base=Settings(codec=EIGHT))
     plan = coordinator.plan(budget_s=60.0)

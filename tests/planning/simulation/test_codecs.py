@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,25 @@ SMALL = Profile(
 )
 SLOW = ClusterFacts(workers=4, rate_bps=1e8)
 FAST = ClusterFacts(workers=4, rate_bps=1e11)
+
+
+@pytest.mark.parametrize(
+    ("codec", "compression", "sent"), [("onebit", 1.0, 1.0), ("f16", 2.0, 0.5)]
+)
+@pytest.mark.parametrize("strategy", ["sfb", "adam"])
+def test_factors_are_only_rounded(
+    strategy: str, codec: str, compression: float, sent: float
+) -> None:
+    """A codec that leaves factors alone compresses nothing of a network that has only these."""
+    weight = ProfileTensor("fc.weight", (2000, 1000), "f32", 0.0, 0.01, "Linear")
+    cluster = Cluster(workers=4, rate_bps=1e8, strategy=strategy)
+    profile = Profile("one layer", 32, 0.005, 0.015, (weight,))
+    raw, coded = evaluate(profile, [cluster, replace(cluster, codec=codec)])
+    assert (raw.compression, coded.compression) == (1.0, compression)
+    if strategy == "sfb":
+        assert raw.tx_bytes_per_step and coded.tx_bytes_per_step
+        assert coded.tx_bytes_per_step / raw.tx_bytes_per_step == pytest.approx(sent, rel=0.01)
+        assert coded.step_s < raw.step_s if sent < 1.0 else coded.step_s == raw.step_s
 
 
 def test_rows_name_their_codec_and_take_fewer_bytes() -> None:

@@ -84,7 +84,7 @@ class InformationBook:
         servers: int,
         *,
         serving: bool,
-        sums_on_nodes: bool = False,
+        summing_nodes: int = 0,
     ) -> None:
         """Write the book.
 
@@ -93,9 +93,9 @@ class InformationBook:
             layers: of the model; the entry `layers` names them.
             servers: ranks that own slices, of a scheme with servers.
             serving: whether these train nothing.
-            sums_on_nodes: whether the ranks of a node add up before the network.
+            summing_nodes: nodes whose ranks add up before the network; 0: each rank sends its own.
         """
-        self._sums_on_nodes = sums_on_nodes
+        self._summing_nodes = summing_nodes
         self.layers = tuple(layers)
         self._entries = {**entries, "layers": tuple(layer.name for layer in layers)}
         self._servers = servers
@@ -152,22 +152,28 @@ class InformationBook:
             rule: a key of `PLAN_RULES`.
 
         Raises:
-            ValueError: there is no such rule, or the batch is empty.
+            ValueError: there is no such rule, or the batch is empty or no whole number.
         """
         if rule not in PLAN_RULES:
             raise ValueError(f"unknown rule {rule!r} of a plan; known are {', '.join(PLAN_RULES)}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; use 1 or more samples of a worker")
+        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+            raise ValueError(
+                f"batch_size is {batch_size!r}; use the samples of a worker, a whole number, "
+                "1 or more"
+            )
         rows, workers = layer.rows or batch_size, self._entries["workers"]
-        counts = Counts(rows, workers, self._servers, self._serving)
         candidates = PLAN_RULES[rule]
-        costs = costs_of(layer, counts, candidates if rule == "auto" else tuple(SCHEMES))
+        compared = candidates if rule == "auto" else tuple(SCHEMES)
+        if self._summing_nodes:
+            workers, candidates, compared = self._summing_nodes, ("ps",), ("ps",)
+        counts = Counts(rows, workers, self._servers, self._serving)
+        costs = costs_of(layer, counts, compared)
         best = next(cost for cost in costs if cost.scheme in candidates)
         reason = scheme_reason(layer, counts, best, costs)
-        if self._sums_on_nodes:
+        if self._summing_nodes:
             reason += (
-                "; counted for ranks that each have a port: here the ranks of a node add up first, "
-                "which takes dense gradients alone"
+                "; counted for nodes, since the ranks of a node add up first, which takes dense "
+                'gradients alone: local="off" lets factors in'
             )
         return SchemeChoice(best.scheme, tuple(costs), reason)
 
@@ -206,13 +212,18 @@ def session_book(
     }
     if links is not None:
         entries |= {"rate_bps": links.rate_bps, "latency_s": links.latency_s}
-    owners = rank_info.serving or options.servers or rank_info.world_size
+    nodes = 0
+    if options.local.mode == SHARED:
+        nodes = len({it["node"] for it in addresses if it})
+    elif None in addresses:
+        nodes = sum(it is not None for it in addresses)
+    owners = nodes or rank_info.serving or options.servers or rank_info.world_size
     return InformationBook(
         entries,
         layers,
         owners,
         serving=rank_info.serving > 0,
-        sums_on_nodes=None in addresses or options.local.mode == SHARED,
+        summing_nodes=nodes,
     )
 
 

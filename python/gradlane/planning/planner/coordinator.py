@@ -31,7 +31,7 @@ from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.ddp import ddp_step_s
 from gradlane.planning.simulation.grid import GOODPUT_SHARE, rebuild_s, traffic
 from gradlane.planning.simulation.profiles import Profile, timings_in
-from gradlane.training.options.codec_choice import CodecChoice, codec_rules
+from gradlane.training.options.codec_choice import CodecChoice, codec_rules, rules_text
 from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.strategy import PLAN_RULES, RING, ring_ranks
 from gradlane.training.plans.plan import Plan, PlannedTensor
@@ -285,6 +285,9 @@ class Coordinator:
         """Return every tensor with its layer's scheme and the engine's number of slices."""
         codecs = self._codecs_in(settings.codec)
         slices = _slices_of(self._profile, self._facts, settings, codecs)
+        offered = codec_rules(self._base.codec)
+        is_declined = offered != RAW and codec_rules(settings.codec) == RAW
+        declined = f"{rules_text(offered)} is declined, see codec" if is_declined else ""
         schemes = {}
         own = RING if settings.strategy == RING else "ps"
         for layer in self._layers:
@@ -305,7 +308,7 @@ class Coordinator:
                 slices=count if schemes[tensor.name].scheme in ("ps", RING) else min(count, 1),
                 reason=schemes[tensor.name].reason
                 if settings.codec is None
-                else f"{schemes[tensor.name].reason}; codec: {codec.reason}",
+                else f"{schemes[tensor.name].reason}; codec: {declined or codec.reason}",
             )
             for tensor, count, codec in zip(self._profile.tensors, slices, codecs, strict=True)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,8 +73,8 @@ def _rows_of(
     return None
 
 
-def factors_of(layer: Layer, profile: Profile) -> Factors | None:
-    """Return a layer's factors, or None if it has none.
+def factors_of(layer: Layer, profile: Profile, narrow: Collection[str] = ()) -> Factors | None:
+    """Return a layer's factors, or None if it has none; in 16 bits if its tensor is in `narrow`.
 
     A rank whose factors would be larger than the gradient sends the gradient. Embeddings have rows
     that were looked up, but a profile does not say whether their weight is an output layer's, too,
@@ -87,7 +87,8 @@ def factors_of(layer: Layer, profile: Profile) -> Factors | None:
     dtype = next(one.dtype for one in profile.tensors if one.name == tensor)
     element_bytes = DTYPE_BYTES[dtype]
     rows = layer.rows or profile.batch_size
-    block_bytes = rows * (outputs + inputs) * element_bytes
+    factor_bytes = 2 if tensor in narrow else element_bytes
+    block_bytes = rows * (outputs + inputs) * factor_bytes
     operations = 2.0 * rows * outputs * inputs
     whole_bytes = outputs * inputs * element_bytes
     if block_bytes > whole_bytes:
@@ -162,7 +163,11 @@ def sparse_schemes(profile: Profile) -> dict[str, dict[str, Any]]:
 
 
 def simulated_schemes(
-    profile: Profile, schemes: Iterable[tuple[str, str]], workers: int, speed: float | None = None
+    profile: Profile,
+    schemes: Iterable[tuple[str, str]],
+    workers: int,
+    speed: float | None = None,
+    narrow: Collection[str] = (),
 ) -> dict[str, dict[str, Any]]:
     """Return layers' schemes in the simulator's format, by tensor.
 
@@ -172,6 +177,7 @@ def simulated_schemes(
         workers: ranks.
         speed: operations a second at which gradients are made of factors; None: as fast as the
             profile's own arithmetic, or else as its layer's forward.
+        narrow: tensors whose factors travel in 16 bits.
 
     Raises:
         ValueError: a layer is unknown or has no factors, or the engine does not run a scheme.
@@ -188,7 +194,7 @@ def simulated_schemes(
             known = f"ps, {RING}, {' or '.join(FACTOR_SCHEMES)}"
             raise ValueError(f"the simulator has no scheme {scheme!r}: use {known}")
         layer = layers[name]
-        factors = factors_of(layer, profile)
+        factors = factors_of(layer, profile, narrow)
         if factors is None:
             raise ValueError(f"layer {name!r} has no factors: its scheme cannot be {scheme!r}")
         found[factors.tensor] = {

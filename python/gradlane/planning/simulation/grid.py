@@ -15,6 +15,7 @@ from gradlane.planning.simulation.scenarios import (
     RING_FUSED,
     Cluster,
     local_sums,
+    narrow_tensors,
     nodes_refusal,
     ring_node_size,
     run_scenario,
@@ -24,7 +25,7 @@ from gradlane.planning.simulation.scenarios import (
 from gradlane.training.options.codec_choice import CodecChoice, codec_rules
 from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.stragglers import LEAVES_OUT, WAIT
-from gradlane.training.options.strategy import RING, ring_ranks
+from gradlane.training.options.strategy import FACTOR_SCHEMES, RING, ring_ranks
 
 TensorSchemes = Mapping[str, Mapping[str, Any]]
 """Schemes of tensors, as scenarios have them."""
@@ -47,7 +48,8 @@ class Row:
     """Number of dedicated servers."""
     rate_bps: float
     compression: float
-    """Bytes of gradients over bytes that travel for them, those of the codec included."""
+    """Bytes of gradients over bytes that travel for them, those of the codec included. Layers that
+    travel as factors count whole, unless a codec rounds factors, too."""
     scaling_factor: float
     """Compute time over step time, 0 to 1."""
     step_s: float
@@ -258,9 +260,17 @@ def _shares(late: Mapping[str, Any] | None, name: str, steps: int) -> list[float
 def _compression(profile: Profile, cluster: Cluster) -> float:
     if codec_rules(cluster.codec) == RAW or not profile.size_bytes:
         return cluster.compression
-    choices = _choices(profile, cluster)
-    encoded = profile.size_bytes / sum(wire_bytes(profile, choices))
-    return round(encoded * cluster.compression, 2)
+    schemes = tensor_schemes(profile, cluster)
+    narrow = narrow_tensors(profile, cluster)
+    encoded = wire_bytes(profile, _choices(profile, cluster))
+    encoded_bytes = sum(
+        tensor.size_bytes
+        if schemes.get(tensor.name, {}).get("scheme") in FACTOR_SCHEMES
+        and tensor.name not in narrow
+        else bytes_
+        for tensor, bytes_ in zip(profile.tensors, encoded, strict=True)
+    )
+    return round(profile.size_bytes / encoded_bytes * cluster.compression, 2)
 
 
 def _choices(profile: Profile, cluster: Cluster) -> list[CodecChoice]:

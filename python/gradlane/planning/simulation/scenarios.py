@@ -55,6 +55,8 @@ LATE_STEPS = 60
 """Simulated steps with stragglers: bursts hit only a few of them."""
 LATE_JITTER = 0.01
 """`compute_jitter` with stragglers: exactly equal ranks would always arrive in the same order."""
+ROUNDING_CODECS = ("bf16", "f16")
+"""Codecs that factors travel in; others leave factors as they are."""
 REPRESENTATIVES = 8
 """Simulated ranks in place of many ranks that own no slice."""
 
@@ -200,8 +202,22 @@ def tensor_schemes(profile: Profile, cluster: Cluster) -> dict[str, dict[str, An
     if cluster.strategy in SCHEME_STRATEGIES:
         schemes = schemes_by_rule(cluster.strategy, profile, cluster.workers, cluster.serving)
     speed = cluster.costs.operations_per_s
-    given = simulated_schemes(profile, schemes, cluster.workers, speed)
+    narrow = narrow_tensors(profile, cluster) if schemes else ()
+    given = simulated_schemes(profile, schemes, cluster.workers, speed, narrow)
     return sparse_schemes(profile) | given if _sends_rows(cluster) else given
+
+
+def narrow_tensors(profile: Profile, cluster: Cluster) -> frozenset[str]:
+    """Return the tensors whose factors, if they have any, are rounded to 16 bits by their codec."""
+    rules = codec_rules(cluster.codec)
+    if rules == RAW:
+        return frozenset()
+    choices = codecs_in(profile, rules, strategies.ring_ranks(cluster.strategy, cluster.workers))
+    return frozenset(
+        tensor.name
+        for tensor, choice in zip(profile.tensors, choices, strict=True)
+        if choice.codec in ROUNDING_CODECS and tensor.dtype == "f32" and tensor.sparse_rows is None
+    )
 
 
 def _sends_rows(cluster: Cluster) -> bool:

@@ -61,8 +61,8 @@ def nodes_refusal(options: Options) -> str:
     if options.strategy.factors:
         scheme = options.strategy.factors
         return (
-            f'scheme="{scheme}": factors of a node\'s ranks do not add up to fewer; as many leave '
-            "the node as there are ranks"
+            f'scheme="{scheme}": factors of a node\'s ranks do not add up to fewer: as many leave '
+            "the node as there are ranks, so a sum in the node saves nothing"
         )
     if options.strategy.name in SPLITTING_STRATEGIES:
         return f"strategy {options.strategy.name!r}: each rank pulls from servers by itself there"
