@@ -154,6 +154,16 @@ def test_a_log_of_too_many_bytes_ends() -> None:
     assert len(steps) == 3 and is_last and log.is_full
 
 
+def test_an_update_goes_on_where_no_memory_is_left_for_its_log() -> None:
+    """The log ends, as one of too many bytes does."""
+    log = UpdateLog([0], PLENTY_BYTES)
+    log_step(log, torch.ones(3))
+    # No copy can be made of it.
+    log_step(log, torch.ones(3, device="meta"))
+    steps, is_last = log.take(lambda: None)
+    assert len(steps) == 1 and is_last and log.is_full
+
+
 def test_a_step_that_is_under_way_is_not_taken() -> None:
     """Who waits for one gets it whole, and may give up."""
     log = UpdateLog([0, 1], PLENTY_BYTES)
