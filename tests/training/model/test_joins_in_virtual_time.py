@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -92,6 +94,30 @@ def test_a_rank_that_cannot_be_reached_asks_no_more(monkeypatch: pytest.MonkeyPa
         assert most <= cluster.tries <= most * joiners
         assert not cluster.clock.failures, "\n".join(cluster.clock.failures)
         assert [members for _, members, _ in cluster.ends] == [(0, 1, 2)] * 3
+
+
+def test_a_rank_that_is_interrupted_takes_nothing_over_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its threads would go on as long as the members train, and hold its process up."""
+    closed: list[str] = []
+
+    class Request:
+        precopy = SimpleNamespace(close=closed.append)
+
+        def __init__(self, store: object) -> None:
+            pass
+
+        def wait_for_invitation(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(joining, "JoinRequest", Request)
+    monkeypatch.setattr(joining, "attributes_of", lambda optimizer: {})
+    _, store, world, optimizer = Cluster(1)._parts(0, 1)
+    joins: Any = joining.Joins(world, store, [], lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        joins.join(None, optimizer, True, "local")
+    assert closed == ["KeyboardInterrupt: "]
 
 
 def test_members_that_do_not_agree_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
