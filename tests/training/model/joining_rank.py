@@ -4,9 +4,10 @@ it is there from the start.
 The job has `port` of the store, `folder`, `world_size` of the start, `joins`: how many ranks join
 until it ends, some steps later, `options`, `joiner_options`: in place of these on ranks that come
 later, `fatal`: by label, the function in whose first call a rank is killed, `fatal_after`: the
-same, after a rank has `joined` or was `lost`, `spoils`: one that does nothing there, `slow`:
-seconds that each file of a checkpoint takes, and `samples`: of an epoch for an `ElasticSampler`,
-or 0. Writes each step to `rows-LABEL`, and what it has seen to `LABEL.json`.
+same, after a rank has `joined` or was `lost`, `spoils`: one that does nothing there, `raises`: one
+that fails there, `is_small`: whether the model has one parameter and SGD, `slow`: seconds that each
+file of a checkpoint takes, and `samples`: of an epoch for an `ElasticSampler`, or 0. Writes each
+step to `rows-LABEL`, and what it has seen to `LABEL.json`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ PATIENT_S = 100.0
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer with state."""
+    """Return an optimizer with state, or without for a small model."""
+    if isinstance(model, nn.Linear):
+        return torch.optim.SGD(model.parameters(), lr=0.01)
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
@@ -76,6 +79,15 @@ def kill_in(path: str) -> None:
     replace_function(path, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
+def fail_in(path: str) -> None:
+    """Have each call of `module:function` fail."""
+
+    def fail() -> None:
+        raise RuntimeError(f"{path} fails in this test")
+
+    replace_function(path, fail)
+
+
 def slow_down_writing(seconds: float) -> None:
     """Have each file of a checkpoint take so long."""
     module: Any = importlib.import_module("gradlane.training.checkpoints.manager")
@@ -98,6 +110,8 @@ def main() -> None:
         kill_in(job["fatal"][label])
     if label in job["spoils"]:
         replace_function(job["spoils"][label], lambda: None)
+    if label in job["raises"]:
+        fail_in(job["raises"][label])
     slow_down_writing(job["slow"])
     is_member = "RANK" in os.environ
     place = {"rank": int(os.environ["RANK"]), "world_size": job["world_size"]} if is_member else {}
@@ -111,7 +125,8 @@ def main() -> None:
             **(job["options"] | ({} if is_member else job["joiner_options"])),
         ),
     )
-    model = Model()
+    torch.manual_seed(1)
+    model = nn.Linear(64, 1, bias=False) if job["is_small"] else Model()
     optimizer = optimizer_of(model)
     scheduler = scheduler_of(optimizer)
     session.share_state(scheduler=scheduler)

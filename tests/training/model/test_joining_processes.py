@@ -49,6 +49,8 @@ class Run:
         fatal: Mapping[str, str] | None = None,
         fatal_after: Mapping[str, tuple[str, str]] | None = None,
         spoils: Mapping[str, str] | None = None,
+        raises: Mapping[str, str] | None = None,
+        is_small: bool = False,
         samples: int = 0,
         slow: float = 0.0,
         one_by_one: bool = True,
@@ -66,6 +68,8 @@ class Run:
             fatal: by label, the function in whose first call a rank is killed.
             fatal_after: the same, in the first call after a rank has `joined` or was `lost`.
             spoils: by label, a function that does nothing on a rank.
+            raises: by label, a function that fails on a rank.
+            is_small: whether the model has one parameter, and its optimizer no state.
             samples: of an epoch, or 0.
             slow: seconds that each file of a checkpoint takes.
             one_by_one: whether a joiner is started once the one before has joined or ended.
@@ -91,6 +95,8 @@ class Run:
             "fatal": fatal,
             "fatal_after": fatal_after,
             "spoils": spoils or {},
+            "raises": raises or {},
+            "is_small": is_small,
             "joiner_options": refused or {},
             "slow": slow,
             "samples": samples,
@@ -246,6 +252,22 @@ def test_a_rank_joins_where_gradients_are_encoded(
     run = Run(programs, tmp_path, codec=codec)
     run.check_alike()
     assert f" {BUFFERS_MB} of " in run.errors["joiner-0"]
+
+
+def test_a_rank_joins_a_model_of_one_parameter(tmp_path: Path, programs: ForkedPrograms) -> None:
+    """There are fewer tensors than members that could give some."""
+    run = Run(programs, tmp_path, is_small=True)
+    run.check_alike()
+    told = run.errors["joiner-0"]
+    assert "while the others trained" in told and ": 0 of " in told, told
+    assert "asks to join again" not in told and "while the others wait:" not in told, told
+
+
+def test_a_donor_that_fails_says_so(tmp_path: Path, programs: ForkedPrograms) -> None:
+    """Nobody waits for its next round, and its program trains on."""
+    run = Run(programs, tmp_path, raises={"1": "gradlane.training.model.update_log:UpdateLog.take"})
+    run.check_alike()
+    assert "rank 1 gives no more: RuntimeError" in run.errors["joiner-0"]
 
 
 def test_two_ranks_join_at_once(tmp_path: Path, programs: ForkedPrograms) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,11 +19,13 @@ FIRST = int(os.environ.get("GRADLANE_JOIN_SEED", "1"))
 COUNT = int(os.environ.get("GRADLANE_JOIN_SEEDS", "100"))
 CANARY_SEEDS = 200
 LONGEST_STEP_S = 60.0
+LIMIT_S = 400.0
 
 
-def run(seed: int, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+def run(seed: int, monkeypatch: pytest.MonkeyPatch, *, is_unreachable: bool = False) -> Cluster:
     """Run a training of one seed to its end."""
-    cluster = Cluster(seed, kills=seed % 3)
+    cluster = Cluster(seed, kills=0 if is_unreachable else seed % 3)
+    cluster.is_unreachable = is_unreachable
     clock = cluster.clock
     for module in (join_requests, rendezvous, incarnation):
         monkeypatch.setattr(module, "time", clock)
@@ -50,7 +54,7 @@ def run(seed: int, monkeypatch: pytest.MonkeyPatch) -> Cluster:
         return Prepared(cluster, ctx, connected, optimizer, steps_before)
 
     monkeypatch.setattr(joining, "PreparedModel", prepared)
-    cluster.run()
+    cluster.run(LIMIT_S)
     return cluster
 
 
@@ -79,6 +83,41 @@ def test_ranks_join_whoever_is_killed_meanwhile(monkeypatch: pytest.MonkeyPatch)
             raise AssertionError(
                 f"seed {seed} (GRADLANE_JOIN_SEED={seed} GRADLANE_JOIN_SEEDS=1): {error}"
             ) from error
+
+
+def test_a_rank_that_cannot_be_reached_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try stops the members: it is a few, and they train on as before."""
+    for seed in range(1, 4):
+        cluster = run(seed, monkeypatch, is_unreachable=True)
+        joiners = len(cluster.processes) - 3
+        most = joining._TRIES_MAX
+        assert most <= cluster.tries <= most * joiners
+        assert not cluster.clock.failures, "\n".join(cluster.clock.failures)
+        assert [members for _, members, _ in cluster.ends] == [(0, 1, 2)] * 3
+
+
+def test_a_rank_that_is_interrupted_takes_nothing_over_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its threads would go on as long as the members train, and hold its process up."""
+    closed: list[str] = []
+
+    class Request:
+        precopy = SimpleNamespace(close=closed.append)
+
+        def __init__(self, store: object) -> None:
+            pass
+
+        def wait_for_invitation(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(joining, "JoinRequest", Request)
+    monkeypatch.setattr(joining, "attributes_of", lambda optimizer: {})
+    _, store, world, optimizer = Cluster(1)._parts(0, 1)
+    joins: Any = joining.Joins(world, store, [], lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        joins.join(None, optimizer, True, "local")
+    assert closed == ["KeyboardInterrupt: "]
 
 
 def test_members_that_do_not_agree_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradlane.training.model.deferred_update import DeferredUpdate
 from gradlane.training.model.optimizers import is_known, mixes_first_steps, step_of_class
-from gradlane.training.model.precopy import RepeatedUpdates, shares_of
+from gradlane.training.model.precopy import RepeatedUpdates, donors_of, shares_of
 from gradlane.training.model.update_log import UpdateLog
 from gradlane.training.rendezvous.tensor_table import build_table
 from tests.training.model import optimizer_cases
@@ -127,6 +127,14 @@ def log_step(log: UpdateLog, gradient: Tensor) -> None:
     log.end()
 
 
+@pytest.mark.parametrize("layers", [1, 2, 9])
+def test_each_member_that_gives_has_a_trained_tensor(layers: int) -> None:
+    """A donor of nothing would have no channel, and rounds without end."""
+    trained = build_table(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(layers))))
+    shares = shares_of(trained, [], donors_of(8, len(trained)))
+    assert len(shares) == min(layers, 4) and all(shares)
+
+
 def test_a_log_keeps_copies_until_they_are_taken() -> None:
     """What the program does to a gradient afterwards changes nothing."""
     log = UpdateLog([0], PLENTY_BYTES)
@@ -152,6 +160,16 @@ def test_a_log_of_too_many_bytes_ends() -> None:
     log_step(log, torch.ones(3))
     steps, is_last = log.take(lambda: None)
     assert len(steps) == 3 and is_last and log.is_full
+
+
+def test_an_update_goes_on_where_no_memory_is_left_for_its_log() -> None:
+    """The log ends, as one of too many bytes does."""
+    log = UpdateLog([0], PLENTY_BYTES)
+    log_step(log, torch.ones(3))
+    # No copy can be made of it.
+    log_step(log, torch.ones(3, device="meta"))
+    steps, is_last = log.take(lambda: None)
+    assert len(steps) == 1 and is_last and log.is_full
 
 
 def test_a_step_that_is_under_way_is_not_taken() -> None:

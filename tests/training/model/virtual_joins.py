@@ -5,8 +5,8 @@ what the first step begins with. In place of the engine stands what it promises 
 (`docs/decisions/0062-going-on.md`): what ranks exchange has one result on all of them, whether or
 not a rank that is lost meanwhile is in it, and all hear of the same losses in the same order, at
 moments of their own. State that is given while the others train takes some time, and fails where a
-donor is lost. One thread runs at a time, up to its next call of the store, sleep or
-exchange; which one is next follows from delays that the seed draws.
+donor is lost or never begins to give. One thread runs at a time, up to its next call of the store,
+sleep or exchange; which one is next follows from delays that the seed draws.
 """
 
 from __future__ import annotations
@@ -361,6 +361,7 @@ class Prepared:
         self._unread: list[tuple[int, dict[int, Any]]] = []
         self._after_step: Callable[[], None] = lambda: None
         self.options: Options = ctx.options
+        self.trained = range(cluster.trained)
         self.optimizer = optimizer
         self.steps = self
         self.hook_manager = self
@@ -421,7 +422,13 @@ class Prepared:
         """Wait for no update: there are none."""
 
     def begin_precopy(self, store: Any, plan: PrecopyPlan, look: Any) -> PrecopySource:
-        """Begin to give state."""
+        """Begin to give state.
+
+        Raises:
+            RendezvousError: this rank cannot.
+        """
+        if self._cluster.clock.draw.random() < 0.05:
+            raise RendezvousError("no memory is left")
         pair = self._cluster.precopy(plan.job)
         return PrecopySource(pair, self._ctx.membership.rank, self._cluster.clock.process)
 
@@ -488,6 +495,8 @@ class PrecopyTarget:
             if self._clock.now_s > end_s:
                 self._failure = "a donor did not come"
         rounds = self._clock.draw.randint(1, 100)
+        # At times the last round takes longer than connecting may.
+        last_s = 25.0 * (self._clock.draw.random() < 0.1)
         while not self._failure and len(self._pairs.ended) < self._plan.donors:
             self._clock.pause(0.02)
             rounds -= 1
@@ -495,7 +504,10 @@ class PrecopyTarget:
             here = [one for one in self._pairs.donors.values() if not one.is_killed]
             if len(here) < self._plan.donors:
                 self._failure = "a donor was lost"
-        self.is_ready = self._is_done = True
+        self.is_ready = True
+        if not self._failure:
+            self._clock.pause(last_s)
+        self._is_done = True
 
     def finish(self, look: Callable[[], object]) -> dict[int, bytes]:
         """Wait until everything is here."""
@@ -553,6 +565,12 @@ class Cluster:
         """Whether ranks connect to one that joins, or have since the last one joined."""
         self.precopies = self.clock.draw.random() < 0.7
         """Whether members give their state before they let a rank in."""
+        self.trained = self.clock.draw.randint(1, 4)
+        """Number of trained tensors."""
+        self.is_unreachable = False
+        """Whether no rank that joins can be connected to."""
+        self.tries = 0
+        """How often a rank was invited that could not be connected to."""
         self._kills = kills
         self._joiners = 0
         self._precopies: dict[str, PrecopyPairs] = {}
@@ -622,7 +640,13 @@ class Cluster:
         _, store, world, optimizer = self._parts(0, 1)
         models: list[Any] = []
         joins = Joins(world, store, models, lambda: None)  # type: ignore[arg-type]
-        joins.follow(joins.join(None, optimizer, True, "local"))  # type: ignore[arg-type]
+        try:
+            joins.follow(joins.join(None, optimizer, True, "local"))  # type: ignore[arg-type]
+        except RendezvousError:
+            if not self.is_unreachable:
+                raise
+            self.clock.process.is_killed = True
+            return
         self.connecting = False
         self._last_event_s = self.clock.now_s
         self._train(world, models, joins, optimizer)
@@ -659,6 +683,9 @@ class Cluster:
     ) -> Connected:
         """Connect all ranks of a world, and hand the state over; as the function of that name."""
         ctx, rank = world.ctx, world.ctx.rank_info.rank
+        if world.joins and self.is_unreachable:
+            self.tries += 1
+            raise RendezvousError("no member could be reached")
         self.connecting = True
         everyone = range(ctx.rank_info.world_size)
         scope = world.meet()

@@ -37,6 +37,7 @@ from gradlane.training.model.connecting import Connected, connect
 from gradlane.training.model.precopy import (
     DONORS_MAX,
     digest_of,
+    donors_of,
     pair_context,
     shares_of,
     transfer,
@@ -87,7 +88,8 @@ class JoinedWorld:
             self.store.as_rank(rank_info.rank),
             rank_info,
             0,
-            ctx.options.network.connect_timeout_s,
+            # The rank that joins comes when the slowest donor has given all.
+            ctx.options.network.progress_timeout_s,
             connected.scope.incarnation,
             lambda: self.look(connected),
         )
@@ -156,11 +158,19 @@ def _hand_over(
     meeting = world.meet()
     meeting.mark_connected(world.ctx.options.network.progress_timeout_s, look)
     if rank == 0:
+        meeting.put("optimizer", type(optimizer).__name__)
         meeting.put("state", describe_state(optimizer, attributes))
-    known = {} if precopy is None else precopy.finish(look)
+    known: dict[int, bytes] = {}
     if world.joins:
+        theirs, own_class = meeting.get("optimizer", 0).decode(), type(optimizer).__name__
+        if theirs != own_class:
+            raise UsageError(
+                f"the others train with the optimizer {theirs} and rank {rank}, which joins, has "
+                f"{own_class}: give all ranks the same one"
+            )
+        known = {} if precopy is None else precopy.finish(look)
         adopt_state(optimizer, meeting.get("state", 0), rank, 0)
-    donors = range(min(last, DONORS_MAX))
+    donors = range(donors_of(last, len(connected.spec.trained)))
     shares = shares_of(connected.spec.entries, state_entries(optimizer), len(donors))
 
     def run(donor: int) -> int:
@@ -172,17 +182,18 @@ def _hand_over(
             lacking = json.loads(scope.get("lacking", 0))
         else:
             held = json.loads(scope.get("held", 1))
-            own = [(known.get(id(one.tensor)) or digest_of(one)).hex() for one in share]
+            # A rank that holds nothing has given up: this one would give its rest in vain.
+            given = precopy.finish(look) if precopy is not None and any(held) else {}
+            own = [(given.get(id(one.tensor)) or digest_of(one)).hex() for one in share]
             lacking = [place for place, digest in enumerate(own) if digest != held[place]]
             scope.put("lacking", json.dumps(lacking))
         sent = [share[place] for place in lacking]
-        if sent:
-            transfer(ctx, scope, sent, [donor, last])
+        transfer(ctx, scope, sent, [donor, last])
         return sum(entry.nbytes for entry in sent)
 
     takes_part = donors if world.joins else [donor for donor in donors if donor == rank]
     with ThreadPoolExecutor(DONORS_MAX) as pool:
-        waited_bytes = sum(pool.map(run, [donor for donor in takes_part if shares[donor]]))
+        waited_bytes = sum(pool.map(run, takes_part))
     if world.joins:
         all_bytes = sum(entry.nbytes for share in shares for entry in share)
         log.info(

@@ -12,6 +12,7 @@ otherwise there, costs the members a longer pause and no bit.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import threading
@@ -74,6 +75,16 @@ class PrecopyPlan:
     rank: int
 
 
+def donors_of(members: int, trained: int) -> int:
+    """Return how many members give the state: each gives a trained tensor at least.
+
+    Args:
+        members: number of ranks that train.
+        trained: number of trained tensors.
+    """
+    return min(members, DONORS_MAX, trained)
+
+
 def shares_of(
     entries: Sequence[TensorEntry], state: Sequence[TensorEntry], donors: int
 ) -> list[list[TensorEntry]]:
@@ -121,12 +132,14 @@ def transfer(
     Args:
         ctx: of `pair_context`.
         scope: of the pair, for this alone.
-        entries: the tensors.
+        entries: the tensors; where there are none, nothing is done.
         ranks: the numbers of both ranks in errors.
 
     Raises:
         GradlaneError: the other rank is lost.
     """
+    if not entries:
+        return
     rows = [entry.bytes_row() for entry in entries]
     channel = open_channel(ctx, scope, rows, None, update="worker")
     gives = ctx.rank_info.rank == 0
@@ -150,7 +163,8 @@ class _Pair:
         self._store = store.as_rank(self.ctx.rank_info.rank)
         self._look = look
         network = self.ctx.options.network
-        self._limit_s = network.progress_timeout_s
+        # The rank that joins waits for steps, a donor for the answer alone.
+        self._limit_s = network.progress_timeout_s if joins else network.connect_timeout_s
         self._incarnation = agree_on_incarnation(
             self._store, self.ctx.rank_info, network.connect_timeout_s, look
         )
@@ -241,6 +255,8 @@ class PrecopySource:
             [numbers[entry.name] for entry in own], max(_LOG_SHARES * share_bytes, _LOG_BYTES_LEAST)
         )
         """Notes what updates use from now on."""
+        self._scope: RendezvousScope | None = None
+        """Of the round that is under way; None: none is."""
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="gradlane-precopy", daemon=True)
 
@@ -280,19 +296,29 @@ class PrecopySource:
     def _run(self) -> None:
         try:
             self._send()
-        except GradlaneError as error:
+        except Exception as error:
+            # Whatever it is, this rank trains on.
             log.info(
-                "rank %d: a rank that joins gets the rest of the state while the others wait: %s",
+                "rank %d: a rank that joins gets the rest of the state while the others wait: "
+                "%s: %s",
                 self._donor,
+                type(error).__name__,
                 error,
             )
+            self._tell_failure(f"{type(error).__name__}: {error}")
         finally:
             self.log.close()
             self._share = []
 
+    def _tell_failure(self, failure: str) -> None:
+        # The rank that joins waits for the next round, in vain.
+        if self._scope is not None:
+            with contextlib.suppress(GradlaneError):
+                self._scope.put("steps", pack({"failure": failure}))
+
     def _send(self) -> None:
         pair = _Pair(self._ctx, self._store, self._plan, self._donor, False, self._look)
-        scope = pair.meet()
+        scope = self._scope = pair.meet()
         rows = [entry.row() for entry in self._share]
         scope.put("share", pack({"rows": rows, "state": self._described}))
         transfer(pair.ctx, scope, self._share, pair.ranks)
@@ -300,15 +326,20 @@ class PrecopySource:
         self._share = []
         is_last = False
         while not is_last:
+            scope = self._scope = pair.meet()
             steps, is_last = self.log.take(self._look)
-            scope = pair.meet()
+            if self.log.is_full:
+                raise UsageError(
+                    f"rank {self._donor} could not keep what its updates have used: they are "
+                    "faster than the connection, or no memory is left"
+                )
             rows = [{"groups": step.groups, "tensors": list(step.gradients)} for step in steps]
-            told = {"steps": rows, "is_last": is_last, "is_full": self.log.is_full}
+            told = {"steps": rows, "is_last": is_last, "failure": ""}
             scope.put("steps", pack(told))
-            gradients = _gradients(steps, self._trained)
-            if gradients:
-                transfer(pair.ctx, scope, gradients, pair.ranks)
-                scope.delete_keys()
+            # Also where there is no gradient: no round begins before the last one was taken.
+            scope.get("taken", 1)
+            transfer(pair.ctx, scope, _gradients(steps, self._trained), pair.ranks)
+            scope.delete_keys()
         self._digests = _digests_of(self._own)
 
 
@@ -439,19 +470,16 @@ class PrecopyTarget:
             transfer(pair.ctx, scope, share, pair.ranks)
             is_last = False
             while not is_last:
-                scope = pair.meet()
+                last, scope = scope, pair.meet()
                 told = unpack(scope.get("steps", 0), torch.device("cpu"))
-                if told["is_full"]:
-                    raise UsageError(
-                        f"rank {donor} could not keep what its updates have used: they are faster "
-                        "than the connection"
-                    )
+                last.delete_keys()
+                if told["failure"]:
+                    raise UsageError(f"rank {donor} gives no more: {told['failure']}")
                 steps = [_empty_step(one, trained) for one in told["steps"]]
                 with self._changed:
                     self._rounds[donor].append(len(steps))
-                gradients = _gradients(steps, trained)
-                if gradients:
-                    transfer(pair.ctx, scope, gradients, pair.ranks)
+                scope.put("taken", "")
+                transfer(pair.ctx, scope, _gradients(steps, trained), pair.ranks)
                 is_last = told["is_last"]
                 with self._changed:
                     self._arrived[donor] += steps

@@ -411,8 +411,8 @@ class PreparedModel:
         entries = with_current_buffers(self._entries, self.model)
         described = describe_state(self._optimizer, self._attributes)
         source = PrecopySource(self._ctx, store, plan, entries, self._optimizer, described, look)
-        self._update.keep_log(source.log)
         source.start()
+        self._update.keep_log(source.log)
         return source
 
     def moved_to(

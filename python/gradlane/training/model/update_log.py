@@ -58,8 +58,13 @@ class UpdateLog:
     def note(self, index: int, gradient: Tensor) -> None:
         """Note a gradient that the update is about to use."""
         if index in self._indices and not self._is_closed:
-            with torch.inference_mode(False), torch.no_grad():
-                self._gradients[index] = gradient.detach().to("cpu", copy=True)
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    self._gradients[index] = gradient.detach().to("cpu", copy=True)
+            except (RuntimeError, MemoryError):
+                # No memory is left for a copy: the update itself needs none.
+                with self._changed:
+                    self._is_closed = self.is_full = True
 
     def end(self) -> None:
         """Note that the update is done, with all gradients that it uses."""

@@ -29,10 +29,10 @@ from gradlane.training.model.joining import (
     connect_to_join,
 )
 from gradlane.training.model.precopy import (
-    DONORS_MAX,
     PrecopyPlan,
     PrecopySource,
     PrecopyTarget,
+    donors_of,
 )
 from gradlane.training.model.prepared import PreparedModel
 from gradlane.training.options.options import Options
@@ -53,6 +53,8 @@ from gradlane.training.session.world import World
 _CONNECT_S = 15.0
 """Longest wait for ranks to connect in a new world, while the members train nothing."""
 _GOODBYE_S = 10.0
+_TRIES_MAX = 4
+"""A rank that the members have tried to let in so often, each time in a pause, asks no more."""
 
 
 class Joins:
@@ -127,7 +129,7 @@ class Joins:
             self._source = None
         self._requests.note_given()
         membership = self._world.ctx.membership
-        donors = min(len(membership.members), DONORS_MAX)
+        donors = donors_of(len(membership.members), len(prepared.trained))
         job = f"{self._job}/join/{number}/precopy"
         plan = PrecopyPlan(job, donors, len(membership.members))
         if membership.rank >= donors:
@@ -157,7 +159,7 @@ class Joins:
             if membership.leads:
                 self._requests.invite(number, invitation)
             connected = prepared.connect_beside(world, self._source)
-        except (GradlaneError, ValueError) as error:
+        except (GradlaneError, ValueError, RuntimeError, MemoryError) as error:
             failure = str(error)
         answers = prepared.steps.gather_integers([int(connected is not None)])
         if connected is None or answers != [[1]] * count:
@@ -213,10 +215,12 @@ class Joins:
             return PrecopyTarget(self._world.ctx, self._store, plan, model, optimizer)
 
         deadline = SuspendAwareDeadline(self._world.ctx.options.network.connect_timeout_s)
+        tries = 0
         while True:
             request = JoinRequest(self._keys)
             try:
                 invitation = request.wait_for_invitation(deadline, begin_precopy)
+                tries += 1
                 options = self._world.ctx.options
                 world, scopes = self._other_world(
                     invitation.rank, invitation, options, request.has_joined
@@ -231,11 +235,13 @@ class Joins:
                     connected.abort(str(error))
                     raise
                 break
-            except GradlaneError as error:
+            except BaseException as error:
+                # Also where the program is interrupted: threads that receive would outlive it.
                 if request.precopy is not None:
-                    request.precopy.close(str(error))
+                    request.precopy.close(f"{type(error).__name__}: {error}")
                 is_final = isinstance(error, (RanksDifferError, StoreLostError, UsageError))
-                if is_final or deadline.is_over():
+                is_ours = isinstance(error, GradlaneError) and not is_final
+                if not is_ours or tries == _TRIES_MAX or deadline.is_over():
                     raise
                 log.warning("this rank asks to join again: %s", error)
         change = self._move(world, scopes, invitation)
