@@ -210,7 +210,7 @@ def adopt_state(optimizer: Optimizer, described: bytes, rank: int, source: int) 
             raise UsageError(f"rank {source} cannot hand its state over: {state['refused']}")
         if rank != source:
             _adopt(parameters, optimizer, state)
-    except (FormatError, KeyError, TypeError, ValueError) as error:
+    except (FormatError, IndexError, KeyError, TypeError, ValueError) as error:
         raise UsageError(
             f"rank {rank} cannot take over the state of rank {source}: {error!r}; do all ranks "
             "have the same model, optimizer and version of gradlane?"
