@@ -85,15 +85,8 @@ def test_repeated_updates_have_the_same_bits(name: str) -> None:
 
 def updates_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> DeferredUpdate:
     """Return the updates of a member."""
-    parameters = list(model.parameters())
-    return DeferredUpdate(
-        optimizer,
-        optimizer.step,
-        step_of_class(optimizer),
-        parameters,
-        {id(parameter): index for index, parameter in enumerate(parameters)},
-        is_known=True,
-    )
+    step, parameters = optimizer.step, list(model.parameters())
+    return DeferredUpdate(optimizer, step, step_of_class(optimizer), parameters, is_known=True)
 
 
 def follow(update: DeferredUpdate, logs: list[UpdateLog]) -> None:
@@ -160,6 +153,15 @@ def test_a_log_of_too_many_bytes_ends() -> None:
     log_step(log, torch.ones(3))
     steps, is_last = log.take(lambda: None)
     assert len(steps) == 3 and is_last and log.is_full
+
+
+def test_a_log_that_nobody_takes_any_more_keeps_nothing() -> None:
+    """The rank that it was kept for is lost: neither what was noted nor what comes later stays."""
+    log = UpdateLog([0], PLENTY_BYTES)
+    log_step(log, torch.ones(3))
+    log.drop()
+    log_step(log, torch.ones(3))
+    assert log.take(lambda: None) == ([], True)
 
 
 def test_an_update_goes_on_where_no_memory_is_left_for_its_log() -> None:

@@ -38,7 +38,6 @@ class DeferredUpdate:
         step: Callable[[], Any],
         step_of_class: Callable[[Optimizer], Any] | None,
         parameters: Sequence[Tensor],
-        index_of: dict[int, int],
         *,
         is_known: bool,
         may_defer: bool = True,
@@ -51,7 +50,6 @@ class DeferredUpdate:
             step: its own `step`, as it was before it was replaced.
             step_of_class: its class's, if that is the same; else None.
             parameters: trained parameters by tensor number.
-            index_of: their numbers, by `id`.
             is_known: the optimizer is torch's own. Any other is stepped whole once, and then in
                 parts if it has written nothing but parameters and their state.
             may_defer: whether updates may happen later than the user's call.
@@ -69,7 +67,7 @@ class DeferredUpdate:
         self._step = step
         self._step_of_class = step_of_class
         self._parameters = parameters
-        self._index_of = index_of
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._groups: list[dict[str, Any]] = []
         self._place: dict[int, tuple[int, int]] = {}
         self._state: MutableMapping[Any, Any] = {}

@@ -53,10 +53,10 @@ _LOG_BYTES_LEAST = 1 << 26
 """A donor keeps gradients of so many times its share of the state, or of so many bytes."""
 _ROUND_STEPS = 3
 """A rank has nearly caught up with a round of so many steps: to let it in takes two or three."""
+CONNECT_S = 15.0
+"""Longest wait for ranks to connect to one that joins."""
 _DIGEST_BYTES = 16
 _GOODBYE_S = 10.0
-_CONNECT_S = 15.0
-"""Longest wait for the other rank of a pair."""
 _POLL_S = 0.02
 
 
@@ -113,7 +113,7 @@ def pair_context(ctx: SessionContext, job: str, *, joins: bool) -> SessionContex
     rank_info = RankInfo(int(joins), world_size=2, job=job, restart=0)
     # What is lost meanwhile ends the transfer.
     rendezvous = dataclasses.replace(ctx.options.rendezvous, join=False)
-    connect_s = min(ctx.options.network.connect_timeout_s, _CONNECT_S)
+    connect_s = min(ctx.options.network.connect_timeout_s, CONNECT_S)
     network = dataclasses.replace(ctx.options.network, connect_timeout_s=connect_s)
     options = dataclasses.replace(
         ctx.options, going_on=GoingOn(on=False), rendezvous=rendezvous, network=network
@@ -207,6 +207,18 @@ def _gradients(steps: Sequence[LoggedStep], trained: Sequence[TensorEntry]) -> l
     ]
 
 
+def _wait_for(thread: threading.Thread, look: Callable[[], object]) -> None:
+    """Wait until a thread has ended.
+
+    Args:
+        thread: of a pre-copy.
+        look: called while waiting; raises where waiting is in vain.
+    """
+    while thread.is_alive():
+        look()
+        thread.join(_POLL_S)
+
+
 class PrecopySource:
     """A donor's side, in a thread of its own."""
 
@@ -228,24 +240,19 @@ class PrecopySource:
             plan: who gives.
             entries: the model's table, with the buffers that it has now.
             optimizer: of the model.
-            described: what `describe_state` returns now.
+            described: what `describe_state` returns now on rank 0, and empty on the others.
             look: called while waiting; raises when the session has failed.
         """
         self._ctx, self._store, self._plan = ctx, store, plan
         self._donor = ctx.membership.rank
-        self._described = described if self._donor == 0 else b""
+        self._described = described
         self._look_at_session = look
         self._trained = [entry for entry in entries if entry.trained]
         self._own = shares_of(entries, state_entries(optimizer), plan.donors)[self._donor]
         self._digests: dict[int, bytes] = {}
         with torch.no_grad():
             self._share = [
-                dataclasses.replace(
-                    entry,
-                    tensor=torch.empty_strided(
-                        entry.shape, entry.stride, dtype=entry.dtype, device="cpu"
-                    ).copy_(entry.tensor),
-                )
+                dataclasses.replace(entry, tensor=entry.host_memory().copy_(entry.tensor))
                 for entry in self._own
             ]
         numbers = {entry.name: index for index, entry in enumerate(self._trained)}
@@ -277,9 +284,7 @@ class PrecopySource:
         Args:
             look: called while waiting; raises where waiting is in vain.
         """
-        while self._thread.is_alive():
-            look()
-            self._thread.join(_POLL_S)
+        _wait_for(self._thread, look)
         return self._digests
 
     def close(self, wait_s: float = 0.0) -> None:
@@ -307,7 +312,7 @@ class PrecopySource:
             )
             self._tell_failure(f"{type(error).__name__}: {error}")
         finally:
-            self.log.close()
+            self.log.drop()
             self._share = []
 
     def _tell_failure(self, failure: str) -> None:
@@ -397,9 +402,7 @@ class PrecopyTarget:
         Returns:
             Digests of the state by the `id` of each tensor; none where it is not all here.
         """
-        while self._thread.is_alive():
-            look()
-            self._thread.join(_POLL_S)
+        _wait_for(self._thread, look)
         return self._digests
 
     def close(self, reason: str) -> None:
@@ -522,7 +525,6 @@ class RepeatedUpdates:
             optimizer.step,
             step_of_class(optimizer),
             parameters,
-            {id(parameter): index for index, parameter in enumerate(parameters)},
             is_known=True,
         )
 
@@ -545,11 +547,5 @@ class RepeatedUpdates:
 
 def _empty_step(told: dict[str, Any], trained: Sequence[TensorEntry]) -> LoggedStep:
     """Return a step with memory for its gradients."""
-    rows = {index: trained[index] for index in told["tensors"]}
-    return LoggedStep(
-        told["groups"],
-        {
-            index: torch.empty_strided(row.shape, row.stride, dtype=row.dtype, device="cpu")
-            for index, row in rows.items()
-        },
-    )
+    gradients = {index: trained[index].host_memory() for index in told["tensors"]}
+    return LoggedStep(told["groups"], gradients)

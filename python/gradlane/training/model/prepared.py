@@ -409,7 +409,9 @@ class PreparedModel:
         """
         self.steps.settle()
         entries = with_current_buffers(self._entries, self.model)
-        described = describe_state(self._optimizer, self._attributes)
+        # One rank's words are enough; the others' tensors have the same form.
+        tells = self._ctx.membership.rank == 0
+        described = describe_state(self._optimizer, self._attributes) if tells else b""
         source = PrecopySource(self._ctx, store, plan, entries, self._optimizer, described, look)
         source.start()
         self._update.keep_log(source.log)
@@ -580,7 +582,6 @@ class PreparedModel:
             step_whole,
             step_of_class,
             [entry.tensor for entry in self._trained],
-            self._index_of,
             is_known=optimizers.is_known(optimizer),
             may_defer=self._defer,
             takeover=self._takeover,

@@ -85,6 +85,12 @@ class UpdateLog:
             self._is_closed = True
             self._changed.notify()
 
+    def drop(self) -> None:
+        """Keep nothing more, and forget what is there: nobody is left to take it."""
+        with self._changed:
+            self._is_closed = True
+            self._steps = []
+
     def take(self, look: Callable[[], object]) -> tuple[list[LoggedStep], bool]:
         """Wait for an update that is done, or the end; return all that are there.
 

@@ -53,6 +53,11 @@ class TensorEntry:
     stride: tuple[int, ...]
     nbytes: int
 
+    def host_memory(self) -> Tensor:
+        """Return new memory of the host with the entry's shape, dtype and strides."""
+        with torch.inference_mode(False):
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+
     def row(self) -> dict[str, Any]:
         """Return the JSON-serializable row that ranks compare and that the plan is built from."""
         return {

@@ -29,6 +29,7 @@ from gradlane.training.model.joining import (
     connect_to_join,
 )
 from gradlane.training.model.precopy import (
+    CONNECT_S,
     PrecopyPlan,
     PrecopySource,
     PrecopyTarget,
@@ -50,8 +51,6 @@ from gradlane.training.rendezvous.membership import MembershipChange
 from gradlane.training.session.scopes import SessionScopes
 from gradlane.training.session.world import World
 
-_CONNECT_S = 15.0
-"""Longest wait for ranks to connect in a new world, while the members train nothing."""
 _GOODBYE_S = 10.0
 _TRIES_MAX = 4
 """A rank that the members have tried to let in so often, each time in a pause, asks no more."""
@@ -230,7 +229,7 @@ class Joins:
                 )
                 try:
                     first = self._first_step_state(world, optimizer, connected)
-                    request.wait_for_outcome(SuspendAwareDeadline(_CONNECT_S), connected.look)
+                    request.wait_for_outcome(SuspendAwareDeadline(CONNECT_S), connected.look)
                 except BaseException as error:
                     connected.abort(str(error))
                     raise
@@ -278,7 +277,7 @@ class Joins:
             ValueError: the session's options do not go with so many ranks.
         """
         options.check_world(invitation.world_size)
-        limit_s = min(options.network.connect_timeout_s, _CONNECT_S)
+        limit_s = min(options.network.connect_timeout_s, CONNECT_S)
         network = replace(options.network, connect_timeout_s=limit_s)
         rank_info = RankInfo(rank, invitation.world_size, invitation.job, restart=0)
         options = replace(options, network=network)
