@@ -418,9 +418,11 @@ impl ParameterServer {
     /// All contributions to a slice that count are here.
     fn reduce(&mut self, cx: &mut Cx, slice: SliceId, all: Collected) {
         let Collected { step, priority, counted, .. } = all;
-        // The mean over one rank is its gradient, which is in place already, unless it is encoded.
+        // The mean over one rank is its gradient, which is in place already, unless it is encoded. In a step
+        // whose contributions travel raw the driver may put state in the place of the mean.
         let is_result = cx.others().is_empty()
             && counted.iter().all(|&(_, it)| it.form() != Some(PayloadForm::Encoded))
+            && !cx.worker.sends_raw()
             && !cx.plan.updates_on_server(step)
             && cx.plan.strategy.synchrony != Synchrony::Async;
         if counted.iter().all(|&(_, it)| it == Contribution::Absent) {

@@ -7,7 +7,9 @@ use crate::support::{
     value, world, world_at, world_with, Proxy, Tensor,
 };
 use gradlane_engine::Update;
-use gradlane_net::{Channel, ChannelOptions, GoingOnOptions, MembershipEvent};
+use gradlane_net::{
+    Channel, ChannelOptions, GoingOnOptions, MembershipEvent, StateKind, StateRead,
+};
 use gradlane_units::{Dtype, Rank, Step, TensorId};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -114,13 +116,54 @@ fn three_ranks_go_on_without_rank_0_over_sealed_connections() {
     without(0, "wfbp", true);
 }
 
-/// Four ranks with a codec, of which one gives up in the middle of a step. Each tensor is one slice.
-fn without_encoded(lost: u32, codec: &'static str, strategy: &str) {
-    const SIZES: [u64; 6] = [700, 65, 9_000, 3_000, 20_000, 128];
+/// Elements of the tensors that codecs encode; each tensor is one slice.
+const SIZES: [u64; 6] = [700, 65, 9_000, 3_000, 20_000, 128];
+
+fn encoded(codec: &str, strategy: &str, ranks: u32) -> Vec<Channel> {
     let tensors = SIZES.map(|numel| tensor(&format!("of {numel}"), numel, Dtype::F32)).to_vec();
-    let json = plan_encoded(tensors, codec, strategy, 500_000, 4, Update::Worker);
-    let channels = world_with("127.0.0.1", 4, &json, goes_on);
-    let results = each_rank(channels, move |channel| {
+    let json = plan_encoded(tensors, codec, strategy, 500_000, ranks, Update::Worker);
+    world_with("127.0.0.1", ranks, &json, goes_on)
+}
+
+/// Checks a tensor of each step, which is over all ranks until one is lost, and over the others from then on.
+/// Returns what all have held back afterwards.
+fn check_encoded(
+    channel: &Channel,
+    codec: &str,
+    index: usize,
+    lost: u32,
+    found: impl Fn(u64) -> Vec<u8>,
+) -> Oracle {
+    let plan = channel.plan();
+    let tensor = plan.tensor(TensorId(index as u32));
+    let owner = plan.slices[tensor.slices.start as usize].owner;
+    let before: Vec<u32> = (0..plan.world_size).collect();
+    let after: Vec<u32> = before.iter().copied().filter(|&rank| rank != lost).collect();
+    let mut oracle = Oracle::new(codec, index as u32, &tensor.spec, plan.world_size);
+    let mut is_after = false;
+    for step in 1..=STEPS {
+        let given =
+            |rank| (0..SIZES[index]).map(|it| value(rank, step, index, it)).collect::<Vec<f32>>();
+        let (mut over_all, mut over_left) = (oracle.clone(), oracle.clone());
+        if owner.0 == lost && !is_after {
+            // What the lost owner held back of the means is lost.
+            over_left.owner_residual.fill(0.0);
+        }
+        let mean_over_all = over_all.step_of(&before, step, given);
+        let mean_over_left = over_left.step_of(&after, step, given);
+        let is_over_left = found(step) == mean_over_left;
+        let is_right = is_over_left || (!is_after && found(step) == mean_over_all);
+        assert!(is_right, "{codec}, step {step}, tensor {index}");
+        is_after = is_over_left;
+        oracle = if is_after { over_left } else { over_all };
+    }
+    assert!(is_after, "the lost rank was never missed");
+    oracle
+}
+
+/// Four ranks with a codec, of which one gives up in the middle of a step.
+fn without_encoded(lost: u32, codec: &'static str, strategy: &str) {
+    let results = each_rank(encoded(codec, strategy, 4), move |channel| {
         run_step(&channel, 0).expect("step 0");
         if channel.rank().0 == lost {
             train(&channel, 1, 4);
@@ -137,37 +180,23 @@ fn without_encoded(lost: u32, codec: &'static str, strategy: &str) {
         Some((channel, tensors, held_back))
     });
     let left: Vec<_> = results.into_iter().flatten().collect();
-    let after: Vec<u32> = (0..4).filter(|&rank| rank != lost).collect();
-    assert_eq!(left.len(), after.len());
-    let plan = left[0].0.plan();
-    for (index, numel) in SIZES.into_iter().enumerate() {
-        let tensor = plan.tensor(TensorId(index as u32));
-        let owner = plan.slices[tensor.slices.start as usize].owner;
-        let mut oracle = Oracle::new(codec, index as u32, &tensor.spec, 4);
-        let mut is_after = false;
+    assert_eq!(left.len(), 3);
+    for index in 0..SIZES.len() {
+        let of_step =
+            |steps: &Vec<Vec<Tensor>>, step: u64| steps[step as usize - 1][index].bytes.clone();
         for step in 1..=STEPS {
-            let given =
-                |rank| (0..numel).map(|it| value(rank, step, index, it)).collect::<Vec<f32>>();
-            let (mut over_all, mut over_left) = (oracle.clone(), oracle.clone());
-            if owner.0 == lost && !is_after {
-                // What the lost owner held back of the means is lost.
-                over_left.owner_residual.fill(0.0);
-            }
-            let mean_over_all = over_all.step_of(&[0, 1, 2, 3], step, given);
-            let mean_over_left = over_left.step_of(&after, step, given);
-            let found = |steps: &Vec<Vec<Tensor>>| steps[step as usize - 1][index].bytes.clone();
-            let first = found(&left[0].1);
-            assert!(left.iter().all(|(_, steps, _)| found(steps) == first), "step {step}");
-            let is_right = first == mean_over_left || (!is_after && first == mean_over_all);
-            assert!(is_right, "{codec}, step {step}, tensor {index}");
-            is_after = first == mean_over_left;
-            oracle = if is_after { over_left } else { over_all };
+            let first = of_step(&left[0].1, step);
+            assert!(left.iter().all(|(_, steps, _)| of_step(steps, step) == first), "step {step}");
         }
-        assert!(is_after, "the lost rank was never missed");
-        for ((channel, _, held_back), rank) in left.iter().zip(&after) {
-            assert_eq!(channel.rank().0, *rank);
+        let found = |step| of_step(&left[0].1, step);
+        let oracle = check_encoded(&left[0].0, codec, index, lost, found);
+        for (channel, _, held_back) in &left {
             // Each of its contributions has counted once, and nothing else.
-            assert_eq!(held_back[index], oracle.worker_residuals[*rank as usize], "{codec}");
+            assert_eq!(
+                held_back[index],
+                oracle.worker_residuals[channel.rank().index()],
+                "{codec}"
+            );
         }
     }
 }
@@ -252,6 +281,53 @@ fn the_register_decides_between_two_ranks() {
         drop(gradients);
         train(&channel, 5, STEPS);
         assert_eq!(members(&channel), [1]);
+        channel.finish(Duration::from_secs(20), &mut deadline).expect("a good end");
+    });
+}
+
+/// What the owners that are left have held back of a tensor, read in a step of its own.
+fn read_owner_residual(channel: &Channel, step: u64, index: usize) -> Vec<f32> {
+    let mut landings = SIZES.map(|numel| Tensor { bytes: vec![0xAB; 4 * numel as usize] });
+    channel.step_begin(Step(step)).expect("a step");
+    let read = StateRead { kind: StateKind::OwnerResidual, part: 0 };
+    channel.read_state(read).expect("a read");
+    for (tensor, landing) in landings.iter_mut().enumerate() {
+        let (tensor, memory) = (TensorId(tensor as u32), landing.memory());
+        channel.gradient_ready(tensor, Step(step), memory).expect("something");
+    }
+    channel.step_end(Step(step)).expect("the end");
+    channel.wait_step(Step(step), &mut deadline()).expect("the residual");
+    let values = landings[index].bytes.chunks_exact(4);
+    values.map(|it| f32::from_le_bytes(it.try_into().expect("4"))).collect()
+}
+
+#[test]
+fn the_last_rank_has_what_it_has_held_back_of_means() {
+    const CODEC: &str = "onebit:bucket=64";
+    each_rank(encoded(CODEC, "p3", 2), |channel| {
+        let mut tensors = train(&channel, 0, 3);
+        if channel.rank() == Rank(0) {
+            return channel.abort("it was killed");
+        }
+        let gradients = contribute(&channel, 4).expect("gradients");
+        let mut deadline = deadline();
+        let asked = channel.next_changes(&mut deadline).expect("a claim");
+        let [MembershipEvent::ClaimNeeded { generation: 1, value }] = &asked[..] else {
+            panic!("{asked:?}");
+        };
+        channel.answer_claim(1, Some(value.clone()));
+        channel.wait_step(Step(4), &mut deadline).expect("the step");
+        tensors.push(gradients);
+        tensors.extend(train(&channel, 5, STEPS));
+        let mut is_some = false;
+        for index in 0..SIZES.len() {
+            let found = |step: u64| tensors[step as usize][index].bytes.clone();
+            let oracle = check_encoded(&channel, CODEC, index, 0, found);
+            let held_back = read_owner_residual(&channel, STEPS + 1 + index as u64, index);
+            assert!(held_back == oracle.owner_residual, "tensor {index}");
+            is_some |= held_back.iter().any(|&value| value != 0.0);
+        }
+        assert!(is_some);
         channel.finish(Duration::from_secs(20), &mut deadline).expect("a good end");
     });
 }
