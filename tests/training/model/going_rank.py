@@ -1,11 +1,14 @@
 """A rank of a training that goes on when ranks are lost: `python -m ... JOB.json`, with `RANK` set.
 
-The job has `port` of the store, `folder`, `world_size`, `steps`, `options`, and `ends`: by rank,
-how, in which step and at which moment it ends. Writes the state after each step to `rank-R.pt`.
+The job has `port` of the store, `folder`, `world_size`, `steps`, `options`, `ends`: by rank, how,
+in which step and at which moment it ends, `numbers`: by rank, the one whose batches it has, and
+`asks`: steps after which all ask for the session's state. Writes the state after each step to
+`rank-R.pt`.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -70,6 +73,22 @@ def copies_of(model: nn.Module) -> list[Tensor]:
     return [one.detach().to("cpu", copy=True) for one in model.state_dict().values()]
 
 
+def note_owners(owners: dict[str, list[int]]) -> None:
+    """Have the owners of each tensor's slices noted when the ranks connect."""
+    core: Any = importlib.import_module("gradlane._core")
+    make_plan = core.plan_json
+
+    def plan_json(*arguments: Any, **options: Any) -> str:
+        made: str = make_plan(*arguments, **options)
+        plan = json.loads(made)
+        for tensor in plan["tensors"]:
+            slices = plan["slices"][slice(tensor["slices"]["start"], tensor["slices"]["end"])]
+            owners[tensor["name"]] = [one["owner"] for one in slices]
+        return made
+
+    core.plan_json = plan_json
+
+
 def main() -> None:
     """Train, and end as the job says."""
     torch.set_num_threads(1)
@@ -77,6 +96,8 @@ def main() -> None:
     own = int(os.environ["RANK"])
     kind, fatal_step, fatal_moment = job["ends"].get(str(own), ("", 0, ""))
     step = 0
+    owners: dict[str, list[int]] = {}
+    note_owners(owners)
 
     def reached(moment: str) -> None:
         if (step, moment) == (fatal_step, fatal_moment):
@@ -107,9 +128,13 @@ def main() -> None:
 
     session.on_membership(changed)
     states: list[list[Tensor]] = []
-    for step in range(1, job["steps"] + 1):
+    asked: list[Any] = []
+    begun = session.restore() if "checkpoint_folder" in job["options"] else 0
+    if begun:
+        asked.append(session.state_dict())
+    for step in range(begun + 1, job["steps"] + 1):
         reached("forward")
-        loss = loss_of(model, own, step)
+        loss = loss_of(model, job["numbers"][own], step)
         loss.backward()
         reached("after backward")
         optimizer.step()
@@ -117,12 +142,28 @@ def main() -> None:
         optimizer.zero_grad()
         if job["looks"]:
             states.append(copies_of(model))
+        if step in job["asks"]:
+            reached("asking")
+            asked.append(session.state_dict())
     session.synchronize()
     final = copies_of(model)
     lost = [[row["rank"], row["step"]] for row in session.metrics()["lost"]]
+    residuals = [row["residuals"] for row in session.metrics()["lost"]]
+    codecs = {one.tensor: one.codec for one in session.codecs}
     session.close()
     torch.save(
-        {"states": states, "final": final, "changes": changes, "gathered": gathered, "lost": lost},
+        {
+            "states": states,
+            "final": final,
+            "changes": changes,
+            "gathered": gathered,
+            "lost": lost,
+            "residuals": residuals,
+            "begun": begun,
+            "asked": asked,
+            "codecs": codecs,
+            "owners": owners,
+        },
         Path(job["folder"]) / f"rank-{own}.pt",
     )
 

@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class Run:
         steps: int = STEPS,
         looks: bool = True,
         kill_after_s: float | None = None,
+        numbers: Sequence[int] | None = None,
+        asks: Sequence[int] = (),
         **options: Any,
     ) -> None:
         """Start all ranks, and wait for those that survive.
@@ -54,6 +56,8 @@ class Run:
             steps: of training.
             looks: whether each step waits for its end.
             kill_after_s: seconds from the start of the ranks to a kill of the victims from outside.
+            numbers: by rank, the one whose batches it has; None: its own.
+            asks: steps after which all ranks ask for the session's state.
             options: further options.
         """
         # It outlives every rank.
@@ -65,6 +69,8 @@ class Run:
             "world_size": world_size,
             "steps": steps,
             "looks": looks,
+            "numbers": list(range(world_size) if numbers is None else numbers),
+            "asks": list(asks),
             "ends": {str(rank): end for rank, end in ends.items() if end[0]},
             "options": {
                 "going_on": True,
@@ -124,19 +130,33 @@ class Run:
             assert result["lost"] == first["lost"]
 
 
-def encoded_mean_over(name: str, gradients: list[Tensor]) -> Tensor:
-    """Return the mean of a tensor whose weights travel as bf16; a rank alone sends nothing."""
-    if not name.endswith(".weight") or len(gradients) == 1:
-        return mean_over(gradients)
-    sent = [gradient.bfloat16().float() for gradient in gradients]
-    return mean_over(sent).bfloat16().float()
+class Means:
+    """The means of gradients that travel as they are; keeps nothing."""
+
+    def over(self, name: str, gradients: Mapping[int, Tensor]) -> Tensor:
+        """Return the mean of a tensor over some ranks' gradients."""
+        return mean_over(list(gradients.values()))
+
+    def take(self, name: str, ranks: Sequence[int]) -> None:
+        """Note that training has gone on with the mean of a tensor over some ranks."""
+
+
+class Bf16Means(Means):
+    """The means where weights travel as bf16; a rank alone sends nothing."""
+
+    def over(self, name: str, gradients: Mapping[int, Tensor]) -> Tensor:
+        if not name.endswith(".weight") or len(gradients) == 1:
+            return super().over(name, gradients)
+        sent = [gradient.bfloat16().float() for gradient in gradients.values()]
+        return mean_over(sent).bfloat16().float()
 
 
 def check_reference(
     states: list[list[Tensor]],
     world_size: int,
     survivors: list[int],
-    mean_of: Callable[[str, list[Tensor]], Tensor] = lambda _, gradients: mean_over(gradients),
+    means: Means | None = None,
+    looks_on: Callable[[int], object] = lambda step: None,
 ) -> list[str]:
     """Check each tensor after each step against one process; return whose mean each step had.
 
@@ -144,13 +164,15 @@ def check_reference(
         states: after each step.
         world_size: ranks at the start.
         survivors: those that are left.
-        mean_of: the mean of a tensor by name, over some ranks' gradients.
+        means: how they are made; None: of gradients that travel as they are.
+        looks_on: called after each step.
 
     Returns:
         By step, `old`, `new`, or `both` where some tensors had the one and some the other.
     """
     model = Model()
     optimizer = optimizer_of(model)
+    means = means or Means()
     names = [name for name, _ in model.named_parameters()]
     keys = list(model.state_dict())
     words = []
@@ -165,14 +187,15 @@ def check_reference(
         saved = copy.deepcopy(optimizer.state_dict())
         moved: dict[str, Any] = {}
         after: dict[str, list[Tensor]] = {}
-        for word, ranks in (("old", list(range(world_size))), ("new", survivors)):
+        members = {"old": list(range(world_size)), "new": survivors}
+        for word, ranks in members.items():
             with torch.no_grad():
                 for one, value in zip(model.parameters(), before, strict=True):
                     one.copy_(value)
             # Updates write into what was loaded.
             optimizer.load_state_dict(copy.deepcopy(saved))
             for name, parameter in model.named_parameters():
-                parameter.grad = mean_of(name, [gradients[rank][name] for rank in ranks])
+                parameter.grad = means.over(name, {rank: gradients[rank][name] for rank in ranks})
             optimizer.step()
             after[word] = [one.detach().to("cpu", copy=True) for one in model.parameters()]
             moved[word] = copy.deepcopy(optimizer.state_dict()["state"])
@@ -181,8 +204,11 @@ def check_reference(
             value = state[keys.index(name)]
             fits = [word for word in after if torch.equal(value, after[word][index])]
             assert fits, f"{name} in step {step} is over neither set"
-            chosen.append(fits[0])
+            # A parameter can have the same bits with both.
+            chosen.append(fits[-1] if is_new else fits[0])
         assert not is_new or set(chosen) == {"new"}, (step, chosen)
+        for name, word in zip(names, chosen, strict=True):
+            means.take(name, members[word])
         is_new = "new" in chosen
         words.append(chosen[0] if len(set(chosen)) == 1 else "both")
         with torch.no_grad():
@@ -190,6 +216,7 @@ def check_reference(
                 one.copy_(after[chosen[index]][index])
         saved["state"] = {index: moved[chosen[index]][index] for index in range(len(names))}
         optimizer.load_state_dict(saved)
+        looks_on(step)
     return words
 
 
@@ -231,7 +258,7 @@ def test_a_killed_rank_costs_no_step_of_encoded_gradients(
     run = Run(programs, tmp_path, world_size, ends, codec={"*.weight": "bf16"})
     run.check_alike()
     first = run.results[run.survivors[0]]
-    words = check_reference(first["states"], world_size, run.survivors, encoded_mean_over)
+    words = check_reference(first["states"], world_size, run.survivors, Bf16Means())
     assert words[: FATAL_STEP - 2] == ["old"] * (FATAL_STEP - 2)
     assert words[FATAL_STEP:] == ["new"] * (STEPS - FATAL_STEP)
 

@@ -198,6 +198,8 @@ class PreparedModel:
             settle_late=self.steps.exchange.settle_late,
             leaves_out=ctx.options.stragglers.leaves_out,
             ranks_per_residual=residual_group(self.channel),
+            membership=ctx.membership,
+            gather=self.steps.gather_integers if ctx.options.going_on.on else None,
         )
         if self._barrier is not None and self._updates is not None:
             # From now on this rank updates its own slices, also before its own first step.

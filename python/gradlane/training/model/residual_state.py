@@ -9,6 +9,11 @@ a step of the channel that is no training, and that no rank is left out of.
 Where the ranks of a node add up first, its leader encodes their mean, and the residual of that is
 every rank's own: the mean over ranks is then the mean over nodes.
 
+Where training goes on without lost ranks, their own residuals are lost, and those of the means of
+slices that they owned: their new owners have begun without one. What the others have stays where it
+is. So means are over the members, and in a step that reads what owners have, each member gives
+every tensor: whoever is lost then, its result still comes.
+
 A checkpoint of one rank is enough for a world of any size, cut in any way: beside this rank's own
 it holds the means over all ranks. For training only their share of the mean gradient counts, so
 where the ranks do not each load their own, every rank starts with the mean, and nothing is lost or
@@ -25,10 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradlane.errors import UsageError
 from gradlane.training.core import Channel
 from gradlane.training.model.late_gradients import LateGradientBuffer
 from gradlane.training.model.step_layout import StepLayout
 from gradlane.training.options.codec_choice import CodecChoice
+from gradlane.training.rendezvous.membership import Membership
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.tensor_table import TensorEntry, in_layout
 
@@ -58,6 +65,8 @@ class ResidualState:
         settle_late: Callable[[], LateGradientBuffer | None] = lambda: None,
         leaves_out: bool = False,
         ranks_per_residual: int = 1,
+        membership: Membership,
+        gather: Callable[[Sequence[int]], list[list[int]]] | None = None,
     ) -> None:
         """Find the tensors whose codecs keep a residual.
 
@@ -73,6 +82,9 @@ class ResidualState:
             settle_late: returns the late gradients, or None where they are lost.
             leaves_out: whether steps may go on without ranks that are late.
             ranks_per_residual: consecutive ranks that have one of contributions in common.
+            membership: the ranks that train.
+            gather: gathers whole numbers of all members, where training goes on without lost
+                ranks; None: it does not.
         """
         self._channel = channel
         self._scope = scope
@@ -84,6 +96,8 @@ class ResidualState:
         self._settle_late = settle_late
         self._carries = settle_late() is not None and scope.rank_info.world_size > 1
         self._ranks_per_residual = ranks_per_residual
+        self._membership = membership
+        self._gather = gather
         self._begin = channel.step_barrier if leaves_out else channel.step_begin
         self._kept = [
             index
@@ -110,10 +124,9 @@ class ResidualState:
         Raises:
             GradlaneError: the session has failed.
         """
-        rank_info = self._scope.rank_info
         state: dict[str, Any] = {
-            "rank": rank_info.rank,
-            "world_size": rank_info.world_size,
+            "rank": self._membership.rank,
+            "world_size": self._membership.world_size,
             "ranks_per_residual": self._ranks_per_residual,
         }
         state.update({kind: {} for kind in _KINDS})
@@ -143,6 +156,7 @@ class ResidualState:
 
         Raises:
             ValueError: it is no such state, or of another model.
+            UsageError: ranks were lost since all were connected.
             RendezvousError: a rank has not called it.
         """
         checked = self._check(state)
@@ -156,13 +170,7 @@ class ResidualState:
             int(state["world_size"]),
             int(state.get("ranks_per_residual", 1)),
         ) == (rank_info.rank, rank_info.world_size, self._ranks_per_residual)
-        self._loads += 1
-        key = f"residuals/{self._loads}"
-        self._scope.put(f"{key}/{rank_info.rank}", json.dumps(own))
-        said = [
-            json.loads(self._scope.get(f"{key}/{rank}", rank))
-            for rank in range(rank_info.world_size)
-        ]
+        said = self._exchange_own(own)
         kind = WORKER if all(said) else MEAN_OF[WORKER]
         late = self._settle_late()
         if late is not None and self._carries:
@@ -178,6 +186,27 @@ class ResidualState:
                         # Another codec kept one number, the residual: the first of several.
                         value = self._as_first(index, value)
                     self._load(index, target, value)
+
+    def _exchange_own(self, own: bool) -> list[bool]:
+        """Tell all ranks whether this one has its own residuals; return what each says."""
+        rank_info = self._scope.rank_info
+        if self._gather is not None:
+            said = [bool(one) for (one,) in self._gather([int(own)])]
+            if len(said) < rank_info.world_size:
+                # The members are the same on all ranks then.
+                raise UsageError(
+                    f"load_state_dict() with {len(said)} of {rank_info.world_size} ranks: slices "
+                    "of the lost ones have other owners, which would not get what the state has of "
+                    "them; load it before the first step, or restart"
+                )
+            return said
+        self._loads += 1
+        key = f"residuals/{self._loads}"
+        self._scope.put(f"{key}/{rank_info.rank}", json.dumps(own))
+        return [
+            json.loads(self._scope.get(f"{key}/{rank}", rank))
+            for rank in range(rank_info.world_size)
+        ]
 
     def fitting(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of a state that fits a model that trains other tensors than before."""
@@ -304,23 +333,28 @@ class ResidualState:
 
     def _of_owners(self) -> dict[int, Tensor]:
         """Have the owners broadcast their residuals, 16-bit tensors in two halves."""
-        rank_info = self._scope.rank_info
+        rank_info, may_be_lost = self._scope.rank_info, self._gather is not None
+
+        def gives(index: int) -> bool:
+            return may_be_lost or index % rank_info.world_size == rank_info.rank
 
         def read(part: int, indices: Sequence[int]) -> dict[int, Tensor]:
             landings = {index: self._empty(index) for index in indices}
             for landing in landings.values():
                 landing.zero_()
-            # One rank submits a gradient that is not looked at: no owner answers without.
-            self._step(
-                landings, read=part, gives=lambda it: it % rank_info.world_size == rank_info.rank
-            )
+            # A rank submits a gradient that is not looked at: no owner answers without.
+            self._step(landings, read=part, gives=gives)
             return landings
 
         values = read(0, self._kept)
         halves = [index for index in self._kept if self._entry(index).dtype.itemsize == 2]
         for index, upper in (read(1, halves) if halves else {}).items():
             lower = values[index].view(torch.int16).to(torch.int32) & 0xFFFF
-            words = (upper.view(torch.int16).to(torch.int32) << 16) | lower
+            upper = upper.view(torch.int16).to(torch.int32)
+            words = (upper << 16) | lower
+            if may_be_lost:
+                # A new owner has zeros; the lower half may still be of the one before.
+                words = torch.where(upper == 0, 0, words)
             values[index] = in_layout(words.view(torch.float32), self._entry(index).stride)
         return values
 

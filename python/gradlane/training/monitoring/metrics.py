@@ -98,11 +98,16 @@ class LeftOut(TypedDict):
 
 
 class Lost(TypedDict):
-    """A rank that training has gone on without: the step that it was lost in, and why."""
+    """A rank that training has gone on without: the step that it was lost in, and why.
+
+    `residuals` is the number of tensors whose codec keeps a residual: that of its contributions to
+    these is lost, and that of the means of those slices that it owned.
+    """
 
     rank: int
     step: int
     reason: str
+    residuals: int
 
 
 class Joined(TypedDict):
@@ -227,6 +232,7 @@ def metrics_of(
     steps: StepTimes,
     readings: Sequence[Reading],
     membership: Membership | None = None,
+    residuals: int = 0,
 ) -> Metrics:
     """Sum up the counters of all models of a session.
 
@@ -236,6 +242,7 @@ def metrics_of(
         steps: step times.
         readings: counters, one for each model; a missing counter is 0.
         membership: the ranks that train; None: all.
+        residuals: tensors whose codec keeps a residual.
     """
 
     def total(name: str) -> Any:
@@ -259,7 +266,9 @@ def metrics_of(
         world_size=world_size,
         members=list(range(world_size) if membership is None else membership.members),
         generation=0 if membership is None else membership.generation,
-        lost=[] if membership is None else [asdict(one) for one in membership.lost],
+        lost=[]
+        if membership is None
+        else [{**asdict(one), "residuals": residuals} for one in membership.lost],
         joined=[] if membership is None else [asdict(one) for one in membership.joined],
         step=max((reading.get("step", 0) for reading in readings), default=0),
         codec_ratio=total("raw_bytes") / encoded if encoded else 1.0,

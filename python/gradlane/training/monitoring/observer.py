@@ -253,7 +253,9 @@ class Observer:
         rank_info = self._rank_info
         readings = [watch.reading() for watch in list(self._watches)]
         rank, world_size = rank_info.rank, rank_info.world_size
-        return metrics_of(rank, world_size, steps, readings, self._membership)
+        facts = [choice.facts for choice in self.codec_choices().values()]
+        residuals = sum(one is not None and one.residual_width > 0 for one in facts)
+        return metrics_of(rank, world_size, steps, readings, self._membership, residuals)
 
     def main_timer(self) -> StepTimer:
         """Return the step times of the model with the most steps."""

@@ -59,6 +59,12 @@ def _families(metrics: Metrics) -> Iterable[_Family]:
     yield one(
         "lost_ranks_total", "counter", "Ranks that training goes on without.", len(metrics["lost"])
     )
+    yield one(
+        "lost_residuals_total",
+        "counter",
+        "Tensors of which a lost rank had not sent all, each time.",
+        sum(row["residuals"] for row in metrics["lost"]),
+    )
     yield one("joined_ranks_total", "counter", "Ranks that have joined.", len(metrics["joined"]))
     yield one("step_seconds", "gauge", "Median time of a recent step.", steps["median_s"])
     yield one("step_wait_seconds", "gauge", "Median wait of a recent step.", steps["wait_median_s"])

@@ -14,7 +14,7 @@ from gradlane.training.options.codec_choice import (
     keeps_residual,
     unused_codec_option,
 )
-from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.codec_options import RAW, Dgc, parse_codec
 from gradlane.training.options.going_on import GoingOn, check_going_on_world
 from gradlane.training.options.option_fields import (
     OptionGroup,
@@ -213,6 +213,13 @@ class Options:
         refusal = going_on_refusal(self) if self.going_on.on else ""
         if refusal:
             raise ValueError(f"going_on with {refusal}")
+        if self.rendezvous.join and keeps_residual(self.codec):
+            raise ValueError(
+                f"join with codec {self.codec!r}: all ranks connect anew when one joins, without "
+                "what they have held back; lost ranks of such a training are not replaced, so "
+                "start this one without join, or all with a codec without a residual, such as "
+                "'bf16' or 'qsgd:bits=8'"
+            )
 
     @property
     def is_asynchronous(self) -> bool:
@@ -301,12 +308,13 @@ def going_on_refusal(options: Options) -> str:
             f"scheme {strategy.factors!r}: gradients are rebuilt from the factors of all ranks; "
             "leave the scheme out"
         )
-    if keeps_residual(options.codec):
-        return (
-            f"codec {options.codec!r}, which keeps what a step has not sent: checkpoints and "
-            "ranks that join would be without some of it once a rank was lost; use a codec without "
-            "a residual, such as 'bf16' or 'qsgd:bits=8'"
-        )
+    rules = [("*", options.codec)] if isinstance(options.codec, str) else options.codec
+    for _, codec in rules:
+        if isinstance(parse_codec(codec), Dgc):
+            return (
+                f"codec {codec!r}: it takes momentum and clips for the number of ranks of the "
+                "start; use topk, which keeps what it has not sent as well"
+            )
     if options.stragglers.leaves_out:
         return (
             f"stragglers={options.stragglers.rule!r}: a step would be over other ranks for two "
