@@ -23,10 +23,17 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 
 import gradlane
+from gradlane.training.checkpoints.folder import complete_folders
 from gradlane.training.options.options import keywords_of
 from tests.device import DEVICE
+from tests.waiting import eventually
 
-SIGNALS = {"sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP, "sigterm": signal.SIGTERM}
+SIGNALS = {
+    "sigkill": signal.SIGKILL,
+    "sigstop": signal.SIGSTOP,
+    "sigterm": signal.SIGTERM,
+    "sigkill once saved": signal.SIGKILL,
+}
 
 
 class Model(nn.Module):
@@ -103,6 +110,9 @@ def main() -> None:
         if (step, moment) == (fatal_step, fatal_moment):
             if kind == "raise":
                 raise ArithmeticError("the loss is not a number")
+            if kind == "sigkill once saved":
+                folder = Path(job["options"]["checkpoint_folder"])
+                assert eventually(lambda: bool(complete_folders(folder)))
             os.kill(os.getpid(), SIGNALS[kind])
 
     session = gradlane.init(

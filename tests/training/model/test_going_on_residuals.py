@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import gradlane
 from gradlane.codecs import BROADCAST, Codec
+from gradlane.training.core import load_core
 from tests.built import needs_core
 from tests.forked_programs import ForkedPrograms
 from tests.training.model.going_rank import Model
+from tests.training.model.ranks import run_ranks
 from tests.training.model.test_going_on_processes import (
     FATAL_STEP,
     STEPS,
@@ -103,8 +106,6 @@ class HeldBack(Means):
     def check(self, state: Mapping[str, Any], number: int, members: Sequence[int]) -> None:
         """Check the state of a member's session between two steps."""
         (of_model,) = state["models"]
-        place = (of_model["rank"], of_model["world_size"])
-        assert place == (members.index(number), len(members))
         for kind in ("worker_residual", "owner_residual", "mean_worker_residual"):
             assert set(of_model[kind]) == self.names
         for name in self.names:
@@ -114,12 +115,16 @@ class HeldBack(Means):
                 mean = mean + one
             for kind, right in (
                 ("worker_residual", self.workers[name][number]),
-                ("owner_residual", self.owner[name]),
+                ("owner_residual", self._left_of_owner(name, members)),
                 ("mean_worker_residual", mean / len(own)),
             ):
                 found = of_model[kind][name].flatten()
                 assert torch.equal(found, right), (kind, name, number)
                 assert bool(right.any()) or kind == "owner_residual"
+
+    def _left_of_owner(self, name: str, members: Sequence[int]) -> Tensor:
+        held_back = self.owner[name]
+        return held_back if self._owners[name] in members else torch.zeros_like(held_back)
 
 
 def check(run: Run, world_size: int, lost: int, asks: Sequence[int] = ()) -> HeldBack:
@@ -143,7 +148,10 @@ def check(run: Run, world_size: int, lost: int, asks: Sequence[int] = ()) -> Hel
             # At each of them it is clear who the members are.
             members = list(range(world_size)) if step < FATAL_STEP - 1 else run.survivors
             for rank in run.survivors:
-                means.check(run.results[rank]["asked"][asks.index(step)], rank, members)
+                state = run.results[rank]["asked"][asks.index(step)]
+                means.check(state, rank, members)
+                places = [one[key] for one in state["models"] for key in ("rank", "world_size")]
+                assert places == [members.index(rank), len(members)]
 
     words = check_reference(first["states"], world_size, run.survivors, means, look_on)
     assert seen == list(asks)
@@ -176,3 +184,178 @@ def test_the_last_rank_goes_on_with_what_it_holds_back(
     run = Run(programs, tmp_path, 2, ends, codec={"*.weight": codec}, asks=asks)
     means = check(run, 2, 0, asks)
     assert any(bool(one.any()) for one in means.owner.values())
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_rank_is_lost_while_all_ask_for_the_state(
+    programs: ForkedPrograms, tmp_path: Path, codec: str
+) -> None:
+    ends = {2: ("sigkill", FATAL_STEP, "asking")}
+    asks = [FATAL_STEP, STEPS]
+    run = Run(programs, tmp_path, 3, ends, codec={"*.weight": codec}, asks=asks)
+    run.check_alike()
+    first = run.results[0]
+    means = HeldBack(first, 3, [2])
+
+    def look_on(step: int) -> None:
+        if step in asks:
+            for rank in run.survivors:
+                state = run.results[rank]["asked"][asks.index(step)]
+                means.check(state, rank, run.survivors)
+
+    words = check_reference(first["states"], 3, run.survivors, means, look_on)
+    # Of the means that it owned it may have sent none to the others.
+    assert words[: FATAL_STEP - 1] == ["old"] * (FATAL_STEP - 1)
+    assert words[FATAL_STEP:] == ["new"] * (STEPS - FATAL_STEP)
+
+
+def test_a_checkpoint_after_a_loss_has_each_members_own(
+    programs: ForkedPrograms, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "checkpoints")
+    options = {
+        "codec": {"*.weight": "onebit"},
+        "checkpoint_folder": folder,
+        "checkpoint_every": FATAL_STEP + 4,
+    }
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    ends = {1: ("sigkill", FATAL_STEP, "backward")}
+    run = Run(programs, tmp_path / "first", 3, ends, **options)
+    means = check(run, 3, 1)
+    again = Run(programs, tmp_path / "second", 2, {}, numbers=[0, 2], **options)
+    again.check_alike()
+    for rank, number in enumerate(run.survivors):
+        result = again.results[rank]
+        assert result["begun"] == FATAL_STEP + 4
+        assert len(result["states"]) == STEPS - result["begun"]
+        for one, other in zip(result["states"], run.results[0]["states"][-4:], strict=True):
+            # But for statistics of batch norm, which are the first rank's.
+            assert all(map(torch.equal, one, other))
+        assert number in means.workers["first.weight"]
+
+
+def test_a_checkpoint_before_a_loss_has_what_the_lost_rank_held_back(
+    programs: ForkedPrograms, tmp_path: Path
+) -> None:
+    folder, taken = str(tmp_path / "checkpoints"), FATAL_STEP - 1
+    options = {"codec": {"*.weight": "onebit"}, "checkpoint_folder": folder}
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    ends = {1: ("sigkill once saved", FATAL_STEP, "backward")}
+    run = Run(
+        programs,
+        tmp_path / "first",
+        3,
+        ends,
+        steps=FATAL_STEP + 1,
+        checkpoint_every=taken,
+        asks=[taken],
+        **options,
+    )
+    run.check_alike()
+    again = Run(
+        programs, tmp_path / "second", 2, {}, steps=taken + 1, checkpoint_every=100, **options
+    )
+    (before,) = run.results[0]["asked"][0]["models"]
+    for result in again.results.values():
+        assert result["begun"] == taken
+        (found,) = result["asked"][0]["models"]
+        for name, mean in before["mean_worker_residual"].items():
+            assert bool(mean.any()) and torch.equal(found["worker_residual"][name], mean)
+            assert torch.equal(found["owner_residual"][name], before["owner_residual"][name])
+
+
+class GivesUpError(Exception):
+    """A rank's end."""
+
+
+def train(
+    session: gradlane.Session, steps: range, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    own = session.rank
+    for step in steps:
+        generator = torch.Generator().manual_seed(10 * step + own)
+        values = torch.randn(4, 40, generator=generator).to(next(model.parameters()).dtype)
+        model(values).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def start(
+    session: gradlane.Session, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(*(nn.Linear(40, 40, bias=False, dtype=dtype) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    session.prepare(model, optimizer)
+    return model, optimizer
+
+
+def test_no_half_of_a_residual_stays_where_its_owner_is_lost_between_the_halves() -> None:
+    def body(session: gradlane.Session) -> Any:
+        own = session.rank
+        model, optimizer = start(session, torch.bfloat16)
+        train(session, range(1, 4), model, optimizer)
+        (whole,) = session.state_dict()["models"]
+        residuals: Any = session._models.prepared[0].residuals
+        step = residuals._step
+
+        def gives_up(memory: Any, *, read: int | None, gives: Any) -> None:
+            if read == 1:
+                raise GivesUpError
+            step(memory, read=read, gives=gives)
+
+        if own == 1:
+            residuals._step = gives_up
+        (left,) = session.state_dict()["models"]
+        return whole["owner_residual"], left["owner_residual"]
+
+    codec = "onebit:bucket=32"
+    results = run_ranks(
+        3, body, core=load_core(), expect_errors=True, going_on=True, codec=codec
+    )
+    assert "GivesUpError" in str(results[1]) or isinstance(results[1], GivesUpError)
+    lost = []
+    for whole, left in (results[0], results[2]):
+        for name, value in whole.items():
+            assert bool(value.any())
+            is_there = torch.equal(left[name], value)
+            assert is_there or not bool(left[name].any()), name
+            assert torch.equal(left[name], results[0][1][name])
+            lost += [] if is_there else [name]
+    assert lost and len(lost) < 2 * len(results[0][0])
+
+
+def test_a_state_is_loaded_before_a_loss_and_refused_after_it_on_all_ranks() -> None:
+    def body(session: gradlane.Session) -> Any:
+        own = session.rank
+        model, optimizer = start(session)
+        train(session, range(1, 4), model, optimizer)
+        state = session.state_dict()
+        train(session, range(4, 6), model, optimizer)
+        session.load_state_dict(state)
+        again = session.state_dict()
+        # Connecting anew takes them along, too.
+        session.prepare(model, optimizer)
+        anew = session.state_dict()
+        if own == 2:
+            raise GivesUpError
+        with pytest.raises(gradlane.UsageError, match="2 of 3 ranks"):
+            session.load_state_dict(state)
+        train(session, range(6, 9), model, optimizer)
+        lost = session.metrics()["lost"]
+        values = [parameter.detach().clone() for parameter in model.parameters()]
+        return state, again, anew, lost, values
+
+    results = run_ranks(
+        3, body, core=load_core(), expect_errors=True, going_on=True, codec="topk:ratio=0.1"
+    )
+    assert isinstance(results[2], GivesUpError)
+    for state, again, anew, lost, values in results[:2]:
+        for kind in ("worker_residual", "owner_residual", "mean_worker_residual"):
+            for name, value in state["models"][0][kind].items():
+                assert bool(value.any())
+                assert torch.equal(again["models"][0][kind][name], value)
+                assert torch.equal(anew["models"][0][kind][name], value)
+        assert [(row["rank"], row["residuals"]) for row in lost] == [(2, 4)]
+        assert all(map(torch.equal, values, results[0][4]))

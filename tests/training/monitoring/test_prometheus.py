@@ -19,6 +19,8 @@ from gradlane.training.monitoring.prometheus import (
 from gradlane.training.options.endpoint import parse_address
 from gradlane.training.options.option_fields import with_environment
 from gradlane.training.options.option_groups import Monitoring
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.membership import Membership
 from tests.training.monitoring.test_metrics import NO_STEPS, reading, wait
 
 SAMPLE = re.compile(
@@ -66,6 +68,16 @@ def test_a_page_follows_the_rules_and_has_the_numbers() -> None:
     layer = ("layer", r"a \"strange\"\\one\n")
     labels = frozenset({rank, ("model", "2"), layer})
     assert values[("gradlane_layer_wait_seconds_total", labels)] == 0.25
+
+
+def test_what_lost_ranks_have_held_back_is_counted() -> None:
+    membership = Membership(RankInfo(0, 4, "job", 0))
+    membership.note(1, (0, 2, 3), 4, "rank 1 is gone")
+    membership.note(2, (0, 2), 9, "rank 3 is gone")
+    found = metrics_of(0, 4, NO_STEPS, [], membership, residuals=5)
+    assert [(row["rank"], row["residuals"]) for row in found["lost"]] == [(1, 5), (3, 5)]
+    _, values = parsed(exposition(found))
+    assert values[("gradlane_lost_residuals_total", frozenset({("rank", "0")}))] == 10.0
 
 
 class Complete:

@@ -1,4 +1,4 @@
-"""Training goes on with codecs that keep nothing; those that keep something are refused by name."""
+"""Training goes on with all codecs but dgc, which is refused by name, as joining with residuals is."""
 
 from __future__ import annotations
 
@@ -6,25 +6,32 @@ from typing import Any
 
 import pytest
 
+from gradlane.training.options.option_groups import Rendezvous
 from gradlane.training.options.options import Options
 from tests.built import needs_core
 
 pytestmark = needs_core
 
+RESIDUALS = ["onebit", "topk", "qsgd:residual=on", {"*.bias": "bf16", "*": "int8:residual=on"}]
+
 
 @pytest.mark.parametrize(
-    "codec", ["bf16", "f16", "qsgd:bits=8", "int8", {"*.weight": "qsgd", "*": "raw"}]
+    "codec", ["bf16", "f16", "qsgd:bits=8", "int8", {"*.weight": "qsgd", "*": "raw"}, *RESIDUALS]
 )
-def test_codecs_that_keep_nothing_go_with_it(codec: Any) -> None:
+def test_codecs_go_with_it(codec: Any) -> None:
     options = Options.of(going_on=True, codec=codec)
     assert options.going_on.on and options.codec != "raw"
 
 
-@pytest.mark.parametrize(
-    "codec",
-    ["onebit", "topk", "dgc", "qsgd:residual=on", {"*.bias": "bf16", "*": "int8:residual=on"}],
-)
-def test_codecs_that_keep_what_they_have_not_sent_are_refused(codec: Any) -> None:
+@pytest.mark.parametrize("codec", ["dgc", "dgc:momentum=0", {"*.bias": "bf16", "*": "dgc"}])
+def test_momentum_in_a_codec_is_refused(codec: Any) -> None:
     assert Options.of(codec=codec).codec != "raw"
-    with pytest.raises(ValueError, match="keeps what a step has not sent"):
+    with pytest.raises(ValueError, match="going_on with codec 'dgc.*use topk"):
         Options.of(going_on=True, codec=codec)
+
+
+@pytest.mark.parametrize("codec", RESIDUALS)
+def test_a_rank_does_not_join_where_residuals_are_kept(codec: Any) -> None:
+    with pytest.raises(ValueError, match="join with codec .* without what they have held back"):
+        Options.of(going_on=True, codec=codec, rendezvous=Rendezvous(join=True))
+    assert Options.of(going_on=True, codec="bf16", rendezvous=Rendezvous(join=True)).going_on.on
