@@ -301,7 +301,7 @@ def test_a_rank_that_trains_while_others_gather_is_named() -> None:
         ({"strategy": "kvstore"}, "strategy 'kvstore'"),
         ({"strategy": "asgd", "update": "server"}, 'update="server"'),
         ({"scheme": "sfb"}, "scheme 'sfb'"),
-        ({"codec": "onebit"}, "use a codec without a residual"),
+        ({"codec": "dgc"}, "codec 'dgc'"),
         ({"stragglers": "drop"}, 'use stragglers="wait"'),
         ({"servers": 1}, "servers=1"),
         ({"workers": 1}, "workers=1"),

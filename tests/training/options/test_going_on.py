@@ -1,4 +1,4 @@
-"""Training goes on with all codecs but dgc, which is refused by name, as joining with residuals is."""
+"""Training goes on with all codecs but dgc; that and joining with residuals are refused by name."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_codecs_go_with_it(codec: Any) -> None:
 @pytest.mark.parametrize("codec", ["dgc", "dgc:momentum=0", {"*.bias": "bf16", "*": "dgc"}])
 def test_momentum_in_a_codec_is_refused(codec: Any) -> None:
     assert Options.of(codec=codec).codec != "raw"
-    with pytest.raises(ValueError, match="going_on with codec 'dgc.*use topk"):
+    with pytest.raises(ValueError, match=r"going_on with codec 'dgc.*use topk"):
         Options.of(going_on=True, codec=codec)
 
 
 @pytest.mark.parametrize("codec", RESIDUALS)
 def test_a_rank_does_not_join_where_residuals_are_kept(codec: Any) -> None:
-    with pytest.raises(ValueError, match="join with codec .* without what they have held back"):
+    with pytest.raises(ValueError, match=r"join with codec .* without what they have held back"):
         Options.of(going_on=True, codec=codec, rendezvous=Rendezvous(join=True))
     assert Options.of(going_on=True, codec="bf16", rendezvous=Rendezvous(join=True)).going_on.on

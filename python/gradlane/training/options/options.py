@@ -312,8 +312,9 @@ def going_on_refusal(options: Options) -> str:
     for _, codec in rules:
         if isinstance(parse_codec(codec), Dgc):
             return (
-                f"codec {codec!r}: it takes momentum and clips for the number of ranks of the "
-                "start; use topk, which keeps what it has not sent as well"
+                f"codec {codec!r}: its clipping counts the ranks of the start, and its momentum "
+                "has not been tried when ranks are lost; use topk, which also sends the largest "
+                "values"
             )
     if options.stragglers.leaves_out:
         return (
