@@ -320,11 +320,11 @@ fn the_last_rank_has_what_it_has_held_back_of_means() {
         tensors.push(gradients);
         tensors.extend(train(&channel, 5, STEPS));
         let mut is_some = false;
-        for index in 0..SIZES.len() {
+        for (index, numel) in SIZES.into_iter().enumerate() {
             let found = |step: u64| tensors[step as usize][index].bytes.clone();
             let oracle = check_encoded(&channel, CODEC, index, 0, found);
             let held_back = read_owner_residual(&channel, STEPS + 1 + index as u64, index);
-            assert!(held_back == oracle.owner_residual, "tensor {index}");
+            assert!(held_back == oracle.owner_residual, "tensor of {numel}");
             is_some |= held_back.iter().any(|&value| value != 0.0);
         }
         assert!(is_some);
