@@ -140,6 +140,9 @@ class Means:
     def take(self, name: str, ranks: Sequence[int]) -> None:
         """Note that training has gone on with the mean of a tensor over some ranks."""
 
+    def let_in(self, rank: int) -> None:
+        """Have a rank join, which is the last one then."""
+
 
 class Bf16Means(Means):
     """The means where weights travel as bf16; a rank alone sends nothing."""

@@ -111,6 +111,14 @@ class HeldBack(Means):
                 # Its new owner is one of the others, which are all there in this test.
                 self._owners[name] = ranks[0]
 
+    def let_in(self, rank: int) -> None:
+        # Owners give all members what they hold back, and each holds more.
+        for name, workers in self.workers.items():
+            for one in workers.values():
+                one.copy_((one + self.owner[name]) * ((rank + 1) / rank))
+            workers[rank] = torch.zeros_like(self.owner[name])
+            self.owner[name].zero_()
+
     def check(self, state: Mapping[str, Any], number: int, members: Sequence[int]) -> None:
         """Check the state of a member's session between two steps."""
         (of_model,) = state["models"]

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from tests.built import needs_core
 from tests.forked_programs import ForkedPrograms
-from tests.training.model.going_rank import Model, loss_of, mean_over
+from tests.training.model.going_rank import Model, loss_of
 from tests.training.model.joining_rank import (
     EPOCHS,
     STEPS_AFTER,
@@ -25,6 +25,7 @@ from tests.training.model.joining_rank import (
     optimizer_of,
     scheduler_of,
 )
+from tests.training.model.test_going_on_processes import Means
 from tests.waiting import eventually
 
 pytestmark = needs_core
@@ -182,30 +183,36 @@ class Run:
             # A rank may be lost in between, whose place the others then do not have yet.
             assert result["gathered"][-1:] == first["gathered"][-1:], label
 
-    def check_reference(self) -> None:
+    def check_reference(self, means: Means | None = None) -> None:
         """Check the bits after each step against one process; no rank may have been lost."""
-        check_reference(self.results["0"]["rows"])
+        check_reference(self.results["0"]["rows"], means)
 
 
-def check_reference(rows: list[list[Any]]) -> None:
+def check_reference(rows: list[list[Any]], means: Means | None = None) -> None:
     """Check the bits after each step, from the first on, against one process.
 
     Args:
         rows: step, world size and digest of each; no rank may have been lost in one.
+        means: how they are made; None: of gradients that travel as they are.
     """
+    means, before = means or Means(), rows[0][1]
     model = Model()
     optimizer = optimizer_of(model)
     scheduler = scheduler_of(optimizer)
     for step, count, digest in rows:
         gradients: list[list[torch.Tensor]] = []
+        if count > before:
+            means.let_in(before)
+        before = count
         for rank in range(count):
             optimizer.zero_grad()
             loss_of(model, rank, step).backward()
             gradients.append(
                 [one.grad.clone() for one in model.parameters() if one.grad is not None]
             )
-        for parameter, *parts in zip(model.parameters(), *gradients, strict=True):
-            parameter.grad = mean_over(parts)
+        for (name, parameter), *parts in zip(model.named_parameters(), *gradients, strict=True):
+            parameter.grad = means.over(name, dict(enumerate(parts)))
+            means.take(name, range(count))
         optimizer.step()
         scheduler.step()
         assert digest_of(model) == digest, (step, count)

@@ -365,6 +365,7 @@ class Prepared:
         self.optimizer = optimizer
         self.steps = self
         self.hook_manager = self
+        self.residuals = self
         self.step = steps_before
         ctx.membership.training_step_of = lambda step: self.step
 
@@ -444,8 +445,17 @@ class Prepared:
         while not channel.has_all_goodbyes() and clock.now_s < end_s:
             clock.pause(0.01)
 
+    def for_more_ranks(self, ranks: int) -> dict[str, Any]:
+        """Read residuals of owners with all members, of which some may be lost meanwhile."""
+        self._exchange((self._ctx.membership.known_generation, None))
+        return {}
+
     def moved_to(
-        self, world: JoinedWorld, connected: Any, on_step_begin: Callable[[], None]
+        self,
+        world: JoinedWorld,
+        connected: Any,
+        on_step_begin: Callable[[], None],
+        residuals: Mapping[str, Any],
     ) -> Prepared:
         """Train in another world."""
         return Prepared(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradlane.errors import (
@@ -420,7 +420,11 @@ class PreparedModel:
         return source
 
     def moved_to(
-        self, world: JoinedWorld, connected: Connected, on_step_begin: Callable[[], None]
+        self,
+        world: JoinedWorld,
+        connected: Connected,
+        on_step_begin: Callable[[], None],
+        residuals: Mapping[str, Tensor],
     ) -> PreparedModel:
         """Train in another world from now on; the connections of this one are closed already.
 
@@ -428,8 +432,9 @@ class PreparedModel:
             world: that a rank has joined.
             connected: what `connect_beside` returned.
             on_step_begin: called before each step.
+            residuals: what `residuals.for_more_ranks` has returned in this world.
         """
-        return PreparedModel(
+        moved = PreparedModel(
             world.ctx,
             world.meet,
             self.model,
@@ -441,6 +446,8 @@ class PreparedModel:
             steps_before=self.steps.step,
             on_step_begin=on_step_begin,
         )
+        moved.residuals.take_over(residuals)
+        return moved
 
     def broadcast_state(self, source: int) -> None:
         """Give every rank the parameters, optimizer state and buffers of one; a collective call."""

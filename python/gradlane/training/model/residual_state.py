@@ -208,6 +208,39 @@ class ResidualState:
             for rank in range(rank_info.world_size)
         ]
 
+    def for_more_ranks(self, ranks: int) -> dict[str, Tensor]:
+        """Return this rank's residuals for a world that a rank joins; a collective call.
+
+        Slices have other owners there, so what owners hold back goes back to all members'
+        contributions. These are smaller parts of a mean there, so they hold back more: the mean of
+        what all hold back is the same in both worlds, to rounding.
+
+        Args:
+            ranks: of that world.
+
+        Returns:
+            By name, f32 and laid out like the tensors.
+
+        Raises:
+            GradlaneError: the session has failed.
+        """
+        if not self._kept:
+            return {}
+        self._settle()
+        scale = ranks / self._membership.world_size
+        return {
+            self._entry(index).name: (self._own(index) + of_mean) * scale
+            for index, of_mean in self._of_owners().items()
+        }
+
+    def take_over(self, residuals: Mapping[str, Tensor]) -> None:
+        """Begin with what `for_more_ranks` returned in the world before."""
+        with self._translating("loading residuals"):
+            for index in self._kept:
+                value = residuals.get(self._entry(index).name)
+                if value is not None:
+                    self._load(index, WORKER, value)
+
     def fitting(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of a state that fits a model that trains other tensors than before."""
         shapes = {entry.name: self._shape(entry) for entry in self._layout.trained}

@@ -167,12 +167,6 @@ def _codecs_of(rules: CodecRules) -> list[str]:
     return [text for text in texts if text != RAW]
 
 
-def keeps_residual(rules: CodecRules) -> bool:
-    """Return whether a codec keeps what it has lost of a tensor (error feedback)."""
-    facts = [codec_facts(text, "f32", (1 << 12,)) for text in _codecs_of(rules)]
-    return any(one is not None and one.residual_width > 0 for one in facts)
-
-
 def check_codecs(rules: CodecRules) -> None:
     """Check the texts of all codecs.
 

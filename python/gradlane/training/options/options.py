@@ -11,7 +11,6 @@ from gradlane.training.options.codec_choice import (
     CodecArgument,
     CodecRules,
     codec_rules,
-    keeps_residual,
     unused_codec_option,
 )
 from gradlane.training.options.codec_options import RAW, Dgc, parse_codec
@@ -213,13 +212,6 @@ class Options:
         refusal = going_on_refusal(self) if self.going_on.on else ""
         if refusal:
             raise ValueError(f"going_on with {refusal}")
-        if self.rendezvous.join and keeps_residual(self.codec):
-            raise ValueError(
-                f"join with codec {self.codec!r}: all ranks connect anew when one joins, without "
-                "what they have held back; lost ranks of such a training are not replaced, so "
-                "start this one without join, or all with a codec without a residual, such as "
-                "'bf16' or 'qsgd:bits=8'"
-            )
 
     @property
     def is_asynchronous(self) -> bool:

@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradlane.errors import GradlaneError, RanksDifferError, SessionFailedError, UsageError
@@ -172,14 +172,16 @@ class Joins:
             )
             return
         self._requests.settle(number, JOINED)
+        residuals: dict[str, Tensor] = {}
         try:
+            residuals = prepared.residuals.for_more_ranks(count + 1)
             prepared.close(_GOODBYE_S)
         except GradlaneError as error:
             # A member was lost since all agreed; the new world goes on without it.
             log.info("rank %d: leaving the old world: %s", membership.rank, error)
         change = self._move(world, scopes, invitation)
         first = self._first_step_state(world, prepared.optimizer, connected)
-        self._prepared[0] = prepared.moved_to(world, connected, first.tell)
+        self._prepared[0] = prepared.moved_to(world, connected, first.tell, residuals)
         self.follow(self._prepared[0])
         membership.tell(change)
         self._first = first
