@@ -227,13 +227,14 @@ class JoinRequest:
         """Wait until the members have invited this rank, at the end of a step.
 
         Args:
-            deadline: for it, from when the state is here that they give before.
+            deadline: for it, from when the state is here that they give before, or from when they
+                have last called the rank of an earlier request.
             begin_precopy: begins to take that over, by the plan that they have told.
 
         Raises:
             RendezvousError: they do not until the deadline; or the store is lost.
         """
-        called = ""
+        called, called_before = "", b""
         is_ready = False
         names = ("outcome", "invitation", "precopy", "call")
         keys: dict[str, int | None] = {f"{name}/{self.number}": None for name in names}
@@ -256,6 +257,12 @@ class JoinRequest:
                 if is_ready:
                     self._store.set(f"ready/{self.number}", "")
             if deadline.is_over(_POLL_S):
+                ahead = b"" if called else self._last_call_before()
+                if ahead != called_before:
+                    # Others join before this rank.
+                    called_before = ahead
+                    deadline = SuspendAwareDeadline(deadline.limit_s)
+                    continue
                 state = "has found the request, and trains no step" if called else "looks for it"
                 raise RendezvousError(
                     f"no rank has invited this one to join in {deadline.limit_s:g} s: "
@@ -263,6 +270,13 @@ class JoinRequest:
                     "going_on, two ranks or more, and the same job and store?"
                 )
             time.sleep(_POLL_S)
+
+    def _last_call_before(self) -> bytes:
+        """Return the last call of the rank of an earlier request; empty where none is open."""
+        for number in range(1, self.number):
+            if self._store.read(f"outcome/{number}", None) is None:
+                return self._store.read(f"call/{number}", None) or b""
+        return b""
 
     def has_joined(self) -> bool:
         """Return whether the members have agreed that this rank joins.

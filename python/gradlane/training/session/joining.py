@@ -221,6 +221,7 @@ class Joins:
             request = JoinRequest(self._keys)
             try:
                 invitation = request.wait_for_invitation(deadline, begin_precopy)
+                deadline = SuspendAwareDeadline(deadline.limit_s)
                 tries += 1
                 options = self._world.ctx.options
                 world, scopes = self._other_world(
