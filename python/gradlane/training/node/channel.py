@@ -583,7 +583,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
                 f"rank {rank} was lost: silent for {self._keepalive.timeout_s:g} s, so its process "
                 "on this node stands still (longer pauses of it: silence_timeout_s)"
             )
-            self.fail(Failure(text, self._landed.last_complete, rank))
+            self._fail_without(rank, text)
 
     def _handle_message(self, message: Message) -> None:
         if message.kind == CONTRIBUTION and self._leader is not None:
@@ -617,4 +617,11 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         elif message.kind == DISCONNECTED and message.sender not in self._departed:
             rank = self._layout.rank_of(self._layout.node, message.sender)
             text = f"rank {rank} was lost: its process on this node ended without a goodbye"
-            self.fail(Failure(text, self._landed.last_complete, rank))
+            self._fail_without(rank, text)
+
+    def _fail_without(self, rank: int, text: str) -> None:
+        """Fail since a rank of this node is lost."""
+        told = text
+        if self._goes_on:
+            told += "; all ranks of this node end, and the other nodes go on if enough are left"
+        self.fail(Failure(told, self._landed.last_complete, rank), reason_for_nodes=text)
