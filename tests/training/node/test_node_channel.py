@@ -121,7 +121,7 @@ def test_error_feedback_between_nodes_is_that_of_ranks_with_their_gradients(
     """Codecs that draw no numbers: the bits are those of two ranks, also from a state on, and where
     a timeline is recorded."""
     given: dict[str, Any] = {"codec": codec, "momentum": momentum}
-    traced = {"trace": str(tmp_path / "trace.json")} if sums == "host" else {}
+    traced: dict[str, Any] = {"trace": str(tmp_path / "trace.json")} if sums == "host" else {}
     nodes = set(pool.run(f"{HERE}:feedback_of_nodes", ranks=NODES, **given, strategy=strategy))
     ranks = pool.run(
         f"{HERE}:feedback", local="leader", local_sums=sums, strategy=strategy, **given, **traced
