@@ -24,6 +24,7 @@ from tests.faults.going_on.scenario import (
 from tests.faults.outcome import Outcome, RankEnd
 from tests.faults.scenario import (
     CLOSE_TIMEOUT_S,
+    NETWORK_FAULTS,
     PROGRESS_TIMEOUT_S,
     SILENCE_TIMEOUT_S,
 )
@@ -222,16 +223,19 @@ def disturbed(
 ) -> tuple[int, int]:
     """Return the first and the last step whose checkpoints a lost rank may have kept incomplete.
 
-    What a rank wrote was on the disk when it took the checkpoint after that. Once all lost ranks
-    are out of force the others write alone.
+    What a rank wrote was on the disk when it took the checkpoint after that; but what one that is
+    cut off told the others then may not have come. Once all lost ranks are out of force the others
+    write alone.
     """
+    is_cut = any(fault in NETWORK_FAULTS for fault, _ in scenario.faults)
+    reach = CHECKPOINT_EVERY * (2 if is_cut else 1)
     begin, join = STEPS + 1, next((change for change in changes if change.joined), None)
     for rank in scenario.lost:
         last_step = outcome.ends[rank].last_step
         if rank < scenario.world_size:
-            begin = min(begin, last_step - CHECKPOINT_EVERY + 1)
+            begin = min(begin, last_step - reach + 1)
         elif join is not None:
-            begin = min(begin, max(join.step, last_step - CHECKPOINT_EVERY + 1))
+            begin = min(begin, max(join.step, last_step - reach + 1))
     members = changes[-1].members if changes else range(scenario.world_size)
     in_force = _events(end, "changed")
     if set(members) & set(scenario.lost) or (
