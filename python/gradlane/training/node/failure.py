@@ -119,9 +119,7 @@ def failure_in_world_ranks(
     return Failure(message, last, rank, timed_out)
 
 
-def in_world_ranks(
-    text: str, rank_of_node: Callable[[int], int], *, as_nodes: bool = False
-) -> str:
+def in_world_ranks(text: str, rank_of_node: Callable[[int], int], *, as_nodes: bool = False) -> str:
     """Return a text of the channel between nodes with ranks of the world, or with nodes.
 
     Args:
