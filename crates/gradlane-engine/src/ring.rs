@@ -11,7 +11,8 @@
 //! as integers after a lap of scales. The mean goes round as the owner encoded it.
 //!
 //! Slices are passed on from buffers, so that no rank reads a tensor that is ready; only a rank whose
-//! gradient begins a sum sends from gradient memory. A frame is believed only from the rank
+//! gradient begins a sum sends from gradient memory. So a gradient is whole until its mean is, and where
+//! training goes on without lost ranks, its slices can be added up anew, by servers (`session::change`). A frame is believed only from the rank
 //! before this one, at the hop at which this rank gets its slice.
 
 mod quantized;
@@ -123,6 +124,31 @@ impl Ring {
         self.slices.iter_mut().for_each(|slice| slice.step = step.next());
     }
 
+    /// Ranks were lost: drops what goes round. Nothing does any more: the next plan has servers.
+    pub(crate) fn drain(&mut self, cx: &mut Cx) {
+        for slice in &mut self.slices {
+            let buffer = match core::mem::take(&mut slice.received) {
+                Received::Nothing => None,
+                Received::Arriving(arriving) => Some(arriving.buffer),
+                Received::Whole(contribution) => contribution.buffer(),
+            };
+            buffer.into_iter().for_each(|buffer| cx.release(buffer));
+        }
+        self.drop_unsent(cx);
+    }
+
+    /// A peer is lost: if it is the next rank, nothing is sent to it any more.
+    pub(crate) fn forget_receiver(&mut self, cx: &mut Cx, peer: Rank) {
+        if peer == topology(cx).next() {
+            self.drop_unsent(cx);
+        }
+    }
+
+    fn drop_unsent(&mut self, cx: &mut Cx) {
+        let unsent = core::mem::take(&mut self.sending);
+        unsent.into_values().for_each(|buffer| cx.release(buffer));
+    }
+
     /// Starts a job that the driver has asked for.
     pub(crate) fn start(&mut self, cx: &mut Cx, slice: SliceId, step: Step, task: Task) -> Job {
         match task {
@@ -148,8 +174,9 @@ fn topology(cx: &Cx) -> Topology {
     Topology::new(&cx.plan, cx.rank)
 }
 
-fn is_owner(cx: &Cx, slice: SliceId) -> bool {
-    cx.plan.slice(slice).owner == cx.rank
+/// Whether a slice's sum ends on this rank; in step 0, whether its values come from here.
+fn ends_here(cx: &Cx, slice: SliceId, step: Step) -> bool {
+    Topology::result_begins(&cx.plan, slice, step) == cx.rank
 }
 
 /// This rank's gradient of a slice, if it has one.
@@ -247,8 +274,9 @@ impl Aggregator for Ring {
     fn sent(&mut self, cx: &mut Cx, _to: Rank, header: &FrameHeader) {
         let FrameHeader { kind, slice, step, .. } = *header;
         if kind == FrameKind::RingReduce {
-            // Makes room for the next one to be encoded; the buffer is the one that is sent.
-            let _ = cx.encodes.note_sent(slice, step);
+            // Makes room for the next one to be encoded.
+            let encoded = cx.encodes.note_sent(slice, step);
+            encoded.into_iter().for_each(|buffer| cx.release(buffer));
         }
         if let Some(buffer) = self.sending.remove(&(slice, step, kind)) {
             cx.release(buffer);
@@ -256,7 +284,7 @@ impl Aggregator for Ring {
             // Word that there is nothing was passed on; the slice is done.
         } else if kind == FrameKind::RingReduce {
             cx.push_sent(slice);
-        } else if step.is_initial() && Topology::result_begins(&cx.plan, slice, step) == cx.rank {
+        } else if step.is_initial() && ends_here(cx, slice, step) {
             cx.slice_done(slice, !header.flags.contains(FrameFlags::ABSENT));
         }
     }
@@ -266,6 +294,7 @@ impl Aggregator for Ring {
         let PendingEncode { slice, step } = pending;
         cx.worker.mark_push_sent(slice);
         cx.encodes.note_encoded(pending, key, topology(cx).next(), output);
+        cx.buffers.retain(output);
         let from = Some((output.whole(), PayloadForm::Encoded));
         self.send(cx, FrameKind::RingReduce, slice, step, from);
         cx.install_if_open(slice);
@@ -319,6 +348,9 @@ impl Ring {
         if topology(cx).ranks == 1 {
             cx.worker.mark_push_sent(slice);
             cx.slice_done(slice, own.is_some());
+        } else if cx.rank == Rank(0) && own.is_some() && cx.kept.are_kept() {
+            // They are sent from a copy, which stays for ranks that may lack them.
+            cx.queue_job(slice, step, Task::AddSum(Contribution::Absent));
         } else if cx.rank == Rank(0) {
             // The slice is ready when its values have left.
             let own = own.map(|region| (region, PayloadForm::Raw));
@@ -367,7 +399,7 @@ impl Ring {
             return cx.queue_job(slice, step, Task::AddSum(received));
         }
         cx.worker.mark_push_sent(slice);
-        if is_owner(cx, slice) {
+        if ends_here(cx, slice, step) {
             self.send(cx, FrameKind::RingBroadcast, slice, step, None);
             cx.slice_done(slice, false);
         } else {
@@ -398,7 +430,7 @@ impl Ring {
             return false;
         };
         let nothing = cx.worker.has_nothing(&cx.plan, slice);
-        if is_owner(cx, slice) || !nothing || adds_codes(cx, slice) {
+        if ends_here(cx, slice, step) || !nothing || adds_codes(cx, slice) {
             return false;
         }
         cx.worker.mark_push_sent(slice);
@@ -410,7 +442,8 @@ impl Ring {
     /// A sum has this rank's contribution: it goes on, or, on the owner, the mean goes out.
     fn sum_done(&mut self, cx: &mut Cx, done: Done, form: PayloadForm) {
         let Done { slice, step, output } = done;
-        let kind = if is_owner(cx, slice) {
+        let kind = if ends_here(cx, slice, step) {
+            cx.keep_result(slice, output, form);
             cx.slice_done(slice, true);
             FrameKind::RingBroadcast
         } else {
@@ -512,9 +545,9 @@ fn start_sum(cx: &mut Cx, slice: SliceId, step: Step, received: Contribution) ->
         // Of the first two gradients that of the lower rank is first, as on a server.
         inputs.reverse();
     }
-    let last = on_last(cx, slice);
+    let last = on_last(cx, slice, step);
     let operation = Operation::Reduce {
-        absent: inputs.len() < 2,
+        absent: inputs.len() < 2 && !step.is_initial(),
         inputs,
         divisor: last.divisor,
         output: buffer.whole(),
@@ -530,13 +563,14 @@ struct LastHop {
     copy_to: Option<Region>,
 }
 
-fn on_last(cx: &mut Cx, slice: SliceId) -> LastHop {
-    if !is_owner(cx, slice) {
+fn on_last(cx: &mut Cx, slice: SliceId, step: Step) -> LastHop {
+    if !ends_here(cx, slice, step) {
         return LastHop { divisor: 1, copy_to: None };
     }
     // The gradient is read by this job alone, which may also write there.
     cx.worker.mark_push_sent(slice);
-    LastHop { divisor: cx.plan.workers(), copy_to: cx.open_region(slice) }
+    cx.forget_kept(slice);
+    LastHop { divisor: cx.plan.contributors(step), copy_to: cx.open_region(slice) }
 }
 
 /// Results.

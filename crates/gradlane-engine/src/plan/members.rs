@@ -2,7 +2,7 @@
 
 use crate::api::UsageError;
 use crate::plan::placement::LeastLoaded;
-use crate::plan::{Plan, PullRule, Scheme, Synchrony, TensorKind, Update};
+use crate::plan::{Plan, PullRule, Scheme, Synchrony, TensorKind, TensorPlan, Update};
 use crate::rank_set::RankSet;
 use alloc::collections::BTreeMap;
 use alloc::format;
@@ -22,7 +22,7 @@ impl Plan {
     /// # Errors
     /// Says which part of the plan it cannot go on with.
     pub fn check_goes_on(&self) -> Result<(), UsageError> {
-        let ring = self.tensors.iter().find(|tensor| tensor.scheme != Scheme::Ps);
+        let mut refused = self.tensors.iter().filter_map(TensorPlan::why_not_done_again);
         let why: String = if self.strategy.synchrony != Synchrony::Bulk {
             "steps do not wait for all ranks".into()
         } else if self.update == Update::Server {
@@ -31,21 +31,23 @@ impl Plan {
             "dedicated servers own the slices".into()
         } else if self.strategy.pull != PullRule::Broadcast {
             "results are pulled".into()
-        } else if let Some(tensor) = ring {
-            let (name, scheme) = (&tensor.spec.name, tensor.scheme.name());
-            format!("tensor {name:?} has scheme {scheme}, and only scheme ps is done again")
+        } else if let Some(why) = refused.next() {
+            why
         } else {
             return Ok(());
         };
         Err(UsageError::Argument(format!("training cannot go on without a lost rank: {why}")))
     }
 
-    /// The same plan for fewer ranks. Slices keep their cut, and their owner if it is left: it has what it
-    /// has held back of their results. The others are dealt to the ranks that own some, or to all if none
+    /// The same plan for fewer ranks. Rings are servers' slices from then on. Slices keep their cut, and their
+    /// owner if it is left: it has what it has held back of their results. The others are dealt to the ranks that own some, or to all if none
     /// of these is left.
     pub(crate) fn with_members(&self, members: &RankSet) -> Plan {
         let mut plan = self.clone();
         plan.lost = RankSet::all(self.world_size).without(members);
+        for tensor in plan.tensors.iter_mut().filter(|tensor| tensor.scheme == Scheme::Ring) {
+            tensor.scheme = Scheme::Ps;
+        }
         let owns = |rank: &Rank| self.slices.iter().any(|slice| slice.owner == *rank);
         let mut owners: Vec<Rank> = members.iter().filter(owns).collect();
         if owners.is_empty() {
@@ -76,5 +78,32 @@ impl Plan {
             None => PayloadForm::Raw,
         };
         self.bytes_as(slice, form).saturating_add(HEADER_BYTES as u64)
+    }
+}
+
+impl TensorPlan {
+    /// Why contributions to this tensor cannot be added up anew; none if they can.
+    fn why_not_done_again(&self) -> Option<String> {
+        let (name, scheme) = (&self.spec.name, self.scheme.name());
+        if self.scheme == Scheme::Ps {
+            return None;
+        }
+        if self.scheme != Scheme::Ring {
+            return Some(format!(
+                "tensor {name:?} has scheme {scheme}, and only schemes ps and ring are done again"
+            ));
+        }
+        let codec = self.codec.as_ref()?;
+        let why = if codec.residual_width > 0 {
+            "each rank holds back parts of sums, which are not its own contributions"
+        } else if !codec.scales.is_empty() {
+            "codes are added up by scales of all ranks, and servers would need another size of slices"
+        } else {
+            return None;
+        };
+        let codec = &codec.name;
+        Some(format!(
+            "tensor {name:?} has scheme {scheme} and codec {codec:?}: {why}; use scheme ps"
+        ))
     }
 }

@@ -25,7 +25,7 @@ use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 /// One hop of an encoded sum; on the owner, the mean, which goes into place in the same pass.
 pub(super) fn start_sum(cx: &mut Cx, slice: SliceId, step: Step, received: Contribution) -> Job {
     let own = own_gradient(cx, slice);
-    let last = on_last(cx, slice);
+    let last = on_last(cx, slice, step);
     let came = received.buffer();
     let copy_to = last.copy_to;
     let (operation, output, spent) = match came {

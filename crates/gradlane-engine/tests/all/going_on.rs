@@ -42,13 +42,13 @@ fn kills(setting: &Setting) {
     }
 }
 
-/// Whether a network that mixes memberships is found.
-fn finds_the_canary(form: fn(Setting, u64) -> Setting) -> bool {
+/// Whether a canary is found.
+fn finds(canary: fn(&mut World), form: fn(Setting, u64) -> Setting) -> bool {
     (0..1_000).any(|seed| {
         let run = || {
             let setting = form(Setting::drawn(seed), seed);
             let mut world = World::with_drawn_faults(&setting, seed);
-            world.mix_memberships();
+            canary(&mut world);
             world.run_and_check(seed);
         };
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err()
@@ -59,10 +59,15 @@ fn as_it_is(setting: Setting, _: u64) -> Setting {
     setting
 }
 
+fn encoded_rings(setting: Setting, seed: u64) -> Setting {
+    setting.encoded(seed).with_rings(seed)
+}
+
 #[test]
 fn nothing_is_lost_when_nothing_fails() {
     for seed in 0..20 {
-        for setting in [Setting::drawn(seed), Setting::drawn(seed).encoded(seed)] {
+        let forms = [as_it_is, Setting::encoded, Setting::with_rings, encoded_rings];
+        for setting in forms.map(|form| form(Setting::drawn(seed), seed)) {
             let mut world = World::new(&setting, seed);
             world.run();
             world.check(seed);
@@ -82,6 +87,16 @@ fn swarm_of_faults_with_codecs() {
 }
 
 #[test]
+fn swarm_of_faults_round_rings() {
+    swarm(Setting::with_rings);
+}
+
+#[test]
+fn swarm_of_faults_round_rings_with_codecs() {
+    swarm(encoded_rings);
+}
+
+#[test]
 fn every_moment_at_which_any_rank_can_die() {
     kills(&Setting::small());
 }
@@ -93,14 +108,33 @@ fn every_moment_at_which_any_rank_can_die_with_codecs() {
 }
 
 #[test]
+fn every_moment_at_which_any_rank_of_a_ring_can_die() {
+    for ranks in [2, 3, 4] {
+        let ring = Setting { ranks, rings: Some(1), ..Setting::small() };
+        kills(&ring);
+        kills(&ring.with_codec(1, true, false));
+    }
+}
+
+#[test]
 fn a_network_that_mixes_memberships_is_found() {
-    assert!(finds_the_canary(as_it_is), "frames of an old membership were taken, unnoticed");
+    assert!(finds(World::mix_memberships, as_it_is), "an old membership's frames were taken");
 }
 
 #[test]
 fn a_network_that_mixes_memberships_is_found_with_codecs() {
-    assert!(
-        finds_the_canary(Setting::encoded),
-        "frames of an old membership were taken, unnoticed"
-    );
+    let found = finds(World::mix_memberships, Setting::encoded);
+    assert!(found, "an old membership's frames were taken");
+}
+
+#[test]
+fn a_network_that_mixes_memberships_is_found_round_rings() {
+    let found = finds(World::mix_memberships, Setting::with_rings);
+    assert!(found, "an old membership's frames were taken");
+}
+
+#[test]
+fn a_result_of_a_ring_that_is_not_spread_is_found() {
+    let found = finds(World::hide_results, Setting::with_rings);
+    assert!(found, "a result that some had was made again");
 }

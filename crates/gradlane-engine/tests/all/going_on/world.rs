@@ -1,15 +1,15 @@
 //! Ranks, their programs, the network between them, and faults.
 
-use crate::common::model::gradient;
+use crate::common::model::{self, gradient};
 use crate::common::node::Residuals;
 use crate::common::toy::Toy;
-use crate::common::{tensors, Node};
+use crate::common::{round, tensors, Node};
 use gradlane_engine::{
     CodecSizes, EngineOptions, Event, GoingOn, Input, Payload, PayloadDest, Plan, RingBytes,
-    Strategy, Update,
+    Scheme, Strategy, TensorSetting, Update,
 };
-use gradlane_units::{Rank, Rng, Step, TensorId, Time};
-use gradlane_wire::FrameHeader;
+use gradlane_units::{Rank, Rng, SliceId, Step, TensorId, Time};
+use gradlane_wire::{FrameHeader, FrameKind};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,6 +40,10 @@ pub struct Setting {
     pub wire_depth: usize,
     /// The codec of every second tensor.
     pub codec: Option<Codec>,
+    /// The seed of the tensors that go round a ring, and of where their sums end.
+    pub rings: Option<u64>,
+    /// Faults at most.
+    pub faults: u32,
 }
 
 /// A codec with or without a residual.
@@ -84,6 +88,8 @@ impl Setting {
             steps: 3,
             wire_depth: 2,
             codec: None,
+            rings: None,
+            faults: 2,
         }
     }
 
@@ -99,6 +105,8 @@ impl Setting {
             steps: 2 + u64::from(rng.below(4)),
             wire_depth: 1 + rng.below(4) as usize,
             codec: None,
+            rings: None,
+            faults: 2,
         }
     }
 
@@ -114,6 +122,13 @@ impl Setting {
         Setting { codec: Some(Codec { toy, keeps_residual }), ..self }
     }
 
+    /// The same, where most tensors go round a ring of two ranks to six. Their codec keeps nothing.
+    pub fn with_rings(self, seed: u64) -> Setting {
+        let ranks = 2 + Rng::new(seed ^ 0x0127).below(5);
+        let codec = self.codec.map(|codec| Codec { keeps_residual: false, ..codec });
+        Setting { ranks, codec, rings: Some(seed), faults: 3, ..self }
+    }
+
     /// The codec of a tensor.
     fn codec_of(&self, tensor: usize) -> Option<Codec> {
         self.codec.filter(|_| tensor.is_multiple_of(2))
@@ -121,13 +136,22 @@ impl Setting {
 
     fn plan(&self) -> Plan {
         let specs = tensors(&self.sizes).into_iter().enumerate();
+        let mut rng = Rng::new(self.rings.unwrap_or_default());
         let coded = specs.map(|(index, spec)| {
             let codec = self.codec_of(index);
-            (spec, codec.map(|codec| -> Box<dyn CodecSizes> { Box::new(codec) }))
+            let codec = codec.map(|codec| -> Box<dyn CodecSizes> { Box::new(codec) });
+            let scheme = (self.rings.is_some() && rng.below(4) > 0).then_some(Scheme::Ring);
+            TensorSetting { spec, scheme, codec }
         });
         let strategy = Strategy::named(self.strategy, Some(self.slice_elems), 7);
         let strategy = strategy.expect("a strategy");
-        Plan::build(coded.collect(), strategy, Update::Worker, self.ranks).expect("a plan")
+        let plan = Plan::build(coded.collect(), strategy, Update::Worker, self.ranks);
+        let mut plan = plan.expect("a plan");
+        if self.rings.is_some() {
+            // Tensors are smaller than a block of a ring, which would end on one rank.
+            plan.slices.iter_mut().for_each(|slice| slice.owner = Rank(rng.below(self.ranks)));
+        }
+        plan
     }
 }
 
@@ -150,6 +174,8 @@ struct Program {
 
 pub struct World {
     setting: Setting,
+    /// That of the start.
+    plan: Arc<Plan>,
     nodes: Vec<Node>,
     programs: Vec<Program>,
     /// By generation: the owner of each slice.
@@ -174,6 +200,8 @@ pub struct World {
     rng: Rng,
     /// Whether frames of an old membership may arrive in a new one (a canary).
     mixes: bool,
+    /// Whether ranks do not hear which results others have (a canary).
+    hides_results: bool,
 }
 
 impl World {
@@ -216,6 +244,8 @@ impl World {
             now: Time::ZERO,
             rng: Rng::new(seed),
             mixes: false,
+            hides_results: false,
+            plan,
         }
     }
 
@@ -225,7 +255,7 @@ impl World {
         let mut rng = Rng::new(seed ^ 0xfa01);
         let mut left: Vec<u32> = (0..setting.ranks).collect();
         let mut at = u64::from(rng.below(4_000));
-        for _ in 0..=rng.below(2) {
+        for _ in 0..=rng.below(setting.faults) {
             if left.len() < 2 {
                 break;
             }
@@ -251,6 +281,10 @@ impl World {
 
     pub fn mix_memberships(&mut self) {
         self.mixes = true;
+    }
+
+    pub fn hide_results(&mut self) {
+        self.hides_results = true;
     }
 
     pub fn actions(&self) -> u64 {
@@ -512,7 +546,11 @@ impl World {
         false
     }
 
-    fn announce(&mut self, from: u32, to: u32, header: FrameHeader, payload: Vec<u8>) {
+    fn announce(&mut self, from: u32, to: u32, header: FrameHeader, mut payload: Vec<u8>) {
+        if self.hides_results && header.kind == FrameKind::Holdings {
+            // After the generation, in four bytes.
+            payload[4..].fill(0);
+        }
         let held = self.mixes && !header.kind.is_control() && self.rng.below(20) == 0;
         if held {
             // Behind what was sent after it.
@@ -815,6 +853,27 @@ impl World {
         }
     }
 
+    /// The bits of a slice's mean over all ranks, as a ring adds it up; none where no rank has a gradient.
+    fn ring_mean(&self, id: SliceId, step: u64) -> Option<Vec<u32>> {
+        let slice = *self.plan.slice(id);
+        let range = slice.start as usize..(slice.start + slice.length) as usize;
+        let (tensor, numel) = (slice.tensor.index(), self.setting.sizes[slice.tensor.index()]);
+        let given = |rank| {
+            let has = !gradient_is_absent(rank, tensor, step);
+            has.then(|| gradient(rank, tensor, step, numel))
+        };
+        if (0..self.setting.ranks).all(|rank| given(rank).is_none()) {
+            return None;
+        }
+        let mean = match self.setting.codec_of(tensor) {
+            Some(codec) => round::expected(&self.plan, id, codec.toy, |rank| {
+                given(rank).map(|values| values[range.clone()].to_vec())
+            }),
+            None => model::mean(&self.plan, slice.tensor, given)[range].to_vec(),
+        };
+        Some(mean.iter().map(|value| value.to_bits()).collect())
+    }
+
     fn check_means(
         &self,
         seed: u64,
@@ -840,17 +899,19 @@ impl World {
             return;
         }
         let may = Self::may_be_over(memberships, step);
-        let may: Vec<&Vec<u32>> = may.iter().map(|it| &memberships[it].1).collect();
-        let plan = self.nodes[means[0].0].engine.plan();
-        for slice in plan.slices_of(TensorId(tensor as u32)).map(|id| *plan.slice(id)) {
+        for id in self.plan.slices_of(TensorId(tensor as u32)) {
+            let slice = self.plan.slice(id);
             let range = slice.start as usize..(slice.start + slice.length) as usize;
-            let fits = |members: &&Vec<u32>| {
-                let is_encoded = codec.is_some();
-                let right = mean_of(is_encoded, members, tensor, step, self.setting.sizes[tensor]);
-                match right {
-                    None => true,
-                    Some(right) => first.get(range.clone()) == Some(&right[range.clone()]),
-                }
+            let fits = |generation: &u32| {
+                let right = if *generation == 0 && self.plan.tensors[tensor].scheme == Scheme::Ring
+                {
+                    self.ring_mean(id, step)
+                } else {
+                    let (members, numel) = (&memberships[generation].1, self.setting.sizes[tensor]);
+                    let mean = mean_of(codec.is_some(), members, tensor, step, numel);
+                    mean.map(|mean| mean[range.clone()].to_vec())
+                };
+                right.is_none_or(|right| first.get(range.clone()) == Some(&right[..]))
             };
             assert!(
                 may.iter().any(fits),
