@@ -297,7 +297,6 @@ def test_a_rank_that_trains_while_others_gather_is_named() -> None:
     ("options", "message"),
     [
         ({"update": "server"}, "takes the optimizer's state"),
-        ({"strategy": "ring"}, "strategy 'ring'"),
         ({"strategy": "kvstore"}, "strategy 'kvstore'"),
         ({"strategy": "asgd", "update": "server"}, 'update="server"'),
         ({"scheme": "sfb"}, "scheme 'sfb'"),

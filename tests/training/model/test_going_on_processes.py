@@ -145,6 +145,10 @@ class Run:
 class Means:
     """The means of gradients that travel as they are; keeps nothing."""
 
+    def parts(self, name: str) -> list[slice]:
+        """Return the elements of a tensor whose means may be over different ranks."""
+        return [slice(None)]
+
     def over(self, name: str, gradients: Mapping[int, Tensor]) -> Tensor:
         """Return the mean of a tensor over some ranks' gradients."""
         return mean_over(list(gradients.values()))
@@ -166,6 +170,30 @@ class Bf16Means(Means):
         return mean_over(sent).bfloat16().float()
 
 
+class RingMeans(Means):
+    """The means of a ring: until a rank is lost, it adds up in an order of each part's own."""
+
+    BLOCK_ELEMS = 16_384
+
+    def __init__(self, owners: Mapping[str, Sequence[int]], world_size: int) -> None:
+        """Hold the rank on which each part's sums end, of so many ranks at the start."""
+        self._owners, self._world_size = owners, world_size
+
+    def parts(self, name: str) -> list[slice]:
+        size = self.BLOCK_ELEMS
+        return [slice(size * it, size * (it + 1)) for it in range(len(self._owners[name]))]
+
+    def over(self, name: str, gradients: Mapping[int, Tensor]) -> Tensor:
+        count = self._world_size
+        if len(gradients) < count:
+            return super().over(name, gradients)
+        mean = torch.empty_like(gradients[0])
+        for part, owner in zip(self.parts(name), self._owners[name], strict=True):
+            ranks = [(owner + 1 + turn) % count for turn in range(count)]
+            mean.view(-1)[part] = mean_over([gradients[rank].view(-1)[part] for rank in ranks])
+        return mean
+
+
 def check_reference(
     states: list[list[Tensor]],
     world_size: int,
@@ -183,7 +211,7 @@ def check_reference(
         looks_on: called after each step.
 
     Returns:
-        By step, `old`, `new`, or `both` where some tensors had the one and some the other.
+        By step, `old`, `new`, or `both` where some parts had the one and some the other.
     """
     model = Model()
     optimizer = optimizer_of(model)
@@ -214,22 +242,31 @@ def check_reference(
             optimizer.step()
             after[word] = [one.detach().to("cpu", copy=True) for one in model.parameters()]
             moved[word] = copy.deepcopy(optimizer.state_dict()["state"])
-        chosen = []
+        chosen: list[tuple[int, slice, str]] = []
         for index, name in enumerate(names):
-            value = state[keys.index(name)]
-            fits = [word for word in after if torch.equal(value, after[word][index])]
-            assert fits, f"{name} in step {step} is over neither set"
-            # A parameter can have the same bits with both.
-            chosen.append(fits[-1] if is_new else fits[0])
-        assert not is_new or set(chosen) == {"new"}, (step, chosen)
-        for name, word in zip(names, chosen, strict=True):
-            means.take(name, members[word])
-        is_new = "new" in chosen
-        words.append(chosen[0] if len(set(chosen)) == 1 else "both")
+            value = state[keys.index(name)].view(-1)
+            for part in means.parts(name):
+                fits = [
+                    word
+                    for word, values in after.items()
+                    if torch.equal(value[part], values[index].view(-1)[part])
+                ]
+                assert fits, f"{name}, {part} in step {step} is over neither set"
+                # A parameter can have the same bits with both.
+                chosen.append((index, part, fits[-1] if is_new else fits[0]))
+        found = {word for _, _, word in chosen}
+        assert not is_new or found == {"new"}, (step, chosen)
+        is_new = "new" in found
+        words.append(found.pop() if len(found) == 1 else "both")
+        saved["state"] = copy.deepcopy(moved["new"])
         with torch.no_grad():
-            for index, one in enumerate(model.parameters()):
-                one.copy_(after[chosen[index]][index])
-        saved["state"] = {index: moved[chosen[index]][index] for index in range(len(names))}
+            for index, part, word in chosen:
+                means.take(names[index], members[word])
+                one = list(model.parameters())[index]
+                one.view(-1)[part] = after[word][index].view(-1)[part].to(one.device)
+                for key, moment in moved[word][index].items():
+                    if moment.dim():
+                        saved["state"][index][key].view(-1)[part] = moment.view(-1)[part]
         optimizer.load_state_dict(saved)
         looks_on(step)
     return words
@@ -274,6 +311,23 @@ def test_a_killed_rank_costs_no_step_of_encoded_gradients(
     run.check_alike()
     first = run.results[run.survivors[0]]
     words = check_reference(first["states"], world_size, run.survivors, Bf16Means())
+    assert words[: FATAL_STEP - 2] == ["old"] * (FATAL_STEP - 2)
+    assert words[FATAL_STEP:] == ["new"] * (STEPS - FATAL_STEP)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "victim", "moment"),
+    [(4, 2, "backward"), (4, 0, "after backward"), (3, 1, "forward"), (2, 0, "backward")],
+)
+def test_a_killed_rank_of_a_ring_costs_no_step(
+    programs: ForkedPrograms, tmp_path: Path, world_size: int, victim: int, moment: str
+) -> None:
+    ends = {victim: ("sigkill", FATAL_STEP, moment)}
+    run = Run(programs, tmp_path, world_size, ends, strategy="ring")
+    run.check_alike()
+    first = run.results[run.survivors[0]]
+    means = RingMeans(first["owners"], world_size)
+    words = check_reference(first["states"], world_size, run.survivors, means)
     assert words[: FATAL_STEP - 2] == ["old"] * (FATAL_STEP - 2)
     assert words[FATAL_STEP:] == ["new"] * (STEPS - FATAL_STEP)
 

@@ -290,10 +290,10 @@ def going_on_refusal(options: Options) -> str:
             'update="server": a lost rank takes the optimizer\'s state of its slices along; use '
             'update="worker"'
         )
-    if strategy.name not in LEAVES_OUT:
+    if strategy.name not in (*LEAVES_OUT, RING):
         return (
             f"strategy {strategy.name!r}: only sums that every rank gets from their owners can be "
-            f"finished without a lost rank; use {', '.join(LEAVES_OUT)}"
+            f"finished without a lost rank; use {', '.join((*LEAVES_OUT, RING))}"
         )
     if strategy.factors:
         return (
