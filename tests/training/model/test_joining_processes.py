@@ -261,6 +261,13 @@ def test_a_rank_joins_where_gradients_are_encoded(
     assert f" {BUFFERS_MB} of " in run.errors["joiner-0"]
 
 
+def test_a_rank_joins_a_ring(tmp_path: Path, programs: ForkedPrograms) -> None:
+    """Sums go round all ranks from its first step on."""
+    run = Run(programs, tmp_path, strategy="ring")
+    run.check_alike()
+    assert [count for _, count, _ in run.results["0"]["rows"]][-STEPS_AFTER:] == [4] * STEPS_AFTER
+
+
 def test_a_rank_joins_a_model_of_one_parameter(tmp_path: Path, programs: ForkedPrograms) -> None:
     """There are fewer tensors than members that could give some."""
     run = Run(programs, tmp_path, is_small=True)
