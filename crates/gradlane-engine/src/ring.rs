@@ -11,9 +11,9 @@
 //! as integers after a lap of scales. The mean goes round as the owner encoded it.
 //!
 //! Slices are passed on from buffers, so that no rank reads a tensor that is ready; only a rank whose
-//! gradient begins a sum sends from gradient memory. So a gradient is whole until its mean is, and where
-//! training goes on without lost ranks, its slices can be added up anew, by servers (`session::change`). A frame is believed only from the rank
-//! before this one, at the hop at which this rank gets its slice.
+//! gradient begins a sum sends from gradient memory. So a gradient is whole until its mean is: when
+//! ranks are lost and training goes on, servers add up anew what has no mean (`session::change`). A
+//! frame is believed only from the rank before this one, at the hop at which this rank gets its slice.
 
 mod quantized;
 mod topology;

@@ -39,9 +39,9 @@ impl Plan {
         Err(UsageError::Argument(format!("training cannot go on without a lost rank: {why}")))
     }
 
-    /// The same plan for fewer ranks. Rings are servers' slices from then on. Slices keep their cut, and their
-    /// owner if it is left: it has what it has held back of their results. The others are dealt to the ranks that own some, or to all if none
-    /// of these is left.
+    /// The same plan for fewer ranks. Tensors of rings have servers from then on. Slices keep their cut, and
+    /// their owner if it is left: it has what it has held back of their results. The others are dealt to
+    /// the ranks that own some, or to all if none of these is left.
     pub(crate) fn with_members(&self, members: &RankSet) -> Plan {
         let mut plan = self.clone();
         plan.lost = RankSet::all(self.world_size).without(members);
