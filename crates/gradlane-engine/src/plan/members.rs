@@ -103,7 +103,7 @@ impl TensorPlan {
         };
         let codec = &codec.name;
         Some(format!(
-            "tensor {name:?} has scheme {scheme} and codec {codec:?}: {why}; use scheme ps"
+            "tensor {name:?} has scheme {scheme} and codec {codec:?}: {why}; use scheme ps, as strategy p3 does"
         ))
     }
 }
