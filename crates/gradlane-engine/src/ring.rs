@@ -134,17 +134,6 @@ impl Ring {
             };
             buffer.into_iter().for_each(|buffer| cx.release(buffer));
         }
-        self.drop_unsent(cx);
-    }
-
-    /// A peer is lost: if it is the next rank, nothing is sent to it any more.
-    pub(crate) fn forget_receiver(&mut self, cx: &mut Cx, peer: Rank) {
-        if peer == topology(cx).next() {
-            self.drop_unsent(cx);
-        }
-    }
-
-    fn drop_unsent(&mut self, cx: &mut Cx) {
         let unsent = core::mem::take(&mut self.sending);
         unsent.into_values().for_each(|buffer| cx.release(buffer));
     }

@@ -26,7 +26,6 @@ impl Engine {
         self.cx.tx.forget(peer);
         self.cx.encodes.forget(peer).into_iter().for_each(|buffer| self.cx.release(buffer));
         self.schemes.ps.forget_receiver(&mut self.cx, peer);
-        self.schemes.ring.forget_receiver(&mut self.cx, peer);
         let needed = self.session.lose_member(peer) && !self.leave_the_lost();
         // A change that is under way counts on the peer, also where this rank needs nobody.
         if (needed || self.changes.are_under_way()) && self.goes_on_without(peer) {
@@ -47,7 +46,6 @@ impl Engine {
             self.changes.now = None;
             self.cx.tx.hold_slices(false);
             self.schemes.ps.forget_owed(&mut self.cx);
-            self.schemes.ring.drain(&mut self.cx);
         }
         leaves
     }
