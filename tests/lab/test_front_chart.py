@@ -6,8 +6,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from benchmarks.front_chart import LAYOUTS, THEMES, panel_of, write_charts
 
-from gradlane.lab.experiments.front_chart import LAYOUTS, THEMES, panel_of, write_charts
 from gradlane.lab.runs.rows import read_rows
 from tests.paths import ROOT
 
@@ -20,7 +20,7 @@ def test_the_committed_charts_are_those_of_the_rows(tmp_path: Path) -> None:
     assert {path.name for path in drawn} == {path.name for path in IMAGES.iterdir()}
     for path in drawn:
         assert path.read_text() == (IMAGES / path.name).read_text(), (
-            "run: python -m gradlane.lab.experiments.front_chart docs/predictions.json docs/images"
+            "run: python -m benchmarks.front_chart docs/predictions.json docs/images"
         )
         root = ElementTree.parse(path).getroot()
         assert "10 Gbit/s DDP 944, gradlane 756" in root.attrib["aria-label"]

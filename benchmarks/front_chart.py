@@ -1,6 +1,6 @@
 """The chart of the README: a step's time over the rate of the network, drawn from measured rows.
 
-`python -m gradlane.lab.experiments.front_chart docs/predictions.json docs/images` writes an SVG for
+`python -m benchmarks.front_chart docs/predictions.json docs/images` writes an SVG for
 each theme and each width of a page; a test compares them with the committed files.
 """
 
