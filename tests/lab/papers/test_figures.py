@@ -13,7 +13,13 @@ import pytest
 
 from gradlane.lab.accuracy.study import SETTINGS, paper_runs
 from gradlane.lab.papers import whatif_paper
-from gradlane.lab.papers.comparison import Curve, Ours, compared, published_content, published_of
+from gradlane.lab.papers.comparison import (
+    Curve,
+    compared,
+    ours,
+    published_content,
+    published_of,
+)
 from gradlane.lab.papers.figures import FIGURES, chosen, reproduce
 from gradlane.lab.papers.kvstore_model import (
     GOODPUT_SHARE,
@@ -207,9 +213,22 @@ def test_a_figure_has_a_row_for_every_published_number(name: str) -> None:
 
 
 def test_ours_without_a_published_number_is_an_error() -> None:
+    figure = FIGURES["p3:fig4"]
     with pytest.raises(KeyError):
-        compared("p3:fig4", [Ours("something", 1.0, "")])
-    assert compared("p3:fig4", [Curve("line", "x", "y", ((1.0, 2.0),))]) == []
+        compared(figure, [ours("something", 1.0)])
+    assert compared(figure, [Curve("line", "x", "y", ((1.0, 2.0),))]) == []
+
+
+def test_words_are_those_of_a_number_or_of_its_tag_and_hold_its_facts() -> None:
+    figure = FIGURES["poseidon:fig5"]
+    own = figure.worded(ours("vgg19_22k_wfbp", 21.5, "share", share=34.8))
+    assert own.main and own.role == "fitted" and own.variant == "simulated, 35 % of the port"
+    assert not figure.worded(ours("vgg19_wfbp", 21.5, "bytes, full")).main
+    assert FIGURES["p3:secB2"].worded(ours("final_p3", 93.0)).role == "smaller"
+    with pytest.raises(KeyError, match="share"):
+        figure.worded(ours("vgg19_22k_wfbp", 21.5, "share"))
+    with pytest.raises(KeyError):
+        figure.worded(ours("vgg19_22k_wfbp", 21.5))
 
 
 # Numbers that have to come out
@@ -297,9 +316,6 @@ def test_with_the_authors_logs_their_model_gives_their_numbers() -> None:
     assert seen >= 4
 
 
-LABELLED = [name for name, figure in FIGURES.items() if figure.run is not None]
-
-
 @pytest.mark.parametrize("with_logs", [True, False])
 def test_only_the_papers_inputs_are_called_the_papers_model(
     monkeypatch: pytest.MonkeyPatch, with_logs: bool
@@ -316,7 +332,7 @@ def test_only_the_papers_inputs_are_called_the_papers_model(
         return run_scenario(scenario)
 
     monkeypatch.setattr(whatif_paper, "run_scenario", recorded)
-    labels = {name: FIGURES[name].setting_of(simulations) for name in LABELLED}
+    labels = {name: FIGURES[name].setting_of(simulations) for name in FIGURES}
     called = {name for name, label in labels.items() if whatif_paper.PAPERS_MODEL in label}
     assert called == ({f"whatif:fig{one}" for one in (1, 3, 6, 7, 8)} if with_logs else set())
     for name in ("whatif:fig3", "whatif:fig6"):

@@ -11,6 +11,9 @@ from typing import Any
 
 PUBLISHED = Path(__file__).with_name("published.json")
 TABLES = Path(__file__).with_name("published_tables.json")
+WORDS = Path(__file__).with_name("figures.json")
+"""By figure: its title, how it is reproduced, and the words beside each of our numbers. Words have
+places for facts that are computed. Those of a key alone, or of a tag alone, are named so."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,28 @@ class Ours:
     variant: str = ""
     main: bool = False
     role: str = ""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that a figure's function gives; its words are in the file of figures.
+
+    Attributes:
+        key: of the published number that it stands beside.
+        value: the number, in the published unit.
+        tag: tells several numbers of a key apart.
+        facts: what the words have places for.
+    """
+
+    key: str
+    value: float
+    tag: str
+    facts: dict[str, Any]
+
+
+def ours(key: str, value: float, tag: str = "", /, **facts: Any) -> Number:
+    """Return a number, with the facts that its words in the file of figures have places for."""
+    return Number(key, value, tag, facts)
 
 
 @dataclass(frozen=True)
@@ -218,17 +243,8 @@ def first_above(
     return high
 
 
-def compared(figure: str, ours: Sequence[Ours | Curve]) -> list[Comparison]:
-    """Put ours beside what is published; curves have nothing to stand beside.
-
-    Raises:
-        KeyError: a number that the file of published ones does not have.
-    """
-    published = published_of(figure)
-    return [Comparison(published[one.key], one) for one in ours if isinstance(one, Ours)]
-
-
-Reproduce = Callable[[Any], Sequence[Ours | Curve]]
+Reproduce = Callable[[Any], Sequence[Number | Curve]]
+"""Computes a figure, given the simulations."""
 
 
 @dataclass(frozen=True)
@@ -239,16 +255,75 @@ class Figure:
         name: such as `p3:fig7`.
         title: what it shows.
         setting: how it is reproduced.
-        run: computes ours, given the simulations.
+        words: of each of our numbers, by key and tag.
+        role: of all of ours, where they have one.
+        run: its function.
         inputs: names the inputs that the simulations have, where they depend on a folder.
     """
 
     name: str
     title: str
     setting: str
+    words: dict[str, dict[str, Any]]
+    role: str
     run: Reproduce
-    inputs: Callable[[Any], str] | None = None
+    inputs: Callable[[Any], str] | None
 
     def setting_of(self, simulations: Any) -> str:
         """Return how it is reproduced with the inputs that there are."""
         return f"{self.setting}; {self.inputs(simulations)}" if self.inputs else self.setting
+
+    def worded(self, one: Number) -> Ours:
+        """Return one of its numbers with the words of the file.
+
+        Raises:
+            KeyError: it has no words, or these have a place for a fact that it lacks.
+        """
+        tag = f":{one.tag}" if one.tag else ""
+        words = self.words.get(f"{one.key}{tag}") or self.words[tag]
+        why, variant = words["why"], words.get("variant", "")
+        return Ours(
+            *(one.key, one.value, why.format(**one.facts), variant.format(**one.facts)),
+            main=words.get("main", False),
+            role=words.get("role", self.role),
+        )
+
+
+REPRODUCED: dict[str, Figure] = {}
+"""Figures by name; those of a module are here once it is imported."""
+
+
+def reproduces(
+    *names: str, inputs: Callable[[Any], str] | None = None, **facts: Any
+) -> Callable[[Reproduce], Reproduce]:
+    """Mark the function that computes figures of the file.
+
+    Args:
+        names: of the figures.
+        inputs: as for `Figure`.
+        facts: what the words of the setting have places for.
+    """
+
+    def mark(run: Reproduce) -> Reproduce:
+        for name in names:
+            words = content_of(WORDS)[name]
+            setting, own = words["setting"].format(**facts), words.get("ours", {})
+            role = words.get("role", "")
+            REPRODUCED[name] = Figure(name, words["title"], setting, own, role, run, inputs)
+        return run
+
+    return mark
+
+
+def compared(figure: Figure, found: Sequence[Number | Curve]) -> list[Comparison]:
+    """Put ours beside what is published; curves have nothing to stand beside.
+
+    Raises:
+        KeyError: a number that the file of published ones does not have, or one without words.
+    """
+    published = published_of(figure.name)
+    return [
+        Comparison(published[one.key], figure.worded(one))
+        for one in found
+        if isinstance(one, Number)
+    ]

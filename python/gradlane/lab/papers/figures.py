@@ -6,15 +6,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradlane.lab.papers import lowprec, p3, poseidon, poseidon_others, trained, whatif_paper
-from gradlane.lab.papers.comparison import Comparison, Curve, Figure, compared, published_content
+# Importing a module registers its figures.
+from gradlane.lab.papers import (  # noqa: F401
+    lowprec,
+    p3,
+    poseidon,
+    poseidon_others,
+    trained,
+    whatif_paper,
+)
+from gradlane.lab.papers.comparison import (
+    REPRODUCED,
+    WORDS,
+    Comparison,
+    Curve,
+    Figure,
+    compared,
+    content_of,
+    published_content,
+)
 from gradlane.lab.papers.simulations import Simulations
 
-FIGURES: dict[str, Figure] = {
-    figure.name: figure
-    for module in (p3, trained, whatif_paper, poseidon, poseidon_others, lowprec)
-    for figure in module.FIGURES
-}
+FIGURES: dict[str, Figure] = {name: REPRODUCED[name] for name in content_of(WORDS)}
 
 
 @dataclass(frozen=True)
@@ -84,9 +97,9 @@ def reproduce(
     """
     made = []
     for figure in figures:
-        ours = figure.run(simulations)
-        curves = tuple(one for one in ours if isinstance(one, Curve))
-        rows = tuple(compared(figure.name, ours))
+        found = figure.run(simulations)
+        curves = tuple(one for one in found if isinstance(one, Curve))
+        rows = tuple(compared(figure, found))
         made.append(Reproduction(figure, figure.setting_of(simulations), rows, curves))
         on_done(made[-1])
     return made

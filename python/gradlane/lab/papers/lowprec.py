@@ -7,16 +7,18 @@ size of models (16).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 from gradlane.lab.papers.comparison import (
     Curve,
-    Figure,
-    Ours,
+    Number,
+    Reproduce,
     Speed,
     first_above,
+    ours,
     published_of,
     published_tables,
+    reproduces,
     speeds,
 )
 from gradlane.lab.papers.lowprec_model import (
@@ -40,7 +42,6 @@ from gradlane.lab.papers.lowprec_model import (
     units,
 )
 from gradlane.lab.papers.simulations import Simulations
-from gradlane.lab.papers.trained import LOWPREC_5
 from gradlane.planning.models import ARCHITECTURES
 
 NEAR = 10.0
@@ -55,8 +56,8 @@ IMAGES = ("alexnet", "bn_inception", "resnet50", "resnet152", "vgg19")
 
 
 def _deviation(primitive: str, cell: Speed) -> float:
-    ours = samples_per_s(primitive, cell.network, cell.encoding, cell.gpus)
-    return 100.0 * (ours / cell.value - 1.0)
+    made = samples_per_s(primitive, cell.network, cell.encoding, cell.gpus)
+    return 100.0 * (made / cell.value - 1.0)
 
 
 def _composition(primitive: str, network: str, encoding: str, gpus: int) -> str:
@@ -73,10 +74,8 @@ def why_of(primitive: str, cell: Speed) -> str:
     """Return why a held-out cell is near the model or not, by what the model and the table say."""
     network, encoding, gpus = cell.network, cell.encoding, cell.gpus
     deviation = _deviation(primitive, cell)
-    text = f"held out; our step: {_composition(primitive, network, encoding, gpus)}"
-    if abs(deviation) <= NEAR:
-        return text
-    return f"{text}; " + "; ".join(_reasons(primitive, cell, deviation))
+    reasons = [] if abs(deviation) <= NEAR else _reasons(primitive, cell, deviation)
+    return "; ".join([_composition(primitive, network, encoding, gpus), *reasons])
 
 
 def _reasons(primitive: str, cell: Speed, deviation: float) -> list[str]:
@@ -125,23 +124,18 @@ def _reasons(primitive: str, cell: Speed, deviation: float) -> list[str]:
     return reasons
 
 
-def _table(primitive: str) -> Callable[[Simulations], list[Ours]]:
+def _table(primitive: str, _: Simulations) -> list[Number]:
     """Return ours of every legible cell of a table."""
-
-    def run(_: Simulations) -> list[Ours]:
-        found = []
-        for cell in speeds(TABLES[primitive]):
-            value = samples_per_s(primitive, cell.network, cell.encoding, cell.gpus)
-            if cell.gpus == 1:
-                why, role = "goes into the model: the speed of one GPU", "input"
-            elif cell.network == FITTED:
-                why, role = "one of the cells that the model's constants were fitted to", "fitted"
-            else:
-                why, role = why_of(primitive, cell), ""
-            found.append(Ours(cell.key, value, why, role=role))
-        return found
-
-    return run
+    found = []
+    for cell in speeds(TABLES[primitive]):
+        value = samples_per_s(primitive, cell.network, cell.encoding, cell.gpus)
+        if cell.gpus == 1:
+            found.append(ours(cell.key, value, "input"))
+        elif cell.network == FITTED:
+            found.append(ours(cell.key, value, "fitted"))
+        else:
+            found.append(ours(cell.key, value, reasons=why_of(primitive, cell)))
+    return found
 
 
 def held_out() -> tuple[str, ...]:
@@ -168,14 +162,10 @@ def fit_quality(primitive: str) -> list[tuple[str, Errors]]:
     return rows
 
 
-def figure_3(_: Simulations) -> list[Ours]:
+@reproduces("lowprec:fig3")
+def figure_3(_: Simulations) -> list[Number]:
     """Parameters of the networks."""
-    why = "the same layers, or torchvision's; the paper rounds"
-    whys = {"resnet110": "1.7 million in its authors' paper (He et al. 2015, table 6) as well"}
-    return [
-        Ours(name, ARCHITECTURES[name]().numel / 1e6, whys.get(name, why))
-        for name in published_of("lowprec:fig3")
-    ]
+    return [ours(name, ARCHITECTURES[name]().numel / 1e6) for name in published_of("lowprec:fig3")]
 
 
 def _gain(primitive: str, network: str, encoding: str, gpus: int, over: str = "32bit") -> float:
@@ -201,64 +191,39 @@ def _implied_gain(network: str, encoding: str) -> float:
     return full_s / own_s
 
 
-def figure_6(_: Simulations) -> list[Ours]:
+@reproduces("lowprec:fig6")
+def figure_6(_: Simulations) -> list[Number]:
     """Speed-ups with MPI that the text names."""
-    reshaped = max(
-        _gain("mpi", network, "1bit_reshaped", gpus, over="1bit")
-        for network in IMAGES
-        for gpus in (2, 4, 8, 16)
-    )
+    counts = (2, 4, 8, 16)
+    gain = partial(_gain, "mpi")
     saved = _communication("alexnet", "32bit", 16) / _communication("alexnet", "4bit", 16)
+    reshaped = max(gain(one, "1bit_reshaped", k, over="1bit") for one in IMAGES for k in counts)
     table = cells("mpi")
     inception = table["bn_inception", "2bit", 16].value / table["bn_inception", "32bit", 16].value
-    smaller = "full precision's row is not legible; held out"
-    needed = table["vgg19", "4bit", 8].value / 3.0
-    own = samples_per_s("mpi", "vgg19", "32bit", 8)
-    implied = "with the compute that their cell of 2 bits implies {:.1f}x"
     return [
-        Ours(
-            "vgg19_8",
-            _gain("mpi", "vgg19", "4bit", 8),
-            f"{smaller}: 3x implies {needed:.0f} samples/s in full precision, ours are {own:.0f}",
+        ours(
+            *("vgg19_8", gain("vgg19", "4bit", 8)),
+            needed=table["vgg19", "4bit", 8].value / 3.0,
+            own=samples_per_s("mpi", "vgg19", "32bit", 8),
         ),
-        Ours(
-            "vgg19_16",
-            _gain("mpi", "vgg19", "4bit", 16),
-            f"{smaller}; {implied.format(_implied_gain('vgg19', '4bit'))}",
+        ours("vgg19_16", gain("vgg19", "4bit", 16), implied=_implied_gain("vgg19", "4bit")),
+        ours("alexnet_communication", saved),
+        ours(
+            *("alexnet_whole", gain("alexnet", "4bit", 16)),
+            implied=_implied_gain("alexnet", "4bit"),
+            four=gain("alexnet", "4bit", 4),
         ),
-        Ours(
-            "alexnet_communication",
-            saved,
-            "16 GPUs; full precision's row is not legible, and bytes alone are 7.6 times fewer",
+        ours(
+            *("alexnet_most", max(gain("alexnet", "2bit", k) for k in counts)),
+            implied=_implied_gain("alexnet", "2bit"),
         ),
-        Ours(
-            "alexnet_whole",
-            _gain("mpi", "alexnet", "4bit", 16),
-            f"16 GPUs; {smaller}; {implied.format(_implied_gain('alexnet', '4bit'))}; with 4 GPUs "
-            f"{_gain('mpi', 'alexnet', '4bit', 4):.1f}x",
-        ),
-        Ours(
-            "alexnet_most",
-            max(_gain("mpi", "alexnet", "2bit", gpus) for gpus in (2, 4, 8, 16)),
-            f"2 bits on 16 GPUs; {implied.format(_implied_gain('alexnet', '2bit'))}; section 5.2 "
-            "says 2x at 4 bits",
-        ),
-        Ours(
-            "bn_inception_whole",
-            _gain("mpi", "bn_inception", "2bit", 16),
-            f"16 GPUs, where their own table has {inception:.2f}x",
-        ),
-        Ours(
-            "reshaped_most",
-            reshaped,
-            "the largest over all networks and GPUs; their own table has 3.1x at most "
-            "(ResNet-152, 16 GPUs)",
-            role="fitted",
-        ),
+        ours("bn_inception_whole", gain("bn_inception", "2bit", 16), theirs=inception),
+        ours("reshaped_most", reshaped),
     ]
 
 
-def figure_7(_: Simulations) -> list[Ours]:
+@reproduces("lowprec:fig7")
+def figure_7(_: Simulations) -> list[Number]:
     """Speed-ups with NCCL that the text names."""
     native = {
         network: step_s("mpi", network, "8bit", 8) / step_s("nccl", network, "8bit", 8)
@@ -266,13 +231,11 @@ def figure_7(_: Simulations) -> list[Ours]:
     }
     best = max(native, key=lambda name: native[name])
     table = cells("nccl")
-    vgg = table["vgg19", "4bit", 8].value / table["vgg19", "32bit", 8].value
-    theirs = f"their own table has {vgg:.2f}x at 4 bits"
+    theirs = table["vgg19", "4bit", 8].value / table["vgg19", "32bit", 8].value
     gain = _gain("nccl", "vgg19", "4bit", 8)
     return [
-        Ours("vgg19_most", gain, theirs),
-        Ours("vgg19_most_summary", gain, theirs),
-        Ours("native", native[best], f"NCCL over MPI at 8 bits on 8 GPUs; most with {best}"),
+        *(ours(key, gain, theirs=theirs) for key in ("vgg19_most", "vgg19_most_summary")),
+        ours("native", native[best], best=best),
     ]
 
 
@@ -308,33 +271,22 @@ def _dgx_gain(primitive: str, encoding: str, **machine: float) -> float:
     return full_s / _dgx_s(primitive, "vgg19", encoding, 8, **machine)
 
 
-def _dgx_row(figure: str, primitive: str, encoding: str) -> list[Ours]:
+def _dgx_row(figure: str, primitive: str, encoding: str, _: Simulations) -> list[Number]:
     """Return VGG-19's speed-up on the DGX-1, and which machine would explain the paper's."""
     wanted = published_of(figure)["vgg19"].value
     assert wanted is not None
-    faster = first_above(
-        lambda speed: _dgx_gain(primitive, encoding, speed=speed), wanted, 1.0, 100.0
-    )
-    why = (
-        f"GPUs 1.4 times as fast as EC2's, as the text says; {wanted:g}x follows from GPUs "
-        f"{faster:.1f} times as fast"
-    )
+    facts = {
+        "wanted": wanted,
+        "faster": first_above(
+            lambda speed: _dgx_gain(primitive, encoding, speed=speed), wanted, 1.0, 100.0
+        ),
+    }
     if primitive == "nccl":
         slower = first_above(
             lambda less: _dgx_gain(primitive, encoding, link=NVLINK / less), wanted, 1.0, 100.0
         )
-        why += f", or from links of {NVLINK / slower / 1e9:.1f} GB/s in place of 20"
-    return [Ours("vgg19", _dgx_gain(primitive, encoding), why)]
-
-
-def figure_8(_: Simulations) -> list[Ours]:
-    """VGG-19 on the DGX-1 with MPI."""
-    return _dgx_row("lowprec:fig8", "mpi", "2bit")
-
-
-def figure_9(_: Simulations) -> list[Ours]:
-    """VGG-19 on the DGX-1 with NCCL."""
-    return _dgx_row("lowprec:fig9", "nccl", "4bit")
+        facts["link"] = NVLINK / slower / 1e9
+    return [ours("vgg19", _dgx_gain(primitive, encoding), **facts)]
 
 
 def _scalability(primitive: str, network: str, encoding: str, gpus: int) -> float:
@@ -361,39 +313,26 @@ def _alone_at_memory() -> float:
     return batch_of("alexnet", 16) / seconds / one_gpu("alexnet")
 
 
-def figure_12(_: Simulations) -> list[Ours | Curve]:
+@reproduces("lowprec:fig12")
+def figure_12(_: Simulations) -> list[Number | Curve]:
     """Scalability with MPI."""
+    scalability = partial(_scalability, "mpi")
     table = cells("mpi")
     one_bit = table["alexnet", "1bit_reshaped", 16].value / one_gpu("alexnet")
     deep = table["resnet152", "32bit", 16].value / one_gpu("resnet152")
-    computing = max(
-        _scalability("mpi", network, "32bit", 8) for network in ("bn_inception", "resnet50")
-    )
+    full = max(scalability(network, "32bit", 8) for network in ("bn_inception", "resnet50"))
     return [
-        Ours("full_8", computing, "the better of BN-Inception and ResNet-50"),
-        Ours(
-            "alexnet_full_16",
-            _scalability("mpi", "alexnet", "32bit", 16),
-            f"held out; {_alone_at_memory():.1f}x without the part `memory`, which was fitted to "
-            "ResNet-152's 467 smaller tensors",
-        ),
-        Ours(
-            "alexnet_one_bit_16",
-            _scalability("mpi", "alexnet", "1bit_reshaped", 16),
-            f"the text contradicts their own table, which has {one_bit:.1f}x",
-        ),
-        Ours(
-            "resnet152_full_16",
-            _scalability("mpi", "resnet152", "32bit", 16),
-            f"the text contradicts their own table, which has {deep:.1f}x",
-            role="fitted",
-        ),
-        Ours("resnet152_quantized_16", _scalability("mpi", "resnet152", "2bit", 16), "with 2 bits"),
+        ours("full_8", full),
+        ours("alexnet_full_16", scalability("alexnet", "32bit", 16), alone=_alone_at_memory()),
+        ours("alexnet_one_bit_16", scalability("alexnet", "1bit_reshaped", 16), theirs=one_bit),
+        ours("resnet152_full_16", scalability("resnet152", "32bit", 16), theirs=deep),
+        ours("resnet152_quantized_16", scalability("resnet152", "2bit", 16)),
         *_scaling_curves("mpi", (1, 2, 4, 8, 16)),
     ]
 
 
-def figure_13(_: Simulations) -> list[Ours | Curve]:
+@reproduces("lowprec:fig13")
+def figure_13(_: Simulations) -> list[Number | Curve]:
     """Scalability with NCCL."""
     full = max(_scalability("nccl", network, "32bit", 8) for network in IMAGES[1:4])
     gain = max(_gain("nccl", network, "4bit", 8) for network in IMAGES)
@@ -402,39 +341,29 @@ def figure_13(_: Simulations) -> list[Ours | Curve]:
         for network in IMAGES
     )
     return [
-        Ours("full_8", full, "the best of BN-Inception and the ResNets"),
-        Ours(
-            "quantized_most",
-            gain,
-            f"a bound, at 4 bits on 8 GPUs: their own table has {theirs:.2f}x at most",
-        ),
+        ours("full_8", full),
+        ours("quantized_most", gain, theirs=theirs),
         *_scaling_curves("nccl", (1, 2, 4, 8)),
     ]
 
 
-def _dgx_scaling(primitive: str) -> Callable[[Simulations], list[Ours | Curve]]:
-    def run(_: Simulations) -> list[Ours | Curve]:
-        found: list[Ours | Curve] = []
-        for network in IMAGES:
-            alone = one_gpu(network) * DGX_SPEED
-            for encoding in ("32bit", "4bit"):
-                points = tuple(
-                    (
-                        float(gpus),
-                        batch_of(network, gpus)
-                        / _dgx_s(primitive, network, encoding, gpus)
-                        / alone,
-                    )
-                    for gpus in (2, 4, 8)
+def _dgx_scaling(primitive: str, _: Simulations) -> list[Number | Curve]:
+    found: list[Number | Curve] = []
+    for network in IMAGES:
+        alone = one_gpu(network) * DGX_SPEED
+        for encoding in ("32bit", "4bit"):
+            points = tuple(
+                (
+                    float(gpus),
+                    batch_of(network, gpus) / _dgx_s(primitive, network, encoding, gpus) / alone,
                 )
-                name = f"{network}, {encoding}, DGX-1, {primitive.upper()}"
-                found.append(Curve(name, "GPUs", "scalability", points))
-                if network == "resnet50" and encoding == "4bit":
-                    why = "ResNet-50 with 4 bits on 8 GPUs"
-                    found.append(Ours("near_linear", points[-1][1], why))
-        return found
-
-    return run
+                for gpus in (2, 4, 8)
+            )
+            name = f"{network}, {encoding}, DGX-1, {primitive.upper()}"
+            found.append(Curve(name, "GPUs", "scalability", points))
+            if network == "resnet50" and encoding == "4bit":
+                found.append(ours("near_linear", points[-1][1]))
+    return found
 
 
 def _price(network: str) -> tuple[float, str]:
@@ -464,7 +393,8 @@ def _grown_gain(times: int, without: tuple[str, ...] = ()) -> float:
     return full_s / coded_s
 
 
-def figure_16(_: Simulations) -> list[Ours | Curve]:
+@reproduces("lowprec:fig16")
+def figure_16(_: Simulations) -> list[Number | Curve]:
     """Price of training, and what 8 bits bring to a model that grows."""
     prices = {network: _price(network) for network in IMAGES}
     text = ", ".join(
@@ -472,48 +402,22 @@ def figure_16(_: Simulations) -> list[Ours | Curve]:
         for name, (price, best) in prices.items()
     )
     points = tuple((float(times), _grown_gain(times)) for times in (1, 2, 5, 10, 20, 50, 100, 1000))
+    dearer = prices["resnet50"][0] - prices["alexnet"][0]
     return [
-        Ours(
-            "alexnet_to_resnet50",
-            prices["resnet50"][0] - prices["alexnet"][0],
-            f"epochs and prices of figures 2 and 3, 8 bits with NCCL: {text}",
-        ),
-        Ours(
-            "resnet50_to_resnet152",
-            prices["resnet152"][0] - prices["resnet50"][0],
-            "the same; the cheapest machine is that with one GPU, whose speed is published",
-        ),
-        Ours(
-            "bound",
-            points[-1][1],
-            "an AlexNet of a thousand times the parameters: the bound, less a scale a bucket "
-            f"and its kernel (without kernels {_grown_gain(1000, without=KERNELS):.2f}x)",
-        ),
+        ours("alexnet_to_resnet50", dearer, text=text),
+        ours("resnet50_to_resnet152", prices["resnet152"][0] - prices["resnet50"][0]),
+        ours("bound", points[-1][1], without=_grown_gain(1000, without=KERNELS)),
         Curve("AlexNet grown, 8 bits over full precision", "times the size", "x", points),
     ]
 
 
-_FITTED = (
-    "the model of copies, messages and kernels in `lab/papers/lowprec_model.py`, fitted to "
-    "ResNet-152 alone"
-)
-FIGURES = (
-    Figure("lowprec:fig3", "the networks", "counted", figure_3),
-    LOWPREC_5,
-    Figure("lowprec:fig6", "speed-ups with MPI", _FITTED, figure_6),
-    Figure("lowprec:fig7", "speed-ups with NCCL", _FITTED, figure_7),
-    Figure("lowprec:fig8", "DGX-1 with MPI", _FITTED, figure_8),
-    Figure("lowprec:fig9", "DGX-1 with NCCL", f"{_FITTED}; links of 20 GB/s", figure_9),
-    Figure("lowprec:fig10", "all speeds with MPI (also figure 6)", _FITTED, _table("mpi")),
-    Figure("lowprec:fig11", "all speeds with NCCL (also figure 7)", _FITTED, _table("nccl")),
-    Figure("lowprec:fig12", "scalability with MPI", _FITTED, figure_12),
-    Figure("lowprec:fig13", "scalability with NCCL", _FITTED, figure_13),
-    Figure("lowprec:fig14", "scalability of the DGX-1 with MPI", _FITTED, _dgx_scaling("mpi")),
-    Figure(
-        "lowprec:fig15",
-        "scalability of the DGX-1 with NCCL",
-        f"{_FITTED}; links of 20 GB/s",
-        _dgx_scaling("nccl"),
-    ),
-    Figure("lowprec:fig16", "price, and larger models", _FITTED, figure_16),
-)
+_OF_A_PRIMITIVE: dict[str, Reproduce] = {
+    "lowprec:fig8": partial(_dgx_row, "lowprec:fig8", "mpi", "2bit"),
+    "lowprec:fig9": partial(_dgx_row, "lowprec:fig9", "nccl", "4bit"),
+    "lowprec:fig10": partial(_table, "mpi"),
+    "lowprec:fig11": partial(_table, "nccl"),
+    "lowprec:fig14": partial(_dgx_scaling, "mpi"),
+    "lowprec:fig15": partial(_dgx_scaling, "nccl"),
+}
+for _name, _run in _OF_A_PRIMITIVE.items():
+    reproduces(_name)(_run)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gradlane.lab.papers import kvstore_model
-from gradlane.lab.papers.comparison import Curve, Figure, Ours, Reproduce
+from gradlane.lab.papers.comparison import Curve, Number, ours, reproduces
 from gradlane.lab.papers.simulations import (
     FREE,
     MEASURED,
@@ -36,7 +37,6 @@ UNIT_S = 0.1
 SLICES = (1_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000)
 IDLE_SHARE = 0.05
 """A port idles in an interval in which it uses less than this."""
-SLOW = "server sums at 1 GB/s"
 SLOW_MESSAGES = MachineCosts(
     host={"send_frame_s": 38e-6, "receive_frame_s": 38e-6, "work_s": 540e-6}
 )
@@ -85,7 +85,8 @@ def _example_scenario(profile: Profile, rate_bps: float) -> dict[str, Any]:
     }
 
 
-def figure_4(_: Simulations) -> list[Ours]:
+@reproduces("p3:fig4")
+def figure_4(_: Simulations) -> list[Number]:
     """Three layers: forward and backward take one unit, synchronization two."""
     elements = 2_500_000
     delays = {}
@@ -94,15 +95,15 @@ def figure_4(_: Simulations) -> list[Ours]:
         scenario |= {"strategy": strategy, "slice_elems": 2_500}
         report = run_scenario(scenario)["report"]
         delays[strategy] = (report["step_s"] - report["compute_s"]) / UNIT_S
-    why = "The same engine in virtual time; what is over the whole number are frames and headers."
     return [
-        Ours("delay_fifo", delays["slicing"], why),
-        Ours("delay_p3", delays["p3"], why),
-        Ours("saved", 100.0 * (1.0 - delays["p3"] / delays["slicing"]), "Half, as the paper says."),
+        ours("delay_fifo", delays["slicing"]),
+        ours("delay_p3", delays["p3"]),
+        ours("saved", 100.0 * (1.0 - delays["p3"] / delays["slicing"])),
     ]
 
 
-def figure_6(_: Simulations) -> list[Ours]:
+@reproduces("p3:fig6")
+def figure_6(_: Simulations) -> list[Number]:
     """Simulate three layers; the middle one takes three times as long on the network."""
     from gradlane import _core
 
@@ -123,24 +124,21 @@ def figure_6(_: Simulations) -> list[Ours]:
         # Two contributions of a unit are added up in one unit of time.
         scenario["costs"]["reduce_byte_s"] = UNIT_S / (2 * unit * 4)
         times.append(run_scenario(scenario)["report"]["step_s"] / UNIT_S - 1.0)
-    why = "The same engine in virtual time; the server adds up one layer beside another."
-    return [
-        Ours("whole", times[0], why),
-        Ours("sliced", times[1], why),
-        Ours("saved", 100.0 * (1.0 - times[1] / times[0]), why),
-    ]
+    whole, sliced = times
+    saved = 100.0 * (1.0 - sliced / whole)
+    return [ours("whole", whole), ours("sliced", sliced), ours("saved", saved)]
 
 
-def figure_5(_: Simulations) -> list[Ours]:
+@reproduces("p3:fig5")
+def figure_5(_: Simulations) -> list[Number]:
     """Count how parameters are spread over layers."""
     network = ARCHITECTURES["vgg19"]()
     heaviest = max(sum(p.numel for p in layer.parameters) for layer in network.layers)
-    return [
-        Ours("vgg19_heaviest", 100.0 * heaviest / network.numel, "Counted from the same shapes.")
-    ]
+    return [ours("vgg19_heaviest", 100.0 * heaviest / network.numel)]
 
 
-def figure_7(simulations: Simulations) -> list[Ours | Curve]:
+@reproduces("p3:fig7")
+def figure_7(simulations: Simulations) -> list[Number | Curve]:
     """Throughput against bandwidth."""
     found: dict[str, dict[float, dict[str, float]]] = {
         model: {
@@ -150,6 +148,7 @@ def figure_7(simulations: Simulations) -> list[Ours | Curve]:
         for model, rates in RATES_GBPS.items()
     }
     best = {model: _best(rows) for model, rows in found.items()}
+    resnet50 = found["resnet50"][4]
     slow = {
         (model, rate): gains(
             simulations, model, _four(rate, costs=SLOW_SERVER), strategies=("slicing", "p3")
@@ -167,7 +166,6 @@ def figure_7(simulations: Simulations) -> list[Ours | Curve]:
         for model in ("resnet50", "inception_v3")
         for rate in RATES_GBPS[model]
     ]
-    at = "largest at {:g} Gbit/s"
     curves = [
         Curve(
             f"{model}: {strategy} over baseline",
@@ -178,87 +176,37 @@ def figure_7(simulations: Simulations) -> list[Ours | Curve]:
         for model, rows in found.items()
         for strategy in ("slicing", "p3")
     ]
+    even = 100.0 * ((100.0 + resnet50["p3"]) / (100.0 + resnet50["slicing"]) - 1.0)
+    (inception_rate, inception_gain), (sockeye_rate, sockeye_gain) = (
+        best[model] for model in ("inception_v3", "sockeye")
+    )
+    slow_rate, slow_gain = _best(sockeye)
     return [
         *curves,
-        Ours(
-            "resnet50_gain",
-            found["resnet50"][4]["p3"],
-            "More than published: the baseline draws a server for each tensor of under a million "
-            "parameters, and whole tensors on four servers are uneven (mean of three draws); over "
-            f"even servers {_over_even(found['resnet50'][4]):.1f} %.",
+        ours("resnet50_gain", resnet50["p3"], even=even),
+        ours("resnet50_abstract", best["resnet50"][1], rate=best["resnet50"][0]),
+        ours("resnet50_baseline_drop", drops["kvstore"]),
+        ours("resnet50_p3_drop", drops["p3"]),
+        ours("small_layers_slicing", max(slicing, key=abs)),
+        ours(
+            *("inception_gain", inception_gain),
+            rate=inception_rate,
+            over_even=_over_even_inception(inception_rate),
         ),
-        Ours(
-            "resnet50_abstract",
-            best["resnet50"][1],
-            "The same; the abstract rounds the 26 % of section 5.3.",
-            at.format(best["resnet50"][0]),
+        ours("vgg19_slicing", found["vgg19"][30]["slicing"]),
+        ours("vgg19_slicing", slow["vgg19", 30]["slicing"], "slow"),
+        ours(
+            *("vgg19_slicing", _copied(30)["slicing"], "copies"),
+            without_gpu=_copied(30, copy_byte_s=0.0)["slicing"],
+            without_any=_copied(30, copy_byte_s=0.0, reply_byte_s=0.0, message_s=0.0)["slicing"],
         ),
-        Ours(
-            "resnet50_baseline_drop",
-            drops["kvstore"],
-            "The lowest rate with 98 % of the throughput at 10 Gbit/s. Rates are in proportion to "
-            "the batch time, which the paper does not give: one 1.3 times ours moves both drops to "
-            "theirs (8 to 6.2, and 5 to 3.8).",
-        ),
-        Ours(
-            "resnet50_p3_drop",
-            drops["p3"],
-            "The lowest rate with 98 % of the throughput at 10 Gbit/s, between 4 and 5; the same "
-            "batch time.",
-        ),
-        Ours(
-            "small_layers_slicing",
-            max(slicing, key=abs),
-            "Largest over all rates. Not the slicing, but the even placement that comes with it: "
-            "the baseline's servers are drawn at random.",
-        ),
-        Ours(
-            "inception_gain",
-            best["inception_v3"][1],
-            _why_inception(best["inception_v3"][0]),
-            at.format(best["inception_v3"][0]),
-        ),
-        Ours(
-            "vgg19_slicing",
-            found["vgg19"][30]["slicing"],
-            "At 30 Gbit/s the network is not what holds the baseline back, so an ideal host gains "
-            "nothing.",
-        ),
-        Ours(
-            "vgg19_slicing",
-            slow["vgg19", 30]["slicing"],
-            "The server that gives P3's 66 % at 15 Gbit/s (row below); slower ones give less, as "
-            "slices wait for the same sums. The next row adds MXNet's copies.",
-            SLOW,
-        ),
-        Ours("vgg19_slicing", *_with_copies(), main=True),
-        Ours(
-            "vgg19_gain",
-            found["vgg19"][15]["p3"],
-            "What the order of sending alone can give; the rest is the baseline's server.",
-        ),
-        Ours(
-            "vgg19_gain",
-            slow["vgg19", 15]["p3"],
-            "The published gain is one over a server that does not pipeline (docs/simulator.md). "
-            f"{_tried_for_copies()}",
-            SLOW,
-            main=True,
-        ),
-        Ours(
-            "sockeye_gain",
-            best["sockeye"][1],
-            "A heavy first layer limits what any order can give.",
-            at.format(best["sockeye"][0]),
-        ),
-        Ours(
-            "sockeye_gain",
-            _best(sockeye)[1],
-            "The server that explains VGG-19. Vocabularies, sizes and the batch time are not in "
-            "the paper and were chosen here, and the batch time decides: "
-            f"{_faster_sockeye(simulations)}.",
-            f"{SLOW}, {at.format(_best(sockeye)[0])}",
-            main=True,
+        ours("vgg19_gain", found["vgg19"][15]["p3"]),
+        ours("vgg19_gain", slow["vgg19", 15]["p3"], "slow", **_tried_for_copies()),
+        ours("sockeye_gain", sockeye_gain, rate=sockeye_rate),
+        ours(
+            *("sockeye_gain", slow_gain, "slow"),
+            rate=slow_rate,
+            faster=_faster_sockeye(simulations),
         ),
     ]
 
@@ -270,21 +218,11 @@ def _copied(rate_gbps: float, **changes: Any) -> dict[str, float]:
     return kvstore_model.gains(profile, rate_gbps * 1e9, machine)
 
 
-def _with_copies() -> tuple[float, str, str]:
-    """Return what slicing gains over copies at 30 Gbit/s, which of them is why, and a label."""
-    gpu = _copied(30, copy_byte_s=0.0)["slicing"]
-    none = _copied(30, copy_byte_s=0.0, reply_byte_s=0.0, message_s=0.0)["slicing"]
-    why = (
-        "A prediction: copies and messages as fitted to ResNet-152 of the low-precision paper, the "
-        "server as in the row before. KVStore copies a tensor whole from and to the accelerator, "
-        "and slices are copied while others are sent and added up: without these copies "
-        f"{gpu:+.1f} %, without any copies and messages {none:+.1f} %."
-    )
-    return _copied(30)["slicing"], why, "with MXNet's copies"
+def _tried_for_copies() -> dict[str, Any]:
+    """Return what P3 gains at 15 Gbit/s over copies, and with what was tried to bring it to 66 %.
 
-
-def _tried_for_copies() -> str:
-    """Say what P3 gains at 15 Gbit/s over copies, and what was tried to bring it to 66 %."""
+    Copies of whole tensors by P3, too; sums that take longer; other batch times.
+    """
     both = (kvstore_model.TO_HOST, kvstore_model.TO_DEVICE)
     whole = [_copied(15, copies_whole=frozenset(ways))["p3"] for ways in (both[:1], both[1:], both)]
     sums = [
@@ -295,20 +233,12 @@ def _tried_for_copies() -> str:
         f"{_copied(15, batch_time_s=times * ARCHITECTURES['vgg19']().batch_time_s)['p3']:.0f}"
         for times in (0.75, 1.5)
     ]
-    return (
-        f"With the copies of the row above P3 gains {_copied(15)['p3']:.0f} %. Two causes were "
-        f"tried. Whole tensors copied by P3, too: {whole[0]:.0f} % to the host, {whole[1]:.0f} % "
-        f"back, {whole[2]:.0f} % both, each less than slicing alone ({_copied(15)['slicing']:.0f} "
-        "%). Another constant: sums 1.5 and 2 times as long give P3 and the row above "
-        f"{' or '.join(sums)}, a batch time of 0.75 or 1.5 times ours P3 {' or '.join(batches)} %. "
-        "None leaves that row and brings this one to 66: what is left is between copies made "
-        "whole and copies hidden in full."
-    )
-
-
-def _over_even(rows: dict[str, float]) -> float:
-    """Return P3's gain over even servers, which slicing alone has, in percent."""
-    return 100.0 * ((100.0 + rows["p3"]) / (100.0 + rows["slicing"]) - 1.0)
+    return {
+        **_copied(15),
+        **dict(zip(("to_host", "to_device", "both"), whole, strict=True)),
+        "sums": " or ".join(sums),
+        "batches": " or ".join(batches),
+    }
 
 
 def _faster_sockeye(simulations: Simulations) -> str:
@@ -322,8 +252,8 @@ def _faster_sockeye(simulations: Simulations) -> str:
     return ", ".join(found)
 
 
-def _why_inception(rate_gbps: float) -> str:
-    """Say what brings Inception-V3's gain down: even servers, and a shorter forward."""
+def _over_even_inception(rate_gbps: float) -> str:
+    """Say what Inception-V3 gains over even servers, by forward's share of a step."""
     profile = synthetic_profile("inception_v3")
     over_even = []
     for share in FORWARD_SHARES:
@@ -336,11 +266,7 @@ def _why_inception(rate_gbps: float) -> str:
             )
         )
         over_even.append(f"{100.0 * (even_s / p3_s - 1.0):.0f} % at {share:.2f}")
-    return (
-        "Drawn servers are uneven; over even ones, by forward's share of a step: "
-        f"{', '.join(over_even)}. P3 gains what it hides behind forward, a third of a step by "
-        "operation counts; the paper gives neither shares nor batch times."
-    )
+    return ", ".join(over_even)
 
 
 def _best(rows: dict[float, dict[str, float]]) -> tuple[float, float]:
@@ -359,58 +285,61 @@ def _drops_below(simulations: Simulations, strategy: str, rates: Iterable[float]
     return float(enough[0])
 
 
-def _idle(strategy: str, rates_gbps: Mapping[str, float]) -> Reproduce:
+_IDLE: dict[str, tuple[str, dict[str, float]]] = {
+    "p3:fig8": ("kvstore", {"resnet50": 4, "vgg19": 15, "sockeye": 4}),
+    "p3:fig9": ("p3", {"resnet50": 4, "vgg19": 15, "sockeye": 4}),
+    "p3:fig13": ("deferred-pull", {"resnet50": 4}),
+    "p3:fig14": ("wfbp", {"inception_v3": 1}),
+}
+"""By the figure: the strategy, and the rate of ports of each model in Gbit/s."""
+
+
+def _idle(strategy: str, rates_gbps: dict[str, float], simulations: Simulations) -> list[Number]:
     """Return how ports are used: the share of intervals of 10 ms in which they hardly send.
 
-    Args:
-        strategy: of all models; counted is the middle of several steps.
-        rates_gbps: of the ports, by model.
+    Counted is the middle of several steps.
     """
-
-    def run(simulations: Simulations) -> list[Ours]:
-        reports = simulations.run(
-            Job(model, replace(_four(rate), strategy=strategy, steps=4), interval_s=0.01)
-            for model, rate in rates_gbps.items()
-        )
-        found = []
-        for model, report in zip(rates_gbps, reports, strict=True):
-            use = report["utilization"]["tx"]
-            steady = use[len(use) // 4 : 3 * len(use) // 4]
-            idle = 100.0 * sum(share < IDLE_SHARE for share in steady) / len(steady)
-            why = f"{100.0 * sum(steady) / len(steady):.0f} % of the port is used on the whole."
-            found.append(Ours(model, idle, why))
-        return found
-
-    return run
-
-
-def figure_10(simulations: Simulations) -> list[Ours | Curve]:
-    """Scaling over 2 to 16 machines at 10 Gbit/s."""
-    found: list[Ours | Curve] = []
-    texts = {
-        "vgg19": "What the order of sending gives; the next row adds a server that cannot keep up.",
-        "sockeye": "Shapes chosen here, and sentences of one length: the paper names unequal ones.",
-        "resnet50": "10 Gbit/s are enough for it.",
-    }
-    for model, why in texts.items():
-        base = replace(_four(10), workers=8)
-        found.append(Ours(model, gains(simulations, model, base)["p3"], why))
-    for model, why in {
-        "vgg19": "With a server that does not keep up, P3 gains more.",
-        "sockeye": "The same server; shapes and batch time chosen here, sentences of one length.",
-    }.items():
-        slow = gains(simulations, model, replace(_four(10, costs=SLOW_SERVER), workers=8))["p3"]
-        found.append(Ours(model, slow, why, SLOW, main=True))
-    for model in texts:
-        points = tuple(
-            (float(workers), gains(simulations, model, replace(_four(10), workers=workers))["p3"])
-            for workers in (2, 4, 8, 16)
-        )
-        found.append(Curve(f"{model}: P3 over baseline", "machines", "%", points))
+    reports = simulations.run(
+        Job(model, replace(_four(rate), strategy=strategy, steps=4), interval_s=0.01)
+        for model, rate in rates_gbps.items()
+    )
+    found = []
+    for model, report in zip(rates_gbps, reports, strict=True):
+        use = report["utilization"]["tx"]
+        steady = use[len(use) // 4 : 3 * len(use) // 4]
+        idle = 100.0 * sum(share < IDLE_SHARE for share in steady) / len(steady)
+        found.append(ours(model, idle, used=100.0 * sum(steady) / len(steady)))
     return found
 
 
-def figure_12(simulations: Simulations) -> list[Ours]:
+for _name, _setting in _IDLE.items():
+    reproduces(_name)(partial(_idle, *_setting))
+
+
+@reproduces("p3:fig10")
+def figure_10(simulations: Simulations) -> list[Number | Curve]:
+    """Scaling over 2 to 16 machines at 10 Gbit/s."""
+
+    def gain(model: str, workers: int = 8, costs: MachineCosts = FREE) -> float:
+        cluster = replace(_four(10, costs=costs), workers=workers)
+        return gains(simulations, model, cluster)["p3"]
+
+    models = ("vgg19", "sockeye", "resnet50")
+    return [
+        *(ours(model, gain(model)) for model in models),
+        *(ours(model, gain(model, costs=SLOW_SERVER), "slow") for model in models[:2]),
+        *(
+            Curve(
+                *(f"{model}: P3 over baseline", "machines", "%"),
+                tuple((float(workers), gain(model, workers)) for workers in (2, 4, 8, 16)),
+            )
+            for model in models
+        ),
+    ]
+
+
+@reproduces("p3:fig12")
+def figure_12(simulations: Simulations) -> list[Number]:
     """Throughput against the size of slices, with hosts that take time."""
 
     def over_usual(model: str, rate: float, costs: MachineCosts) -> dict[int, float]:
@@ -428,51 +357,15 @@ def figure_12(simulations: Simulations) -> list[Ours]:
         best = max(SLICES, key=lambda one: over[one])
         near = [one for one in SLICES if over[one] > over[best] - 1.5]
         found.append(
-            Ours(
-                f"{model}_best",
-                float(best),
-                f"An optimum between, as published: beside 50,000, 1,000 has {over[1_000]:+.1f} %, "
-                f"a million {over[1_000_000]:+.1f} %, the best {over[best]:+.1f} %; {near[0]:,} to "
-                f"{near[-1]:,} are within 1.5 % of it. Where each message and sum costs ten times "
-                f"as much, {max(SLICES, key=lambda one: dearer[one]):,} is the best.",
-                f"at {rate} Gbit/s",
+            ours(
+                *(f"{model}_best", float(best)),
+                rate=rate,
+                small=over[1_000],
+                large=over[1_000_000],
+                best=over[best],
+                first=near[0],
+                last=near[-1],
+                dearer=max(SLICES, key=lambda one: dearer[one]),
             )
         )
     return found
-
-
-_IDLE_RATES = {"resnet50": 4, "vgg19": 15, "sockeye": 4}
-_FREE = "simulated, 4 ranks, free hosts, batch times of `gradlane whatif MODEL`"
-FIGURES = (
-    Figure("p3:fig4", "three layers: P3 halves the delay", "simulated, 2 ranks", figure_4),
-    Figure("p3:fig5", "parameters of layers", "counted", figure_5),
-    Figure("p3:fig6", "three layers: slices save 30 %", "simulated, 2 ranks", figure_6),
-    Figure("p3:fig7", "throughput against bandwidth", _FREE, figure_7),
-    Figure(
-        "p3:fig8",
-        "use of the network, baseline",
-        f"{_FREE}; intervals of 10 ms",
-        _idle("kvstore", _IDLE_RATES),
-    ),
-    Figure(
-        "p3:fig9",
-        "use of the network, P3",
-        f"{_FREE}; intervals of 10 ms",
-        _idle("p3", _IDLE_RATES),
-    ),
-    Figure("p3:fig10", "scaling at 10 Gbit/s", _FREE.replace("4", "2 to 16"), figure_10),
-    Figure("p3:fig12", "size of slices", "simulated, 4 ranks, the project's own host", figure_12),
-    Figure(
-        "p3:fig13",
-        "use of the network, TensorFlow",
-        f"{_FREE}; deferred-pull",
-        _idle("deferred-pull", {"resnet50": 4}),
-    ),
-    Figure(
-        "p3:fig14",
-        "use of the network, Poseidon",
-        f"{_FREE}; wfbp",
-        _idle("wfbp", {"inception_v3": 1}),
-    ),
-)
-"""Figures 1 to 3 are drawings; 11 and 15 are of accuracy, see `trained`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from gradlane.lab.papers.comparison import Figure, Ours, given
+from gradlane.lab.papers.comparison import Number, given, ours, reproduces
 from gradlane.lab.papers.lowprec_model import KERNELS, constants, one_gpu, units
 from gradlane.lab.papers.poseidon_bytes import BATCHES, profile_of, seconds, step
 from gradlane.lab.papers.simulations import FREE, Simulations
@@ -44,24 +44,19 @@ def sequential_speedup(model: str, nodes: int, rate_gbps: float, share: float = 
     return nodes * seconds(model, "caffe") / (exchanged_s + own_s)
 
 
-def one_node(_: Simulations) -> list[Ours]:
+@reproduces("poseidon:one_node")
+def one_node(_: Simulations) -> list[Number]:
     """Throughput of a single node."""
     rows = []
     for model in ("googlenet", "vgg19", "vgg19_22k"):
         speed = BATCHES[model] / (seconds(model, "caffe") + copies_s(model))
-        fitted = model == "vgg19"
-        why = f"copies at {copy_rate() / 1e9:.1f} GB/s, fitted to VGG-19"
-        rows.append(Ours(f"{model}_ps", speed, why, role="fitted" if fitted else ""))
-    hidden = (
-        "one rank sends nothing, so it is as fast as the engine alone, whose speed is published"
-    )
+        rows.append(ours(f"{model}_ps", speed, rate=copy_rate() / 1e9))
     alone = {
         "vgg19_22k_poseidon": "poseidon_vgg19_22k_caffe",
         "vgg19_tf_poseidon": "poseidon_vgg19_tf",
         "vgg19_22k_tf_poseidon": "poseidon_vgg19_22k_tf",
     }
-    rows += [Ours(key, given(name), hidden, role="input") for key, name in alone.items()]
-    return rows
+    return [*rows, *(ours(key, given(name), "alone") for key, name in alone.items())]
 
 
 def _local_speedup(model: str) -> float:
@@ -89,29 +84,22 @@ def _nodes_speedup(model: str) -> float:
     return cluster.workers * batch_s / float(report["step_s"])
 
 
-def multi(_: Simulations) -> list[Ours]:
+@reproduces("poseidon:multi")
+def multi(_: Simulations) -> list[Number]:
     """Several accelerators a node."""
     slowest = min(_local_speedup(model) for model in ("googlenet", "vgg19", "vgg19_22k"))
-    rows = [Ours("one_node", slowest, "simulated: the slowest of three; PCIe at 10 GB/s")]
+    rows = [ours("one_node", slowest)]
     for model in ("googlenet", "vgg19"):
         alone_s = seconds(model, "caffe")
         # A tree of four: two levels up with gradients, two down with parameters.
         tree_s = 4.0 * profile_of(model, "caffe").size_bytes / copy_rate()
-        why = (
-            f"a tree after backward without overlap, copies at Caffe+PS's "
-            f"{copy_rate() / 1e9:.1f} GB/s"
-        )
-        rows.append(Ours(f"{model}_caffe", 4.0 * alone_s / (alone_s + tree_s), why))
-    for model in ("googlenet", "vgg19"):
-        why = (
-            "simulated: 4 nodes of 8 ranks that add up on PCIe first, 10 Gbit/s, times of a K80 "
-            "(figure 10 of the low-precision paper); backward hides all of it"
-        )
-        rows.append(Ours(model, _nodes_speedup(model), why))
-    return rows
+        speedup = 4.0 * alone_s / (alone_s + tree_s)
+        rows.append(ours(f"{model}_caffe", speedup, "tree", rate=copy_rate() / 1e9))
+    return [*rows, *(ours(model, _nodes_speedup(model)) for model in ("googlenet", "vgg19"))]
 
 
-def cntk(_: Simulations) -> list[Ours]:
+@reproduces("poseidon:cntk")
+def cntk(_: Simulations) -> list[Number]:
     """CNTK with 1 bit on VGG-19."""
     faster = given("poseidon_vgg19_caffe") / one_gpu("vgg19")
     alone_s = seconds("vgg19", "caffe")
@@ -123,16 +111,15 @@ def cntk(_: Simulations) -> list[Ours]:
         messages_s = each["messages"] * amounts["messages"]
         kernels_s = sum(each[name] * amounts[name] for name in KERNELS) / faster
         exchange_s = port_s + messages_s + kernels_s
-        why = (
-            f"held out: constants of the low-precision paper's ResNet-152; bytes "
-            f"{1e3 * port_s:.0f} ms, messages {1e3 * messages_s:.0f} ms, kernels "
-            f"{1e3 * kernels_s:.0f} ms after a backward that hides none of it"
-        )
-        rows.append(Ours(f"vgg19_{nodes}", nodes * alone_s / (alone_s + exchange_s), why))
+        speedup = nodes * alone_s / (alone_s + exchange_s)
+        parts_ms = {"port": port_s, "messages": messages_s, "kernels": kernels_s}
+        facts = {name: 1e3 * part_s for name, part_s in parts_ms.items()}
+        rows.append(ours(f"vgg19_{nodes}", speedup, **facts))
     return rows
 
 
-def section_3(_: Simulations) -> list[Ours]:
+@reproduces("poseidon:sec3")
+def section_3(_: Simulations) -> list[Number]:
     """Shares of parameters and of computation."""
 
     def upper(model: str) -> tuple[float, float]:
@@ -142,27 +129,8 @@ def section_3(_: Simulations) -> list[Ours]:
         operations = sum(layer.operations for layer in dense)
         return 100.0 * numbers / network.numel, 100.0 * (1.0 - operations / network.operations)
 
-    counted = "counted for VGG-19; the paper means a family of networks"
     return [
-        Ours("fc_share", upper("vgg19")[0], counted),
-        Ours("conv_share", upper("vgg19")[1], counted),
-        Ours("vgg19_22k_fc", upper("vgg19_22k")[0], "counted"),
+        ours("fc_share", upper("vgg19")[0]),
+        ours("conv_share", upper("vgg19")[1]),
+        ours("vgg19_22k_fc", upper("vgg19_22k")[0]),
     ]
-
-
-FIGURES = (
-    Figure("poseidon:sec3", "where parameters and computation are", "counted", section_3),
-    Figure(
-        "poseidon:one_node",
-        "throughput of a single node",
-        "copies of Caffe+PS at one rate, fitted to VGG-19",
-        one_node,
-    ),
-    Figure("poseidon:multi", "several accelerators a node", "simulated, hosts free", multi),
-    Figure(
-        "poseidon:cntk",
-        "CNTK with 1-bit gradients",
-        "the exchange of `lab/papers/lowprec_model.py` on ports of 40 Gbit/s",
-        cntk,
-    ),
-)

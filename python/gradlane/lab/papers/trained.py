@@ -18,21 +18,17 @@ from gradlane.lab.accuracy.exchange import ALL, CONVOLUTIONS, LINEAR
 from gradlane.lab.accuracy.study import (
     LAYER_SCHEMES,
     NODES,
-    PAPERS_ASGD,
     PAPERS_DGC,
     SETTINGS,
     STUDIED_CLOSELY,
     WORKERS,
 )
-from gradlane.lab.papers.comparison import Curve, Figure, Ours, content_of
+from gradlane.lab.papers.comparison import Curve, Number, content_of, ours, reproduces
 from gradlane.lab.papers.simulations import Simulations
 
 TRAINED = Path(__file__).with_name("trained.json")
 STUDIED = Path(__file__).with_name("studied.json")
 _FULL_PRECISION = "p3"
-SMALLER = "smaller"
-"""Role of a number of another network than the paper's."""
-_SMALL = "A small network on easy images, not theirs"
 
 
 def trained_content() -> dict[str, Any]:
@@ -114,75 +110,57 @@ def _spread(values: Sequence[float]) -> str:
     return f"{mean} ± {statistics.stdev(values):.1f}" if len(values) > 1 else f"{mean} (one seed)"
 
 
-def _smaller(key: str, value: float, why: str, variant: str = "", *, main: bool = False) -> Ours:
-    return Ours(key, value, why, variant, main=main, role=SMALLER)
+_RUNS = {
+    "seeds": len(trained(_FULL_PRECISION).curves),
+    "command": trained_content()["command"],
+}
+"""Facts of the figures' settings."""
 
 
-def figure_11(_: Simulations) -> Sequence[Ours]:
+@reproduces("p3:fig11", **_RUNS)
+def figure_11(_: Simulations) -> list[Number]:
     """Compare DGC with P3 under several settings."""
     points = [points_from_p3(PAPERS_DGC, setting) for setting in SETTINGS]
-    ends = {
-        scheme: [trained(scheme, setting=setting).final for setting in SETTINGS]
-        for scheme in (_FULL_PRECISION, PAPERS_DGC)
-    }
-    ranges = [f"{min(own):.1f} to {max(own):.1f} %" for own in ends.values()]
+
+    def ends(scheme: str) -> str:
+        own = [trained(scheme, setting=setting).final for setting in SETTINGS]
+        return f"{min(own):.1f} to {max(own):.1f} %"
+
     by_setting = ", ".join(
         f"{setting[1:].replace('/', ' ') or 'the default'} {_spread(own)}"
         for setting, own in zip(SETTINGS, points, strict=True)
     )
     return [
-        _smaller(
+        ours(
             "dgc_points",
             statistics.fmean(one for own in points for one in own),
-            f"P3 ends at {ranges[0]} over the settings, DGC at {ranges[1]}; points by setting: "
-            f"{by_setting}. {_SMALL}.",
-            f"0.1 %, {len(SETTINGS)} settings, {len(points[0])} seeds",
-            main=True,
+            p3=ends(_FULL_PRECISION),
+            dgc=ends(PAPERS_DGC),
+            by_setting=by_setting,
+            settings=len(SETTINGS),
+            seeds=len(points[0]),
         ),
     ]
 
 
-_ORDERS = {"asgd": "in turn", "asgd:order=real": "real processes"}
-
-
-def _asgd_of(order: str, *, share: bool) -> str:
-    return order + ((",lr=mean" if ":" in order else ":lr=mean") if share else "")
-
-
-def figure_15(_: Simulations) -> Sequence[Ours]:
+@reproduces("p3:fig15", **_RUNS)
+def figure_15(_: Simulations) -> list[Number]:
     """Compare ASGD with P3: each worker's gradient is applied alone."""
     found = []
-    for share in (False, True):
-        for order, text in _ORDERS.items():
-            scheme = _asgd_of(order, share=share)
-            assert scheme in PAPERS_ASGD
-            points, stale = points_from_p3(scheme), trained(scheme).stale
-            lr = "a worker's share of the learning rate" if share else "P3's learning rate"
-            why = (
-                f"{_spread(points)} over {len(points)} seeds; gradients are {stale:.1f} updates "
-                "old. "
-            )
-            why += (
-                "A fourth of the learning rate for each of four times as many updates."
-                if share
-                else "Four times as many updates as P3 with the same learning rate and momentum "
-                "0.9: it diverges, whoever orders them."
-            )
-            main = order == "asgd:order=real" and not share
-            variant = f"{text}, {lr}"
-            found.append(
-                _smaller(
-                    "asgd_points", statistics.fmean(points), f"{why} {_SMALL}.", variant, main=main
-                )
-            )
+    for scheme in ("asgd", "asgd:order=real", "asgd:lr=mean", "asgd:order=real,lr=mean"):
+        points, stale = points_from_p3(scheme), trained(scheme).stale
+        mean = statistics.fmean(points)
+        facts = {"points": _spread(points), "seeds": len(points), "stale": stale}
+        found.append(ours("asgd_points", mean, scheme, **facts))
     return found
 
 
-def section_b2(_: Simulations) -> Sequence[Ours | Curve]:
+@reproduces("p3:secB2", **_RUNS)
+def section_b2(_: Simulations) -> list[Number | Curve]:
     """Compare where P3 and ASGD end, and when they come to 80/93 of where P3 ends."""
     full = trained(_FULL_PRECISION)
-    alike, own = (trained(_asgd_of("asgd:order=real", share=share)) for share in (False, True))
-    emulated = trained(_asgd_of("asgd", share=True))
+    alike, own = trained("asgd:order=real"), trained("asgd:order=real,lr=mean")
+    emulated = trained("asgd:lr=mean")
     goal = full.final * 80.0 / 93.0
     steps, full_steps = own.steps_to(goal), full.steps_to(goal)
     assert full_steps is not None
@@ -192,22 +170,16 @@ def section_b2(_: Simulations) -> Sequence[Ours | Curve]:
     apart = full.evaluated[1] - full.evaluated[0]
     in_turn = emulated.steps_to(goal)
     return [
-        _smaller("final_p3", full.final, f"{_SMALL}."),
-        _smaller(
-            "final_asgd",
-            own.final,
-            "Real processes, a worker's share of the learning rate; with all of it "
-            f"{alike.final:.1f} %. {_SMALL}.",
-        ),
-        _smaller(
+        ours("final_p3", full.final),
+        ours("final_asgd", own.final, alike=alike.final),
+        ours(
             "time_to_80",
             reached / full_steps,
-            f"To {goal:.1f} %, 80/93 of where P3 ends: {text}. Read between evaluations {apart} "
-            f"steps apart, the first of which P3 passes after {full_steps:.0f}: the ratio is "
-            "somewhat small. Steps take as long, since both send "
-            "a gradient and get parameters, and 1 Gbit/s is the limit; emulated in turn "
-            f"{'never' if in_turn is None else f'{in_turn / full_steps:.1f}x'}. {_SMALL}.",
-            "real processes, a worker's share of the learning rate",
+            goal=goal,
+            text=text,
+            apart=apart,
+            full_steps=full_steps,
+            in_turn="never" if in_turn is None else f"{in_turn / full_steps:.1f}x",
         ),
         *(
             Curve(name, "steps", "% right", tuple(zip(one.evaluated, one.mean_curve, strict=True)))
@@ -216,40 +188,42 @@ def section_b2(_: Simulations) -> Sequence[Ours | Curve]:
     ]
 
 
-def poseidon_9b(_: Simulations) -> Sequence[Ours]:
+@reproduces("poseidon:fig9b", **_RUNS)
+def poseidon_9b(_: Simulations) -> list[Number]:
     """Compare errors after equally many epochs on more nodes."""
     errors = {
         workers: 1.0 - trained(_FULL_PRECISION, workers=workers).final / 100.0
         for workers in (WORKERS, *NODES)
     }
-    text = ", ".join(f"{error:.3f} on {workers}" for workers, error in errors.items())
-    why = (
-        f"After {trained(_FULL_PRECISION).evaluated[-1]} steps of {WORKERS} workers, and as many "
-        f"samples in larger batches: {text} workers. As published, more "
-        f"nodes end alike in as many epochs. {_SMALL}."
-    )
-    return [_smaller("error", errors[NODES[-1]], why, f"{NODES[-1]} workers")]
+    return [
+        ours(
+            "error",
+            errors[NODES[-1]],
+            nodes=NODES[-1],
+            steps=trained(_FULL_PRECISION).evaluated[-1],
+            workers=WORKERS,
+            text=", ".join(f"{error:.3f} on {workers}" for workers, error in errors.items()),
+        )
+    ]
 
 
-def poseidon_11(_: Simulations) -> Sequence[Ours]:
+@reproduces("poseidon:fig11", **_RUNS)
+def poseidon_11(_: Simulations) -> list[Number]:
     """Compare full precision with 1-bit fully connected layers."""
     full, onebit = trained(_FULL_PRECISION), trained(LAYER_SCHEMES[1], layers=LINEAR)
     third = len(full.evaluated) // 3
     points = [one - other for one, other in zip(onebit.finals, full.finals, strict=True)]
-    why = (
-        f"Full precision ends at {1 - full.final / 100:.3f}, 1-bit fully connected layers at "
-        f"{1 - onebit.final / 100:.3f}: {_spread(points)} points over {len(points)} seeds, where "
-        "theirs stays at 0.5. Ours keep the residual on both ways; theirs is Caffe's "
-        f"with one. {_SMALL}."
-    )
+    facts = {
+        "third": full.evaluated[third],
+        "full": 1 - full.final / 100,
+        "onebit": 1 - onebit.final / 100,
+        "points": _spread(points),
+        "seeds": len(points),
+    }
     return [
-        _smaller(
-            "poseidon_error",
-            1.0 - full.mean_curve[third] / 100.0,
-            f"After a third of the steps, {full.evaluated[third]}. {why}",
-        ),
-        _smaller("onebit_error", 1.0 - onebit.final / 100.0, f"After all steps. {why}"),
-        _smaller("accuracy", full.final, f"{_SMALL}."),
+        ours("poseidon_error", 1.0 - full.mean_curve[third] / 100.0, **facts),
+        ours("onebit_error", 1.0 - onebit.final / 100.0, **facts),
+        ours("accuracy", full.final),
     ]
 
 
@@ -266,19 +240,16 @@ def _lost(scheme: str, tasks: Sequence[str]) -> tuple[float, str]:
     return -min(points for _, points, _ in found.values()), text
 
 
-def lowprec_5(_: Simulations) -> Sequence[Ours]:
+@reproduces("lowprec:fig5")
+def lowprec_5(_: Simulations) -> list[Number]:
     """Compare where each precision ends."""
     tasks: dict[str, Any] = studied_content()["tasks"]
     own, every = tasks[STUDIED_CLOSELY], tuple(tasks)
     found = []
     for key, scheme in _ENCODINGS.items():
         percent, points, spread = own[scheme]
-        why = (
-            "Full precision."
-            if scheme == "p3"
-            else f"{points:+.1f} ± {spread} from full precision."
-        )
-        found.append(_smaller(f"resnet50_{key}", percent, f"{why} {_SMALL}.", "a small ResNet"))
+        tag = "" if scheme == "p3" else "encoded"
+        found.append(ours(f"resnet50_{key}", percent, tag, points=points, spread=spread))
     gains = {
         (task, scheme): tasks[task][scheme][1]
         for task in _IMAGES
@@ -286,9 +257,7 @@ def lowprec_5(_: Simulations) -> Sequence[Ours]:
         if scheme.startswith(("qsgd", "onebit"))
     }
     (task, scheme), gain = max(gains.items(), key=lambda one: one[1])
-    found.append(
-        _smaller("best_gain", gain, f"`{scheme}` on {task}: noise of five seeds. {_SMALL}.")
-    )
+    found.append(ours("best_gain", gain, task=task, scheme=scheme))
     for key, scheme, over in (
         ("qsgd_2bit", "qsgd:bits=2", _IMAGES),
         ("alexnet_bucket_8192", "qsgd:bits=4,bucket=8192", (STUDIED_CLOSELY,)),
@@ -297,9 +266,7 @@ def lowprec_5(_: Simulations) -> Sequence[Ours]:
         ("qsgd_4bit_summary", "qsgd:bits=4", every),
     ):
         lost, text = _lost(scheme, over)
-        found.append(
-            _smaller(key, lost, f"Points from full precision: {text}. {_SMALL}.", "largest")
-        )
+        found.append(ours(key, lost, "lost", text=text))
     lost, text = _lost("onebit:bucket=512", (STUDIED_CLOSELY,))
     kinds = "; ".join(
         f"`{scheme}` "
@@ -313,45 +280,8 @@ def lowprec_5(_: Simulations) -> Sequence[Ours]:
         )
         for scheme in LAYER_SCHEMES
     )
-    why = f"{text}. By the kind of layer, {trained('p3').evaluated[-1]} steps: {kinds}. {_SMALL}."
-    found.append(_smaller("alexnet_onebit_512", lost, why))
+    steps = trained("p3").evaluated[-1]
+    found.append(ours("alexnet_onebit_512", lost, text=text, kinds=kinds, steps=steps))
     best = max(every, key=lambda task: tasks[task]["qsgd:bits=8"][1])
     _, gain, spread = tasks[best]["qsgd:bits=8"]
-    found.append(
-        _smaller("qsgd_8bit_summary", gain, f"On {best}, ± {spread}: noise. {_SMALL}.", "largest")
-    )
-    return found
-
-
-_SEEDS = len(trained(_FULL_PRECISION).curves)
-_SETTING = (
-    f"a small ResNet on 8x8 images of digits, {_SEEDS} seeds, trained by "
-    f"`{trained_content()['command']}`; theirs "
-    "{theirs}"
-)
-_DIGITS = _SETTING.format(theirs="are 160 epochs of ResNet-110 on CIFAR-10")
-FIGURES = (
-    Figure("p3:fig11", "accuracy of P3 and DGC", _DIGITS, figure_11),
-    Figure("p3:fig15", "accuracy of P3 and ASGD", _DIGITS, figure_15),
-    Figure("p3:secB2", "ResNet-110 by P3 and ASGD, over time", _DIGITS, section_b2),
-)
-"""Figures of P3; other papers' stand among their own figures."""
-POSEIDON_9B = Figure(
-    "poseidon:fig9b",
-    "ResNet-152: error over epochs",
-    _SETTING.format(theirs="are 90 epochs of ImageNet"),
-    poseidon_9b,
-)
-POSEIDON_11 = Figure(
-    "poseidon:fig11",
-    "convergence with 1-bit gradients",
-    _SETTING.format(theirs="is CIFAR-10 quick"),
-    poseidon_11,
-)
-LOWPREC_5 = Figure(
-    "lowprec:fig5",
-    "accuracy of each precision",
-    "four small networks of `gradlane lab accuracy --seeds 5` (docs/accuracy.md: 440 to 1,200 "
-    "steps), kinds of layers by `--papers`; theirs are ImageNet, CIFAR-10 and AN4",
-    lowprec_5,
-)
+    return [*found, ours("qsgd_8bit_summary", gain, task=best, spread=spread)]
