@@ -1,8 +1,10 @@
-"""Tables of pages of text."""
+"""Pages of text: templates and tables."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 
 def markdown_table(
@@ -19,3 +21,13 @@ def markdown_table(
     rules = ["---:" if numbers[at : at + 1] == "n" else "---" for at in range(len(columns))]
     body = (["-" if cell is None else str(cell) for cell in row] for row in rows)
     return "\n".join(f"| {' | '.join(line)} |" for line in (columns, rules, *body))
+
+
+def filled(template: Path, **places: object) -> str:
+    """Return a page: a template with its places filled; what is left empty leaves no gap.
+
+    Raises:
+        KeyError: a place of the template is not given.
+    """
+    text = template.read_text(encoding="utf-8").format(**places)
+    return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"

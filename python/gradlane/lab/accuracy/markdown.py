@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from gradlane.formats.rates import format_rate
 from gradlane.lab.accuracy import findings
@@ -18,11 +19,19 @@ from gradlane.lab.accuracy.findings import (
 from gradlane.lab.accuracy.schemes import FULL_PRECISION
 from gradlane.lab.accuracy.study import BUCKETS, RATES_BPS, STUDIED_CLOSELY, Result
 from gradlane.lab.accuracy.tasks import task_of
-from gradlane.report.markdown import markdown_table
+from gradlane.report.markdown import filled, markdown_table
 from gradlane.report.page import Cell, Table
 
+TEMPLATE = Path(__file__).with_name("page.md")
 FEW_SAVED = 0.5
 """Of the saving on the best task: less on another is worth a sentence."""
+SPREAD = """
+Tables are means over seeds ± standard deviation. Each seed is compared with the same seed of `p3`,
+which is full precision; a difference is called noise where its 95 % interval over seeds (Student's
+t) holds zero, or where it rounds to no tenth of a point. Of few seeds that interval is wide: a
+large loss so marked needs more seeds: it is not shown to be none. And of twenty differences that
+are none, one falls outside by chance.
+""".strip()
 
 
 def points(change: Spread) -> str:
@@ -198,29 +207,14 @@ def bytes_in_words(rows: Sequence[Result]) -> str:
 
 
 def page_text(rows: Sequence[Result], command: str) -> str:
-    """Return `docs/accuracy.md`.
+    """Return `docs/accuracy.md`: `page.md` with its places filled.
 
     Args:
         rows: of the study; at least one.
         command: what made them.
     """
     seeds = len({row.seed for row in rows})
-    steps = ", ".join(f"{task} {select(rows, task=task)[0].steps}" for task in tasks_of(rows))
-    parts = [
-        "# What codecs do to learning",
-        INTRODUCTION.format(
-            command=command,
-            workers=rows[0].workers,
-            seeds=seeds,
-            spread=SPREAD if seeds > 1 else spread_caption(rows),
-            steps=steps,
-            share=f"{findings.EQUAL_TIME_SHARE:.0%}",
-            margin=round(100 * findings.TARGET_MARGIN),
-        ),
-        "## Where a codec loses",
-        losses_in_words(rows) + bytes_in_words(rows),
-        eight_bits_in_words(rows),
-    ]
+    parts = []
     for task in tasks_of(rows):
         one = select(rows, task=task)[0]
         what, optimizer = task_of(task).what, task_of(task).optimizer
@@ -232,40 +226,16 @@ def page_text(rows: Sequence[Result], command: str) -> str:
         ]
     for title, table in sweep_tables(rows).items():
         parts += [f"## {title}", table.caption, _markdown(table)]
-    parts.append(LIMITS)
-    return "\n\n".join(part.strip() for part in parts if part) + "\n"
-
-
-SPREAD = """
-Tables are means over seeds ± standard deviation. Each seed is compared with the same seed of `p3`,
-which is full precision; a difference is called noise where its 95 % interval over seeds (Student's
-t) holds zero, or where it rounds to no tenth of a point. Of few seeds that interval is wide: a
-large loss so marked needs more seeds: it is not shown to be none. And of twenty differences that
-are none, one falls outside by chance.
-""".strip()
-INTRODUCTION = """
-Made by `{command}`: {workers} emulated workers, {seeds} seeds, steps: {steps}.
-{spread}
-
-- Every worker's gradient goes through the kernels that training uses, with its residual; the mean
-  is summed in rank order and encoded once more with the owner's residual; all workers decode the
-  same bytes. Small tensors stay in full precision by the 99 % rule.
-- *Times fewer bytes* counts both directions, with scales, positions and small tensors.
-- *Equal time* at a rate is {share} of the time that `p3` takes for all its steps there. A scheme
-  that has taken all its steps by then stays where it ended.
-- *x p3's time to accuracy*: how many times sooner the mean run comes within {margin} points of
-  where `p3` ends; `-` where a seed never does.
-- A step takes the perfect-overlap bound for the network's own sizes and the bytes that were encoded
-  in it. The time of encoding is not in it.
-- `asgd`: each worker's gradient is applied alone, with the full learning rate, on parameters that
-  are `workers - 1` updates old. `dgc` takes the optimizer's momentum into the codec where the
-  optimizer is SGD, and sends a share of a sparse mean that holds all workers' elements.
-"""
-LIMITS = """
-## What this does not show
-
-Networks of about 100,000 parameters and few steps: in long trainings, residuals have more time to
-bring everything across, and sparse codecs may lose less than here. Differences of tenths of a point
-that the papers report need more seeds and more steps than this. One learning rate was used for all
-schemes of a task, the one that suits full precision.
-"""
+    return filled(
+        TEMPLATE,
+        command=command,
+        workers=rows[0].workers,
+        seeds=seeds,
+        spread=SPREAD if seeds > 1 else spread_caption(rows),
+        steps=", ".join(f"{task} {select(rows, task=task)[0].steps}" for task in tasks_of(rows)),
+        share=f"{findings.EQUAL_TIME_SHARE:.0%}",
+        margin=round(100 * findings.TARGET_MARGIN),
+        losses=losses_in_words(rows) + bytes_in_words(rows),
+        eight_bits=eight_bits_in_words(rows),
+        tasks="\n\n".join(part.strip() for part in parts),
+    )

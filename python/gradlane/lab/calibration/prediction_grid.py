@@ -30,7 +30,7 @@ from gradlane.lab.runs.rows import Row, grouped, read_rows, text_of_no_evidence
 from gradlane.lab.runs.strategy import LabStrategy, parse_strategy
 from gradlane.planning.simulation.costs import MachineCosts, read_costs
 from gradlane.report.console import print_written
-from gradlane.report.markdown import markdown_table
+from gradlane.report.markdown import filled, markdown_table
 from gradlane.training.options.strategy import RING
 
 FITTED_WORKLOAD = "resnet50"
@@ -38,6 +38,7 @@ FITTED_WORKLOAD = "resnet50"
 FITTED_CONSTANT = "share_spread"
 MEDIAN_ERROR_TARGET = 0.03
 WORST_ERROR_TARGET = 0.08
+TEMPLATE = Path(__file__).with_name("predictions.md")
 _TRIALS = tuple(round(0.05 * index, 2) for index in range(13))
 
 
@@ -202,50 +203,44 @@ def page_of(predictions: Sequence[Prediction], rows: Sequence[Row], no_evidence:
     warmups = sorted({row.warmup for row in rows})
     busiest = max(row.cpu_share or 0.0 for row in rows)
     baselines = [row for row in rows if row.strategy.startswith("ddp")]
-    parts = [
-        "# Predictions against the lab\n",
-        "Written by `gradlane lab grid docs/predictions.json --markdown docs/predictions.md` from "
-        "the rows that were measured;\nwith `--measure` it measures what the file lacks (all of "
-        "it: about an hour on an idle machine, in pieces with `--budget-s`).\n",
-        f"{len(predictions)} runs of four emulated nodes: median error "
-        f"{summary['median_error'] * 100:.1f} %, worst {summary['worst_error'] * 100:.1f} % "
-        f"(wanted: {MEDIAN_ERROR_TARGET * 100:g} % and {WORST_ERROR_TARGET * 100:g} %).\n",
-        verdict_of(predictions) + "\n",
-        f"One constant, `{FITTED_CONSTANT}`, is fitted, on the unsealed rows of {FITTED_WORKLOAD} "
-        "(`--fit` repeats it). How long\nconnections stay unequal was chosen with one row of vgg19 "
-        "in sight (docs/simulator.md). All others are measured by themselves\n"
-        "(`gradlane lab calibrate`, "
-        "`crates/gradlane-sim/src/costs.rs`). Compute time is that of the cell's own run without\n"
-        "communication. Steps are nominal: dilation is divided out.\n",
-        f"Measured: {first.steps} steps after {warmups[0]} to {warmups[-1]} of warm-up, "
-        f"{first.machine['processors']} processors, Linux {first.versions['kernel']}, "
-        f"torch {first.versions['torch']}; the machine was\nbusy to {busiest * 100:.0f} % at "
-        "most.\n",
-        *([f"Left out, {no_evidence}.\n"] if no_evidence else []),
-        "## Every cell\n",
-        table_of(predictions) + "\n",
-    ]
+    sections = []
     found = auto_table(rows)
     if found:
-        parts += [
-            "## `auto` beside the fixed strategies\n",
+        sections += [
+            "## `auto` beside the fixed strategies",
             "What a session finds by itself in its first seven steps, measured after them and "
             "three more. The best fixed one is of those\nwith the same bits, and of all for "
             "`auto:any-rounding`; `auto` is to be over 2 % slower nowhere. A session takes ports "
             "for wires, where flows that meet queue; those of the lab\nare token buckets, so that "
-            "it expects a few per cent more than comes where the network decides.\n",
-            found + "\n",
+            "it expects a few per cent more than comes where the network decides.",
+            found,
         ]
     missing = _missing(rows)
     if missing:
-        parts += ["## Not measured yet\n", "\n".join(missing) + "\n"]
+        sections += ["## Not measured yet", "\n".join(missing)]
     if baselines:
-        parts += [
-            "## Beside them\n",
-            _ddp_verdict(baselines) + " Below, the fastest that was measured in each cell.\n",
-            _baseline_table(baselines, predictions),
-        ]
-    return "\n".join(parts).rstrip() + "\n"
+        beside = f"{_ddp_verdict(baselines)} Below, the fastest that was measured in each cell."
+        sections += ["## Beside them", beside, _baseline_table(baselines, predictions)]
+    return filled(
+        TEMPLATE,
+        runs=len(predictions),
+        median=f"{summary['median_error'] * 100:.1f}",
+        worst=f"{summary['worst_error'] * 100:.1f}",
+        wanted_median=f"{MEDIAN_ERROR_TARGET * 100:g}",
+        wanted_worst=f"{WORST_ERROR_TARGET * 100:g}",
+        verdict=verdict_of(predictions),
+        constant=FITTED_CONSTANT,
+        workload=FITTED_WORKLOAD,
+        steps=first.steps,
+        warmups=f"{warmups[0]} to {warmups[-1]}",
+        processors=first.machine["processors"],
+        kernel=first.versions["kernel"],
+        torch=first.versions["torch"],
+        busiest=f"{busiest * 100:.0f}",
+        no_evidence=f"Left out, {no_evidence}." if no_evidence else "",
+        cells=table_of(predictions),
+        sections="\n\n".join(sections),
+    )
 
 
 def auto_table(rows: Sequence[Row]) -> str:

@@ -25,7 +25,7 @@ from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.grid import GOODPUT_SHARE
 from gradlane.planning.simulation.profiles import Profile, synthetic_profile, timings_in
 from gradlane.planning.simulation.scenarios import Cluster
-from gradlane.report.markdown import markdown_table
+from gradlane.report.markdown import filled, markdown_table
 
 DTYPES = {
     "gpt2_small": "bf16",
@@ -322,24 +322,20 @@ def markdown_of(rows: Sequence[Row], command: str) -> str:
     gains = sorted(row.gain for row in free)
     first = {row.model: row for row in reversed(free)}
     section = f"\n## With the project's own host\n\n{_table(measured)}" if measured else ""
-    return (
-        TEMPLATE.read_text(encoding="utf-8")
-        .format(
-            command=command,
-            helped=sum(gain >= HELPS for gain in gains),
-            clusters=len(free),
-            median_gain=f"{100 * gains[len(gains) // 2]:.1f}",
-            largest_gain=f"{100 * gains[-1]:.0f}",
-            largest_loss=f"{100 * max(0.0, -gains[0]):.1f}",
-            answers="\n".join(f"- {text}" for text in answers(rows)),
-            host=host_answer(rows),
-            assumed="\n".join(_assumptions(first[model]) for model in DTYPES if model in first),
-            utilization=f"{100 * H100_UTILIZATION:.0f}",
-            rows=_table(free),
-            measured=section,
-        )
-        .rstrip()
-        + "\n"
+    return filled(
+        TEMPLATE,
+        command=command,
+        helped=sum(gain >= HELPS for gain in gains),
+        clusters=len(free),
+        median_gain=f"{100 * gains[len(gains) // 2]:.1f}",
+        largest_gain=f"{100 * gains[-1]:.0f}",
+        largest_loss=f"{100 * max(0.0, -gains[0]):.1f}",
+        answers="\n".join(f"- {text}" for text in answers(rows)),
+        host=host_answer(rows),
+        assumed="\n".join(_assumptions(first[model]) for model in DTYPES if model in first),
+        utilization=f"{100 * H100_UTILIZATION:.0f}",
+        rows=_table(free),
+        measured=section,
     )
 
 

@@ -22,8 +22,9 @@ from gradlane.lab.papers.lowprec import fit_quality
 from gradlane.lab.papers.lowprec_model import PARTS, Errors, constants
 from gradlane.lab.papers.simulations import Simulations
 from gradlane.lab.papers.writing import number
-from gradlane.report.markdown import markdown_table
+from gradlane.report.markdown import filled, markdown_table
 
+TEMPLATE = Path(__file__).with_name("published.md")
 LIMITS = (5, 10, 25)
 """Percent within which predictions are counted."""
 ROLES = {
@@ -241,34 +242,16 @@ _UNITS = {
 
 def markdown_of(made: Study, command: str) -> str:
     """Return the page."""
-    parts = [
-        "# All numbers that the papers publish, and ours\n",
-        f"Written by `{command}`. {summary(made)}\n",
-        "Ours are simulations, models and arithmetic, the same each time, and, where it says so, "
-        "what small networks learned. A deviation is that of ours from the published number, "
-        "also where both are percentages; a published bound (*up to*,\n*over*) counts as the "
-        "number that it is. "
-        "`gradlane reproduce FIGURE` shows how a figure is computed, with all its variants: the "
-        "causes below are taken from them. Numbers that a paper quotes from others, and curves\n"
-        "in pictures, which have no numbers, are not here ([figures with their curves]"
-        "(reproduced.md)).\n",
-        "## The model of low-precision exchanges\n",
-        "On one machine CNTK sends each gradient matrix by itself, through the host's memory with "
-        "MPI, after backward. A step is compute and these parts, each with one constant; all are "
-        "fitted to ResNet-152,\nwhose GPUs have 16 samples in every column. The rest is held out. "
-        "Where a GPU's share of the batch is smaller than that of one GPU, its compute comes from "
-        "the *other* primitive's cell with the fewest bits.\nParts are switched off without "
-        "fitting the others again.\n",
-    ]
+    model: list[str] = []
     for primitive in PARTS:
         each = ", ".join(
             f"{value * _UNITS[name][1]:.3g} {_UNITS[name][0]} {_UNITS[name][2]}"
             for name, value in constants(primitive).items()
         )
-        parts.append(f"{primitive.upper()}: {each}.\n")
+        model.append(f"{primitive.upper()}: {each}.\n")
         rows = [_error_cells(text, one) for text, one in fit_quality(primitive)]
-        parts.append(markdown_table(_ERROR_COLUMNS, rows, numbers="-nnnnnn") + "\n")
-    paper = ""
+        model.append(markdown_table(_ERROR_COLUMNS, rows, numbers="-nnnnnn") + "\n")
+    paper, parts = "", []
     figure_rows: dict[str, list[PublishedRow]] = {}
     for row in made.rows:
         figure_rows.setdefault(row.published.figure, []).append(row)
@@ -282,7 +265,13 @@ def markdown_of(made: Study, command: str) -> str:
         parts.append(
             markdown_table(COLUMNS[1:], [cells_of(row)[1:] for row in own], numbers="-nnn-") + "\n"
         )
-    return "\n".join(parts).rstrip() + "\n"
+    return filled(
+        TEMPLATE,
+        command=command,
+        summary=summary(made),
+        model="\n".join(model),
+        figures="\n".join(parts),
+    )
 
 
 def write_page(made: Study, path: Path) -> None:

@@ -10,9 +10,10 @@ from rich.table import Table
 
 from gradlane.lab.papers.comparison import Comparison, Curve
 from gradlane.lab.papers.figures import FIGURES, Reproduction, paper_of
-from gradlane.report.markdown import markdown_table
+from gradlane.report.markdown import filled, markdown_table
 
 COLUMNS = ("number", "paper", "ours", "difference", "why")
+TEMPLATE = Path(__file__).with_name("reproduced.md")
 LONG = 40
 """Rows from which a figure's table is left to the page of all published numbers."""
 
@@ -81,16 +82,7 @@ def print_reproduction(console: Console, made: Reproduction) -> None:
 
 def markdown_of(made: Sequence[Reproduction], command: str) -> str:
     """Return the page of text: every number beside the paper's."""
-    parts = [
-        "# Figures of the papers, and ours\n",
-        f"Written by `{command}`. Nothing here is measured: ours are simulations of the engine "
-        "that trains, a model of bytes where the\nengine lacks a scheme, or arithmetic, and for "
-        "accuracy what small networks learned; they come out the same each time. Differences are "
-        "relative, those of percentages in points. "
-        "Published numbers\nare those in the papers' text and tables (`python/gradlane/lab/papers/"
-        "published.json`, each with its place): curves in pictures have none. "
-        "[Every published number](published.md), with counts, stands on a page of its own.\n",
-    ]
+    parts: list[str] = []
     paper = ""
     for one in made:
         if paper_of(one.figure.name) != paper:
@@ -107,7 +99,7 @@ def markdown_of(made: Sequence[Reproduction], command: str) -> str:
             parts.append(markdown_table(COLUMNS, map(cells_of, one.rows), numbers="-nnn-") + "\n")
         if one.curves:
             parts.append("\n".join(f"- {curve_text(curve)}" for curve in one.curves) + "\n")
-    return "\n".join(parts).rstrip() + "\n"
+    return filled(TEMPLATE, command=command, figures="\n".join(parts))
 
 
 def write_page(made: Sequence[Reproduction], path: Path) -> None:
