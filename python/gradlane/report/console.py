@@ -37,6 +37,7 @@ def text_table(
     *,
     caption: str = "",
     highlight: Collection[int] = (),
+    texts: Collection[str] = (),
     wraps: bool = False,
 ) -> Table:
     """Return a table for a terminal, whose first column is aligned to the left.
@@ -47,10 +48,11 @@ def text_table(
         rows: cells as on a page; each row has one for each column.
         caption: stands below it.
         highlight: numbers of rows to set off.
+        texts: headings of columns that are aligned to the left, and may take several lines.
         wraps: whether a cell may take several lines where the terminal is narrow.
     """
     table = Table(
-        title=title,
+        title=title or None,
         caption=caption or None,
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -59,8 +61,8 @@ def text_table(
         caption_justify="left",
     )
     for number, heading in enumerate(columns):
-        justify: JustifyMethod = "right" if number else "left"
-        table.add_column(heading, justify=justify, no_wrap=not wraps)
+        justify: JustifyMethod = "left" if not number or heading in texts else "right"
+        table.add_column(heading, justify=justify, no_wrap=not wraps and heading not in texts)
     for number, row in enumerate(rows):
         table.add_row(*map(cell_text, row), style="bold" if number in highlight else "")
     return table

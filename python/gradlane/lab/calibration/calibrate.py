@@ -20,9 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from gradlane.lab.calibration import node_costs
 from gradlane.lab.cluster.keep_cpus_awake import cpus_kept_awake
@@ -30,6 +28,7 @@ from gradlane.lab.cluster.namespaces import Cluster
 from gradlane.lab.cluster.ranks import RankPool
 from gradlane.lab.runs.rows import NO_EVIDENCE, measures_machine
 from gradlane.planning.simulation.codec_costs import CALIBRATED_CODECS, measure_cost
+from gradlane.report.console import text_table
 from gradlane.training.options.option_fields import check_options, on_command_line, option
 from gradlane.training.options.option_groups import Network
 
@@ -392,25 +391,17 @@ def _constant(values: Sequence[float], how: str) -> Constant:
 
 def print_constants(console: Console, content: dict[str, Any]) -> None:
     """Print what `run_calibration` found, and whether the machine was too busy for it."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("constant", no_wrap=True)
-    table.add_column("value", justify="right", no_wrap=True)
-    table.add_column("spread", justify="right", no_wrap=True)
-    table.add_column("how")
+    rows = []
     for name, entry in content["constants"].items():
         spread = entry.get("spread")
-        table.add_row(
-            name,
-            _with_unit(name, entry["value"]),
-            "-" if spread is None else f"{spread:.2f}",
-            entry["how"],
-        )
+        told = "-" if spread is None else f"{spread:.2f}"
+        rows.append((name, _with_unit(name, entry["value"]), told, entry["how"]))
     for codec, cost in content["codecs"].items():
         for name, value in cost.items():
-            table.add_row(
-                f"{codec.partition(',')[0]} {name}", _with_unit(name, value), "-", "4 MiB of values"
-            )
-    console.print(table)
+            title = f"{codec.partition(',')[0]} {name}"
+            rows.append((title, _with_unit(name, value), "-", "4 MiB of values"))
+    columns = ("constant", "value", "spread", "how")
+    console.print(text_table("", columns, rows, texts=("how",)))
     measured = content["measured"]
     if measures_machine(measured["cpu_share"], measured["stolen_share"]):
         console.print(f"{NO_EVIDENCE}: measure again when it is idle", style="bold")

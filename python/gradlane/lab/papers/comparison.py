@@ -107,33 +107,71 @@ class Curve:
         return asdict(self)
 
 
+ROLES = {
+    "": "predicted",
+    "fitted": "fitted",
+    "input": "taken as input",
+    "smaller": "from a smaller network",
+    "none": "not reproduced",
+}
+"""Relations of ours to a published number: only predictions are counted by their deviation."""
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """A published number, and ours beside it."""
+    """A published number, and ours beside it; none where its figure was not reproduced."""
 
     published: Published
-    ours: Ours
+    ours: Ours | None
+
+    @property
+    def value(self) -> float | None:
+        """Our number; None where it is not reproduced."""
+        return None if self.ours is None else self.ours.value
+
+    @property
+    def why(self) -> str:
+        """Why ours differs, or that it does not."""
+        return ROLES["none"] if self.ours is None else self.ours.why
+
+    @property
+    def role(self) -> str:
+        """One of `ROLES`."""
+        return "none" if self.ours is None else self.ours.role
 
     @property
     def what(self) -> str:
         """The number in words, with the variant that ours is of."""
-        variant = self.ours.variant
+        variant = self.ours.variant if self.ours else ""
         return self.published.what + (f" ({variant})" if variant else "")
 
     @property
     def difference(self) -> float | None:
         """Ours less the published one, in its unit."""
-        value = self.published.value
-        return None if value is None else self.ours.value - value
+        if self.published.value is None or self.value is None:
+            return None
+        return self.value - self.published.value
+
+    @property
+    def deviation(self) -> float | None:
+        """The difference in percent; None where the published one is zero, or ours is another
+        network's."""
+        if self.difference is None or self.role == "smaller" or not self.published.value:
+            return None
+        return 100.0 * self.difference / abs(self.published.value)
+
+    def is_within(self, percent: float) -> bool:
+        """Return whether ours deviates by this much at most."""
+        return self.deviation is not None and abs(self.deviation) <= percent
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison with its difference."""
-        content = {**asdict(self.published), **asdict(self.ours)}
+        content = {**asdict(self.published), **(asdict(self.ours) if self.ours else {})}
         del content["value"]
         return {
             **content,
             "published": self.published.value,
-            "ours": self.ours.value,
+            "ours": self.value,
             "difference": self.difference,
         }
 
@@ -210,19 +248,8 @@ def published_of(figure: str) -> dict[str, Published]:
     if table:
         return table
     entries = published_content()["figures"].get(figure, {})
-    return {
-        key: Published(
-            figure,
-            key,
-            entry["what"],
-            entry.get("value"),
-            entry.get("unit", ""),
-            entry["source"],
-            entry.get("says", ""),
-            entry.get("note", ""),
-        )
-        for key, entry in entries.items()
-    }
+    blank = {"value": None, "unit": ""}
+    return {key: Published(figure, key, **{**blank, **entry}) for key, entry in entries.items()}
 
 
 def given(name: str) -> Any:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from gradlane.formats.profile import DTYPE_BYTES
 from gradlane.formats.rates import format_rate
@@ -25,6 +24,7 @@ from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.grid import GOODPUT_SHARE
 from gradlane.planning.simulation.profiles import Profile, synthetic_profile, timings_in
 from gradlane.planning.simulation.scenarios import Cluster
+from gradlane.report.console import text_table
 from gradlane.report.markdown import filled, markdown_table
 
 DTYPES = {
@@ -280,13 +280,8 @@ def host_answer(rows: Sequence[Row]) -> str:
 
 def print_study(console: Console, rows: Sequence[Row]) -> None:
     """Print every row, and the answer."""
-    table = Table()
-    for name in COLUMNS:
-        table.add_column(name)
-    for row in rows:
-        if row.host == "free":
-            table.add_row(*cells_of(row))
-    console.print(table)
+    body = (cells_of(row) for row in rows if row.host == "free")
+    console.print(text_table("", COLUMNS, body, texts=COLUMNS))
     for text in (*answers(rows), host_answer(rows)):
         if text:
             console.print(text, highlight=False)

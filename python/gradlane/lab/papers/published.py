@@ -14,105 +14,57 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from gradlane.lab.papers.comparison import Comparison, Published, published_of
+from gradlane.lab.papers.comparison import ROLES, Comparison, Published, published_of
 from gradlane.lab.papers.figures import FIGURES, Reproduction, paper_of, reproduce
 from gradlane.lab.papers.lowprec import fit_quality
 from gradlane.lab.papers.lowprec_model import PARTS, Errors, constants
 from gradlane.lab.papers.simulations import Simulations
 from gradlane.lab.papers.writing import number
+from gradlane.report.console import text_table
 from gradlane.report.markdown import filled, markdown_table
 
 TEMPLATE = Path(__file__).with_name("published.md")
 LIMITS = (5, 10, 25)
 """Percent within which predictions are counted."""
-ROLES = {
-    "": "predicted",
-    "fitted": "fitted",
-    "input": "taken as input",
-    "smaller": "from a smaller network",
-    "none": "not reproduced",
-}
-"""Relations of ours to a published number: only predictions are counted by their deviation."""
 COLUMNS = ("figure", "number", "published", "ours", "deviation, %", "cause")
 
 
-@dataclass(frozen=True)
-class PublishedRow:
-    """A published number beside ours.
+def cause_of(row: Comparison) -> str:
+    """Return why ours deviates or not."""
+    note = f" (reading: {row.published.note})" if row.published.note else ""
+    return f"{row.why}{note}"
 
-    Attributes:
-        published: what the paper says.
-        answer: ours; None where its figure was not reproduced.
+
+def row_of(row: Comparison) -> dict[str, Any]:
+    """Return a row as JSON has it."""
+    theirs = row.published
+    return {
+        "figure": theirs.figure,
+        "what": row.what,
+        "unit": theirs.unit,
+        "source": theirs.source,
+        "published": theirs.value,
+        "ours": row.value,
+        "deviation": row.deviation,
+        "role": ROLES[row.role],
+        "cause": cause_of(row),
+        "paper": paper_of(theirs.figure),
+    }
+
+
+def main_answer(published: Published, rows: Iterable[Comparison]) -> Comparison:
+    """Return the answer among a number's variants that the table takes.
+
+    Args:
+        published: the number.
+        rows: its variants; none where its figure was not reproduced.
     """
-
-    published: Published
-    answer: Comparison | None
-
-    @property
-    def value(self) -> float:
-        """The paper's number."""
-        assert self.published.value is not None
-        return self.published.value
-
-    @property
-    def ours(self) -> float | None:
-        """Our number; None where it is not reproduced."""
-        return None if self.answer is None else self.answer.ours.value
-
-    @property
-    def role(self) -> str:
-        """One of `ROLES`."""
-        return "none" if self.answer is None else self.answer.ours.role
-
-    @property
-    def what(self) -> str:
-        """The number in words."""
-        return self.published.what if self.answer is None else self.answer.what
-
-    @property
-    def deviation(self) -> float | None:
-        """Ours from the published number in percent; None where that is zero, or ours is another
-        network's."""
-        if self.ours is None or self.role == "smaller" or not self.value:
-            return None
-        return 100.0 * (self.ours - self.value) / abs(self.value)
-
-    @property
-    def cause(self) -> str:
-        """Why ours deviates or not."""
-        note = f" (reading: {self.published.note})" if self.published.note else ""
-        return f"{ROLES['none'] if self.answer is None else self.answer.ours.why}{note}"
-
-    def is_within(self, percent: float) -> bool:
-        """Return whether ours deviates by this much at most."""
-        return self.deviation is not None and abs(self.deviation) <= percent
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the row."""
-        theirs = self.published
-        return {
-            "figure": theirs.figure,
-            "what": self.what,
-            "unit": theirs.unit,
-            "source": theirs.source,
-            "published": self.value,
-            "ours": self.ours,
-            "deviation": self.deviation,
-            "role": ROLES[self.role],
-            "cause": self.cause,
-            "paper": paper_of(theirs.figure),
-        }
+    found = list(rows) or [Comparison(published, None)]
+    return next((one for one in found if one.ours and one.ours.main), found[0])
 
 
-def main_answer(rows: Iterable[Comparison]) -> Comparison | None:
-    """Return the answer among a number's variants that the table takes."""
-    found = list(rows)
-    return next((one for one in found if one.ours.main), next(iter(found), None))
-
-
-def rows_of(made: Sequence[Reproduction]) -> list[PublishedRow]:
+def rows_of(made: Sequence[Reproduction]) -> list[Comparison]:
     """Return a row for every published number of all figures.
 
     Args:
@@ -120,9 +72,8 @@ def rows_of(made: Sequence[Reproduction]) -> list[PublishedRow]:
     """
     compared = {one.figure.name: one.rows for one in made}
     return [
-        PublishedRow(
-            published,
-            main_answer(row for row in compared.get(name, ()) if row.published == published),
+        main_answer(
+            published, (row for row in compared.get(name, ()) if row.published == published)
         )
         for name in FIGURES
         for published in published_of(name).values()
@@ -140,7 +91,7 @@ class Study:
         cpu_s: processor seconds that all simulations took.
     """
 
-    rows: tuple[PublishedRow, ...]
+    rows: tuple[Comparison, ...]
     settings: dict[str, str]
     cpu_s: float
 
@@ -158,7 +109,7 @@ class Study:
     def to_json(self) -> dict[str, Any]:
         """Return everything, and the errors of the fitted model."""
         return {
-            "rows": [row.to_json() for row in self.rows],
+            "rows": [row_of(row) for row in self.rows],
             "counts": self.counts(),
             "settings": self.settings,
             "model": {
@@ -182,12 +133,15 @@ def study(simulations: Simulations) -> Study:
     return Study(tuple(rows_of(made)), settings, time.process_time() - begun_s)
 
 
-def cells_of(row: PublishedRow) -> tuple[str, ...]:
+def cells_of(row: Comparison) -> tuple[str, ...]:
     """Return a row's cells, in the order of `COLUMNS`."""
     what = f"{row.what}, {row.published.unit}" if row.published.unit else row.what
     deviation = "-" if row.deviation is None else f"{row.deviation:+.1f}"
-    cause = row.cause if not row.role or row.role == "none" else f"[{ROLES[row.role]}] {row.cause}"
-    return row.published.figure, what, number(row.value), number(row.ours), deviation, cause
+    cause = cause_of(row)
+    if row.role not in ("", "none"):
+        cause = f"[{ROLES[row.role]}] {cause}"
+    theirs = row.published
+    return theirs.figure, what, number(theirs.value), number(row.value), deviation, cause
 
 
 def _error_cells(text: str, made: Errors) -> tuple[str, ...]:
@@ -214,20 +168,13 @@ def summary(made: Study) -> str:
 
 def print_study(console: Console, made: Study) -> None:
     """Print the table, how good the fitted model is, and the counts."""
-    table = Table()
-    for name in COLUMNS:
-        right = name in ("published", "ours", "deviation, %")
-        table.add_column(name, justify="right" if right else "left")
-    for row in made.rows:
-        table.add_row(*(cell.replace("[", "\\[") for cell in cells_of(row)))
-    console.print(table)
+    body = ([cell.replace("[", "\\[") for cell in cells_of(row)] for row in made.rows)
+    texts = ("figure", "number", "cause")
+    console.print(text_table("", COLUMNS, body, texts=texts))
     for primitive in PARTS:
-        errors = Table(title=f"low precision, {primitive.upper()}: deviations of the fitted model")
-        for name in _ERROR_COLUMNS:
-            errors.add_column(name, justify="left" if name == "cells" else "right")
-        for text, one in fit_quality(primitive):
-            errors.add_row(*_error_cells(text, one))
-        console.print(errors)
+        title = f"low precision, {primitive.upper()}: deviations of the fitted model"
+        errors = [_error_cells(text, one) for text, one in fit_quality(primitive)]
+        console.print(text_table(title, _ERROR_COLUMNS, errors))
     console.print(f"{summary(made)} {made.cpu_s:.0f} s of one processor.", highlight=False)
 
 
@@ -252,7 +199,7 @@ def markdown_of(made: Study, command: str) -> str:
         rows = [_error_cells(text, one) for text, one in fit_quality(primitive)]
         model.append(markdown_table(_ERROR_COLUMNS, rows, numbers="-nnnnnn") + "\n")
     paper, parts = "", []
-    figure_rows: dict[str, list[PublishedRow]] = {}
+    figure_rows: dict[str, list[Comparison]] = {}
     for row in made.rows:
         figure_rows.setdefault(row.published.figure, []).append(row)
     for name, own in figure_rows.items():
@@ -284,14 +231,8 @@ def write_page(made: Study, path: Path) -> None:
     from gradlane.report.page import Table as PageTable
 
     columns = ("figure", "number", "unit", "published", "ours", "deviation, %", "role", "cause")
-    rows = [
-        (
-            *(row.published.figure, row.what, row.published.unit, row.value, row.ours),
-            row.deviation,
-            *(ROLES[row.role], row.cause),
-        )
-        for row in made.rows
-    ]
+    fields = ("figure", "what", "unit", "published", "ours", "deviation", "role", "cause")
+    rows = [[content[name] for name in fields] for content in map(row_of, made.rows)]
     sections = [Section("", [Paragraph(summary(made)), PageTable(columns, rows)])]
     for primitive in PARTS:
         errors = [_error_cells(text, one) for text, one in fit_quality(primitive)]

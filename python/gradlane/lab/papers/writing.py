@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from gradlane.lab.papers.comparison import Comparison, Curve
 from gradlane.lab.papers.figures import FIGURES, Reproduction, paper_of
+from gradlane.report.console import text_table
 from gradlane.report.markdown import filled, markdown_table
 
 COLUMNS = ("number", "paper", "ours", "difference", "why")
@@ -32,7 +32,7 @@ def number(value: float | None) -> str:
 
 def cells_of(row: Comparison) -> tuple[str, ...]:
     """Return a row's cells, in the order of `COLUMNS`."""
-    theirs, ours = row.published, row.ours
+    theirs = row.published
     paper = theirs.says if theirs.value is None else number(theirs.value)
     difference = "-"
     if row.difference is not None:
@@ -42,7 +42,7 @@ def cells_of(row: Comparison) -> tuple[str, ...]:
         elif theirs.unit == "%":
             difference += " points"
     name = f"{row.what}, {theirs.unit}" if theirs.unit else row.what
-    return name, paper, number(ours.value), difference, ours.why
+    return name, paper, number(row.value), difference, row.why
 
 
 def curve_text(curve: Curve) -> str:
@@ -53,14 +53,11 @@ def curve_text(curve: Curve) -> str:
 
 def print_list(console: Console) -> None:
     """Print all figures, and how they are reproduced."""
-    table = Table()
-    for name in ("figure", "what", "how"):
-        table.add_column(name)
-    for figure in FIGURES.values():
-        table.add_row(figure.name, figure.title, figure.setting)
-    table.add_row("modern", "networks of today: where scheduling helps", "a page of its own")
-    table.add_row("published", "every published number beside ours", "a page of its own")
-    console.print(table)
+    rows = [(figure.name, figure.title, figure.setting) for figure in FIGURES.values()]
+    rows.append(("modern", "networks of today: where scheduling helps", "a page of its own"))
+    rows.append(("published", "every published number beside ours", "a page of its own"))
+    columns = ("figure", "what", "how")
+    console.print(text_table("", columns, rows, texts=columns))
 
 
 def print_reproduction(console: Console, made: Reproduction) -> None:
@@ -69,13 +66,9 @@ def print_reproduction(console: Console, made: Reproduction) -> None:
     console.print(f"{figure.name}: {figure.title}", style="bold", highlight=False)
     console.print(f"{paper_of(figure.name)}; ours: {made.setting}", style="dim", highlight=False)
     if made.rows:
-        table = Table()
-        for name in COLUMNS:
-            justify = "right" if name in ("ours", "difference") else "left"
-            table.add_column(name, justify=justify)  # type: ignore[arg-type]
-        for row in made.rows:
-            table.add_row(*cells_of(row))
-        console.print(table)
+        rows = map(cells_of, made.rows)
+        texts = ("number", "paper", "why")
+        console.print(text_table("", COLUMNS, rows, texts=texts))
     for curve in made.curves:
         console.print(curve_text(curve), highlight=False)
 
@@ -122,9 +115,9 @@ def write_page(made: Sequence[Reproduction], path: Path) -> None:
                     row.what,
                     row.published.unit,
                     row.published.says if row.published.value is None else row.published.value,
-                    row.ours.value,
+                    row.value,
                     row.difference,
-                    row.ours.why,
+                    row.why,
                 )
                 for row in one.rows
             ]
