@@ -23,8 +23,7 @@ from gradlane.lab.accuracy.markdown import (
     page_text,
     points,
 )
-from gradlane.lab.accuracy.run import Run
-from gradlane.lab.accuracy.schemes import parse_scheme
+from gradlane.lab.accuracy.run import Run, parse_scheme
 from gradlane.lab.accuracy.tasks import CIFAR10, TASKS, task_of
 from gradlane.lab.accuracy.timing import step_s, timings
 from gradlane.lab.accuracy.training import train

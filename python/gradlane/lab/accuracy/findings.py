@@ -15,7 +15,7 @@ import numpy as np
 
 from gradlane.lab.accuracy.curve import crossing
 from gradlane.lab.accuracy.exchange import ALL
-from gradlane.lab.accuracy.schemes import FULL_PRECISION
+from gradlane.lab.accuracy.run import FULL_PRECISION
 from gradlane.lab.accuracy.study import Result
 
 EQUAL_TIME_SHARE = 0.25

@@ -16,7 +16,7 @@ from gradlane.lab.accuracy.findings import (
     select,
     tasks_of,
 )
-from gradlane.lab.accuracy.schemes import FULL_PRECISION
+from gradlane.lab.accuracy.run import FULL_PRECISION
 from gradlane.lab.accuracy.study import BUCKETS, RATES_BPS, STUDIED_CLOSELY, Result
 from gradlane.lab.accuracy.tasks import task_of
 from gradlane.report.markdown import filled, markdown_table

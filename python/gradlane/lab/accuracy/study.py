@@ -15,8 +15,7 @@ from typing import Any
 
 from gradlane.lab.accuracy.asynchronous import check_ranks
 from gradlane.lab.accuracy.exchange import ALL, CONVOLUTIONS, LAYERS
-from gradlane.lab.accuracy.run import Run
-from gradlane.lab.accuracy.schemes import FULL_PRECISION, REAL, parse_scheme
+from gradlane.lab.accuracy.run import FULL_PRECISION, REAL, Run, parse_scheme
 from gradlane.lab.accuracy.tasks import CIFAR10, TASKS, task_of
 from gradlane.lab.accuracy.timing import step_s
 from gradlane.lab.accuracy.training import train

@@ -11,8 +11,7 @@ from torch import nn
 from gradlane.lab.accuracy.asynchronous import train_on_ranks
 from gradlane.lab.accuracy.curve import Curve, evaluation_steps
 from gradlane.lab.accuracy.exchange import EmulatedExchange
-from gradlane.lab.accuracy.run import Run
-from gradlane.lab.accuracy.schemes import REAL
+from gradlane.lab.accuracy.run import REAL, Run
 from gradlane.lab.accuracy.tasks import Task, task_of
 
 

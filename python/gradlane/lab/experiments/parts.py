@@ -14,7 +14,7 @@ from gradlane.lab.runs.rows import CEILING, MEASURED, NO_EVIDENCE, SIMULATED, Ro
 from gradlane.planning.simulation.bound import describe_binding
 from gradlane.planning.simulation.scenarios import RING_FUSED
 from gradlane.report.curves import Points
-from gradlane.report.page import Cell, Measurement, Section, Table
+from gradlane.report.page import Cell, Measurement, Section, Table, measured_here
 from gradlane.training.options.strategy import STRATEGIES as ENGINE_STRATEGIES
 
 Column = tuple[str, Callable[[Row, Findings], Cell]]
@@ -157,8 +157,13 @@ def plain_cell(name: str, value: Any) -> Cell:
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
-def measurement(rows: Sequence[Row]) -> Section:
-    """Return the box that says what was run, with what, where, and how busy the machine was."""
+def measurement(rows: Sequence[Row], command: str | None = None) -> Measurement:
+    """Return the box that says what was run, with what, where, and how busy the machine was.
+
+    Args:
+        rows: of one page.
+        command: what was run; where it is None that of the rows, or else of this process.
+    """
     runs = [row for row in rows if not row.is_simulated]
     machines = [row.machine for row in runs]
     commands = dict.fromkeys(command_of(machine) for machine in machines if machine)
@@ -185,15 +190,23 @@ def measurement(rows: Sequence[Row]) -> Section:
     facts["runs"] = f"{len(runs) - busy} measured, {len(rows) - len(runs)} simulated"
     if busy:
         facts[f"runs with {NO_EVIDENCE}"] = str(busy)
-    for text, values in (
-        ("workers", {row.workers for row in runs}),
-        ("dilation", {row.dilation for row in runs}),
-        ("steps a run", {row.steps for row in runs}),
+    for text, values, spelled in (
+        ("workers", {row.workers for row in runs}, "{:g}".format),
+        ("dilation", {row.dilation for row in runs}, "{:g}".format),
+        ("steps a run", {row.steps for row in runs}, "{:g}".format),
+        ("steps of warm-up", {row.warmup for row in runs}, "{:g}".format),
+        ("seed", {row.seed for row in runs if row.has("seed")}, "{:g}".format),
+        ("goodput", {row.goodput_bps for row in runs}, format_rate),
     ):
         low, high = min(values, default=0), max(values, default=0)
-        if high:
-            facts[text] = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-    return Section("", [Measurement("\n".join(commands) or "nothing was measured", facts)])
+        if high or (text == "seed" and values):
+            facts[text] = spelled(low) if low == high else f"{spelled(low)} to {spelled(high)}"
+    here = measured_here(command)
+    if not any(machines) and not any(row.versions for row in runs):
+        # A page may be made elsewhere and later than its rows: what they say comes first.
+        facts = {**here.facts, **facts}
+    recorded = "\n".join(filter(None, commands))
+    return Measurement(command or recorded or here.command, facts)
 
 
 def command_of(machine: Mapping[str, Any]) -> str:

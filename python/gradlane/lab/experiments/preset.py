@@ -195,7 +195,7 @@ class Preset:
             blocks.insert(0, Paragraph(f"{found.note[0].upper()}{found.note[1:]}."))
         blocks += [*self.remarks(found), Paragraph(self.text)]
         sections = [Section("In short", blocks), *self.sections(found)]
-        sections += [all_rows(rows), measurement(rows)]
+        sections += [all_rows(rows), Section("", [measurement(rows)])]
         write_report(path, self.title, sections, summary=self.summary(found))
 
 

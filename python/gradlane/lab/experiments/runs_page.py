@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from gradlane.formats.rates import format_rate
-from gradlane.lab.experiments.parts import command_of, percent, plain_cell, used_columns
+from gradlane.lab.experiments.parts import measurement, percent, plain_cell, used_columns
 from gradlane.lab.runs.notes import balance_notes, factor_notes, loss_over_time
 from gradlane.lab.runs.rows import (
     CEILING,
@@ -21,7 +21,7 @@ from gradlane.lab.runs.rows import (
     median_or_none,
     text_of_no_evidence,
 )
-from gradlane.report.page import Cell, Measurement, Section, Table, measured_here, write_report
+from gradlane.report.page import Cell, Section, Table, write_report
 from gradlane.report.plots import Plot, Series, bar_plot, line_plot, utilization_plot
 from gradlane.training.options.codec_options import RAW
 
@@ -46,7 +46,7 @@ def report_from_results(
         OSError: the file cannot be written.
     """
     sections = sections_from_results(rows)
-    sections.append(Section("Measurement", [_measurement(rows, command)]))
+    sections.append(Section("Measurement", [measurement(rows, command)]))
     workers = ", ".join(str(count) for count in dict.fromkeys(row.workers for row in rows) if count)
     title = title or f"{', '.join(grouped(rows, _workload))} on {workers} workers"
     write_report(path, title, sections, summary=_summary(rows))
@@ -309,26 +309,3 @@ def _link_plots(rows: Sequence[Row], colors: Mapping[str, int], suffix: str) -> 
                 )
             )
     return plots
-
-
-def _measurement(rows: Sequence[Row], command: str | None) -> Measurement:
-    """Return facts that the rows carry, and this process' own where they have none."""
-    here = measured_here(command)
-    recorded = {**rows[0].versions, **rows[0].machine}
-    # A page may be made elsewhere and later than its rows: what they say replaces what is here.
-    command = command or command_of(recorded) or here.command
-    recorded.pop("command", None)
-    facts = {
-        name.replace("_", " "): f"{value:.2f}" if isinstance(value, float) else str(value)
-        for name, value in recorded.items()
-    } or dict(here.facts)
-    contents = [row.to_json() for row in rows]
-    for key in ("dilation", "seed", "warmup", "goodput_bps"):
-        values = dict.fromkeys(one[key] for one in contents if one.get(key) is not None)
-        if values:
-            texts = [format_rate(it) if key == "goodput_bps" else f"{it:g}" for it in values]
-            facts[key.removesuffix("_bps")] = ", ".join(texts)
-    shares = [row.cpu_share for row in rows if row.cpu_share is not None]
-    if shares:
-        facts["machine CPU, busiest row"] = f"{100 * max(shares):.0f} %"
-    return Measurement(command, facts)

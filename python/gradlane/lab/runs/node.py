@@ -23,7 +23,7 @@ def _trial(answers: Answers, rank: int, request: dict[str, Any]) -> TrialResult:
 
 def _serve(rank: int, request: dict[str, Any]) -> OwnerCounters:
     from gradlane.lab.runs.messages import TrialRequest
-    from gradlane.lab.runs.serving import run_serving
+    from gradlane.lab.runs.trial import run_serving
 
     return run_serving(TrialRequest.from_json(request), rank)
 

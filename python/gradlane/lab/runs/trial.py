@@ -1,7 +1,8 @@
 """One run on one rank: a workload, a strategy, W warm-up steps and S measured ones.
 
 Step boundaries are the times at the start of each forward, so a deferred update is paid for in the
-step that waits for it. Everything a run made is gone when it returns, whatever happened.
+step that waits for it. Everything a run made is gone when it returns, whatever happened. A
+dedicated server has no workload: it serves the run until the workers have closed their sessions.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from gradlane.lab.cluster.rank_program import meet, open_store
-from gradlane.lab.runs.communication import Communication, connect
+from gradlane.lab.runs.communication import Communication, connect, prefixed
 from gradlane.lab.runs.messages import TrialRequest, TrialResult
 from gradlane.lab.runs.strategy import LabStrategy, parse_strategy
 from gradlane.lab.runs.traffic import OwnerCounters
@@ -83,6 +84,39 @@ def run_trial(
     finally:
         gc.collect()
         _return_free_memory()
+
+
+def run_serving(request: TrialRequest, rank: int) -> OwnerCounters:
+    """Serve a run of gradlane's until its workers have closed their sessions.
+
+    Args:
+        request: the workers' request.
+        rank: this rank, after all workers.
+
+    Returns:
+        The counters as an owner. The bytes are those of all steps, with the spread of the first
+        values, scaled to those that workers count.
+    """
+    import gradlane
+
+    store = open_store(request.addresses, request.store_port, rank)
+    session = gradlane.init(
+        workers=request.world_size,
+        rendezvous=gradlane.Rendezvous(
+            prefixed(request, store), rank, request.world_size + request.serving, request.job
+        ),
+        network=gradlane.Network(advertise=request.address(rank), secret=request.secret),
+        monitoring=gradlane.Monitoring(summary=False),
+    )
+    served = session.serve()
+    del store
+    gc.collect()
+    share = request.counted_steps / (request.warmup + request.steps)
+    return OwnerCounters(
+        sum(one.owned_bytes for one in served),
+        round(share * sum(one.rx_bytes for one in served)),
+        round(share * sum(one.tx_bytes for one in served)),
+    )
 
 
 def _run_connected(
