@@ -7,7 +7,7 @@ is shown in, and a name keeps its number across all plots of a page that are giv
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,11 +50,14 @@ def line_plot(
     *,
     x_label: str,
     y_label: str,
-    colors: Mapping[str, int] | None = None,
-    dashed: Sequence[str] = (),
+    colors: Mapping[str, int | str] | None = None,
+    dashed: Collection[str] = (),
+    hidden: Collection[str] = (),
     markers: bool = False,
+    width: float = 2,
     y_from_zero: bool = False,
     note: str = "",
+    is_low: bool = False,
 ) -> Plot:
     """Plot lines, such as loss curves or step times.
 
@@ -63,11 +66,14 @@ def line_plot(
         series: the lines, by name.
         x_label: what the horizontal axis shows, with its unit.
         y_label: what the vertical axis shows, with its unit.
-        colors: colour number of each name; by order where absent.
+        colors: colour number of each name, or `text` for the colour of text; by order where absent.
         dashed: names to draw dashed, such as bounds.
+        hidden: names that show only after a click on the legend.
         markers: show a dot at each value.
+        width: of the lines, in pixels.
         y_from_zero: start the vertical axis at zero.
         note: text below the plot.
+        is_low: whether it is less high, as one of several that are compared.
 
     Raises:
         ValueError: if a line's values do not pair up.
@@ -80,18 +86,21 @@ def line_plot(
                 "type": "scatter",
                 "mode": "lines+markers" if markers else "lines",
                 "name": name,
+                "legendgroup": name,
                 "x": [_number(value) for value in xs],
                 "y": [_number(value) for value in ys],
-                "line": {"width": 2, "dash": "dash" if name in dashed else "solid"},
+                "line": {"width": width, "dash": "dash" if name in dashed else "solid"},
                 "meta": {"color": index if colors is None else colors.get(name, index)},
             }
         )
+        if name in hidden:
+            traces[-1]["visible"] = "legendonly"
     layout = axes(x_label, y_label, y_from_zero=y_from_zero)
     every = [value for xs, _ in series.values() for value in xs]
     if every and all(isinstance(one, int) for one in every) and max(every) - min(every) <= 10:
         # Nothing lies between two of them, such as steps.
         layout["xaxis"]["dtick"] = 1
-    return Plot(title, traces, layout, note)
+    return Plot(title, traces, layout, note, is_low)
 
 
 def bar_plot(
@@ -180,20 +189,17 @@ def utilization_plot(
         name: (xs, [None if share is None else 100.0 * share for share in ys])
         for name, (xs, ys) in series.items()
     }
-    plot = line_plot(
+    return line_plot(
         title,
         shares,
         x_label="time, s",
         y_label="link used, % of goodput",
         colors=colors,
+        hidden=hidden,
+        width=1.5,
+        y_from_zero=True,
         note=note,
     )
-    for trace in plot.traces:
-        trace["line"]["width"] = 1.5
-        if trace["name"] in hidden:
-            trace["visible"] = "legendonly"
-    plot.layout["yaxis"]["rangemode"] = "tozero"
-    return plot
 
 
 def axes(x_label: str, y_label: str, *, y_from_zero: bool = False) -> dict[str, Any]:

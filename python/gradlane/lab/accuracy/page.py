@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from gradlane.lab.accuracy.markdown import main_table, spread_caption, sweep_tab
 from gradlane.lab.accuracy.study import RATES_BPS, Result
 from gradlane.lab.accuracy.tasks import task_of
 from gradlane.report.page import Block, Paragraph, Section, measured_here, write_report
-from gradlane.report.plots import Plot, axes
+from gradlane.report.plots import Plot, line_plot
 
 SHOWN_AT_FIRST = ("p3", "asgd", "qsgd:bits=8", "qsgd:bits=2", "onebit", "dgc")
 """Beginnings of the names of lines that show without a click."""
@@ -84,51 +83,40 @@ def _curves(
     title: str, rows: Sequence[Result], schemes: Sequence[str], rate_bps: int | None
 ) -> Plot:
     """Plot mean accuracy and a band over seeds of every scheme."""
-    traces: list[dict[str, Any]] = []
-    for scheme in schemes_of(rows):
-        own = select(rows, scheme=scheme)
-        values = 100.0 * np.array([row.accuracy for row in own])
-        xs = list(
+    groups = {scheme: select(rows, scheme=scheme) for scheme in schemes_of(rows)}
+    accuracies = {
+        scheme: 100.0 * np.array([row.accuracy for row in own]) for scheme, own in groups.items()
+    }
+    times = {
+        scheme: list(
             own[0].evaluated
             if rate_bps is None
             else np.mean([row.times_s(rate_bps) for row in own], axis=0).round(6).tolist()
         )
-        number = schemes.index(scheme)
-        shown = scheme.startswith(SHOWN_AT_FIRST)
-        common = {
-            "type": "scatter",
-            "mode": "lines",
-            "legendgroup": scheme,
-            "visible": True if shown else "legendonly",
-            "meta": {"color": number % PALETTE},
-        }
-        dash = "solid" if number < PALETTE else "dash"
-        traces.append(
-            {
-                **common,
-                "name": scheme,
-                "x": xs,
-                "y": values.mean(axis=0).round(3).tolist(),
-                "line": {"width": 2, "dash": dash},
-            }
-        )
-        if len(own) > 1:
+        for scheme, own in groups.items()
+    }
+    numbers = {scheme: schemes.index(scheme) for scheme in groups}
+    plot = line_plot(
+        title,
+        {
+            scheme: (times[scheme], values.mean(axis=0).round(3).tolist())
+            for scheme, values in accuracies.items()
+        },
+        x_label="step" if rate_bps is None else "emulated time, s",
+        y_label="held-out accuracy, %",
+        colors={scheme: number % PALETTE for scheme, number in numbers.items()},
+        dashed=[scheme for scheme, number in numbers.items() if number >= PALETTE],
+        hidden=[scheme for scheme in groups if not scheme.startswith(SHOWN_AT_FIRST)],
+        note="Click a name in the legend to show or hide its line.",
+    )
+    for line in plot.traces[:]:
+        xs, values = times[line["name"]], accuracies[line["name"]]
+        if len(values) > 1:
             low, high = values.min(axis=0).round(3), values.max(axis=0).round(3)
-            traces.append(
-                {
-                    **common,
-                    "name": scheme,
-                    "showlegend": False,
-                    "hoverinfo": "skip",
-                    "x": [*xs, *reversed(xs)],
-                    "y": [*low.tolist(), *high[::-1].tolist()],
-                    "line": {"width": 0},
-                    "fill": "toself",
-                    "opacity": 0.25,
-                }
-            )
-    layout = axes("step" if rate_bps is None else "emulated time, s", "held-out accuracy, %")
+            band = {"x": [*xs, *reversed(xs)], "y": [*low.tolist(), *high[::-1].tolist()]}
+            look = {"line": {"width": 0}, "fill": "toself", "opacity": 0.25, "hoverinfo": "skip"}
+            plot.traces.append({**line, **band, **look, "showlegend": False})
     if rate_bps is not None:
         slowest = max(row.times_s(rate_bps)[-1] for row in rows)
-        layout["xaxis"]["range"] = [0, slowest / 2]
-    return Plot(title, traces, layout, "Click a name in the legend to show or hide its line.")
+        plot.layout["xaxis"]["range"] = [0, slowest / 2]
+    return plot

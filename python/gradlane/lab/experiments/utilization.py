@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from gradlane.lab.cluster.counters import Recording
 from gradlane.lab.experiments import parts
@@ -20,7 +19,7 @@ from gradlane.lab.runs.rows import CEILING, Row
 from gradlane.lab.runs.run import LabProgress, run_lab
 from gradlane.lab.runs.traffic import Activity, activity_of
 from gradlane.report.page import Block, Cell, Figure, Section, Table
-from gradlane.report.plots import Plot, axes
+from gradlane.report.plots import Plot, line_plot
 
 IDLE_BELOW = 0.05
 """A port that carries less than this share of its goodput in an interval is idle in it."""
@@ -178,43 +177,40 @@ def _port_plot(row: Row) -> Plot:
     interval_s = activity.wall_interval_s / row.dilation
     count = _count_shown(activity, interval_s)
     times_s = [round((index + 0.5) * interval_s, 5) for index in range(count)]
-    traces: list[dict[str, Any]] = []
-    for node in range(len(activity.sent_bytes)):
-        for name, moved, color in (
-            ("out", activity.sent_bytes[node], 1),
-            ("in", activity.received_bytes[node], 0),
-        ):
+    series: dict[str, tuple[list[float], list[float]]] = {}
+    colors: dict[str, int | str] = {"goodput": "text"}
+    for node, both in enumerate(zip(activity.sent_bytes, activity.received_bytes, strict=True)):
+        for direction, moved, color in zip(("out", "in"), both, (1, 0), strict=True):
             rates = [round(8 * one / interval_s / 1e9, 3) for one in moved[:count]]
-            color += 2 * node
-            traces.append(_line(f"node {node} {name}", times_s, rates, color, "%{y:.2f} Gbit/s"))
-            if node > 0:
-                traces[-1]["visible"] = "legendonly"
-    ends = [times_s[0], times_s[-1]] if times_s else []
-    level = _line("goodput", ends, [round(row.goodput_bps / 1e9, 3)] * len(ends), "text", "")
-    del level["hovertemplate"]
-    level["line"]["dash"], level["hoverinfo"] = "dash", "skip"
-    layout = axes("nominal time, s", "Gbit/s", y_from_zero=True)
-    layout["shapes"] = [
-        {
-            "type": "line",
-            "x0": start_s,
-            "x1": start_s,
-            "y0": 0,
-            "y1": 1,
-            "yref": "paper",
-            "line": {"width": 1, "dash": "dot", "color": "gray"},
-        }
-        for start_s in activity.step_starts_s
-        if start_s <= (times_s[-1] if times_s else 0.0)
-    ]
-    return Plot(
+            series[f"node {node} {direction}"] = (times_s, rates)
+            colors[f"node {node} {direction}"] = 2 * node + color
+    hidden = list(series)[2:]
+    series["goodput"] = (times_s, [round(row.goodput_bps / 1e9, 3)] * count)
+    plot = line_plot(
         f"{parts.marked(row)}: bytes in and out of a port",
-        [*traces, level],
-        layout,
-        "Dotted: a step begins on the slowest rank. Click a name for the ports of other nodes. An "
-        "interval may be above the goodput where a sample came late.",
+        series,
+        x_label="nominal time, s",
+        y_label="Gbit/s",
+        colors=colors,
+        dashed=("goodput",),
+        hidden=hidden,
+        width=1.25,
+        y_from_zero=True,
+        note="Dotted: a step begins on the slowest rank. Click a name for the ports of other nodes."
+        " An interval may be above the goodput where a sample came late.",
         is_low=True,
     )
+    for trace in plot.traces[:-1]:
+        trace["hovertemplate"] = "%{y:.2f} Gbit/s"
+    plot.traces[-1]["hoverinfo"] = "skip"
+    line = {"type": "line", "y0": 0, "y1": 1, "yref": "paper"}
+    look = {"width": 1, "dash": "dot", "color": "gray"}
+    plot.layout["shapes"] = [
+        {**line, "x0": start_s, "x1": start_s, "line": look}
+        for start_s in activity.step_starts_s
+        if times_s and start_s <= times_s[-1]
+    ]
+    return plot
 
 
 def _count_shown(activity: Activity, interval_s: float) -> int:
@@ -227,36 +223,30 @@ def _cpu_plot(row: Row) -> Plot:
     activity = _activity(row)
     count = _count_shown(activity, activity.wall_interval_s / row.dilation)
     together_s = CPU_TOGETHER * activity.wall_interval_s
-    traces = []
+    series = {}
     for rank, used_s in enumerate(activity.rank_cpu_s):
         sums = summed(used_s[:count], CPU_TOGETHER)
         middles_s = [
             round((index + 0.5) * together_s / row.dilation, 5) for index in range(len(sums))
         ]
         shares = [round(100 * value / together_s, 1) for value in sums]
-        traces.append(_line(f"rank {rank}", middles_s, shares, 2 * rank, "%{y:.0f} %"))
-    note = (
-        f"Share of one processor, over {1e3 * together_s:g} ms of real time each. "
-        f"Compute is asleep here, so this is what communication costs, with time {row.dilation:g} "
-        "times as long as it nominally is."
+        series[f"rank {rank}"] = (middles_s, shares)
+    plot = line_plot(
+        f"{parts.marked(row)}: processors",
+        series,
+        x_label="nominal time, s",
+        y_label="% of a processor",
+        colors={name: 2 * rank for rank, name in enumerate(series)},
+        width=1.25,
+        y_from_zero=True,
+        note=f"Share of one processor, over {1e3 * together_s:g} ms of real time each. Compute is "
+        "asleep here, so this is what communication costs, with time "
+        f"{row.dilation:g} times as long as it nominally is.",
+        is_low=True,
     )
-    layout = axes("nominal time, s", "% of a processor", y_from_zero=True)
-    return Plot(f"{parts.marked(row)}: processors", traces, layout, note, is_low=True)
-
-
-def _line(
-    name: str, xs: Sequence[float], ys: Sequence[float], color: int | str, hover: str
-) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": name,
-        "x": xs,
-        "y": ys,
-        "line": {"width": 1.25},
-        "meta": {"color": color},
-        "hovertemplate": hover,
-    }
+    for trace in plot.traces:
+        trace["hovertemplate"] = "%{y:.0f} %"
+    return plot
 
 
 def _balance_table(rows: Sequence[Row]) -> Table:
