@@ -13,14 +13,14 @@ import os
 import secrets
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from gradlane.lab.cluster.keep_cpus_awake import cpus_kept_awake
 from gradlane.lab.cluster.namespaces import NODES_MAX, Cluster
 from gradlane.lab.cluster.ranks import RankPool
 from gradlane.lab.runs.rows import measures_machine
-from gradlane.lab.transport.trace import TraceRow, UrgentSlice, urgent_slices
+from gradlane.lab.transport.trace import UrgentSlice, urgent_slices
 from gradlane.planning.simulation.bound import port_bytes
 from gradlane.planning.simulation.grid import GOODPUT_SHARE
 from gradlane.training.options.option_fields import check_options, on_command_line, option
@@ -215,29 +215,8 @@ class ExchangeRow:
     @staticmethod
     def median(repeats: Sequence[ExchangeRow]) -> ExchangeRow:
         """Return the medians over repeats, of ratios too."""
-
-        def middle(number: Callable[[ExchangeRow], float]) -> float:
-            return float(statistics.median(map(number, repeats)))
-
-        def turn(of: Callable[[ExchangeRow], Turn]) -> Turn:
-            turns = [asdict(of(one)) for one in repeats]
-            return Turn(
-                **{name: statistics.median(one[name] for one in turns) for name in turns[0]}
-            )
-
-        return ExchangeRow(
-            conditions=replace(
-                repeats[0].conditions, load_average=middle(lambda one: one.conditions.load_average)
-            ),
-            repeat=None,
-            stream_goodput_bps=middle(lambda one: one.stream_goodput_bps),
-            goodput_share=middle(lambda one: one.goodput_share),
-            gloo_goodput_share=middle(lambda one: one.gloo_goodput_share),
-            cpu_ratio=middle(lambda one: one.cpu_ratio),
-            cpu_bound=any(one.cpu_bound for one in repeats),
-            gradlane=turn(lambda one: one.gradlane),
-            gloo=turn(lambda one: one.gloo),
-        )
+        middle: ExchangeRow = _median(repeats)
+        return replace(middle, repeat=None)
 
     @property
     def goodput_share_met(self) -> bool:
@@ -252,16 +231,14 @@ class ExchangeRow:
     def to_json(self) -> dict[str, Any]:
         """Return the row of the file; medians are held against the targets."""
         content = asdict(self)
-        conditions, gradlane, gloo = (
-            content.pop(name) for name in ("conditions", "gradlane", "gloo")
-        )
-        row = {
+        row: dict[str, Any] = {
             "measurement": "exchange" if self.repeat is not None else "exchange_median",
-            **conditions,
-            **content,
-            **{f"gradlane_{name}": value for name, value in gradlane.items()},
-            **{f"gloo_{name}": value for name, value in gloo.items()},
+            **content.pop("conditions"),
         }
+        turns = {name: content.pop(name) for name in ("gradlane", "gloo")}
+        row |= content
+        for name, turn in turns.items():
+            row |= {f"{name}_{key}": value for key, value in turn.items()}
         if self.repeat is not None:
             return row
         return {
@@ -271,6 +248,18 @@ class ExchangeRow:
             "cpu_ratio_target": CPU_RATIO_TARGET,
             "cpu_ratio_met": self.cpu_ratio_met,
         }
+
+
+def _median(values: Sequence[Any]) -> Any:
+    """Return the medians of all numbers of some rows; of flags whether one is set."""
+    first = values[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [one.name for one in fields(first)]
+        middle = {name: _median([getattr(value, name) for value in values]) for name in names}
+        return replace(first, **middle)
+    if isinstance(first, bool):
+        return any(values)
+    return float(statistics.median(values)) if isinstance(first, float) else first
 
 
 @dataclass(frozen=True)
@@ -448,19 +437,13 @@ class _Measurement:
                 ready_shares=shares,
                 stagger_s=stagger_s,
             )
-            slices = urgent_slices(*_decode(results))
+            slices = urgent_slices(
+                [list(map(tuple, result["trace"])) for result in results],
+                [list(map(tuple, result["ready_ns"])) for result in results],
+            )
             conditions = RunConditions.of(options)
             for direction in ("push", "reply"):
                 chosen = [item for item in slices if item.direction == direction]
                 rows.append(UrgencyRow(conditions, way, direction, chosen))
         self._pool.ask_all("close")
         return rows
-
-
-def _decode(
-    results: Sequence[dict[str, Any]],
-) -> tuple[list[list[TraceRow]], list[list[tuple[int, int, int, int]]]]:
-    """Return the ranks' traces and ready times as `urgent_slices` takes them."""
-    traces: list[list[TraceRow]] = [[tuple(row) for row in result["trace"]] for result in results]
-    ready_ns = [[tuple(row) for row in result["ready_ns"]] for result in results]
-    return traces, ready_ns
