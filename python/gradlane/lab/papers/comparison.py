@@ -12,8 +12,11 @@ from typing import Any
 PUBLISHED = Path(__file__).with_name("published.json")
 TABLES = Path(__file__).with_name("published_tables.json")
 WORDS = Path(__file__).with_name("figures.json")
-"""By figure: its title, how it is reproduced, and the words beside each of our numbers. Words have
-places for facts that are computed. Those of a key alone, or of a tag alone, are named so."""
+"""By figure: its title, how it is reproduced, and the words beside ours, with places for facts.
+
+Words stand under `key:tag`, or `key` where there is no tag; those of all other numbers of a tag
+under `:tag`, and those of all other numbers without one under an empty name.
+"""
 
 
 @dataclass(frozen=True)
