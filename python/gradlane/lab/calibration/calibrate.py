@@ -217,30 +217,24 @@ def run_calibration(
     }
 
 
+@dataclass
 class _Calibration:
     """The ranks of one cluster, asked one thing after another."""
 
-    def __init__(
-        self,
-        options: CalibrationOptions,
-        cluster: Cluster,
-        pool: RankPool,
-        on_phase: Callable[[str], None],
-    ) -> None:
-        self._options = options
-        self._cluster = cluster
-        self._pool = pool
-        self._on_phase = on_phase
-        self.cpu_share = 0.0
-        self.stolen_share = 0.0
-        self._reduce_byte_s = 0.0
+    options: CalibrationOptions
+    cluster: Cluster
+    pool: RankPool
+    on_phase: Callable[[str], None]
+    cpu_share: float = 0.0
+    stolen_share: float = 0.0
+    reduce_byte_s: float = 0.0
 
     def goodput_share(self) -> Constant:
         """Measure what plain TCP streams carry, both directions at once, over the port's rate."""
-        self._on_phase("TCP streams on all ports")
+        self.on_phase("TCP streams on all ports")
         shares = [
-            self._pool.stream_bps(**STREAM) / self._options.rate_bps
-            for _ in range(self._options.repeat)
+            self.pool.stream_bps(**STREAM) / self.options.rate_bps
+            for _ in range(self.options.repeat)
         ]
         return _constant(shares, "plain TCP streams from neighbour to neighbour, both directions")
 
@@ -252,20 +246,20 @@ class _Calibration:
         *,
         trace: bool = False,
     ) -> None:
-        self._pool.ask_all(
+        self.pool.ask_all(
             "open",
             job=f"calibrate-{secrets.token_hex(4)}",
-            addresses=self._cluster.addresses,
-            store_port=self._cluster.next_port(),
+            addresses=self.cluster.addresses,
+            store_port=self.cluster.next_port(),
             tensor_elems=list(tensor_elems),
             settings={"frame_bytes": frame_bytes, "slice_elems": slice_elems, "frame_trace": trace},
         )
 
     def _load(self, frame_bytes: int, slice_elems: int) -> Load:
-        options = self._options
+        options = self.options
         self._open(options.tensor_elems, frame_bytes, slice_elems)
-        results = self._pool.ask_all("run", steps=options.steps, warmup=1)
-        self._pool.ask_all("close")
+        results = self.pool.ask_all("run", steps=options.steps, warmup=1)
+        self.pool.ask_all("close")
         total_s = max(results[0]["machine_total_s"], 1e-9)
         self.cpu_share = max(self.cpu_share, results[0]["machine_busy_s"] / total_s)
         self.stolen_share = max(self.stolen_share, results[0]["machine_stolen_s"] / total_s)
@@ -279,11 +273,11 @@ class _Calibration:
             (LARGE_FRAME_BYTES, SMALL_SLICE_ELEMS),
         )
         frames, bytes_, sums = [], [], []
-        for repeat in range(self._options.repeat):
+        for repeat in range(self.options.repeat):
             loads = []
             for frame_bytes, slice_elems in shapes:
-                self._on_phase(
-                    f"repeat {repeat + 1} of {self._options.repeat}: frames of {frame_bytes} "
+                self.on_phase(
+                    f"repeat {repeat + 1} of {self.options.repeat}: frames of {frame_bytes} "
                     f"bytes, slices of {slice_elems}"
                 )
                 loads.append(self._load(frame_bytes, slice_elems))
@@ -296,7 +290,7 @@ class _Calibration:
             frames.append(frame_s)
             bytes_.append(byte_s)
             sums.append(sum_s)
-        self._reduce_byte_s = statistics.median(sums)
+        self.reduce_byte_s = statistics.median(sums)
         frame = _constant(
             frames,
             f"processor time of the I/O thread with frames of {SMALL_FRAME_BYTES} and of "
@@ -318,15 +312,15 @@ class _Calibration:
 
     def latencies(self) -> dict[str, Constant]:
         """Measure what an idle cluster takes for one tensor of one frame, part by part."""
-        self._on_phase("single tensors on idle ports")
+        self.on_phase("single tensors on idle ports")
         self._open([LATENCY_ELEMS], LARGE_FRAME_BYTES, LARGE_SLICE_ELEMS, trace=True)
-        results = self._pool.ask_all("latency", trials=self._options.trials)
-        self._pool.ask_all("close")
+        results = self.pool.ask_all("latency", trials=self.options.trials)
+        self.pool.ask_all("close")
 
         def middle(name: str) -> float:
             return float(statistics.median(it for result in results for it in result[name]))
 
-        reduced_s = self._reduce_byte_s * WORKERS * LATENCY_ELEMS * _FLOAT_BYTES
+        reduced_s = self.reduce_byte_s * WORKERS * LATENCY_ELEMS * _FLOAT_BYTES
         return {
             "command_s": Constant(
                 middle("command_s"),
@@ -345,18 +339,18 @@ class _Calibration:
 
     def send_buffer(self) -> Constant:
         """Measure what the kernel takes of a connection whose peer has gone."""
-        self._on_phase("filling a send buffer")
-        self._pool.ask_all(
+        self.on_phase("filling a send buffer")
+        self.pool.ask_all(
             "connect",
-            address=self._cluster.addresses[0],
-            port=self._cluster.next_port(),
+            address=self.cluster.addresses[0],
+            port=self.cluster.next_port(),
             asked_bytes=ASKED_BUFFER_BYTES,
         )
-        self._cluster.set_link(0, connected=False)
+        self.cluster.set_link(0, connected=False)
         try:
-            filled = self._pool.ask_all("fill")[1]
+            filled = self.pool.ask_all("fill")[1]
         finally:
-            self._cluster.set_link(0, connected=True)
+            self.cluster.set_link(0, connected=True)
         return Constant(
             float(filled["option_bytes"]),
             f"SO_SNDBUF of a connection that asked for {ASKED_BUFFER_BYTES}; cut off from its "

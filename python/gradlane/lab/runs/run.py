@@ -142,36 +142,32 @@ def least_disturbed(stream_bps: Callable[[], float], dilation: float) -> Goodput
     return min(tries, key=lambda one: one.stolen_share)
 
 
+@dataclass
 class _Runner:
     """One lab run's cluster, ranks and counters of ports and jobs."""
 
-    def __init__(
-        self,
-        options: LabOptions,
-        cluster: Cluster,
-        pool: RankPool,
-        progress: LabProgress,
-        scratch: Path,
-    ) -> None:
-        self._options = options
-        self._cluster = cluster
-        self._pool = pool
-        self._progress = progress
+    options: LabOptions
+    cluster: Cluster
+    pool: RankPool
+    progress: LabProgress
+    scratch: Path
+    recording: Recording | None = None
+
+    def __post_init__(self) -> None:
         self._timings: list[TensorTiming] = []
         self._wire_bytes: dict[str, list[int]] = {}
         self._schemes: dict[str, list[str]] = {}
         self._session = secrets.token_hex(4)
         self._versions = package_versions()
         self._machine = machine_facts()
-        self._trace_path = scratch / "trace.json"
-        self.recording: Recording | None = None
+        self._trace_path = self.scratch / "trace.json"
 
     def run(self, strategy: LabStrategy, rate_bps: int, repeat: int, goodput: Goodput) -> Row:
         """Run one strategy once and return its row, without bound and ratios."""
-        options = self._options
-        port = self._cluster.next_port()
+        options = self.options
+        port = self.cluster.next_port()
         addresses = [
-            address for address in self._cluster.addresses for _ in range(options.ranks_per_node)
+            address for address in self.cluster.addresses for _ in range(options.ranks_per_node)
         ]
         serving = options.serving if strategy.family == "gradlane" else 0
         traced = options.trace_path is not None and strategy.family == "gradlane"
@@ -194,7 +190,7 @@ class _Runner:
             clip_norm=options.clip_norm,
         )
         reported = 0
-        processes = self._pool.processes()
+        processes = self.pool.processes()
         spec = options.straggler
         bursts = Bursts(spec, processes[spec.rank]) if spec is not None else None
 
@@ -203,10 +199,10 @@ class _Runner:
             if bursts is not None and done_steps > 0:
                 bursts.begin()
             if rank == 0:
-                self._progress.advance(done_steps - reported)
+                self.progress.advance(done_steps - reported)
                 reported = done_steps
 
-        descriptors = self._cluster.counter_descriptors()
+        descriptors = self.cluster.counter_descriptors()
         with (
             bursts or contextlib.nullcontext(),
             TrafficSampler(descriptors, processes=processes) as sampler,
@@ -215,11 +211,11 @@ class _Runner:
             trial = {**asked, "kind": "trial"}
             served = {**asked, "kind": "serve"} if serving else {"kind": "rest"}
             requests = [trial] * options.workers + [served] * options.serving
-            everyone = self._pool.ask(requests, advance, sampler.count)
+            everyone = self.pool.ask(requests, advance, sampler.count)
         results = [TrialResult.from_json(one) for one in everyone[: options.workers]]
         owners = [result.owner for result in results]
         owners += map(OwnerCounters.from_json, everyone[options.workers :] if serving else ())
-        self._progress.advance(options.warmup_of(strategy) + options.steps - reported)
+        self.progress.advance(options.warmup_of(strategy) + options.steps - reported)
         self._timings = results[0].timings
         self._wire_bytes[strategy.text] = results[0].wire_bytes
         self._schemes[strategy.text] = results[0].schemes
@@ -235,7 +231,7 @@ class _Runner:
 
     def _join_timelines(self, rate_bps: int) -> None:
         """Write one timeline of all ranks, as fast as it nominally was."""
-        options = self._options
+        options = self.options
         assert options.trace_path is not None
         paths = [rank_path(self._trace_path, rank) for rank in range(options.workers)]
         whole = merge([read_chrome(path) for path in paths]).stretched(1 / options.dilation)
@@ -255,7 +251,7 @@ class _Runner:
         owners: Sequence[OwnerCounters],
         record: TrafficRecord,
     ) -> Row:
-        options = self._options
+        options = self.options
         dilation = options.dilation
         # A step begins when its slowest rank begins it; of the others, where one is stopped.
         slow = None if options.straggler is None else options.straggler.rank

@@ -384,37 +384,37 @@ def _exchange(
     return ExchangeRow.of(conditions, repeat, turns["gradlane"], turns["gloo"], stream_bps)
 
 
+@dataclass(frozen=True)
 class _Measurement:
     """The ranks of one cluster, asked one thing after another."""
 
-    def __init__(self, options: TransportOptions, cluster: Cluster, pool: RankPool) -> None:
-        self._options = options
-        self._cluster = cluster
-        self._pool = pool
+    options: TransportOptions
+    cluster: Cluster
+    pool: RankPool
 
     def _open(self, implementation: str, tensor_elems: Sequence[int], **named: Any) -> None:
-        self._pool.ask_all(
+        self.pool.ask_all(
             "open",
             implementation=implementation,
             job=f"transport-{secrets.token_hex(4)}",
-            addresses=self._cluster.addresses,
-            store_port=self._cluster.next_port(),
+            addresses=self.cluster.addresses,
+            store_port=self.cluster.next_port(),
             tensor_elems=list(tensor_elems),
             **named,
         )
 
     def turn(self, implementation: str) -> Turn:
         """Exchange the gradients with one implementation."""
-        options = self._options
+        options = self.options
         named = {"settings": options.settings or {}} if implementation == "gradlane" else {}
         self._open(implementation, options.tensor_elems, **named)
-        results = self._pool.ask_all("run", steps=options.steps, warmup=options.warmup)
-        self._pool.ask_all("close")
+        results = self.pool.ask_all("run", steps=options.steps, warmup=options.warmup)
+        self.pool.ask_all("close")
         return summarize_turn(results, implementation, options.steps, options.sent_bytes_per_step)
 
     def urgency(self) -> list[UrgencyRow]:
         """Hand over urgent slices while a large tensor saturates the ports."""
-        options = self._options
+        options = self.options
         large_elems = round(options.urgent_megabytes * 1e6 / _FLOAT_BYTES)
         tensor_elems = [URGENT_ELEMS] * URGENT_PER_STEP + [large_elems]
         self._open(
@@ -430,7 +430,7 @@ class _Measurement:
             ("one rank at a time", gap_share * busy_s / options.workers),
             ("all ranks at once", 0.0),
         ):
-            results = self._pool.ask_all(
+            results = self.pool.ask_all(
                 "urgency",
                 steps=-(-options.urgent_trials // URGENT_PER_STEP),
                 busy_s=busy_s,
@@ -445,5 +445,5 @@ class _Measurement:
             for direction in ("push", "reply"):
                 chosen = [item for item in slices if item.direction == direction]
                 rows.append(UrgencyRow(conditions, way, direction, chosen))
-        self._pool.ask_all("close")
+        self.pool.ask_all("close")
         return rows
