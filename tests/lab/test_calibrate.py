@@ -16,8 +16,8 @@ from gradlane.lab.calibration.calibrate import (
     load_of,
     print_constants,
     run_calibration,
-    solve,
 )
+from gradlane.lab.runs.fitting import non_negative
 from gradlane.planning.simulation.codec_costs import CALIBRATED_CODECS
 from gradlane.planning.simulation.costs import HOST_CONSTANTS, read_costs
 from gradlane.report.console import wide_console
@@ -27,14 +27,14 @@ from tests.namespaces import needs_namespaces
 def test_two_costs_are_told_apart() -> None:
     counts = [(100.0, 1e6), (800.0, 1e6), (100.0, 2e6)]
     seconds = [frames * 5e-6 + bytes_ * 3e-10 for frames, bytes_ in counts]
-    frame_s, byte_s = solve(counts, seconds)
+    frame_s, byte_s = non_negative(counts, seconds)
     assert frame_s == pytest.approx(5e-6) and byte_s == pytest.approx(3e-10)
 
 
 def test_a_cost_is_never_negative() -> None:
     for first, second in ((0.0, 2.08), (2.08, 0.0)):
         counts = [(1.0, 1.0), (1.0, 2.0)] if first == 0.0 else [(1.0, 1.0), (2.0, 1.0)]
-        assert list(solve(counts, [2.0, 4.2])) == pytest.approx([first, second])
+        assert list(non_negative(counts, [2.0, 4.2])) == pytest.approx([first, second])
 
 
 def test_a_load_is_what_each_rank_had_to_do() -> None:

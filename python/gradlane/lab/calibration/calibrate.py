@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from gradlane.lab.calibration import node_costs
 from gradlane.lab.cluster.keep_cpus_awake import cpus_kept_awake
 from gradlane.lab.cluster.namespaces import Cluster
 from gradlane.lab.cluster.ranks import RankPool
+from gradlane.lab.runs.fitting import non_negative
 from gradlane.lab.runs.rows import NO_EVIDENCE, measures_machine
 from gradlane.planning.simulation.codec_costs import CALIBRATED_CODECS, measure_cost
 from gradlane.report.console import text_table
@@ -139,25 +139,6 @@ def load_of(
         io_s=mean("gradlane_io_cpu_s"),
         work_s=mean("gradlane_work_cpu_s"),
     )
-
-
-def solve(counts: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return what one of each of two things costs, by least squares, neither below zero.
-
-    Args:
-        counts: how many of both each run had.
-        seconds: how long each run took.
-    """
-    matrix = np.array(counts, dtype=np.float64)
-    scale = matrix.max(axis=0)
-    target = np.array(seconds, dtype=np.float64)
-    both = np.linalg.lstsq(matrix / scale, target, rcond=None)[0] / scale
-    if both[0] >= 0.0 and both[1] >= 0.0:
-        return float(both[0]), float(both[1])
-    alone = 1 if both[0] < 0.0 else 0
-    column = matrix[:, alone]
-    value = float(column @ target / (column @ column))
-    return (value, 0.0) if alone == 0 else (0.0, value)
 
 
 def run_calibration(
@@ -281,10 +262,10 @@ class _Calibration:
                     f"bytes, slices of {slice_elems}"
                 )
                 loads.append(self._load(frame_bytes, slice_elems))
-            frame_s, byte_s = solve(
+            frame_s, byte_s = non_negative(
                 [(it.frames, it.frame_bytes) for it in loads], [it.io_s for it in loads]
             )
-            _, sum_s = solve(
+            _, sum_s = non_negative(
                 [(it.jobs, it.contribution_bytes) for it in loads], [it.work_s for it in loads]
             )
             frames.append(frame_s)

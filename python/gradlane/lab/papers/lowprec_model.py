@@ -27,6 +27,7 @@ from math import prod
 import numpy as np
 
 from gradlane.lab.papers.comparison import Speed, published_tables, speeds
+from gradlane.lab.runs.fitting import non_negative
 from gradlane.planning.models import ARCHITECTURES, Layer, ParameterShape
 
 QUANTIZED_SHARE = 0.99
@@ -195,22 +196,7 @@ def constants(primitive: str) -> Mapping[str, float]:
         # Relative errors of steps count the same.
         rows.append([amounts[name] / step_s for name in names])
         wanted.append(rest_s / step_s)
-    return known | dict(zip(names, _non_negative(np.array(rows), np.array(wanted)), strict=True))
-
-
-def _non_negative(rows: np.ndarray, wanted: np.ndarray) -> list[float]:
-    """Return the least-squares solution whose negative coefficients are held at zero."""
-    scale = np.abs(rows).max(axis=0)
-    used = list(range(rows.shape[1]))
-    while True:
-        found, *_ = np.linalg.lstsq(rows[:, used] / scale[used], wanted, rcond=None)
-        if not used or found.min() >= 0.0:
-            break
-        del used[int(found.argmin())]
-    solution = [0.0] * rows.shape[1]
-    for index, value in zip(used, found, strict=True):
-        solution[index] = float(value / scale[index])
-    return solution
+    return known | dict(zip(names, non_negative(rows, wanted), strict=True))
 
 
 def parts_s(primitive: str, network: str, encoding: str, gpus: int) -> dict[str, float]:
