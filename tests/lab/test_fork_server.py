@@ -48,11 +48,14 @@ def test_an_identifier_that_comes_round_is_another_program(
 ) -> None:
     """Threads use them up, too: a new program must not have the end of an earlier one."""
 
+    processes: list[Server] = []
+
     class Server:
         """The process that forks, with the identifiers that a kernel could give it."""
 
         def __init__(self, *_: Any, pass_fds: list[int], **__: Any) -> None:
             self.control = socket.socket(fileno=os.dup(pass_fds[0]))
+            processes.append(self)
             self.say(ready=True)
 
         def say(self, **told: Any) -> None:
@@ -69,7 +72,7 @@ def test_an_identifier_that_comes_round_is_another_program(
 
     monkeypatch.setattr(subprocess, "Popen", Server)
     server = ForkServer({})
-    process: Any = server._process
+    (process,) = processes
     children: list[ForkedProgram] = []
     with (tmp_path / "errors").open("wb") as errors:
         for _ in range(2):

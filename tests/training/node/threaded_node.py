@@ -50,6 +50,8 @@ class Rounds:
                 self.broken = f"collective {number} is {calls}"
             if len(calls) == self.ranks:
                 self._run(calls)
+                # Their memory is released, as a collective's is.
+                calls.clear()
                 self.done += 1
 
     def _run(self, calls: dict[int, tuple[str, int, Tensor]]) -> None:

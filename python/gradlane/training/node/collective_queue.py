@@ -44,7 +44,7 @@ _COORDINATOR = 0
 """Local rank that decides the order of collectives."""
 _POLL_MIN_S = 50e-6
 _POLL_MAX_S = 1e-3
-_LOSS_REPORT_S = 2.0
+LOSS_REPORT_S = 2.0
 """Longest time until the sockets of a node report a rank that has died."""
 _STOP_S = 5.0
 _abandoned_groups: list[object] = []
@@ -253,7 +253,7 @@ class CollectiveQueue:
             self._refusal = error
             return
         # The sockets name a rank that has died within this time.
-        if not self._cancelled.wait(_LOSS_REPORT_S):
+        if not self._cancelled.wait(LOSS_REPORT_S):
             what = f"{type(error).__name__} in a collective of node {self._layout.node}: {error}"
             assert self._sink is not None
             self._sink.fail(Failure(what, None, None))

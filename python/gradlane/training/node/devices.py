@@ -130,12 +130,12 @@ def _describe_devices(gradients: Sequence[Tensor]) -> dict[str, Any]:
         backends.append(NCCL)
     return {
         "devices": devices,
-        "accelerator": _accelerator(torch.device(devices[0])),
+        "accelerator": accelerator_id(torch.device(devices[0])),
         "backends": backends,
     }
 
 
-def _accelerator(device: torch.device) -> str:
+def accelerator_id(device: torch.device) -> str:
     """Return a name that no other accelerator of the machine has, in any process."""
     if device.type == "cpu":
         return ""
