@@ -230,6 +230,12 @@ class PreparedModel:
         """The model's trained parameters, in the order of the tensor table."""
         return self._trained
 
+    @property
+    def summing_nodes(self) -> int:
+        """Nodes whose ranks add up before the network; 0: each rank sends its own."""
+        ranks = residual_group(self.channel)
+        return self._ctx.rank_info.world_size // ranks if ranks > 1 else 0
+
     def addresses(self) -> list[PublishedAddress | None]:
         """Return where each rank listens for this model; None for one that only talks to its node.
 
