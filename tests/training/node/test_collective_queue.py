@@ -17,7 +17,7 @@ from gradlane.errors import RendezvousError
 from gradlane.training.modules.gradient_intake import is_alone
 from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.device_order import CollectiveCancelledError, HostOrder
-from gradlane.training.node.layout import Layout
+from gradlane.training.node.layout import NodeLayout
 from gradlane.training.node.pending_gradient import flat_values
 from tests.training.node.threaded_node import (
     Node,
@@ -231,7 +231,7 @@ def test_a_group_that_cannot_be_opened_is_an_error() -> None:
     def fails() -> Any:
         raise RuntimeError("no such interface")
 
-    messenger = ThreadMessenger(Layout(2, 2, 1, 0, 1), [])
+    messenger = ThreadMessenger(NodeLayout(2, 2, 1, 0, 1), [])
     queue = CollectiveQueue(messenger, [], [torch.zeros(3)], fails)
     with pytest.raises(RendezvousError, match=r"rank 2 could not open .* no such interface"):
         queue.wait_open(10)
@@ -240,7 +240,7 @@ def test_a_group_that_cannot_be_opened_is_an_error() -> None:
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:
     rounds = Rounds(2)
     others = threads_named(THREAD)
-    messenger = ThreadMessenger(Layout(1, 2, 0, 0, 1), [])
+    messenger = ThreadMessenger(NodeLayout(1, 2, 0, 0, 1), [])
     queue = CollectiveQueue(messenger, [], [torch.zeros(3)], lambda: ThreadGroup(rounds, 0))
     with pytest.raises(RendezvousError, match=r"rank 0 waited 0\.2 s .*connect_timeout_s"):
         queue.wait_open(0.2)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradlane.training.node.collective_queue import CollectiveQueue
-from gradlane.training.node.parts import Part
+from gradlane.training.node.parts import TensorPart
 from tests.training.model.pool import RankPool
 from tests.training.node.node_programs import LOCAL_SIZE
 from tests.training.node.threaded_node import EchoChannel, Node, rows_of
@@ -24,12 +24,12 @@ ELEMENTS = 5_000
 class DoublingChannel(EchoChannel):
     """A channel whose other nodes have what this one has."""
 
-    def __init__(self, queue: CollectiveQueue, part: Part, dtype: torch.dtype) -> None:
+    def __init__(self, queue: CollectiveQueue, part: TensorPart, dtype: torch.dtype) -> None:
         super().__init__(queue, [part])
         self._dtype = dtype
         self.node_mean: Tensor | None = None
 
-    def on_node_mean(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
+    def on_node_mean(self, part: TensorPart, step: int, pointer: int, *, absent: bool) -> None:
         memory = (ctypes.c_char * part.nbytes).from_address(pointer)
         buffer = torch.frombuffer(memory, dtype=self._dtype)
         assert buffer.is_pinned()

@@ -15,7 +15,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from gradlane.errors import RendezvousError
-from gradlane.training.checkpoints.manager import Checkpoints
+from gradlane.training.checkpoints.manager import CheckpointManager
 from gradlane.training.plans.agreement import agree_on_plan
 from gradlane.training.rendezvous.bounded_store import StoreLostError
 from gradlane.training.rendezvous.environment import RankInfo
@@ -75,14 +75,14 @@ def test_a_program_that_fails_before_it_is_connected_aborts_all_at_once() -> Non
 def test_a_rank_that_loses_the_store_in_prepare_aborts_through_the_channel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    follow = Checkpoints.follow
+    follow = CheckpointManager.follow
 
-    def lost(checkpoints: Checkpoints, prepared: Any, scope: RendezvousScope) -> None:
+    def lost(checkpoints: CheckpointManager, prepared: Any, scope: RendezvousScope) -> None:
         if scope.rank_info.rank == 1:
             raise StoreLostError("rank 1: the rendezvous store does not answer")
         follow(checkpoints, prepared, scope)
 
-    monkeypatch.setattr(Checkpoints, "follow", lost)
+    monkeypatch.setattr(CheckpointManager, "follow", lost)
 
     def body(session: Any) -> None:
         model = nn.Linear(2, 2)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from gradlane.training.sampler.membership import MembershipChange
+from gradlane.training.sampler.membership import SamplerChange
 from gradlane.training.sampler.sampler import ElasticSampler
 
 
@@ -46,7 +46,7 @@ class Session:
         self._world = world
         self.name = name
         self.rank = rank
-        self.callback: Callable[[MembershipChange], object] = lambda change: None
+        self.callback: Callable[[SamplerChange], object] = lambda change: None
         self.told: list[int] = []
         self.gathers = 0
         self.waits_for: Pending | None = None
@@ -59,7 +59,7 @@ class Session:
     def step(self) -> int:
         return self._world.step
 
-    def on_membership(self, callback: Callable[[MembershipChange], object]) -> object:
+    def on_membership(self, callback: Callable[[SamplerChange], object]) -> object:
         self.callback = callback
         return None
 

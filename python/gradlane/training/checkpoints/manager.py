@@ -58,7 +58,7 @@ _WORDS_KEPT = 16
 """Words of a rank that stay in the store: two a checkpoint, and no rank is eight behind another."""
 
 
-class Checkpoints:
+class CheckpointManager:
     """Takes checkpoints of one model, and restores them."""
 
     def __init__(

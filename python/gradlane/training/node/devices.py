@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradlane.formats.untrusted import escaped
-from gradlane.training.node.layout import Layout
+from gradlane.training.node.layout import NodeLayout
 from gradlane.training.node.rules import AUTO, HOST
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
@@ -43,7 +43,7 @@ ON_HOST = SumBackend("", "nothing else was asked for")
 
 
 def agree_on_sum_backend(
-    options: Options, scope: RendezvousScope, layout: Layout, gradients: Sequence[Tensor]
+    options: Options, scope: RendezvousScope, layout: NodeLayout, gradients: Sequence[Tensor]
 ) -> SumBackend:
     """Choose the backend of sums; a collective call of all ranks with one `local_sums`.
 
