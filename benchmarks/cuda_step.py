@@ -73,9 +73,9 @@ def main() -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Start a rank in each node and return what rank 0 reports."""
     from gradlane.formats.rates import parse_rate
-    from gradlane.lab.cluster.namespaces import INTERFACE, Cluster
+    from gradlane.lab.cluster.namespaces import INTERFACE, EmulatedCluster
 
-    with Cluster(arguments.nodes, parse_rate(arguments.rate)) as cluster:
+    with EmulatedCluster(arguments.nodes, parse_rate(arguments.rate)) as cluster:
         ranks = []
         for rank in range(arguments.nodes):
             environment = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -54,15 +55,10 @@ def sources(*folders: Path) -> dict[str, ast.Module]:
     }
 
 
-def defined(tree: ast.AST) -> Iterator[str]:
-    """Yield the names that a module defines, at any depth, and those of attributes that it sets."""
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node):
-            yield node.attr
+def defined(source: str) -> set[str]:
+    """Return the private names that a source defines, as what it may be, or sets on `self`."""
+    set_or_defined = r"(?:def |class |self\.)(_(?!_)\w+)|^ *(_(?!_)\w+)(?:: | = )"
+    return {name for pair in re.findall(set_or_defined, source, re.M) for name in pair if name}
 
 
 def reaches(tree: ast.AST) -> Iterator[str]:
@@ -82,8 +78,26 @@ def reaches(tree: ast.AST) -> Iterator[str]:
                         yield name
 
 
+def twice(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """Return the names of public classes that several modules define, with these modules."""
+    places: dict[str, list[str]] = {}
+    for path, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(path)
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_public_classes_have_names_of_their_own() -> None:
+    assert len(sources(PACKAGE)) > 300
+    assert twice(sources(PACKAGE)) == {}, "let each name say what its class is, or merge them"
+    other = ast.parse("class Session: ...\nclass _Session: ...")
+    assert twice({"a.py": other, "b.py": other}) == {"Session": ["a.py", "b.py"]}
+
+
 def test_tests_do_not_reach_into_private_attributes() -> None:
-    own = {name for tree in sources(PACKAGE, *TESTS).values() for name in defined(tree)}
+    paths = [path for folder in (PACKAGE, *TESTS) for path in folder.rglob("*.py")]
+    own = {name for path in paths for name in defined(path.read_text(encoding="utf-8"))}
     found = {
         (path, name)
         for path, tree in sources(*TESTS).items()
@@ -111,4 +125,5 @@ def test(monkeypatch, session):
     assert sorted(reaches(ast.parse(source))) == sorted(
         ["_hidden", "_theirs", "_models", "_step", "_LIMIT_S", "_WAIT_S"]
     )
-    assert {"_own", "Own", "test"} <= set(defined(ast.parse(source)))
+    definitions = "_A = 1\nclass _B:\n    _c: int\n    def _d(self):\n        self._e = f(x._g)\n"
+    assert defined(definitions) == {"_A", "_B", "_c", "_d", "_e"}

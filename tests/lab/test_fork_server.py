@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gradlane.lab.cluster.fork_server import ForkedProgram, ForkServer, running_fork_server
-from gradlane.lab.cluster.namespaces import Cluster
+from gradlane.lab.cluster.namespaces import EmulatedCluster
 from tests.namespaces import needs_namespaces
 from tests.paths import ROOT
 
@@ -24,7 +24,7 @@ def test_ranks_run_the_sources_that_they_are_started_with(tmp_path: Path) -> Non
     (tmp_path / "gradlane").symlink_to(ROOT / "python" / "gradlane")
     (tmp_path / "where.py").write_text("import gradlane\nprint(gradlane.__file__)\n")
     found = []
-    with Cluster(1, 100_000_000) as cluster:
+    with EmulatedCluster(1, 100_000_000) as cluster:
         for first in (ROOT / "python", tmp_path, ROOT / "python"):
             environment = {"PYTHONPATH": os.pathsep.join(map(str, (first, tmp_path)))}
             with (tmp_path / "errors").open("w+b") as errors:

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from gradlane.lab.calibration import node_costs
 from gradlane.lab.cluster.keep_cpus_awake import cpus_kept_awake
-from gradlane.lab.cluster.namespaces import Cluster
+from gradlane.lab.cluster.namespaces import EmulatedCluster
 from gradlane.lab.cluster.ranks import RankPool
 from gradlane.lab.runs.rows import NO_EVIDENCE, measures_machine
 from gradlane.planning.simulation.codec_costs import CALIBRATED_CODECS, measure_cost
@@ -184,7 +184,7 @@ def run_calibration(
     local = local_costs(options.repeat, options.trials)
     on_phase("building the cluster")
     with (
-        Cluster(WORKERS, options.rate_bps) as cluster,
+        EmulatedCluster(WORKERS, options.rate_bps) as cluster,
         RankPool(cluster, program=_PROGRAM) as pool,
         cpus_kept_awake(),
     ):
@@ -224,7 +224,7 @@ class _Calibration:
     def __init__(
         self,
         options: CalibrationOptions,
-        cluster: Cluster,
+        cluster: EmulatedCluster,
         pool: RankPool,
         on_phase: Callable[[str], None],
     ) -> None:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradlane.lab.cluster.keep_cpus_awake import cpus_kept_awake
-from gradlane.lab.cluster.namespaces import NODES_MAX, Cluster
+from gradlane.lab.cluster.namespaces import NODES_MAX, EmulatedCluster
 from gradlane.lab.cluster.ranks import RankPool
 from gradlane.lab.runs.rows import measures_machine
 from gradlane.lab.transport.trace import TraceRow, UrgentSlice, urgent_slices
@@ -366,7 +366,7 @@ def run_transport(
     exchanges: list[ExchangeRow] = []
     urgent: list[UrgencyRow] = []
     on_phase("building the cluster")
-    with cpus_kept_awake(), Cluster(options.workers, options.rate_bps) as cluster:
+    with cpus_kept_awake(), EmulatedCluster(options.workers, options.rate_bps) as cluster:
         for repeat in range(options.repeat):
             exchanges.append(_exchange(options, cluster, on_phase, repeat))
         if options.urgent_trials:
@@ -378,7 +378,10 @@ def run_transport(
 
 
 def _exchange(
-    options: TransportOptions, cluster: Cluster, on_phase: Callable[[str], None], repeat: int
+    options: TransportOptions,
+    cluster: EmulatedCluster,
+    on_phase: Callable[[str], None],
+    repeat: int,
 ) -> ExchangeRow:
     """Let streams, gradlane and Gloo take turns, once."""
     about = f"repeat {repeat + 1} of {options.repeat}"
@@ -398,7 +401,7 @@ def _exchange(
 class _Measurement:
     """The ranks of one cluster, asked one thing after another."""
 
-    def __init__(self, options: TransportOptions, cluster: Cluster, pool: RankPool) -> None:
+    def __init__(self, options: TransportOptions, cluster: EmulatedCluster, pool: RankPool) -> None:
         self._options = options
         self._cluster = cluster
         self._pool = pool
