@@ -20,7 +20,7 @@ import torch
 
 import gradlane
 from gradlane.errors import CheckpointError, UsageError
-from gradlane.training.checkpoints import manager as keeper
+from gradlane.training.checkpoints import manager
 from gradlane.training.checkpoints.folder import newest
 from gradlane.training.checkpoints.shard import write_shard
 from gradlane.training.core import load_core
@@ -122,7 +122,7 @@ def test_a_checkpoint_is_finished_when_the_session_has_closed(
 
         return called
 
-    monkeypatch.setattr(keeper, "write_shard", late)
+    monkeypatch.setattr(manager, "write_shard", late)
     for name in ("set", "read_first", "increment"):
         monkeypatch.setattr(BoundedStore, name, slow(getattr(BoundedStore, name)))
     # The channel has ended, and the scope would still look at it.
@@ -142,7 +142,7 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_written(
             raise OSError(errno.EIO, "Input/output error")
         return write(path, pieces, facts, *more)
 
-    monkeypatch.setattr(keeper, "write_shard", sometimes)
+    monkeypatch.setattr(manager, "write_shard", sometimes)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         results = run(tmp_path, 2, 7, {})

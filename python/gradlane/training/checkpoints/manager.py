@@ -219,8 +219,8 @@ class CheckpointManager:
             raise CheckpointError(
                 f"no checkpoint of step {step} can be written: {error}"
             ) from error
-        apart = {tensor_name(("model", name)) for name in self._prepared.buffers_apart}
-        pieces = pieces_of(tensors, rank, len(members), apart)
+        per_rank = {tensor_name(("model", name)) for name in self._prepared.per_rank_buffers}
+        pieces = pieces_of(tensors, rank, len(members), per_rank)
         for kind, values in own.items():
             for name, value in values.items():
                 pieces.append(Piece(f"{kind}/{rank}/{name}", 0, value.reshape(-1).clone()))
