@@ -44,8 +44,8 @@ use crate::InstructionSet;
 use bucket_quantizer::BucketQuantizer;
 use sparse::{Dgc, Topk};
 
-/// The key of the random draws for some values: where these stand, so that neither draws nor buckets
-/// depend on slicing.
+/// The key of the random draws for some values: where these stand, so that neither draws nor
+/// buckets depend on slicing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DrawKey {
     /// The job's seed.
