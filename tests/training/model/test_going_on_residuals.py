@@ -349,7 +349,8 @@ def test_no_half_of_a_residual_stays_where_its_owner_is_lost_between_the_halves(
         model, optimizer = start(session, torch.bfloat16)
         train(session, range(1, 4), model, optimizer)
         (whole,) = session.state_dict()["models"]
-        core.gives_up = True
+        if session.rank == 1:
+            core.gives_up = True
         (left,) = session.state_dict()["models"]
         return whole["owner_residual"], left["owner_residual"]
 
