@@ -44,6 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
             programs, why_not, options.keep
         ) as campaign,
     ):
+        if isinstance(campaign, GoingOnCampaign):
+            campaign.local_size = options.local_size
         for result in campaign.run_all(seeds, options.jobs):
             results.append(result)
             _show(result, len(results), len(seeds), bool(options.only))
@@ -68,7 +70,10 @@ def _show(result: Result, number: int, count: int, all_errors: bool) -> None:
     if result.problems:
         for problem in result.problems:
             print(f"            {problem}", flush=True)
-        mode = "--going-on " if isinstance(scenario, going_on.GoingOnScenario) else ""
+        mode = ""
+        if isinstance(scenario, going_on.GoingOnScenario):
+            size = f"--local-size {scenario.local_size} " if scenario.local_size > 1 else ""
+            mode = f"--going-on {size}"
         print(f"            repeat with: python -m tests.faults {mode}--only {scenario.seed}")
     if all_errors:
         for rank, error in enumerate(result.errors):
@@ -145,6 +150,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the first; they are consecutive")
     parser.add_argument(
         "--going-on", action="store_true", help="trainings that go on without lost ranks"
+    )
+    parser.add_argument(
+        "--local-size", type=int, default=1, help="with --going-on: ranks of a node, which add up"
     )
     parser.add_argument("--count", type=int, default=200, help="number of faults")
     parser.add_argument("--only", type=int, nargs="+", help="run these seeds, and print all errors")

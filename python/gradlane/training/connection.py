@@ -148,9 +148,13 @@ def ranks_in_errors(ctx: SessionContext, channel: Channel, first: int) -> list[i
     return [*own, *range(world_size, ctx.rank_info.ranks)]
 
 
-def residual_group(channel: Channel) -> int:
-    """Return the number of consecutive ranks whose residual of contributions is the same one."""
-    return channel.ranks_per_residual if isinstance(channel, NodeChannel) else 1
+def ranks_each_of(channel: Channel) -> int:
+    """Return the number of consecutive ranks that talk to the network as one, those of a node.
+
+    Args:
+        channel: as `open_channel` has returned it.
+    """
+    return channel.ranks_each if isinstance(channel, NodeChannel) else 1
 
 
 def _open(
@@ -219,7 +223,12 @@ def _connect(
     # Node leaders have one channel for each local rank.
     job = scope.name if len(ranks) == rank_info.world_size else f"{scope.name}/{ranks[0]}"
     settings = _channel_options(
-        ctx, job, scope.generation, ranks.index(rank_info.rank), len(everyone)
+        ctx,
+        job,
+        scope.generation,
+        ranks.index(rank_info.rank),
+        len(everyone),
+        ranks_each=rank_info.world_size // len(ranks),
     )
     # A core without these options still works where they are not used.
     optional: dict[str, Any] = {} if options.servers is None else {"servers": options.servers}
@@ -255,12 +264,13 @@ def _connect(
 
 
 def _channel_options(
-    ctx: SessionContext, job: str, generation: int, rank: int, world_size: int
+    ctx: SessionContext, job: str, generation: int, rank: int, world_size: int, *, ranks_each: int
 ) -> dict[str, Any]:
     options = ctx.options
     work_threads, io_threads = options.network.thread_counts(own_processors(os.environ))
     # A core without this option still works where it is not used.
-    optional = {"going_on": options.going_on.core_options()} if options.going_on.on else {}
+    going_on = options.going_on
+    optional = {"going_on": going_on.core_options(ranks_each)} if going_on.on else {}
     return {
         **optional,
         "rank": rank,

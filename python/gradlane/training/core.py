@@ -11,6 +11,9 @@ from typing import Protocol, cast
 
 from gradlane.errors import GradlaneError, PeerLostError, ProgressTimeoutError, SessionFailedError
 
+MembershipRow = tuple[str, int, list[int], int, str]
+"""(kind, generation, members, step, text): see `Channel.next_changes`."""
+
 CoreRow = tuple[tuple[int, int], str, str, int, int, tuple[int, int, int], int, int]
 """((begin, end) in ns, "tx", "rx" or "work", kind, peer, step, (tensor, slice, offset), bytes,
 priority): a frame or job that the core has recorded."""
@@ -92,7 +95,7 @@ class Channel(Protocol):
     def next_root_requests(self, *, wait: bool = True) -> list[tuple[int, int]]:
         """Return (tensor, step) whose blocks are all here and wait for this rank's result."""
 
-    def next_changes(self, *, wait: bool = True) -> list[tuple[str, int, list[int], int, str]]:
+    def next_changes(self, *, wait: bool = True) -> list[MembershipRow]:
         """Return (kind, generation, members, step, text) of changes of the members: `members`:
         they go on from `step` on, the latest step that any of them was in, and the text says why;
         `claim`: half of them are left, and what the job's store holds decides: the text, unless it

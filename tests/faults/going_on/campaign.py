@@ -34,9 +34,12 @@ _EVENTS = {"agreement": "agreed", "the change": "changed"}
 class GoingOnCampaign(Campaign):
     """Runs scenarios of trainings that go on; a context that owns all files."""
 
+    local_size = 1
+    """Ranks of a node."""
+
     def draw(self, seed: int) -> GoingOnScenario:
         """Draw a scenario."""
-        return draw(seed)
+        return draw(seed, self.local_size)
 
     def play(self, scenario: Scenario | GoingOnScenario) -> Result:
         """Run one scenario, and judge it."""

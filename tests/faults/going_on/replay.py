@@ -45,6 +45,7 @@ def replay(
     means: Sequence[Sequence[int]],
     rank: int,
     losses: list[float],
+    local_size: int = 1,
 ) -> dict[int, str]:
     """Train as a rank did, in one process, and compare each mean's and each loss's bits.
 
@@ -54,6 +55,7 @@ def replay(
         means: of each parameter, the checksums of the means that it was updated with, by step.
         rank: whose losses follow.
         losses: of each step.
+        local_size: ranks of a node, which add up first.
 
     Returns:
         A digest of parameters and momenta after each step.
@@ -89,7 +91,7 @@ def replay(
         for index, parameter in enumerate(parameters):
             found = {
                 checksum(mean): mean
-                for mean in (_mean(gradients, members, index) for members in possible)
+                for mean in (_mean(gradients, members, index, local_size) for members in possible)
             }
             try:
                 parameter.grad = found[means[index][step - 1]]
@@ -136,9 +138,19 @@ def state_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return state.hexdigest()[:16]
 
 
-def _mean(gradients: Sequence[Sequence[Tensor]], members: Sequence[int], index: int) -> Tensor:
+def _mean(
+    gradients: Sequence[Sequence[Tensor]], members: Sequence[int], index: int, local_size: int
+) -> Tensor:
     """Return the mean of a parameter's gradients, added up in the order of the ranks."""
-    total = gradients[members[0]][index]
-    for rank in members[1:]:
-        total = total + gradients[rank][index]
-    return total / len(members)
+    parts = [gradients[rank][index] for rank in members]
+    if local_size > 1:
+        nodes = [parts[at : at + local_size] for at in range(0, len(parts), local_size)]
+        parts = [_mean_of(of_node) for of_node in nodes]
+    return _mean_of(parts)
+
+
+def _mean_of(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total / len(parts)

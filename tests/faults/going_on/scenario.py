@@ -71,6 +71,7 @@ class GoingOnScenario:
         second: another fault, or None.
         asks_at: step at whose end one more rank, with the next number, asks to join; None: none
             does.
+        local_size: ranks of a node, which are lost together.
         loads: whether another process of each rank loads its batches.
         namespaces: whether every rank has a network namespace of its own, else loopback.
     """
@@ -89,6 +90,7 @@ class GoingOnScenario:
     loads: bool
     namespaces: bool
     asks_at: int | None = None
+    local_size: int = 1
     agent: bool = True
     """A process that outlives all ranks hosts the store."""
     listener: str = ""
@@ -96,7 +98,7 @@ class GoingOnScenario:
     @property
     def kind(self) -> Training:
         """Return the training's options."""
-        return TRAININGS[self.training]
+        return replace(TRAININGS[self.training], local_size=self.local_size)
 
     @property
     def processes(self) -> int:
@@ -116,11 +118,16 @@ class GoingOnScenario:
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Return the ranks that the others go on without: of a cut link, the higher end."""
+        """Return the ranks that the others go on without: of a cut link, the higher end; with each
+        those of its node."""
         return tuple(
             rank
             for fault, victims in self.faults
-            for rank in (victims[1:] if fault == "partition" else victims)
+            for victim in (victims[1:] if fault == "partition" else victims)
+            for rank in range(
+                self.node_of(victim) * self.local_size,
+                (self.node_of(victim) + 1) * self.local_size,
+            )
         )
 
     @property
@@ -143,8 +150,8 @@ class GoingOnScenario:
         return 2 * len(there_before) >= self.world_size and 2 * len(left) >= self.processes
 
     def node_of(self, rank: int) -> int:
-        """Return the node that a rank is on: each has one of its own."""
-        return rank
+        """Return the node that a rank is on."""
+        return rank // self.local_size
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields."""
@@ -164,13 +171,34 @@ class GoingOnScenario:
         joins = "" if self.asks_at is None else f", {self.world_size} asks at {self.asks_at}"
         return (
             f"{self.fault}: {who}, {when}{later}{second}; {self.training} on {self.world_size}"
-            f"{joins}{loads}"
+            f"{joins}{loads}{f', {self.local_size} a node' if self.local_size > 1 else ''}"
         )
 
 
-def draw(seed: int) -> GoingOnScenario:
-    """Draw a scenario; in about three of eight a rank joins."""
-    return _with_joins(_draw_faults(seed))
+def draw(seed: int, local_size: int = 1) -> GoingOnScenario:
+    """Draw a scenario; in about three of eight a rank joins, unless nodes have several."""
+    if local_size == 1:
+        return _with_joins(_draw_faults(seed))
+    return _on_nodes(_draw_faults(seed), local_size)
+
+
+def _on_nodes(scenario: GoingOnScenario, local_size: int) -> GoingOnScenario:
+    """Return a scenario with nodes in place of its ranks, of each of which one can be at fault."""
+    random_ = random.Random(f"nodes {scenario.seed}")
+    rank_of = [
+        node * local_size + random_.randrange(local_size) for node in range(scenario.world_size)
+    ]
+    second = scenario.second
+    if second is not None:
+        second = replace(second, victim=rank_of[second.victim])
+    return replace(
+        scenario,
+        world_size=local_size * scenario.world_size,
+        victims=tuple(rank_of[victim] for victim in scenario.victims),
+        announcer=rank_of[scenario.announcer],
+        second=second,
+        local_size=local_size,
+    )
 
 
 def _with_joins(scenario: GoingOnScenario) -> GoingOnScenario:

@@ -171,7 +171,9 @@ def _check_bits(
     changes = changes_of(end, scenario.world_size)
     losses = [event["loss"] for event in _events(end, "step")]
     try:
-        digests = replay(scenario.world_size, changes, _means(end), end.rank, losses)
+        digests = replay(
+            scenario.world_size, changes, _means(end), end.rank, losses, scenario.local_size
+        )
     except ReplayError as error:
         yield Problem("other bits", end.rank, str(error))
         return

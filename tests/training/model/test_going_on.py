@@ -321,7 +321,7 @@ def test_options_that_do_not_go_on_are_refused_by_name(
     [
         ({"min_ranks": 3}, "min_ranks is 3, but there are 2"),
         ({"slice_elems": 31}, "it must be 32 or more"),
-        ({"local": "leader"}, "with going_on: a node's ranks would be lost"),
+        ({"local": "shared"}, 'with local="leader" one of them does'),
     ],
 )
 def test_options_that_do_not_fit_the_world_are_refused(

@@ -44,6 +44,7 @@ class Run:
         kill_after_s: float | None = None,
         numbers: Sequence[int] | None = None,
         asks: Sequence[int] = (),
+        local_size: int = 1,
         **options: Any,
     ) -> None:
         """Start all ranks, and wait for those that survive.
@@ -58,6 +59,7 @@ class Run:
             kill_after_s: seconds from the start of the ranks to a kill of the victims from outside.
             numbers: by rank, the one whose batches it has; None: its own.
             asks: steps after which all ranks ask for the session's state.
+            local_size: ranks of an emulated node; all of a victim's are lost.
             options: further options.
         """
         # It outlives every rank.
@@ -83,7 +85,12 @@ class Run:
         path.write_text(json.dumps(job))
         names = {rank: f"{folder}-{rank}" for rank in range(world_size)}
         pids: dict[int, int] = {}
-        self.survivors = [rank for rank in names if rank not in ends]
+        lost = {rank // local_size for rank in ends}
+        self.survivors = [rank for rank in names if rank // local_size not in lost]
+        self.left_behind = [
+            rank for rank in names if rank not in ends and rank not in self.survivors
+        ]
+        """Ranks of the victims' nodes, which end with them."""
         try:
             for rank, name in names.items():
                 pids[rank] = programs.start(
@@ -92,7 +99,11 @@ class Run:
                     arguments=[str(path)],
                     output=str(folder / f"output-{rank}"),
                     errors=str(folder / f"errors-{rank}"),
-                    environment={"RANK": str(rank)},
+                    environment={
+                        "RANK": str(rank),
+                        "LOCAL_RANK": str(rank % local_size),
+                        "LOCAL_WORLD_SIZE": str(local_size),
+                    },
                 )
             if kill_after_s is not None:
                 time.sleep(kill_after_s)
@@ -102,7 +113,7 @@ class Run:
             deadline = time.monotonic() + 2 * PATIENT_S
             self.codes = {
                 rank: programs.wait(names[rank], max(0.1, deadline - time.monotonic()))
-                for rank in self.survivors
+                for rank in (*self.survivors, *self.left_behind)
             }
         finally:
             for pid in pids.values():
@@ -117,7 +128,8 @@ class Run:
 
     def check_alike(self) -> None:
         """Check that all survivors came to their end with the same bits and the same changes."""
-        assert set(self.codes.values()) == {0}, self.errors
+        codes = {rank: self.codes[rank] for rank in self.survivors}
+        assert set(codes.values()) == {0}, self.errors
         first = self.results[self.survivors[0]]
         for result in self.results.values():
             for step, states in enumerate(result["states"], 1):

@@ -116,13 +116,15 @@ def test_a_codec_between_nodes(pool: RankPool) -> None:
     ],
 )
 def test_error_feedback_between_nodes_is_that_of_ranks_with_their_gradients(
-    pool: RankPool, codec: str, momentum: float, strategy: str, sums: str
+    pool: RankPool, tmp_path: Path, codec: str, momentum: float, strategy: str, sums: str
 ) -> None:
-    """Codecs that draw no numbers: the bits are those of two ranks, also from a state on."""
+    """Codecs that draw no numbers: the bits are those of two ranks, also from a state on, and where
+    a timeline is recorded."""
     given: dict[str, Any] = {"codec": codec, "momentum": momentum}
+    traced: dict[str, Any] = {"trace": str(tmp_path / "trace.json")} if sums == "host" else {}
     nodes = set(pool.run(f"{HERE}:feedback_of_nodes", ranks=NODES, **given, strategy=strategy))
     ranks = pool.run(
-        f"{HERE}:feedback", local="leader", local_sums=sums, strategy=strategy, **given
+        f"{HERE}:feedback", local="leader", local_sums=sums, strategy=strategy, **given, **traced
     )
     for rank in ranks:
         assert {rank["right"], rank["again"]} == nodes

@@ -6,6 +6,8 @@ up first: 2 (M - 1) / M of the gradients, for M nodes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.training.model.pool import RankPool
@@ -16,16 +18,19 @@ HEADERS = 0.03
 """Of frames, packed buffers and rank statuses, over the bytes of gradients."""
 
 
-@pytest.mark.parametrize(("nodes", "local_size"), [(2, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("nodes", "local_size", "options"),
+    [(2, 2, {}), (2, 4, {}), (4, 2, {}), (2, 2, {"going_on": True})],
+)
 @pytest.mark.timeout(240)
 def test_the_default_puts_no_more_on_a_port_than_a_ring_over_nodes(
-    nodes: int, local_size: int
+    nodes: int, local_size: int, options: dict[str, Any]
 ) -> None:
     ranks = nodes * local_size
     pool = RankPool(ranks)
     try:
-        found = pool.run(f"{HERE}:port_bytes", local_size=local_size)
-        alone = pool.run(f"{HERE}:port_bytes", local_size=local_size, local="off")
+        found = pool.run(f"{HERE}:port_bytes", local_size=local_size, **options)
+        alone = pool.run(f"{HERE}:port_bytes", local_size=local_size, local="off", **options)
     finally:
         pool.close()
     size = 4 * PORT_ELEMENTS

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gradlane.training.options.going_on import GoingOn
 from gradlane.training.options.options import Options
 from tests.built import needs_core
 
@@ -27,3 +28,9 @@ def test_momentum_in_a_codec_is_refused(codec: Any) -> None:
     assert Options.of(codec=codec).codec != "raw"
     with pytest.raises(ValueError, match=r"going_on with codec 'dgc.*use topk"):
         Options.of(going_on=True, codec=codec)
+
+
+def test_ranks_that_must_be_left_are_whole_nodes() -> None:
+    going_on = GoingOn(min_ranks=5)
+    assert going_on.core_options()["min_ranks"] == 5
+    assert going_on.core_options(ranks_each=2)["min_ranks"] == 3

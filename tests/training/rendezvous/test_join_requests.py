@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -57,3 +58,32 @@ def test_requests_that_are_settled_are_not_called(monkeypatch: pytest.MonkeyPatc
         requests.settle(request.number, "the test is over")
         waiting.join()
     assert ends == ["the members did not let this rank in: the test is over"]
+
+
+def test_a_rank_waits_while_one_that_asked_before_it_joins() -> None:
+    store = join_keys(bounded(), "job")
+    for outcome in (JOINED, ""):
+        number = JoinRequest(store).number
+        if outcome:
+            store.set(f"outcome/{number}", outcome)
+    request = JoinRequest(store)
+    ends: list[str] = []
+
+    def wait() -> None:
+        try:
+            request.wait_for_invitation(SuspendAwareDeadline(1.0), lambda _: pytest.fail("a plan"))
+        except RendezvousError as error:
+            ends.append(str(error))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    end_s = time.monotonic() + 3.0
+    calls = 0
+    while time.monotonic() < end_s:
+        calls += 1
+        store.set(f"call/{number}", f"call {calls}")
+        assert not ends, "it did not wait for the request before its own"
+        time.sleep(0.02)
+    # Nobody calls any more.
+    waiting.join(PATIENT_S)
+    assert "none looks for it" in ends[0]

@@ -626,6 +626,8 @@ fn memory_is_let_go_of_before_the_failure_is_told() {
     let barrier = Barrier::new(2);
     each_rank(channels, move |channel| {
         run_step(&channel, 0).expect("step 0");
+        // Rank 1 has step 0.
+        barrier.wait();
         if channel.rank().0 == 0 {
             // Before the step: on a busy machine it may end before this thread goes on.
             stalled.store(true, Ordering::SeqCst);

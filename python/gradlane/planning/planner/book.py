@@ -70,8 +70,8 @@ class BookedModel(Protocol):
         """Aggregation scheme of each of them, by name."""
 
     @property
-    def summing_nodes(self) -> int:
-        """Nodes whose ranks add up before the network; 0: each rank sends its own."""
+    def ranks_each(self) -> int:
+        """Number of consecutive ranks that talk to the network as one, those of a node."""
 
     def addresses(self) -> Sequence[PublishedAddress | None]:
         """Return where each rank listens; None for one that only talks to its own node."""
@@ -215,7 +215,7 @@ def session_book(
     }
     if links is not None:
         entries |= {"rate_bps": links.rate_bps, "latency_s": links.latency_s}
-    nodes = booked.summing_nodes
+    nodes = rank_info.world_size // booked.ranks_each if booked.ranks_each > 1 else 0
     owners = nodes or rank_info.serving or options.servers or rank_info.world_size
     return InformationBook(
         entries,

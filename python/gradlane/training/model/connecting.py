@@ -14,7 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradlane.training.carrier import Carrier, broadcast_nothing
-from gradlane.training.connection import SessionContext, node_layout, open_channel
+from gradlane.training.connection import (
+    SessionContext,
+    node_layout,
+    open_channel,
+    ranks_each_of,
+)
 from gradlane.training.core import Channel, CoreModule, check_connected, translate_error
 from gradlane.training.factors.rows import RowSparse
 from gradlane.training.log import log
@@ -70,6 +75,7 @@ class Connected:
         carrier: brings gradients to the channel and back.
         served: parameters in the hands of servers that update them, or None.
         staging: tells why copies through the host ended.
+        ranks_each: consecutive ranks that talk to the network as one.
     """
 
     core: CoreModule
@@ -83,6 +89,7 @@ class Connected:
     carrier: Carrier
     served: ServedParameters | None
     staging: StagingFailures
+    ranks_each: int
 
     def look(self) -> None:
         """Raise if these connections are lost.
@@ -171,6 +178,7 @@ def connect(
         _carrier(ctx, opened, channel, spec, extras, staging.tell),
         ServedParameters(channel, trained) if serves else None,
         staging,
+        ranks_each_of(opened),
     )
     _run_step_0(ctx, connected, spreads=spreads)
     return connected

@@ -24,7 +24,7 @@ from gradlane.errors import (
     SessionFailedError,
     UsageError,
 )
-from gradlane.training.connection import SessionContext, residual_group, shutdown_channel
+from gradlane.training.connection import SessionContext, shutdown_channel
 from gradlane.training.core import translate_error
 from gradlane.training.factors.sending import FactorHooks
 from gradlane.training.model import optimizers
@@ -197,7 +197,7 @@ class PreparedModel:
             translating=self._translating,
             settle_late=self.steps.exchange.settle_late,
             leaves_out=ctx.options.stragglers.leaves_out,
-            ranks_per_residual=residual_group(self.channel),
+            ranks_per_residual=connected.ranks_each,
             membership=ctx.membership,
             gather=self.steps.gather_integers if ctx.options.going_on.on else None,
         )
@@ -229,12 +229,6 @@ class PreparedModel:
     def trained(self) -> Sequence[TensorEntry]:
         """The model's trained parameters, in the order of the tensor table."""
         return self._trained
-
-    @property
-    def summing_nodes(self) -> int:
-        """Nodes whose ranks add up before the network; 0: each rank sends its own."""
-        ranks = residual_group(self.channel)
-        return self._ctx.rank_info.world_size // ranks if ranks > 1 else 0
 
     def addresses(self) -> list[PublishedAddress | None]:
         """Return where each rank listens for this model; None for one that only talks to its node.
@@ -399,6 +393,11 @@ class PreparedModel:
         return connect_to_join(
             world, self.model, self._optimizer, self._buffers, self._attributes, checked, precopy
         )
+
+    @property
+    def ranks_each(self) -> int:
+        """Number of consecutive ranks that talk to the network as one."""
+        return self._connected.ranks_each
 
     @property
     def can_precopy(self) -> bool:

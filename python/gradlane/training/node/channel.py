@@ -7,12 +7,14 @@ same bits. Gradients that collectives add up reach the leader through `Collectiv
 step 0 and tensors that are not gradients never do.
 
 A rank that ends without a goodbye fails the channel at once, on its node and, through the leaders,
-on all others. A rank whose process stands still fails it after the silence timeout.
+on all others. A rank whose process stands still fails it after the silence timeout. Where training
+goes on without lost ranks, those of its node are lost with it, and the other nodes go on.
 """
 
 from __future__ import annotations
 
 import array
+import json
 import struct
 import threading
 import time
@@ -22,7 +24,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from gradlane.training.core import Channel, CoreModule, SquareSum
+from gradlane.training.core import Channel, CoreModule, MembershipRow, SquareSum
 from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.devices import ON_HOST, SumBackend
 from gradlane.training.node.failure import Failure, KeepaliveMonitor
@@ -34,6 +36,7 @@ from gradlane.training.node.link import (
     CONTRIBUTION,
     DISCONNECTED,
     FAILED,
+    MEMBERS,
     NORM,
     ORDER,
     RESIDUAL,
@@ -67,6 +70,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         source_rank: int,
         progress_timeout_s: float,
         silence_timeout_s: float,
+        goes_on: bool,
         collectives: CollectiveQueue | None = None,
         sum_backend: SumBackend = ON_HOST,
     ) -> None:
@@ -81,6 +85,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             source_rank: the rank whose values step 0 broadcasts.
             progress_timeout_s: longest wait for ranks that are alive but do not take part.
             silence_timeout_s: longest time that a process of this node may stand still.
+            goes_on: whether training goes on when nodes are lost.
             collectives: adds gradients up on their device; None: in shared memory.
             sum_backend: for reports.
         """
@@ -103,7 +108,10 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         self._changed = threading.Condition()
         self._copy_lock = threading.Lock()
         self._failure: Failure | None = None
+        self._goes_on = goes_on
+        self._changes: list[MembershipRow] = []
         self._closing = False
+        self._has_parted = False
         self._departed: set[int] = set()
         self._pointers = [0] * len(rows)
         self._landed = LandedParts(rows, parts, self._changed)
@@ -124,6 +132,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
                 self,
                 source if node == self._layout.node else None,
                 node,
+                goes_on=goes_on,
             )
         )
         self._listener_thread = threading.Thread(
@@ -235,8 +244,9 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         self._wait_for(self._landed.tensors_in_step(step), step, whole_step=True)
 
     def has_measurable_squares(self, tensors: int) -> bool:
-        """Return whether the nodes can add up squares: where one leader has tensors whole."""
-        return self._layout.leaders == 1
+        """Return whether the nodes can add up squares: where one leader has tensors whole, and no
+        node may be lost."""
+        return self._layout.leaders == 1 and not self._goes_on
 
     def measure_squares(self, tensors: int, step: int) -> None:
         """Have the nodes add up the squares of the first tensors in the step that has begun."""
@@ -355,11 +365,40 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         """Send the contributions to a step that has just begun without codecs between nodes."""
         self._call_leader(lambda leader: leader.channel.send_raw(step))
 
+    # ---- members
+
+    def next_changes(self, *, wait: bool = True) -> list[MembershipRow]:
+        """Return changes of the members, which are those of nodes; see `Channel.next_changes`."""
+        with self._changed:
+            while wait and not (self._changes or self._failure or self._has_parted):
+                self._changed.wait(_POLL_S)
+            taken, self._changes = self._changes, []
+        if wait and not taken:
+            self._check()
+            raise self._core.ChannelError("the channel is closed", self._landed.last_complete, None)
+        return taken
+
+    def answer_claim(self, generation: int, text: str | None) -> None:
+        """Tell what the job's store holds for a generation (leader)."""
+        self._call_leader(lambda leader: leader.channel.answer_claim(generation, text))
+
+    def distribute_change(self, change: MembershipRow) -> None:
+        """Tell all ranks of this node a change of the members."""
+        for peer in self._link.peers:
+            self._link.send_text(peer, MEMBERS, json.dumps(change).encode())
+        self.take_change(change)
+
+    def take_change(self, change: MembershipRow) -> None:
+        """Have this rank's `next_changes` return a change, or a question to the job's store."""
+        with self._changed:
+            self._changes.append(change)
+            self._changed.notify_all()
+
     # ---- residuals of the node's means, which its leader encodes
 
     @property
-    def ranks_per_residual(self) -> int:
-        """Number of consecutive ranks that have a residual in common: those of a node."""
+    def ranks_each(self) -> int:
+        """Number of consecutive ranks that talk to the network as one: those of a node."""
         return self._layout.local_size
 
     def copy_worker_residual(self, tensor: int, pointer: int, count: int) -> None:
@@ -513,6 +552,9 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
     def _close_link(self) -> None:
         if self._collectives is not None:
             self._collectives.stop()
+        with self._changed:
+            self._has_parted = True
+            self._changed.notify_all()
         self._link.stop()
         if self._listener_thread is not threading.current_thread():
             self._listener_thread.join()
@@ -541,7 +583,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
                 f"rank {rank} was lost: silent for {self._keepalive.timeout_s:g} s, so its process "
                 "on this node stands still (longer pauses of it: silence_timeout_s)"
             )
-            self.fail(Failure(text, self._landed.last_complete, rank))
+            self._fail_without(rank, text)
 
     def _handle_message(self, message: Message) -> None:
         if message.kind == CONTRIBUTION and self._leader is not None:
@@ -563,6 +605,9 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
                 self._changed.notify_all()
         elif message.kind == NORM:
             self._take_norm(*_NORM.unpack(message.text))
+        elif message.kind == MEMBERS:
+            kind, generation, ranks, step, text = json.loads(message.text)
+            self.take_change((kind, generation, ranks, step, text))
         elif message.kind == FAILED:
             self.fail(Failure.from_bytes(message.text))
         elif message.kind == BYE:
@@ -572,4 +617,11 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         elif message.kind == DISCONNECTED and message.sender not in self._departed:
             rank = self._layout.rank_of(self._layout.node, message.sender)
             text = f"rank {rank} was lost: its process on this node ended without a goodbye"
-            self.fail(Failure(text, self._landed.last_complete, rank))
+            self._fail_without(rank, text)
+
+    def _fail_without(self, rank: int, text: str) -> None:
+        """Fail since a rank of this node is lost."""
+        told = text
+        if self._goes_on:
+            told += "; all ranks of this node end, and the other nodes go on if enough are left"
+        self.fail(Failure(told, self._landed.last_complete, rank), reason_for_nodes=text)

@@ -112,14 +112,25 @@ def failure_in_world_ranks(
     node = error.args[2] if len(error.args) > 2 else None
     marked_rank = _MARKED_RANK.search(message)
     timed_out = isinstance(error, core.ChannelTimeout)
-
-    def named(found: re.Match[str]) -> str:
-        node = int(found.group(1))
-        # Any rank of the node may have sent the text, or keep the node from taking part.
-        return f"node {node}" if marked_rank or timed_out else f"rank {rank_of_node(node)}"
-
-    message = _MARKED_RANK.sub(r"rank \1", _NODE.sub(named, message))
+    message = in_world_ranks(message, rank_of_node, as_nodes=timed_out)
     rank = (
         int(marked_rank.group(1)) if marked_rank else None if node is None else rank_of_node(node)
     )
     return Failure(message, last, rank, timed_out)
+
+
+def in_world_ranks(text: str, rank_of_node: Callable[[int], int], *, as_nodes: bool = False) -> str:
+    """Return a text of the channel between nodes with ranks of the world, or with nodes.
+
+    Args:
+        text: whose ranks are nodes, unless they are marked.
+        rank_of_node: returns the leader of a node.
+        as_nodes: whether any rank of a node may be meant, as also where one is marked.
+    """
+    as_nodes = as_nodes or _MARKED_RANK.search(text) is not None
+
+    def named(found: re.Match[str]) -> str:
+        node = int(found.group(1))
+        return f"node {node}" if as_nodes else f"rank {rank_of_node(node)}"
+
+    return _MARKED_RANK.sub(r"rank \1", _NODE.sub(named, text))

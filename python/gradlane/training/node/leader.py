@@ -1,9 +1,10 @@
 """The leader of parts: it adds up the node's contributions, submits the sum, and distributes the
 mean.
 
-Of its three threads, one adds up and submits parts in the order in which their contributions are
-complete. The other two wait, for means and for the norm of all gradients, and pass them to the
-ranks of the node. Means of collectives arrive already added up.
+Of its threads, one adds up and submits parts in the order in which their contributions are
+complete. The others wait, for means, for the norm of all gradients and, where training goes on
+without lost nodes, for new members, and pass them to the ranks of the node. Means of collectives
+arrive already added up.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from ctypes import memset
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gradlane.training.core import Channel, CoreModule
-from gradlane.training.node.failure import Failure, failure_in_world_ranks, mark_world_ranks
+from gradlane.training.core import Channel, CoreModule, MembershipRow
+from gradlane.training.node.failure import (
+    Failure,
+    failure_in_world_ranks,
+    in_world_ranks,
+    mark_world_ranks,
+)
 from gradlane.training.node.layout import NodeLayout
 from gradlane.training.node.link import LocalLink
 from gradlane.training.node.parts import TensorPart
@@ -31,6 +38,12 @@ class MeanSink(Protocol):
 
     def distribute_norm(self, step: int, norm: float) -> None:
         """Take the norm of all gradients of a step, for all ranks of the node."""
+
+    def distribute_change(self, change: MembershipRow) -> None:
+        """Take a change of the members, by ranks of the world, for all ranks of the node."""
+
+    def take_change(self, change: MembershipRow) -> None:
+        """Take the question what the job's store holds, for this rank."""
 
     def fail(self, failure: Failure) -> None:
         """Take a failure; no means follow."""
@@ -88,6 +101,8 @@ class NodeLeader:
         sink: MeanSink,
         source: int | None,
         first_node: int,
+        *,
+        goes_on: bool,
     ) -> None:
         """Start the threads.
 
@@ -99,6 +114,7 @@ class NodeLeader:
             sink: receives means and failures.
             source: local rank whose values step 0 broadcasts; None if it is on another node.
             first_node: the first node of the channel; the others follow in their order.
+            goes_on: whether training goes on when nodes are lost.
         """
         self.channel = channel
         self._core = core
@@ -131,6 +147,10 @@ class NodeLeader:
         ]
         for thread in self._threads:
             thread.start()
+        if goes_on:
+            # It ends with the channel.
+            name = "gradlane-node-members"
+            threading.Thread(target=self._members_loop, name=name, daemon=True).start()
 
     def begin_step(self, step: int) -> None:
         """Begin a step; the one before must be complete on this rank."""
@@ -189,12 +209,13 @@ class NodeLeader:
     def to_failure(self, error: Exception) -> Failure:
         """Convert an error of the channel between nodes into a failure with ranks of the world."""
 
-        def rank_of_node(node: int) -> int:
-            return self._layout.rank_of(
-                (self._first_node + node) % self._layout.nodes, self._local_rank
-            )
+        return failure_in_world_ranks(self._core, error, self._rank_of_node)
 
-        return failure_in_world_ranks(self._core, error, rank_of_node)
+    def _rank_of_node(self, node: int) -> int:
+        """Return the leader of a node, by its number in the channel."""
+        return self._layout.rank_of(
+            (self._first_node + node) % self._layout.nodes, self._local_rank
+        )
 
     # ---- the threads
 
@@ -245,6 +266,9 @@ class NodeLeader:
         self._submit_mean(NodeMean(item.part, item.step, pointer, not progress.present))
 
     def _submit_mean(self, mean: NodeMean) -> None:
+        if mean.absent and mean.step > 0:
+            # Where a node is lost, parts of the mean may be over nodes without a gradient.
+            memset(mean.pointer, 0, mean.part.nbytes)
         call = self.channel.tensor_absent if mean.absent else self.channel.gradient_ready
         call(self._index[mean.part.number], mean.step, mean.pointer, mean.part.nbytes)
         self._submitted += 1
@@ -267,6 +291,23 @@ class NodeLeader:
                 for index, absent in self.channel.next_ready(step):
                     self._sink.distribute_mean(self.own_parts[index], step, absent)
                     left -= 1
+
+    def _members_loop(self) -> None:
+        with contextlib.suppress(self._core.ChannelError):
+            while True:
+                for change in self.channel.next_changes(wait=True):
+                    kind, generation, nodes, step, text = change
+                    if kind == "claim":
+                        self._sink.take_change(change)
+                        continue
+                    firsts = sorted(self._rank_of_node(node) - self._local_rank for node in nodes)
+                    ranks = [
+                        first + local
+                        for first in firsts
+                        for local in range(self._layout.local_size)
+                    ]
+                    reason = in_world_ranks(text, self._rank_of_node)
+                    self._sink.distribute_change((kind, generation, ranks, step, reason))
 
     def _norm_loop(self) -> None:
         while (step := self._measured_steps.get()) is not None:

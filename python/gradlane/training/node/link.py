@@ -34,9 +34,10 @@ READY, MEAN, SUM, BROADCAST = range(6, 10)
 """Kinds for collectives. To the coordinator: the sender's gradient of a tensor is on its device;
 the sender has the mean of a part over all nodes. From the coordinator: all ranks add up a tensor
 now; all ranks receive the mean of a part now."""
-NORM, RESIDUAL = 10, 11
+NORM, RESIDUAL, MEMBERS = 10, 11, 12
 """From the leader: the norm of all gradients of a step. To the leader: the sender's memory is free
-for a piece of a residual; from the leader: the piece is there."""
+for a piece of a residual; from the leader: the piece is there. From the leader: the ranks that
+training goes on with."""
 COLLECTIVE_KINDS = (READY, MEAN, SUM, BROADCAST)
 _HEADER = struct.Struct("<BBHIq")
 _MESSAGE_BYTES_MAX = 1 << 20
@@ -50,11 +51,11 @@ class Message:
 
     Attributes:
         sender: its local rank.
-        kind: `CONTRIBUTION` to `RESIDUAL`.
+        kind: `CONTRIBUTION` to `MEMBERS`.
         absent: True if there is no gradient or mean.
         part: number of the part; of `READY` and `SUM`, of the tensor.
         step: number of the step.
-        text: of `ORDER`, `FAILED` and `NORM`.
+        text: of `ORDER`, `FAILED`, `NORM` and `MEMBERS`.
     """
 
     sender: int
@@ -136,7 +137,7 @@ class LocalLink:
 
         Args:
             peer: its local rank.
-            kind: `ORDER`, `FAILED` or `NORM`.
+            kind: `ORDER`, `FAILED`, `NORM` or `MEMBERS`.
             text: at most a megabyte.
             waits: whether to wait for room; if not, a full socket drops the text.
         """

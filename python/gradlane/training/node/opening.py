@@ -95,6 +95,7 @@ def open_node_channel(
         source_rank=source_rank,
         progress_timeout_s=options.network.progress_timeout_s,
         silence_timeout_s=options.network.silence_timeout_s,
+        goes_on=options.going_on.on,
         collectives=collectives,
         sum_backend=sum_backend,
     )

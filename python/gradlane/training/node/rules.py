@@ -44,8 +44,11 @@ def with_local(options: Options) -> Options:
 
 def nodes_refusal(options: Options) -> str:
     """Return the option that excludes sums on nodes, with its reason; empty if all go with them."""
-    if options.going_on.on:
-        return "going_on: a node's ranks would be lost with the one that talks to the network"
+    if options.going_on.on and options.local.mode == SHARED:
+        return (
+            "going_on: the ranks of a node would agree each by itself on who is left; with "
+            'local="leader" one of them does'
+        )
     if options.update == "server":
         return 'update="server": owners update from what single ranks send'
     if options.stragglers.leaves_out:

@@ -46,14 +46,6 @@ class UnsupportedCalls:
         """Refuse: blocks are each rank's own."""
         _refuse("sending blocks")
 
-    def next_changes(self, *, wait: bool = True) -> list[tuple[str, int, list[int], int, str]]:
-        """Refuse: a node's ranks do not go on without its leader."""
-        _refuse("going on without lost ranks")
-
-    def answer_claim(self, generation: int, text: str | None) -> None:
-        """Refuse: a node's ranks do not go on without its leader."""
-        _refuse("going on without lost ranks")
-
     def take_blocks(self, tensor: int, step: int) -> Blocks | None:
         """Refuse: blocks are each rank's own."""
         _refuse("sending blocks")

@@ -53,10 +53,14 @@ class GoingOn(OptionGroup):
         agreed=True,
     )
 
-    def core_options(self) -> dict[str, Any]:
-        """Return the options as the core's channel takes them."""
+    def core_options(self, ranks_each: int = 1) -> dict[str, Any]:
+        """Return the options as the core's channel takes them.
+
+        Args:
+            ranks_each: ranks that each rank of the channel stands for.
+        """
         return {
-            "min_ranks": self.min_ranks,
+            "min_ranks": -(-self.min_ranks // ranks_each),
             "collect_s": self.collect_s,
             "answer_s": self.answer_s,
         }

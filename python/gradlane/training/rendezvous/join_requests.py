@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from gradlane.errors import RendezvousError
+from gradlane.errors import RendezvousError, UsageError
 from gradlane.training.log import log
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
@@ -40,6 +40,8 @@ _ANSWER_S = 3.0
 """How long the first member waits for the answer to its call."""
 _POLL_S = 0.02
 JOINED = "joined"
+_REFUSED = "refused: "
+"""An outcome that begins so would be the same another time."""
 _UNANSWERED = "this rank did not answer the first member's call"
 
 
@@ -81,6 +83,8 @@ class JoinRequests:
         self._membership = membership
         self.precopies = False
         """Whether the members can give their state while they train on."""
+        self.refusal = ""
+        """Why no rank can join at all; empty: some can."""
         self._given_by = 0
         """Generation of the members that have begun to."""
         self._passed = 0
@@ -135,7 +139,9 @@ class JoinRequests:
                     told = membership.world_size
                     self._store.set("world", json.dumps(told))
                 number = self._next_request()
-                if number is not None:
+                if number is not None and self.refusal:
+                    self.settle(number, f"{_REFUSED}{self.refusal}")
+                elif number is not None:
                     membership.request = self._call_for(number)
                 pause_s = _LOOK_EVERY_S if number is None else _LOOK_EVERY_WHILE_ONE_JOINS_S
         except RendezvousError as error:
@@ -227,13 +233,15 @@ class JoinRequest:
         """Wait until the members have invited this rank, at the end of a step.
 
         Args:
-            deadline: for it, from when the state is here that they give before.
+            deadline: for it, from when the state is here that they give before, or from when they
+                have last called the rank of an earlier request.
             begin_precopy: begins to take that over, by the plan that they have told.
 
         Raises:
+            UsageError: no rank can join the training as it is.
             RendezvousError: they do not until the deadline; or the store is lost.
         """
-        called = ""
+        called, called_before = "", b""
         is_ready = False
         names = ("outcome", "invitation", "precopy", "call")
         keys: dict[str, int | None] = {f"{name}/{self.number}": None for name in names}
@@ -241,7 +249,10 @@ class JoinRequest:
             found = self._store.read_first(keys, limit_s=deadline.remaining_s)
             key, value = ("", b"") if found is None else found
             if key.startswith("outcome/"):
-                raise RendezvousError(f"the members did not let this rank in: {value.decode()}")
+                outcome = value.decode()
+                if outcome.startswith(_REFUSED):
+                    raise UsageError(f"this rank cannot join: {outcome.removeprefix(_REFUSED)}")
+                raise RendezvousError(f"the members did not let this rank in: {outcome}")
             if key.startswith("invitation/"):
                 return Invitation(**json.loads(value))
             if key.startswith("precopy/"):
@@ -256,6 +267,12 @@ class JoinRequest:
                 if is_ready:
                     self._store.set(f"ready/{self.number}", "")
             if deadline.is_over(_POLL_S):
+                ahead = b"" if called else self._last_call_before()
+                if ahead != called_before:
+                    # Others join before this rank.
+                    called_before = ahead
+                    deadline = SuspendAwareDeadline(deadline.limit_s)
+                    continue
                 state = "has found the request, and trains no step" if called else "looks for it"
                 raise RendezvousError(
                     f"no rank has invited this one to join in {deadline.limit_s:g} s: "
@@ -263,6 +280,13 @@ class JoinRequest:
                     "going_on, two ranks or more, and the same job and store?"
                 )
             time.sleep(_POLL_S)
+
+    def _last_call_before(self) -> bytes:
+        """Return the last call of the rank of an earlier request; empty where none is open."""
+        for number in range(1, self.number):
+            if self._store.read(f"outcome/{number}", None) is None:
+                return self._store.read(f"call/{number}", None) or b""
+        return b""
 
     def has_joined(self) -> bool:
         """Return whether the members have agreed that this rank joins.

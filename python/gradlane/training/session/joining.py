@@ -36,6 +36,7 @@ from gradlane.training.model.precopy import (
     donors_of,
 )
 from gradlane.training.model.prepared import PreparedModel
+from gradlane.training.node.rules import OFF
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLostError
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
@@ -91,6 +92,12 @@ class Joins:
         """Let ranks join the training of a model at the ends of its steps."""
         prepared.hook_manager.subscribe(self._after_step)
         self._requests.precopies = prepared.can_precopy
+        if prepared.ranks_each > 1:
+            self._requests.refusal = (
+                f"{prepared.ranks_each} ranks of a node add up first and talk to the network as "
+                'one, and ranks join one by one; start all with local="off", or restart with more '
+                "nodes from a checkpoint"
+            )
         self._requests.start()
 
     def close(self) -> None:
@@ -221,6 +228,7 @@ class Joins:
             request = JoinRequest(self._keys)
             try:
                 invitation = request.wait_for_invitation(deadline, begin_precopy)
+                deadline = SuspendAwareDeadline(deadline.limit_s)
                 tries += 1
                 options = self._world.ctx.options
                 world, scopes = self._other_world(
@@ -282,7 +290,9 @@ class Joins:
         limit_s = min(options.network.connect_timeout_s, CONNECT_S)
         network = replace(options.network, connect_timeout_s=limit_s)
         rank_info = RankInfo(rank, invitation.world_size, invitation.job, restart=0)
-        options = replace(options, network=network)
+        # Where ranks join, each talks to the network by itself.
+        local = replace(options.local, mode=OFF)
+        options = replace(options, network=network, local=local)
         ctx = replace(self._world.ctx, rank_info=rank_info, options=options)
         scopes = SessionScopes(self._store.as_rank(rank), rank_info, limit_s, ctx.deadlocks, look)
         return JoinedWorld(ctx, scopes.open, self._store), scopes

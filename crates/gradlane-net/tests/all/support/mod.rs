@@ -189,7 +189,18 @@ pub fn each_rank<T: Send + 'static>(
             std::thread::spawn(move || run(channel))
         })
         .collect();
-    threads.into_iter().map(|thread| thread.join().expect("a rank's thread")).collect()
+    let mut threads: Vec<_> = threads.into_iter().map(Some).collect();
+    let mut results: Vec<Option<T>> = threads.iter().map(|_| None).collect();
+    // In the order of their ends: the others may wait for one that has panicked.
+    while results.iter().any(Option::is_none) {
+        for (thread, result) in threads.iter_mut().zip(&mut results) {
+            if thread.as_ref().is_some_and(JoinHandle::is_finished) {
+                *result = thread.take().map(|it| it.join().expect("a rank's thread"));
+            }
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    results.into_iter().flatten().collect()
 }
 
 /// How one rank joins.
