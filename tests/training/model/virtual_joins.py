@@ -418,6 +418,11 @@ class Prepared:
         return [texts[rank] for rank in membership.members]
 
     @property
+    def ranks_each(self) -> int:
+        """Each rank talks to the network by itself."""
+        return 1
+
+    @property
     def can_precopy(self) -> bool:
         """Whether members give their state before they let a rank in; the same on all."""
         return self._cluster.precopies

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _CHUNK_BYTES = 1 << 20
+_LATE_S = 5.0
+"""Longest that a node may begin after another one."""
 _CONNECT_TIMEOUT_S = 20.0
 _PART_S = 0.1
 
@@ -79,7 +81,6 @@ def run_stream(
     Raises:
         OSError: a neighbour cannot be reached.
     """
-    open_s, close_s = start_s + ramp_s, start_s + ramp_s + window_s
     listener = socket.create_server((addresses[node], port))
     listener.settimeout(_CONNECT_TIMEOUT_S)
     outgoing = _connect(addresses[(node + 1) % len(addresses)], port)
@@ -87,8 +88,11 @@ def run_stream(
     listener.close()
     congestion_control = outgoing.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
     time.sleep(max(0.0, start_s - time.monotonic()))
-    # The sender goes on a little after the window, so that no receiver's window sees its end.
-    sender = threading.Thread(target=send_until, args=(outgoing, close_s + 0.2))
+    # On a busy machine a node may have connected later.
+    open_s = max(start_s, time.monotonic()) + ramp_s
+    close_s = open_s + window_s
+    # It goes on until the receiver closes, so that no receiver's window sees its end.
+    sender = threading.Thread(target=send_until, args=(outgoing, close_s + _LATE_S))
     sender.start()
     incoming.settimeout(2.0)
     try:

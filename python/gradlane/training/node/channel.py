@@ -102,7 +102,9 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         for part in parts:
             self._parts_of_tensor[part.tensor].append(part)
         self._names = [str(row["name"]) for row in rows]
-        self._timeout_s = progress_timeout_s
+        # The channel between nodes renews its own with each word of an agreement, of which this one
+        # hears the end: two nodes may fall silent one after the other until then.
+        self._timeout_s = progress_timeout_s + (2 * silence_timeout_s if goes_on else 0.0)
         self._keepalive = KeepaliveMonitor(silence_timeout_s, link.peers, link.pulse)
         self._is_source = source_rank == self._layout.rank_of(self._layout.node, self._local_rank)
         self._changed = threading.Condition()
@@ -110,6 +112,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         self._failure: Failure | None = None
         self._goes_on = goes_on
         self._changes: list[MembershipRow] = []
+        self._changes_heard = 0
         self._closing = False
         self._has_parted = False
         self._departed: set[int] = set()
@@ -298,15 +301,13 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             if landed_parts.first_missing(tensors, step) is None:
                 return
             since_ns = time.monotonic_ns()
-            unclaimed, deadline = (
-                landed_parts.unclaimed_count,
-                SuspendAwareDeadline(self._timeout_s),
-            )
+            deadline = SuspendAwareDeadline(self._timeout_s)
+            progress = landed_parts.unclaimed_count, self._changes_heard
             while (
                 tensor := landed_parts.first_missing(tensors, step)
             ) is not None and not self._failure:
                 self._changed.wait(_POLL_S)
-                if unclaimed != (unclaimed := landed_parts.unclaimed_count):
+                if progress != (progress := (landed_parts.unclaimed_count, self._changes_heard)):
                     deadline.renew()
                 if deadline.is_over(_POLL_S):
                     break
@@ -392,6 +393,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         """Have this rank's `next_changes` return a change, or a question to the job's store."""
         with self._changed:
             self._changes.append(change)
+            self._changes_heard += 1
             self._changed.notify_all()
 
     # ---- residuals of the node's means, which its leader encodes
