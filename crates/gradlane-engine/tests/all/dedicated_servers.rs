@@ -108,12 +108,12 @@ proptest! {
 fn slices_are_cut_and_dealt_as_to_servers_that_train() {
     let sizes = [301, 20, 5_000, 2_000_000];
     for (name, servers) in [("p3", 2), ("kvstore", 3)] {
-        let dedicated = plan_for(&sizes, name, 50, Roles::dedicated(3, servers));
+        let apart = plan_for(&sizes, name, 50, Roles::dedicated(3, servers));
         let shared = plan_for(&sizes, name, 50, Roles::first(3, servers));
-        assert_eq!(dedicated.slices.len(), shared.slices.len());
-        for (dedicated, shared) in dedicated.slices.iter().zip(&shared.slices) {
+        assert_eq!(apart.slices.len(), shared.slices.len());
+        for (apart, shared) in apart.slices.iter().zip(&shared.slices) {
             let moved = gradlane_engine::Slice { owner: Rank(shared.owner.0 + 3), ..*shared };
-            assert_eq!(*dedicated, moved, "{name}");
+            assert_eq!(*apart, moved, "{name}");
         }
     }
     let text = serde_json::to_string(&*plan_for(&sizes, "p3", 500, Roles::shared(3)));
@@ -340,14 +340,14 @@ fn what_does_not_go_with_ranks_that_only_serve_is_refused_by_name() {
         Plan::build_for(tensors(&[10]), strategy, update, roles).map(|_| ())
     };
     let rule = StragglerPolicy { cutoff: Cutoff::Backup { ranks: 1 }, ahead_steps: 2 };
-    let dedicated = Roles::dedicated(2, 2);
+    let apart = Roles::dedicated(2, 2);
     for (refused, named) in [
-        (build("asgd", Update::Server, None, dedicated), "wait for all ranks"),
+        (build("asgd", Update::Server, None, apart), "wait for all ranks"),
         (
-            build("p3", Update::Worker, Some(Synchrony::BackupWorkers(rule)), dedicated),
+            build("p3", Update::Worker, Some(Synchrony::BackupWorkers(rule)), apart),
             "wait for all ranks",
         ),
-        (build("p3", Update::Server, None, dedicated), "update=server"),
+        (build("p3", Update::Server, None, apart), "update=server"),
         (
             build("p3", Update::Worker, None, Roles::dedicated(0, 2)),
             "at least one rank that trains",
