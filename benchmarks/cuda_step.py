@@ -31,7 +31,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-WAYS = ("none", "p3", "wfbp", "ddp-gloo", "ddp-nccl")
+MODES = ("none", "p3", "wfbp", "ddp-gloo", "ddp-nccl")
 PORT = 29_400
 WARM_UP_STEPS = 3
 TIMEOUT_S = 580
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="samples a rank and step")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--rate", default="10gbit", help="of every port")
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--ways", default=",".join(MODES))
     parser.add_argument("--clip", type=float, help="clip by this norm of all gradients")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a turn")
@@ -73,9 +73,9 @@ def main() -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Start a rank in each node and return what rank 0 reports."""
     from gradlane.formats.rates import parse_rate
-    from gradlane.lab.cluster.namespaces import INTERFACE, Cluster
+    from gradlane.lab.cluster.namespaces import INTERFACE, EmulatedCluster
 
-    with Cluster(arguments.nodes, parse_rate(arguments.rate)) as cluster:
+    with EmulatedCluster(arguments.nodes, parse_rate(arguments.rate)) as cluster:
         ranks = []
         for rank in range(arguments.nodes):
             environment = {

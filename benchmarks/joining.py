@@ -161,11 +161,11 @@ def main() -> None:
         train(options)
         return
     from gradlane.formats.rates import parse_rate
-    from gradlane.lab.cluster.namespaces import Cluster
+    from gradlane.lab.cluster.namespaces import EmulatedCluster
 
     rate_bps = int(parse_rate(options.rate))
     arguments = ["--steps", str(options.steps), "--compute-s", str(options.compute_s)]
-    with Cluster(MEMBERS + 1, rate_bps) as cluster:
+    with EmulatedCluster(MEMBERS + 1, rate_bps) as cluster:
         found = measure(cluster, arguments, options.steps)
     found["bytes_s"] = found["state_bytes"] * 8 / rate_bps
     meanwhile = ", ".join(f"{one * 1e3:.0f}" for one in found["meanwhile_s"])

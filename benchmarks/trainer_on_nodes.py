@@ -132,14 +132,14 @@ def main() -> None:
         train(options.engine, options)
         return
     from gradlane.formats.rates import parse_rate
-    from gradlane.lab.cluster.namespaces import Cluster
+    from gradlane.lab.cluster.namespaces import EmulatedCluster
 
     names = ("words", "width", "blocks", "steps", "block_s")
     arguments = [
         part for name in names for part in (f"--{name.replace('_', '-')}", str(vars(options)[name]))
     ]
     rows: list[dict[str, Any]] = []
-    with Cluster(NODES, int(parse_rate(options.rate))) as cluster:
+    with EmulatedCluster(NODES, int(parse_rate(options.rate))) as cluster:
         for turn in range(options.repeat):
             for engine in ENGINES:
                 found = measure(engine, cluster, arguments)

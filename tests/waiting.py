@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -14,3 +15,8 @@ def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def threads_named(name: str) -> set[threading.Thread]:
+    """Return the threads of that name that run."""
+    return {thread for thread in threading.enumerate() if thread.name == name}

@@ -88,10 +88,18 @@ def test_json_is_one_state_a_line_until_the_session_closes(
     monkeypatch.setattr(endpoints, "FAREWELL_S", 60.0)
     status, shown, _ = watch(str(endpoint.port), "--once", "--json")
     assert status == 0 and json.loads(shown)["step"] == 20
+    state = source.view.state
+    made: list[LiveState] = []
+
+    def noted() -> LiveState:
+        made.append(state())
+        return made[-1]
+
+    monkeypatch.setattr(source.view, "state", noted)
 
     def end() -> None:
         # A follower was answered, and comes back.
-        assert eventually(lambda: endpoint._left_s > 0.0, within_s=60.0)
+        assert eventually(lambda: len(made) >= 2, within_s=60.0)
         source.view.end("closed")
         endpoint.close()
 

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import warnings
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch._C._distributed_c10d import Store
 
 import gradlane
 import gradlane.ddp
+from gradlane.ddp.routes import ShardCodec
 from gradlane.lab.accuracy.exchange import EmulatedExchange
 from gradlane.lab.runs.communication import mean_in_rank_order
 from gradlane.lab.runs.ddp_hooks import register_hook
@@ -117,7 +119,7 @@ def train(
             result: dict[str, Any] = {"digest": _digest(ddp), "losses": losses}
             if state is not None:
                 result |= {"sent_bytes": state.sent_bytes, "codecs": state.codecs}
-                result |= {"route": state.route, "buckets": len(state._routes)}
+                result |= {"route": state.route}
                 state.close()
             results.append(result)
             del ddp, state
@@ -153,8 +155,9 @@ def conserve(
             ddp.zero_grad()
         number = [name for name, _ in model.named_parameters()].index("3.weight")
         # What the ranks keep of their gradients counts as a part of the mean of all.
-        kept = state._residuals.worker[number].double() / world_size
-        for (owner_number, first, numel), owned in state._residuals.owner.items():
+        saved = state.state_dict()
+        kept = saved["worker"][number].double() / world_size
+        for (owner_number, first, numel), owned in saved["owner"].items():
             if owner_number == number:
                 kept[first : first + numel] += owned.double()
         state.close()
@@ -245,14 +248,12 @@ def fail(store: Store, rank: int, world_size: int, job: str) -> str:
         ddp.register_comm_hook(state, hook)
         _train(ddp, rank, 0, 2, 0.05)
 
-        def encode(*_: object) -> torch.Tensor:
-            raise MemoryError("no room for the bytes")
-
-        state._shard_codec.encode = encode  # type: ignore[assignment,method-assign]
-        try:
-            _train(ddp, rank, 2, 1, 0.05)
-        except RuntimeError as error:
-            text = str(error)
+        error = MemoryError("no room for the bytes")
+        with mock.patch.object(ShardCodec, "encode", side_effect=error):
+            try:
+                _train(ddp, rank, 2, 1, 0.05)
+            except RuntimeError as error:
+                text = str(error)
         assert isinstance(state.failure, MemoryError)
         state.close()
         del ddp

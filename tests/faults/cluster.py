@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradlane.lab.cluster.namespaces import Cluster
+from gradlane.lab.cluster.namespaces import EmulatedCluster
 from tests.faults.going_on.scenario import GoingOnScenario
 from tests.faults.outcome import Outcome, RankEnd, complete_checkpoints
 from tests.faults.ports import Listener, own_loopback
@@ -46,7 +46,7 @@ _asking = threading.Lock()
 """Held while the process that forks is asked: requests are lines of one pipe."""
 
 
-class Switch(Cluster):
+class Switch(EmulatedCluster):
     """Network namespaces on a switch, each pair of which can be cut from each other."""
 
     def cut_pair(self, first: int, second: int) -> None:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from gradlane.lab.cluster.counters import TrafficRecord, TrafficSampler
 from gradlane.lab.cluster.errors import LabError, RankError
-from gradlane.lab.cluster.namespaces import CONGESTION_CONTROL, INTERFACE, Cluster
+from gradlane.lab.cluster.namespaces import CONGESTION_CONTROL, INTERFACE, EmulatedCluster
 from gradlane.lab.cluster.ranks import RankPool
 from gradlane.lab.cluster.shaping import PortShape
 from tests.namespaces import needs_namespaces
@@ -35,13 +35,15 @@ FAKE_RANK = "tests.lab.fake_rank"
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator[EmulatedCluster]:
     """Two nodes."""
-    with Cluster(2, RATE_BPS) as two_nodes:
+    with EmulatedCluster(2, RATE_BPS) as two_nodes:
         yield two_nodes
 
 
-def python(cluster: Cluster, node: int, code: str, **options: Any) -> subprocess.Popen[bytes]:
+def python(
+    cluster: EmulatedCluster, node: int, code: str, **options: Any
+) -> subprocess.Popen[bytes]:
     """Run Python code on a node."""
     program = [sys.executable, "-I", "-c", textwrap.dedent(code)]
     return cluster.spawn(node, program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
@@ -67,26 +69,26 @@ def test_shape_follows_the_measured_recipe() -> None:
 def test_impossible_rates_are_refused(rate_bps: int) -> None:
     """A port cannot be shaped to just anything."""
     with pytest.raises(ValueError, match=f"{rate_bps} bit/s"):
-        Cluster(2, rate_bps)
+        EmulatedCluster(2, rate_bps)
 
 
 @pytest.mark.parametrize("nodes", [0, -1, 251])
 def test_impossible_sizes_are_refused(nodes: int) -> None:
     """The number of nodes is bounded."""
     with pytest.raises(ValueError, match="nodes"):
-        Cluster(nodes, RATE_BPS)
+        EmulatedCluster(nodes, RATE_BPS)
 
 
 def test_a_cluster_that_is_not_entered_says_so() -> None:
     """Using it too early is a clear error."""
     with pytest.raises(LabError, match="with"):
-        Cluster(2, RATE_BPS).set_rate(RATE_BPS)
+        EmulatedCluster(2, RATE_BPS).set_rate(RATE_BPS)
 
 
 @needs_namespaces
 @pytest.mark.parametrize("version", [4, 6])
 def test_nodes_reach_each_other_with_the_right_congestion_control(
-    cluster: Cluster, version: int
+    cluster: EmulatedCluster, version: int
 ) -> None:
     """Both address families work, and both ends of a connection use the routes' algorithm."""
     addresses = cluster.addresses if version == 4 else cluster.ipv6_addresses
@@ -130,7 +132,7 @@ def shaped_rates_bps(route: Any, interface_index: int) -> list[int]:
 
 
 @needs_namespaces
-def test_every_port_is_shaped_in_both_directions_and_in_place(cluster: Cluster) -> None:
+def test_every_port_is_shaped_in_both_directions_and_in_place(cluster: EmulatedCluster) -> None:
     """The kernel knows the same rate at both ends of each link, before and after a change."""
     for rate_bps in (RATE_BPS, 50_000_000, 1_000_000_000):
         cluster.set_rate(rate_bps)
@@ -155,7 +157,7 @@ def test_the_machines_own_network_is_untouched() -> None:
         )
 
     before = seen()
-    with Cluster(3, RATE_BPS):
+    with EmulatedCluster(3, RATE_BPS):
         assert seen() == before
     assert seen() == before
 
@@ -168,7 +170,7 @@ SEND_DATAGRAM = """
 
 
 @needs_namespaces
-def test_a_pulled_cable_carries_nothing(cluster: Cluster) -> None:
+def test_a_pulled_cable_carries_nothing(cluster: EmulatedCluster) -> None:
     """Datagrams arrive before a link is cut and after it is mended, not between."""
     receiver = python(
         cluster,
@@ -201,7 +203,7 @@ def test_a_pulled_cable_carries_nothing(cluster: Cluster) -> None:
 
 
 @needs_namespaces
-def test_counters_see_what_a_node_sends_and_another_receives(cluster: Cluster) -> None:
+def test_counters_see_what_a_node_sends_and_another_receives(cluster: EmulatedCluster) -> None:
     """A known number of bytes appears at the sender's and the receiver's port, and only there."""
     size_bytes = 2_000_000
     with TrafficSampler(cluster.counter_descriptors(), interval_s=0.005) as sampler:
@@ -285,19 +287,19 @@ def test_utilization_is_carried_over_carriable() -> None:
 @needs_namespaces
 def test_closing_kills_what_runs_in_the_cluster() -> None:
     """An exception inside the block leaves no process behind."""
-    with contextlib.suppress(ZeroDivisionError), Cluster(2, RATE_BPS) as cluster:
+    with contextlib.suppress(ZeroDivisionError), EmulatedCluster(2, RATE_BPS) as cluster:
         children = [python(cluster, node, "import time; time.sleep(60)") for node in (0, 1)]
         raise ZeroDivisionError
     assert [child.poll() for child in children] == [-signal.SIGKILL] * 2
 
 
-def pool(cluster: Cluster, stall_timeout_s: float = 30.0) -> RankPool:
+def pool(cluster: EmulatedCluster, stall_timeout_s: float = 30.0) -> RankPool:
     """Return ranks that do as they are told."""
     return RankPool(cluster, program=FAKE_RANK, stall_timeout_s=stall_timeout_s)
 
 
 @needs_namespaces
-def test_ranks_answer_in_order_and_report_progress(cluster: Cluster) -> None:
+def test_ranks_answer_in_order_and_report_progress(cluster: EmulatedCluster) -> None:
     """One pool serves many requests."""
     progress: list[tuple[int, int]] = []
     with pool(cluster) as ranks:
@@ -311,7 +313,7 @@ def test_ranks_answer_in_order_and_report_progress(cluster: Cluster) -> None:
 
 
 @needs_namespaces
-def test_a_rank_waits_until_the_ports_are_counted(cluster: Cluster) -> None:
+def test_a_rank_waits_until_the_ports_are_counted(cluster: EmulatedCluster) -> None:
     """What it sends after its wait is in no count."""
     counts: list[int] = []
     with pool(cluster) as ranks:
@@ -332,7 +334,7 @@ def test_a_rank_waits_until_the_ports_are_counted(cluster: Cluster) -> None:
     ],
 )
 def test_a_failing_rank_is_named_and_the_others_are_ended(
-    cluster: Cluster, act: str, message: str, details: str
+    cluster: EmulatedCluster, act: str, message: str, details: str
 ) -> None:
     """The other rank, which would wait for ever, does not keep the request from failing."""
     stall_timeout_s = 1.0 if act == "stall" else 30.0
@@ -347,7 +349,9 @@ def test_a_failing_rank_is_named_and_the_others_are_ended(
 
 
 @needs_namespaces
-def test_a_rank_that_died_leads_the_ranks_that_failed_because_of_it(cluster: Cluster) -> None:
+def test_a_rank_that_died_leads_the_ranks_that_failed_because_of_it(
+    cluster: EmulatedCluster,
+) -> None:
     """Both are named, the dead one first, whoever spoke first."""
     with pool(cluster) as ranks, pytest.raises(RankError) as caught:
         ranks.ask([{"acts": ["fail", "kill"], "value": 0}] * 2)
@@ -357,7 +361,7 @@ def test_a_rank_that_died_leads_the_ranks_that_failed_because_of_it(cluster: Clu
 
 
 @needs_namespaces
-def test_a_module_that_cannot_be_run_is_told_in_its_own_words(cluster: Cluster) -> None:
+def test_a_module_that_cannot_be_run_is_told_in_its_own_words(cluster: EmulatedCluster) -> None:
     with pytest.raises(RankError, match="ended with status 1") as caught:
         RankPool(cluster, program="gradlane.lab.nothing").__enter__()
     assert "No module named gradlane.lab.nothing" in caught.value.details
@@ -369,9 +373,9 @@ def test_a_killed_owner_takes_its_ranks_with_it(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(
         "import sys, time\n"
-        "from gradlane.lab.cluster.namespaces import Cluster\n"
+        "from gradlane.lab.cluster.namespaces import EmulatedCluster\n"
         "from gradlane.lab.cluster.ranks import RankPool\n"
-        f"with Cluster(2, {RATE_BPS}) as cluster:\n"
+        f"with EmulatedCluster(2, {RATE_BPS}) as cluster:\n"
         f"    with RankPool(cluster, program={FAKE_RANK!r}) as ranks:\n"
         "        print(*ranks.processes(), flush=True)\n"
         "        time.sleep(60)\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradlane.lab.cluster.fork_server import ForkedProgram, running_fork_server
-from gradlane.lab.cluster.namespaces import INTERFACE, Cluster
+from gradlane.lab.cluster.namespaces import INTERFACE, EmulatedCluster
 from tests.forked_programs import SOURCES
 from tests.namespaces import needs_namespaces
 
@@ -22,7 +22,7 @@ NOBODY = "02:00:00:00:00:99"
 """An address of no interface: what is sent there goes nowhere, without a word."""
 
 
-def cut_between(cluster: Cluster, one: int, other: int) -> None:
+def cut_between(cluster: EmulatedCluster, one: int, other: int) -> None:
     """Let nothing pass between two nodes any more; both still reach all others."""
     for here, there in ((one, other), (other, one)):
         member = cluster.members[here]
@@ -37,7 +37,7 @@ def cut_between(cluster: Cluster, one: int, other: int) -> None:
 
 def train_until_the_end(
     folder: Path,
-    cluster: Cluster,
+    cluster: EmulatedCluster,
     before: Callable[[], None],
     during: Callable[[], None],
     **environment: str,
@@ -100,7 +100,7 @@ def last_lines(told: list[str], error: str) -> list[str]:
 
 @needs_namespaces
 def test_a_pulled_cable_is_named_on_every_rank(tmp_path: Path) -> None:
-    with Cluster(RANKS, 200_000_000) as cluster:
+    with EmulatedCluster(RANKS, 200_000_000) as cluster:
         told = train_until_the_end(
             tmp_path,
             cluster,
@@ -116,7 +116,7 @@ def test_a_pulled_cable_is_named_on_every_rank(tmp_path: Path) -> None:
 @needs_namespaces
 @pytest.mark.parametrize("other", [0, 1])
 def test_a_cut_link_is_named_alike_on_every_rank(tmp_path: Path, other: int) -> None:
-    with Cluster(RANKS, 200_000_000) as cluster:
+    with EmulatedCluster(RANKS, 200_000_000) as cluster:
         told = train_until_the_end(
             tmp_path, cluster, lambda: None, lambda: cut_between(cluster, other, CUT)
         )
@@ -127,7 +127,7 @@ def test_a_cut_link_is_named_alike_on_every_rank(tmp_path: Path, other: int) -> 
 
 @needs_namespaces
 def test_a_link_that_is_cut_at_the_start_is_named_alike_on_every_rank(tmp_path: Path) -> None:
-    with Cluster(RANKS, 200_000_000) as cluster:
+    with EmulatedCluster(RANKS, 200_000_000) as cluster:
         told = train_until_the_end(
             tmp_path,
             cluster,

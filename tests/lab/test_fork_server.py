@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gradlane.lab.cluster.fork_server import ForkedProgram, ForkServer, running_fork_server
-from gradlane.lab.cluster.namespaces import Cluster
+from gradlane.lab.cluster.namespaces import EmulatedCluster
 from tests.namespaces import needs_namespaces
 from tests.paths import ROOT
 
@@ -24,7 +24,7 @@ def test_ranks_run_the_sources_that_they_are_started_with(tmp_path: Path) -> Non
     (tmp_path / "gradlane").symlink_to(ROOT / "python" / "gradlane")
     (tmp_path / "where.py").write_text("import gradlane\nprint(gradlane.__file__)\n")
     found = []
-    with Cluster(1, 100_000_000) as cluster:
+    with EmulatedCluster(1, 100_000_000) as cluster:
         for first in (ROOT / "python", tmp_path, ROOT / "python"):
             environment = {"PYTHONPATH": os.pathsep.join(map(str, (first, tmp_path)))}
             with (tmp_path / "errors").open("w+b") as errors:
@@ -48,11 +48,14 @@ def test_an_identifier_that_comes_round_is_another_program(
 ) -> None:
     """Threads use them up, too: a new program must not have the end of an earlier one."""
 
+    processes: list[Server] = []
+
     class Server:
         """The process that forks, with the identifiers that a kernel could give it."""
 
         def __init__(self, *_: Any, pass_fds: list[int], **__: Any) -> None:
             self.control = socket.socket(fileno=os.dup(pass_fds[0]))
+            processes.append(self)
             self.say(ready=True)
 
         def say(self, **told: Any) -> None:
@@ -69,7 +72,7 @@ def test_an_identifier_that_comes_round_is_another_program(
 
     monkeypatch.setattr(subprocess, "Popen", Server)
     server = ForkServer({})
-    process: Any = server._process
+    (process,) = processes
     children: list[ForkedProgram] = []
     with (tmp_path / "errors").open("wb") as errors:
         for _ in range(2):

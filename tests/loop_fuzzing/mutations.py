@@ -132,7 +132,7 @@ def _wrong_order() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _released_early() -> Iterator[None]:
-    land = reluctant_core.ReluctantWorld._land
+    land = reluctant_core.ReluctantWorld.write_result
 
     def early(self: Any, current: Any, rank: int, step: int, tensor: int) -> None:
         if rank == 0 or tensor != 0 or step < 2:
@@ -140,7 +140,7 @@ def _released_early() -> Iterator[None]:
         else:
             current.ready.setdefault(tensor, False)
 
-    with mock.patch.object(reluctant_core.ReluctantWorld, "_land", early):
+    with mock.patch.object(reluctant_core.ReluctantWorld, "write_result", early):
         yield
 
 

@@ -40,10 +40,11 @@ class ReluctantWorld(World):
             return
         # The real core computes on threads of its own, whatever is in force in this one.
         with torch.inference_mode(False), torch.no_grad():
-            self._land(current, rank, step, tensor)
+            self.write_result(current, rank, step, tensor)
         landed.add(rank)
 
-    def _land(self, current: Round, rank: int, step: int, tensor: int) -> None:
+    def write_result(self, current: Round, rank: int, step: int, tensor: int) -> None:
+        """Compute a result, unless another rank has, and write it into one rank's memory."""
         lent = current.lent[tensor]
         serves = self.plan["update"] == "server"
         if tensor not in current.ready:

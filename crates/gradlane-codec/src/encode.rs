@@ -3,7 +3,7 @@
 //!
 //! What always holds:
 //!
-//! - An encoding depends on values, residual and [`Place`] alone: the same bytes for any cut at
+//! - An encoding depends on values, residual and [`DrawKey`] alone: the same bytes for any cut at
 //!   multiples of [`Codec::granule`], any thread and any [`InstructionSet`].
 //! - A bucket that holds NaN or infinity decodes to NaN as a whole: it is carried, never noise, and
 //!   its residual stays as it was.
@@ -44,22 +44,23 @@ use crate::InstructionSet;
 use bucket_quantizer::BucketQuantizer;
 use sparse::{Dgc, Topk};
 
-/// Where values stand, so that randomness and buckets do not depend on slicing.
+/// The key of the random draws for some values: where these stand, so that neither draws nor
+/// buckets depend on slicing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct DrawKey {
     /// The job's seed.
     pub seed: u64,
     /// The training step.
     pub step: u64,
     /// The tensor's number.
     pub tensor: u32,
-    /// The sender's rank for a push, [`Place::BROADCAST`] for a broadcast: draws differ by leg.
+    /// The sender's rank for a push, [`DrawKey::BROADCAST`] for a broadcast: draws differ by leg.
     pub leg: u32,
     /// Index in the tensor's storage of the first value; a multiple of the codec's granule.
     pub first_element: u64,
 }
 
-impl Place {
+impl DrawKey {
     /// The leg of a broadcast from an owner.
     pub const BROADCAST: u32 = u32::MAX;
 }
@@ -91,7 +92,7 @@ impl TensorShape {
 
 /// An encoding of f32 values.
 ///
-/// A codec holds no state: its caller keeps the residual and knows the place. Values of other
+/// A codec holds no state: its caller keeps the residual and knows the key. Values of other
 /// dtypes go through [`widen`] and [`narrow`], in blocks of whole granules that stay in cache:
 /// where [`Codec::is_fixed_size`], the encoding of a range is that of its parts one after another.
 pub trait Codec: Send + Sync + Debug {
@@ -119,12 +120,12 @@ pub trait Codec: Send + Sync + Debug {
         1
     }
 
-    /// The most bytes that `elements` values take in any place; exact where the size is fixed.
+    /// The most bytes that `elements` values take under any key; exact where the size is fixed.
     fn max_wire_bytes(&self, elements: usize) -> usize;
 
     /// The most bytes that `elements` values take in this step and on this leg.
-    fn max_wire_bytes_at(&self, place: &Place, elements: usize) -> usize {
-        let _ = place;
+    fn max_wire_bytes_at(&self, key: &DrawKey, elements: usize) -> usize {
+        let _ = key;
         self.max_wire_bytes(elements)
     }
 
@@ -135,10 +136,11 @@ pub trait Codec: Send + Sync + Debug {
     /// # Panics
     ///
     /// When `out` is shorter than [`Codec::max_wire_bytes_at`], the residual has another length than
-    /// [`Codec::residual_width`] times that of the values, or the place is no multiple of the granule; never because of what the values are.
+    /// [`Codec::residual_width`] times that of the values, or the key's first element is no multiple of the
+    /// granule; never because of what the values are.
     fn encode(
         &self,
-        place: &Place,
+        key: &DrawKey,
         values: &[f32],
         residual: Option<&mut [f32]>,
         out: &mut [u8],
@@ -230,24 +232,24 @@ pub fn build_with(
 /// Checks what every `encode` asks of its arguments.
 pub(crate) fn check_arguments(
     codec: &dyn Codec,
-    place: &Place,
+    key: &DrawKey,
     values: &[f32],
     residual: Option<&[f32]>,
     out: &[u8],
 ) {
     assert_eq!(
-        place.first_element % codec.granule(),
+        key.first_element % codec.granule(),
         0,
         "a slice at element {} of tensor {} is encoded in granules of {}",
-        place.first_element,
-        place.tensor,
+        key.first_element,
+        key.tensor,
         codec.granule(),
     );
     if let Some(residual) = residual {
         let wanted = values.len() * codec.residual_width();
         assert_eq!(residual.len(), wanted, "numbers of the residual of {} values", values.len());
     }
-    let needed = codec.max_wire_bytes_at(place, values.len());
+    let needed = codec.max_wire_bytes_at(key, values.len());
     assert!(out.len() >= needed, "{needed} bytes are needed, {} are there", out.len());
 }
 

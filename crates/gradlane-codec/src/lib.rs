@@ -41,7 +41,7 @@ pub use adam::{
 };
 pub use encode::{
     build, build_with, narrow, widen, Bucket, Codec, CodecSpec, CodecSpecError, DecodeError,
-    DgcOptions, IntegerSums, Levels, Method, Norm, Packing, Place, QsgdOptions, RingSums,
+    DgcOptions, DrawKey, IntegerSums, Levels, Method, Norm, Packing, QsgdOptions, RingSums,
     SparseError, TensorShape, TopkOptions,
 };
 pub use float_dtype::FloatDtype;

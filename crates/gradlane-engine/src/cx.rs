@@ -4,7 +4,7 @@
 use crate::api::{BufferRef, Event, Job, Memory, Operation, Region};
 use crate::buffers::BufferTable;
 use crate::jobs::{JobQueue, Running, Task, Then};
-use crate::kept::{Kept, KeptResult, KeptResults};
+use crate::kept::{KeptResult, KeptResults, KeptSlice};
 use crate::plan::Plan;
 use crate::rank_set::RankSet;
 use crate::session::Clock;
@@ -200,7 +200,7 @@ impl Cx {
 
     fn keep(&mut self, slice: SliceId, result: KeptResult) {
         let step = self.worker.step();
-        let read_no_longer = self.kept.keep(slice, Kept { step, result });
+        let read_no_longer = self.kept.keep(slice, KeptSlice { step, result });
         read_no_longer.into_iter().flatten().for_each(|buffer| self.release(buffer));
     }
 

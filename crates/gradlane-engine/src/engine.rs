@@ -678,7 +678,7 @@ impl Engine {
     fn settle(&mut self) {
         self.end_if_aborted();
         self.advance_change();
-        self.say_goodbye_when_done();
+        self.send_goodbye_when_done();
     }
 
     fn end_if_aborted(&mut self) {
@@ -698,12 +698,12 @@ impl Engine {
             if begun {
                 self.schemes.ps.pull_deferred(&mut self.cx);
             }
-            self.say_goodbye_when_done();
+            self.send_goodbye_when_done();
         }
     }
 
     /// While leaving: says goodbye once nothing is owed, and reports when all ranks have.
-    fn say_goodbye_when_done(&mut self) {
+    fn send_goodbye_when_done(&mut self) {
         if !self.session.is_leaving() || self.changes.are_under_way() {
             return;
         }
@@ -718,7 +718,7 @@ impl Engine {
             return;
         }
         let last_step = self.last_step();
-        self.session.say_goodbye(&mut self.cx, last_step);
+        self.session.send_goodbye(&mut self.cx, last_step);
         if let Some(membership) = &mut self.membership {
             membership.note_goodbye();
         }

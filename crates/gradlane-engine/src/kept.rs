@@ -24,7 +24,7 @@ pub(crate) enum KeptResult {
 
 /// A result and its step.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Kept {
+pub(crate) struct KeptSlice {
     pub(crate) step: Step,
     pub(crate) result: KeptResult,
 }
@@ -32,7 +32,7 @@ pub(crate) struct Kept {
 #[derive(Debug, Default)]
 pub(crate) struct KeptResults {
     /// By slice; empty where none are kept.
-    slices: Vec<Option<Kept>>,
+    slices: Vec<Option<KeptSlice>>,
     /// This rank's encoded contributions to slices without a result, whose codecs hold back what was not
     /// sent: encoded a second time, they would be without it.
     contributions: BTreeMap<SliceId, (Step, BufferRef)>,
@@ -57,7 +57,7 @@ impl KeptResults {
 
     /// Keeps a result; the buffers of the one before, and of the contribution to this one: they are read no
     /// longer.
-    pub(crate) fn keep(&mut self, slice: SliceId, kept: Kept) -> [Option<BufferRef>; 2] {
+    pub(crate) fn keep(&mut self, slice: SliceId, kept: KeptSlice) -> [Option<BufferRef>; 2] {
         let contribution = self.contributions.remove(&slice).map(|(_, buffer)| buffer);
         let place = self.slices.get_mut(slice.index());
         [place.and_then(|place| buffer_of(place.replace(kept))), contribution]
@@ -92,7 +92,7 @@ impl KeptResults {
     }
 }
 
-fn buffer_of(kept: Option<Kept>) -> Option<BufferRef> {
+fn buffer_of(kept: Option<KeptSlice>) -> Option<BufferRef> {
     match kept?.result {
         KeptResult::Buffer(buffer, _) => Some(buffer),
         KeptResult::Empty | KeptResult::Absent => None,

@@ -2,7 +2,7 @@
 //! beside its place, and every variant gives the same.
 
 use arbitrary::{Arbitrary, Unstructured};
-use gradlane_codec::{build_with, CodecSpec, InstructionSet, IntegerSums, Place, TensorShape};
+use gradlane_codec::{build_with, CodecSpec, DrawKey, InstructionSet, IntegerSums, TensorShape};
 
 const TEXTS: &[&str] = &[
     "f32",
@@ -88,11 +88,11 @@ fn encode_and_decode(case: &Case<'_>) -> bool {
     let mut values: Vec<f32> = case.bytes.as_chunks::<4>().0.iter().map(float).collect();
     values.truncate(elements);
     let first_element = u64::from(case.granule) * scalar.granule();
-    let place = Place { seed: case.seed, step: 1, tensor: 2, leg: 3, first_element };
+    let key = DrawKey { seed: case.seed, step: 1, tensor: 2, leg: 3, first_element };
     let mut residual = vec![0.5; values.len() * scalar.residual_width()];
     let mut out = vec![0; scalar.max_wire_bytes(values.len())];
     let kept = case.with_residual.then_some(&mut residual[..]);
-    let bytes = scalar.encode(&place, &values, kept, &mut out);
+    let bytes = scalar.encode(&key, &values, kept, &mut out);
 
     for instruction_set in InstructionSet::available() {
         let codec = build_with(instruction_set, &spec, &shape);
@@ -105,19 +105,19 @@ fn encode_and_decode(case: &Case<'_>) -> bool {
         let mut other_residual = vec![0.5; residual.len()];
         let mut other = vec![0; out.len()];
         let kept = case.with_residual.then_some(&mut other_residual[..]);
-        assert_eq!(codec.encode(&place, &values, kept, &mut other), bytes);
+        assert_eq!(codec.encode(&key, &values, kept, &mut other), bytes);
         assert!(same(&other_residual, &residual), "{spec} keeps otherwise with {instruction_set}");
         let mut back = [vec![0.0; values.len()], vec![0.0; values.len()]];
         codec.decode(&out[..bytes], &mut back[0]).expect("what was encoded");
         codec.decode(&other[..bytes], &mut back[1]).expect("what was encoded");
         assert!(same(&back[0], &back[1]), "{spec} encodes otherwise with {instruction_set}");
     }
-    add_codes(case, &spec, elements, place);
+    add_codes(case, &spec, elements, key);
     decoded.is_ok()
 }
 
 /// The same bytes as sums of codes that came round a ring.
-fn add_codes(case: &Case<'_>, spec: &CodecSpec, elements: usize, place: Place) {
+fn add_codes(case: &Case<'_>, spec: &CodecSpec, elements: usize, key: DrawKey) {
     let ranks = u32::from(case.column).max(1);
     let with = |instruction_set| IntegerSums::with(instruction_set, spec, ranks).ok().flatten();
     let Some(scalar) = with(InstructionSet::SCALAR) else {
@@ -135,7 +135,7 @@ fn add_codes(case: &Case<'_>, spec: &CodecSpec, elements: usize, place: Place) {
         let mut residual = vec![0.5; elements];
         of.mean(&sums, &mut means).expect("their length");
         let kept = case.with_residual.then_some(&mut residual[..]);
-        let added = of.add(&place, &values, kept, &mut sums);
+        let added = of.add(&key, &values, kept, &mut sums);
         (added.is_ok().then_some((sums, residual)), means)
     };
     let right = run(&scalar);

@@ -507,13 +507,13 @@ impl Channel {
             let times = (entry.begin_ns, entry.time_ns);
             (times, way, kind, entry.peer.0, header.step.0, place, bytes, header.priority.0)
         });
-        let works = self.channel.take_jobs().into_iter().map(|work| {
+        let jobs = self.channel.take_jobs().into_iter().map(|work| {
             let kind = format!("{:?}", work.kind).to_lowercase();
             let place = (plan.slice(work.slice).tensor.0, work.slice.0, 0);
             let times = (work.begin_ns, work.end_ns);
             (times, "work", kind, self.channel.rank().0, work.step.0, place, work.bytes, 0)
         });
-        (frames.chain(works).collect(), self.channel.trace_dropped())
+        (frames.chain(jobs).collect(), self.channel.trace_dropped())
     }
 
     /// Why the channel has failed, or None.

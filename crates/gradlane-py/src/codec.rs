@@ -1,6 +1,6 @@
 //! `Codec` for Python: encodings of values in memory that Python vouches for.
 
-use gradlane_codec::{build, Codec as CoreCodec, CodecSpec, Place, TensorShape};
+use gradlane_codec::{build, Codec as CoreCodec, CodecSpec, DrawKey, TensorShape};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::sync::Arc;
@@ -45,17 +45,17 @@ pub(crate) fn bytes<'a>(pointer: usize, count: usize) -> PyResult<&'a mut [u8]> 
 }
 
 /// (seed, step, tensor, leg, first element); a leg of -1 is the broadcast.
-type PlaceNumbers = (u64, u64, u32, i64, u64);
+type DrawKeyNumbers = (u64, u64, u32, i64, u64);
 
-fn place((seed, step, tensor, leg, first_element): PlaceNumbers) -> PyResult<Place> {
+fn draw_key((seed, step, tensor, leg, first_element): DrawKeyNumbers) -> PyResult<DrawKey> {
     let leg = match leg {
-        -1 => Place::BROADCAST,
+        -1 => DrawKey::BROADCAST,
         _ => u32::try_from(leg)
             .ok()
-            .filter(|&leg| leg != Place::BROADCAST)
+            .filter(|&leg| leg != DrawKey::BROADCAST)
             .ok_or_else(|| refuse(format!("leg {leg} is neither a rank nor -1, the broadcast")))?,
     };
-    Ok(Place { seed, step, tensor, leg, first_element })
+    Ok(DrawKey { seed, step, tensor, leg, first_element })
 }
 
 #[pymethods]
@@ -102,9 +102,9 @@ impl Codec {
         }
     }
 
-    /// The most bytes that so many values take in a place.
-    fn max_wire_bytes(&self, at: PlaceNumbers, elements: usize) -> PyResult<usize> {
-        Ok(self.codec.max_wire_bytes_at(&place(at)?, elements))
+    /// The most bytes that so many values take under a key.
+    fn max_wire_bytes(&self, at: DrawKeyNumbers, elements: usize) -> PyResult<usize> {
+        Ok(self.codec.max_wire_bytes_at(&draw_key(at)?, elements))
     }
 
     /// Encode values to the front of a buffer and return the number of bytes.
@@ -114,12 +114,12 @@ impl Codec {
     fn encode(
         &self,
         py: Python<'_>,
-        at: PlaceNumbers,
+        at: DrawKeyNumbers,
         source: (usize, usize),
         residual: (usize, usize),
         wire: (usize, usize),
     ) -> PyResult<usize> {
-        let at = place(at)?;
+        let at = draw_key(at)?;
         let granule = self.codec.granule();
         if !at.first_element.is_multiple_of(granule) {
             return Err(refuse(format!(

@@ -62,7 +62,7 @@ pub(crate) struct Node {
     pub(crate) io: IoThread,
     /// When each work thread has done all that it was given.
     pub(crate) work_until: Vec<u64>,
-    /// Works with their ends, the first to end first.
+    /// Jobs with their ends, the first to end first.
     pub(crate) jobs: BinaryHeap<Reverse<(u64, JobId)>>,
     /// Tensors whose gradient it makes for all, the first to end first, each with when it is made.
     pub(crate) root_requests: VecDeque<(u64, TensorId, Step)>,

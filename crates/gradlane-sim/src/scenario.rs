@@ -247,7 +247,7 @@ pub struct Scenario {
     /// Bytes chosen for a peer and not yet with its kernel; 0 is one frame.
     #[serde(default)]
     pub credit_bytes: u64,
-    /// Works handed out at once.
+    /// Jobs handed out at once.
     #[serde(default = "default_work_depth")]
     pub work_depth: usize,
     /// Threads that execute them.

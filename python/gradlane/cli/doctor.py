@@ -14,7 +14,7 @@ from gradlane.cli.options import write_json
 from gradlane.errors import GradlaneError
 from gradlane.planning.doctor.cluster import Examination, examine_all, examine_alone
 from gradlane.planning.doctor.findings import Finding, Verdict
-from gradlane.planning.doctor.machine import Machine
+from gradlane.planning.doctor.machine import LocalMachine
 from gradlane.report.console import print_written
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.environment import find_rank_info
@@ -44,7 +44,7 @@ def run_doctor(
         RendezvousError: the ranks do not find each other; the machine's own findings are printed.
     """
     options = Options.of(network=network, environment=os.environ)
-    machine = Machine(os.environ, options.network, Path("/"))
+    machine = LocalMachine(os.environ, options.network, Path("/"))
     rank_info = find_rank_info(os.environ)
     rank = rank_info.rank
     if rank_info.world_size == 1:

@@ -68,11 +68,12 @@ def remedied(remedy: str) -> Iterator[None]:
 
 def profile_of(text: str, batch_time_s: float | None) -> Profile:
     """Return the profile of a file or of a model by name, its step as long as is given."""
-    from gradlane.planning.simulation.profiles import find_profile
+    from gradlane.planning.simulation.profiles import check_batch_time, find_profile
 
+    # A file that lacks something has a remedy; this has none.
+    check_batch_time(batch_time_s)
     with remedied(FROM_PROFILE):
-        profile = find_profile(text)
-    return profile if batch_time_s is None else find_profile(text, batch_time_s)
+        return find_profile(text, batch_time_s)
 
 
 def costs_of(path: Path | None) -> MachineCosts | None:

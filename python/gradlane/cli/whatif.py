@@ -27,7 +27,7 @@ from gradlane.planning.advice.faults import COLUMNS, cells_of, faults_json
 from gradlane.planning.advice.pictures import Picture, clusters_with_pictures, picture_of
 from gradlane.planning.simulation.effects import check_effects
 from gradlane.planning.simulation.faults import FaultSettings, fault_cost
-from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
+from gradlane.planning.simulation.grid import SimulatedRow, clusters_of, evaluate
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.scenarios import FORMULAS, Cluster, run_scenario, scenario_of
 from gradlane.planning.simulation.timeline import simulated_timeline
@@ -220,7 +220,7 @@ def _write_trace(path: Path, profile: Profile, clusters: Sequence[Cluster]) -> N
 def _print(
     console: Console,
     profile: Profile,
-    rows: list[Row],
+    rows: list[SimulatedRow],
     answers: list[ClusterAdvice],
     needs: Sequence[RequiredLink],
 ) -> None:
@@ -261,7 +261,7 @@ def _print_faults(console: Console, faults: Mapping[str, Any]) -> None:
         console.print(sentence, highlight=False)
 
 
-def _table(codec: str, rows: Sequence[Row]) -> Table:
+def _table(codec: str, rows: Sequence[SimulatedRow]) -> Table:
     """Return a line for each row; all of one codec, since encoded steps are other steps."""
     table = Table(title="" if codec == RAW else f"gradients in {codec}", title_justify="left")
     several = any(row.ranks_per_node > 1 for row in rows)
@@ -296,12 +296,12 @@ def _table(codec: str, rows: Sequence[Row]) -> Table:
     return table
 
 
-def _node_cells(row: Row) -> tuple[str, str]:
+def _node_cells(row: SimulatedRow) -> tuple[str, str]:
     bytes_, each = row.tx_bytes_per_step, row.ranks_per_node
     return f"{row.workers // each} x {each}", "" if bytes_ is None else f"{bytes_ / 1e6:.1f}"
 
 
-def _text_of_late(row: Row) -> str:
+def _text_of_late(row: SimulatedRow) -> str:
     assert row.left_out_share is not None and row.passed_share is not None
     stopped = "nobody is stopped"
     if row.straggler is not None:

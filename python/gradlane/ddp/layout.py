@@ -34,7 +34,7 @@ class BucketParameter:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """A range of one parameter that is encoded as one.
 
     Attributes:
@@ -67,14 +67,14 @@ class Shard:
 
     begin: int
     end: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterPiece, ...]
 
     @property
     def numel(self) -> int:
         """Number of elements of the shard."""
         return self.end - self.begin
 
-    def wire_ranges(self, step: int, leg: int) -> list[tuple[Piece, int, int]]:
+    def wire_ranges(self, step: int, leg: int) -> list[tuple[ParameterPiece, int, int]]:
         """Return each piece with its first byte on the wire and its largest encoded size.
 
         For codecs with varying sizes the bytes before hold the encoded length.
@@ -122,12 +122,12 @@ def _border(parts: Sequence[BucketParameter], wanted: int) -> int:
     return start
 
 
-def _pieces(parts: Sequence[BucketParameter], begin: int, end: int) -> tuple[Piece, ...]:
-    pieces: list[Piece] = []
+def _pieces(parts: Sequence[BucketParameter], begin: int, end: int) -> tuple[ParameterPiece, ...]:
+    pieces: list[ParameterPiece] = []
     start = 0
     for part in parts:
         low, high = max(begin, start), min(end, start + part.numel)
         if low < high:
-            pieces.append(Piece(part, low - start, low, high))
+            pieces.append(ParameterPiece(part, low - start, low, high))
         start += part.numel
     return tuple(pieces)

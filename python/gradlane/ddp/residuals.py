@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import torch
 
-from gradlane.ddp.layout import BucketParameter, Piece
+from gradlane.ddp.layout import BucketParameter, ParameterPiece
 
 OwnerKey = tuple[int, int, int]
 """Number of the parameter, first element of the piece, elements of the piece."""
 
 
-def key_of(piece: Piece) -> OwnerKey:
+def key_of(piece: ParameterPiece) -> OwnerKey:
     """Return the key of a piece of a mean."""
     return (piece.part.number, piece.first, piece.numel)
 
@@ -36,7 +36,7 @@ class Residuals:
         self.worker: dict[int, torch.Tensor] = {}
         self.owner: dict[OwnerKey, torch.Tensor] = {}
 
-    def worker_residual(self, piece: Piece) -> torch.Tensor | None:
+    def worker_residual(self, piece: ParameterPiece) -> torch.Tensor | None:
         """Return the residual of a piece of this rank's gradient; None if the codec keeps none."""
         width = piece.part.codec.residual_width
         if width == 0:
@@ -44,7 +44,7 @@ class Residuals:
         whole = self._whole(piece.part)
         return whole[piece.first * width : (piece.first + piece.numel) * width]
 
-    def owner_residual(self, piece: Piece) -> torch.Tensor | None:
+    def owner_residual(self, piece: ParameterPiece) -> torch.Tensor | None:
         """Return the residual of a piece of the mean; None if the codec keeps none."""
         numbers = piece.numel * piece.part.codec.residual_width
         if numbers == 0:
@@ -56,7 +56,9 @@ class Residuals:
             )
         return kept
 
-    def release_unowned(self, parts: Sequence[BucketParameter], owned: Sequence[Piece]) -> None:
+    def release_unowned(
+        self, parts: Sequence[BucketParameter], owned: Sequence[ParameterPiece]
+    ) -> None:
         """Return residuals of the mean of these parameters to gradients, except for the owned
         pieces."""
         by_number = {part.number: part for part in parts}

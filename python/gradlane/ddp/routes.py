@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 
 from gradlane.codecs import BROADCAST
-from gradlane.ddp.layout import LENGTH_BYTES, BucketParameter, Piece, Shard, cut_into_shards
+from gradlane.ddp.layout import (
+    LENGTH_BYTES,
+    BucketParameter,
+    ParameterPiece,
+    Shard,
+    cut_into_shards,
+)
 from gradlane.ddp.residuals import Residuals
 
 
@@ -71,7 +77,7 @@ class Route(Protocol):
         """Wait for the first leg, add up, run the second leg, and write the mean to
         `exchange.values`."""
 
-    def owned(self) -> Sequence[Piece]:
+    def owned(self) -> Sequence[ParameterPiece]:
         """Return the pieces whose mean this rank encodes."""
 
 
@@ -172,7 +178,7 @@ class GatherRoute:
             )
         exchange.values /= self._peers.world_size
 
-    def owned(self) -> Sequence[Piece]:
+    def owned(self) -> Sequence[ParameterPiece]:
         """Return no pieces: no mean is encoded."""
         return ()
 
@@ -233,6 +239,6 @@ class ShardRoute:
             values = exchange.values[shard.begin : shard.end]
             self._shard_codec.decode(shard, wire, values, step=step, leg=BROADCAST)
 
-    def owned(self) -> Sequence[Piece]:
+    def owned(self) -> Sequence[ParameterPiece]:
         """Return the pieces of this rank's shard."""
         return self._own.pieces

@@ -81,7 +81,7 @@ class Details:
 
 
 @dataclass(frozen=True)
-class Figure:
+class KeyFigure:
     """One number to see at a glance."""
 
     value: str
@@ -96,7 +96,7 @@ class Figure:
 class Figures:
     """Numbers side by side."""
 
-    figures: Sequence[Figure]
+    figures: Sequence[KeyFigure]
 
 
 Block = Paragraph | Table | Plot | Measurement | Widget | Details | Figures

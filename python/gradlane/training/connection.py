@@ -21,9 +21,9 @@ from gradlane.training.core import (
 )
 from gradlane.training.log import log
 from gradlane.training.monitoring.observer import ModelWatch, Observer
-from gradlane.training.monitoring.recorder import Recorder
+from gradlane.training.monitoring.recorder import SessionRecorder
 from gradlane.training.node.channel import NodeChannel
-from gradlane.training.node.layout import Layout, agree_on_layout
+from gradlane.training.node.layout import NodeLayout, agree_on_layout
 from gradlane.training.node.opening import open_node_channel, rows_obstacle
 from gradlane.training.node.rules import AUTO, OFF
 from gradlane.training.options.options import Options
@@ -85,12 +85,12 @@ class SessionContext:
     observer: Observer
     membership: Membership
     checkpoints: ModelFollower | None = None
-    recorder: Recorder | None = None
+    recorder: SessionRecorder | None = None
     schemes: Mapping[str, str] = field(default_factory=dict)
     announcements: JobAnnouncements | None = None
 
 
-def node_layout(ctx: SessionContext, scope: RendezvousScope) -> Layout | None:
+def node_layout(ctx: SessionContext, scope: RendezvousScope) -> NodeLayout | None:
     """Agree on the ranks of each node; a collective call of ranks with the same options.
 
     Returns:
@@ -105,7 +105,7 @@ def open_channel(
     ctx: SessionContext,
     scope: RendezvousScope,
     rows: Sequence[Mapping[str, Any]],
-    layout: Layout | None,
+    layout: NodeLayout | None,
     *,
     update: str,
     first: int = 0,
@@ -161,7 +161,7 @@ def _open(
     ctx: SessionContext,
     scope: RendezvousScope,
     rows: Sequence[Mapping[str, Any]],
-    layout: Layout | None,
+    layout: NodeLayout | None,
     update: str,
     first: int,
     gradients: Sequence[Tensor],
@@ -194,7 +194,7 @@ def _open(
     return _connect(ctx, scope, secret, update, table, ranks)
 
 
-def _say_layout(layout: Layout, obstacle: str) -> None:
+def _say_layout(layout: NodeLayout, obstacle: str) -> None:
     """Say how sums are taken, which bits follow from, where the program has not."""
     nodes = f"{layout.nodes} nodes of {layout.local_size} ranks"
     if obstacle:

@@ -207,7 +207,7 @@ Memory = tuple[int, int]
 """An address and the number of elements there; the call has it to itself."""
 
 
-class Codec(Protocol):
+class CoreCodec(Protocol):
     """An encoding of f32 values of one tensor."""
 
     @property
@@ -246,7 +246,7 @@ class Codec(Protocol):
 class CodecType(Protocol):
     """The constructor of codecs."""
 
-    def __call__(self, spec: str, sizes: list[int]) -> Codec:
+    def __call__(self, spec: str, sizes: list[int]) -> CoreCodec:
         """Build the codec of a spec for a tensor of these sizes; `ValueError` if the spec is
         invalid."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradlane.lab.papers.modern import Row, answers, markdown_of, profile_of, study
+from gradlane.lab.papers.modern import NetworkRow, answers, markdown_of, profile_of, study
 from gradlane.lab.papers.simulations import Simulations
 from gradlane.planning.simulation.profiles import synthetic_profile
 
@@ -32,8 +32,10 @@ def test_a_network_on_two_rates() -> None:
     assert slow.scaling_8bit == pytest.approx(2 * slow.compute_s / slow.bound_step_s, rel=0.02)
 
 
-def row(compute_s: float, wfbp_s: float, p3_s: float, rate_bps: float = 1e10) -> Row:
-    return Row("vit_b16", 4, rate_bps, "free", 1, compute_s, wfbp_s, p3_s, compute_s, 1, 1, 1.0)
+def row(compute_s: float, wfbp_s: float, p3_s: float, rate_bps: float = 1e10) -> NetworkRow:
+    return NetworkRow(
+        "vit_b16", 4, rate_bps, "free", 1, compute_s, wfbp_s, p3_s, compute_s, 1, 1, 1.0
+    )
 
 
 @pytest.mark.parametrize(

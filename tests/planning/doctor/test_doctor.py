@@ -17,7 +17,7 @@ from gradlane.formats.link_report import LinkReport, PortFigures, RoundTrip
 from gradlane.formats.provenance import NOT_INSTALLED
 from gradlane.planning.doctor import cluster, machine
 from gradlane.planning.doctor.findings import Finding, Verdict, merged, ok, warning
-from gradlane.planning.doctor.machine import Machine, MachineFacts
+from gradlane.planning.doctor.machine import LocalMachine, MachineFacts
 from gradlane.planning.doctor.reach import unreached
 from gradlane.planning.probe.streams import listen_on
 from gradlane.training.options.option_groups import Network
@@ -32,7 +32,7 @@ FACTS = MachineFacts("a", "0123", "3.11.7", "2.15.0", "ens5f0", "10.0.0.1", 1500
 def findings_of(
     root: Path, environment: dict[str, str] | None = None, **network: Any
 ) -> dict[str, Finding]:
-    found = Machine(environment or {}, Network(**network), root).examine()
+    found = LocalMachine(environment or {}, Network(**network), root).examine()
     return {one.check: one for one in found}
 
 
@@ -113,7 +113,7 @@ def test_this_machine_can_train() -> None:
 
 def test_behind_address_translation_all_addresses_are_listened_on() -> None:
     """The advertised address is not one of this machine's, for a session and for the doctor."""
-    found = Machine({}, Network(advertise="192.0.2.55"), Path("/")).listening_addresses()
+    found = LocalMachine({}, Network(advertise="192.0.2.55"), Path("/")).listening_addresses()
     assert found == ["192.0.2.55", "0.0.0.0"]
     with listen_on(found, None) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"

@@ -86,7 +86,9 @@ def ask_beside_servers(store: Store, process: int, processes: int, job: str) -> 
     return run_roles(store, process, processes, job, 2, processes - 2, answers_of)
 
 
-def ask_on_nodes(store: Store, rank: int, world_size: int, job: str) -> dict[str, Any]:
-    """Ask on nodes of two ranks, the first of which talks to the network for both."""
-    with opened(store, rank, world_size, job, local="leader") as session:
+def ask_on_nodes(
+    store: Store, rank: int, world_size: int, job: str, local: str = "leader"
+) -> dict[str, Any]:
+    """Ask on nodes of two ranks, the first or both of which talk to the network for both."""
+    with opened(store, rank, world_size, job, local=local) as session:
         return answers_of(session)

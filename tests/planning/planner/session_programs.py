@@ -16,8 +16,10 @@ from torch._C._distributed_c10d import Store
 from gradlane.errors import GradlaneError
 from gradlane.planning.planner import learning
 from gradlane.planning.probe import streams
+from gradlane.training.model.prepared import PreparedModel
 from gradlane.training.plans.plan import Plan, PlannedTensor
 from gradlane.training.plans.settings import ClusterFacts, Settings
+from tests.training.model.prepared_models import seen_prepared
 from tests.training.model.scenarios import MODELS, digest, loss_of, open_session, optimizer_of
 
 OTHER = Settings("slicing", slice_elems=700, frame_bytes=4096, send_buffer_bytes=100_000)
@@ -119,6 +121,7 @@ def _train(
         stub = mock.patch.object(learning, "Recorder", side_effect=refusal)
     with (
         stub,
+        seen_prepared() as prepared_of,
         open_session(store, rank, world_size, job, **options) as session,
     ):
         model = MODELS[model_name]()
@@ -138,21 +141,20 @@ def _train(
                 optimizer.zero_grad()
                 if schedule is not None:
                     schedule.step()
-                settings.append(_settings_in_force(session))
+                settings.append(_settings_in_force(prepared_of(model)))
                 if not joins:
                     digests.append(digest(model))
         for step in range(2 if joins else 0):
             loss_of(model_name, model, rank, 50 + step).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-            settings.append(_settings_in_force(session))
+            settings.append(_settings_in_force(prepared_of(model)))
         session.synchronize()
         digests.append(digest(model))
         own_buffers = [buffer.sum().item() for buffer in model.buffers()]
         state = optimizer.state_dict()["state"]
         found = session.plan
-        (prepared,) = session._models.prepared
-        schemes = prepared.schemes
+        schemes = prepared_of(model).schemes
         values = [parameter.detach().flatten().tolist() for parameter in model.parameters()]
     return {
         "schemes": schemes,
@@ -165,10 +167,9 @@ def _train(
     }
 
 
-def _settings_in_force(session: Any) -> dict[str, Any]:
+def _settings_in_force(prepared: PreparedModel) -> dict[str, Any]:
     """What the connection was opened with."""
-    (prepared,) = session._models.prepared
-    return replace(Settings.of(prepared._ctx.options), local=None).to_json()
+    return replace(Settings.of(prepared.options), local=None).to_json()
 
 
 def given(
@@ -178,8 +179,9 @@ def given(
     session = open_session(store, rank, world_size, job)
     model = nn.Linear(sizes[rank], 2)
     try:
-        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plans[rank])
-        settings = str(_settings_in_force(session))
+        with seen_prepared() as prepared_of:
+            session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plans[rank])
+        settings = str(_settings_in_force(prepared_of(model)))
         session.close()
         return settings
     except ValueError as error:
@@ -191,6 +193,7 @@ def prepare_again(store: Store, rank: int, world_size: int, job: str, path: str)
     """Prepare under `auto`, again while it learns, and with a plan of its own."""
     with (
         mock.patch.object(learning, "Coordinator", Decided),
+        seen_prepared() as prepared_of,
         open_session(store, rank, world_size, job) as session,
     ):
         model = MODELS["cnn"]()
@@ -202,7 +205,7 @@ def prepare_again(store: Store, rank: int, world_size: int, job: str, path: str)
                 loss_of("cnn", model, rank, step).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad()
-            seen.append(_settings_in_force(session))
+            seen.append(_settings_in_force(prepared_of(model)))
         hooks = len(model._forward_pre_hooks)
     return {"seen": seen, "hooks": hooks, "left": len(model._forward_pre_hooks)}
 
@@ -239,14 +242,16 @@ def probe(
     with open_session(store, rank, world_size, job) as session:
         if not blocked:
             return session.probe(window_s=0.1, directions=directions).to_json()
-        call = streams.StreamEndpoint._connect_to
+        connect = streams.StreamEndpoint.connect
 
-        def call_nobody(self: Any, peer: int, address: str, deadline_s: float) -> Any:
-            return call(self, peer, "127.0.0.1:9", deadline_s)
+        def connect_to_nobody(self: Any, peers: Any, *sides: Any) -> None:
+            connect(self, ["127.0.0.1:9"] * len(peers), *sides)
 
         last = rank == world_size - 1
         with (
-            mock.patch.object(streams.StreamEndpoint, "_connect_to", call_nobody if last else call),
+            mock.patch.object(
+                streams.StreamEndpoint, "connect", connect_to_nobody if last else connect
+            ),
             mock.patch.object(streams, "CONNECT_TIMEOUT_S", 1.0),
         ):
             try:

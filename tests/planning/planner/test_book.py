@@ -124,5 +124,15 @@ def test_ranks_that_only_talk_to_their_node_have_no_address(pool: FirstRanks) ->
         assert [cost["node_floats"] for cost in choice["costs"]] == [2 * 120_000]
 
 
+def test_nodes_whose_ranks_all_talk_to_the_network_are_counted(pool: FirstRanks) -> None:
+    """Both are on this machine, as in an emulated cluster."""
+    first, *others = pool.run(f"{MODULE}:ask_on_nodes", ranks=4, local="shared")
+    assert others == [first] * 3
+    assert None not in first["addresses"] and len(set(first["nodes"])) == 1
+    for batch in (2, 500):
+        choice = first["best"][f"fc {batch} poseidon"]
+        assert [cost["node_floats"] for cost in choice["costs"]] == [2 * 120_000]
+
+
 def test_ranks_by_themselves_need_no_word_of_nodes(pool: FirstRanks) -> None:
     assert not any("dense gradients alone" in it["reason"] for it in asked(pool)["best"].values())

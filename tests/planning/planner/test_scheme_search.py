@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gradlane.planning.planner import candidates
 from gradlane.planning.planner.candidates import TIE, Candidate, CandidateSimulator
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.planner.scheme_search import SchemeRestrictions, choose_schemes
@@ -163,11 +165,14 @@ def test_what_needs_servers_stays_on_servers(update: str) -> None:
     assert (found.best, found.label, found.declined) == (kept, "ps", ())
 
 
-def test_without_time_nothing_is_chosen() -> None:
+def test_without_time_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(candidates, "time", SimpleNamespace(monotonic=lambda: now_s))
     kept = Candidate(Settings())
     simulator = CandidateSimulator(NETWORK, SLOW, 60.0, None, lambda: None)
     simulator.run([kept])
-    simulator._deadline_s = 0.0
+    assert simulator.step_s(kept) is not None
+    now_s += 60.0
     found = choose_schemes(simulator, NETWORK, SLOW, kept, SchemeRestrictions())
     assert found.best == kept and found.skipped
 

@@ -18,6 +18,7 @@ import gradlane
 from gradlane.cli import main as cli
 from gradlane.formats.profile import Profile, ProfileError
 from gradlane.planning.profiler.script import LAUNCHER_VARIABLES, RecordedScript, run_script
+from tests.built import needs_core
 from tests.paths import ROOT
 
 PLAIN = """
@@ -270,6 +271,21 @@ def test_the_command_fails_in_one_sentence(
     )
     assert status == 2 and "fails.py failed: RuntimeError: my own mistake" in err
     assert "Traceback" in err
+
+
+@needs_core
+def test_the_refusal_of_a_prepared_model_is_the_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though the session has failed with the optimizer's step, and says so."""
+    text = PLAIN.replace("import sys", "import sys\nimport gradlane").replace(
+        "    for step in", "    gradlane.init().prepare(model, optimizer)\n    for step in"
+    )
+    script = tmp_path / "train.py"
+    script.write_text(text, encoding="utf-8")
+    status, _, err = run_command(monkeypatch, capsys, "profile", str(script), "50")
+    assert status == 2 and "SessionFailedError" not in err and "Traceback" not in err
+    assert err.splitlines()[-1].startswith("gradlane: the script prepares its model with gradlane")
 
 
 def profile_of_ddp(text: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -22,7 +22,7 @@ from gradlane.planning.advice.advice import (
 )
 from gradlane.planning.advice.causes import GOAL, find_cause, limit_beyond_link
 from gradlane.planning.simulation.costs import HOST_CONSTANTS, MachineCosts
-from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
+from gradlane.planning.simulation.grid import SimulatedRow, clusters_of, evaluate
 from gradlane.planning.simulation.profiles import Profile, synthetic_profile
 from gradlane.planning.simulation.scenarios import DDP, RING_FUSED, Cluster
 from tests.planning.simulation.small_profile import SMALL
@@ -108,7 +108,7 @@ def verdict(
 
 
 def assert_no_contradiction(
-    rows: list[Row], answers: list[ClusterAdvice], needs: list[RequiredLink]
+    rows: list[SimulatedRow], answers: list[ClusterAdvice], needs: list[RequiredLink]
 ) -> None:
     """The last line says the same as the first, and both the same as the table."""
     (last,) = text_of_required_links(needs)

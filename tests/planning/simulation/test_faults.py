@@ -25,7 +25,7 @@ from gradlane.planning.simulation.faults import (
     share_with,
     share_without,
 )
-from gradlane.planning.simulation.grid import Row, evaluate
+from gradlane.planning.simulation.grid import SimulatedRow, evaluate
 from gradlane.planning.simulation.scenarios import Cluster
 from tests.command_line import run
 from tests.planning.simulation.fault_runs import (
@@ -188,12 +188,12 @@ def test_rarer_losses_and_faster_restarts_never_hurt() -> None:
         assert (fast.going_on_train_share or 0.0) >= (slow.going_on_train_share or 0.0)
 
 
-def row_of(strategy: str, workers: int, *, ranks_per_node: int = 1) -> Row:
+def row_of(strategy: str, workers: int, *, ranks_per_node: int = 1) -> SimulatedRow:
     (row,) = evaluate(SMALL, [replace(A_WORKER, strategy="ddp", workers=workers)])
     return replace(row, strategy=strategy, ranks_per_node=ranks_per_node)
 
 
-def verdict(settings: FaultSettings, *rows: Row) -> str:
+def verdict(settings: FaultSettings, *rows: SimulatedRow) -> str:
     (text,) = verdicts([fault_cost(settings, row, SMALL.size_bytes) for row in rows])
     return text
 

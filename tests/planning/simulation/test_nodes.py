@@ -13,7 +13,7 @@ from gradlane.planning.advice.advice import advise, required_links, text_of_requ
 from gradlane.planning.advice.causes import Cause, find_cause
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.simulation.bound import port_bytes
-from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
+from gradlane.planning.simulation.grid import SimulatedRow, clusters_of, evaluate
 from gradlane.planning.simulation.profiles import Profile, synthetic_profile
 from gradlane.planning.simulation.scenarios import Cluster, scenario_of
 from gradlane.training.plans.plan import Plan, parse_plan
@@ -32,12 +32,12 @@ def profile() -> Profile:
 
 
 @pytest.fixture(scope="module")
-def rows(profile: Profile) -> dict[str, Row]:
+def rows(profile: Profile) -> dict[str, SimulatedRow]:
     clusters = [replace(BASE, strategy=strategy) for strategy in STRATEGIES]
     return dict(zip(STRATEGIES, evaluate(profile, clusters), strict=True))
 
 
-def test_ports_carry_what_the_formula_says(profile: Profile, rows: dict[str, Row]) -> None:
+def test_ports_carry_what_the_formula_says(profile: Profile, rows: dict[str, SimulatedRow]) -> None:
     """2 k (N k - k) / (N k) of the gradients for N = 2 nodes of k = 4: four times; 2 (N - 1) / N
     where nodes add up: once."""
     for strategy, times in zip(STRATEGIES, (4.0, 1.0, 1.0), strict=True):
@@ -51,10 +51,12 @@ def test_ports_carry_what_the_formula_says(profile: Profile, rows: dict[str, Row
     assert rows["p3"].bound_step_s > 2 * rows["hierarchical"].bound_step_s
 
 
-def test_the_answer_is_to_add_up_in_the_node_first(profile: Profile, rows: dict[str, Row]) -> None:
+def test_the_answer_is_to_add_up_in_the_node_first(
+    profile: Profile, rows: dict[str, SimulatedRow]
+) -> None:
     needs = required_links(list(rows.values()), lambda row: "none")
 
-    def explain(row: Row, link_is_enough: bool) -> Cause:
+    def explain(row: SimulatedRow, link_is_enough: bool) -> Cause:
         cluster = replace(BASE, strategy=row.strategy)
         return find_cause(profile, cluster, row, link_is_enough=link_is_enough)
 

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradlane.cli.options import profile_of
+from gradlane.planning.simulation import profiles
 from gradlane.planning.simulation.profiles import (
     ProfileError,
     find_profile,
@@ -167,6 +169,24 @@ def test_missing_files_and_models_are_named(tmp_path: Path) -> None:
         find_profile("resnet51")
     with pytest.raises(ProfileError, match="batch time"):
         find_profile("resnet50", -1.0)
+
+
+def test_a_file_is_read_once_where_its_batch_takes_another_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(OWN), encoding="utf-8")
+    read: list[Path] = []
+
+    def noted(one: Path) -> profiles.Profile:
+        read.append(one)
+        return read_profile(one)
+
+    monkeypatch.setattr(profiles, "read_profile", noted)
+    assert profile_of(str(path), 0.6).compute_s == pytest.approx(0.6)
+    assert read == [path]
+    with pytest.raises(ProfileError, match=r"batch time must be positive, got 0.0 s$"):
+        profile_of(str(path), 0.0)
 
 
 @pytest.mark.parametrize("model", ["resnet50", "vgg19", "inception_v3", "sockeye"])

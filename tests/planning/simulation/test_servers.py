@@ -9,7 +9,7 @@ import pytest
 
 from gradlane.planning.schemes.costs import Counts, Layer, costs_of
 from gradlane.planning.schemes.hybrid import NodeCluster, hybrid_step
-from gradlane.planning.simulation.grid import Row, evaluate
+from gradlane.planning.simulation.grid import SimulatedRow, evaluate
 from gradlane.planning.simulation.profiles import synthetic_profile
 from gradlane.planning.simulation.scenarios import Cluster
 from gradlane.training.options.server_places import parse_servers
@@ -20,7 +20,7 @@ from tests.command_line import run
 SLOW_BPS = 1e9
 
 
-def row(servers: int | None) -> Row:
+def row(servers: int | None) -> SimulatedRow:
     cluster = Cluster(workers=4, rate_bps=SLOW_BPS, servers=servers, free_host=True)
     return evaluate(synthetic_profile("resnet50", 0.3), [cluster])[0]
 
@@ -69,7 +69,7 @@ def test_plan_files_keep_the_servers() -> None:
 
 
 def test_servers_apart_have_ports_of_their_own() -> None:
-    def apart(serving: int) -> Row:
+    def apart(serving: int) -> SimulatedRow:
         cluster = Cluster(workers=4, rate_bps=SLOW_BPS, serving=serving, free_host=True)
         return evaluate(synthetic_profile("resnet50", 0.3), [cluster])[0]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradlane.formats.profile import Profile, ProfileTensor
-from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
+from gradlane.planning.simulation.grid import SimulatedRow, clusters_of, evaluate
 from gradlane.planning.simulation.scenarios import Cluster, scenario_of
 from gradlane.planning.simulation.straggler import StragglerSpec
 from gradlane.training.options.codec_options import RAW
@@ -37,7 +37,7 @@ def row(
     straggler: StragglerSpec | None = SPEC,
     codec: str = RAW,
     rate_bps: float = 1e9,
-) -> Row:
+) -> SimulatedRow:
     cluster = Cluster(
         workers=4,
         rate_bps=rate_bps,

@@ -21,7 +21,7 @@ from gradlane.planning.advice.advice import (
     text_of_required_links,
 )
 from gradlane.planning.advice.causes import Cause
-from gradlane.planning.simulation.grid import Row, clusters_of, evaluate
+from gradlane.planning.simulation.grid import SimulatedRow, clusters_of, evaluate
 from gradlane.planning.simulation.lists import (
     parse_compressions,
     parse_names,
@@ -38,7 +38,7 @@ from tests.planning.simulation.small_profile import SMALL
 DATA = SHARED / "data"
 
 
-def grid(profile: Profile, **changes: Any) -> list[Row]:
+def grid(profile: Profile, **changes: Any) -> list[SimulatedRow]:
     settings: dict[str, Any] = {
         "workers": [4],
         "rates_bps": [1e9],
@@ -50,22 +50,22 @@ def grid(profile: Profile, **changes: Any) -> list[Row]:
     return evaluate(profile, clusters_of(**{**settings, **changes}))
 
 
-def no_cause(row: Row, link_is_enough: bool) -> Cause:
+def no_cause(row: SimulatedRow, link_is_enough: bool) -> Cause:
     """In place of simulations that find what a row waits for."""
     return Cause("network", row.step_s - row.compute_s, 0.0, 0.0, 0.0, 0.0)
 
 
-def host_beyond(row: Row) -> str:
+def host_beyond(row: SimulatedRow) -> str:
     """No link is fast enough."""
     return "host"
 
 
-def link_is_enough(row: Row) -> str:
+def link_is_enough(row: SimulatedRow) -> str:
     """A link that was not simulated is fast enough."""
     return "none"
 
 
-def advice_of(rows: list[Row]) -> list[ClusterAdvice]:
+def advice_of(rows: list[SimulatedRow]) -> list[ClusterAdvice]:
     return advise(rows, required_links(rows, host_beyond), no_cause)
 
 

@@ -20,7 +20,7 @@ import torch
 
 import gradlane
 from gradlane.errors import CheckpointError, UsageError
-from gradlane.training.checkpoints import manager as keeper
+from gradlane.training.checkpoints import manager
 from gradlane.training.checkpoints.folder import newest
 from gradlane.training.checkpoints.shard import write_shard
 from gradlane.training.core import load_core
@@ -107,20 +107,24 @@ def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
 def test_a_checkpoint_is_finished_when_the_session_has_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, run_call = write_shard, BoundedStore._run
+    write = write_shard
     closed = threading.Semaphore(0)
 
     def late(*arguments: Any) -> int:
         assert closed.acquire(timeout=60)
         return write(*arguments)
 
-    def slow(self: BoundedStore, operation: Any, limit_s: Any, on_poll: Any) -> Any:
-        if on_poll is not None and threading.current_thread().name == "gradlane-checkpoint":
-            on_poll()
-        return run_call(self, operation, limit_s, on_poll)
+    def slow(call: Any) -> Any:
+        def called(self: BoundedStore, *arguments: Any, on_poll: Any = None, **options: Any) -> Any:
+            if on_poll is not None and threading.current_thread().name == "gradlane-checkpoint":
+                on_poll()
+            return call(self, *arguments, on_poll=on_poll, **options)
 
-    monkeypatch.setattr(keeper, "write_shard", late)
-    monkeypatch.setattr(BoundedStore, "_run", slow)
+        return called
+
+    monkeypatch.setattr(manager, "write_shard", late)
+    for name in ("set", "read_first", "increment"):
+        monkeypatch.setattr(BoundedStore, name, slow(getattr(BoundedStore, name)))
     # The channel has ended, and the scope would still look at it.
     monkeypatch.setattr(RendezvousScope, "mark_closed", lambda self: closed.release())
     run(tmp_path, 2, 3, {})
@@ -138,7 +142,7 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_written(
             raise OSError(errno.EIO, "Input/output error")
         return write(path, pieces, facts, *more)
 
-    monkeypatch.setattr(keeper, "write_shard", sometimes)
+    monkeypatch.setattr(manager, "write_shard", sometimes)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         results = run(tmp_path, 2, 7, {})

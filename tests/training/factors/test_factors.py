@@ -15,8 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from gradlane.planning.simulation.profiles import Profile, ProfileTensor
+from gradlane.planning.simulation.scenarios import Cluster, narrow_tensors
 from gradlane.training import factors
 from gradlane.training.factors.block import BlockError, Dense, Part, pack, unpack
+from gradlane.training.factors.choice import Factored, with_dtypes
+from gradlane.training.options.codec_choice import choose_codecs, codec_rules
+from gradlane.training.rendezvous.tensor_table import build_table
 
 Layer = nn.Linear | nn.Embedding
 
@@ -353,3 +358,15 @@ def test_foreign_bytes_are_refused_or_understood(noise: bytes, at: int, byte: in
         except BlockError as error:
             assert "rank 3" in str(error)
     assert len(unpack(honest, shape, dtype, sender=3)) == 2
+
+
+@pytest.mark.parametrize("codec", ["raw", "f32", "bf16", "f16", "qsgd:bits=8", "int8", "topk"])
+def test_factors_are_rounded_by_the_codecs_that_simulations_take_for_it(codec: str) -> None:
+    layer = nn.Linear(40, 30, bias=False)
+    entries = build_table(layer)
+    choices = choose_codecs(codec_rules({"*": codec}), [one.coded() for one in entries])
+    (one,) = with_dtypes({0: Factored(entries[0], (layer,))}, choices).values()
+    assert (one.sent_as is not None) == (codec in ("bf16", "f16"))
+    profile = Profile("one", 8, 0.1, 0.3, (ProfileTensor("weight", (30, 40), "f32", 0.0, 0.2),))
+    narrow = narrow_tensors(profile, Cluster(4, 1e9, codec=codec))
+    assert bool(narrow) == (one.sent_as is not None)

@@ -5,9 +5,10 @@ The job has `port` of the store, `folder`, `world_size` of the start, `joins`: h
 until it ends, some steps later, `options`, `joiner_options`: in place of these on ranks that come
 later, `fatal`: by label, the function in whose first call a rank is killed, `fatal_after`: the
 same, after a rank has `joined` or was `lost`, `spoils`: one that does nothing there, `raises`: one
-that fails there, `is_small`: whether the model has one parameter and SGD, `slow`: seconds that each
-file of a checkpoint takes, and `samples`: of an epoch for an `ElasticSampler`, or 0. Writes each
-step to `rows-LABEL`, and what it has seen to `LABEL.json`.
+that fails there, `is_small`: whether the model has one parameter and SGD, `other_optimizer`:
+whether ranks that come later have SGD, `slow`: seconds that each file of a checkpoint takes, and
+`samples`: of an epoch for an `ElasticSampler`, or 0. Writes each step to `rows-LABEL`, and what it
+has seen to `LABEL.json`.
 """
 
 from __future__ import annotations
@@ -128,6 +129,8 @@ def main() -> None:
     torch.manual_seed(1)
     model = nn.Linear(64, 1, bias=False) if job["is_small"] else Model()
     optimizer = optimizer_of(model)
+    if not is_member and job["other_optimizer"]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scheduler = scheduler_of(optimizer)
     session.share_state(scheduler=scheduler)
     changes: list[dict[str, Any]] = []

@@ -67,21 +67,31 @@ class RankPool:
         It is a function of `scenarios.py`, or of another module as `module:function`.
         """
         count = ranks or self.world_size
-        if not self._processes:
-            self._start()
-        job = f"{scenario.rpartition(':')[2]}-{uuid.uuid4().hex[:8]}"
-        for pipe in self._pipes[:count]:
-            pipe.send((scenario, count, job, arguments))
+        self.begin(scenario, count, **arguments)
         results = []
-        for rank, pipe in enumerate(self._pipes[:count]):
-            if not pipe.poll(timeout_s):
+        for rank in range(count):
+            answer = self.answer(rank, timeout_s)
+            if answer is None:
                 self.kill()
                 raise TimeoutError(f"rank {rank} gave no answer to {scenario} in {timeout_s} s")
-            results.append(pipe.recv())
+            results.append(answer)
         failed = [result["error"] for result in results if "error" in result]
         if failed:
             raise RuntimeError("\n".join(failed))
         return [result["result"] for result in results]
+
+    def begin(self, scenario: str, ranks: int, **arguments: Any) -> None:
+        """Have the first ranks begin a scenario, as `run` does; `answer` returns how it went."""
+        if not self._processes:
+            self._start()
+        job = f"{scenario.rpartition(':')[2]}-{uuid.uuid4().hex[:8]}"
+        for pipe in self._pipes[:ranks]:
+            pipe.send((scenario, ranks, job, arguments))
+
+    def answer(self, rank: int, timeout_s: float) -> dict[str, Any] | None:
+        """Return a rank's `result`, or its `error`; None if it has not answered in time."""
+        pipe = self._pipes[rank]
+        return pipe.recv() if pipe.poll(timeout_s) else None
 
     def close(self) -> None:
         """End the processes; a scenario after that starts others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import gradlane
 from gradlane.training.core import load_core
 from tests.training.model import test_training
 from tests.training.model.fake_core import FakeCore
+from tests.training.model.held_step import TrainStep, check_norm_alone_is_waited_for
 from tests.training.model.models import Attention, Awkward, SmallCnn, seeded
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import (
@@ -23,7 +24,7 @@ from tests.training.model.reference import (
     same_bits,
     snapshot,
 )
-from tests.training.model.test_training import batch, sgd
+from tests.training.model.test_training import sgd
 
 CORE: Any = load_core()
 STEPS = 6
@@ -106,37 +107,17 @@ def test_means_that_are_not_in_rank_order_are_clipped_alike_as_they_arrive_and_w
 
 
 def test_step_waits_for_the_norm_alone_and_the_norm_for_no_mean() -> None:
-    core = FakeCore()
-    seen: dict[int, float] = {}
-    may_release = threading.Barrier(3)
-
-    def body(session: Any) -> None:
-        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        session.prepare(model, optimizer)
-        for step in range(3):
-            model(batch((2, 4), session.rank, step)).sum().backward()
-            if step == 2:
-                may_release.wait(20)
-            norm = session.clip_grad_norm_(0.01)
+    def begin(session: Any, optimizer: torch.optim.Optimizer) -> TrainStep:
+        def train_step(loss: Tensor, after_backward: Callable[[], object]) -> Tensor:
+            loss.backward()  # type: ignore[no-untyped-call]
+            after_backward()
+            norm: Tensor = session.clip_grad_norm_(0.01)
             optimizer.step()
-            optimizer.zero_grad()
-            if step == 2:
-                # No mean of the first layer is here.
-                seen[session.rank] = norm.item()
-                may_release.wait(20)
-        assert model[0].weight.grad is None
+            return norm
 
-    thread = threading.Thread(target=run_ranks, args=(2, body), kwargs={"core": core}, daemon=True)
-    thread.start()
-    may_release.wait(20)
-    (world,) = core.worlds.values()
-    world.held.update({0, 1})
-    may_release.wait(20)
-    assert seen[0] == seen[1] > 0
-    world.release(0, 1)
-    thread.join(20)
-    assert not thread.is_alive()
+        return train_step
+
+    check_norm_alone_is_waited_for(3, begin)
 
 
 def test_what_a_program_reads_after_clipping_is_clipped() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from dataclasses import replace
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import gradlane
 from gradlane.training.core import load_core
+from gradlane.training.model.prepared import PreparedModel
 from gradlane.training.options.codec_choice import (
     CodedTensor,
     check_codecs,
@@ -21,6 +23,10 @@ from gradlane.training.options.codec_choice import (
     codec_rules,
 )
 from gradlane.training.options.options import Options
+from gradlane.training.plans import in_force
+from gradlane.training.plans.plan import Plan
+from gradlane.training.plans.settings import ClusterFacts, Settings
+from gradlane.training.session import models
 from gradlane.training.session.start import open_session
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import same_bits, snapshot
@@ -142,14 +148,16 @@ def train(session: Any, steps: range, model: nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
-def start(session: Any, values: list[Tensor] | None = None) -> tuple[nn.Module, Any]:
+def start(
+    session: Any, values: list[Tensor] | None = None, plan: str | None = None
+) -> tuple[nn.Module, Any]:
     model = make_model()
     if values is not None:
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), values, strict=True):
                 parameter.copy_(value)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    prepared: tuple[nn.Module, Any] = session.prepare(model, optimizer)
+    prepared: tuple[nn.Module, Any] = session.prepare(model, optimizer, plan=plan)
     return prepared
 
 
@@ -300,15 +308,23 @@ def test_connecting_anew_keeps_the_residuals_of_what_is_still_trained() -> None:
     run_ranks(2, body, core=CORE, codec={"*": "bf16:residual=on"})
 
 
-def test_other_settings_keep_all_residuals() -> None:
+def test_other_settings_keep_all_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
+    switches: dict[int, Callable[[Plan], None]] = {}
+
+    def search(prepared: PreparedModel, *rest: Any) -> SimpleNamespace:
+        switches[id(prepared.model)] = rest[3]
+        return SimpleNamespace(after_step=lambda: None, stop=lambda: None)
+
+    monkeypatch.setattr(in_force, "start_plan_search", search)
+    monkeypatch.setattr(models, "measure_links", lambda *_, **__: SimpleNamespace())
+    plan = Plan("any", ClusterFacts(3, 1e9), "found", Settings("slicing", slice_elems=512))
+
     def body(session: Any) -> list[Tensor]:
-        model, optimizer = start(session)
+        model, optimizer = start(session, plan="auto")
         train(session, range(1, 4), model, optimizer)
         (before,) = session.state_dict()["models"]
-        options = replace(
-            session._ctx.options, strategy=gradlane.Strategy("slicing", slice_elems=512)
-        )
-        session._models.prepared[0] = session._models.prepared[0].reconnected(options, 30.0)
+        switches[id(model)](plan)
+        assert session.plan is plan
         (after,) = session.state_dict()["models"]
         for kind in ("worker_residual", "owner_residual"):
             for name, value in before[kind].items():

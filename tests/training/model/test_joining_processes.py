@@ -57,6 +57,7 @@ class Run:
         one_by_one: bool = True,
         kill_all_when: Callable[[], bool] | None = None,
         refused: Mapping[str, Any] | None = None,
+        other_optimizer: bool = False,
         **options: Any,
     ) -> None:
         """Start all ranks, and wait for those that survive.
@@ -78,6 +79,7 @@ class Run:
                 end by themselves.
             refused: options of ranks that come later in place of the others', with which each ends
                 by an error; None: the same.
+            other_optimizer: whether those have another optimizer.
             options: further options of the sessions.
         """
         fatal, fatal_after = fatal or {}, fatal_after or {}
@@ -99,6 +101,7 @@ class Run:
             "raises": raises or {},
             "is_small": is_small,
             "joiner_options": refused or {},
+            "other_optimizer": other_optimizer,
             "slow": slow,
             "samples": samples,
             "options": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,17 @@ def test_a_member_is_killed_while_residuals_move(
     assert len(run.results["joiner-0"]["metrics"]["members"]) == 3
 
 
-def test_a_rank_without_the_codec_is_turned_away(tmp_path: Path, programs: ForkedPrograms) -> None:
+@pytest.mark.parametrize(
+    ("differs", "difference"),
+    [
+        ({"refused": {"codec": "bf16"}}, "has codec="),
+        ({"refused": {}, "other_optimizer": True}, "has optimizer='AdamW', rank 3 has 'SGD'"),
+    ],
+    ids=["codec", "optimizer"],
+)
+def test_a_rank_that_differs_is_turned_away(
+    tmp_path: Path, programs: ForkedPrograms, differs: dict[str, Any], difference: str
+) -> None:
     rows = tmp_path / "rows-0"
     steps_at_end = 0
 
@@ -63,10 +74,11 @@ def test_a_rank_without_the_codec_is_turned_away(tmp_path: Path, programs: Forke
         programs,
         tmp_path,
         codec={"*.weight": "topk:ratio=0.05"},
-        refused={"codec": "bf16"},
         kill_all_when=have_trained_on,
+        **differs,
     )
-    assert "RanksDifferError" in run.errors["joiner-0"] and "codec" in run.errors["joiner-0"]
+    error = run.errors["joiner-0"]
+    assert "RanksDifferError" in error and difference in error
     members = [run.rows_of(str(rank)) for rank in range(3)]
     for row in zip(*members, strict=False):
         assert row[0] == row[1] == row[2] and row[0][1] == 3

@@ -20,6 +20,7 @@ from gradlane.training.options.options import keywords_of
 from tests.built import needs_core
 from tests.training.model.models import Attention, Awkward, seeded
 from tests.training.model.pool import FirstRanks, RankPool
+from tests.training.model.prepared_models import seen_prepared
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import same_bits, snapshot, train_reference
 from tests.training.model.test_training import awkward_loss, batch
@@ -401,8 +402,9 @@ def test_the_core_refuses_rows_that_make_no_sense(rows: str, words: str) -> None
         ),
     ) as session:
         model = nn.Linear(3, 2)
-        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        channel = session._models.prepared[0].channel
+        with seen_prepared() as prepared_of:
+            session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        channel = prepared_of(model).channel
         with pytest.raises(ValueError, match=words):
             channel.set_optimizer(1, rows)
         values = torch.zeros(3)

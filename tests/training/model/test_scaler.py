@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import gradlane
 from gradlane.training.core import load_core
 from tests.training.model import test_training
-from tests.training.model.fake_core import FakeCore
+from tests.training.model.held_step import TrainStep, check_norm_alone_is_waited_for
 from tests.training.model.models import Awkward, SmallCnn, seeded
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import (
@@ -162,40 +162,21 @@ def test_two_groups_and_a_second_look(rebuilds: bool) -> None:
 
 
 def test_a_scaled_step_waits_for_the_norm_alone() -> None:
-    core = FakeCore()
-    stepped: dict[int, float] = {}
-    may_release = threading.Barrier(3)
-
-    def body(session: Any) -> None:
-        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        session.prepare(model, optimizer)
+    def begin(session: Any, optimizer: torch.optim.Optimizer) -> TrainStep:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        for step in range(4):
-            scaler.scale(model(batch((2, 4), session.rank, step)).sum()).backward()
-            if step == 3:
-                may_release.wait(20)
+
+        def train_step(loss: Tensor, after_backward: Callable[[], object]) -> Tensor:
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            after_backward()
             scaler.unscale_(optimizer)
-            norm = session.clip_grad_norm_(0.01)
+            norm: Tensor = session.clip_grad_norm_(0.01)
             scaler.step(optimizer)
             scaler.update()
-            optimizer.zero_grad()
-            if step == 3:
-                # No mean of the first layer is here.
-                stepped[session.rank] = norm.item()
-                may_release.wait(20)
-        assert model[0].weight.grad is None
+            return norm
 
-    thread = threading.Thread(target=run_ranks, args=(2, body), kwargs={"core": core}, daemon=True)
-    thread.start()
-    may_release.wait(20)
-    (world,) = core.worlds.values()
-    world.held.update({0, 1})
-    may_release.wait(20)
-    assert stepped[0] == stepped[1] > 0
-    world.release(0, 1)
-    thread.join(20)
-    assert not thread.is_alive()
+        return train_step
+
+    check_norm_alone_is_waited_for(4, begin)
 
 
 def test_one_rank_alone_with_a_scaler_is_named() -> None:

@@ -31,6 +31,7 @@ from tests.training.model.test_training import (
     sgd,
     train,
 )
+from tests.waiting import eventually, threads_named
 
 HERE = "tests.training.model.test_staging"
 STEPS = 8
@@ -192,6 +193,7 @@ def test_what_is_under_way_when_a_session_ends_is_never_handed_over(
     channel: Any = Calls()
     errors: list[Exception] = []
     device = HangingDevice()
+    others = threads_named("gradlane-staging")
     carrier = StagedCarrier(channel, carried, errors.append, device)
     for index, entry in carried.items():
         carrier.submit(index, 1, torch.zeros(entry.shape))
@@ -199,6 +201,5 @@ def test_what_is_under_way_when_a_session_ends_is_never_handed_over(
     carrier.close()
     device.released.set()
     device.end()
-    carrier._thread.join(20)
-    assert not carrier._thread.is_alive()
+    assert eventually(lambda: threads_named("gradlane-staging") <= others, within_s=20.0)
     assert (channel.told, errors) == ([], [])

@@ -12,6 +12,7 @@ sleep or exchange; which one is next follows from delays that the seed draws.
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 import threading
 import traceback
@@ -36,6 +37,8 @@ STEP_S = 0.2
 STEPS_AFTER = 6
 CONNECT_TIMEOUT_S = 60.0
 CONNECT_S = 15.0
+_numbers = itertools.count()
+"""Of clusters, in their jobs' names: the process keeps what the ranks of a job have agreed on."""
 _OPTIONS = Options(going_on=GoingOn(), network=Network(connect_timeout_s=CONNECT_TIMEOUT_S))
 
 
@@ -296,7 +299,7 @@ class Channel:
                 hear = (self._world, change, tuple(survivors), 0, f"rank {rank} was lost")
                 self._clock.start(
                     process,
-                    lambda hear=hear, membership=membership: membership._hear(*hear),  # type: ignore[misc]
+                    lambda hear=hear, membership=membership: membership.hear(*hear),  # type: ignore[misc]
                     # In the order of the changes.
                     0.4 * change + 0.3 * self._clock.draw.random(),
                 )
@@ -570,6 +573,7 @@ class Cluster:
     def __init__(self, seed: int, *, members: int = 3, kills: int = 1) -> None:
         self.clock = Clock(seed)
         self.seed = seed
+        self._number = next(_numbers)
         self.ends: list[tuple[int, tuple[int, ...], int]] = []
         """Generation, members and last step of each rank that has come to the end."""
         self.stop_step: int | None = None
@@ -631,8 +635,8 @@ class Cluster:
         self.processes.append(process)
         return process
 
-    def _parts(self, rank: int, world_size: int) -> tuple[Context, VirtualStore, World, Any]:
-        job = f"virtual-{self.seed}"
+    def parts(self, rank: int, world_size: int) -> tuple[Context, VirtualStore, World, Any]:
+        job = f"virtual-{self._number}"
         rank_info = RankInfo(rank, world_size, job, 0)
         ctx = Context(_OPTIONS, rank_info, Membership(rank_info))
         store = VirtualStore(self.clock, self._values)
@@ -640,7 +644,7 @@ class Cluster:
         return ctx, store, World(ctx, scopes), Optimizer()  # type: ignore[arg-type]
 
     def _member(self, rank: int) -> None:
-        ctx, store, world, optimizer = self._parts(rank, self._members)
+        ctx, store, world, optimizer = self.parts(rank, self._members)
         channel = self._channel("start", ctx.rank_info)
         channel.open(rank, self.clock.process, ctx.membership)
         while not channel.are_connected():
@@ -652,7 +656,7 @@ class Cluster:
         self._train(world, models, joins, optimizer)
 
     def _joiner(self) -> None:
-        _, store, world, optimizer = self._parts(0, 1)
+        _, store, world, optimizer = self.parts(0, 1)
         models: list[Any] = []
         joins = Joins(world, store, models, lambda: None)  # type: ignore[arg-type]
         try:

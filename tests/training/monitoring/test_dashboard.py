@@ -21,6 +21,7 @@ import gradlane
 from gradlane.formats.live_state import LiveState, read_state
 from gradlane.training.monitoring import endpoint
 from gradlane.training.monitoring.metrics import Metrics
+from gradlane.training.monitoring.observer import Observer
 from gradlane.training.monitoring.residual_norms import ResidualNorms
 from gradlane.training.options.option_fields import with_environment
 from gradlane.training.options.option_groups import Monitoring
@@ -311,14 +312,13 @@ def test_a_forked_child_serves_nothing() -> None:
 def test_nothing_is_computed_while_no_one_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(session: gradlane.Session) -> None:
         made: list[Any] = []
-        observer = session._ctx.observer
-        metrics = observer.metrics
+        metrics = Observer.metrics
 
-        def counted() -> Metrics:
+        def counted(self: Observer) -> Metrics:
             made.append(1)
-            return metrics()
+            return metrics(self)
 
-        monkeypatch.setattr(observer, "metrics", counted)
+        monkeypatch.setattr(Observer, "metrics", counted)
         train(session, seeded(Model))
         assert made == []
         read(session)

@@ -15,7 +15,7 @@ import pytest
 
 from gradlane.training.monitoring import endpoint as module
 from gradlane.training.monitoring.endpoint import CLIENTS_MAX, REQUEST_BYTES_MAX, Endpoint, Page
-from tests.waiting import eventually
+from tests.waiting import eventually, threads_named
 
 GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nUser-Agent: Prometheus/3\r\n\r\n"
 PATIENCE_S = 60.0
@@ -42,6 +42,28 @@ def start() -> Iterator[StartEndpoint]:
             return one
 
         yield begin
+
+
+class Clock:
+    """The endpoints' clock, which may be ahead; notes which threads have read it."""
+
+    sleep = staticmethod(time.sleep)
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+        self.askers: set[threading.Thread] = set()
+
+    def monotonic(self) -> float:
+        self.askers.add(threading.current_thread())
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of endpoints that are started later."""
+    one = Clock()
+    monkeypatch.setattr(module, "time", one)
+    return one
 
 
 def call(one: Endpoint) -> socket.socket:
@@ -118,19 +140,22 @@ def test_a_caller_that_drips_has_one_deadline_for_all(
         assert eventually(is_hung_up_on, within_s=PATIENCE_S)
 
 
-def test_a_caller_that_does_not_read_its_answer_is_hung_up_on(start: StartEndpoint) -> None:
-    endpoints: list[Endpoint] = []
+def test_a_caller_that_does_not_read_its_answer_is_hung_up_on(
+    start: StartEndpoint, clock: Clock
+) -> None:
+    made = threading.Event()
 
     def page() -> bytes:
         # The time is up once the answer has begun, however slow the machine is.
-        endpoints[0]._clients[0].deadline_s = time.monotonic() + 0.2
+        clock.ahead_s = module.REQUEST_TIMEOUT_S - 0.2
+        made.set()
         return bytes(64 << 20)
 
-    endpoints.append(start(page))
+    one = start(page)
     before = descriptors()
-    with call(endpoints[0]) as client:
+    with call(one) as client:
         client.sendall(GET)
-        assert eventually(lambda: endpoints[0]._made != {}, within_s=PATIENCE_S)
+        assert made.wait(PATIENCE_S)
         assert eventually(lambda: descriptors() == before + 1, within_s=PATIENCE_S)
         assert len(read_all(client)) < 64 << 20
 
@@ -260,9 +285,8 @@ def test_a_follower_has_the_next_state_when_it_is_due_and_the_last_one_at_the_en
     monkeypatch.setattr(module, "PAGE_AGE_S", 3600.0)
     with call(one) as client:
         client.sendall(follow)
-        assert eventually(
-            lambda: any(other.due_s is not None for other in one._clients), within_s=PATIENCE_S
-        )
+        # Requests are read in the order of their connections.
+        assert ask(one)[1] == b"1"
         one.close()
         assert read_all(client).endswith(b"\r\n\r\n2")
     with pytest.raises(ConnectionRefusedError):
@@ -270,7 +294,7 @@ def test_a_follower_has_the_next_state_when_it_is_due_and_the_last_one_at_the_en
 
 
 def test_a_follower_between_two_requests_is_waited_for_at_the_end(
-    start: StartEndpoint, monkeypatch: pytest.MonkeyPatch
+    start: StartEndpoint, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     monkeypatch.setattr(module, "PAGE_AGE_S", 0.05)
     monkeypatch.setattr(module, "FAREWELL_S", PATIENCE_S)
@@ -281,23 +305,22 @@ def test_a_follower_between_two_requests_is_waited_for_at_the_end(
     states.append(b"last")
     closing = threading.Thread(target=one.close)
     closing.start()
-    assert eventually(one._closing.is_set, within_s=PATIENCE_S)
+    assert eventually(lambda: closing in clock.askers, within_s=PATIENCE_S)
     assert ask(one, follow)[1] == b"last"
     closing.join(PATIENCE_S)
     assert not closing.is_alive()
 
 
 def test_followers_that_are_gone_or_do_not_read_delay_no_end(start: StartEndpoint) -> None:
+    others = threads_named("gradlane-metrics")
     one = start(lambda: bytes(16 << 20))
     with contextlib.ExitStack() as stack:
-        for _ in range(CLIENTS_MAX):
+        for _ in range(CLIENTS_MAX - 1):
             stack.enter_context(call(one)).sendall(b"GET /?next HTTP/1.1\r\n\r\n")
-        assert eventually(
-            lambda: sum(other.due_s is not None for other in one._clients) == CLIENTS_MAX,
-            within_s=PATIENCE_S,
-        )
+        # Requests are read in the order of their connections.
+        assert ask(one)[0] == "HTTP/1.1 200 OK"
         one.close()
-        assert not one._thread.is_alive()
+        assert threads_named("gradlane-metrics") <= others
 
 
 def test_a_forked_child_keeps_no_connection_open(start: StartEndpoint) -> None:

@@ -101,7 +101,7 @@ def device_of(rank: int, world_size: int, on_cuda: bool) -> Iterator[torch.devic
     told = {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     with (
         mock.patch.dict(os.environ, told),
-        mock.patch.object(devices, "_accelerator", return_value=f"that of rank {rank}"),
+        mock.patch.object(devices, "accelerator_id", return_value=f"that of rank {rank}"),
     ):
         yield torch.device("cuda", rank % count)
 

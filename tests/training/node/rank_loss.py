@@ -21,14 +21,13 @@ def check_that_all_name_the_lost_rank(victim: int, how: str, **options: Any) -> 
     ranks = RankPool(NODES * LOCAL_SIZE)
     try:
         arguments = {"victim": victim, "how": how, **options}
-        ranks._start()
-        for pipe in ranks._pipes:
-            pipe.send(("tests.training.node.node_programs:lost", 4, f"lost-{victim}", arguments))
-        for rank, pipe in enumerate(ranks._pipes):
+        ranks.begin("tests.training.node.node_programs:lost", ranks.world_size, **arguments)
+        for rank in range(ranks.world_size):
             if rank == victim:
                 continue
-            assert pipe.poll(60)
-            words = pipe.recv()["result"]
+            answer = ranks.answer(rank, 60.0)
+            assert answer is not None
+            words = answer["result"]
             on_its_node = rank // LOCAL_SIZE == victim // LOCAL_SIZE
             assert words[0] == victim or not on_its_node
             assert words[0] // LOCAL_SIZE == victim // LOCAL_SIZE

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradlane.errors import RendezvousError
+from gradlane.training.modules.gradient_intake import is_alone
 from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.device_order import CollectiveCancelledError, HostOrder
-from gradlane.training.node.layout import Layout
+from gradlane.training.node.layout import NodeLayout
 from gradlane.training.node.pending_gradient import flat_values
 from tests.training.node.threaded_node import (
     Node,
@@ -26,6 +27,7 @@ from tests.training.node.threaded_node import (
     ThreadMessenger,
     rows_of,
 )
+from tests.waiting import eventually, threads_named
 
 NAMES = {
     torch.float32: "f32",
@@ -34,6 +36,7 @@ NAMES = {
     torch.bfloat16: "bf16",
 }
 STEPS = 3
+THREAD = "gradlane-collective"
 KINDS = st.lists(
     st.tuples(st.sampled_from(sorted(NAMES, key=str)), st.sampled_from([1, 7, 5000])),
     min_size=1,
@@ -150,11 +153,14 @@ def test_memory_is_released_when_its_tensor_is_ready() -> None:
         channel.begin()
     gradients = [torch.ones(3), torch.ones(3)]
     for rank, gradient in enumerate(gradients):
+        assert is_alone(gradient)
         node.queues[rank].submit(0, 1, gradient, absent=False)
+        assert not is_alone(gradient)
     for channel in node.channels:
         channel.wait()
+    del gradient
+    assert all(is_alone(gradient) for gradient in gradients)
     for queue in node.queues:
-        assert not queue._pending
         assert queue.nbytes == 2 * example.nbytes
     node.stop()
 
@@ -168,21 +174,24 @@ class Stuck(ThreadGroup):
 
 def test_a_collective_that_never_ends_holds_up_no_end() -> None:
     example = torch.zeros(3)
+    others = threads_named(THREAD)
     node = Node(2, rows_of([example], NAMES), [example], group=Stuck)
     for channel in node.channels:
         channel.begin()
-    for queue in node.queues:
-        queue.submit(0, 1, torch.ones(3), absent=False)
+    gradients = [torch.ones(3), torch.ones(3)]
+    for queue, gradient in zip(node.queues, gradients, strict=True):
+        queue.submit(0, 1, gradient, absent=False)
     begun_s = time.monotonic()
     for queue in node.queues:
         queue.cancel()
     node.stop()
     # A million rounds take longer.
     assert time.monotonic() - begun_s < 60
-    assert not any(queue._thread.is_alive() for queue in node.queues)
+    assert threads_named(THREAD) <= others
     assert all(group.has_ended for group in node.groups)
     # What a collective may still write is kept as long as the queue is.
-    assert all(queue._pending for queue in node.queues)
+    del gradient
+    assert not any(is_alone(gradient) for gradient in gradients)
 
 
 class Breaks(ThreadGroup):
@@ -197,19 +206,20 @@ def test_a_broken_collective_is_a_failure_unless_a_lost_rank_is_named(
     monkeypatch: pytest.MonkeyPatch, is_named: bool
 ) -> None:
     monkeypatch.setattr(
-        "gradlane.training.node.collective_queue._LOSS_REPORT_S", 5.0 if is_named else 0.05
+        "gradlane.training.node.collective_queue.LOSS_REPORT_S", 5.0 if is_named else 0.05
     )
     example = torch.zeros(3)
+    others = threads_named(THREAD)
     node = Node(2, rows_of([example], NAMES), [example], group=Breaks)
     for channel in node.channels:
         channel.begin()
     for queue in node.queues:
         queue.submit(0, 1, torch.ones(3), absent=False)
-    for queue, channel in zip(node.queues, node.channels, strict=True):
-        if is_named:
+    if is_named:
+        for queue in node.queues:
             queue.cancel()
-        queue._thread.join(10)
-        assert not queue._thread.is_alive()
+    assert eventually(lambda: threads_named(THREAD) <= others)
+    for channel in node.channels:
         if is_named:
             assert channel.failure is None
         else:
@@ -221,7 +231,7 @@ def test_a_group_that_cannot_be_opened_is_an_error() -> None:
     def fails() -> Any:
         raise RuntimeError("no such interface")
 
-    messenger = ThreadMessenger(Layout(2, 2, 1, 0, 1), [])
+    messenger = ThreadMessenger(NodeLayout(2, 2, 1, 0, 1), [])
     queue = CollectiveQueue(messenger, [], [torch.zeros(3)], fails)
     with pytest.raises(RendezvousError, match=r"rank 2 could not open .* no such interface"):
         queue.wait_open(10)
@@ -229,12 +239,12 @@ def test_a_group_that_cannot_be_opened_is_an_error() -> None:
 
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:
     rounds = Rounds(2)
-    messenger = ThreadMessenger(Layout(1, 2, 0, 0, 1), [])
+    others = threads_named(THREAD)
+    messenger = ThreadMessenger(NodeLayout(1, 2, 0, 0, 1), [])
     queue = CollectiveQueue(messenger, [], [torch.zeros(3)], lambda: ThreadGroup(rounds, 0))
     with pytest.raises(RendezvousError, match=r"rank 0 waited 0\.2 s .*connect_timeout_s"):
         queue.wait_open(0.2)
-    queue._thread.join(10)
-    assert not queue._thread.is_alive()
+    assert eventually(lambda: threads_named(THREAD) <= others)
 
 
 def test_waiting_ends_with_the_session() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradlane.training.node.collective_queue import CollectiveQueue
-from gradlane.training.node.parts import Part
+from gradlane.training.node.parts import TensorPart
 from tests.training.model.pool import RankPool
 from tests.training.node.node_programs import LOCAL_SIZE
 from tests.training.node.threaded_node import EchoChannel, Node, rows_of
@@ -23,13 +24,15 @@ ELEMENTS = 5_000
 class DoublingChannel(EchoChannel):
     """A channel whose other nodes have what this one has."""
 
-    def __init__(self, queue: CollectiveQueue, part: Part) -> None:
+    def __init__(self, queue: CollectiveQueue, part: TensorPart, dtype: torch.dtype) -> None:
         super().__init__(queue, [part])
+        self._dtype = dtype
         self.node_mean: Tensor | None = None
 
-    def on_node_mean(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
-        buffer = self.queue._host_buffers[part.number]
-        assert buffer.data_ptr() == pointer and buffer.is_pinned()
+    def on_node_mean(self, part: TensorPart, step: int, pointer: int, *, absent: bool) -> None:
+        memory = (ctypes.c_char * part.nbytes).from_address(pointer)
+        buffer = torch.frombuffer(memory, dtype=self._dtype)
+        assert buffer.is_pinned()
         self.node_mean = buffer.clone()
         buffer.mul_(2)
         super().on_node_mean(part, step, pointer, absent=absent)
@@ -52,7 +55,7 @@ def test_a_gradient_is_read_when_it_is_computed_and_ready_when_it_is_written(
     names = {torch.float32: "f32", torch.bfloat16: "bf16"}
     node = Node(1, rows_of([example], names), [example])
     (queue,), (part,) = node.queues, node.parts
-    channel = DoublingChannel(queue, part)
+    channel = DoublingChannel(queue, part, dtype)
     beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     for step in range(1, 4):
         channel.begin()
@@ -101,11 +104,10 @@ def test_a_killed_rank_leaves_no_rank_in_a_collective() -> None:
             "local_sums": "collective",
             "on_cuda": True,
         }
-        ranks._start()
-        for pipe in ranks._pipes:
-            pipe.send((f"{HERE}:lost", LOCAL_SIZE, "lost-cuda", arguments))
-        assert ranks._pipes[0].poll(120)
-        words = ranks._pipes[0].recv()["result"]
+        ranks.begin(f"{HERE}:lost", LOCAL_SIZE, **arguments)
+        answer = ranks.answer(0, 120.0)
+        assert answer is not None
+        words = answer["result"]
         assert words[0] == 1
         assert words[3] < 15
     finally:

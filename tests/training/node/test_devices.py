@@ -15,7 +15,7 @@ from gradlane.training.node.devices import (
     collective_obstacle,
     default_obstacle,
 )
-from gradlane.training.node.layout import Layout
+from gradlane.training.node.layout import NodeLayout
 from gradlane.training.node.rules import check_sums
 from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.rendezvous.environment import RankInfo
@@ -67,7 +67,7 @@ def test_unasked_it_changes_no_bit() -> None:
 
 def agreed(options: Options, gradients: list[torch.Tensor]) -> Any:
     store = HashStore()
-    layout = Layout(1, 2, 0, 0, 1)
+    layout = NodeLayout(1, 2, 0, 0, 1)
     scopes = [
         RendezvousScope(bounded(store), RankInfo(rank, 2, "job", 0), 0, 1.0) for rank in range(2)
     ]

@@ -6,7 +6,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from gradlane.training.node.layout import Layout
+from gradlane.training.node.layout import NodeLayout
 from gradlane.training.node.leader import NodeLeader
 
 
@@ -61,7 +61,7 @@ class Sink:
 def test_a_step_begins_when_the_norm_of_the_one_before_is_known() -> None:
     """Also where the program read all means, and never asked for the norm."""
     channel, sink = LateSquares(), Sink()
-    link: Any = SimpleNamespace(layout=Layout(2, 1, 0, 0, 1))
+    link: Any = SimpleNamespace(layout=NodeLayout(2, 1, 0, 0, 1))
     core: Any = SimpleNamespace(ChannelError=ConnectionError)
     stub: Any = channel
     leader = NodeLeader(core, stub, link, [], sink, None, 0, goes_on=False)

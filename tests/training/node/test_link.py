@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 from gradlane.training.core import load_core
-from gradlane.training.node.layout import Layout
+from gradlane.training.node.layout import NodeLayout
 from gradlane.training.node.link import DISCONNECTED, FAILED, RESULT, LocalLink
 from tests.built import needs_core
 
@@ -21,7 +21,7 @@ def linked() -> list[LocalLink]:
     core: Any = load_core()
 
     def link(rank: int) -> LocalLink:
-        return LocalLink(Layout(1, 2, 0, rank, 1), 64, {1 - rank: ends[rank]}, core, 60.0)
+        return LocalLink(NodeLayout(1, 2, 0, rank, 1), 64, {1 - rank: ends[rank]}, core, 60.0)
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         return list(pool.map(link, range(2)))

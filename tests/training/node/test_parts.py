@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from gradlane.errors import RanksDifferError
 from gradlane.training.node.failure import Failure, failure_in_world_ranks, mark_world_ranks
-from gradlane.training.node.layout import Layout, agree_on_layout
+from gradlane.training.node.layout import NodeLayout, agree_on_layout
 from gradlane.training.node.parts import (
     ELEMENT_BYTES,
     cut_into_parts,
@@ -98,9 +98,9 @@ def agreed(launched: list[tuple[int, int]], local: str, machines: list[str]) -> 
 def test_layouts() -> None:
     here = [node_name()] * 4
     blocks = [(0, 2), (1, 2), (0, 2), (1, 2)]
-    assert agreed(blocks, "leader", here)[3] == Layout(2, 2, 1, 1, 1)
-    assert agreed(blocks, "shared", here)[0] == Layout(2, 2, 0, 0, 2)
-    assert agreed(blocks, "auto", here)[2] == Layout(2, 2, 1, 0, 1)
+    assert agreed(blocks, "leader", here)[3] == NodeLayout(2, 2, 1, 1, 1)
+    assert agreed(blocks, "shared", here)[0] == NodeLayout(2, 2, 0, 0, 2)
+    assert agreed(blocks, "auto", here)[2] == NodeLayout(2, 2, 1, 0, 1)
     one_each = [(0, 1)] * 4
     assert agreed(one_each, "auto", here) == [None] * 4
     assert agreed([(rank, 4) for rank in range(4)], "auto", here) == [None] * 4

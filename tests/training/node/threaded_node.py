@@ -12,14 +12,14 @@ from torch import Tensor
 from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.failure import Failure
 from gradlane.training.node.group import Work
-from gradlane.training.node.layout import Layout
-from gradlane.training.node.parts import Part, cut_into_parts
+from gradlane.training.node.layout import NodeLayout
+from gradlane.training.node.parts import TensorPart, cut_into_parts
 
 
 class ThreadMessenger:
     """Sends messages to the queues of the other ranks."""
 
-    def __init__(self, layout: Layout, queues: Sequence[CollectiveQueue]) -> None:
+    def __init__(self, layout: NodeLayout, queues: Sequence[CollectiveQueue]) -> None:
         self.layout = layout
         self.peers = [one for one in range(layout.local_size) if one != layout.local_rank]
         self._queues = queues
@@ -50,6 +50,8 @@ class Rounds:
                 self.broken = f"collective {number} is {calls}"
             if len(calls) == self.ranks:
                 self._run(calls)
+                # Their memory is released, as a collective's is.
+                calls.clear()
                 self.done += 1
 
     def _run(self, calls: dict[int, tuple[str, int, Tensor]]) -> None:
@@ -103,7 +105,7 @@ class RoundWork:
 class EchoChannel:
     """A channel that gets each node's mean back as it is, at once, and waits for tensors."""
 
-    def __init__(self, queue: CollectiveQueue, parts: Sequence[Part]) -> None:
+    def __init__(self, queue: CollectiveQueue, parts: Sequence[TensorPart]) -> None:
         self.queue = queue
         self.absent: dict[int, bool] = {}
         self.failure: Failure | None = None
@@ -116,10 +118,10 @@ class EchoChannel:
         """Wait from now on for all tensors of a step."""
         self._left = Counter(part.tensor for part in self._parts)
 
-    def on_node_mean(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
+    def on_node_mean(self, part: TensorPart, step: int, pointer: int, *, absent: bool) -> None:
         self.queue.on_result(part, step, absent=absent)
 
-    def on_landed(self, part: Part, step: int, *, absent: bool) -> None:
+    def on_landed(self, part: TensorPart, step: int, *, absent: bool) -> None:
         with self._changed:
             self._left[part.tensor] -= 1
             self.absent[part.tensor] = absent
@@ -170,7 +172,7 @@ class Node:
         self.groups = [group(self.rounds, rank) for rank in range(ranks)]
         self.queues: list[CollectiveQueue] = []
         for rank in range(ranks):
-            messenger = ThreadMessenger(Layout(1, ranks, 0, rank, leaders), self.queues)
+            messenger = ThreadMessenger(NodeLayout(1, ranks, 0, rank, leaders), self.queues)
             self.queues.append(
                 CollectiveQueue(messenger, self.parts, gradients, self._opener(rank))
             )

@@ -15,10 +15,12 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from gradlane.errors import RendezvousError
-from gradlane.training.checkpoints.manager import Checkpoints
+from gradlane.training.checkpoints.manager import CheckpointManager
+from gradlane.training.plans.agreement import agree_on_plan
 from gradlane.training.rendezvous.bounded_store import StoreLostError
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.session import models
 from tests.training.model.fake_core import FakeCore
 from tests.training.model.ranks import run_ranks
 from tests.training.rendezvous.stores import bounded
@@ -30,16 +32,29 @@ def prepare(session: Any) -> None:
     session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.fixture
+def rank_2_comes_to_the_start_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have rank 2 fail in `prepare` when it has told that it is there, and nothing else."""
+
+    def agree(scope: RendezvousScope, *rest: Any) -> Any:
+        if scope.rank_info.rank == 2:
+            raise KeyError("no such file")
+        return agree_on_plan(scope, *rest)
+
+    monkeypatch.setattr(models, "agree_on_plan", agree)
+
+
+@pytest.mark.usefixtures("rank_2_comes_to_the_start_alone")
 @pytest.mark.parametrize("comes_to_the_start", [False, True])
 def test_all_name_the_rank_that_is_missing(comes_to_the_start: bool) -> None:
     """Nobody may take rank 0 for it, which waits for the missing one as well."""
 
     def body(session: Any) -> None:
-        if session.rank == 2:
-            if comes_to_the_start:
-                session._scopes.open()
-            return
-        prepare(session)
+        if session.rank < 2:
+            prepare(session)
+        elif comes_to_the_start:
+            with pytest.raises(KeyError):
+                prepare(session)
 
     first, second, _ = run_ranks(3, body, expect_errors=True, connect_timeout_s=0.5)
     assert isinstance(first, RendezvousError) and isinstance(second, RendezvousError)
@@ -47,15 +62,10 @@ def test_all_name_the_rank_that_is_missing(comes_to_the_start: bool) -> None:
     assert "rank 0 waited 0.5 s for rank 2" in str(first)
 
 
+@pytest.mark.usefixtures("rank_2_comes_to_the_start_alone")
 def test_a_program_that_fails_before_it_is_connected_aborts_all_at_once() -> None:
-    def body(session: Any) -> None:
-        if session.rank == 2:
-            session._scopes.open()
-            raise KeyError("no such file")
-        prepare(session)
-
     # Far beyond what the test may take.
-    errors = run_ranks(3, body, expect_errors=True, connect_timeout_s=300.0)
+    errors = run_ranks(3, prepare, expect_errors=True, connect_timeout_s=300.0)
     assert isinstance(errors[2], KeyError)
     for error in errors[:2]:
         assert isinstance(error, RendezvousError)
@@ -65,14 +75,14 @@ def test_a_program_that_fails_before_it_is_connected_aborts_all_at_once() -> Non
 def test_a_rank_that_loses_the_store_in_prepare_aborts_through_the_channel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    follow = Checkpoints.follow
+    follow = CheckpointManager.follow
 
-    def lost(checkpoints: Checkpoints, prepared: Any, scope: RendezvousScope) -> None:
+    def lost(checkpoints: CheckpointManager, prepared: Any, scope: RendezvousScope) -> None:
         if scope.rank_info.rank == 1:
             raise StoreLostError("rank 1: the rendezvous store does not answer")
         follow(checkpoints, prepared, scope)
 
-    monkeypatch.setattr(Checkpoints, "follow", lost)
+    monkeypatch.setattr(CheckpointManager, "follow", lost)
 
     def body(session: Any) -> None:
         model = nn.Linear(2, 2)

@@ -285,6 +285,18 @@ def test_mismatch_is_raised_on_every_rank() -> None:
         assert "'weight'" in str(error)
 
 
+def test_another_optimizer_is_named_with_both_classes() -> None:
+    def body(session: Any) -> None:
+        model = nn.Linear(3, 3)
+        kind = torch.optim.Adam if session.rank == 2 else torch.optim.SGD
+        session.prepare(model, kind(model.parameters(), lr=0.1))
+
+    errors = run_ranks(3, body, expect_errors=True)
+    for error in errors:
+        assert isinstance(error, gradlane.RanksDifferError)
+        assert str(error).startswith("rank 0 has optimizer='SGD', rank 2 has 'Adam'")
+
+
 def test_a_rank_that_cannot_take_part_is_named_on_every_rank() -> None:
     for culprit in (0, 1):
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from gradlane.errors import GradlaneError, RanksDifferError, SessionFailedError, UsageError
-from gradlane.training.sampler.agreement import Row
-from gradlane.training.sampler.membership import MembershipChange
+from gradlane.training.sampler.agreement import AgreementRow
+from gradlane.training.sampler.membership import SamplerChange
 from gradlane.training.sampler.sampler import ElasticSampler
 from tests.training.sampler.world import AheadLoader, Change, World
 
@@ -28,15 +28,15 @@ class Session:
         self.rank = rank
         self.world_size = world_size
         self.step = 0
-        self.callback: Callable[[MembershipChange], object] = lambda change: None
-        self.tell: Callable[[Row], list[Row]] = lambda row: [row] * world_size
+        self.callback: Callable[[SamplerChange], object] = lambda change: None
+        self.tell: Callable[[AgreementRow], list[AgreementRow]] = lambda row: [row] * world_size
 
-    def on_membership(self, callback: Callable[[MembershipChange], object]) -> object:
+    def on_membership(self, callback: Callable[[SamplerChange], object]) -> object:
         self.callback = callback
         return None
 
     def gather_integers(self, values: list[int]) -> list[list[int]]:
-        return [row.numbers() for row in self.tell(Row.of(values))]
+        return [row.numbers() for row in self.tell(AgreementRow.of(values))]
 
 
 def made(samples: int = 20, batch_size: int = 4, **settings: Any) -> ElasticSampler:
@@ -49,8 +49,8 @@ def batches(sampler: ElasticSampler, ahead: int = 0) -> list[list[int]]:
     return list(sampler.track(AheadLoader(sampler, ahead)))
 
 
-def changed(row: Row, **fields: Any) -> Row:
-    return Row(**{**row.__dict__, **fields})
+def changed(row: AgreementRow, **fields: Any) -> AgreementRow:
+    return AgreementRow(**{**row.__dict__, **fields})
 
 
 def test_an_epoch_has_an_order_of_its_own_and_the_same_again() -> None:
@@ -292,9 +292,9 @@ def test_ranks_that_differ_are_named(
 def test_a_rank_that_joins_with_other_settings_is_refused_there_alone() -> None:
     member, joins = Session(0, 1), Session(1, 2)
     stays, refused = made(20, session=member), made(21, session=joins)
-    told: list[Row] = []
+    told: list[AgreementRow] = []
 
-    def tell(row: Row) -> list[Row]:
+    def tell(row: AgreementRow) -> list[AgreementRow]:
         told.append(row)
         return [row, changed(row, settings=(21, 4, 0, 1, 0), is_member=0, description="")]
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from gradlane.training.sampler.membership import MembershipChange
+from gradlane.training.sampler.membership import SamplerChange
 from gradlane.training.sampler.sampler import ElasticSampler
 
 
@@ -46,7 +46,7 @@ class Session:
         self._world = world
         self.name = name
         self.rank = rank
-        self.callback: Callable[[MembershipChange], object] = lambda change: None
+        self.callback: Callable[[SamplerChange], object] = lambda change: None
         self.told: list[int] = []
         self.gathers = 0
         self.waits_for: Pending | None = None
@@ -59,7 +59,7 @@ class Session:
     def step(self) -> int:
         return self._world.step
 
-    def on_membership(self, callback: Callable[[MembershipChange], object]) -> object:
+    def on_membership(self, callback: Callable[[SamplerChange], object]) -> object:
         self.callback = callback
         return None
 
@@ -112,6 +112,8 @@ class World:
         self.samplers: dict[int, ElasticSampler] = {}
         self._loops: dict[int, Iterator[list[int]]] = {}
         self._taken: dict[int, list[list[int]]] = {}
+        self._yielded: Counter[int] = Counter()
+        """Batches that each member's loop has yielded."""
         self._per_step = batches_per_step
         for name in self.members:
             self._add(name)
@@ -120,6 +122,7 @@ class World:
         """Have all members enter their loops."""
         self.trained.clear()
         self.batches.clear()
+        self._yielded.clear()
         self._loops = {name: self._loop(name) for name in self.members}
 
     def train(
@@ -137,10 +140,7 @@ class World:
             for name in self.members:
                 while len(self._taken.get(name, ())) < count and self._take(name):
                     pass
-            if all(
-                self.samplers[name]._progress.taken == self.samplers[name]._progress.cut.steps
-                for name in self.members
-            ):
+            if all(self._yielded[name] == len(self.samplers[name]) for name in self.members):
                 break
         assert self.pending is None
         gathers = {self.sessions[name].gathers for name in self.members}
@@ -196,9 +196,11 @@ class World:
 
     def steps_left(self, epoch: int) -> set[int]:
         """Return the different numbers of batches that members have left of an epoch."""
-        samplers = [self.samplers[name] for name in self.members]
-        cuts = [sampler._progress for sampler in samplers if sampler.epoch == epoch]
-        return {one.cut.steps - one.trained_before(self.step + 1) for one in cuts}
+        return {
+            len(self.samplers[name]) - self._yielded[name] + len(self._taken.get(name, ()))
+            for name in self.members
+            if self.samplers[name].epoch == epoch
+        }
 
     def _change(
         self, stay: tuple[int, ...], failing: tuple[int, ...], joining: int, late: int
@@ -231,6 +233,7 @@ class World:
         batch = next(self._loops[name], None)
         if batch is not None:
             self._taken.setdefault(name, []).append(batch)
+            self._yielded[name] += 1
         return batch is not None
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import gradlane
+from tests.training.model.prepared_models import seen_prepared
 
 _LR = 0.01
 
@@ -61,8 +62,9 @@ def follow(
         rendezvous=gradlane.Rendezvous(store=store, rank=rank, world_size=world_size, job=job),
         monitoring=gradlane.Monitoring(summary=False),
     )
-    model, optimizer = session.prepare(model, optimizer)
-    channel = session._models.prepared[0].channel
+    with seen_prepared() as prepared_of:
+        model, optimizer = session.prepare(model, optimizer)
+    channel = prepared_of(model).channel
     passed: list[int] = []
     mine = range(1, steps + 1)
     batches = session.keep_pace(mine, lambda: passed.append(0)) if paced else iter(mine)

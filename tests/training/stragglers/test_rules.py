@@ -49,9 +49,10 @@ def test_rules_are_read_and_given_to_the_core() -> None:
 @pytest.mark.parametrize(
     ("others", "reason"),
     [
-        ({"strategy": "ring"}, "every rank's part"),
-        ({"strategy": "kvstore"}, "old results"),
-        ({"strategy": "asgd", "update": "server"}, "waits for nobody"),
+        ({"strategy": "ring"}, r"'ring': a ring needs every rank's part; use p3, slicing or wfbp$"),
+        ({"strategy": "kvstore"}, r"'kvstore': its workers pull, .* use p3, slicing or wfbp$"),
+        ({"strategy": "deferred-pull"}, r"'deferred-pull': its workers pull, .*old results"),
+        ({"strategy": "asgd", "update": "server"}, r"'asgd': .* nobody; leave stragglers out$"),
         ({"update": "server"}, 'update="worker"'),
         ({"scheme": "sfb"}, "all ranks"),
         ({"late": "keep"}, "discard, carry"),
@@ -114,16 +115,16 @@ class _Model:
     def __init__(self, passes: set[int]) -> None:
         self.reads_averages = False
         self._passes = passes
-        self._step = 0
+        self.step = 0
 
     def pass_step(self) -> bool:
-        self._step += 1
-        return self._step in self._passes
+        self.step += 1
+        return self.step in self._passes
 
 
 def test_batches_of_passed_steps_are_left_out() -> None:
     model, passed = _Model({2, 3, 6}), []
-    batches = at_pace(range(1, 8), lambda: [model], lambda: passed.append(model._step))
+    batches = at_pace(range(1, 8), lambda: [model], lambda: passed.append(model.step))
     assert list(batches) == [1, 4, 5, 7]
     assert passed == [2, 3, 6]
 

@@ -191,7 +191,7 @@ def test_buffers_of_a_checkpoint_are_one_ranks(tmp_path: Path) -> None:
     core: Any = load_core()
 
     def statistics_of(session: gradlane.Session) -> Tensor:
-        buffers = dict(session._models.prepared[0].model.named_buffers())
+        buffers = dict(session.models[0].named_buffers())
         return torch.cat([buffers["norm.running_mean"], buffers["norm.running_var"]])
 
     def seen(session: gradlane.Session) -> Tensor:

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use gradlane_codec::{build_with, Codec, CodecSpec, InstructionSet, Place, TensorShape};
+use gradlane_codec::{build_with, Codec, CodecSpec, DrawKey, InstructionSet, TensorShape};
 use serde_json::json;
 
 use super::median;
@@ -142,19 +142,19 @@ impl Kernel {
         let slices = buffers.values[..elements].chunks(SLICE);
         let others = buffers.others[..elements * width].chunks_mut(SLICE * width);
         let encoded = buffers.encoded.chunks_mut(slice_bytes).zip(&mut buffers.lengths);
-        let mut place = Place { seed: 1, step: 2, tensor: 3, leg: 4, first_element: 0 };
+        let mut key = DrawKey { seed: 1, step: 2, tensor: 3, leg: 4, first_element: 0 };
         let start = Instant::now();
         for ((values, others), (encoded, length)) in slices.zip(others).zip(encoded) {
             match self {
-                Kernel::Encode => *length = codec.encode(&place, values, None, encoded),
+                Kernel::Encode => *length = codec.encode(&key, values, None, encoded),
                 Kernel::EncodeResidual => {
-                    *length = codec.encode(&place, values, Some(others), encoded);
+                    *length = codec.encode(&key, values, Some(others), encoded);
                 }
                 Kernel::DecodeAdd => {
                     codec.decode_add(&encoded[..*length], others).expect("what was encoded");
                 }
             }
-            place.first_element += SLICE as u64;
+            key.first_element += SLICE as u64;
         }
         start.elapsed().as_secs_f64()
     }

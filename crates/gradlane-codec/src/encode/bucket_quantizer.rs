@@ -7,7 +7,7 @@ use std::fmt::Debug;
 
 use super::lanes::{dispatch, Lanes, Work};
 use super::source::Source;
-use super::{check_arguments, check_length, Codec, CodecSpec, DecodeError, Place};
+use super::{check_arguments, check_length, Codec, CodecSpec, DecodeError, DrawKey};
 use crate::element::{Bf16, Storage, F16};
 use crate::InstructionSet;
 
@@ -19,10 +19,10 @@ pub(super) trait Quantizer: Copy + Debug + Send + Sync {
     /// Bytes of the encoding of a bucket of this many elements, at least one.
     fn bucket_bytes(self, elements: usize) -> usize;
 
-    /// Encodes a bucket of at least one value, as the definition says. `place` is that of the bucket.
+    /// Encodes a bucket of at least one value, as the definition says. `key` is that of the bucket.
     fn encode_plainly(
         self,
-        place: &Place,
+        key: &DrawKey,
         values: &[f32],
         residual: Option<&mut [f32]>,
         out: &mut [u8],
@@ -31,7 +31,7 @@ pub(super) trait Quantizer: Copy + Debug + Send + Sync {
     /// Decodes a bucket, as the definition says, and gives every value with its slot to `set`.
     fn decode_plainly(self, bytes: &[u8], out: &mut [f32], set: fn(&mut f32, f32));
 
-    /// Encodes a bucket in wide registers. `place` is that of the bucket.
+    /// Encodes a bucket in wide registers. `key` is that of the bucket.
     ///
     /// # Safety
     ///
@@ -39,7 +39,7 @@ pub(super) trait Quantizer: Copy + Debug + Send + Sync {
     /// one.
     unsafe fn encode<R: Lanes, const N: usize, const KEEP: bool>(
         self,
-        place: &Place,
+        key: &DrawKey,
         source: Source<KEEP>,
         elements: usize,
         out: &mut [u8],
@@ -100,25 +100,25 @@ impl<Q: Quantizer> Cut<Q> {
 /// The encoding of a slice; `out` has the bytes that it takes.
 struct Encode<'a, Q> {
     cut: Cut<Q>,
-    place: &'a Place,
+    key: &'a DrawKey,
     values: &'a [f32],
     residual: Option<&'a mut [f32]>,
     out: &'a mut [u8],
 }
 
 impl<Q: Quantizer> Encode<'_, Q> {
-    /// Gives every bucket with its place, values, residual and bytes to `encode`.
+    /// Gives every bucket with its key, values, residual and bytes to `encode`.
     #[inline(always)]
-    fn each(self, mut encode: impl FnMut(Q, &Place, &[f32], Option<&mut [f32]>, &mut [u8])) {
-        let Encode { cut, place, values, mut residual, mut out } = self;
+    fn each(self, mut encode: impl FnMut(Q, &DrawKey, &[f32], Option<&mut [f32]>, &mut [u8])) {
+        let Encode { cut, key, values, mut residual, mut out } = self;
         for (index, values) in values.chunks(cut.bucket).enumerate() {
             let start = index * cut.bucket;
-            let first_element = place.first_element + start as u64;
-            let place = Place { first_element, ..*place };
+            let first_element = key.first_element + start as u64;
+            let key = DrawKey { first_element, ..*key };
             let residual = residual.as_deref_mut().map(|all| &mut all[start..][..values.len()]);
             let (bytes, rest) = out.split_at_mut(cut.quantizer.bucket_bytes(values.len()));
             out = rest;
-            encode(cut.quantizer, &place, values, residual, bytes);
+            encode(cut.quantizer, &key, values, residual, bytes);
         }
     }
 }
@@ -127,8 +127,8 @@ impl<Q: Quantizer> Work for Encode<'_, Q> {
     type Output = ();
 
     fn run_plainly(self) {
-        self.each(|quantizer, place, values, residual, bytes| {
-            quantizer.encode_plainly(place, values, residual, bytes);
+        self.each(|quantizer, key, values, residual, bytes| {
+            quantizer.encode_plainly(key, values, residual, bytes);
         });
     }
 
@@ -141,18 +141,18 @@ impl<Q: Quantizer> Work for Encode<'_, Q> {
     {
         self.each(
             #[inline(always)]
-            |quantizer, place, values, residual, bytes| {
+            |quantizer, key, values, residual, bytes| {
                 let elements = values.len();
                 // SAFETY: the caller enables the instructions; sources are of whole slices.
                 unsafe {
                     match residual {
                         None => {
                             let source = Source::plain(values);
-                            quantizer.encode::<R, N, false>(place, source, elements, bytes);
+                            quantizer.encode::<R, N, false>(key, source, elements, bytes);
                         }
                         Some(residual) => {
                             let source = Source::keeping(values, residual);
-                            quantizer.encode::<R, N, true>(place, source, elements, bytes);
+                            quantizer.encode::<R, N, true>(key, source, elements, bytes);
                         }
                     }
                 }
@@ -230,15 +230,15 @@ impl<Q: Quantizer> Codec for BucketQuantizer<Q> {
 
     fn encode(
         &self,
-        place: &Place,
+        key: &DrawKey,
         values: &[f32],
         residual: Option<&mut [f32]>,
         out: &mut [u8],
     ) -> usize {
-        check_arguments(self, place, values, residual.as_deref(), out);
+        check_arguments(self, key, values, residual.as_deref(), out);
         let bytes = self.cut.bytes(values.len());
         let out = &mut out[..bytes];
-        dispatch(self.instruction_set, Encode { cut: self.cut, place, values, residual, out });
+        dispatch(self.instruction_set, Encode { cut: self.cut, key, values, residual, out });
         bytes
     }
 

@@ -2,7 +2,7 @@
 
 use super::lanes::{dispatch, Lanes, Wide, Words, Work, WIDTH};
 use super::source::{Source, AHEAD};
-use super::{check_arguments, check_length, Codec, CodecSpec, DecodeError, Method, Place};
+use super::{check_arguments, check_length, Codec, CodecSpec, DecodeError, DrawKey, Method};
 use crate::element::{Bf16, Element, Storage, F16, F32};
 use crate::InstructionSet;
 
@@ -56,12 +56,12 @@ impl Codec for Cast {
 
     fn encode(
         &self,
-        place: &Place,
+        key: &DrawKey,
         values: &[f32],
         residual: Option<&mut [f32]>,
         out: &mut [u8],
     ) -> usize {
-        check_arguments(self, place, values, residual.as_deref(), out);
+        check_arguments(self, key, values, residual.as_deref(), out);
         let bytes = self.max_wire_bytes(values.len());
         let out = &mut out[..bytes];
         match &self.spec.method {

@@ -1,5 +1,5 @@
 //! Random bits for stochastic rounding, drawn by position: nothing is stored, and what an element
-//! gets depends on its place alone, never on slices, threads or the width of registers.
+//! gets depends on its key and index alone, never on slices, threads or the width of registers.
 //!
 //! Elements are seen in blocks of 32. One draw of 32 bits serves two elements of a block, those at
 //! `lane` and `lane + 16`: its lower half is the first one's, its upper half the second one's. A
@@ -13,7 +13,7 @@
 
 use gradlane_units::Rng;
 
-use super::Place;
+use super::DrawKey;
 
 /// Elements that share a block of draws.
 pub(crate) const BLOCK: usize = 32;
@@ -34,15 +34,13 @@ impl Draws {
     pub(crate) const SECOND: u32 = 0xac4c_1b51;
     pub(crate) const THIRD: u32 = 0x3184_8bab;
 
-    /// The draws of the bucket that begins at a place; its first element is a multiple of [`BLOCK`].
+    /// The draws of the bucket that begins at a key's first element, which is a multiple of [`BLOCK`].
     #[inline]
-    pub(crate) fn of_bucket(place: &Place) -> Draws {
+    pub(crate) fn of_bucket(key: &DrawKey) -> Draws {
         // A counter has 32 bits; what it cannot hold goes into the key.
-        let counter = place.first_element / 2;
-        let mut rng = Rng::new(place.seed);
-        for word in
-            [place.step, u64::from(place.tensor) << 32 | u64::from(place.leg), counter >> 32]
-        {
+        let counter = key.first_element / 2;
+        let mut rng = Rng::new(key.seed);
+        for word in [key.step, u64::from(key.tensor) << 32 | u64::from(key.leg), counter >> 32] {
             rng = Rng::new(rng.next_u64() ^ word);
         }
         let (low, high) = (rng.next_u64(), rng.next_u64());

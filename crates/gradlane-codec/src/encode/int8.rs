@@ -10,7 +10,7 @@ mod oracle;
 use super::bucket_quantizer::Quantizer;
 use super::lanes::Lanes;
 use super::source::Source;
-use super::Place;
+use super::DrawKey;
 
 /// Bytes of the least value and the step, each an f32, before the codes.
 const FRONT_BYTES: usize = 8;
@@ -30,7 +30,7 @@ impl Quantizer for Int8 {
 
     fn encode_plainly(
         self,
-        _place: &Place,
+        _place: &DrawKey,
         values: &[f32],
         residual: Option<&mut [f32]>,
         out: &mut [u8],
@@ -45,7 +45,7 @@ impl Quantizer for Int8 {
     #[inline(always)]
     unsafe fn encode<R: Lanes, const N: usize, const KEEP: bool>(
         self,
-        _place: &Place,
+        _place: &DrawKey,
         source: Source<KEEP>,
         elements: usize,
         out: &mut [u8],

@@ -11,7 +11,7 @@ mod words;
 use super::bucket_quantizer::Quantizer;
 use super::lanes::Lanes;
 use super::source::Source;
-use super::{Packing, Place};
+use super::{DrawKey, Packing};
 
 /// Bytes of the two averages, each an f32, before the bits.
 const AVERAGES_BYTES: usize = 8;
@@ -82,7 +82,7 @@ impl Quantizer for OneBit {
 
     fn encode_plainly(
         self,
-        _place: &Place,
+        _place: &DrawKey,
         values: &[f32],
         residual: Option<&mut [f32]>,
         out: &mut [u8],
@@ -97,7 +97,7 @@ impl Quantizer for OneBit {
     #[inline(always)]
     unsafe fn encode<R: Lanes, const N: usize, const KEEP: bool>(
         self,
-        _place: &Place,
+        _place: &DrawKey,
         source: Source<KEEP>,
         elements: usize,
         out: &mut [u8],

@@ -16,7 +16,7 @@ pub use sums::IntegerSums;
 use super::bucket_quantizer::Quantizer;
 use super::lanes::Lanes;
 use super::source::Source;
-use super::{draw::Draws, Levels, Norm, Place, QsgdOptions};
+use super::{draw::Draws, DrawKey, Levels, Norm, QsgdOptions};
 
 /// Bytes of a bucket's scale, an f32, before its codes.
 const SCALE_BYTES: usize = 4;
@@ -60,12 +60,12 @@ impl Quantizer for Qsgd {
 
     fn encode_plainly(
         self,
-        place: &Place,
+        key: &DrawKey,
         values: &[f32],
         residual: Option<&mut [f32]>,
         out: &mut [u8],
     ) {
-        oracle::encode(self, Draws::of_bucket(place), values, residual, out);
+        oracle::encode(self, Draws::of_bucket(key), values, residual, out);
     }
 
     fn decode_plainly(self, bytes: &[u8], out: &mut [f32], set: fn(&mut f32, f32)) {
@@ -75,14 +75,14 @@ impl Quantizer for Qsgd {
     #[inline(always)]
     unsafe fn encode<R: Lanes, const N: usize, const KEEP: bool>(
         self,
-        place: &Place,
+        key: &DrawKey,
         source: Source<KEEP>,
         elements: usize,
         out: &mut [u8],
     ) {
         // SAFETY: forwarded, the caller's promise covers it.
         unsafe {
-            kernel::encode::<R, N, KEEP>(self, Draws::of_bucket(place), source, elements, out);
+            kernel::encode::<R, N, KEEP>(self, Draws::of_bucket(key), source, elements, out);
         }
     }
 

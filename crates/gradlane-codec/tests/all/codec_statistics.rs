@@ -3,8 +3,8 @@
 //! Seeds are fixed, so that a test passes always or never. Its error probability is that of a right
 //! codec failing under seeds drawn anew; it is stated with each.
 
-use crate::common::codecs::{codec, decoded, encoded, gradients, place};
-use gradlane_codec::{InstructionSet, Place};
+use crate::common::codecs::{codec, decoded, encoded, gradients, key};
+use gradlane_codec::{DrawKey, InstructionSet};
 
 /// Values of a bucket, and steps over which each is averaged.
 const VALUES: usize = 512;
@@ -39,7 +39,7 @@ fn level(bits: i32, norm: &str, levels: &str, values: &[f32]) -> f64 {
 fn errors(text: &str, values: &[f32], mut visit: impl FnMut(&[f64])) {
     let codec = codec(InstructionSet::active(), text, &[VALUES as u64]);
     for step in 0..STEPS {
-        let bytes = encoded(&*codec, Place { step, ..place(0) }, values);
+        let bytes = encoded(&*codec, DrawKey { step, ..key(0) }, values);
         let back = decoded(&*codec, &bytes, VALUES);
         let errors: Vec<f64> = values
             .iter()
@@ -68,8 +68,8 @@ fn qsgd_has_no_bias() {
         let mut squares = 0.0;
         let mut counted = 0.0_f64;
         for (value, sum) in values.iter().zip(&sums) {
-            let place = f64::from(*value) / level + offset;
-            let up = place - place.floor();
+            let position = f64::from(*value) / level + offset;
+            let up = position - position.floor();
             // What rounding of f32 may do to a probability and to a value.
             let slack = level * 1e-5 + f64::from(value.abs()) * 2e-7;
             let mean = sum / STEPS as f64;
@@ -106,8 +106,8 @@ fn qsgd_keeps_to_the_variance_of_the_paper() {
         let exact: f64 = values
             .iter()
             .map(|value| {
-                let place = f64::from(*value) / level + offset;
-                let up = place - place.floor();
+                let position = f64::from(*value) / level + offset;
+                let up = position - position.floor();
                 level * level * up * (1.0 - up)
             })
             .sum();
@@ -160,15 +160,15 @@ fn legs_and_tensors_are_independent() {
             let mut sums = vec![0.0; VALUES];
             for number in 0..2048 {
                 let (leg, tensor) = if tensors { (1, number) } else { (number, 1) };
-                let place = Place { step, leg, tensor, ..place(0) };
-                let back = decoded(&*codec, &encoded(&*codec, place, &values), VALUES);
+                let key = DrawKey { step, leg, tensor, ..key(0) };
+                let back = decoded(&*codec, &encoded(&*codec, key, &values), VALUES);
                 for ((sum, back), value) in sums.iter_mut().zip(&back).zip(&values) {
                     *sum += f64::from(*back) - f64::from(*value);
                 }
             }
             for (value, sum) in values.iter().zip(&sums) {
-                let place = f64::from(*value) / level;
-                let up = place - place.floor();
+                let position = f64::from(*value) / level;
+                let up = position - position.floor();
                 let deviation = level * (up * (1.0 - up) * 2048.0).sqrt();
                 let slack = 2048.0 * (level * 1e-5 + f64::from(value.abs()) * 2e-7);
                 let rare = up.min(1.0 - up) * 2048.0 < 20.0;

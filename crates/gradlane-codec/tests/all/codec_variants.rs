@@ -1,15 +1,15 @@
 //! Every variant of every codec gives the bits of the oracle, at every length and alignment.
 
-use crate::common::codecs::{assert_same_floats, codec, gradients, place, Floats, SPECS};
+use crate::common::codecs::{assert_same_floats, codec, gradients, key, Floats, SPECS};
 use crate::common::{self, Numbers, Placed};
-use gradlane_codec::{narrow, widen, FloatDtype, InstructionSet, Place};
+use gradlane_codec::{narrow, widen, DrawKey, FloatDtype, InstructionSet};
 use proptest::prelude::*;
 
 /// Encodes and decodes with a variant and with the oracle, and compares everything that comes out.
 fn compare(
     instruction_set: InstructionSet,
     text: &str,
-    place: Place,
+    key: DrawKey,
     values: &[f32],
     before: Option<&[f32]>,
 ) {
@@ -23,7 +23,7 @@ fn compare(
         let mut residual = before.map(|before| Floats::holding(before, offset + 1));
         let mut out = Placed::room(codec.max_wire_bytes(length), offset);
         let kept = residual.as_mut().map(Floats::as_mut);
-        let bytes = codec.encode(&place, values.as_mut(), kept, out.as_mut());
+        let bytes = codec.encode(&key, values.as_mut(), kept, out.as_mut());
         out.assert_guards();
         let residual = residual.map(|mut residual| {
             residual.assert_guards();
@@ -62,8 +62,8 @@ fn variants_give_the_bits_of_the_oracle_at_every_length() {
             for length in (0..300).chain([511, 512, 513, 1024, 2049, 8192, 8193, 20_000]) {
                 let values = gradients(length as u64, length);
                 let before = gradients(length as u64 + 1, length);
-                compare(instruction_set, text, place(0), &values, None);
-                compare(instruction_set, text, place(0), &values, Some(&before));
+                compare(instruction_set, text, key(0), &values, None);
+                compare(instruction_set, text, key(0), &values, Some(&before));
             }
         }
     }
@@ -81,20 +81,20 @@ fn variants_agree_on_values_that_are_special() {
                 };
                 let values = floats(numbers.elements(FloatDtype::F32, length));
                 let before = floats(numbers.elements(FloatDtype::F32, length));
-                compare(instruction_set, text, place(0), &values, None);
-                compare(instruction_set, text, place(0), &values, Some(&before));
+                compare(instruction_set, text, key(0), &values, None);
+                compare(instruction_set, text, key(0), &values, Some(&before));
                 // The same without infinities and NaN, which hide all else of their bucket.
                 let tame = |value: &f32| if value.is_finite() { *value } else { -0.0 };
                 let values: Vec<f32> = values.iter().map(tame).collect();
                 let before: Vec<f32> = before.iter().map(tame).collect();
-                compare(instruction_set, text, place(0), &values, None);
-                compare(instruction_set, text, place(0), &values, Some(&before));
+                compare(instruction_set, text, key(0), &values, None);
+                compare(instruction_set, text, key(0), &values, Some(&before));
                 // And between values that barely differ.
                 let near: Vec<f32> = values.iter().map(|value| 1.0 + value * 1e-45).collect();
-                compare(instruction_set, text, place(0), &near, None);
+                compare(instruction_set, text, key(0), &near, None);
                 let small: Vec<f32> =
                     values.iter().map(|value| value.clamp(-1e-44, 1e-30)).collect();
-                compare(instruction_set, text, place(0), &small, Some(&small));
+                compare(instruction_set, text, key(0), &small, Some(&small));
             }
         }
     }
@@ -144,8 +144,8 @@ proptest! {
         for instruction_set in InstructionSet::available() {
             let granule_elements = codec(instruction_set, text, &[length as u64]).granule();
             let first_element = granule * granule_elements;
-            let place = Place { seed, step, tensor, leg, first_element };
-            compare(instruction_set, text, place, &values, with_residual.then_some(&before[..]));
+            let key = DrawKey { seed, step, tensor, leg, first_element };
+            compare(instruction_set, text, key, &values, with_residual.then_some(&before[..]));
         }
     }
 

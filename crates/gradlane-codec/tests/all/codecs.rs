@@ -1,7 +1,7 @@
 //! What every codec promises, held against plain statements of it.
 
-use crate::common::codecs::{codec, decoded, encoded, gradients, place, SPECS};
-use gradlane_codec::{build, CodecSpec, DecodeError, InstructionSet, Place, TensorShape};
+use crate::common::codecs::{codec, decoded, encoded, gradients, key, SPECS};
+use gradlane_codec::{build, CodecSpec, DecodeError, DrawKey, InstructionSet, TensorShape};
 
 /// The largest distance of a value of these buckets from what is decoded for it.
 fn error_bound(text: &str, bucket: &[f32]) -> f64 {
@@ -31,7 +31,7 @@ fn what_is_decoded_is_near_what_was_encoded() {
         for length in (0..300).chain([20_000]) {
             let codec = codec(InstructionSet::active(), text, &[length as u64]);
             let values = gradients(length as u64, length);
-            let back = decoded(&*codec, &encoded(&*codec, place(0), &values), length);
+            let back = decoded(&*codec, &encoded(&*codec, key(0), &values), length);
             let bucket = (codec.granule() as usize).max(1);
             for (values, back) in values.chunks(bucket).zip(back.chunks(bucket)) {
                 let bound = error_bound(text, values);
@@ -53,7 +53,7 @@ fn residuals_conserve_what_was_to_be_sent() {
             let before = gradients(2, length);
             let mut residual = before.clone();
             let mut out = vec![0; codec.max_wire_bytes(length)];
-            let bytes = codec.encode(&place(0), &values, Some(&mut residual), &mut out);
+            let bytes = codec.encode(&key(0), &values, Some(&mut residual), &mut out);
             let sent = decoded(&*codec, &out[..bytes], length);
             for index in 0..length {
                 let wanted = values[index] + before[index];
@@ -81,8 +81,8 @@ fn over_many_steps_residuals_bring_everything_across() {
         for step in 0..200 {
             let values = gradients(step, length);
             let mut out = vec![0; codec.max_wire_bytes(length)];
-            let place = Place { step, ..place(0) };
-            let bytes = codec.encode(&place, &values, Some(&mut residual), &mut out);
+            let key = DrawKey { step, ..key(0) };
+            let bytes = codec.encode(&key, &values, Some(&mut residual), &mut out);
             let sent = decoded(&*codec, &out[..bytes], length);
             for index in 0..length {
                 wanted[index] += f64::from(values[index]);
@@ -103,12 +103,12 @@ fn cutting_at_granules_changes_nothing() {
     for text in SPECS.iter().filter(|text| !text.contains("tensor")) {
         let codec = codec(InstructionSet::active(), text, &shape);
         let granule = codec.granule() as usize;
-        let whole = encoded(&*codec, place(0), &values);
+        let whole = encoded(&*codec, key(0), &values);
         for granules in [1, 2, 3, 7] {
             let mut parts = Vec::new();
             let slice = granule * granules;
             for (index, slice_values) in values.chunks(slice).enumerate() {
-                parts.extend(encoded(&*codec, place((index * slice) as u64), slice_values));
+                parts.extend(encoded(&*codec, key((index * slice) as u64), slice_values));
             }
             assert!(parts == whole, "{text} in slices of {slice} elements");
         }
@@ -118,27 +118,27 @@ fn cutting_at_granules_changes_nothing() {
 #[test]
 fn draws_differ_by_seed_step_tensor_leg_and_element() {
     let values = vec![0.3; 1024];
-    let here = place(0);
+    let here = key(0);
     let others = [
-        Place { seed: 8, ..here },
-        Place { step: 4, ..here },
-        Place { tensor: 2, ..here },
-        Place { leg: 3, ..here },
-        Place { leg: Place::BROADCAST, ..here },
-        Place { first_element: 512, ..here },
-        Place { first_element: 512 << 32, ..here },
+        DrawKey { seed: 8, ..here },
+        DrawKey { step: 4, ..here },
+        DrawKey { tensor: 2, ..here },
+        DrawKey { leg: 3, ..here },
+        DrawKey { leg: DrawKey::BROADCAST, ..here },
+        DrawKey { first_element: 512, ..here },
+        DrawKey { first_element: 512 << 32, ..here },
     ];
     // The largest value of a bucket is the scale and not rounded at random.
     let values: Vec<f32> = values.iter().enumerate().map(|(i, v)| v + (i % 512) as f32).collect();
     for text in SPECS.iter().filter(|text| text.starts_with("qsgd:") && !text.contains("bucket")) {
         let codec = codec(InstructionSet::active(), text, &[1 << 50]);
         let values = &values[..512];
-        let one = encoded(&*codec, Place { first_element: 0, ..here }, values);
+        let one = encoded(&*codec, DrawKey { first_element: 0, ..here }, values);
         assert_eq!(one, encoded(&*codec, here, values), "{text} is not reproducible");
         for other in others {
             let granule = codec.granule();
             let first_element = other.first_element.next_multiple_of(granule);
-            let other = Place { first_element, ..other };
+            let other = DrawKey { first_element, ..other };
             assert_ne!(one, encoded(&*codec, other, values), "{text} {other:?}");
         }
     }
@@ -157,7 +157,7 @@ fn what_is_not_finite_is_carried_and_its_residual_kept() {
                 let before = gradients(5, length);
                 let mut residual = before.clone();
                 let mut out = vec![0; codec.max_wire_bytes(length)];
-                let bytes = codec.encode(&place(0), &values, Some(&mut residual), &mut out);
+                let bytes = codec.encode(&key(0), &values, Some(&mut residual), &mut out);
                 let sent = decoded(&*codec, &out[..bytes], length);
                 let buckets = at / bucket * bucket..(at / bucket + 1) * bucket;
                 for index in 0..length {
@@ -191,7 +191,7 @@ fn the_ends_of_the_range_of_f32_are_finite_or_nan_but_never_noise() {
         for row in rows {
             let values: Vec<f32> = row.iter().copied().cycle().take(40).collect();
             let codec = codec(InstructionSet::active(), text, &[40]);
-            let back = decoded(&*codec, &encoded(&*codec, place(0), &values), 40);
+            let back = decoded(&*codec, &encoded(&*codec, key(0), &values), 40);
             let largest = row.iter().fold(0.0_f32, |all, value| all.max(value.abs()));
             for (value, back) in values.iter().zip(&back) {
                 let near = (value - back).abs() <= largest * 2.0 + 1e-29;
@@ -205,7 +205,7 @@ fn the_ends_of_the_range_of_f32_are_finite_or_nan_but_never_noise() {
 fn zeros_come_back_as_zeros() {
     for text in SPECS {
         let codec = codec(InstructionSet::active(), text, &[200]);
-        let back = decoded(&*codec, &encoded(&*codec, place(0), &[0.0; 200]), 200);
+        let back = decoded(&*codec, &encoded(&*codec, key(0), &[0.0; 200]), 200);
         assert!(back.iter().all(|value| value.to_bits() == 0), "{text}: {back:?}");
     }
 }
@@ -216,7 +216,7 @@ fn lengths_are_exact_and_others_are_refused() {
         for length in (0..300).chain([100_000]) {
             let codec = codec(InstructionSet::active(), text, &[length as u64]);
             assert!(codec.is_fixed_size());
-            let bytes = encoded(&*codec, place(0), &gradients(1, length));
+            let bytes = encoded(&*codec, key(0), &gradients(1, length));
             assert_eq!(bytes.len(), codec.max_wire_bytes(length), "{text} {length}");
             let mut out = vec![0.0; length];
             let longer = [&bytes[..], &[0]].concat();
@@ -266,7 +266,7 @@ fn columns_are_runs_along_the_last_size() {
     assert_eq!(codec.granule(), 3);
     assert_eq!(codec.max_wire_bytes(3), 9);
     assert_eq!(codec.max_wire_bytes(8 * 4 * 3 * 3), 8 * 4 * 3 * 9);
-    let back = decoded(&*codec, &encoded(&*codec, place(0), &[1.0, -2.0, 3.0, -4.0, 0.0, -1.0]), 6);
+    let back = decoded(&*codec, &encoded(&*codec, key(0), &[1.0, -2.0, 3.0, -4.0, 0.0, -1.0]), 6);
     assert_eq!(back, [2.0, -2.0, 2.0, -2.5, 0.0, -2.5]);
 }
 
@@ -286,5 +286,5 @@ fn what_is_said_of_codecs_is_what_they_are() {
 #[test]
 #[should_panic(expected = "in granules of 512")]
 fn a_slice_in_the_middle_of_a_bucket_is_refused() {
-    encoded(&*codec(InstructionSet::active(), "qsgd", &[2048]), place(64), &[1.0; 64]);
+    encoded(&*codec(InstructionSet::active(), "qsgd", &[2048]), key(64), &[1.0; 64]);
 }

@@ -1,9 +1,9 @@
 //! Sums of codes over ranks: what is added up is what each rank rounded, to the last bit, in the layout
 //! that the documentation states, by every variant alike.
 
-use crate::common::codecs::{assert_same_floats, gradients, place, Floats};
+use crate::common::codecs::{assert_same_floats, gradients, key, Floats};
 use crate::common::{Numbers, Placed};
-use gradlane_codec::{CodecSpec, DecodeError, InstructionSet, IntegerSums, Place};
+use gradlane_codec::{CodecSpec, DecodeError, DrawKey, InstructionSet, IntegerSums};
 use proptest::prelude::*;
 
 fn sums_of(instruction_set: InstructionSet, text: &str, ranks: u32) -> IntegerSums {
@@ -30,11 +30,11 @@ fn round(sums: &IntegerSums, elements: usize, parts: &[Part]) -> Round {
     let zeros = vec![0.0; elements];
     let mut kept = Vec::new();
     for (rank, part) in parts.iter().enumerate() {
-        let place = Place { leg: rank as u32, ..place(0) };
+        let key = DrawKey { leg: rank as u32, ..key(0) };
         let (values, residual) = part.clone().unwrap_or((zeros.clone(), None));
         let mut residual = residual.map(|it| Floats::holding(&it, elements % 3 + 1));
         let lent = residual.as_mut().map(Floats::as_mut);
-        sums.add(&place, &values, lent, out.as_mut()).expect("its own sums");
+        sums.add(&key, &values, lent, out.as_mut()).expect("its own sums");
         kept.push(residual.map(|mut it| {
             it.assert_guards();
             it.as_mut().to_vec()
@@ -227,7 +227,7 @@ fn a_scale_below_the_values_is_refused() {
             let mut out = vec![0; sums.sum_bytes(1_000)];
             let scales = [scale, 1.0].map(f32::to_le_bytes).concat();
             sums.begin(&scales, 1_000, &mut out).expect("two scales");
-            let found = sums.add(&place(0), &values, None, &mut out);
+            let found = sums.add(&key(0), &values, None, &mut out);
             assert_eq!(found, Err(DecodeError::Scale { bucket: 0 }), "{scale}");
         }
     }
@@ -238,7 +238,7 @@ fn lengths_are_checked() {
     let sums = sums_of(InstructionSet::active(), TEXTS[1], 2);
     let mut short = vec![0; sums.sum_bytes(100) - 1];
     assert!(matches!(sums.mean(&short, &mut [0.0; 100]), Err(DecodeError::Length { .. })));
-    let added = sums.add(&place(0), &[0.0; 100], None, &mut short);
+    let added = sums.add(&key(0), &[0.0; 100], None, &mut short);
     assert!(matches!(added, Err(DecodeError::Length { .. })));
     let begun = sums.begin(&[0; 5], 100, &mut vec![0; sums.sum_bytes(100)]);
     assert!(matches!(begun, Err(DecodeError::Length { .. })));
@@ -296,7 +296,7 @@ proptest! {
             let mut out = bytes.clone();
             let mut means = vec![0.0; elements];
             sums.mean(&out, &mut means).expect("the right length");
-            let added = sums.add(&place(0), &values, None, &mut out);
+            let added = sums.add(&key(0), &values, None, &mut out);
             (added.clone(), added.is_ok().then_some(out), means)
         };
         let right = run(InstructionSet::SCALAR);

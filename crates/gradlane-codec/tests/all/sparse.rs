@@ -1,7 +1,7 @@
 //! `topk` and `dgc` as codecs: what is sent and kept, against plain restatements of the papers.
 
 use gradlane_codec::{
-    build_with, Codec, CodecSpec, DecodeError, InstructionSet, Place, TensorShape,
+    build_with, Codec, CodecSpec, DecodeError, DrawKey, InstructionSet, TensorShape,
 };
 use proptest::prelude::*;
 use std::sync::Arc;
@@ -11,19 +11,19 @@ fn codec(instruction_set: InstructionSet, text: &str) -> Arc<dyn Codec> {
     build_with(instruction_set, &spec, &TensorShape::new(&[1]))
 }
 
-fn place(step: u64, leg: u32) -> Place {
-    Place { seed: 7, step, tensor: 3, leg, first_element: 0 }
+fn key(step: u64, leg: u32) -> DrawKey {
+    DrawKey { seed: 7, step, tensor: 3, leg, first_element: 0 }
 }
 
 /// Encodes, with a look at the bound, and gives the bytes and what they decode to.
 fn sent(
     codec: &dyn Codec,
-    place: &Place,
+    key: &DrawKey,
     values: &[f32],
     residual: Option<&mut [f32]>,
 ) -> (Vec<u8>, Vec<f32>) {
-    let mut bytes = vec![0xaa; codec.max_wire_bytes_at(place, values.len())];
-    let used = codec.encode(place, values, residual, &mut bytes);
+    let mut bytes = vec![0xaa; codec.max_wire_bytes_at(key, values.len())];
+    let used = codec.encode(key, values, residual, &mut bytes);
     bytes.truncate(used);
     let mut decoded = vec![f32::NAN; values.len()];
     codec.decode(&bytes, &mut decoded).expect("own bytes decode");
@@ -56,7 +56,7 @@ fn what_is_sent_and_kept_is_what_there_was() {
                 let values = gradient(step + 1, elements);
                 let before: Vec<f32> = values.iter().zip(&residual).map(|(a, b)| a + b).collect();
                 let (_, decoded) =
-                    sent(&*codec, &place(u64::from(step), 0), &values, Some(&mut residual));
+                    sent(&*codec, &key(u64::from(step), 0), &values, Some(&mut residual));
                 let after: Vec<f32> = decoded.iter().zip(&residual).map(|(a, b)| a + b).collect();
                 assert_eq!(after, before, "{elements} elements, step {step}");
                 let chosen = decoded.iter().filter(|&&value| value != 0.0).count();
@@ -74,7 +74,7 @@ fn what_is_sent_and_kept_is_what_there_was() {
 fn a_tensor_costs_six_bytes_for_a_thousand_elements() {
     let codec = codec(InstructionSet::active(), "topk:ratio=0.001");
     let values = gradient(5, 1_000_000);
-    let (bytes, _) = sent(&*codec, &place(0, 0), &values, None);
+    let (bytes, _) = sent(&*codec, &key(0, 0), &values, None);
     let bound = codec.max_wire_bytes(values.len());
     assert!(bytes.len() <= bound && bound < 6_200, "{} of at most {bound}", bytes.len());
     assert!(bytes.len() > 5_800, "four bytes a value and about two a position: {}", bytes.len());
@@ -85,10 +85,10 @@ fn an_owner_may_send_more_than_a_worker() {
     let codec = codec(InstructionSet::active(), "topk:ratio=0.01,broadcast_ratio=0.04");
     let values = gradient(2, 1_000);
     let count = |leg| {
-        let (_, decoded) = sent(&*codec, &place(0, leg), &values, None);
+        let (_, decoded) = sent(&*codec, &key(0, leg), &values, None);
         decoded.iter().filter(|&&value| value != 0.0).count()
     };
-    assert_eq!((count(0), count(3), count(Place::BROADCAST)), (10, 10, 40));
+    assert_eq!((count(0), count(3), count(DrawKey::BROADCAST)), (10, 10, 40));
 }
 
 #[test]
@@ -98,10 +98,10 @@ fn what_is_not_finite_arrives_and_is_not_kept() {
         let mut residual = vec![0.0; 2_000 * codec.residual_width()];
         let mut values = gradient(9, 2_000);
         (values[17], values[18], values[1_999]) = (f32::NAN, f32::NEG_INFINITY, f32::INFINITY);
-        let (_, decoded) = sent(&*codec, &place(0, 0), &values, Some(&mut residual));
+        let (_, decoded) = sent(&*codec, &key(0, 0), &values, Some(&mut residual));
         assert!(decoded.iter().any(|value| !value.is_finite()), "{text}: it was hidden");
         assert!(residual.iter().all(|kept| kept.is_finite()), "{text}: it was kept");
-        let (_, decoded) = sent(&*codec, &place(1, 0), &gradient(10, 2_000), Some(&mut residual));
+        let (_, decoded) = sent(&*codec, &key(1, 0), &gradient(10, 2_000), Some(&mut residual));
         assert!(decoded.iter().all(|value| value.is_finite()), "{text}: it came again");
     }
 }
@@ -137,7 +137,7 @@ fn dgc_is_the_papers() {
         let codec = codec(instruction_set, "dgc:ratio=0.01,momentum=0.9,warmup=8");
         let mut state = vec![0.0; 4_000];
         for (step, (gradient, expected)) in gradients.iter().zip(&expected).enumerate() {
-            let (_, decoded) = sent(&*codec, &place(step as u64, 1), gradient, Some(&mut state));
+            let (_, decoded) = sent(&*codec, &key(step as u64, 1), gradient, Some(&mut state));
             assert_eq!(bits(&decoded), bits(expected), "{} step {step}", instruction_set.name());
         }
     }
@@ -150,7 +150,7 @@ fn an_owner_has_no_momentum_of_its_own() {
     let (mut state, mut residual) = (vec![0.0; 2_000], vec![0.0; 1_000]);
     for step in 0..4 {
         let values = gradient(step + 1, 1_000);
-        let at = place(u64::from(step), Place::BROADCAST);
+        let at = key(u64::from(step), DrawKey::BROADCAST);
         let (one, _) = sent(&*dgc, &at, &values, Some(&mut state));
         let (other, _) = sent(&*topk, &at, &values, Some(&mut residual));
         assert_eq!(one, other);
@@ -163,7 +163,7 @@ fn wrong_bytes_are_errors_that_say_what_is_wrong() {
     let error = codec.decode(&[3, 0, 0, 0], &mut [0.0; 2]).unwrap_err();
     assert!(matches!(error, DecodeError::Sparse(_)));
     assert!(error.to_string().contains("3 sparse values"), "{error}");
-    let (mut bytes, _) = sent(&*codec, &place(0, 0), &[1.0, 2.0, 3.0, 4.0], None);
+    let (mut bytes, _) = sent(&*codec, &key(0, 0), &[1.0, 2.0, 3.0, 4.0], None);
     bytes.push(0);
     assert!(codec.decode_add(&bytes, &mut [0.0; 4]).is_err());
 }
@@ -183,7 +183,7 @@ proptest! {
             let mut residual = vec![0.0; values.len() * codec.residual_width()];
             let mut all = Vec::new();
             for step in 0..steps {
-                all.push(sent(&*codec, &place(step, 0), &values, Some(&mut residual)).0);
+                all.push(sent(&*codec, &key(step, 0), &values, Some(&mut residual)).0);
             }
             (all, bits(&residual))
         };
@@ -198,7 +198,7 @@ proptest! {
         seed in 1..1_000_u32, elements in 1..3_000_usize,
     ) {
         let codec = codec(InstructionSet::active(), "topk:ratio=0.02");
-        let (bytes, decoded) = sent(&*codec, &place(0, 0), &gradient(seed, elements), None);
+        let (bytes, decoded) = sent(&*codec, &key(0, 0), &gradient(seed, elements), None);
         let mut sum = gradient(seed + 1, elements);
         let expected: Vec<f32> = sum.iter().zip(&decoded).map(|(a, b)| a + b).collect();
         codec.decode_add(&bytes, &mut sum).unwrap();

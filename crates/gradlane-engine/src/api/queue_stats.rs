@@ -25,6 +25,6 @@ impl PeerQueueStats {
 pub struct QueueStats {
     /// By rank; zeros for the engine's own.
     pub peers: Vec<PeerQueueStats>,
-    /// Works that the driver has not asked for yet.
+    /// Jobs that the driver has not asked for yet.
     pub jobs: u64,
 }

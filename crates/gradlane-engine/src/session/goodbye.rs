@@ -78,7 +78,7 @@ impl Session {
     }
 
     /// Says goodbye to all others, once.
-    pub(crate) fn say_goodbye(&mut self, cx: &mut Cx, last_step: Step) {
+    pub(crate) fn send_goodbye(&mut self, cx: &mut Cx, last_step: Step) {
         if !core::mem::replace(&mut self.goodbye_said, true) {
             let mut header = cx.control_header(FrameKind::Goodbye);
             header.step = last_step;

@@ -7,7 +7,7 @@
 
 use super::error::JobError;
 use crate::memory::{as_f32, InPlace, ReadSpan};
-use gradlane_codec::{narrow, widen, Codec, IntegerSums, Place};
+use gradlane_codec::{narrow, widen, Codec, DrawKey, IntegerSums};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub(crate) struct SliceCodec {
     pub(crate) codec: Arc<dyn Codec>,
     /// Where codes are added up as integers.
     pub(crate) sums: Option<IntegerSums>,
-    pub(crate) place: Place,
+    pub(crate) key: DrawKey,
     pub(crate) elements: usize,
     pub(crate) dtype: gradlane_codec::FloatDtype,
 }
@@ -90,9 +90,9 @@ impl SliceCodec {
     }
 
     /// The key of the random draws of a chunk.
-    pub(crate) fn place_of(&self, chunk: &Chunk) -> Place {
-        let first_element = self.place.first_element + chunk.elements.start as u64;
-        Place { first_element, ..self.place }
+    pub(crate) fn place_of(&self, chunk: &Chunk) -> DrawKey {
+        let first_element = self.key.first_element + chunk.elements.start as u64;
+        DrawKey { first_element, ..self.key }
     }
 
     /// The bytes of a chunk in an encoding that arrived.

@@ -19,7 +19,7 @@ const INLINE_BYTES: usize = 16 << 10;
 
 /// Jobs that wait.
 #[derive(Debug, Default)]
-struct Waiting {
+struct QueuedJobs {
     jobs: VecDeque<Job>,
     stopped: bool,
 }
@@ -27,7 +27,7 @@ struct Waiting {
 /// The part that all threads share.
 #[derive(Debug, Default)]
 struct Queue {
-    waiting: Mutex<Waiting>,
+    waiting: Mutex<QueuedJobs>,
     available: Condvar,
     finished: Mutex<Vec<FinishedJob>>,
 }

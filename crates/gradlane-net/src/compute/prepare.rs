@@ -10,7 +10,7 @@ use super::quantized_ring;
 use super::state::ComputeState;
 use crate::memory::{InPlace, MemoryTable, ReadSpan, Span, WriteSpan};
 use crate::metrics::JobKind;
-use gradlane_codec::{square_sum, FloatDtype, Place};
+use gradlane_codec::{square_sum, DrawKey, FloatDtype};
 use gradlane_engine::{Job as Request, Operation, Region};
 
 /// Lends the memory of one operation.
@@ -179,7 +179,7 @@ impl ComputeState {
                 }))
             }
             Operation::DecodeReduceEncode { inputs, absent, divisor, output, copy_to } => {
-                let codec = self.slice_codec(request, Place::BROADCAST)?;
+                let codec = self.slice_codec(request, DrawKey::BROADCAST)?;
                 let parts = lend.parts(inputs, *absent, *divisor)?;
                 let mut output = lend.write(output)?;
                 let mut copy = lend.maybe_write(copy_to.as_ref())?;
@@ -195,7 +195,7 @@ impl ComputeState {
                 }))
             }
             Operation::DecodeReduceApply { inputs, absent, divisor, parameters, output } => {
-                let codec = self.slice_codec(request, Place::BROADCAST)?;
+                let codec = self.slice_codec(request, DrawKey::BROADCAST)?;
                 let rule = self.update_rule(request.tensor)?;
                 let parts = lend.parts(inputs, *absent, *divisor)?;
                 let (parameters, mut output) = (lend.read(parameters)?, lend.write(output)?);
@@ -218,7 +218,7 @@ impl ComputeState {
             }
             Operation::RingEncode { received, own, divisor, output, copy_to } => {
                 let is_last = *divisor > 1;
-                let leg = if is_last { Place::BROADCAST } else { self.rank.0 };
+                let leg = if is_last { DrawKey::BROADCAST } else { self.rank.0 };
                 let codec = self.slice_codec(request, leg)?;
                 let divisor = *divisor;
                 // The first rank of a ring has nothing to decode and to add to.
@@ -286,7 +286,7 @@ impl ComputeState {
                 }))
             }
             Operation::Decode { from, to } => {
-                let codec = self.slice_codec(request, Place::BROADCAST)?;
+                let codec = self.slice_codec(request, DrawKey::BROADCAST)?;
                 let (from, mut to) = (lend.read(from)?, lend.write(to)?);
                 Ok(Job::new(request, JobKind::Decode, 2 * to.len(), move || {
                     let decode = match codec.sums.is_some() {
@@ -307,7 +307,7 @@ impl ComputeState {
         Ok(SliceCodec {
             codec: planned.codec.clone(),
             sums: planned.sums,
-            place: Place {
+            key: DrawKey {
                 seed: self.seed,
                 step: request.step.0,
                 tensor: request.tensor.0,

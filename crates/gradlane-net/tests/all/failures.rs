@@ -153,7 +153,7 @@ fn connecting_can_be_interrupted() {
     assert!(matches!(result, Err(ChannelError::Interrupted)));
 }
 
-/// Waits until the doorman has noted a refusal that contains `text`.
+/// Waits until the acceptor has noted a refusal that contains `text`.
 fn wait_for_refusal(channel: &Channel, text: &str) {
     let mut late = deadline();
     loop {

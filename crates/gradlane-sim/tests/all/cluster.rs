@@ -604,13 +604,18 @@ fn ranks_that_train_asynchronously_do_not_wait_for_a_slow_one() {
         steps: 12,
         ..free(layers(&[9_000, 20_000, 3_000]), workers, strategy, ideal(1e9))
     };
-    let apart = run(&scenario("asgd", 4));
-    let staleness = apart.staleness.expect("pushes were applied alone");
+    let asynchronous = run(&scenario("asgd", 4));
+    let staleness = asynchronous.staleness.expect("pushes were applied alone");
     // Four ranks of about the same speed: about three updates lie in between.
     assert!((1.5..4.5).contains(&staleness.mean), "{staleness:?}");
-    let together = run(&scenario("p3", 4));
-    assert!(together.staleness.is_none());
-    assert!(apart.step_s < together.step_s, "{} {}", apart.step_s, together.step_s);
+    let synchronous = run(&scenario("p3", 4));
+    assert!(synchronous.staleness.is_none());
+    assert!(
+        asynchronous.step_s < synchronous.step_s,
+        "{} {}",
+        asynchronous.step_s,
+        synchronous.step_s
+    );
     let alone = run(&scenario("asgd", 1)).staleness.expect("pushes");
     assert_eq!((alone.max, alone.pushes > 0), (0, true));
     let folded = Scenario { representatives: 2, ..scenario("asgd", 8) };

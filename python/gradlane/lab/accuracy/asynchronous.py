@@ -15,7 +15,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import FileStore
 
-from gradlane.lab.accuracy.curve import Curve, evaluation_steps
+from gradlane.lab.accuracy.curve import TrainingCurve, evaluation_steps
 from gradlane.lab.accuracy.run import Run
 from gradlane.lab.accuracy.tasks import Task
 from gradlane.lab.cluster.rank_program import Answers, answer_requests
@@ -38,7 +38,7 @@ def check_ranks(task: Task) -> None:
         )
 
 
-def train_on_ranks(run: Run, advance: Callable[[int], None]) -> Curve:
+def train_on_ranks(run: Run, advance: Callable[[int], None]) -> TrainingCurve:
     """Train with a process for each worker; the curve is of rank 0's parameters.
 
     Args:
@@ -71,7 +71,7 @@ def train_on_ranks(run: Run, advance: Callable[[int], None]) -> Curve:
         }
         results = pool.ask([request] * run.workers, on_progress)
     on_progress(0, run.steps)
-    curve = Curve(**results[0]["curve"])
+    curve = TrainingCurve(**results[0]["curve"])
     # Each has counted the gradients that it applied.
     pushes = sum(one["pushes"] for one in results)
     curve.stale = sum(one["stale"] for one in results) / pushes
@@ -88,7 +88,7 @@ def _train(rank: int, given: dict[str, Any], answers: Answers) -> dict[str, Any]
     optimizer = task.make_optimizer(model)
     for group in optimizer.param_groups:
         group["lr"] *= scheme.lr_share
-    curve = Curve()
+    curve = TrainingCurve()
     stops = evaluation_steps(run.steps)[1:-1]
     rendezvous = gradlane.Rendezvous(
         store=FileStore(given["store"], run.workers),

@@ -14,7 +14,7 @@ EVALUATIONS = 11
 
 
 @dataclass
-class Curve:
+class TrainingCurve:
     """Loss and accuracy of a run.
 
     Attributes:

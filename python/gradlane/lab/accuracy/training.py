@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from gradlane.lab.accuracy.asynchronous import train_on_ranks
-from gradlane.lab.accuracy.curve import Curve, evaluation_steps
+from gradlane.lab.accuracy.curve import TrainingCurve, evaluation_steps
 from gradlane.lab.accuracy.exchange import EmulatedExchange
 from gradlane.lab.accuracy.run import REAL, Run
 from gradlane.lab.accuracy.tasks import Task, task_of
 
 
-def train(run: Run, advance: Callable[[int], None] = lambda steps: None) -> Curve:
+def train(run: Run, advance: Callable[[int], None] = lambda steps: None) -> TrainingCurve:
     """Train and return the curve.
 
     Args:
@@ -37,14 +37,14 @@ def train(run: Run, advance: Callable[[int], None] = lambda steps: None) -> Curv
         torch.set_num_threads(threads)
 
 
-def _train_together(run: Run, advance: Callable[[int], None]) -> Curve:
+def _train_together(run: Run, advance: Callable[[int], None]) -> TrainingCurve:
     task, scheme = run.parsed()
     model = task.build(run.seed)
     optimizer = task.make_optimizer(model, momentum=not scheme.takes_momentum)
     codec = scheme.codec_for(task.optimizer, run.steps, task.momentum)
     exchange = EmulatedExchange(model, codec, workers=run.workers, seed=run.seed, layers=run.layers)
     parameters = list(model.parameters())
-    curve = Curve()
+    curve = TrainingCurve()
     stops = set(evaluation_steps(run.steps))
     curve.note(0, task, model)
     for step in range(run.steps):
@@ -59,7 +59,7 @@ def _train_together(run: Run, advance: Callable[[int], None]) -> Curve:
     return curve
 
 
-def _train_alone(run: Run, advance: Callable[[int], None]) -> Curve:
+def _train_alone(run: Run, advance: Callable[[int], None]) -> TrainingCurve:
     """Apply each worker's gradient alone; workers compute with the parameters that they last got.
 
     In round-robin order every gradient is `workers` - 1 updates old. In random order, drawn from
@@ -77,7 +77,7 @@ def _train_alone(run: Run, advance: Callable[[int], None]) -> Curve:
     taken = [0] * workers
     version_of = [0] * workers
     draws = random.Random(run.seed)
-    curve = Curve()
+    curve = TrainingCurve()
     stale = 0.0
     stops = set(evaluation_steps(run.steps))
     curve.note(0, task, model)

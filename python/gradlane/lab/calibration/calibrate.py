@@ -23,7 +23,7 @@ from rich.console import Console
 
 from gradlane.lab.calibration import node_costs
 from gradlane.lab.cluster.keep_cpus_awake import cpus_kept_awake
-from gradlane.lab.cluster.namespaces import Cluster
+from gradlane.lab.cluster.namespaces import EmulatedCluster
 from gradlane.lab.cluster.ranks import RankPool
 from gradlane.lab.runs.fitting import non_negative
 from gradlane.lab.runs.rows import NO_EVIDENCE, measures_machine
@@ -164,7 +164,7 @@ def run_calibration(
     local = local_costs(options.repeat, options.trials)
     on_phase("building the cluster")
     with (
-        Cluster(WORKERS, options.rate_bps) as cluster,
+        EmulatedCluster(WORKERS, options.rate_bps) as cluster,
         RankPool(cluster, program=_PROGRAM) as pool,
         cpus_kept_awake(),
     ):
@@ -203,7 +203,7 @@ class _Calibration:
     """The ranks of one cluster, asked one thing after another."""
 
     options: CalibrationOptions
-    cluster: Cluster
+    cluster: EmulatedCluster
     pool: RankPool
     on_phase: Callable[[str], None]
     cpu_share: float = 0.0

@@ -76,7 +76,7 @@ class Namespace:
             self.descriptor = self.counters = -1
 
 
-class Cluster:
+class EmulatedCluster:
     """N nodes on one switch, as a context manager.
 
     Every node has the interface `eth0` with the IPv4 address `addresses[node]` and the IPv6
@@ -114,7 +114,7 @@ class Cluster:
         """Return a TCP port that no program of the cluster has had: a closed one lingers."""
         return next(self._ports)
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> EmulatedCluster:
         """Make the namespaces, links, addresses, routes and shapes."""
         try:
             with signals_blocked():

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from gradlane.lab.cluster.errors import RankError
 from gradlane.lab.cluster.fork_server import ForkedProgram, running_fork_server
-from gradlane.lab.cluster.namespaces import CONGESTION_CONTROL, Cluster
+from gradlane.lab.cluster.namespaces import CONGESTION_CONTROL, EmulatedCluster
 from gradlane.planning.probe.stream import StreamResult
 
 _START_TIMEOUT_S = 180.0
@@ -85,7 +85,7 @@ class RankPool:
 
     def __init__(
         self,
-        cluster: Cluster | None,
+        cluster: EmulatedCluster | None,
         *,
         ranks: int = 0,
         ranks_per_node: int = 1,

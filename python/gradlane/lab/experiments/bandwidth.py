@@ -20,7 +20,7 @@ from gradlane.lab.experiments.simulated import Simulation, compute_times
 from gradlane.lab.runs.cells import dilation_by_load
 from gradlane.lab.runs.rows import CEILING, NO_EVIDENCE, Row
 from gradlane.report.curves import Points, curve_plot
-from gradlane.report.page import Block, Cell, Figure, Paragraph, Section, Table
+from gradlane.report.page import Block, Cell, KeyFigure, Paragraph, Section, Table
 from gradlane.report.plots import Plot
 from gradlane.training.options.strategy import STRATEGIES as ENGINE_STRATEGIES
 
@@ -103,26 +103,26 @@ def _summary(found: Findings) -> str:
     )
 
 
-def _figures(found: Findings) -> Iterator[Figure]:
+def _figures(found: Findings) -> Iterator[KeyFigure]:
     ratios = [ratio for _, ratio in found.gains(GAIN)]
     if ratios:
         tone = "good" if min(ratios) > 1.0 - findings.TOLERANCE else "bad"
-        yield Figure(f"{max(ratios):.2f}×", f"{GAIN} over the best DDP, at most", "good")
-        yield Figure(f"{min(ratios):.2f}×", f"{GAIN} over the best DDP, at least", tone)
+        yield KeyFigure(f"{max(ratios):.2f}×", f"{GAIN} over the best DDP, at most", "good")
+        yield KeyFigure(f"{min(ratios):.2f}×", f"{GAIN} over the best DDP, at least", tone)
     distances = [ratio for _, ratio in found.over_bound(GAIN)]
     if distances:
         near = [ratio for ratio in distances if ratio <= findings.GOAL_OVER_BOUND]
-        yield Figure(
+        yield KeyFigure(
             f"{len(near)} of {len(distances)}",
             f"clusters with {GAIN} within 5 % of the bound",
             "good" if len(near) == len(distances) else "bad",
         )
         middle = statistics.median(distances)
-        yield Figure(f"{middle - 1.0:+.1%}", f"{GAIN} to the bound, median")
+        yield KeyFigure(f"{middle - 1.0:+.1%}", f"{GAIN} to the bound, median")
     errors = found.prediction_errors()
     if errors:
         middle = statistics.median(map(abs, errors))
-        yield Figure(f"{middle:.1%}", "error of the simulator's steps, median")
+        yield KeyFigure(f"{middle:.1%}", "error of the simulator's steps, median")
 
 
 def _remarks(found: Findings) -> Iterator[Block]:

@@ -42,7 +42,7 @@ from gradlane.lab.runs.rows import (
 from gradlane.lab.runs.run import run_lab
 from gradlane.lab.runs.strategy import parse_strategy
 from gradlane.report.console import print_written, text_table
-from gradlane.report.page import Block, Figure, Figures, Paragraph, Section, Table, write_report
+from gradlane.report.page import Block, Figures, KeyFigure, Paragraph, Section, Table, write_report
 
 GBIT = 1_000_000_000
 
@@ -79,7 +79,7 @@ class Preset:
     rates_bps: Mapping[str, tuple[int, ...]]
     strategies: tuple[str, ...]
     text: str
-    figures: Callable[[Findings], Iterable[Figure]]
+    figures: Callable[[Findings], Iterable[KeyFigure]]
     sections: Callable[[Findings], Iterable[Section]]
     summary: Callable[[Findings], str]
     simulations: Callable[[Sequence[Row]], Sequence[Simulation]] = lambda rows: []

@@ -19,7 +19,7 @@ from gradlane.lab.runs.rows import CEILING, MEASURED, Row
 from gradlane.planning.models import ARCHITECTURES
 from gradlane.planning.simulation.scenarios import RING_FUSED
 from gradlane.report.curves import Points, curve_plot
-from gradlane.report.page import Figure, Section, Table
+from gradlane.report.page import KeyFigure, Section, Table
 from gradlane.report.plots import Plot
 from gradlane.training.options.strategy import STRATEGIES as ENGINE_STRATEGIES
 
@@ -120,13 +120,13 @@ def _summary(found: Findings) -> str:
     return f"Share of linear scaling that p3 reaches, measured: {shares}." if shares else ""
 
 
-def _figures(found: Findings) -> Iterator[Figure]:
+def _figures(found: Findings) -> Iterator[KeyFigure]:
     for rows in map(Findings, _groups(found).values()):
         for own, source in ((rows.measured, "measured"), (rows.simulated, "simulated")):
             row = _largest(own)
             if row is not None:
                 label = f"{row.workload}: of linear, p3 on {row.workers:,} workers, {source}"
-                yield Figure(f"{scaling_factor(row):.0%}", label)
+                yield KeyFigure(f"{scaling_factor(row):.0%}", label)
 
 
 def _sections(found: Findings) -> Iterator[Section]:

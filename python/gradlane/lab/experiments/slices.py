@@ -18,7 +18,7 @@ from gradlane.lab.experiments.simulated import Simulation, compute_times
 from gradlane.lab.runs.rows import CEILING, ClusterKey, Row
 from gradlane.planning.planner.search import search
 from gradlane.report.curves import Points, curve_plot
-from gradlane.report.page import Figure, Section, Table
+from gradlane.report.page import KeyFigure, Section, Table
 from gradlane.report.plots import Plot
 from gradlane.training.plans.settings import ClusterFacts, Settings
 
@@ -145,24 +145,24 @@ def _summary(found: Findings) -> str:
     return f"{'; '.join(parts_found)}."
 
 
-def _figures(found: Findings) -> Iterator[Figure]:
+def _figures(found: Findings) -> Iterator[KeyFigure]:
     for sweep in sweeps_of(found):
         name, over = sweep.cluster.workload, sweep.planned_over_best
         where = ", between slower ones" if sweep.is_interior else ", at the end of the sweep"
-        yield Figure(
+        yield KeyFigure(
             f"{_size(sweep.best):,}",
             f"{name}: elements of the best slice{where}",
             "good" if sweep.is_interior else "bad",
         )
         if over is not None:
-            yield Figure(
+            yield KeyFigure(
                 f"{over - 1:+.1%}",
                 f"{name}: step with the planner's choice, to the best",
                 "good" if over <= GOAL_OVER_BEST else "bad",
             )
         slowest = max(sweep.rows, key=lambda row: row.step_s_median)
         label = f"{name}: slowest size ({_size(slowest):,}) over the best"
-        yield Figure(f"{sweep.over_best(slowest):.2f}×", label)
+        yield KeyFigure(f"{sweep.over_best(slowest):.2f}×", label)
 
 
 def _sections(found: Findings) -> Iterator[Section]:

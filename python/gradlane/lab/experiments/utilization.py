@@ -18,7 +18,7 @@ from gradlane.lab.runs.options import LabOptions
 from gradlane.lab.runs.rows import CEILING, Row
 from gradlane.lab.runs.run import LabProgress, run_lab
 from gradlane.lab.runs.traffic import Activity, activity_of
-from gradlane.report.page import Block, Cell, Figure, Section, Table
+from gradlane.report.page import Block, Cell, KeyFigure, Section, Table
 from gradlane.report.plots import Plot, line_plot
 
 IDLE_BELOW = 0.05
@@ -136,13 +136,13 @@ def _summary(found: Findings) -> str:
     return f"Idle time of the busiest port where communication is the limit: {text}."
 
 
-def _figures(found: Findings) -> Iterator[Figure]:
+def _figures(found: Findings) -> Iterator[KeyFigure]:
     for strategy, rows in _bound_rows(found).items():
         worst = max(rows, key=lambda row: busiest_port(row).idle_share)
         idle = busiest_port(worst).idle_share
         tone = ("good" if idle < GOAL_IDLE else "bad") if strategy == "p3" else ""
         label = f"{strategy}: busiest port idle, at worst ({worst.cluster.title})"
-        yield Figure(f"{idle:.1%}", label, tone)
+        yield KeyFigure(f"{idle:.1%}", label, tone)
 
 
 def _sections(found: Findings) -> Iterator[Section]:

@@ -28,7 +28,7 @@ import numpy as np
 
 from gradlane.lab.papers.comparison import Speed, published_tables, speeds
 from gradlane.lab.runs.fitting import non_negative
-from gradlane.planning.models import ARCHITECTURES, Layer, ParameterShape
+from gradlane.planning.models import ARCHITECTURES, ModelLayer, ParameterShape
 
 QUANTIZED_SHARE = 0.99
 """Small tensors travel in full precision, as long as more than this share of all is quantized."""
@@ -56,7 +56,7 @@ def one_bit_bytes(elements: int, column: int) -> int:
     return columns * (8 + 4 * math.ceil(column / _WORD_BITS))
 
 
-def column_of(layer: Layer, parameter: ParameterShape) -> int:
+def column_of(layer: ModelLayer, parameter: ParameterShape) -> int:
     """Return the length of a column in CNTK, whose first dimension is our last.
 
     Of a convolution that is the width of its kernel, of a matrix its outputs.
@@ -74,11 +74,11 @@ class Encoding:
     bucket: int | None
     """Values that share a scale; None: a column."""
 
-    def bucket_of(self, layer: Layer, one: ParameterShape) -> int:
+    def bucket_of(self, layer: ModelLayer, one: ParameterShape) -> int:
         """Return the values that share a scale in a tensor."""
         return self.bucket if self.bucket is not None else column_of(layer, one)
 
-    def size_bytes(self, layer: Layer, one: ParameterShape) -> int:
+    def size_bytes(self, layer: ModelLayer, one: ParameterShape) -> int:
         """Return the bytes of an encoded tensor."""
         if self.bits == 1:
             return one_bit_bytes(one.numel, self.bucket_of(layer, one))

@@ -57,7 +57,7 @@ HOSTS = (("gpt2_small", 16), ("vit_b16", 16))
 
 
 @dataclass(frozen=True)
-class Row:
+class NetworkRow:
     """One network on one cluster.
 
     Attributes:
@@ -122,7 +122,7 @@ def study(
     models: Sequence[str] = tuple(DTYPES),
     workers: Sequence[int] = WORKERS,
     rates_gbps: Sequence[float] = RATES_GBPS,
-) -> list[Row]:
+) -> list[NetworkRow]:
     """Simulate every network on every cluster, and some with the project's own host.
 
     Args:
@@ -161,7 +161,7 @@ def _cluster(workers: int, rate_gbps: float, costs: MachineCosts) -> Cluster:
     return Cluster(workers, rate_gbps * 1e9, slice_elems=SLICE_ELEMS, steps=STEPS, costs=costs)
 
 
-def _row(profile: Profile, cluster: Cluster, host: str, wfbp_s: float, p3_s: float) -> Row:
+def _row(profile: Profile, cluster: Cluster, host: str, wfbp_s: float, p3_s: float) -> NetworkRow:
     def bound_s(ratio: float) -> float:
         return bound_step_s(
             timings_in(profile),
@@ -181,7 +181,7 @@ def _row(profile: Profile, cluster: Cluster, host: str, wfbp_s: float, p3_s: flo
             low = middle
         else:
             high = middle
-    return Row(
+    return NetworkRow(
         model=profile.model,
         workers=cluster.workers,
         rate_bps=cluster.rate_bps,
@@ -197,7 +197,7 @@ def _row(profile: Profile, cluster: Cluster, host: str, wfbp_s: float, p3_s: flo
     )
 
 
-_CELLS: Mapping[str, Callable[[Row], str]] = {
+_CELLS: Mapping[str, Callable[[NetworkRow], str]] = {
     "network": lambda row: row.model,
     "workers": lambda row: str(row.workers),
     "rate": lambda row: format_rate(row.rate_bps),
@@ -217,12 +217,12 @@ _CELLS: Mapping[str, Callable[[Row], str]] = {
 COLUMNS = tuple(_CELLS)
 
 
-def cells_of(row: Row) -> tuple[str, ...]:
+def cells_of(row: NetworkRow) -> tuple[str, ...]:
     """Return a row's cells, in the order of `COLUMNS`."""
     return tuple(cell(row) for cell in _CELLS.values())
 
 
-def answers(rows: Sequence[Row]) -> list[str]:
+def answers(rows: Sequence[NetworkRow]) -> list[str]:
     """Say in words what the rows show."""
     free = [row for row in rows if row.host == "free"]
     found = []
@@ -251,7 +251,7 @@ def answers(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def host_answer(rows: Sequence[Row]) -> str:
+def host_answer(rows: Sequence[NetworkRow]) -> str:
     """Say what the project's own host makes of the fastest ports."""
     measured = [row for row in rows if row.host == "measured"]
     if not measured:
@@ -278,7 +278,7 @@ def host_answer(rows: Sequence[Row]) -> str:
     )
 
 
-def print_study(console: Console, rows: Sequence[Row]) -> None:
+def print_study(console: Console, rows: Sequence[NetworkRow]) -> None:
     """Print every row, and the answer."""
     body = (cells_of(row) for row in rows if row.host == "free")
     console.print(text_table("", COLUMNS, body, texts=COLUMNS))
@@ -287,12 +287,12 @@ def print_study(console: Console, rows: Sequence[Row]) -> None:
             console.print(text, highlight=False)
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[NetworkRow]) -> str:
     numbers = f"-{'n' * (len(COLUMNS) - 2)}-"
     return markdown_table(COLUMNS, map(cells_of, rows), numbers=numbers) + "\n"
 
 
-def _assumptions(row: Row) -> str:
+def _assumptions(row: NetworkRow) -> str:
     """Return the row of a network in the table of what is assumed."""
     architecture = ARCHITECTURES[row.model]()
     tokens = architecture.batch_size * architecture.layers[0].positions
@@ -310,7 +310,7 @@ def _assumptions(row: Row) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def markdown_of(rows: Sequence[Row], command: str) -> str:
+def markdown_of(rows: Sequence[NetworkRow], command: str) -> str:
     """Return the page of text: `modern.md` with its places filled."""
     free = [row for row in rows if row.host == "free"]
     measured = [row for row in rows if row.host == "measured"]
@@ -334,7 +334,7 @@ def markdown_of(rows: Sequence[Row], command: str) -> str:
     )
 
 
-def write_page(rows: Sequence[Row], path: Path) -> None:
+def write_page(rows: Sequence[NetworkRow], path: Path) -> None:
     """Write the page with plots: scaling over rate, a plot for each number of workers.
 
     Raises:

@@ -27,7 +27,7 @@ from gradlane.lab.cluster.counters import (
 )
 from gradlane.lab.cluster.errors import LabError
 from gradlane.lab.cluster.keep_cpus_awake import cpus_kept_awake
-from gradlane.lab.cluster.namespaces import Cluster
+from gradlane.lab.cluster.namespaces import EmulatedCluster
 from gradlane.lab.cluster.ranks import RankPool
 from gradlane.lab.cluster.straggling import Bursts
 from gradlane.lab.runs.messages import TrialRequest, TrialResult
@@ -95,7 +95,7 @@ def run_lab(
     progress.phase("building the cluster")
     with (
         tempfile.TemporaryDirectory(prefix="gradlane-lab-") as scratch,
-        Cluster(options.nodes, real_rates_bps[0]) as cluster,
+        EmulatedCluster(options.nodes, real_rates_bps[0]) as cluster,
         RankPool(cluster, ranks_per_node=options.ranks_per_node) as pool,
         cpus_kept_awake(),
     ):
@@ -147,7 +147,7 @@ class _Runner:
     """One lab run's cluster, ranks and counters of ports and jobs."""
 
     options: LabOptions
-    cluster: Cluster
+    cluster: EmulatedCluster
     pool: RankPool
     progress: LabProgress
     scratch: Path

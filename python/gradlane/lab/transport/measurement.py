@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from gradlane.lab.cluster.keep_cpus_awake import cpus_kept_awake
-from gradlane.lab.cluster.namespaces import NODES_MAX, Cluster
+from gradlane.lab.cluster.namespaces import NODES_MAX, EmulatedCluster
 from gradlane.lab.cluster.ranks import RankPool
 from gradlane.lab.runs.rows import measures_machine
 from gradlane.lab.transport.trace import UrgentSlice, urgent_slices
@@ -355,7 +355,7 @@ def run_transport(
     exchanges: list[ExchangeRow] = []
     urgent: list[UrgencyRow] = []
     on_phase("building the cluster")
-    with cpus_kept_awake(), Cluster(options.workers, options.rate_bps) as cluster:
+    with cpus_kept_awake(), EmulatedCluster(options.workers, options.rate_bps) as cluster:
         for repeat in range(options.repeat):
             exchanges.append(_exchange(options, cluster, on_phase, repeat))
         if options.urgent_trials:
@@ -367,7 +367,10 @@ def run_transport(
 
 
 def _exchange(
-    options: TransportOptions, cluster: Cluster, on_phase: Callable[[str], None], repeat: int
+    options: TransportOptions,
+    cluster: EmulatedCluster,
+    on_phase: Callable[[str], None],
+    repeat: int,
 ) -> ExchangeRow:
     """Let streams, gradlane and Gloo take turns, once."""
     about = f"repeat {repeat + 1} of {options.repeat}"
@@ -389,7 +392,7 @@ class _Measurement:
     """The ranks of one cluster, asked one thing after another."""
 
     options: TransportOptions
-    cluster: Cluster
+    cluster: EmulatedCluster
     pool: RankPool
 
     def _open(self, implementation: str, tensor_elems: Sequence[int], **named: Any) -> None:

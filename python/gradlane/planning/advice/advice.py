@@ -24,7 +24,7 @@ from gradlane.planning.advice.causes import (
     Cause,
     Explain,
 )
-from gradlane.planning.simulation.grid import Row
+from gradlane.planning.simulation.grid import SimulatedRow
 from gradlane.planning.simulation.scenarios import DDP, RING_FUSED, SCHEME_STRATEGIES
 from gradlane.training.monitoring.summary import WORTH_A_MOVE
 from gradlane.training.node.rules import NODE_STRATEGIES
@@ -137,7 +137,7 @@ class RequiredLink:
 
 
 def required_links(
-    rows: Sequence[Row], limit_beyond_link: Callable[[Row], str]
+    rows: Sequence[SimulatedRow], limit_beyond_link: Callable[[SimulatedRow], str]
 ) -> list[RequiredLink]:
     """Return the link that each strategy needs for the goal, by number of workers and
     compression.
@@ -147,13 +147,13 @@ def required_links(
         limit_beyond_link: what keeps the cluster of a row from the goal over a link of unlimited
             rate; asked where no simulated rate reaches it.
     """
-    groups: dict[_NeedKey, list[Row]] = {}
+    groups: dict[_NeedKey, list[SimulatedRow]] = {}
     for row in rows:
         groups.setdefault(_need_key(row), []).append(row)
     needs = []
     for key, group in groups.items():
         # From the fastest link that reaches it down: a single slow one that does is chance.
-        reached: Row | None = None
+        reached: SimulatedRow | None = None
         for row in sorted(group, key=lambda it: -it.rate_bps):
             if row.scaling_factor >= GOAL:
                 reached = row
@@ -213,7 +213,7 @@ def _rate_text(need: RequiredLink) -> str:
 
 
 def advise(
-    rows: Sequence[Row], needs: Sequence[RequiredLink], explain: Explain
+    rows: Sequence[SimulatedRow], needs: Sequence[RequiredLink], explain: Explain
 ) -> list[ClusterAdvice]:
     """Return the advice for each number of workers and rate, in the order of the rows.
 
@@ -235,12 +235,12 @@ def advise(
     ]
 
 
-def _need_key(it: Row | RequiredLink) -> _NeedKey:
+def _need_key(it: SimulatedRow | RequiredLink) -> _NeedKey:
     return (it.workers, it.ranks_per_node, it.strategy, it.codec, it.topology, it.compression)
 
 
 def _advise_cluster(
-    rows: list[Row],
+    rows: list[SimulatedRow],
     rate_bps: float,
     link_is_enough: Mapping[_NeedKey, bool],
     explain: Explain,
@@ -273,7 +273,9 @@ def _advise_cluster(
     )
 
 
-def _possible_changes(rows: list[Row], rows_here: list[Row], baseline: Row) -> list[Change]:
+def _possible_changes(
+    rows: list[SimulatedRow], rows_here: list[SimulatedRow], baseline: SimulatedRow
+) -> list[Change]:
     """Return the cheapest change of each kind that reaches the goal, else the one that gets
     closest.
 
@@ -303,7 +305,7 @@ def _possible_changes(rows: list[Row], rows_here: list[Row], baseline: Row) -> l
     return changes
 
 
-def _rows_with_faster_link(rows: list[Row], baseline: Row) -> list[Row]:
+def _rows_with_faster_link(rows: list[SimulatedRow], baseline: SimulatedRow) -> list[SimulatedRow]:
     """Return the rows that differ by a faster link only."""
     return [
         row
@@ -312,7 +314,7 @@ def _rows_with_faster_link(rows: list[Row], baseline: Row) -> list[Row]:
     ]
 
 
-def _rows_with_compression(rows: list[Row], baseline: Row) -> list[Row]:
+def _rows_with_compression(rows: list[SimulatedRow], baseline: SimulatedRow) -> list[SimulatedRow]:
     """Return the rows that differ by fewer bytes only."""
     return [
         row
@@ -321,19 +323,21 @@ def _rows_with_compression(rows: list[Row], baseline: Row) -> list[Row]:
     ]
 
 
-def _cheapest_change(kind: str, candidates: list[Row]) -> Change:
+def _cheapest_change(kind: str, candidates: list[SimulatedRow]) -> Change:
     """Return the cheapest row that reaches the goal, else the one that gets closest."""
     enough = [row for row in candidates if row.scaling_factor >= GOAL]
     best = min(enough, key=_cost) if enough else max(candidates, key=lambda row: row.scaling_factor)
     return Change(kind, best.strategy, best.rate_bps, best.compression, best.scaling_factor)
 
 
-def _cost(row: Row) -> tuple[float, float, bool, float]:
+def _cost(row: SimulatedRow) -> tuple[float, float, bool, float]:
     # A formula without host costs is too optimistic.
     return row.rate_bps, row.compression, row.strategy == RING_FUSED, -row.scaling_factor
 
 
-def _not_worth(rows: list[Row], plain: list[Row], baseline: Row) -> list[str]:
+def _not_worth(
+    rows: list[SimulatedRow], plain: list[SimulatedRow], baseline: SimulatedRow
+) -> list[str]:
     reached = max(row.scaling_factor for row in plain)
     found = []
     for row in plain:
@@ -357,8 +361,8 @@ def _not_worth(rows: list[Row], plain: list[Row], baseline: Row) -> list[str]:
 
 
 def _text(
-    baseline: Row,
-    others: Sequence[Row],
+    baseline: SimulatedRow,
+    others: Sequence[SimulatedRow],
     cause: Cause | None,
     changes: list[Change],
     enough: list[Change],
@@ -406,7 +410,7 @@ def _text(
     return " ".join(sentences)
 
 
-def _beside_ddp(baseline: Row, others: Sequence[Row]) -> str:
+def _beside_ddp(baseline: SimulatedRow, others: Sequence[SimulatedRow]) -> str:
     """Return what gradlane's strategies gain over DDP with the same bytes and link."""
     best = max(others, key=lambda row: row.scaling_factor, default=baseline)
     if baseline.step_s / best.step_s < WORTH_A_MOVE:
@@ -435,7 +439,7 @@ def _change_text(change: Change) -> str:
     return f"{what} with {change.strategy} {reaches}"
 
 
-def _strategy_name(row: Row) -> str:
+def _strategy_name(row: SimulatedRow) -> str:
     return row.strategy if row.topology == "flat" else f"{row.strategy} ({row.topology})"
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from gradlane.planning.simulation.grid import Row, evaluate
+from gradlane.planning.simulation.grid import SimulatedRow, evaluate
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.scenarios import SCHEME_STRATEGIES, Cluster
 
@@ -48,11 +48,13 @@ class Cause:
     and where `ranks` or `other` is with equal ranks as well."""
 
 
-Explain = Callable[[Row, bool], Cause]
+Explain = Callable[[SimulatedRow, bool], Cause]
 """Finds the cause for a row, given whether a faster link alone reaches the goal."""
 
 
-def find_cause(profile: Profile, cluster: Cluster, row: Row, *, link_is_enough: bool) -> Cause:
+def find_cause(
+    profile: Profile, cluster: Cluster, row: SimulatedRow, *, link_is_enough: bool
+) -> Cause:
     """Simulate the cluster of a row again, without the host's costs, with a faster link, with
     fewer bytes, and with several of these at once.
 

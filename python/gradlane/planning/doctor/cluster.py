@@ -12,7 +12,7 @@ from gradlane.formats.link_report import LinkReport
 from gradlane.formats.rates import format_rate
 from gradlane.formats.untrusted import escaped
 from gradlane.planning.doctor.findings import Finding, Verdict, fault, merged, ok, warning
-from gradlane.planning.doctor.machine import Machine, MachineFacts
+from gradlane.planning.doctor.machine import LocalMachine, MachineFacts
 from gradlane.planning.doctor.reach import unreached
 from gradlane.planning.probe.streams import listen_on
 from gradlane.training.options.option_groups import Network
@@ -56,14 +56,14 @@ class Examination:
         }
 
 
-def examine_alone(machine: Machine) -> Examination:
+def examine_alone(machine: LocalMachine) -> Examination:
     """Examine this machine alone."""
     return Examination(machine.examine(), [machine.facts().to_json()])
 
 
 def examine_all(
     session: Session,
-    machine: Machine,
+    machine: LocalMachine,
     network: Network,
     *,
     window_s: float,
@@ -152,7 +152,7 @@ def clocks(times_s: Sequence[float]) -> Finding:
 
 
 def _reach(
-    session: Session, machine: Machine, facts: MachineFacts, network: Network
+    session: Session, machine: LocalMachine, facts: MachineFacts, network: Network
 ) -> list[Finding]:
     """Connect each rank to each other one; both directions of a pair are two connections."""
     check = "connections"

@@ -63,7 +63,7 @@ class MachineFacts:
         return asdict(self)
 
 
-class Machine:
+class LocalMachine:
     """This machine, read from `/proc` and `/sys`."""
 
     def __init__(self, environment: Mapping[str, str], network: Network, root: Path) -> None:

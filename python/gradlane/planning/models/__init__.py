@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gradlane.planning.models.inception import bn_inception, googlenet, inception_v3
-from gradlane.planning.models.layers import Architecture, Layer, ParameterShape
+from gradlane.planning.models.layers import Architecture, ModelLayer, ParameterShape
 from gradlane.planning.models.recommendation import dlrm
 from gradlane.planning.models.recurrent import lstm_speech
 from gradlane.planning.models.transformers import (
@@ -62,7 +62,7 @@ ARCHITECTURES: dict[str, Callable[[], Architecture]] = {
 __all__ = [
     "ARCHITECTURES",
     "Architecture",
-    "Layer",
+    "ModelLayer",
     "ParameterShape",
     "alexnet",
     "bert_base",

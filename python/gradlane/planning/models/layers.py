@@ -29,7 +29,7 @@ class ParameterShape:
 
 
 @dataclass(frozen=True)
-class Layer:
+class ModelLayer:
     """A module with parameters, and the work of its forward for one sample."""
 
     name: str
@@ -49,7 +49,7 @@ class Architecture:
     """A model as a chain of layers in forward order."""
 
     name: str
-    layers: tuple[Layer, ...]
+    layers: tuple[ModelLayer, ...]
     batch_size: int
     """Samples a step that `batch_time_s` is stated for."""
     batch_time_s: float
@@ -106,14 +106,14 @@ class LayerList:
     """Collects layers in forward order while it follows the shape of the activations."""
 
     def __init__(self) -> None:
-        self.layers: list[Layer] = []
+        self.layers: list[ModelLayer] = []
 
     def add(
         self, name: str, operations: int, kind: str, positions: int = 1, **shapes: tuple[int, ...]
     ) -> None:
         """Append a layer whose parameters are given as keyword arguments, in order."""
         parameters = tuple(ParameterShape(f"{name}.{key}", shape) for key, shape in shapes.items())
-        self.layers.append(Layer(name, parameters, operations, kind, positions))
+        self.layers.append(ModelLayer(name, parameters, operations, kind, positions))
 
     def convolution(
         self,

@@ -28,7 +28,6 @@ from gradlane.planning.schemes.costs import (
 )
 from gradlane.planning.schemes.layers import layers_of
 from gradlane.training.factors.choice import layers_by_weight
-from gradlane.training.node.rules import SHARED
 from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.options.options import Options
 from gradlane.training.options.strategy import PLAN_RULES, RING
@@ -69,6 +68,10 @@ class BookedModel(Protocol):
     @property
     def schemes(self) -> dict[str, str]:
         """Aggregation scheme of each of them, by name."""
+
+    @property
+    def ranks_each(self) -> int:
+        """Number of consecutive ranks that talk to the network as one, those of a node."""
 
     def addresses(self) -> Sequence[PublishedAddress | None]:
         """Return where each rank listens; None for one that only talks to its own node."""
@@ -212,11 +215,7 @@ def session_book(
     }
     if links is not None:
         entries |= {"rate_bps": links.rate_bps, "latency_s": links.latency_s}
-    nodes = 0
-    if options.local.mode == SHARED:
-        nodes = len({it["node"] for it in addresses if it})
-    elif None in addresses:
-        nodes = sum(it is not None for it in addresses)
+    nodes = rank_info.world_size // booked.ranks_each if booked.ranks_each > 1 else 0
     owners = nodes or rank_info.serving or options.servers or rank_info.world_size
     return InformationBook(
         entries,

@@ -39,6 +39,7 @@ from gradlane.planning.profiler.operations import backward_of
 from gradlane.planning.profiler.recorder import STEPS_MAX, Recorder
 from gradlane.training.factors.rows import sparse_weights
 from gradlane.training.modules.forward_order import inside_backward
+from gradlane.training.session import lifecycle
 
 CALLS_STEP = 2
 """The step, after the one that finds the model, whose calls of the model are kept."""
@@ -128,9 +129,11 @@ def run_script(
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise ProfileError(f"{target} ended with status {ended.code!r}") from ended
-    except ProfileError:
-        raise
     except Exception as error:
+        lifecycle.abort_all(error)
+        refusal = _refusal_in(error)
+        if refusal is not None:
+            raise refusal from None
         failure = f"{target} failed: {type(error).__name__}: {error}"
         if _misses_launcher(error):
             raise LauncherMissingError(failure) from error
@@ -140,6 +143,13 @@ def run_script(
         watcher.end()
         sys.argv, sys.path = before
     return watcher.result(target)
+
+
+def _refusal_in(error: BaseException | None) -> ProfileError | None:
+    """Return the refusal to record that an error is, or that it follows from."""
+    while error is not None and not isinstance(error, ProfileError):
+        error = error.__cause__
+    return error
 
 
 def _misses_launcher(error: Exception) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gradlane.formats.durations import format_duration_s, parse_duration_s
-from gradlane.planning.simulation.grid import Row
+from gradlane.planning.simulation.grid import SimulatedRow
 from gradlane.planning.simulation.scenarios import FORMULAS
 from gradlane.training.options.option_groups import Network
 
@@ -166,7 +166,7 @@ class FaultCost:
         }
 
 
-def fault_cost(settings: FaultSettings, row: Row, gradient_bytes: int) -> FaultCost:
+def fault_cost(settings: FaultSettings, row: SimulatedRow, gradient_bytes: int) -> FaultCost:
     """Return what faults cost a simulated cluster, all of whose steps take `row.step_s`.
 
     Args:

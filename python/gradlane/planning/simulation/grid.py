@@ -34,7 +34,7 @@ GOODPUT_SHARE = 1448 / 1514
 
 
 @dataclass(frozen=True)
-class Row:
+class SimulatedRow:
     """The result of one simulated cluster."""
 
     model: str
@@ -147,11 +147,11 @@ def clusters_of(
 def evaluate(
     profile: Profile,
     clusters: Sequence[Cluster],
-    on_row: Callable[[Row], None] = lambda row: None,
+    on_row: Callable[[SimulatedRow], None] = lambda row: None,
     *,
     traced: Collection[int] = (),
     on_trace: Callable[[int, dict[str, Any]], None] = lambda number, trace: None,
-) -> list[Row]:
+) -> list[SimulatedRow]:
     """Simulate all clusters, one after another.
 
     Args:
@@ -212,7 +212,7 @@ def _ddp_report(profile: Profile, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
+def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> SimulatedRow:
     is_ring = cluster.strategy == RING_FUSED
     bound_s = _ring_bound_s(profile, cluster) if is_ring else _server_bound_s(profile, cluster)
     late = report.get("stragglers")
@@ -220,7 +220,7 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Row:
     staleness = report.get("staleness", {})
     left_out_share = _shares(late, "left_out_steps", cluster.steps)
     contributing = cluster.workers - sum(left_out_share or ())
-    return Row(
+    return SimulatedRow(
         model=profile.model,
         strategy=cluster.strategy,
         codec=cluster.codec,

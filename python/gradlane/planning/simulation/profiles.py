@@ -69,8 +69,7 @@ def synthetic_profile(model: str, batch_time_s: float | None = None) -> Profile:
         known = ", ".join(ARCHITECTURES)
         raise ProfileError(f"unknown model {model!r}; known are {known}, or give a profile file")
     architecture = ARCHITECTURES[model]()
-    if batch_time_s is not None and not 0.0 < batch_time_s < math.inf:
-        raise ProfileError(f"batch time must be positive, got {batch_time_s} s")
+    check_batch_time(batch_time_s)
     layers = layers_from_architecture(architecture, batch_time_s)
     profile = profile_of_layers(model, architecture.batch_size, layers)
     return replace(profile, flops=architecture.operations * architecture.batch_size)
@@ -123,12 +122,19 @@ def find_profile(text: str, batch_time_s: float | None = None) -> Profile:
     if not Path(text).is_file():
         known = ", ".join(ARCHITECTURES)
         raise ProfileError(f"{text!r} is neither a file nor a known model ({known})")
+    check_batch_time(batch_time_s)
     profile = read_profile(Path(text))
-    if batch_time_s is None:
-        return profile
-    if not 0.0 < batch_time_s < math.inf:
+    return profile if batch_time_s is None else profile.scaled(batch_time_s / profile.compute_s)
+
+
+def check_batch_time(batch_time_s: float | None) -> None:
+    """Check the time of a batch; None: the profile's own.
+
+    Raises:
+        ProfileError: it is not positive.
+    """
+    if batch_time_s is not None and not 0.0 < batch_time_s < math.inf:
         raise ProfileError(f"batch time must be positive, got {batch_time_s} s")
-    return profile.scaled(batch_time_s / profile.compute_s)
 
 
 def read_profile(path: Path) -> Profile:

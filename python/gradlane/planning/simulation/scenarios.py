@@ -25,7 +25,7 @@ from gradlane.training.node.parts import cut_into_parts
 from gradlane.training.node.rules import NODE_STRATEGIES
 from gradlane.training.options import strategy as strategies
 from gradlane.training.options.codec_choice import codec_rules, local_clip
-from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.codec_options import RAW, ROUNDING
 from gradlane.training.options.stragglers import (
     AHEAD_STEPS,
     WAIT,
@@ -55,8 +55,6 @@ LATE_STEPS = 60
 """Simulated steps with stragglers: bursts hit only a few of them."""
 LATE_JITTER = 0.01
 """`compute_jitter` with stragglers: exactly equal ranks would always arrive in the same order."""
-ROUNDING_CODECS = ("bf16", "f16")
-"""Codecs that factors travel in; others leave factors as they are."""
 REPRESENTATIVES = 8
 """Simulated ranks in place of many ranks that own no slice."""
 
@@ -216,7 +214,7 @@ def narrow_tensors(profile: Profile, cluster: Cluster) -> frozenset[str]:
     return frozenset(
         tensor.name
         for tensor, choice in zip(profile.tensors, choices, strict=True)
-        if choice.codec in ROUNDING_CODECS and tensor.dtype == "f32" and tensor.sparse_rows is None
+        if choice.codec in ROUNDING and tensor.dtype == "f32" and tensor.sparse_rows is None
     )
 
 

@@ -102,13 +102,13 @@ class Loan:
         pointer: address of the first element.
         nbytes: size.
         result: the user's array once the mean has landed.
-        keeper: keeps the memory alive.
+        owner: the object that owns the memory.
     """
 
     pointer: int
     nbytes: int
     result: Any
-    keeper: object
+    owner: object
 
 
 def make_slot(name: str, shape: Sequence[int], dtype: Any, position: int) -> Slot:

@@ -58,7 +58,7 @@ _WORDS_KEPT = 16
 """Words of a rank that stay in the store: two a checkpoint, and no rank is eight behind another."""
 
 
-class Checkpoints:
+class CheckpointManager:
     """Takes checkpoints of one model, and restores them."""
 
     def __init__(
@@ -219,8 +219,8 @@ class Checkpoints:
             raise CheckpointError(
                 f"no checkpoint of step {step} can be written: {error}"
             ) from error
-        apart = {tensor_name(("model", name)) for name in self._prepared.buffers_apart}
-        pieces = pieces_of(tensors, rank, len(members), apart)
+        per_rank = {tensor_name(("model", name)) for name in self._prepared.per_rank_buffers}
+        pieces = pieces_of(tensors, rank, len(members), per_rank)
         for kind, values in own.items():
             for name, value in values.items():
                 pieces.append(Piece(f"{kind}/{rank}/{name}", 0, value.reshape(-1).clone()))

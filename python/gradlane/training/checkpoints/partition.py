@@ -17,7 +17,7 @@ WHOLE_ELEMS = 4096
 
 
 def pieces_of(
-    tensors: Mapping[str, Tensor], rank: int, world_size: int, apart: Container[str] = ()
+    tensors: Mapping[str, Tensor], rank: int, world_size: int, per_rank: Container[str] = ()
 ) -> list[Piece]:
     """Return copies of what one rank writes of tensors that all ranks have.
 
@@ -25,14 +25,14 @@ def pieces_of(
         tensors: by name.
         rank: this rank.
         world_size: how many ranks write.
-        apart: names of those that differ from rank to rank: rank 0 writes its own.
+        per_rank: names of those that differ from rank to rank: rank 0 writes its own.
     """
     pieces = []
     # An optimizer's state is in the order in which gradients came, another one on every rank.
     for number, name in enumerate(sorted(tensors)):
         tensor = tensors[name]
         count = tensor.numel()
-        if name in apart:
+        if name in per_rank:
             number, begin, end = 0, 0, count if rank == 0 else 0
         elif count <= WHOLE_ELEMS:
             begin, end = (0, count) if number % world_size == rank else (0, 0)

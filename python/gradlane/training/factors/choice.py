@@ -17,7 +17,7 @@ from gradlane.training.factors.block import Part, block_bytes
 from gradlane.training.factors.capture import can_factor, own_factors
 from gradlane.training.factors.rebuild import rebuild
 from gradlane.training.options.codec_choice import CodecChoice
-from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.codec_options import RAW, ROUNDING
 from gradlane.training.options.options import Options
 from gradlane.training.options.strategy import ADAM, FACTOR_SCHEMES, SFB, factors_refusal
 from gradlane.training.rendezvous.tensor_table import TensorEntry, state_entry
@@ -25,8 +25,9 @@ from gradlane.training.rendezvous.tensor_table import TensorEntry, state_entry
 _BLOCK_DTYPE = "f32"
 """Blocks are cut like tensors of this dtype, whatever is in them."""
 _BLOCK_ELEMENT_BYTES = 4
-NARROW = {"bf16": torch.bfloat16, "f16": torch.float16}
-"""Codecs that factors travel in: both round each value by itself."""
+_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+_SENT_AS = {codec: _DTYPES[codec] for codec in ROUNDING}
+"""What factors travel in under a codec."""
 BLOCK_MOST_BYTES = 2**32 - 16
 """Bytes that a block may have: frames say its size in 32 bits."""
 
@@ -160,7 +161,7 @@ def with_dtypes(
         choices: the codecs of all tensors.
     """
     return {
-        index: replace(one, sent_as=NARROW.get(choices[index].codec))
+        index: replace(one, sent_as=_SENT_AS.get(choices[index].codec))
         if one.entry.dtype == torch.float32
         else one
         for index, one in factored.items()
@@ -187,5 +188,5 @@ def _why_not_encoded(choice: CodecChoice, one: Factored) -> str:
         return text
     return (
         f"{text} by {choice.codec}: they are of other samples in each step, so what one step has "
-        f"lost belongs to none after it; {' and '.join(NARROW)} go"
+        f"lost belongs to none after it; {' and '.join(ROUNDING)} go"
     )

@@ -27,10 +27,10 @@ from gradlane.training.model.served_parameters import ServedParameters
 from gradlane.training.model.staging import carrier_for
 from gradlane.training.model.step_layout import StepLayout, build_step_layout
 from gradlane.training.model.verification import ModelSpec, verify_model_across_ranks
-from gradlane.training.monitoring.recorder import Recording
+from gradlane.training.monitoring.recorder import ModelRecording
 from gradlane.training.node.channel import NodeChannel
 from gradlane.training.node.collective_carrier import CollectiveCarrier
-from gradlane.training.node.layout import Layout
+from gradlane.training.node.layout import NodeLayout
 from gradlane.training.node.opening import rows_obstacle
 from gradlane.training.options.codec_choice import CodecChoice, rows_with_codecs
 from gradlane.training.options.going_on import STATUS_LANES, STATUS_LANES_LEAST
@@ -85,7 +85,7 @@ class Connected:
     extras: Sequence[TensorEntry]
     codecs: list[CodecChoice]
     channel: Channel
-    recording: Recording | None
+    recording: ModelRecording | None
     carrier: Carrier
     served: ServedParameters | None
     staging: StagingFailures
@@ -192,7 +192,7 @@ def _plan_rows(spec: ModelSpec, extras: Sequence[TensorEntry] = ()) -> list[dict
     return rows_with_codecs(rows, [entry.coded() for entry in spec.trained], spec.codecs)
 
 
-def _for_nodes(spec: ModelSpec, nodes: Layout, rank: int) -> ModelSpec:
+def _for_nodes(spec: ModelSpec, nodes: NodeLayout, rank: int) -> ModelSpec:
     """Return a model with dense gradients where rows would cost more than sums on nodes save.
 
     Rows are not added up on nodes, and neither is anything else of a model that sends some:

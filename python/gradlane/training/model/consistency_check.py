@@ -73,7 +73,7 @@ _CHANGES_UNIT = _DIGEST_UNIT << _DIGEST_BITS
 _LANES = STATUS_LANES_LEAST
 _WORD_BYTES = 5
 """A lane holds numbers below 2^48."""
-_GATHERS = 1 << 40
+_GATHER_FLAG = 1 << 40
 """Added to the number of a membership where a rank gathers numbers in place of a step."""
 _LAYOUT_UNIT = 1 << SAMPLE_BITS
 
@@ -172,7 +172,7 @@ class StatusTensor:
             int.from_bytes(part[at : at + _WORD_BYTES], "little")
             for at in range(0, len(part), _WORD_BYTES)
         ]
-        return self._write([size, 0, 0, _GATHERS + generation + 1, *words])
+        return self._write([size, 0, 0, _GATHER_FLAG + generation + 1, *words])
 
     @property
     def part_bytes(self) -> int:
@@ -196,7 +196,7 @@ class StatusTensor:
         found = {}
         for rank, (size, _, _, known, *words) in self._lanes_by_rank():
             part = b"".join(word.to_bytes(_WORD_BYTES, "little") for word in words)
-            generation = known - _GATHERS - 1 if known > _GATHERS else None
+            generation = known - _GATHER_FLAG - 1 if known > _GATHER_FLAG else None
             found[rank] = RankNumbers(generation, size, part)
         return found
 
@@ -212,7 +212,7 @@ class StatusTensor:
     def _status(
         self, lane: int, state: int, weight: int, known: int, request: int = 0
     ) -> RankStatus:
-        if known > _GATHERS:
+        if known > _GATHER_FLAG:
             return RankStatus(StepEnding.NONE, False, 0, generation=None)
         layout, sample = divmod(state, _LAYOUT_UNIT)
         digest, changes = lane % _CHANGES_UNIT // _DIGEST_UNIT, lane // _CHANGES_UNIT

@@ -56,7 +56,7 @@ class ArrivedGradients:
     averaged: list[int]
 
 
-Waiting = Callable[[int, list[int] | None], contextlib.AbstractContextManager[None]]
+WaitContext = Callable[[int, list[int] | None], contextlib.AbstractContextManager[None]]
 
 
 class GradientExchange:
@@ -70,7 +70,7 @@ class GradientExchange:
         layout: StepLayout,
         consistency: ConsistencyCheck,
         failure: FailureLatch,
-        waiting: Waiting,
+        waiting: WaitContext,
         rank: int = 0,
         late: LateGradientBuffer | None = None,
         takeover: MomentumTakeover | None = None,

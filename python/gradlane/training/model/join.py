@@ -154,7 +154,7 @@ class Join:
         steps_of = [model.steps for model in self._models]
         for steps in steps_of:
             steps.begin_shadow()
-        pause = _Pause()
+        pause = _Backoff()
         trained = list(zip(steps_of, self._participation, strict=True))
         while trained:
             # One model can be waited for; among several, the ones that the others are at.
@@ -172,7 +172,7 @@ class Join:
                     steps.begin_shadow()
 
 
-class _Pause:
+class _Backoff:
     """Waits a little longer each time."""
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:

@@ -24,7 +24,7 @@ from gradlane.training.modules.forward_order import inside_backward
 from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 
-class StepView(Protocol):
+class OptimizerSteps(Protocol):
     """A model's steps, as this file sees them."""
 
     exempt: Exemption
@@ -43,7 +43,7 @@ class OtherOptimizers:
         prepared: Optimizer,
         trained: Sequence[TensorEntry],
         index_of: Mapping[int, int],
-        steps: StepView,
+        steps: OptimizerSteps,
         ended_steps: Callable[[], int],
     ) -> None:
         """Watch until `remove`.

@@ -518,7 +518,7 @@ class PreparedModel:
         return self._optimizer
 
     @property
-    def buffers_apart(self) -> set[str]:
+    def per_rank_buffers(self) -> set[str]:
         """Names of the buffers that differ from rank to rank, as in the model's state."""
         if self._layout.buffers is not None:
             return set()

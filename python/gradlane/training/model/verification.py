@@ -113,6 +113,7 @@ def verify_model_across_ranks(
         **ctx.options.agreed(),
         "world_size": ctx.rank_info.world_size,
         "buffers": buffers,
+        "optimizer": type(optimizer).__name__,
     }
     try:
         spec = _checked(ctx, model, optimizer, options) if checked is None else checked

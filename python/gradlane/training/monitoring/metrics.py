@@ -80,7 +80,7 @@ class Straggler(TypedDict):
     max_step: int
 
 
-class LeftOut(TypedDict):
+class LeftOutSteps(TypedDict):
     """Steps that went on without one rank (`stragglers="drop"` or `"backup=b"`).
 
     `left_out_share` is of all steps whose contributors were chosen. On rank 0, which chooses them,
@@ -173,7 +173,7 @@ class Metrics(TypedDict):
     gathered_slices: int
     tied_slices: int
     decided_steps: int
-    left_out: list[LeftOut]
+    left_out: list[LeftOutSteps]
     channels: list[Reading]
 
 
@@ -352,8 +352,8 @@ def straggler_row(rank: int, row: Mapping[str, Any], gathered: int) -> Straggler
     }
 
 
-def left_out_row(rank: int, row: Mapping[str, Any], decided: int) -> LeftOut:
-    """Convert a core's row of steps without a rank to a `LeftOut`."""
+def left_out_row(rank: int, row: Mapping[str, Any], decided: int) -> LeftOutSteps:
+    """Convert a core's row of steps without a rank to a `LeftOutSteps`."""
     steps, count = int(row["left_out_steps"]), int(row["late_count"])
     return {
         "rank": rank,

@@ -32,7 +32,7 @@ WAIT_MIN_NS = 10_000
 _OUTPUTS_MAX = 16
 
 
-class Recorder:
+class SessionRecorder:
     """Records all models of a session."""
 
     def __init__(self, path: Path, rank: int, facts: dict[str, Any]) -> None:
@@ -46,16 +46,16 @@ class Recorder:
         self._path = rank_path(path, rank)
         self._rank = rank
         self._facts = facts
-        self._recordings: list[Recording] = []
+        self._recordings: list[ModelRecording] = []
 
-    def record(self, channel: Channel, names: Sequence[str]) -> Recording:
+    def record(self, channel: Channel, names: Sequence[str]) -> ModelRecording:
         """Start to record a model.
 
         Args:
             channel: the model's.
             names: of its tensors, by number.
         """
-        recording = Recording(channel, names)
+        recording = ModelRecording(channel, names)
         self._recordings.append(recording)
         return recording
 
@@ -72,7 +72,7 @@ class Recorder:
             )
 
 
-def make_recorder(options: Options, rank_info: RankInfo) -> Recorder | None:
+def make_recorder(options: Options, rank_info: RankInfo) -> SessionRecorder | None:
     """Return the recorder of a session; None if it is not to be recorded."""
     if options.monitoring.trace is None:
         return None
@@ -83,10 +83,10 @@ def make_recorder(options: Options, rank_info: RankInfo) -> Recorder | None:
         "slice_elems": options.strategy.slice_elems,
         "update": options.update,
     }
-    return Recorder(Path(options.monitoring.trace), rank_info.rank, facts)
+    return SessionRecorder(Path(options.monitoring.trace), rank_info.rank, facts)
 
 
-class Recording:
+class ModelRecording:
     """Records one model."""
 
     def __init__(self, channel: Channel, names: Sequence[str]) -> None:
@@ -174,7 +174,7 @@ class Recording:
 class _RecordingChannel:
     """A channel that records when the program begins steps and waits."""
 
-    def __init__(self, channel: Channel, recording: Recording) -> None:
+    def __init__(self, channel: Channel, recording: ModelRecording) -> None:
         self._channel = channel
         self._recording = recording
 

@@ -44,7 +44,7 @@ from gradlane.training.node.link import (
     LocalLink,
     Message,
 )
-from gradlane.training.node.parts import Part
+from gradlane.training.node.parts import TensorPart
 from gradlane.training.node.reports import ChannelReports
 from gradlane.training.node.sums import copy
 from gradlane.training.node.unsupported_calls import UnsupportedCalls
@@ -64,7 +64,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         core: CoreModule,
         link: LocalLink,
         rows: Sequence[Mapping[str, Any]],
-        parts: Sequence[Part],
+        parts: Sequence[TensorPart],
         inter_node: Channel | None,
         *,
         source_rank: int,
@@ -98,7 +98,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         self._layout = link.layout
         self._local_rank = link.layout.local_rank
         self._parts = parts
-        self._parts_of_tensor: list[list[Part]] = [[] for _ in rows]
+        self._parts_of_tensor: list[list[TensorPart]] = [[] for _ in rows]
         for part in parts:
             self._parts_of_tensor[part.tensor].append(part)
         self._names = [str(row["name"]) for row in rows]
@@ -201,14 +201,14 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         assert self._collectives is not None
         self._collectives.submit(tensor, step, gradient, absent=absent)
 
-    def on_node_mean(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
+    def on_node_mean(self, part: TensorPart, step: int, pointer: int, *, absent: bool) -> None:
         """Submit a mean that collectives have computed to the channel between nodes."""
         assert self._leader is not None
         with self._changed:
             self._collective_parts.add(part.number)
         self._leader.submit(NodeMean(part, step, pointer, absent))
 
-    def distribute_mean(self, part: Part, step: int, absent: bool) -> None:
+    def distribute_mean(self, part: TensorPart, step: int, absent: bool) -> None:
         """Send the mean of an own part to all ranks of this node."""
         with self._changed:
             by_collective = part.number in self._collective_parts
@@ -220,7 +220,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             self._link.send(peer, RESULT, part.number, step, absent=absent)
         self._copy_mean(part, step, absent)
 
-    def _copy_mean(self, part: Part, step: int, absent: bool) -> None:
+    def _copy_mean(self, part: TensorPart, step: int, absent: bool) -> None:
         """Copy the mean of a part from its leader's memory into the tensor."""
         with self._copy_lock:
             if self._failure is not None:
@@ -231,7 +231,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
                 self._local_bytes += part.nbytes
         self.on_landed(part, step, absent=absent)
 
-    def on_landed(self, part: Part, step: int, *, absent: bool) -> None:
+    def on_landed(self, part: TensorPart, step: int, *, absent: bool) -> None:
         """Record that the mean of a part is in its tensor."""
         self._landed.record(part, step, absent=absent)
 

@@ -35,16 +35,16 @@ from gradlane.errors import RendezvousError
 from gradlane.training.node.device_order import CollectiveCancelledError, order_on
 from gradlane.training.node.failure import Failure
 from gradlane.training.node.group import Group
-from gradlane.training.node.layout import Layout
+from gradlane.training.node.layout import NodeLayout
 from gradlane.training.node.link import BROADCAST, MEAN, READY, SUM
-from gradlane.training.node.parts import Part
+from gradlane.training.node.parts import TensorPart
 from gradlane.training.node.pending_gradient import SUM_DTYPES, PendingGradient, flat_values
 
 _COORDINATOR = 0
 """Local rank that decides the order of collectives."""
 _POLL_MIN_S = 50e-6
 _POLL_MAX_S = 1e-3
-_LOSS_REPORT_S = 2.0
+LOSS_REPORT_S = 2.0
 """Longest time until the sockets of a node report a rank that has died."""
 _STOP_S = 5.0
 _abandoned_groups: list[object] = []
@@ -55,7 +55,7 @@ class NodeMessenger(Protocol):
     """Sends messages to the other ranks of the node."""
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> NodeLayout:
         """Position of this rank."""
 
     @property
@@ -71,10 +71,10 @@ class NodeMessenger(Protocol):
 class CollectiveSink(Protocol):
     """Receives the results of a node's collectives."""
 
-    def on_node_mean(self, part: Part, step: int, pointer: int, *, absent: bool) -> None:
+    def on_node_mean(self, part: TensorPart, step: int, pointer: int, *, absent: bool) -> None:
         """Take the node's mean of an own part, which is in the host's memory."""
 
-    def on_landed(self, part: Part, step: int, *, absent: bool) -> None:
+    def on_landed(self, part: TensorPart, step: int, *, absent: bool) -> None:
         """Record that the mean of a part over all nodes is in its tensor."""
 
     def fail(self, failure: Failure) -> None:
@@ -107,7 +107,7 @@ class CollectiveQueue:
     def __init__(
         self,
         link: NodeMessenger,
-        parts: Sequence[Part],
+        parts: Sequence[TensorPart],
         gradients: Sequence[Tensor],
         open_group: Callable[[], Group],
     ) -> None:
@@ -124,7 +124,7 @@ class CollectiveQueue:
         self._layout = link.layout
         self._local_rank = link.layout.local_rank
         self._parts = parts
-        self._parts_of_tensor: list[list[Part]] = [[] for _ in gradients]
+        self._parts_of_tensor: list[list[TensorPart]] = [[] for _ in gradients]
         for part in parts:
             if part.tensor < len(gradients):
                 self._parts_of_tensor[part.tensor].append(part)
@@ -192,7 +192,7 @@ class CollectiveQueue:
         self._pending[tensor] = PendingGradient(flat_values(gradient), absent, mark, parts_left)
         self._send_to_coordinator(_Message(READY, tensor, step, absent))
 
-    def on_result(self, part: Part, step: int, *, absent: bool) -> None:
+    def on_result(self, part: TensorPart, step: int, *, absent: bool) -> None:
         """Record that the mean of an own part is back from the other nodes."""
         self._send_to_coordinator(_Message(MEAN, part.number, step, absent))
 
@@ -253,7 +253,7 @@ class CollectiveQueue:
             self._refusal = error
             return
         # The sockets name a rank that has died within this time.
-        if not self._cancelled.wait(_LOSS_REPORT_S):
+        if not self._cancelled.wait(LOSS_REPORT_S):
             what = f"{type(error).__name__} in a collective of node {self._layout.node}: {error}"
             assert self._sink is not None
             self._sink.fail(Failure(what, None, None))
@@ -324,7 +324,7 @@ class CollectiveQueue:
             elif part.leader == self._local_rank:
                 self._submit_mean(part, turn.step, absent=True)
 
-    def _issue_sum(self, part: Part, step: int) -> None:
+    def _issue_sum(self, part: TensorPart, step: int) -> None:
         """Issue the sum of a part; on its leader also the copy of the mean to the host."""
         pending = self._pending[part.tensor]
         assert self._group is not None
@@ -343,7 +343,7 @@ class CollectiveQueue:
             self._in_flight.append(_InFlight(self._order.completion(), [share, terms], on_done))
         self.nbytes += part.nbytes
 
-    def _issue_broadcast(self, part: Part, turn: _Message) -> None:
+    def _issue_broadcast(self, part: TensorPart, turn: _Message) -> None:
         """Issue the broadcast of a part's mean over all nodes."""
         on_done = functools.partial(self._finish_part, part, turn.step, absent=turn.absent)
         if turn.absent:
@@ -361,12 +361,12 @@ class CollectiveQueue:
             self._in_flight.append(_InFlight(self._order.completion(), [share], on_done))
         self.nbytes += part.nbytes
 
-    def _submit_mean(self, part: Part, step: int, *, absent: bool) -> None:
+    def _submit_mean(self, part: TensorPart, step: int, *, absent: bool) -> None:
         assert self._sink is not None
         buffer = self._host_buffer(part, self._pending[part.tensor].values.dtype)
         self._sink.on_node_mean(part, step, buffer.data_ptr(), absent=absent)
 
-    def _finish_part(self, part: Part, step: int, *, absent: bool) -> None:
+    def _finish_part(self, part: TensorPart, step: int, *, absent: bool) -> None:
         pending = self._pending[part.tensor]
         pending.parts_left -= 1
         if not pending.parts_left:
@@ -385,7 +385,7 @@ class CollectiveQueue:
             self._divisors[dtype] = ranks
         return ranks
 
-    def _host_buffer(self, part: Part, dtype: torch.dtype) -> Tensor:
+    def _host_buffer(self, part: TensorPart, dtype: torch.dtype) -> Tensor:
         """Return the host's buffer of an own part; the same in all steps."""
         buffer = self._host_buffers.get(part.number)
         if buffer is None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradlane.formats.untrusted import escaped
-from gradlane.training.node.layout import Layout
+from gradlane.training.node.layout import NodeLayout
 from gradlane.training.node.rules import AUTO, HOST
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
@@ -43,7 +43,7 @@ ON_HOST = SumBackend("", "nothing else was asked for")
 
 
 def agree_on_sum_backend(
-    options: Options, scope: RendezvousScope, layout: Layout, gradients: Sequence[Tensor]
+    options: Options, scope: RendezvousScope, layout: NodeLayout, gradients: Sequence[Tensor]
 ) -> SumBackend:
     """Choose the backend of sums; a collective call of all ranks with one `local_sums`.
 
@@ -130,12 +130,12 @@ def _describe_devices(gradients: Sequence[Tensor]) -> dict[str, Any]:
         backends.append(NCCL)
     return {
         "devices": devices,
-        "accelerator": _accelerator(torch.device(devices[0])),
+        "accelerator": accelerator_id(torch.device(devices[0])),
         "backends": backends,
     }
 
 
-def _accelerator(device: torch.device) -> str:
+def accelerator_id(device: torch.device) -> str:
     """Return a name that no other accelerator of the machine has, in any process."""
     if device.type == "cpu":
         return ""

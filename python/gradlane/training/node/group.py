@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
 from gradlane.training.node.devices import NCCL
-from gradlane.training.node.layout import Layout
+from gradlane.training.node.layout import NodeLayout
 from gradlane.training.rendezvous.addresses import bind
 from gradlane.training.rendezvous.rendezvous import RendezvousScope, listening_on
 
@@ -50,7 +50,7 @@ class Group(Protocol):
         """End the group at once, with collectives in flight."""
 
 
-def open_node_store(layout: Layout, scope: RendezvousScope, timeout_s: float) -> Store:
+def open_node_store(layout: NodeLayout, scope: RendezvousScope, timeout_s: float) -> Store:
     """Return a store of the ranks of this node, which no other node can reach.
 
     Args:
@@ -83,7 +83,7 @@ def open_node_store(layout: Layout, scope: RendezvousScope, timeout_s: float) ->
 class NodeGroup:
     """A process group of torch.distributed."""
 
-    def __init__(self, backend: str, store: Store, layout: Layout) -> None:
+    def __init__(self, backend: str, store: Store, layout: NodeLayout) -> None:
         """Connect to the other ranks of the node; blocks until they are there.
 
         Args:

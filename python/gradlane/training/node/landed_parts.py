@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gradlane.training.node.parts import Part
+from gradlane.training.node.parts import TensorPart
 
 
 class LandedParts:
@@ -17,7 +17,10 @@ class LandedParts:
     """
 
     def __init__(
-        self, rows: Sequence[Mapping[str, Any]], parts: Sequence[Part], changed: threading.Condition
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        parts: Sequence[TensorPart],
+        changed: threading.Condition,
     ) -> None:
         """Start before the first step.
 
@@ -42,7 +45,7 @@ class LandedParts:
         with self._changed:
             self._landed = [0] * len(self._landed)
 
-    def record(self, part: Part, step: int, *, absent: bool) -> None:
+    def record(self, part: TensorPart, step: int, *, absent: bool) -> None:
         """Record that a part is in its tensor."""
         tensor = part.tensor
         with self._changed:

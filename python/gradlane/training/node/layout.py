@@ -21,7 +21,7 @@ from gradlane.training.rendezvous.rendezvous import RendezvousScope, node_name
 
 
 @dataclass(frozen=True)
-class Layout:
+class NodeLayout:
     """Position of a rank on its node, and of its node among all.
 
     Attributes:
@@ -45,7 +45,7 @@ class Layout:
 
 def agree_on_layout(
     options: Options, scope: RendezvousScope, environment: Mapping[str, str]
-) -> Layout | None:
+) -> NodeLayout | None:
     """Agree on the layout; a collective call of all ranks with one `local`.
 
     Args:
@@ -76,7 +76,7 @@ def agree_on_layout(
             'numbered node by node, as torchrun --nproc-per-node does, or use local="off"'
         )
     leaders = size if options.local.mode == SHARED else 1
-    return Layout(
+    return NodeLayout(
         rank_info.world_size // size, size, rank_info.rank // size, rank_info.rank % size, leaders
     )
 

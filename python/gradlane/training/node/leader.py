@@ -24,16 +24,16 @@ from gradlane.training.node.failure import (
     in_world_ranks,
     mark_world_ranks,
 )
-from gradlane.training.node.layout import Layout
+from gradlane.training.node.layout import NodeLayout
 from gradlane.training.node.link import LocalLink
-from gradlane.training.node.parts import Part
+from gradlane.training.node.parts import TensorPart
 from gradlane.training.node.sums import Memory, copy, local_mean
 
 
 class MeanSink(Protocol):
     """Receives means and failures of a node leader."""
 
-    def distribute_mean(self, part: Part, step: int, absent: bool) -> None:
+    def distribute_mean(self, part: TensorPart, step: int, absent: bool) -> None:
         """Take the mean over nodes, which is in the leader's memory, for all ranks of the node."""
 
     def distribute_norm(self, step: int, norm: float) -> None:
@@ -60,7 +60,7 @@ class Contribution:
         memory: its gradient in this process; None: it has no gradient.
     """
 
-    part: Part
+    part: TensorPart
     local_rank: int
     step: int
     memory: Memory | None
@@ -77,7 +77,7 @@ class NodeMean:
         absent: True if no rank of the node has a gradient.
     """
 
-    part: Part
+    part: TensorPart
     step: int
     pointer: int
     absent: bool
@@ -97,7 +97,7 @@ class NodeLeader:
         core: CoreModule,
         channel: Channel,
         link: LocalLink,
-        parts: Sequence[Part],
+        parts: Sequence[TensorPart],
         sink: MeanSink,
         source: int | None,
         first_node: int,
@@ -119,7 +119,7 @@ class NodeLeader:
         self.channel = channel
         self._core = core
         self._link = link
-        self._layout: Layout = link.layout
+        self._layout: NodeLayout = link.layout
         self._local_rank = self._layout.local_rank
         self.own_parts = [part for part in parts if part.leader == self._local_rank]
         self._index = {part.number: index for index, part in enumerate(self.own_parts)}
@@ -273,7 +273,9 @@ class NodeLeader:
         call(self._index[mean.part.number], mean.step, mean.pointer, mean.part.nbytes)
         self._submitted += 1
 
-    def _write_mean(self, part: Part, step: int, present: dict[int, Memory], pointer: int) -> None:
+    def _write_mean(
+        self, part: TensorPart, step: int, present: dict[int, Memory], pointer: int
+    ) -> None:
         if step == 0:
             # Step 0 broadcasts the source's values; those of other nodes are not read.
             if self._source is not None and self._source in present:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from gradlane.errors import RendezvousError
 from gradlane.training.core import CoreModule
-from gradlane.training.node.layout import Layout
+from gradlane.training.node.layout import NodeLayout
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 CONTRIBUTION, RESULT, ORDER, FAILED, BYE, DISCONNECTED = range(6)
@@ -71,7 +71,7 @@ class LocalLink:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: NodeLayout,
         nbytes: int,
         sockets: dict[int, socket.socket],
         core: CoreModule,
@@ -202,7 +202,7 @@ class LocalLink:
 
 
 def connect(
-    layout: Layout,
+    layout: NodeLayout,
     scope: RendezvousScope,
     nbytes: int,
     timeout_s: float,
@@ -264,7 +264,7 @@ def connect(
 
 
 def _connect_to(
-    layout: Layout, scope: RendezvousScope, peer: int, timeout_s: float
+    layout: NodeLayout, scope: RendezvousScope, peer: int, timeout_s: float
 ) -> socket.socket:
     rank = layout.rank_of(layout.node, peer)
     path = scope.get(f"local/socket/{rank}", rank).decode()

@@ -13,9 +13,14 @@ from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.devices import agree_on_sum_backend
 from gradlane.training.node.failure import KEEPALIVES_PER_TIMEOUT
 from gradlane.training.node.group import NodeGroup, open_node_store
-from gradlane.training.node.layout import Layout
+from gradlane.training.node.layout import NodeLayout
 from gradlane.training.node.link import LocalLink, connect
-from gradlane.training.node.parts import Part, cut_into_parts, rows_of_leader, shared_memory_bytes
+from gradlane.training.node.parts import (
+    TensorPart,
+    cut_into_parts,
+    rows_of_leader,
+    shared_memory_bytes,
+)
 from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.momentum import keeps_momentum
 from gradlane.training.options.options import Options
@@ -30,7 +35,7 @@ def open_node_channel(
     options: Options,
     scope: RendezvousScope,
     rows: Sequence[Mapping[str, Any]],
-    layout: Layout,
+    layout: NodeLayout,
     *,
     source_rank: int,
     open_inter_node: OpenInterNode,
@@ -100,7 +105,7 @@ def _open_collectives(
     options: Options,
     scope: RendezvousScope,
     link: LocalLink,
-    parts: Sequence[Part],
+    parts: Sequence[TensorPart],
     gradients: Sequence[Tensor],
     backend: str,
 ) -> CollectiveQueue:
@@ -114,7 +119,7 @@ def _open_collectives(
     return collectives
 
 
-def rows_obstacle(rows: Sequence[Mapping[str, Any]], layout: Layout) -> str:
+def rows_obstacle(rows: Sequence[Mapping[str, Any]], layout: NodeLayout) -> str:
     """Return why some of a plan's tensors are not added up on these nodes; empty if all can be."""
     for row in rows:
         scheme = row.get("scheme", "ps")

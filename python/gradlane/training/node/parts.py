@@ -16,7 +16,7 @@ _SPLIT_FROM_ELEMS = 4096
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A range of one tensor with its leader on each node.
 
     Attributes:
@@ -40,14 +40,14 @@ class Part:
     only_first: bool
 
 
-def cut_into_parts(rows: Sequence[Mapping[str, Any]], leaders: int) -> list[Part]:
+def cut_into_parts(rows: Sequence[Mapping[str, Any]], leaders: int) -> list[TensorPart]:
     """Cut the tensors of a plan into parts.
 
     Args:
         rows: the plan's tensors, with `numel`, `dtype` and `role`.
         leaders: of a node; a single one leads every tensor whole.
     """
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     loads = [0] * leaders
     offset = 0
     for tensor, row in enumerate(rows):
@@ -63,19 +63,21 @@ def cut_into_parts(rows: Sequence[Mapping[str, Any]], leaders: int) -> list[Part
             nbytes = (end - first) * size
             loads[leader] += nbytes
             only_first = row["role"] != "parameter"
-            part = Part(len(parts), tensor, dtype, first * size, nbytes, leader, offset, only_first)
+            part = TensorPart(
+                len(parts), tensor, dtype, first * size, nbytes, leader, offset, only_first
+            )
             parts.append(part)
             offset += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     return parts
 
 
-def shared_memory_bytes(parts: Sequence[Part]) -> int:
+def shared_memory_bytes(parts: Sequence[TensorPart]) -> int:
     """Return the bytes of shared memory of each rank of a node."""
     return max((part.offset + part.nbytes for part in parts), default=0)
 
 
 def rows_of_leader(
-    rows: Sequence[Mapping[str, Any]], parts: Sequence[Part], leader: int
+    rows: Sequence[Mapping[str, Any]], parts: Sequence[TensorPart], leader: int
 ) -> list[dict[str, Any]]:
     """Return the plan's rows for a leader's parts, in the order of its parts."""
     leader_rows = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradlane.training.node.parts import Part
+from gradlane.training.node.parts import TensorPart
 
 SUM_DTYPES = {
     torch.float64: torch.float64,
@@ -34,7 +34,7 @@ class PendingGradient:
     mark: object
     parts_left: int
 
-    def values_of(self, part: Part) -> Tensor:
+    def values_of(self, part: TensorPart) -> Tensor:
         """Return a view of the values of a part."""
         size = self.values.element_size()
         first = part.first_byte // size

@@ -8,7 +8,7 @@ from typing import Any
 from gradlane.training.core import CoreRow
 from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.devices import SumBackend
-from gradlane.training.node.layout import Layout
+from gradlane.training.node.layout import NodeLayout
 from gradlane.training.node.leader import NodeLeader
 from gradlane.training.node.wait_stats import WaitStats
 
@@ -18,7 +18,7 @@ class ChannelReports:
 
     _leader: NodeLeader | None
     _collectives: CollectiveQueue | None
-    _layout: Layout
+    _layout: NodeLayout
     _local_bytes: int
     _local_rank: int
     _sum_backend: SumBackend

@@ -24,6 +24,8 @@ RAW = "raw"
 """No codec: the bytes of the elements themselves."""
 LOSSLESS = (RAW, "f32")
 """Texts that mean no codec."""
+ROUNDING = ("bf16", "f16")
+"""Codecs that round each value by itself; factors travel in these, and as they are with others."""
 _BUCKETS = {2: 128, 4: 512, 8: 512, 16: 8192}
 """Values of a bucket of `Qsgd` by its bits, as in Grubic et al. 2018."""
 

@@ -131,6 +131,10 @@ def check_stragglers(text: str, others: dict[str, object]) -> None:
     """
     if parse_stragglers(text) is None:
         return
+    strategy = others["strategy"]
+    if strategy not in LEAVES_OUT:
+        why = _STRATEGY_OBSTACLES[strategy]
+        raise ValueError(f"stragglers={text!r} with strategy={strategy!r}: {why}")
     for name, (allowed, why) in _TOGETHER.items():
         if others[name] not in allowed:
             raise ValueError(f"stragglers={text!r} with {name}={others[name]!r}: {why}")
@@ -157,12 +161,14 @@ def check_schemes(text: str, schemes: Mapping[str, str]) -> None:
             )
 
 
+_PULLS = "its workers pull, and one that is late would ask for old results; use p3, slicing or wfbp"
+_STRATEGY_OBSTACLES: dict[object, str] = {
+    "ring": "a ring needs every rank's part; use p3, slicing or wfbp",
+    "kvstore": _PULLS,
+    "deferred-pull": _PULLS,
+    "asgd": "asynchronous training waits for nobody; leave stragglers out",
+}
 _TOGETHER: dict[str, tuple[tuple[object, ...], str]] = {
-    "strategy": (
-        LEAVES_OUT,
-        "a ring needs every rank's part, pulling workers that are late would ask for old results, "
-        "and asynchronous training waits for nobody anyway; use p3, slicing or wfbp",
-    ),
     "scheme": (
         ("",),
         "gradients are rebuilt from the factors of all ranks; leave the scheme out",

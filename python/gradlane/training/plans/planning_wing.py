@@ -26,7 +26,7 @@ class PlanSearch(Protocol):
         """Stop recording."""
 
 
-class SchemeChoice(Protocol):
+class ChosenScheme(Protocol):
     """The chosen scheme of one layer; see `gradlane.planning.planner.book`."""
 
     @property
@@ -51,7 +51,7 @@ class Book(Protocol):
     def layer(self, layer: str | int) -> Any:
         """Return a layer by its name or its index."""
 
-    def best_scheme(self, layer: Any, *, batch_size: int, rule: str) -> SchemeChoice:
+    def best_scheme(self, layer: Any, *, batch_size: int, rule: str) -> ChosenScheme:
         """Choose the scheme that moves the fewest numbers for a layer."""
 
 

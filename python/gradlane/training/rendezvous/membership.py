@@ -200,7 +200,7 @@ class Membership:
                         if kind == "claim":
                             channel.answer_claim(generation, self._claim(scope, generation, text))
                         else:
-                            self._hear(world, generation, tuple(members), step, text)
+                            self.hear(world, generation, tuple(members), step, text)
             except core.ChannelError:
                 return  # The session is over; its waits raise the reason.
 
@@ -217,10 +217,18 @@ class Membership:
             )
             return None
 
-    def _hear(
+    def hear(
         self, world: str, change: int, members: tuple[int, ...], step: int, reason: str
     ) -> None:
-        """Note the n-th change of the members of a world, once that is in force."""
+        """Note a change of the members of a world, once that world is in force.
+
+        Args:
+            world: its name.
+            change: number of the change among those of the world, from 1 on.
+            members: the ranks that are left, by their numbers in the world.
+            step: of the world's channel, in which ranks were lost.
+            reason: which ranks were lost, and why.
+        """
         with self._lock:
             if world != self._world:
                 self._early.append((world, change, members, step, reason))

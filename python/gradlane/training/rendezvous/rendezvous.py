@@ -571,7 +571,9 @@ class RendezvousScope:
             self.put(f"verdict/{rank}", "" if refused else first_difference(first, own, rank))
         verdict = self.get("verdict", 0).decode()
         if verdict != "ok":
-            raise RanksDifferError(f"{verdict} (all ranks must prepare the same model and options)")
+            raise RanksDifferError(
+                f"{verdict} (all ranks must prepare the same model, optimizer and options)"
+            )
 
     def refuse(self, reason: str) -> None:
         """Tell all ranks in `agree` that this rank cannot take part."""

@@ -12,7 +12,7 @@ SETTINGS = ("number of samples", "batch_size", "drop_last", "shuffle", "seed")
 
 
 @dataclass(frozen=True)
-class Row:
+class AgreementRow:
     """A rank's numbers at a change of the members, or at the beginning or end of an epoch.
 
     Attributes:
@@ -48,7 +48,7 @@ class Row:
         return [*self.settings, *progress, *own, *self.description.encode()]
 
     @classmethod
-    def of(cls, numbers: Sequence[int]) -> Row:
+    def of(cls, numbers: Sequence[int]) -> AgreementRow:
         """Read what `numbers` has made."""
         first, last = len(SETTINGS), len(SETTINGS) + 9
         epoch, cut, trained, has_begun, is_member, rank, counted, taken, drawn = numbers[first:last]
@@ -67,7 +67,7 @@ class Row:
         )
 
 
-def check_alike(rows: Sequence[Row], own: Row) -> None:
+def check_alike(rows: Sequence[AgreementRow], own: AgreementRow) -> None:
     """Compare the members; a rank that joins compares itself with them, and they not with it.
 
     Args:
@@ -103,7 +103,7 @@ def check_alike(rows: Sequence[Row], own: Row) -> None:
         _check_settings(row, own, f"the samplers of rank {first} and of this rank, which joins,")
 
 
-def _check_settings(one: Row, two: Row, where: str) -> None:
+def _check_settings(one: AgreementRow, two: AgreementRow, where: str) -> None:
     for name, first, second in zip(SETTINGS, one.settings, two.settings, strict=True):
         if first != second:
             raise RanksDifferError(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
-class MembershipChange(Protocol):
+class SamplerChange(Protocol):
     """The parts of a change of a session's members that the sampler reads."""
 
     @property
@@ -44,7 +44,7 @@ class ElasticSession(Protocol):
     def step(self) -> int:
         """Steps that have ended, also those before this rank joined; never raises."""
 
-    def on_membership(self, callback: Callable[[MembershipChange], object]) -> object:
+    def on_membership(self, callback: Callable[[SamplerChange], object]) -> object:
         """Have a function called at each change, on all new members, in the training thread."""
 
     def gather_integers(self, values: list[int]) -> list[list[int]]:

@@ -19,9 +19,9 @@ import torch
 from torch.utils.data import Sampler
 
 from gradlane.errors import UsageError
-from gradlane.training.sampler.agreement import Row, check_alike
+from gradlane.training.sampler.agreement import AgreementRow, check_alike
 from gradlane.training.sampler.cut import Cut, Ranges, ranges_of
-from gradlane.training.sampler.membership import ElasticSession, MembershipChange
+from gradlane.training.sampler.membership import ElasticSession, SamplerChange
 from gradlane.training.sampler.progress import Progress
 
 BatchType = TypeVar("BatchType")
@@ -326,7 +326,7 @@ class ElasticSampler(Sampler[list[int]]):
         taken = self._progress.taken
         return self._gather(self._row(taken, taken)) is not None
 
-    def _row(self, trained: int, counted: int, description: str = "") -> Row:
+    def _row(self, trained: int, counted: int, description: str = "") -> AgreementRow:
         """Return this rank's numbers.
 
         Args:
@@ -336,7 +336,7 @@ class ElasticSampler(Sampler[list[int]]):
         """
         now = self._progress
         settings = (self._samples, self._batch_size, self._drop_last, self._shuffle, self._seed)
-        return Row(
+        return AgreementRow(
             settings=tuple(map(int, settings)),
             epoch=self.epoch,
             cut=zlib.crc32(now.cut.describe().encode()),
@@ -350,7 +350,7 @@ class ElasticSampler(Sampler[list[int]]):
             description=description,
         )
 
-    def _gather(self, own: Row) -> list[Row] | None:
+    def _gather(self, own: AgreementRow) -> list[AgreementRow] | None:
         """Return all ranks' rows; None if the members changed meanwhile, and all is cut for them.
 
         Raises:
@@ -361,11 +361,11 @@ class ElasticSampler(Sampler[list[int]]):
         gathered = self._session.gather_integers(own.numbers())
         if self._changes != changes:
             return None
-        rows = [Row.of(numbers) for numbers in gathered]
+        rows = [AgreementRow.of(numbers) for numbers in gathered]
         check_alike(rows, own)
         return rows
 
-    def _on_change(self, change: MembershipChange) -> None:
+    def _on_change(self, change: SamplerChange) -> None:
         """Cut what is left of the epoch for the new members."""
         self._joined.update(change.joined)
         self._joins = change.members[change.rank] in self._joined
@@ -388,7 +388,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._joins = False
         self._changes += 1
 
-    def _take_over(self, member: Row) -> None:
+    def _take_over(self, member: AgreementRow) -> None:
         """Take the epoch and the cut of a rank that was there before this one joined."""
         self._begin(member.epoch, self._whole)
         self._has_begun = bool(member.has_begun)
@@ -396,7 +396,7 @@ class ElasticSampler(Sampler[list[int]]):
             member.description, self._samples, self._batch_size, drop_last=self._drop_last
         )
 
-    def _recut(self, rows: Sequence[Row], member: Row) -> Cut:
+    def _recut(self, rows: Sequence[AgreementRow], member: AgreementRow) -> Cut:
         """Return the cut for the new members.
 
         Args:

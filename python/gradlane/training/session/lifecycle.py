@@ -54,6 +54,12 @@ def unwatch(session: OpenSession) -> None:
     _open.discard(session)
 
 
+def abort_all(error: BaseException) -> None:
+    """Abort all open sessions with an exception that has ended the program, or its part of one."""
+    for session in list(_open):
+        session.abort(describe_exception(error))
+
+
 def _at_exit() -> None:
     for session in list(_open):
         session.close_at_exit()
@@ -83,8 +89,7 @@ def _wrap_excepthook() -> None:
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         # Peers learn the reason first: printing may take a while.
-        for session in list(_open):
-            session.abort(describe_exception(error))
+        abort_all(error)
         previous(kind, error, traceback)
 
     sys.excepthook = excepthook

@@ -30,7 +30,7 @@ from gradlane.errors import GradlaneError, SessionClosedError, UsageError
 from gradlane.formats.link_report import LinkReport
 from gradlane.training.arrays.exchange import ArrayExchange
 from gradlane.training.arrays.registered import RegisteredArrays
-from gradlane.training.checkpoints.manager import Checkpoints
+from gradlane.training.checkpoints.manager import CheckpointManager
 from gradlane.training.connection import SessionContext
 from gradlane.training.log import log
 from gradlane.training.model.join import Join
@@ -41,7 +41,7 @@ from gradlane.training.monitoring.tensorboard import ScalarFunction, ScalarWrite
 from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.plans.agreement import PlanArgument
 from gradlane.training.plans.plan import Plan
-from gradlane.training.plans.planning_wing import SchemeChoice
+from gradlane.training.plans.planning_wing import ChosenScheme
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.membership import MembershipChange
 from gradlane.training.rendezvous.serving import ServedStats, Server
@@ -81,7 +81,7 @@ class Session:
         store: BoundedStore,
         models: PreparedModels,
         arrays: RegisteredArrays,
-        checkpoints: Checkpoints | None,
+        checkpoints: CheckpointManager | None,
         server: Server | None,
     ) -> None:
         """Open a session of these parts; use `gradlane.init` instead.
@@ -358,7 +358,7 @@ class Session:
         batch_size: int,
         rule: str = "poseidon",
         model: nn.Module | None = None,
-    ) -> SchemeChoice:
+    ) -> ChosenScheme:
         """Return the scheme that moves the fewest numbers for a layer, the same on every rank.
 
         No rank waits for another, and nothing changes: `prepare(plan="poseidon")` puts schemes in

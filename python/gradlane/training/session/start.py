@@ -282,7 +282,7 @@ def _assemble(core: CoreModule, options: Options, rank_info: RankInfo) -> Sessio
     observer = make_observer(options, rank_info, lambda: deadlocks.wait, membership)
     checkpoints = None
     if folder is not None:
-        checkpoints = checkpointing.Checkpoints(
+        checkpoints = checkpointing.CheckpointManager(
             Path(folder),
             options.checkpoints.every,
             options.checkpoints.keep,

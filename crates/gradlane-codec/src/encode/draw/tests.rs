@@ -2,9 +2,9 @@
 //! below 1e-5.
 
 use super::{Draws, BLOCK};
-use crate::Place;
+use crate::DrawKey;
 
-const HERE: Place = Place { seed: 12, step: 34, tensor: 5, leg: 6, first_element: 0 };
+const HERE: DrawKey = DrawKey { seed: 12, step: 34, tensor: 5, leg: 6, first_element: 0 };
 
 /// The sixteen bits of an element.
 fn bits(draws: Draws, element: usize) -> u32 {
@@ -47,7 +47,7 @@ fn every_byte_is_uniform() {
 /// Elements that are neighbours in any of the ways that training adds or compares them.
 #[test]
 fn neighbours_are_independent() {
-    let far = |other: Place| move |element: usize| (Draws::of_bucket(&other), element);
+    let far = |other: DrawKey| move |element: usize| (Draws::of_bucket(&other), element);
     let near = |distance: usize| move |element| (Draws::of_bucket(&HERE), element + distance);
     type Neighbour = Box<dyn Fn(usize) -> (Draws, usize)>;
     let neighbours: Vec<(&str, Neighbour)> = vec![
@@ -55,21 +55,21 @@ fn neighbours_are_independent() {
         ("same draw", Box::new(near(16))),
         ("next block", Box::new(near(BLOCK))),
         ("next bucket", Box::new(near(512))),
-        ("next step", Box::new(far(Place { step: 35, ..HERE }))),
-        ("second step", Box::new(far(Place { step: 36, ..HERE }))),
-        ("next tensor", Box::new(far(Place { tensor: 6, ..HERE }))),
-        ("next rank", Box::new(far(Place { leg: 7, ..HERE }))),
-        ("broadcast", Box::new(far(Place { leg: Place::BROADCAST, ..HERE }))),
-        ("next seed", Box::new(far(Place { seed: 13, ..HERE }))),
-        ("beyond the counter", Box::new(far(Place { first_element: 1 << 33, ..HERE }))),
+        ("next step", Box::new(far(DrawKey { step: 35, ..HERE }))),
+        ("second step", Box::new(far(DrawKey { step: 36, ..HERE }))),
+        ("next tensor", Box::new(far(DrawKey { tensor: 6, ..HERE }))),
+        ("next rank", Box::new(far(DrawKey { leg: 7, ..HERE }))),
+        ("broadcast", Box::new(far(DrawKey { leg: DrawKey::BROADCAST, ..HERE }))),
+        ("next seed", Box::new(far(DrawKey { seed: 13, ..HERE }))),
+        ("beyond the counter", Box::new(far(DrawKey { first_element: 1 << 33, ..HERE }))),
     ];
     let draws = Draws::of_bucket(&HERE);
     for (name, neighbour) in neighbours {
         let mut high = [0; 1024];
         let mut low = [0; 1024];
         for element in (0..1 << 19).filter(|element| element % BLOCK < 16) {
-            let (other, place) = neighbour(element);
-            let (one, other) = (bits(draws, element), bits(other, place));
+            let (other, key) = neighbour(element);
+            let (one, other) = (bits(draws, element), bits(other, key));
             high[(one >> 11 << 5 | other >> 11) as usize] += 1;
             low[((one & 31) << 5 | other & 31) as usize] += 1;
         }

@@ -11,7 +11,7 @@ use crate::encode::bucket_quantizer::wanted;
 use crate::encode::draw::Draws;
 use crate::encode::lanes::{dispatch, Lanes, Work};
 use crate::encode::source::Source;
-use crate::encode::{CodecSpec, DecodeError, Method, Place, RingSums};
+use crate::encode::{CodecSpec, DecodeError, DrawKey, Method, RingSums};
 use crate::InstructionSet;
 
 /// Sums of `qsgd` codes over the ranks of a ring, for one tensor.
@@ -133,20 +133,20 @@ impl IntegerSums {
     ///
     /// # Panics
     ///
-    /// When the residual has another length than the values, or the place is not where a bucket
+    /// When the residual has another length than the values, or the key is not where a bucket
     /// begins.
     pub fn add(
         &self,
-        place: &Place,
+        key: &DrawKey,
         values: &[f32],
         residual: Option<&mut [f32]>,
         sums: &mut [u8],
     ) -> Result<(), DecodeError> {
         check(values.len(), self.sum_bytes(values.len()), sums.len())?;
-        assert_eq!(place.first_element % self.bucket as u64, 0, "a slice begins with a bucket");
+        assert_eq!(key.first_element % self.bucket as u64, 0, "a slice begins with a bucket");
         let fits = residual.as_ref().is_none_or(|it| it.len() == values.len());
         assert!(fits, "a residual for every value");
-        dispatch(self.instruction_set, Add { sums: self, place, values, residual, out: sums })
+        dispatch(self.instruction_set, Add { sums: self, key, values, residual, out: sums })
     }
 
     /// The means that the sums of all ranks stand for.
@@ -247,7 +247,7 @@ impl Work for MaxScales<'_> {
 
 struct Add<'a> {
     sums: &'a IntegerSums,
-    place: &'a Place,
+    key: &'a DrawKey,
     values: &'a [f32],
     residual: Option<&'a mut [f32]>,
     out: &'a mut [u8],
@@ -269,12 +269,12 @@ impl Add<'_> {
     /// Gives every bucket to `add`, which gives back the scale of its values.
     #[inline(always)]
     fn each(self, mut add: impl FnMut(Qsgd, AddBucket<'_>) -> bool) -> Result<(), DecodeError> {
-        let Add { sums, place, values, mut residual, mut out } = self;
+        let Add { sums, key, values, mut residual, mut out } = self;
         let bits = sums.qsgd.options.bits as usize;
         let mut codes = vec![0; (sums.bucket.min(values.len()) * bits).div_ceil(8)];
         for (bucket, values) in values.chunks(sums.bucket).enumerate() {
             let start = bucket * sums.bucket;
-            let first_element = place.first_element + start as u64;
+            let first_element = key.first_element + start as u64;
             let layout = Layout::new(sums.width, values.len());
             let (bytes, rest) = out.split_at_mut(SCALE_BYTES + layout.bytes);
             out = rest;
@@ -282,7 +282,7 @@ impl Add<'_> {
             let added = add(
                 sums.qsgd,
                 AddBucket {
-                    draws: Draws::of_bucket(&Place { first_element, ..*place }),
+                    draws: Draws::of_bucket(&DrawKey { first_element, ..*key }),
                     values,
                     residual: residual.as_deref_mut().map(|all| &mut all[start..][..values.len()]),
                     scale,

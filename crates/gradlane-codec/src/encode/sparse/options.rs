@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::encode::{CodecSpecError, Options, Place};
+use crate::encode::{CodecSpecError, DrawKey, Options};
 
 /// Shares of the elements that deep gradient compression sends in its first steps: a quarter, then
 /// a quarter of that, and so on (Lin et al. 2018, section 3.3).
@@ -22,8 +22,8 @@ pub struct TopkOptions {
 
 impl TopkOptions {
     /// The share that is sent on this leg.
-    pub(crate) fn ratio_at(&self, place: &Place) -> f64 {
-        if place.leg == Place::BROADCAST {
+    pub(crate) fn ratio_at(&self, key: &DrawKey) -> f64 {
+        if key.leg == DrawKey::BROADCAST {
             self.broadcast_ratio
         } else {
             self.ratio
@@ -64,12 +64,12 @@ pub struct DgcOptions {
 
 impl DgcOptions {
     /// The share that is sent on this leg in this step.
-    pub(crate) fn ratio_at(&self, place: &Place) -> f64 {
-        let last = self.topk.ratio_at(place);
-        if place.step >= self.warmup {
+    pub(crate) fn ratio_at(&self, key: &DrawKey) -> f64 {
+        let last = self.topk.ratio_at(key);
+        if key.step >= self.warmup {
             return last;
         }
-        let part = u128::from(place.step) * WARM_UP_RATIOS.len() as u128 / u128::from(self.warmup);
+        let part = u128::from(key.step) * WARM_UP_RATIOS.len() as u128 / u128::from(self.warmup);
         last.max(WARM_UP_RATIOS[part as usize])
     }
 
@@ -155,8 +155,8 @@ mod tests {
     fn the_warm_up_falls_to_the_ratio_in_four_parts() {
         let Method::Dgc(options) = parsed("dgc:warmup=8").method else { panic!("it is dgc") };
         let ratio = |step| {
-            let place = Place { seed: 0, step, tensor: 0, leg: 0, first_element: 0 };
-            options.ratio_at(&place)
+            let key = DrawKey { seed: 0, step, tensor: 0, leg: 0, first_element: 0 };
+            options.ratio_at(&key)
         };
         let expected = [0.25, 0.25, 0.0625, 0.0625, 0.015_625, 0.015_625, 0.004, 0.004, 0.001];
         assert_eq!((0..9).map(ratio).collect::<Vec<_>>(), expected);

@@ -3,7 +3,7 @@
 use super::options::TopkOptions;
 use super::selection::{count_of, select};
 use super::wire;
-use crate::encode::{check_arguments, Codec, CodecSpec, DecodeError, Place};
+use crate::encode::{check_arguments, Codec, CodecSpec, DecodeError, DrawKey};
 #[cfg(target_arch = "x86_64")]
 use crate::instruction_set::Instructions;
 use crate::InstructionSet;
@@ -47,19 +47,19 @@ impl Codec for Topk {
         wire::bytes_max(count_of(self.options.ratio_max(), elements), elements)
     }
 
-    fn max_wire_bytes_at(&self, place: &Place, elements: usize) -> usize {
-        wire::bytes_max(count_of(self.options.ratio_at(place), elements), elements)
+    fn max_wire_bytes_at(&self, key: &DrawKey, elements: usize) -> usize {
+        wire::bytes_max(count_of(self.options.ratio_at(key), elements), elements)
     }
 
     fn encode(
         &self,
-        place: &Place,
+        key: &DrawKey,
         values: &[f32],
         residual: Option<&mut [f32]>,
         out: &mut [u8],
     ) -> usize {
-        check_arguments(self, place, values, residual.as_deref(), out);
-        let count = count_of(self.options.ratio_at(place), values.len());
+        check_arguments(self, key, values, residual.as_deref(), out);
+        let count = count_of(self.options.ratio_at(key), values.len());
         let Some(residual) = residual else {
             return write_largest(self.instruction_set, values, count, out);
         };

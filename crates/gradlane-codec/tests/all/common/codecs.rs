@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use gradlane_codec::{build_with, Codec, CodecSpec, InstructionSet, Place, TensorShape};
+use gradlane_codec::{build_with, Codec, CodecSpec, DrawKey, InstructionSet, TensorShape};
 
 use super::{Numbers, Placed};
 
@@ -30,9 +30,9 @@ pub const SPECS: &[&str] = &[
     "int8:bucket=tensor",
 ];
 
-/// A place in the middle of a job.
-pub fn place(first_element: u64) -> Place {
-    Place { seed: 7, step: 3, tensor: 1, leg: 2, first_element }
+/// A key in the middle of a job.
+pub fn key(first_element: u64) -> DrawKey {
+    DrawKey { seed: 7, step: 3, tensor: 1, leg: 2, first_element }
 }
 
 /// The codec of a text for a tensor of a shape.
@@ -42,9 +42,9 @@ pub fn codec(instruction_set: InstructionSet, text: &str, sizes: &[u64]) -> Arc<
 }
 
 /// The encoding of values without a residual.
-pub fn encoded(codec: &dyn Codec, place: Place, values: &[f32]) -> Vec<u8> {
+pub fn encoded(codec: &dyn Codec, key: DrawKey, values: &[f32]) -> Vec<u8> {
     let mut out = vec![0; codec.max_wire_bytes(values.len())];
-    let length = codec.encode(&place, values, None, &mut out);
+    let length = codec.encode(&key, values, None, &mut out);
     out.truncate(length);
     out
 }

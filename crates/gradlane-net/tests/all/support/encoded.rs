@@ -2,7 +2,7 @@
 //! nothing cut into slices and no owner.
 
 use super::{each_rank, gradient, never, run_step, specs, tensor, world, TEST_TIMEOUT};
-use gradlane_codec::{build, narrow, widen, Codec, FloatDtype, Place, TensorShape};
+use gradlane_codec::{build, narrow, widen, Codec, DrawKey, FloatDtype, TensorShape};
 use gradlane_engine::{CodecSizes, Plan, Strategy, TensorSpec, Update};
 use gradlane_net::TensorCodec;
 use gradlane_units::{Dtype, TensorId};
@@ -112,8 +112,8 @@ impl Oracle {
         }
     }
 
-    fn place(&self, step: u64, leg: u32) -> Place {
-        Place { seed: 0, step, tensor: self.index, leg, first_element: 0 }
+    fn key(&self, step: u64, leg: u32) -> DrawKey {
+        DrawKey { seed: 0, step, tensor: self.index, leg, first_element: 0 }
     }
 
     /// The memory of every rank after a step in which each rank has these values.
@@ -135,9 +135,9 @@ impl Oracle {
         let mut sum = vec![0.0; elements];
         let mut encoded = vec![0; self.codec.max_wire_bytes(elements)];
         for (position, &rank) in ranks.iter().enumerate() {
-            let place = self.place(step, rank);
+            let key = self.key(step, rank);
             let residual = keeps.then_some(self.worker_residuals[rank as usize].as_mut_slice());
-            let used = self.codec.encode(&place, &values(rank), residual, &mut encoded);
+            let used = self.codec.encode(&key, &values(rank), residual, &mut encoded);
             let done = match position {
                 0 => self.codec.decode(&encoded[..used], &mut sum),
                 _ => self.codec.decode_add(&encoded[..used], &mut sum),
@@ -149,9 +149,9 @@ impl Oracle {
             sent.zip(alone).for_each(|(sent, value)| *sent += f64::from(value));
         }
         sum.iter_mut().for_each(|value| *value /= ranks.len() as f32);
-        let place = self.place(step, Place::BROADCAST);
+        let key = self.key(step, DrawKey::BROADCAST);
         let residual = keeps.then_some(self.owner_residual.as_mut_slice());
-        let used = self.codec.encode(&place, &sum, residual, &mut encoded);
+        let used = self.codec.encode(&key, &sum, residual, &mut encoded);
         self.codec.decode(&encoded[..used], &mut sum).expect("its own encoding");
         let dtype = FloatDtype::of(self.spec.dtype).expect("a tensor that is encoded");
         let mut bytes = vec![0; elements * dtype.element_bytes()];

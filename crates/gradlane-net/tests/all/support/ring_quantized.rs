@@ -3,7 +3,7 @@
 
 use super::encoded::Aggregation;
 use super::gradient;
-use gradlane_codec::{build, narrow, widen, Codec, FloatDtype, IntegerSums, Place, TensorShape};
+use gradlane_codec::{build, narrow, widen, Codec, DrawKey, FloatDtype, IntegerSums, TensorShape};
 use gradlane_engine::{Plan, Slice, TensorSpec};
 use gradlane_units::TensorId;
 use std::ops::Range;
@@ -44,8 +44,8 @@ impl RingOracle {
         }
     }
 
-    fn place(&self, step: u64, leg: u32, slice: &Slice) -> Place {
-        Place { seed: 0, step, tensor: self.index, leg, first_element: slice.start }
+    fn key(&self, step: u64, leg: u32, slice: &Slice) -> DrawKey {
+        DrawKey { seed: 0, step, tensor: self.index, leg, first_element: slice.start }
     }
 
     /// The memory of every rank after a step in which each rank has these values, or none.
@@ -78,10 +78,10 @@ impl RingOracle {
             if let Some(sum) = &sum {
                 total.iter_mut().zip(sum).for_each(|(own, sum)| *own += sum);
             }
-            let place = self.place(step, rank, slice);
+            let key = self.key(step, rank, slice);
             let kept = &mut self.worker_residuals[rank as usize];
             let residual = keeps.then(|| &mut kept[part(slice)]);
-            let used = codec.encode(&place, &total, residual, &mut room);
+            let used = codec.encode(&key, &total, residual, &mut room);
             codec.decode(&room[..used], &mut total).expect("its own encoding");
             sum = Some(total);
         }
@@ -98,9 +98,9 @@ impl RingOracle {
             late.fill(0.0);
         }
         mean.iter_mut().for_each(|it| *it = (*it + zero) / self.world_size as f32);
-        let place = self.place(step, Place::BROADCAST, slice);
+        let key = self.key(step, DrawKey::BROADCAST, slice);
         let residual = keeps.then(|| &mut self.owner_residual[part(slice)]);
-        let used = codec.encode(&place, &mean, residual, &mut room);
+        let used = codec.encode(&key, &mean, residual, &mut room);
         codec.decode(&room[..used], &mut mean).expect("its own encoding");
         mean
     }
@@ -124,11 +124,11 @@ impl RingOracle {
         let mut bytes = vec![0; sums.sum_bytes(elements)];
         sums.begin(&scales, elements, &mut bytes).expect("its own scales");
         for (rank, values) in given.iter().enumerate() {
-            let place = self.place(step, rank as u32, slice);
+            let key = self.key(step, rank as u32, slice);
             let kept = &mut self.worker_residuals[rank];
             let residual = (keeps && values.is_some()).then(|| &mut kept[part(slice)]);
             let values = values.clone().unwrap_or_else(|| vec![0.0; elements]);
-            sums.add(&place, &values, residual, &mut bytes).expect("its own sums");
+            sums.add(&key, &values, residual, &mut bytes).expect("its own sums");
         }
         let mut mean = vec![0.0; elements];
         sums.mean(&bytes, &mut mean).expect("its own sums");
