@@ -158,16 +158,9 @@ def _hand_over(
     meeting = world.meet()
     meeting.mark_connected(world.ctx.options.network.progress_timeout_s, look)
     if rank == 0:
-        meeting.put("optimizer", type(optimizer).__name__)
         meeting.put("state", describe_state(optimizer, attributes))
     known: dict[int, bytes] = {}
     if world.joins:
-        theirs, own_class = meeting.get("optimizer", 0).decode(), type(optimizer).__name__
-        if theirs != own_class:
-            raise UsageError(
-                f"the others train with the optimizer {theirs} and rank {rank}, which joins, has "
-                f"{own_class}: give all ranks the same one"
-            )
         known = {} if precopy is None else precopy.finish(look)
         adopt_state(optimizer, meeting.get("state", 0), rank, 0)
     donors = range(donors_of(last, len(connected.spec.trained)))
