@@ -169,7 +169,7 @@ def connect(
         channel,
         recording,
         _carrier(ctx, opened, channel, spec, extras, staging.tell),
-        ServedParameters(channel, trained) if serves else None,
+        ServedParameters(channel, trained, ctx.rank_info) if serves else None,
         staging,
     )
     _run_step_0(ctx, connected, spreads=spreads)
