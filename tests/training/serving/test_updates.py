@@ -76,19 +76,18 @@ def test_a_checkpoint_goes_on_with_any_servers(pool: RankPool, tmp_path: Path, k
         whole = trained(pool, 2, 0, [run_until(7, tmp_path / f"whole-{number}")])[0][0]
         folder = tmp_path / str(number)
         trained(pool, 2, before, [run_until(4, folder)])
-        for result in trained(pool, 2, after, [run_until(7, folder)])[:2]:
-            assert result[0] == whole, (before, after)
+        for ((parameters, state, steps),) in trained(pool, 2, after, [run_until(7, folder)])[:2]:
+            assert ((parameters, state), steps) == (whole[:2], 4), (before, after)
 
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [
-        ("lr", "rank 1 has lr=0.25|rank 1 lr=0.25"),
-        ("parameters", "a step of training.* and rank 1 .*parameters that its program has changed"),
-    ],
+    [("lr", 'lr=0.25 of ".*"'), ("parameters", "6 parameters that its program has changed")],
 )
 def test_ranks_that_update_differently_are_named_everywhere(
     pool: RankPool, how: str, words: str
 ) -> None:
     for result in pool.run(f"{MODULE}:differ", ranks=3, how=how):
-        assert re.search(words, result), result
+        # The server may hear either first.
+        said = rf"rank 1 has {words} in step 3 and rank 0|in step 3 and rank 1 {words}: what"
+        assert re.search(said, result), result
