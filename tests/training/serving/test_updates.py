@@ -91,3 +91,10 @@ def test_ranks_that_update_differently_are_named_everywhere(
         # The server may hear either first.
         said = rf"rank 1 has {words} in step 3 and rank 0|in step 3 and rank 1 {words}: what"
         assert re.search(said, result), result
+
+
+def test_writes_that_torch_does_not_count_are_refused(pool: RankPool) -> None:
+    *trained, served = pool.run(f"{MODULE}:differ", ranks=3, how="uncounted")
+    for result in trained:
+        assert re.match(r"UsageError: parameter '.*weight' .*\.data\.mul_.*torch\.no_grad", result)
+    assert "gave up" in served, served

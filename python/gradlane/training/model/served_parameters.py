@@ -16,6 +16,9 @@ from gradlane.training.core import Channel
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.tensor_table import TensorEntry
 
+_SAMPLE_ELEMS = 64
+"""About so many values of each parameter show whether the program has written uncounted."""
+
 
 class ServedParameters:
     """Tells the core where the trained parameters of a model are."""
@@ -36,6 +39,7 @@ class ServedParameters:
         self.has_dedicated_servers = rank_info.serving > 0
         """Whether ranks that train nothing update the parameters."""
         self._versions: list[int] = []
+        self._samples: list[Tensor] = []
         self._lent: list[Tensor] = []
         self._pointers: list[int] = []
         self._written: list[Tensor] = []
@@ -47,8 +51,9 @@ class ServedParameters:
             UsageError: one was converted since `prepare`.
         """
         pointers = [entry.tensor.data_ptr() for entry in self._trained]
-        if not self._pointers:
+        if self.has_dedicated_servers and not self._samples:
             self._note_versions()
+            self._samples = [self._sample(index) for index in range(len(self._trained))]
         if pointers == self._pointers:
             return
         for index, entry in enumerate(self._trained):
@@ -72,7 +77,8 @@ class ServedParameters:
             spend_step: runs a function with the number of a channel's step that is no training.
 
         Raises:
-            UsageError: a parameter was converted since `prepare`.
+            UsageError: a parameter was converted since `prepare`, or written in a way that torch
+                does not count.
             GradlaneError: the session has failed.
         """
         if not self.has_dedicated_servers:
@@ -85,6 +91,7 @@ class ServedParameters:
                 for index, (entry, pointer, version) in enumerate(before)
                 if (entry.tensor.data_ptr(), entry.tensor._version) != (pointer, version)
             ]
+        self._check_counted(changed)
         self.register()
         if changed:
             self._note_versions()
@@ -97,6 +104,35 @@ class ServedParameters:
                 self.give(step, values)
 
             spend_step(run)
+            for index in changed:
+                self.note_values(index)
+
+    def note_values(self, index: int) -> None:
+        """Note that the values of a parameter are those that servers have."""
+        if self.has_dedicated_servers:
+            self._samples[index] = self._sample(index)
+
+    def _sample(self, index: int) -> Tensor:
+        """Return some values of a parameter, as bytes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            values = self._trained[index].tensor.detach()
+            flat = values.as_strided((values.numel(),), (1,))
+            return flat[:: max(1, flat.numel() // _SAMPLE_ELEMS)].clone().view(torch.uint8)
+
+    def _check_counted(self, changed: Sequence[int]) -> None:
+        """Check that no other parameter has changed: the next update would overwrite it.
+
+        Raises:
+            UsageError: one has, as its sample shows.
+        """
+        for index, sample in enumerate(self._samples):
+            if index not in changed and not torch.equal(self._sample(index), sample):
+                raise UsageError(
+                    f"parameter {self._trained[index].name!r} was changed in a way that torch does "
+                    "not count, such as .data.mul_(...) or numpy: ranks that only serve have "
+                    "parameters of their own and would not get it; change it in place under "
+                    "torch.no_grad()"
+                )
 
     def give(self, step: int, values: Mapping[int, Tensor]) -> None:
         """Contribute rank 0's values to a step that has just begun, and wait for its end.
