@@ -70,8 +70,12 @@ impl ServerCommands {
         if !cx.plan.commands_servers() || !cx.is_dedicated_server() || !cx.plan.trains(from) {
             return violation(format!("{} from {from} to {}", what(), cx.rank));
         }
+        let most = command_bytes_max(&cx.plan);
+        if header.length as usize > most {
+            return violation(format!("{}; at most {most}", what()));
+        }
         let last = self.received.get(&from).copied().unwrap_or_default();
-        if header.step <= last || header.length as usize > command_bytes_max(&cx.plan) {
+        if header.step <= last {
             return violation(format!("{} after that for {last}", what()));
         }
         Ok(())
