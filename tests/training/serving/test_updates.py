@@ -93,8 +93,19 @@ def test_ranks_that_update_differently_are_named_everywhere(
         assert re.search(said, result), result
 
 
-def test_writes_that_torch_does_not_count_are_refused(pool: RankPool) -> None:
-    *trained, served = pool.run(f"{MODULE}:differ", ranks=3, how="uncounted")
-    for result in trained:
-        assert re.match(r"UsageError: parameter '.*weight' .*\.data\.mul_.*torch\.no_grad", result)
-    assert "gave up" in served, served
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("uncounted", r"parameter '.*weight' .*\.data\.mul_.*torch\.no_grad"),
+        ("clip", r"clip_grad_norm_\(\) in step 3: with update=\"server\""),
+        ("scale", r"\.grad of .* in step 3: with update=\"server\""),
+    ],
+)
+def test_programs_that_servers_cannot_follow_are_refused(
+    pool: RankPool, how: str, words: str
+) -> None:
+    results = pool.run(f"{MODULE}:differ", ranks=3, how=how)
+    # Who is refused first tells the others.
+    assert any(re.match(f"UsageError: {words}", result) for result in results), results
+    for result in results:
+        assert re.search(words, result), result

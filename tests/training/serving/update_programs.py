@@ -138,12 +138,17 @@ def differ(store: Any, process: int, processes: int, job: str, *, how: str) -> s
         for step in range(1, 5):
             if step == 3 and how == "uncounted":
                 next(model.parameters()).data.mul_(0.5)
-            elif step == 3 and session.rank == 1:
-                if how == "lr":
-                    optimizer.param_groups[0]["lr"] = 0.25
-                else:
-                    _halve(model)
+            if step == 3 and how == "lr" and session.rank == 1:
+                optimizer.param_groups[0]["lr"] = 0.25
+            if step == 3 and how == "parameters" and session.rank == 1:
+                _halve(model)
             _loss("attention", model, session.rank, step).backward()  # type: ignore[no-untyped-call]
+            if step == 3 and how == "clip":
+                session.clip_grad_norm_(1.0)
+            if step == 3 and how == "scale":
+                scaler = torch.amp.GradScaler("cpu")
+                scaler.scale(torch.ones(()))
+                scaler.unscale_(optimizer)
             optimizer.step()
             optimizer.zero_grad()
         session.synchronize()
