@@ -322,6 +322,34 @@ class Channel:
             part: 0 or 1.
         """
 
+    def write_state(self, name: str, part: int, clear: bool) -> None:
+        """Make the step that has just begun one that hands optimizer state to dedicated servers.
+
+        Every rank does so, once a step, before its first gradient. The gradients, of rank 0 alone,
+        are state in the parts of `read_state`; parameters stay as they are.
+
+        Args:
+            name: as in `read_state`.
+            part: 0 or 1.
+            clear: forget all state before.
+
+        Raises:
+            ValueError: no dedicated servers update parameters.
+        """
+
+    def write_parameters(self, tensors: list[int]) -> None:
+        """Make the step that has just begun one that hands parameters to dedicated servers.
+
+        Every rank does so, once a step, before its first gradient. The gradients, of rank 0 alone,
+        are the values of these tensors, which all ranks get.
+
+        Args:
+            tensors: numbers in the tensor table, the same on every rank.
+
+        Raises:
+            ValueError: no dedicated servers update parameters, or a tensor is unknown.
+        """
+
     def send_raw(self, step: int) -> None:
         """Let this rank's contributions travel as they are in a step that has just begun.
 

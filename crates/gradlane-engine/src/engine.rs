@@ -206,6 +206,10 @@ impl Engine {
                 self.schemes.ps.updates_paused();
                 Ok(())
             }
+            Input::ServerCommand(command) => {
+                self.session.check_open()?;
+                self.schemes.ps.send_command(&mut self.cx, command)
+            }
             Input::Finish => {
                 self.finish();
                 Ok(())
@@ -372,6 +376,10 @@ impl Engine {
             self.schemes.ps.check_control(&self.cx, from, header)?;
             return Ok(PayloadDest::Control);
         }
+        if header.kind == FrameKind::ServerCommand {
+            self.schemes.ps.check_command(&self.cx, from, header)?;
+            return Ok(PayloadDest::Control);
+        }
         if header.kind.is_control() {
             self.cx.check_control(header)?;
             return Ok(PayloadDest::Control);
@@ -461,6 +469,10 @@ impl Engine {
             }
             FrameKind::Abort => {
                 self.peer_aborted(from, payload);
+                Ok(())
+            }
+            FrameKind::ServerCommand => {
+                self.schemes.ps.take_command(from, header);
                 Ok(())
             }
             FrameKind::SquareSum if self.session.has_ended() => Ok(()),

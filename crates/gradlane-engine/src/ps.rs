@@ -5,12 +5,13 @@ mod async_owner;
 mod contribution_set;
 mod owner;
 mod pull;
+mod server_commands;
 mod stragglers;
 
 pub(crate) use async_owner::lacks_initial;
 pub(crate) use stragglers::StepEntry;
 
-use crate::api::{BufferRef, Job, Operation, Outstanding, PayloadDest, Region};
+use crate::api::{BufferRef, Job, Operation, Outstanding, PayloadDest, Region, UsageError};
 use crate::contribution::Contribution;
 use crate::cx::Cx;
 use crate::jobs::{self, Done, Running, Then};
@@ -27,6 +28,7 @@ use async_owner::{AsyncOwners, Push};
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 use owner::{Collected, OwnedSlice, Owner, PendingBroadcast};
+use server_commands::ServerCommands;
 use stragglers::Stragglers;
 
 /// A job on an owned slice.
@@ -58,6 +60,7 @@ pub(crate) struct ParameterServer {
     owner: Owner,
     async_owners: AsyncOwners,
     stragglers: Stragglers,
+    commands: ServerCommands,
     /// The newest step of which a slice was reduced, on a dedicated server.
     newest_served: Option<Step>,
 }
@@ -68,6 +71,7 @@ impl ParameterServer {
             owner: Owner::new(plan, rank),
             async_owners: AsyncOwners::default(),
             stragglers: Stragglers::new(plan, rank),
+            commands: ServerCommands::default(),
             newest_served: None,
         }
     }
@@ -301,6 +305,7 @@ impl ParameterServer {
         if self.owner.is_late(&cx.plan, header) {
             return self.stragglers.land_late_push(cx, from, header);
         }
+        self.commands.check_push(cx, from, header)?;
         let contributes = self.contributes(cx, from, header.step);
         let expected = self.expected_step(cx, from, header)?;
         let has_body = !header.flags.contains(FrameFlags::ABSENT);
@@ -438,7 +443,10 @@ impl ParameterServer {
     /// Starts a job that the driver has asked for.
     pub(crate) fn start(&mut self, cx: &mut Cx, slice: SliceId, step: Step, task: Task) -> Job {
         match task {
-            Task::Reduce(counted) => start_reduce(cx, slice, step, &counted),
+            Task::Reduce(counted) => {
+                let parameters = self.commands.parameters(cx, slice);
+                start_reduce(cx, (slice, step), &counted, parameters)
+            }
             Task::Apply(push) => self.async_owners.start(cx, slice, push),
         }
     }
@@ -457,7 +465,12 @@ impl ParameterServer {
 
 /// The reduction of contributions: raw ones are added up into one of their buffers, encoded ones are
 /// decoded, added up and encoded into another. With updates on the server the mean is applied.
-fn start_reduce(cx: &mut Cx, slice: SliceId, step: Step, counted: &[(Rank, Contribution)]) -> Job {
+fn start_reduce(
+    cx: &mut Cx,
+    (slice, step): (SliceId, Step),
+    counted: &[(Rank, Contribution)],
+    parameters: Region,
+) -> Job {
     let region = |&(_, it): &(Rank, Contribution)| match it {
         Contribution::Own => Some(cx.gradient_region(slice)),
         Contribution::Buffer(buffer) | Contribution::Encoded(buffer) => Some(buffer.whole()),
@@ -477,7 +490,6 @@ fn start_reduce(cx: &mut Cx, slice: SliceId, step: Step, counted: &[(Rank, Contr
     let is_current = step == cx.worker.step();
     let copy_to = cx.open_region(slice).filter(|_| is_current && !apply);
     let written = Written::Result { form, in_place: copy_to.is_some() };
-    let parameters = cx.parameter_region(slice);
     let operation = match (encoded, apply) {
         (false, false) => Operation::Reduce { inputs, absent, divisor, output, copy_to },
         (false, true) => Operation::ReduceApply { inputs, absent, divisor, parameters, output },
@@ -513,6 +525,7 @@ impl ParameterServer {
         }
         if cx.is_dedicated_server() {
             self.note_served(cx, step);
+            buffer.into_iter().for_each(|result| self.commands.keep(cx, slice, step, result));
         } else if stragglers::is_early(cx, step) {
             self.stragglers.keep_early(cx, slice, step, buffer, form);
         } else {
@@ -675,15 +688,33 @@ impl ParameterServer {
     }
 }
 
-/// Asynchronous training.
+/// Commands of the ranks that train to dedicated servers.
+impl ParameterServer {
+    /// Sends this rank's command for the current step.
+    pub(crate) fn send_command(&mut self, cx: &mut Cx, it: Vec<u8>) -> Result<(), UsageError> {
+        self.commands.send(cx, it)
+    }
+
+    pub(crate) fn check_command(&self, cx: &Cx, from: Rank, header: &FrameHeader) -> Validated<()> {
+        self.commands.check(cx, from, header)
+    }
+
+    pub(crate) fn take_command(&mut self, from: Rank, header: &FrameHeader) {
+        self.commands.take(from, header);
+    }
+}
+
+/// Updates by the driver's rules.
 impl ParameterServer {
     /// The driver knows how tensors are updated.
     pub(crate) fn updates_ready(&mut self, cx: &mut Cx) {
+        self.commands.set_paused(false);
         self.async_owners.updates_ready(cx);
     }
 
     /// The driver replies to pushes with something else than parameters.
     pub(crate) fn updates_paused(&mut self) {
+        self.commands.set_paused(true);
         self.async_owners.updates_paused();
     }
 
@@ -695,6 +726,7 @@ impl ParameterServer {
     /// The session closes: the states go.
     pub(crate) fn drop_states(&mut self, cx: &mut Cx) {
         self.async_owners.drop_states(cx);
+        self.commands.drop_parameters(cx);
     }
 }
 

@@ -17,7 +17,9 @@ pub(crate) mod planned_codecs;
 mod prepare;
 mod quantized_ring;
 mod residual;
+pub(crate) mod server_command;
 mod state;
 
 pub use optimizer::{StateKind, StateRead, UpdateRule, UpdateRuleError};
 pub use residual::ResidualSquares;
+pub use server_command::StateWrite;

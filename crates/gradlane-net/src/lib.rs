@@ -44,7 +44,7 @@ mod options;
 mod sys;
 
 pub use channel::{Block, Blocks, Channel, MembershipEvent};
-pub use compute::{ResidualSquares, StateKind, StateRead, UpdateRule, UpdateRuleError};
+pub use compute::{ResidualSquares, StateKind, StateRead, StateWrite, UpdateRule, UpdateRuleError};
 pub use connect::Listener;
 pub use error::{ChannelError, ChannelFailure};
 pub use gradlane_codec::{AdamOptions, CodecSpecError, SgdOptions, TensorCodec};

@@ -6,7 +6,7 @@ use crate::listener::{spent, Listener};
 use crate::squares::{root, SquareSum};
 use gradlane_net::{
     AdamOptions, Channel as CoreChannel, ChannelError as CoreError, ChannelOptions, Direction,
-    MembershipEvent, SgdOptions, StateKind, StateRead, UpdateRule, UserMemory,
+    MembershipEvent, SgdOptions, StateKind, StateRead, StateWrite, UpdateRule, UserMemory,
 };
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
 use pyo3::exceptions::PyValueError;
@@ -326,6 +326,18 @@ impl Channel {
     fn read_state(&self, name: &str, part: u8) -> PyResult<()> {
         let read = StateRead { kind: state_kind(name)?, part };
         self.channel.read_state(read).map_err(translate)
+    }
+
+    /// Make the step that has just begun one that hands optimizer state to dedicated servers.
+    fn write_state(&self, name: &str, part: u8, clear: bool) -> PyResult<()> {
+        let state = StateRead { kind: state_kind(name)?, part };
+        self.channel.write_state(StateWrite { state, clear }).map_err(translate)
+    }
+
+    /// Make the step that has just begun one that hands parameters to dedicated servers.
+    fn write_parameters(&self, tensors: Vec<u32>) -> PyResult<()> {
+        let tensors = tensors.into_iter().map(TensorId).collect();
+        self.channel.write_parameters(tensors).map_err(translate)
     }
 
     /// Let this rank's contributions to the step that has just begun travel as they are.

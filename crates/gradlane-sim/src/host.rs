@@ -10,6 +10,9 @@ use gradlane_units::{Priority, Rank, TensorId, Time};
 use gradlane_wire::FrameHeader;
 use std::cmp::Reverse;
 
+/// Settings of an optimizer for tensors that share them, to a server that trains nothing.
+const SERVER_COMMAND_BYTES: usize = 60;
+
 impl Run {
     /// A task for the I/O thread: done at once, or after the task that it is doing.
     pub(crate) fn hear(&mut self, rank: u32, input: IoTask) {
@@ -83,6 +86,10 @@ impl Run {
             }
             IoTask::Begin(step) => {
                 let begun = engine.handle(Input::StepBegin(step));
+                let commanded = match engine.plan().commands_servers() && !step.is_initial() {
+                    true => engine.handle(Input::ServerCommand(vec![0; SERVER_COMMAND_BYTES])),
+                    false => Ok(()),
+                };
                 let measured = match self.clipping {
                     Some(Clipping::Measured) => {
                         let tensors = TensorId(engine.plan().tensors.len() as u32);
@@ -90,7 +97,7 @@ impl Run {
                     }
                     _ => Ok(()),
                 };
-                begun.and(measured).map_err(|it| it.to_string())
+                begun.and(commanded).and(measured).map_err(|it| it.to_string())
             }
             IoTask::Gradient(tensor, step) => {
                 time += charges.command;

@@ -57,6 +57,9 @@ wire_enum! {
         Holdings = 13,
         /// The sender has taken up a membership and takes slices again. Payload: its generation as `u32`.
         Resumed = 14,
+        /// How a server that trains nothing handles the header's step: the optimizer's settings, or state
+        /// to send or to take. Before the sender's pushes of that step, which are refused without.
+        ServerCommand = 15,
         /// Piece of a slice's sum so far, from a rank to the next one of the ring. `hop` counts the
         /// contributions in it.
         RingReduce = 16,
@@ -98,6 +101,7 @@ impl FrameKind {
             FrameKind::Membership => "membership",
             FrameKind::Holdings => "holdings",
             FrameKind::Resumed => "resumed",
+            FrameKind::ServerCommand => "servercommand",
             FrameKind::RingReduce => "ring-reduce",
             FrameKind::RingBroadcast => "ring-gather",
             FrameKind::Block => "block",

@@ -116,6 +116,12 @@ class Channel(Protocol):
     def read_state(self, name: str, part: int) -> None:
         """Make the step that has just begun broadcast optimizer state (`update="server"`)."""
 
+    def write_state(self, name: str, part: int, clear: bool) -> None:
+        """Make the step that has just begun hand optimizer state to dedicated servers."""
+
+    def write_parameters(self, tensors: list[int]) -> None:
+        """Make the step that has just begun hand parameters to dedicated servers, and so to all."""
+
     def send_raw(self, step: int) -> None:
         """Send this rank's contributions to a step that has just begun without codecs."""
 

@@ -14,12 +14,13 @@ from torch import nn
 import gradlane
 
 
-def main(steps: int, update: str) -> None:
+def main(steps: int, update: str, strategy: str) -> None:
     """Train so many steps, or serve those who do."""
     torch.set_num_threads(1)
     session = gradlane.init(
         workers=2,
         update=update,
+        strategy=strategy,
         network=gradlane.Network(
             silence_timeout_s=3.0, connect_timeout_s=60.0, advertise="127.0.0.1"
         ),
@@ -42,4 +43,4 @@ def main(steps: int, update: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *(sys.argv[2:] or ["worker"]))
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -103,6 +103,7 @@ class Program:
         steps: int,
         command: bool,
         update: str = "worker",
+        strategy: str = "p3",
     ) -> None:
         self._programs = programs
         self._folder = folder
@@ -116,7 +117,7 @@ class Program:
                 programs.start(
                     self._name(rank),
                     program="gradlane" if serves else "tests.training.serving.program",
-                    arguments=report if serves else [str(steps), update],
+                    arguments=report if serves else [str(steps), update, strategy],
                     output=str(folder / f"output-{rank}"),
                     errors=str(folder / f"errors-{rank}"),
                     environment={
@@ -152,11 +153,11 @@ class Program:
                 os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize(("victim", "update"), [(1, "worker"), (2, "worker"), (2, "server")])
 def test_a_killed_rank_is_named_by_all_others(
-    programs: ForkedPrograms, tmp_path: Path, victim: int
+    programs: ForkedPrograms, tmp_path: Path, victim: int, update: str
 ) -> None:
-    program = Program(programs, tmp_path, 1_000_000, command=False)
+    program = Program(programs, tmp_path, 1_000_000, command=False, update=update)
     try:
         program.wait_for("step 6")
         os.kill(program.pids[victim], signal.SIGKILL)
@@ -169,10 +170,11 @@ def test_a_killed_rank_is_named_by_all_others(
         program.kill_all()
 
 
+@pytest.mark.parametrize("update", ["worker", "server"])
 def test_the_command_serves_a_program_that_it_does_not_have(
-    programs: ForkedPrograms, tmp_path: Path
+    programs: ForkedPrograms, tmp_path: Path, update: str
 ) -> None:
-    program = Program(programs, tmp_path, 6, command=True)
+    program = Program(programs, tmp_path, 6, command=True, update=update)
     try:
         assert [program.wait(rank) for rank in range(3)] == [0, 0, 0], program.errors(2)
     finally:
@@ -184,15 +186,13 @@ def test_the_command_serves_a_program_that_it_does_not_have(
     assert (channel["steps"], channel["owned_bytes"]) == (6, channel["total_bytes"])
 
 
-def test_optimizer_state_on_ranks_without_a_program_is_refused_and_they_end(
-    programs: ForkedPrograms, tmp_path: Path
-) -> None:
+def test_a_command_whose_program_is_refused_ends(programs: ForkedPrograms, tmp_path: Path) -> None:
     """Ranks that train say so at once; the command, which hears nothing of it, ends in time."""
-    program = Program(programs, tmp_path, 6, command=True, update="server")
+    program = Program(programs, tmp_path, 6, command=True, update="server", strategy="asgd")
     try:
         for rank in range(2):
             assert program.wait(rank) == 1
-            assert "update is 'server'" in program.errors(rank)
+            assert "strategy is 'asgd'" in program.errors(rank)
             assert "servers= among the ranks that train" in program.errors(rank)
         assert program.wait(2) != 0, program.output(2)
     finally:
@@ -211,7 +211,6 @@ def test_places_split_into_ranks_that_train_and_ranks_that_serve() -> None:
     [
         ({"strategy": "ring"}, "has no servers"),
         ({"strategy": "asgd", "update": "server"}, "asgd"),
-        ({"update": "server"}, "update is 'server'"),
         ({"stragglers": "drop"}, "stragglers is 'drop'"),
         ({"servers": 2}, "servers is 2"),
         ({"workers": 7}, "there are 6 ranks"),
@@ -220,7 +219,7 @@ def test_places_split_into_ranks_that_train_and_ranks_that_serve() -> None:
 def test_what_does_not_go_with_it_is_refused_by_name(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Options.of(**keywords_of(**{"workers": 4, **options})).check_world(6)
-    Options.of(workers=6, update="server").check_world(6)
+    Options.of(workers=4, update="server").check_world(6)
 
 
 def test_a_rank_that_serves_trains_nothing_and_the_others_serve_nothing() -> None:

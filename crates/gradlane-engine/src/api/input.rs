@@ -45,11 +45,16 @@ pub enum Input {
     /// the same step on, two steps after the current one; where ranks may be in different steps, on
     /// each rank from its next step on.
     SwitchPriorities(Vec<Priority>),
-    /// The driver knows how tensors are updated. Asynchronous training applies no push before.
+    /// The driver knows how tensors are updated. Asynchronous training applies no push before. On a
+    /// dedicated server, results are parameters from now on.
     UpdatesReady,
     /// Until updates are ready again, the driver replies to pushes with something else than
     /// parameters, which stay as they are.
     UpdatesPaused,
+    /// Before its first contribution to the current step, this rank tells the dedicated servers how to
+    /// handle the step. What it says is the driver's: the engine delivers it
+    /// ([`Engine::handle_control`](crate::Engine::handle_control)), and takes no push without.
+    ServerCommand(Vec<u8>),
     /// What the register in the job's store holds for a membership's generation; none: the store does not
     /// answer. After [`Event::ClaimNeeded`](crate::Event::ClaimNeeded).
     ClaimAnswered(u32, Option<Vec<u8>>),

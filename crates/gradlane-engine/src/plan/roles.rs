@@ -3,7 +3,7 @@
 //! begin no step, and leave when the ranks that train have left.
 
 use crate::api::PlanError;
-use crate::plan::Plan;
+use crate::plan::{Plan, Update};
 use crate::rank_set::RankSet;
 use alloc::format;
 use gradlane_units::Rank;
@@ -88,6 +88,12 @@ impl Plan {
     #[must_use]
     pub fn trains(&self, rank: Rank) -> bool {
         rank.0 < self.workers() && !self.lost.contains(rank)
+    }
+
+    /// Whether the ranks that train tell dedicated servers how to update parameters.
+    #[must_use]
+    pub fn commands_servers(&self) -> bool {
+        self.dedicated_servers > 0 && self.update == Update::Server
     }
 
     /// Ranks that train, but this one.

@@ -38,12 +38,6 @@ impl Plan {
                  out, or how old an update may be, is not known there",
             );
         }
-        if self.update == Update::Server {
-            return refuse(
-                "with update=server the optimizer's settings and state are given to the owner by \
-                 its own program, which these ranks do not run: use update=worker",
-            );
-        }
         Ok(())
     }
 

@@ -84,10 +84,11 @@ pub(super) struct AsyncOwners {
     replies: BTreeMap<(SliceId, Rank), Option<BufferRef>>,
 }
 
-/// Whether a rank would leave a tensor without a state to update: rank 0 has no value in step 0.
+/// Whether a rank would leave a tensor without a value to update: rank 0 has none in step 0, and owners
+/// keep parameters of their own.
 pub(crate) fn lacks_initial(plan: &Plan, step: Step, from: Rank, absent: bool) -> bool {
-    let is_async = plan.strategy.synchrony == Synchrony::Async;
-    is_async && absent && step.is_initial() && from == Rank(0)
+    let keeps = plan.strategy.synchrony == Synchrony::Async || plan.commands_servers();
+    keeps && absent && step.is_initial() && from == Rank(0)
 }
 
 fn is_updated(plan: &Plan, slice: SliceId) -> bool {

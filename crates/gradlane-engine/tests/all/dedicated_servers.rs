@@ -347,7 +347,6 @@ fn what_does_not_go_with_ranks_that_only_serve_is_refused_by_name() {
             build("p3", Update::Worker, Some(Synchrony::BackupWorkers(rule)), apart),
             "wait for all ranks",
         ),
-        (build("p3", Update::Server, None, apart), "update=server"),
         (
             build("p3", Update::Worker, None, Roles::dedicated(0, 2)),
             "at least one rank that trains",

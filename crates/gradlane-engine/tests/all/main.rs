@@ -12,5 +12,6 @@ mod going_on;
 mod hostile;
 mod ring;
 mod ring_quantized;
+mod server_commands;
 mod squares;
 mod stragglers;

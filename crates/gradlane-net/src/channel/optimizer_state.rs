@@ -4,7 +4,7 @@
 use super::handle::Channel;
 use crate::channel::guard::ApiGuard;
 use crate::channel::shared::Command;
-use crate::compute::{ResidualSquares, StateKind, StateRead, UpdateRule};
+use crate::compute::{ResidualSquares, StateKind, StateRead, StateWrite, UpdateRule};
 use crate::connect::INTERRUPT_EVERY;
 use crate::error::ChannelError;
 use crate::memory::UserMemory;
@@ -27,7 +27,8 @@ impl Channel {
     }
 
     /// Sets the optimizer on the servers for the named tensors, from the step on whose gradients
-    /// come next; others keep theirs.
+    /// come next; others keep theirs. Where dedicated servers update, each step sets it, once, after it has
+    /// begun and before its first gradient; all ranks set the same.
     ///
     /// # Errors
     /// [`ChannelError::Usage`] for an unknown tensor or settings that torch refuses.
@@ -55,6 +56,43 @@ impl Channel {
         let guard = lock(&self.guard);
         self.shared.command(Command::ReadState(read, guard.current()));
         Ok(())
+    }
+
+    /// Makes the step that has just begun hand optimizer state to dedicated servers: the contributions,
+    /// of rank 0 alone, are state in the parts of [`StateRead`]. Every rank calls it, before its first
+    /// contribution. Results are the parameters, which stay as they are.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] where no dedicated servers update parameters.
+    pub fn write_state(&self, write: StateWrite) -> Result<(), ChannelError> {
+        self.check_commands_servers("write_state")?;
+        let guard = lock(&self.guard);
+        self.shared.command(Command::WriteState(write, guard.current()));
+        Ok(())
+    }
+
+    /// Makes the step that has just begun hand parameters to dedicated servers, and from them to all
+    /// ranks: the contributions, of rank 0 alone, are these tensors' values. Every rank calls it, before
+    /// its first contribution.
+    ///
+    /// # Errors
+    /// [`ChannelError::Usage`] for an unknown tensor, or where no dedicated servers update parameters.
+    pub fn write_parameters(&self, tensors: Vec<TensorId>) -> Result<(), ChannelError> {
+        self.check_commands_servers("write_parameters")?;
+        tensors.iter().try_for_each(|tensor| ApiGuard::check_tensor(&self.plan, *tensor))?;
+        let guard = lock(&self.guard);
+        self.shared.command(Command::WriteParameters(tensors, guard.current()));
+        Ok(())
+    }
+
+    fn check_commands_servers(&self, call: &str) -> Result<(), ChannelError> {
+        self.check()?;
+        if self.plan.commands_servers() {
+            return Ok(());
+        }
+        Err(ChannelError::Usage(UsageError::Argument(format!(
+            "{call} without dedicated servers that update parameters"
+        ))))
     }
 
     /// Makes this rank's contributions to the step that has just begun travel raw, whatever codec

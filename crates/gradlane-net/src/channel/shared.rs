@@ -2,7 +2,7 @@
 
 use crate::channel::blocks::GatheredBlock;
 use crate::channel::completion::CompletionTable;
-use crate::compute::{ResidualSquares, StateKind, StateRead, UpdateRule};
+use crate::compute::{ResidualSquares, StateKind, StateRead, StateWrite, UpdateRule};
 use crate::error::{ChannelError, ChannelFailure};
 use crate::memory::{ScratchBuffer, UserMemory};
 use crate::metrics::trace::Trace;
@@ -29,6 +29,8 @@ pub(crate) enum Command {
     SetParameter(TensorId, UserMemory),
     SetOptimizer(Vec<(TensorId, UpdateRule)>),
     ReadState(StateRead, Step),
+    WriteState(StateWrite, Step),
+    WriteParameters(Vec<TensorId>, Step),
     WorkerResidual(TensorId, Sender<Vec<f32>>),
     ResidualSquares(SliceId, usize, Sender<ResidualSquares>),
     ClearState,

@@ -22,6 +22,10 @@ pub(crate) enum JobError {
     StateLength { name: &'static str, found: usize, expected: usize },
     #[error("state travels in elements of 2 or 4 bytes, not {0}")]
     StateElement(usize),
+    #[error("state or parameters of several ranks: rank 0 alone gives them")]
+    WrittenTwice,
+    #[error("encoded state or parameters")]
+    WrittenEncoded,
     #[error("a mean over no ranks")]
     NoRanks,
     #[error("plain bytes cannot be averaged or encoded")]

@@ -208,6 +208,33 @@ pub(crate) fn read_state(
     Ok(())
 }
 
+/// Takes a slice's optimizer state from a contribution, and writes the parameters as they were.
+pub(crate) fn write_state(
+    part: StateRead,
+    dtype: Dtype,
+    memory: &ReduceMemory,
+    state: &mut SliceState,
+) -> Result<(), JobError> {
+    let [given] = memory.inputs.as_slice() else {
+        return Err(JobError::WrittenTwice);
+    };
+    // SAFETY: `ReduceMemory::new` vouches for the memory; the output may be the input, which is read
+    // before.
+    let bytes = unsafe { given.read() };
+    state.take_bytes(part, dtype.bytes() as usize, &bytes)?;
+    memory.copy(memory.parameters.ok_or(JobError::NoUpdateRule)?);
+    Ok(())
+}
+
+/// Writes the parameters that a contribution is.
+pub(crate) fn write_parameters(memory: &ReduceMemory) -> Result<(), JobError> {
+    let [given] = memory.inputs.as_slice() else {
+        return Err(JobError::WrittenTwice);
+    };
+    memory.copy(*given);
+    Ok(())
+}
+
 fn check_state(kind: StateKind, found: usize, expected: usize) -> Result<(), JobError> {
     if found == expected {
         return Ok(());

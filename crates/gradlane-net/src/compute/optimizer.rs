@@ -195,6 +195,39 @@ impl SliceState {
     }
 }
 
+impl SliceState {
+    /// Takes values from bytes as they travel, in elements of `element_bytes`: the reverse of
+    /// [`SliceState::bytes`].
+    ///
+    /// # Errors
+    /// When elements are not of 2 or 4 bytes.
+    pub(crate) fn take_bytes(
+        &mut self,
+        part: StateRead,
+        element_bytes: usize,
+        bytes: &[u8],
+    ) -> Result<(), JobError> {
+        let values = self.values(part.kind);
+        match element_bytes {
+            4 => {
+                let (words, _) = bytes.as_chunks();
+                *values = words.iter().map(|word| f32::from_ne_bytes(*word)).collect();
+            }
+            2 => {
+                let (halves, _) = bytes.as_chunks();
+                values.resize(halves.len(), 0.0);
+                let shift = 16 * u32::from(part.part.min(1));
+                for (value, half) in values.iter_mut().zip(halves) {
+                    let half = u32::from(u16::from_ne_bytes(*half)) << shift;
+                    *value = f32::from_bits(value.to_bits() & !(0xFFFF << shift) | half);
+                }
+            }
+            other => return Err(JobError::StateElement(other)),
+        }
+        Ok(())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -213,6 +246,14 @@ mod tests {
             };
             let word = u32::from_ne_bytes(whole[4 * element..][..4].try_into().expect("4 bytes"));
             assert_eq!(half(&low) | half(&high) << 16, word);
+        }
+        for (element_bytes, parts) in [(4, vec![(0, whole)]), (2, vec![(0, low), (1, high)])] {
+            let mut taken = SliceState::default();
+            for (part, bytes) in parts {
+                taken.take_bytes(read(part), element_bytes, &bytes).expect("state");
+            }
+            assert_eq!(taken.exp_avg, state.exp_avg);
+            assert!(taken.take_bytes(read(0), 8, &[0; 8]).is_err());
         }
         assert!(state.bytes(read(0), 4, 2).is_err());
         assert!(state.bytes(read(0), 8, 3).is_err());

@@ -7,7 +7,7 @@ use super::job::{Finding, Job, JobState, Outcome};
 use super::kernels::{self, Averaging, ReduceMemory};
 use super::optimizer::{SliceState, StateKind};
 use super::quantized_ring;
-use super::state::ComputeState;
+use super::state::{ComputeState, Write};
 use crate::memory::{InPlace, MemoryTable, ReadSpan, Span, WriteSpan};
 use crate::metrics::JobKind;
 use gradlane_codec::{square_sum, DrawKey, FloatDtype};
@@ -106,7 +106,7 @@ impl ComputeState {
         let mut lend = Lender(memory);
         let (slice, step) = (request.slice, request.step);
         let dtype = self.plan.tensor(request.tensor).spec.dtype;
-        let read = self.read_in(step);
+        let (read, writing) = (self.read_in(step), self.writing());
         match &request.operation {
             Operation::Copy { from, to } => {
                 check_length(from.length, to.length)?;
@@ -142,6 +142,28 @@ impl ComputeState {
                     let result = kernels::read_state(read, dtype, &mut output, copy, &mut state);
                     outcome(result, state)
                 }))
+            }
+            Operation::ReduceApply { inputs, parameters, output, .. } if writing.is_some() => {
+                let [given] = inputs.as_slice() else {
+                    return Err(JobError::WrittenTwice);
+                };
+                let (given, kept) = (lend.span(given)?, lend.span(parameters)?);
+                let output = lend.span(output)?;
+                // SAFETY: as in `read` and `write`; only the contribution may be the output.
+                let memory = unsafe { ReduceMemory::new(vec![given], Some(kept), output, None)? };
+                let mut state = self.take_state(slice);
+                Ok(Job::new(request, JobKind::Copy, 3 * memory.bytes(), move || {
+                    let result = match writing {
+                        Some(Write::State(part)) => {
+                            kernels::write_state(part, dtype, &memory, &mut state)
+                        }
+                        _ => kernels::write_parameters(&memory),
+                    };
+                    outcome(result, state)
+                }))
+            }
+            Operation::DecodeReduceApply { .. } if writing.is_some() => {
+                Err(JobError::WrittenEncoded)
             }
             Operation::Reduce { inputs, absent, divisor, output, copy_to } => {
                 let memory = lend.reduction(inputs, None, output, copy_to.as_ref())?;

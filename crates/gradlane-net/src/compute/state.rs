@@ -5,10 +5,20 @@ use super::job::JobState;
 use super::optimizer::{SliceState, StateKind, StateRead, UpdateRule};
 use super::planned_codecs::{self, CodecPlanError, PlannedCodec};
 use super::residual::{self, ResidualSquares};
+use super::server_command::{ServerCommand, StateWrite};
 use crate::options::ChannelOptions;
 use gradlane_engine::{Plan, Synchrony};
 use gradlane_units::{Rank, SliceId, Step, TensorId};
 use std::sync::Arc;
+
+/// What contributions to a step are that hands something to dedicated servers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Write {
+    /// Optimizer state.
+    State(StateRead),
+    /// Parameters.
+    Parameters,
+}
 
 /// The plan and the state that jobs are prepared from.
 #[derive(Debug)]
@@ -30,6 +40,8 @@ pub(crate) struct ComputeState {
     /// The step that broadcasts state in place of parameters. Where ranks may be late, an owner can be in a
     /// later step than its own application: it reads in that step alone.
     reading: Option<(Step, StateRead)>,
+    /// On a dedicated server: what the contributions of the current step are, if not gradients.
+    writing: Option<Write>,
     /// By slice: optimizer state of the slices that this rank updates, and residuals.
     states: Vec<Option<SliceState>>,
 }
@@ -53,6 +65,7 @@ impl ComputeState {
             left_out: None,
             rules: vec![None; plan.tensors.len()],
             reading: None,
+            writing: None,
             states: (0..plan.slices.len()).map(|_| None).collect(),
         })
     }
@@ -66,16 +79,36 @@ impl ComputeState {
     }
 
     /// Sets update rules, in force from now on.
-    pub(crate) fn set_optimizer(&mut self, rows: Vec<(TensorId, UpdateRule)>) {
+    fn set_optimizer(&mut self, rows: Vec<(TensorId, UpdateRule)>) {
         self.reading = None;
         for (tensor, rule) in rows {
             self.rules[tensor.index()] = Some(rule);
         }
     }
 
-    /// Makes a step broadcast the state of slices in place of their update.
-    pub(crate) fn read_state(&mut self, read: StateRead, step: Step) {
-        self.reading = Some((step, read));
+    /// Does in a step what a command says, in place of what the last one said.
+    pub(crate) fn carry_out(&mut self, command: ServerCommand, step: Step) {
+        self.writing = None;
+        match command {
+            ServerCommand::Update(rows) => self.set_optimizer(rows),
+            ServerCommand::ReadState(read) => self.reading = Some((step, read)),
+            ServerCommand::WriteState(StateWrite { state, clear }) => {
+                self.reading = None;
+                self.writing = Some(Write::State(state));
+                if clear {
+                    self.clear_state();
+                }
+            }
+            ServerCommand::WriteParameters(_) => {
+                self.reading = None;
+                self.writing = Some(Write::Parameters);
+            }
+        }
+    }
+
+    /// What contributions are in place of gradients.
+    pub(super) fn writing(&self) -> Option<Write> {
+        self.writing
     }
 
     /// The state that a step broadcasts in place of results.

@@ -2,9 +2,10 @@
 
 use super::core::Core;
 use crate::channel::shared::Command;
+use crate::compute::server_command::ServerCommand;
 use crate::sys::lock;
 use gradlane_engine::{Input, Synchrony, UsageError};
-use gradlane_units::{Step, TensorId};
+use gradlane_units::{Rank, Step, TensorId};
 
 impl Core {
     /// Handles all calls that wait.
@@ -57,12 +58,18 @@ impl Core {
                 Ok(())
             }
             Command::SetOptimizer(rows) => {
-                self.jobs.state.set_optimizer(rows);
-                self.engine.handle(Input::UpdatesReady)
+                self.carry_out_or_send(ServerCommand::Update(rows), Step(0))
+            }
+            Command::WriteState(write, step) => {
+                self.engine.handle(Input::SendRaw(step))?;
+                self.carry_out_or_send(ServerCommand::WriteState(write), step)
+            }
+            Command::WriteParameters(tensors, step) => {
+                self.engine.handle(Input::SendRaw(step))?;
+                self.carry_out_or_send(ServerCommand::WriteParameters(tensors), step)
             }
             Command::ReadState(read, step) => {
-                self.jobs.state.read_state(read, step);
-                self.engine.handle(Input::UpdatesPaused)?;
+                self.carry_out_or_send(ServerCommand::ReadState(read), step)?;
                 if self.engine.plan().strategy.synchrony == Synchrony::Async {
                     // State is read between steps there, and nothing is ever encoded.
                     return Ok(());
@@ -99,6 +106,49 @@ impl Core {
             Command::ReportQueueStats => {
                 self.shared.metrics.queue_stats.reply(self.engine.queue_stats());
                 Ok(())
+            }
+        }
+    }
+
+    /// Carries a command out where this rank's owners are, or sends it to the dedicated servers.
+    fn carry_out_or_send(&mut self, command: ServerCommand, step: Step) -> Result<(), UsageError> {
+        if self.engine.plan().commands_servers() {
+            return self.engine.handle(Input::ServerCommand(command.encode()));
+        }
+        self.carry_out(command, step)
+    }
+
+    /// Carries a command out in a step.
+    fn carry_out(&mut self, command: ServerCommand, step: Step) -> Result<(), UsageError> {
+        let updates = match &command {
+            ServerCommand::Update(_) | ServerCommand::WriteParameters(_) => Input::UpdatesReady,
+            ServerCommand::ReadState(_) | ServerCommand::WriteState(_) => Input::UpdatesPaused,
+        };
+        self.jobs.state.carry_out(command, step);
+        self.engine.handle(updates)
+    }
+
+    /// Takes another rank's command for a step, which has to be that of all ranks.
+    pub(super) fn take_server_command(&mut self, from: Rank, step: Step, bytes: &[u8]) {
+        let Some(command) = ServerCommand::decode(bytes, self.engine.plan()) else {
+            return self.engine.reject_peer(from, &format!("{from} sent no command for {step}"));
+        };
+        match &self.server_command {
+            Some((of, first, same)) if *of == step && *same == command => {}
+            Some((of, first, other)) if *of == step => {
+                let (first, plan) = (*first, self.engine.plan());
+                let [theirs, ours] = other.difference(&command, plan);
+                let reason = format!(
+                    "{first} has {theirs} in {step} and {from} {ours}: what updates parameters has to \
+                     be the same on all ranks that train"
+                );
+                self.engine.reject_peer(first.max(from), &reason);
+            }
+            _ => {
+                self.server_command = Some((step, from, command.clone()));
+                if let Err(error) = self.carry_out(command, step) {
+                    self.engine.abort(&error.to_string());
+                }
             }
         }
     }

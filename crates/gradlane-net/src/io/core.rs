@@ -9,6 +9,7 @@ use crate::channel::blocks;
 use crate::channel::completion::MembershipEvent;
 use crate::channel::shared::{Command, Shared};
 use crate::compute::job_runner::JobRunner;
+use crate::compute::server_command::ServerCommand;
 use crate::flow::Pacer;
 use crate::flow::PortPacing;
 use crate::memory::MemoryTable;
@@ -87,6 +88,8 @@ pub(super) struct Core {
     /// When all ranks were known to be connected to all.
     pub(super) connected_at: Option<Time>,
     pub(super) commands: Vec<Command>,
+    /// On a dedicated server: the command that is carried out, its step and the rank that sent it first.
+    pub(super) server_command: Option<(Step, Rank, ServerCommand)>,
     /// By I/O thread: its peers with frames in their outbox, the most urgent first.
     pub(super) chosen: Vec<Vec<Rank>>,
     /// Peers that the other ranks go on without, and whose connections their threads have to close.
@@ -292,15 +295,20 @@ impl Core {
         header: &FrameHeader,
         control: Option<&[u8]>,
     ) -> Result<(), ProtocolError> {
-        let metrics = &self.shared.metrics;
-        metrics.received(from, header);
+        self.shared.metrics.received(from, header);
         match control {
-            Some(payload) => self.engine.handle_control(from, header, payload)?,
+            Some(payload) => {
+                self.engine.handle_control(from, header, payload)?;
+                if header.kind == FrameKind::ServerCommand {
+                    self.take_server_command(from, header.step, payload);
+                }
+            }
             None => self.engine.handle_frame(from, header)?,
         }
         if header.kind == FrameKind::Push && header.flags.contains(FrameFlags::LAST) {
             let FrameHeader { slice, step, .. } = *header;
-            self.contribution_times.arrived(slice, step, from, self.now, &metrics.stragglers);
+            let stragglers = &self.shared.metrics.stragglers;
+            self.contribution_times.arrived(slice, step, from, self.now, stragglers);
         }
         Ok(())
     }

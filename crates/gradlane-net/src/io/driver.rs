@@ -100,6 +100,7 @@ impl Driver {
             now: Time::ZERO,
             connected_at: None,
             commands: Vec::new(),
+            server_command: None,
             chosen: vec![Vec::new(); threads],
             to_disconnect: Vec::new(),
             shutdown: None,

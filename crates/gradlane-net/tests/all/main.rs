@@ -11,6 +11,7 @@ mod metrics;
 mod ring_quantized;
 mod rings;
 mod sealing;
+mod server_commands;
 mod straggler_residuals;
 mod support;
 mod training;

@@ -176,7 +176,7 @@ def connect(
         channel,
         recording,
         _carrier(ctx, opened, channel, spec, extras, staging.tell),
-        ServedParameters(channel, trained) if serves else None,
+        ServedParameters(channel, trained, ctx.rank_info) if serves else None,
         staging,
         ranks_each_of(opened),
     )

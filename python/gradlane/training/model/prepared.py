@@ -633,7 +633,7 @@ class PreparedModel:
             self._agreement.after_step(step - 1)
         if self._server is not None and self._served is not None:
             with self._translating(f"beginning step {step}"):
-                self._served.register()
+                self._served.hand_over_changes(self.steps.spend_step)
             self._server.agree()
 
     def _look(self) -> None:
@@ -652,12 +652,14 @@ class PreparedModel:
 
     def _make_server_state(self, updates: ServerUpdates) -> ServerState:
         barrier = self._barrier
+        assert self._served is not None
         return ServerState(
             channel=self.channel,
             scope=self._scope,
             optimizer=self._optimizer,
             trained=self._trained,
             updates=updates,
+            parameters=self._served,
             spend_step=self.steps.spend_step,
             translating=self._translating,
             asynchronous=AsyncContext(barrier, self.steps.settle, self.steps.exchange.pushes)

@@ -1,28 +1,46 @@
-"""The memory of parameters that the core updates in place (`update="server"`)."""
+"""The memory of parameters that the core updates in place (`update="server"`).
+
+Owners that train read the parameters in this memory. Dedicated servers have their own copy, and are
+handed what the program has changed here, such as by loading a checkpoint, before the next step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from gradlane.errors import UsageError
 from gradlane.training.core import Channel
+from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.tensor_table import TensorEntry
+
+_SAMPLE_ELEMS = 64
+"""About so many values of each parameter show whether the program has written uncounted."""
 
 
 class ServedParameters:
     """Tells the core where the trained parameters of a model are."""
 
-    def __init__(self, channel: Channel, trained: Sequence[TensorEntry]) -> None:
+    def __init__(
+        self, channel: Channel, trained: Sequence[TensorEntry], rank_info: RankInfo
+    ) -> None:
         """Begin without any memory known.
 
         Args:
             channel: the channel that updates them.
             trained: table entries of the trained parameters, by tensor number.
+            rank_info: this rank.
         """
         self._channel = channel
         self._trained = trained
+        self._rank = rank_info.rank
+        self.has_dedicated_servers = rank_info.serving > 0
+        """Whether ranks that train nothing update the parameters."""
+        self._versions: list[int] = []
+        self._samples: list[Tensor] = []
+        self._lent: list[Tensor] = []
         self._pointers: list[int] = []
         self._written: list[Tensor] = []
 
@@ -33,6 +51,9 @@ class ServedParameters:
             UsageError: one was converted since `prepare`.
         """
         pointers = [entry.tensor.data_ptr() for entry in self._trained]
+        if self.has_dedicated_servers and not self._samples:
+            self._note_versions()
+            self._samples = [self._sample(index) for index in range(len(self._trained))]
         if pointers == self._pointers:
             return
         for index, entry in enumerate(self._trained):
@@ -46,6 +67,97 @@ class ServedParameters:
         self._pointers = pointers
         # The core may write into memory that the program swaps in mid-step: it must not be freed.
         self._written = [entry.tensor.detach() for entry in self._trained]
+
+    def hand_over_changes(self, spend_step: Callable[[Callable[[int], None]], None]) -> None:
+        """Register the parameters, and give dedicated servers those that the program has changed.
+
+        Collective where it has, which all ranks have to do alike; rank 0's values go to all.
+
+        Args:
+            spend_step: runs a function with the number of a channel's step that is no training.
+
+        Raises:
+            UsageError: a parameter was converted since `prepare`, or written in a way that torch
+                does not count.
+            GradlaneError: the session has failed.
+        """
+        if not self.has_dedicated_servers:
+            self.register()
+            return
+        before = zip(self._trained, self._pointers, self._versions, strict=True)
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = [
+                index
+                for index, (entry, pointer, version) in enumerate(before)
+                if (entry.tensor.data_ptr(), entry.tensor._version) != (pointer, version)
+            ]
+        self._check_counted(changed)
+        self.register()
+        if changed:
+            self._note_versions()
+            # The results land in the parameters.
+            values = {index: self._trained[index].tensor.detach().clone() for index in changed}
+
+            def run(step: int) -> None:
+                self._channel.step_begin(step)
+                self._channel.write_parameters(changed)
+                self.give(step, values)
+
+            spend_step(run)
+            for index in changed:
+                self.note_values(index)
+
+    def note_values(self, index: int) -> None:
+        """Note that the values of a parameter are those that servers have."""
+        if self.has_dedicated_servers:
+            self._samples[index] = self._sample(index)
+
+    def _sample(self, index: int) -> Tensor:
+        """Return some values of a parameter, as bytes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            values = self._trained[index].tensor.detach()
+            flat = values.as_strided((values.numel(),), (1,))
+            return flat[:: max(1, flat.numel() // _SAMPLE_ELEMS)].clone().view(torch.uint8)
+
+    def _check_counted(self, changed: Sequence[int]) -> None:
+        """Check that no other parameter has changed: the next update would overwrite it.
+
+        Raises:
+            UsageError: one has, as its sample shows.
+        """
+        for index, sample in enumerate(self._samples):
+            if index not in changed and not torch.equal(self._sample(index), sample):
+                raise UsageError(
+                    f"parameter {self._trained[index].name!r} was changed in a way that torch does "
+                    "not count, such as .data.mul_(...) or numpy: ranks that only serve have "
+                    "parameters of their own and would not get it; change it in place under "
+                    "torch.no_grad()"
+                )
+
+    def give(self, step: int, values: Mapping[int, Tensor]) -> None:
+        """Contribute rank 0's values to a step that has just begun, and wait for its end.
+
+        Args:
+            step: its number in the channel.
+            values: of each tensor that has some, with the bytes and the layout of its parameter;
+                of the same tensors on every rank.
+        """
+        # If this breaks off, the core may still read there.
+        self._lent = list(values.values())
+        for index, entry in enumerate(self._trained):
+            if index in values and self._rank == 0:
+                pointer = values[index].data_ptr()
+                self._channel.gradient_ready(index, step, pointer, entry.nbytes)
+            else:
+                self._channel.tensor_absent(index, step, entry.tensor.data_ptr(), entry.nbytes)
+        self._channel.step_end(step)
+        self._channel.wait_step(step)
+        self._channel.take_ready(step)
+        self._lent = []
+
+    def _note_versions(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = [entry.tensor._version for entry in self._trained]
 
     def check_unmoved(self) -> None:
         """Check that the core would write into the parameters.
@@ -68,8 +180,4 @@ class ServedParameters:
             step: its number in the channel.
         """
         self._channel.step_begin(step)
-        for index, entry in enumerate(self._trained):
-            self._channel.tensor_absent(index, step, entry.tensor.data_ptr(), entry.nbytes)
-        self._channel.step_end(step)
-        self._channel.wait_step(step)
-        self._channel.take_ready(step)
+        self.give(step, {})

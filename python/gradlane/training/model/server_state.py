@@ -3,7 +3,8 @@
 With `update="server"` each slice's owner alone keeps the optimizer's state of that slice. Every
 rank knows how many steps each tensor has taken, since all ranks see the same tensors become ready.
 State goes to the owners from tensors that lie whole on every rank, such as those of a loaded
-checkpoint, without a byte on the network. It comes back in `state_dict()`, which is therefore a
+checkpoint, without a byte on the network; to dedicated servers rank 0 sends it, in steps of their
+own, once all ranks have loaded the same. It comes back in `state_dict()`, which is therefore a
 collective call: the owners broadcast it in steps of their own. Both are by tensor, so that neither
 the world size nor the slices matter to a checkpoint.
 """
@@ -24,6 +25,7 @@ from gradlane.errors import PeerLostError, RanksDifferError, RendezvousError, Se
 from gradlane.training.core import Channel
 from gradlane.training.model.barrier import Barrier
 from gradlane.training.model.lazy_state import plain_state
+from gradlane.training.model.served_parameters import ServedParameters
 from gradlane.training.model.server_updates import ServerUpdates
 from gradlane.training.model.state_checks import (
     MEANS,
@@ -66,6 +68,7 @@ class ServerState:
         optimizer: Optimizer,
         trained: Sequence[TensorEntry],
         updates: ServerUpdates,
+        parameters: ServedParameters,
         spend_step: Callable[[Callable[[int], None]], None],
         translating: Callable[[str], AbstractContextManager[None]],
         asynchronous: AsyncContext | None = None,
@@ -78,6 +81,7 @@ class ServerState:
             optimizer: the user's, checked by `check_server_optimizer`.
             trained: table entries of the trained parameters, by tensor number.
             updates: count the tensors' steps.
+            parameters: their memory.
             spend_step: runs a function with the number of a channel's step that is no training.
             translating: a context that turns errors of the channel into the package's own.
             asynchronous: given where each rank's push is a step of the optimizer.
@@ -87,6 +91,7 @@ class ServerState:
         self._optimizer = optimizer
         self._trained = trained
         self._updates = updates
+        self._parameters = parameters
         self._spend_step = spend_step
         self._translating = translating
         self._asynchronous = asynchronous
@@ -95,8 +100,14 @@ class ServerState:
         self._unagreed: str | None = None
         self._agreements = 0
         self._lent: list[Tensor] = []
+        self._due: Sequence[dict[str, Any]] | None = None
+        """State by tensor number that dedicated servers have not got yet."""
         self._take_over({})
+        # `prepare` has compared it.
         self._unagreed = None
+        if self._due is not None and self._updates.buffered:
+            self._hand_over(self._due)
+        self._due = None
         self._handles: list[Any] = [
             optimizer.register_state_dict_pre_hook(self._before_save),
             optimizer.register_state_dict_post_hook(self._after_save),
@@ -120,6 +131,9 @@ class ServerState:
                     f"rank {self._scope.rank_info.rank} and rank {rank} have loaded different "
                     "optimizer states: load the same checkpoint on every rank"
                 )
+        if self._due is not None:
+            due, self._due = self._due, None
+            self._hand_over(due)
 
     def bring_home(self) -> None:
         """Put all state into the optimizer on every rank; a collective call.
@@ -214,7 +228,7 @@ class ServerState:
 
     def _gather(self, name: str, indices: list[int]) -> dict[int, Tensor]:
         """Return the f32 state of tensors, laid out like them."""
-        halves = [index for index in indices if self._trained[index].dtype.itemsize == 2]
+        halves = [index for index in indices if self._is_short(index)]
         values = self._read(name, 0, indices)
         uppers = self._read(name, 1, halves) if halves else {}
         for index, upper in uppers.items():
@@ -316,16 +330,56 @@ class ServerState:
         self._forget_local()
 
     def _load(self, states: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-        self._channel.clear_state()
+        goes_later = self._parameters.has_dedicated_servers
+        if goes_later:
+            self._due = states
+        else:
+            self._channel.clear_state()
         self._updates.buffered.clear()
         for index, (entry, state) in enumerate(zip(self._trained, states, strict=True)):
             self._updates.steps[index] = int(state.get("step", 0))
             for name in names:
                 value = state.get(name)
                 if value is not None:
-                    values = in_layout(value.detach().to("cpu", torch.float32), entry.stride)
-                    self._channel.load_state(index, name, values.data_ptr(), values.numel())
+                    if not goes_later:
+                        values = _plain_values(value, entry)
+                        self._channel.load_state(index, name, values.data_ptr(), values.numel())
                     self._updates.buffered.add(index)
+
+    def _hand_over(self, states: Sequence[dict[str, Any]]) -> None:
+        """Give dedicated servers all state, in place of what they have; a collective call."""
+        # Results of these steps are the servers' parameters.
+        self._parameters.hand_over_changes(self._spend_step)
+        clear = True
+        for name in state_names(self._optimizer):
+            values = {
+                index: _plain_values(state[name], entry)
+                for index, (entry, state) in enumerate(zip(self._trained, states, strict=True))
+                if state.get(name) is not None
+            }
+            halves = {index: one for index, one in values.items() if self._is_short(index)}
+            for part, given in enumerate((values, halves)):
+                if given or clear:
+                    self._write(name, part, clear, given)
+                    clear = False
+
+    def _write(self, name: str, part: int, clear: bool, values: dict[int, Tensor]) -> None:
+        """Hand over one kind of state, or half of it; values are f32, as in `_gather`."""
+        contributed = {
+            index: _half(one, part) if self._is_short(index) else one
+            for index, one in values.items()
+        }
+
+        def run(step: int) -> None:
+            self._channel.step_begin(step)
+            self._channel.write_state(name, part, clear)
+            self._parameters.give(step, contributed)
+
+        self._spend_step(run)
+
+    def _is_short(self, index: int) -> bool:
+        """Return whether a parameter has two-byte elements, so that its state travels in halves."""
+        return self._trained[index].dtype.itemsize == 2
 
     def _exchange(self, call: str, mine: str) -> list[tuple[int, str]]:
         """Tell all ranks something and return what each of them says."""
@@ -356,3 +410,14 @@ class ServerState:
             said.append((rank, theirs.removeprefix(f"{call} ")))
         self._scope.delete(f"state/{self._agreements - 1}/{rank_info.rank}")
         return said
+
+
+def _plain_values(value: Tensor, entry: TensorEntry) -> Tensor:
+    """Return a state as f32 on the CPU, laid out like its parameter."""
+    return in_layout(value.detach().to("cpu", torch.float32), entry.stride)
+
+
+def _half(values: Tensor, part: int) -> Tensor:
+    """Return the lower (0) or upper (1) 16 bits of f32 values, in the order of their storage."""
+    words = values.as_strided((values.numel(),), (1,)).view(torch.int16)
+    return words[part::2].contiguous()

@@ -69,6 +69,7 @@ class ServerUpdates:
         if self._is_asynchronous:
             # Steps are the owners' to count: other ranks' gradients make some, too.
             return
+        self._parameters.note_values(index)
         self.steps[index] += 1
         if index in self.with_momentum:
             self.buffered.add(index)

@@ -58,6 +58,14 @@ class UnsupportedCalls:
         """Refuse: updates run on the workers."""
         _refuse("updating on servers")
 
+    def write_state(self, name: str, part: int, clear: bool) -> None:
+        """Refuse: updates run on the workers."""
+        _refuse("updating on servers")
+
+    def write_parameters(self, tensors: list[int]) -> None:
+        """Refuse: updates run on the workers."""
+        _refuse("updating on servers")
+
     def clear_state(self) -> None:
         """Refuse: updates run on the workers."""
         _refuse("updating on servers")

@@ -265,14 +265,8 @@ def serving_refusal(options: Options) -> str:
         return "strategy is 'ring', which has no servers: use p3"
     if options.strategy.name == ASGD:
         return (
-            "strategy is 'asgd', which keeps the optimizer's settings and state where the "
-            "training program runs: use servers= among the ranks that train"
-        )
-    if options.update == "server":
-        return (
-            "update is 'server': the optimizer's settings and state come from the owner's own "
-            "program, which these ranks do not run: use update='worker', or servers= among the "
-            "ranks that train"
+            "strategy is 'asgd', whose ranks are in different steps: a server that trains nothing "
+            "cannot tell whose learning rate is in force; use servers= among the ranks that train"
         )
     if options.stragglers.leaves_out:
         return (
