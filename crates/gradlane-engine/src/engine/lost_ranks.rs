@@ -269,7 +269,9 @@ impl Engine {
         schemes.ps.own_anew(cx, |slice| if is_settled(slice) { latest.next() } else { latest });
         switch.settle(cx, findings.version);
         let (own_rank, own_step) = (cx.rank, cx.worker.step());
-        let exists = |&slice: &SliceId| own_step < latest || is_settled(slice);
+        // This rank may have begun the next step since it told its holdings: nothing of that exists.
+        let exists =
+            |&slice: &SliceId| own_step < latest || (own_step == latest && is_settled(slice));
         cx.settled = cx.plan.slice_ids().filter(exists).collect();
         cx.spread_by.clear();
         for spread in &findings.spreads {
