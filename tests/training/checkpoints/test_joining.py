@@ -130,7 +130,7 @@ def test_a_rank_that_takes_none_ends_alone_by_name(
 
 
 @pytest.mark.parametrize(
-    "place", ["Checkpoints.load_state_dict", "Checkpoints.take", "write_shard"]
+    "place", ["CheckpointManager.load_state_dict", "CheckpointManager.take", "write_shard"]
 )
 def test_a_rank_that_joins_is_killed_around_a_checkpoint(
     tmp_path: Path, programs: ForkedPrograms, place: str
@@ -143,7 +143,7 @@ def test_a_rank_that_joins_is_killed_around_a_checkpoint(
 
 
 @pytest.mark.parametrize("victim", ["0", "2"])
-@pytest.mark.parametrize("place", ["Checkpoints.take", "write_shard"])
+@pytest.mark.parametrize("place", ["CheckpointManager.take", "write_shard"])
 def test_a_member_is_killed_around_a_checkpoint(
     tmp_path: Path, programs: ForkedPrograms, place: str, victim: str
 ) -> None:
@@ -175,7 +175,7 @@ def check_lost(run: Run, folder: Path, label: str) -> None:
 def test_the_rank_that_joined_is_left_alone(tmp_path: Path, programs: ForkedPrograms) -> None:
     """It writes the later ones of the same run, and in its own folders."""
     folder = tmp_path / "checkpoints"
-    end = f"{MANAGER}:Checkpoints.take"
+    end = f"{MANAGER}:CheckpointManager.take"
     fatal = {"0": ("joined", end), "1": ("lost", end)}
     run = Run(programs, tmp_path, world_size=2, fatal_after=fatal, **options_of(folder, 1))
     manifests = manifests_of(folder)

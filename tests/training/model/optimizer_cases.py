@@ -231,6 +231,7 @@ it is sharded over the ranks, and parameters are sent in place of averaged gradi
   file; that they do is checked before the next step.
 - For f16 and bf16 parameters call `load_state_dict()` after `prepare()`: before it, torch rounds
   the state to the parameters' dtype.
+- The owners may be [ranks that train nothing](servers.md#servers-that-update).
 - Take the `state_dict()` before the session is closed: afterwards the optimizer has no state, and
   refuses to be saved or stepped until one is loaded.
 """

@@ -108,8 +108,8 @@ def check_plan_goes_on(going_on: GoingOn, rule: str, schemes: Mapping[str, str])
             "rank would not; find one before (`gradlane plan`), and give it as plan="
         )
     for name, scheme in schemes.items():
-        if scheme != "ps":
+        if scheme not in ("ps", "ring"):
             raise ValueError(
                 f"going_on with a plan that has scheme {scheme!r} for {name!r}: every rank's part "
-                "is needed on the way; use a plan whose tensors all have scheme 'ps'"
+                "is needed on the way; use a plan whose tensors have scheme 'ps' or 'ring'"
             )
