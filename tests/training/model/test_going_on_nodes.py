@@ -76,9 +76,11 @@ def test_a_rank_is_lost_with_its_node(
     lost = [LOCAL_SIZE * node, LOCAL_SIZE * node + 1]
     assert list(change["lost"]) == lost and change["world_size"] == world_size - LOCAL_SIZE
     assert [rank for rank, _ in first["lost"]] == lost
+    assert "this node" not in change["reason"]
     for rank in run.left_behind:
         assert run.codes[rank] == 1
         assert f"rank {victim} was lost" in run.errors[rank], run.errors[rank]
+        assert "all ranks of this node end" in run.errors[rank]
 
 
 @pytest.mark.parametrize("codec", ["bf16", "onebit", "topk:ratio=0.05"])

@@ -180,6 +180,7 @@ def test_the_last_ranks_state_is_handed_over(pool: RankPool, local: str) -> None
         ({"local": "leader", "codec": "onebit"}, "opened"),
         ({"local": "leader", "local_size": 4, "codec": "dgc"}, "takes the optimizer's momentum"),
         ({"local": "leader", "local_size": 4, "codec": "onebit"}, "opened"),
+        ({"local": "leader", "local_size": 4, "going_on": True}, "its ranks are lost as one"),
         ({"local": "leader", "scheme": "sfb"}, "do not add up to fewer"),
         ({"local": "shared", "scheme": "adam"}, "as many leave the node"),
         ({"local": "leader", "stragglers": "drop"}, "a late one makes all of them late"),

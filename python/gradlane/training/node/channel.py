@@ -20,6 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -113,6 +114,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         self._goes_on = goes_on
         self._changes: list[MembershipRow] = []
         self._changes_heard = 0
+        self._has_opened = False
         self._closing = False
         self._has_parted = False
         self._departed: set[int] = set()
@@ -350,6 +352,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
 
     def all_connected(self) -> None:
         """Start the keepalive check: all ranks are connected now."""
+        self._has_opened = True
         if self._leader is not None:
             self._leader.channel.all_connected()
 
@@ -533,8 +536,16 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             self._leader.abort(reason_for_nodes or failure.text_for_other_nodes())
 
     def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure.to_error(self._core)
+        failure = self._failure
+        if failure is None:
+            return
+        node, local_rank = divmod(failure.rank or 0, self._layout.local_size)
+        is_local = failure.rank is not None and node == self._layout.node
+        if self._goes_on and self._has_opened and is_local and local_rank != self._local_rank:
+            # Not in the failure itself, which leaders tell the other nodes.
+            end = "; all ranks of this node end, and the other nodes go on if enough are left"
+            failure = replace(failure, message=failure.message + end)
+        raise failure.to_error(self._core)
 
     def _call_leader(self, call: Any) -> None:
         """Call the leader, if there is one; its failure fails this channel."""
@@ -583,9 +594,9 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             rank = self._layout.rank_of(self._layout.node, silent)
             text = (
                 f"rank {rank} was lost: silent for {self._keepalive.timeout_s:g} s, so its process "
-                "on this node stands still (longer pauses of it: silence_timeout_s)"
+                "stands still (longer pauses of it: silence_timeout_s)"
             )
-            self._fail_without(rank, text)
+            self.fail(Failure(text, self._landed.last_complete, rank))
 
     def _handle_message(self, message: Message) -> None:
         if message.kind == CONTRIBUTION and self._leader is not None:
@@ -618,12 +629,5 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
                 self._changed.notify_all()
         elif message.kind == DISCONNECTED and message.sender not in self._departed:
             rank = self._layout.rank_of(self._layout.node, message.sender)
-            text = f"rank {rank} was lost: its process on this node ended without a goodbye"
-            self._fail_without(rank, text)
-
-    def _fail_without(self, rank: int, text: str) -> None:
-        """Fail since a rank of this node is lost."""
-        told = text
-        if self._goes_on:
-            told += "; all ranks of this node end, and the other nodes go on if enough are left"
-        self.fail(Failure(told, self._landed.last_complete, rank), reason_for_nodes=text)
+            text = f"rank {rank} was lost: its process ended without a goodbye"
+            self.fail(Failure(text, self._landed.last_complete, rank))

@@ -54,12 +54,17 @@ def open_node_channel(
         gradients: tensors like the gradients of the first tensors, where they are torch's.
 
     Raises:
-        ValueError: a tensor's scheme or codec excludes sums on nodes, or collectives were asked
-            for and cannot be used.
+        ValueError: a tensor's scheme or codec excludes sums on nodes, collectives were asked for
+            and cannot be used, or training that is to go on has a single node.
         RendezvousError: ranks cannot reach each other.
     """
     if obstacle := rows_obstacle(rows, layout):
         raise ValueError(f'{obstacle}: use local="off"')
+    if options.going_on.on and layout.nodes == 1:
+        raise ValueError(
+            'going_on with local="leader" on one node: its ranks are lost as one, so none would '
+            'go on; use local="off"'
+        )
     sum_backend = agree_on_sum_backend(options, scope, layout, gradients)
     parts = cut_into_parts(rows, layout.leaders)
     link = connect(
