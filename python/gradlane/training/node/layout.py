@@ -72,7 +72,7 @@ def agree_on_layout(
         return None
     if obstacle:
         raise RanksDifferError(
-            f"local={options.local!r}: {obstacle}. Start as many ranks on every node, "
+            f"local={options.local.mode!r}: {obstacle}. Start as many ranks on every node, "
             'numbered node by node, as torchrun --nproc-per-node does, or use local="off"'
         )
     leaders = size if options.local.mode == SHARED else 1

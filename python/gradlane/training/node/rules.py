@@ -39,7 +39,7 @@ def with_local(options: Options) -> Options:
         return options
     if options.local.mode == AUTO:
         return replace(options, local=replace(options.local, mode=OFF))
-    raise ValueError(f'local={options.local!r} with {refusal}; use local="off"')
+    raise ValueError(f'local={options.local.mode!r} with {refusal}; use local="off"')
 
 
 def nodes_refusal(options: Options) -> str:
