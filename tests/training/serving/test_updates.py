@@ -66,6 +66,15 @@ def test_servers_that_train_nothing_change_no_bit(
     assert len(served) == servers and all(channel["owned_bytes"] > 0 for (channel,) in served)
 
 
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_model_that_is_prepared_again_keeps_its_state(pool: RankPool, servers: int) -> None:
+    kinds = [("sgd", "awkward"), ("adamw", "bf16")]
+    runs = [run(*kind, events=events) for events in ({}, {"again": 4}) for kind in kinds]
+    for result in trained(pool, 2, servers, runs)[:2]:
+        plain, again = ([one[:2] for one in half] for half in (result[:2], result[2:]))
+        assert again == plain
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_a_checkpoint_goes_on_with_any_servers(pool: RankPool, tmp_path: Path, kind: str) -> None:
     def run_until(steps: int, folder: Path) -> dict[str, Any]:

@@ -67,6 +67,8 @@ def _training(
             happens = {name for name, when in events.items() if when == step}
             if "halve" in happens:
                 _halve(model)
+            if "again" in happens:
+                session.prepare(model, optimizer)
             if "save" in happens:
                 saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
             if "load" in happens:

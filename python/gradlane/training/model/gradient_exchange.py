@@ -346,7 +346,7 @@ class GradientExchange:
             self._raise_failed(error, "ending a step")
 
     def spend(
-        self, run: Callable[[int], None], doing: str = "reading the optimizer's state"
+        self, run: Callable[[int], None], doing: str = "exchanging state between steps"
     ) -> None:
         """Give a step to something else than training.
 

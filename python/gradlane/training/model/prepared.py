@@ -348,8 +348,7 @@ class PreparedModel:
         """
         self._failure.raise_failure()
         self.steps.settle()
-        if self._server is not None:
-            self._server.bring_home()
+        self.bring_state_home()
         residuals = self.residuals.state_dict()
         self.close(timeout_s)
         # Connecting spreads rank 0's; buffers may be each rank's own.
@@ -370,6 +369,17 @@ class PreparedModel:
                 buffer.copy_(value)
         again.residuals.load_state_dict(residuals)
         return again
+
+    def bring_state_home(self) -> None:
+        """Put optimizer state that is on the servers into the optimizer; collective, between steps.
+
+        With asynchronous training it stays on the servers.
+
+        Raises:
+            GradlaneError: a rank was lost, or has state of other tensors.
+        """
+        if self._server is not None and not self.is_asynchronous:
+            self._server.bring_home()
 
     def connect_beside(self, world: JoinedWorld, precopy: Precopy | None) -> Connected:
         """Connect the model in the world that a rank joins, and stay connected to those of this.

@@ -160,6 +160,7 @@ class PreparedModels:
         residuals = None
         if before is not None:
             try:
+                before.bring_state_home()
                 residuals = before.residuals.state_dict()
                 self._part_with(before)
             except GradlaneError as error:
