@@ -373,12 +373,18 @@ class PreparedModel:
     def bring_state_home(self) -> None:
         """Put optimizer state that is on the servers into the optimizer; collective, between steps.
 
-        With asynchronous training it stays on the servers.
+        It stays on the servers with asynchronous training, and where a parameter was converted: the
+        core would read past its memory.
 
         Raises:
             GradlaneError: a rank was lost, or has state of other tensors.
         """
-        if self._server is not None and not self.is_asynchronous:
+        fits = all(
+            (entry.tensor.dtype, entry.tensor.shape, entry.tensor.stride(), entry.tensor.device)
+            == (entry.dtype, entry.shape, entry.stride, entry.device)
+            for entry in self._trained
+        )
+        if self._server is not None and fits and not self.is_asynchronous:
             self._server.bring_home()
 
     def connect_beside(self, world: JoinedWorld, precopy: Precopy | None) -> Connected:
