@@ -278,3 +278,20 @@ def test_state_is_not_read_in_the_middle_of_an_update() -> None:
         assert len(optimizer.state_dict()["state"]) == 4
 
     run_alone(body)
+
+
+def test_state_is_not_read_through_a_parameter_that_was_converted() -> None:
+    """The core would read past the end of its memory."""
+
+    def body(session: gradlane.Session) -> None:
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        session.prepare(model, optimizer)
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        session.synchronize()
+        model.half()
+        with pytest.raises(gradlane.UsageError, match="'weight' was converted after prepare"):
+            optimizer.state_dict()
+
+    run_ranks(2, body, update="server")

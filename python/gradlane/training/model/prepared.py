@@ -379,12 +379,9 @@ class PreparedModel:
         Raises:
             GradlaneError: a rank was lost, or has state of other tensors.
         """
-        fits = all(
-            (entry.tensor.dtype, entry.tensor.shape, entry.tensor.stride(), entry.tensor.device)
-            == (entry.dtype, entry.shape, entry.stride, entry.device)
-            for entry in self._trained
-        )
-        if self._server is not None and fits and not self.is_asynchronous:
+        if self._server is None or self._served is None or self.is_asynchronous:
+            return
+        if self._served.converted is None:
             self._server.bring_home()
 
     def connect_beside(self, world: JoinedWorld, precopy: Precopy | None) -> Connected:

@@ -56,17 +56,39 @@ class ServedParameters:
             self._samples = [self._sample(index) for index in range(len(self._trained))]
         if pointers == self._pointers:
             return
+        self.check_unconverted()
         for index, entry in enumerate(self._trained):
-            tensor = entry.tensor
-            if tensor.dtype is not entry.dtype or tensor.stride() != entry.stride:
-                raise UsageError(
-                    f"parameter {entry.name!r} was converted after prepare(): convert the model "
-                    "before prepare()"
-                )
             self._channel.set_parameter(index, pointers[index], entry.nbytes)
         self._pointers = pointers
         # The core may write into memory that the program swaps in mid-step: it must not be freed.
         self._written = [entry.tensor.detach() for entry in self._trained]
+
+    @property
+    def converted(self) -> TensorEntry | None:
+        """The first parameter whose memory is not what it was when it was prepared; None: none."""
+        for entry in self._trained:
+            tensor = entry.tensor
+            if (tensor.dtype, tensor.shape, tensor.stride(), tensor.device) != (
+                entry.dtype,
+                entry.shape,
+                entry.stride,
+                entry.device,
+            ):
+                return entry
+        return None
+
+    def check_unconverted(self) -> None:
+        """Check that the core can read and write the parameters.
+
+        Raises:
+            UsageError: one was converted since `prepare`.
+        """
+        entry = self.converted
+        if entry is not None:
+            raise UsageError(
+                f"parameter {entry.name!r} was converted after prepare(): convert the model before "
+                "prepare()"
+            )
 
     def hand_over_changes(self, spend_step: Callable[[Callable[[int], None]], None]) -> None:
         """Register the parameters, and give dedicated servers those that the program has changed.

@@ -240,6 +240,7 @@ class ServerState:
     def _read(self, name: str, part: int, indices: list[int]) -> dict[int, Tensor]:
         """Have the owners broadcast one kind of state, or half of it, where parameters land."""
         rank_info, channel = self._scope.rank_info, self._channel
+        self._parameters.check_unconverted()
         landings = {index: self._trained[index].host_memory() for index in indices}
         # If this breaks off, the core may still write there.
         self._lent = list(landings.values())
