@@ -22,7 +22,7 @@ class Pipeline:
         self.sent_bytes = 0
         """Bytes of encoded gradients that this rank has sent."""
         self.failure: BaseException | None = None
-        """The error of a failed bucket."""
+        """The error of a failed bucket; those after it are not begun, since peers may lack them."""
         self._encoder = ThreadPoolExecutor(1, "gradlane-encode")
         self._adder = ThreadPoolExecutor(1, "gradlane-add")
         weakref.finalize(self, _stop, self._encoder, self._adder)
@@ -37,6 +37,8 @@ class Pipeline:
         _stop(self._encoder, self._adder)
 
     def _begin(self, route: Route, exchange: BucketExchange) -> None:
+        if self.failure is not None:
+            raise self.failure
         self.sent_bytes += route.begin(exchange)
         self._adder.submit(self._run_guarded, self._end, route, exchange)
 

@@ -201,7 +201,8 @@ def train(job: dict[str, Any], rank: int, log: Log) -> None:
             (folder / _ASKS).touch()
         time.sleep(STEP_S if asks_at is None else SLOW_STEP_S)
         log.write("step", step=step, loss=loss.item(), at_s=time.monotonic())
-    log.write("digest", step=step, digest=digest(session, model))
+    # A rank may have joined after the last step.
+    log.write("digest", step=session.step, digest=digest(session, model))
     trigger.reach("close")
     session.close(job["close_timeout_s"])
 

@@ -88,21 +88,24 @@ def run_stream(
     listener.close()
     congestion_control = outgoing.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
     time.sleep(max(0.0, start_s - time.monotonic()))
-    # On a busy machine a node may have connected later.
-    open_s = max(start_s, time.monotonic()) + ramp_s
-    close_s = open_s + window_s
     # It goes on until the receiver closes, so that no receiver's window sees its end.
-    sender = threading.Thread(target=send_until, args=(outgoing, close_s + _LATE_S))
+    end_s = time.monotonic() + ramp_s + window_s + 2 * _LATE_S
+    sender = threading.Thread(target=send_until, args=(outgoing, end_s))
     sender.start()
-    incoming.settimeout(2.0)
+    incoming.settimeout(_LATE_S)
     try:
+        # On a busy machine a node may begin later than the one that it sends to.
+        incoming.recv(1)
+        open_s = max(start_s, time.monotonic()) + ramp_s
+        close_s = open_s + window_s
+        incoming.settimeout(2.0)
         arrivals = receive_until(incoming, close_s)
     finally:
         # Unread bytes make this a reset, which ends the other node's sender at once.
         incoming.close()
         sender.join()
         outgoing.close()
-    rates_bps = part_rates(arrivals, open_s, close_s)
+    rates_bps = part_rates(arrivals, open_s)
     if not rates_bps or max(rates_bps) == 0:
         raise OSError(f"node {node} received no stream in {ramp_s + window_s:.1f} s")
     name = congestion_control.rstrip(b"\0").decode()
@@ -127,16 +130,17 @@ def receive_until(connection: socket.socket, end_s: float) -> list[tuple[float, 
 def part_rates(
     arrivals: Sequence[tuple[float, int]],
     open_s: float,
-    close_s: float,
     part_s: float = _PART_S,
 ) -> list[float]:
-    """Return bits a second of each full part of the window, between the reads that bound it."""
+    """Return bits a second of each part of the window, between the reads that bound it.
+
+    The last read before the window bounds its first part, and the one that ends it its last: where
+    a busy machine lets nobody read in between, both bound the only one.
+    """
     rates_bps: list[float] = []
     start: tuple[float, int] | None = None
     for time_s, total_bytes in arrivals:
-        if time_s < open_s or time_s > close_s:
-            continue
-        if start is None:
+        if start is None or time_s < open_s:
             start = (time_s, total_bytes)
         elif time_s - start[0] >= part_s:
             rates_bps.append(8 * (total_bytes - start[1]) / (time_s - start[0]))

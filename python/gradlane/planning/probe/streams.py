@@ -174,7 +174,7 @@ class StreamEndpoint:
         while True:
             close_s = open_s + self._window_s
             arrivals = receive_until(connection, close_s)
-            rates_bps = part_rates(arrivals, open_s, close_s, _PART_SHARE * self._window_s)
+            rates_bps = part_rates(arrivals, open_s, _PART_SHARE * self._window_s)
             if rates_bps:
                 return statistics.median(rates_bps)
             # A process that got no processor for a whole window measures another one.
