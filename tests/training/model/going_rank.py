@@ -157,6 +157,8 @@ def main() -> None:
             asked.append(session.state_dict())
     session.synchronize()
     final = copies_of(model)
+    # A thread learns of losses, which on a busy machine may come later than the last of few steps.
+    eventually(lambda: len(session.metrics()["lost"]) >= len(job["ends"]), 5.0)
     lost = [[row["rank"], row["step"]] for row in session.metrics()["lost"]]
     residuals = [row["residuals"] for row in session.metrics()["lost"]]
     codecs = {one.tensor: one.codec for one in session.codecs}
