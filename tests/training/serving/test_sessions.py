@@ -19,6 +19,7 @@ from tests.built import needs_core
 from tests.forked_programs import PATIENCE_S, ForkedPrograms
 from tests.ports import reserve_port
 from tests.training.model.pool import RankPool
+from tests.training.serving.roles import digests_of
 
 pytestmark = needs_core
 MODULE = "tests.training.serving.rank_programs"
@@ -35,15 +36,7 @@ OTHER_BITS: list[dict[str, Any]] = [{"codec": "qsgd:bits=8", "seed": 4}, {"schem
 
 
 def trained(pool: RankPool, workers: int, servers: int, runs: list[dict[str, Any]]) -> list[Any]:
-    return pool.run(
-        f"{MODULE}:digests",
-        ranks=4 if servers else workers,
-        workers=workers,
-        servers=servers,
-        runs=runs,
-        model_name="wide",
-        steps=4,
-    )
+    return digests_of(pool, MODULE, workers, servers, runs, model_name="wide", steps=4)
 
 
 @pytest.mark.parametrize("workers", [2, 3])

@@ -10,6 +10,7 @@ import pytest
 
 from tests.built import needs_core
 from tests.training.model.pool import RankPool
+from tests.training.serving.roles import digests_of
 
 pytestmark = needs_core
 MODULE = "tests.training.serving.update_programs"
@@ -41,13 +42,7 @@ RUNS = [
 
 def trained(pool: RankPool, workers: int, servers: int, runs: list[dict[str, Any]]) -> list[Any]:
     """Train on servers apart, or, with 0 servers, on those that train."""
-    return pool.run(
-        f"{MODULE}:digests",
-        ranks=4 if servers else workers,
-        workers=workers,
-        servers=servers,
-        runs=runs,
-    )
+    return digests_of(pool, MODULE, workers, servers, runs)
 
 
 @pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 2)])

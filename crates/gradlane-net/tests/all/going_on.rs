@@ -290,6 +290,19 @@ fn a_silent_rank_is_left_out_and_ends() {
     check(&channels[0], &rest, &[1, 2]);
 }
 
+/// A step in which the other one of two ranks is lost; the job's store decides for this one.
+fn outlive_the_other(channel: &Channel, step: u64) -> Vec<Tensor> {
+    let gradients = contribute(channel, step).expect("gradients");
+    let mut deadline = deadline();
+    let asked = channel.next_changes(&mut deadline).expect("a claim");
+    let [MembershipEvent::ClaimNeeded { generation: 1, value }] = &asked[..] else {
+        panic!("{asked:?}");
+    };
+    channel.answer_claim(1, Some(value.clone()));
+    channel.wait_step(Step(step), &mut deadline).expect("the step");
+    gradients
+}
+
 fn the_register_decides(strategy: &str) {
     let plan = plan(model(), strategy, 1_000, 2);
     let channels = world_with("127.0.0.1", 2, &plan, goes_on);
@@ -298,18 +311,10 @@ fn the_register_decides(strategy: &str) {
         if channel.rank() == Rank(0) {
             return channel.abort("it was killed");
         }
-        let gradients = contribute(&channel, 4).expect("gradients");
-        let mut deadline = deadline();
-        let asked = channel.next_changes(&mut deadline).expect("a claim");
-        let [MembershipEvent::ClaimNeeded { generation: 1, value }] = &asked[..] else {
-            panic!("{asked:?}");
-        };
-        channel.answer_claim(1, Some(value.clone()));
-        channel.wait_step(Step(4), &mut deadline).expect("the step");
-        drop(gradients);
+        outlive_the_other(&channel, 4);
         train(&channel, 5, STEPS);
         assert_eq!(members(&channel), [1]);
-        channel.finish(Duration::from_secs(20), &mut deadline).expect("a good end");
+        channel.finish(Duration::from_secs(20), &mut deadline()).expect("a good end");
     });
 }
 
@@ -343,15 +348,7 @@ fn the_last_rank_has_what_it_has_held_back_of_means() {
         if channel.rank() == Rank(0) {
             return channel.abort("it was killed");
         }
-        let gradients = contribute(&channel, 4).expect("gradients");
-        let mut deadline = deadline();
-        let asked = channel.next_changes(&mut deadline).expect("a claim");
-        let [MembershipEvent::ClaimNeeded { generation: 1, value }] = &asked[..] else {
-            panic!("{asked:?}");
-        };
-        channel.answer_claim(1, Some(value.clone()));
-        channel.wait_step(Step(4), &mut deadline).expect("the step");
-        tensors.push(gradients);
+        tensors.push(outlive_the_other(&channel, 4));
         tensors.extend(train(&channel, 5, STEPS));
         let mut is_some = false;
         for (index, numel) in SIZES.into_iter().enumerate() {
@@ -362,7 +359,7 @@ fn the_last_rank_has_what_it_has_held_back_of_means() {
             is_some |= held_back.iter().any(|&value| value != 0.0);
         }
         assert!(is_some);
-        channel.finish(Duration::from_secs(20), &mut deadline).expect("a good end");
+        channel.finish(Duration::from_secs(20), &mut deadline()).expect("a good end");
     });
 }
 
