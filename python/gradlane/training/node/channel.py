@@ -388,8 +388,9 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
 
     def distribute_change(self, change: MembershipRow) -> None:
         """Tell all ranks of this node a change of the members."""
+        text = json.dumps(change).encode()
         for peer in self._link.peers:
-            self._link.send_text(peer, MEMBERS, json.dumps(change).encode())
+            self._link.send_text(peer, MEMBERS, text)
         self.take_change(change)
 
     def take_change(self, change: MembershipRow) -> None:

@@ -126,6 +126,7 @@ class NodeLeader:
         self._sink = sink
         self._source = source
         self._first_node = first_node
+        self._goes_on = goes_on
         self._progress = [_PartProgress() for _ in self.own_parts]
         self._inbox: queue.SimpleQueue[Contribution | NodeMean | int | None] = queue.SimpleQueue()
         self._begun_steps: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -266,7 +267,7 @@ class NodeLeader:
         self._submit_mean(NodeMean(item.part, item.step, pointer, not progress.present))
 
     def _submit_mean(self, mean: NodeMean) -> None:
-        if mean.absent and mean.step > 0:
+        if self._goes_on and mean.absent and mean.step > 0:
             # Where a node is lost, parts of the mean may be over nodes without a gradient.
             memset(mean.pointer, 0, mean.part.nbytes)
         call = self.channel.tensor_absent if mean.absent else self.channel.gradient_ready
