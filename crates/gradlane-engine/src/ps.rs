@@ -27,7 +27,7 @@ use alloc::vec::Vec;
 use async_owner::{AsyncOwners, Push};
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
-use owner::{Collected, OwnedSlice, Owner, PendingBroadcast};
+use owner::{OwnedSlice, Owner, PendingBroadcast, ReductionInput};
 use server_commands::ServerCommands;
 use stragglers::Stragglers;
 
@@ -78,13 +78,13 @@ impl ParameterServer {
 
     /// Goes on as if step 0 were complete, with states of any values.
     pub(crate) fn skip_initial(&mut self, cx: &mut Cx) {
-        self.owner.skip_to(Step(1));
+        self.owner.fast_forward(Step(1));
         self.async_owners.skip_initial(cx);
     }
 
     /// Goes on as if all ranks had been in all steps up to this one.
     pub(crate) fn fast_forward(&mut self, plan: &Plan, step: Step) {
-        self.owner.skip_to(step.next());
+        self.owner.fast_forward(step.next());
         self.async_owners.fast_forward(plan.world_size, step);
         self.stragglers.fast_forward(plan.world_size, step);
     }
@@ -94,7 +94,7 @@ impl ParameterServer {
     pub(crate) fn own_anew(&mut self, cx: &mut Cx, step: impl Fn(SliceId) -> Step) {
         self.owner.drain().into_iter().for_each(|buffer| cx.release(buffer));
         self.owner = Owner::new(&cx.plan, cx.rank);
-        self.owner.skip_each_to(step);
+        self.owner.fast_forward_each(step);
     }
 
     /// All ranks are through: nothing is owed to any.
@@ -421,8 +421,8 @@ impl ParameterServer {
     }
 
     /// All contributions to a slice that count are here.
-    fn reduce(&mut self, cx: &mut Cx, slice: SliceId, all: Collected) {
-        let Collected { step, priority, counted, .. } = all;
+    fn reduce(&mut self, cx: &mut Cx, slice: SliceId, all: ReductionInput) {
+        let ReductionInput { step, priority, counted, .. } = all;
         // The mean over one rank is its gradient, which is in place already, unless it is encoded. In a step
         // whose contributions travel raw the driver may put state in the place of the mean.
         let is_result = cx.others().is_empty()

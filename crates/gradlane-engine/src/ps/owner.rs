@@ -42,8 +42,8 @@ pub(super) struct PendingBroadcast {
     pub(super) priority: Priority,
 }
 
-/// Contributions to a slice, some of which count.
-pub(super) struct Collected {
+/// Contributions to a slice, taken to be reduced; some of them count.
+pub(super) struct ReductionInput {
     pub(super) step: Step,
     pub(super) priority: Priority,
     /// Whole contributions that count, by rank.
@@ -109,7 +109,7 @@ impl OwnedSlice {
     }
 
     /// Takes the contributions for reduction, once as many are whole as count.
-    pub(super) fn take_all(&mut self, count: usize) -> Option<Collected> {
+    pub(super) fn take_all(&mut self, count: usize) -> Option<ReductionInput> {
         if self.contributions.whole() < count {
             return None;
         }
@@ -118,7 +118,7 @@ impl OwnedSlice {
     }
 
     /// Takes the contributions for reduction, once all of a decided set are whole.
-    pub(super) fn take_decided(&mut self, set: &RankSet) -> Option<Collected> {
+    pub(super) fn take_decided(&mut self, set: &RankSet) -> Option<ReductionInput> {
         if self.reducing || !set.iter().all(|rank| self.contributions.has(rank)) {
             return None;
         }
@@ -133,9 +133,9 @@ impl OwnedSlice {
         counted: Vec<(Rank, Contribution)>,
         dropped: Vec<(Rank, Contribution)>,
         arriving: Vec<(Rank, Arriving)>,
-    ) -> Collected {
+    ) -> ReductionInput {
         self.reducing = true;
-        Collected { step: self.step, priority: self.priority, counted, dropped, arriving }
+        ReductionInput { step: self.step, priority: self.priority, counted, dropped, arriving }
     }
 
     /// After a reduction, the next step's contributions may come. Returns the priority of the result,
@@ -171,12 +171,12 @@ impl Owner {
     }
 
     /// Goes on as if results of all steps before this one had been delivered.
-    pub(super) fn skip_to(&mut self, step: Step) {
-        self.skip_each_to(|_| step);
+    pub(super) fn fast_forward(&mut self, step: Step) {
+        self.fast_forward_each(|_| step);
     }
 
     /// The same, for a step of each slice.
-    pub(super) fn skip_each_to(&mut self, step: impl Fn(SliceId) -> Step) {
+    pub(super) fn fast_forward_each(&mut self, step: impl Fn(SliceId) -> Step) {
         self.slices.iter_mut().for_each(|(&slice, owned)| owned.step = step(slice));
     }
 
