@@ -141,6 +141,12 @@ impl Membership {
         self.is_through = true;
     }
 
+    /// This rank needs nobody any more: it takes no part in a change that others may still make.
+    pub(crate) fn leave(&mut self) {
+        self.has_ended = true;
+        self.change = None;
+    }
+
     /// This rank's connection to a member is closed, reset, or silent for too long.
     pub(crate) fn lose(&mut self, peer: Rank, reason: &str, now: Time) {
         let is_member = peer != self.rank && self.members.contains(peer);

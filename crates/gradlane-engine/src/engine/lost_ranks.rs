@@ -44,6 +44,9 @@ impl Engine {
         let all_left = leaves && self.session.have_departed(self.cx.others().iter());
         if all_left && self.changes.is_in(Phase::Agreeing) {
             self.changes.now = None;
+            if let Some(membership) = &mut self.membership {
+                membership.leave();
+            }
             self.cx.tx.hold_slices(false);
             self.schemes.ps.forget_owed(&mut self.cx);
         }

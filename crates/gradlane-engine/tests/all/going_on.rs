@@ -96,6 +96,21 @@ fn swarm_of_faults_round_rings_with_codecs() {
     swarm(encoded_rings);
 }
 
+/// Seeds of faults that 10,000 do not find: a rank that all others had left was asked to agree, and found no
+/// majority; and the only rank with the last results was lost, so that nobody ends in good order.
+#[test]
+fn seeds_that_found_faults() {
+    let found: [(fn(Setting, u64) -> Setting, u64); 4] = [
+        (Setting::encoded, 25_470),
+        (as_it_is, 93_778),
+        (Setting::with_rings, 26_016),
+        (encoded_rings, 10_235),
+    ];
+    for (form, seed) in found {
+        World::with_drawn_faults(&form(Setting::drawn(seed), seed), seed).run_and_check(seed);
+    }
+}
+
 #[test]
 fn every_moment_at_which_any_rank_can_die() {
     kills(&Setting::small());

@@ -743,17 +743,18 @@ impl World {
             }
             return;
         }
+        // The only one that was left and had the last results was lost before it had spread them.
+        let lacks_results = |node: &Node| {
+            let failure = node.failure.as_ref().map(ToString::to_string);
+            self.struck > 1
+                && failure.is_some_and(|it| it.contains("others may have ended with them"))
+        };
         for (rank, node) in self.nodes.iter().enumerate() {
             let rank = rank as u32;
             // After two losses at the end, a rank may find nobody left to agree with; it is through.
             let is_through = node.completed.last() == Some(&Step(self.setting.steps));
-            // The only one that was left and had the last results was lost before it had spread them.
-            let lacks_results = node
-                .failure
-                .as_ref()
-                .is_some_and(|it| it.to_string().contains("others may have ended with them"));
             let excused = node.dead
-                || (lacks_results && self.struck > 1)
+                || lacks_results(node)
                 || self.may_end.contains(&rank)
                 || (is_through && self.struck > 1)
                 || (may_stall && stalled(node));
@@ -766,6 +767,9 @@ impl World {
             }
         }
         let survivors = self.nodes.iter().filter(|node| node.closed).count();
+        if survivors == 0 && self.nodes.iter().any(lacks_results) {
+            return;
+        }
         assert!(survivors > 0, "seed {seed}: nobody is left {}", self.describe());
         for step in 1..=self.setting.steps {
             for tensor in 0..self.setting.sizes.len() {
