@@ -73,12 +73,15 @@ impl Links {
     }
 
     /// Ranks of a set that are all connected to each other: the rank with most lost connections leaves (the
-    /// highest of several), until none is lost.
-    pub(super) fn clique(&self, among: &RankSet) -> RankSet {
+    /// highest of several), until none is lost. Ranks that are `through` leave last: they alone may have all
+    /// results of the last step.
+    pub(super) fn clique(&self, among: &RankSet, through: &RankSet) -> RankSet {
         let mut clique = among.clone();
         let mut cuts = self.cuts(among);
-        while let Some((&leaving, _)) =
-            cuts.iter().filter(|(_, &count)| count > 0).max_by_key(|&(&rank, &count)| (count, rank))
+        while let Some((&leaving, _)) = cuts
+            .iter()
+            .filter(|(_, &count)| count > 0)
+            .max_by_key(|&(&rank, &count)| (!through.contains(rank), count, rank))
         {
             cuts.remove(&leaving);
             clique.remove(leaving);
@@ -118,7 +121,7 @@ impl Links {
         let best = reachable.iter().map(connected).max().unwrap_or(0);
         let count = self.members.len();
         let needed = if 2 * best > count { count + 1 } else { count };
-        let clique = self.clique(&reachable);
+        let clique = self.clique(&reachable, &RankSet::empty(self.world_size));
         let (first, last): (Vec<Rank>, Vec<Rank>) = reachable
             .iter()
             .filter(|&rank| 2 * connected(rank) >= needed)
@@ -126,9 +129,10 @@ impl Links {
         first.into_iter().chain(last).collect()
     }
 
-    /// The value to propose when these ranks have answered a rank: those of them that can go on together.
-    pub(super) fn propose(&self, by: Rank, answered: &RankSet) -> Value {
-        let members = self.clique(answered);
+    /// The value to propose when these ranks have answered a rank, some of them after their goodbye: those that
+    /// can go on together.
+    pub(super) fn propose(&self, by: Rank, answered: &RankSet, through: &RankSet) -> Value {
+        let members = self.clique(answered, through);
         let mut lost = None;
         let mut reasons = Vec::new();
         for leaving in self.members.iter().filter(|&rank| !members.contains(rank)) {
@@ -146,7 +150,7 @@ impl Links {
             }
         }
         let reason = shorten(&reasons.join("; "), REASON_BYTES_MAX).to_string();
-        Value { members, lost, is_through: false, reason }
+        Value { members, lost, is_through: !through.is_empty(), reason }
     }
 
     /// "The link between rank 1 and rank 3 is cut (no bytes for 10 s): rank 3 leaves".

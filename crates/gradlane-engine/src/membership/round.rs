@@ -98,8 +98,8 @@ pub(super) struct Round {
     members: u32,
     /// Whether the register decides.
     by_register: bool,
-    /// Whether a rank that has promised has said goodbye.
-    is_through: bool,
+    /// Ranks that have promised and had said goodbye.
+    through: RankSet,
     /// Until when answers are awaited.
     due: Time,
     #[cfg(test)]
@@ -119,6 +119,10 @@ impl Round {
         asked.iter().filter(|&rank| rank != ballot.rank).for_each(|rank| {
             answered.remove(rank);
         });
+        let mut through = answered.clone();
+        if !voter.is_through {
+            through.remove(ballot.rank);
+        }
         Round {
             ballot,
             phase: Phase::Promises { accepted: voter.accepted.clone() },
@@ -126,7 +130,7 @@ impl Round {
             answered,
             members,
             by_register: voter.by_register,
-            is_through: voter.is_through,
+            through,
             due,
             #[cfg(test)]
             fault: Fault::None,
@@ -182,7 +186,9 @@ impl Round {
         };
         self.answered.insert(from);
         self.by_register |= by_register;
-        self.is_through |= is_through;
+        if is_through {
+            self.through.insert(from);
+        }
         let own = accepted.as_ref().map(|(ballot, _)| *ballot);
         if theirs.as_ref().is_some_and(|(ballot, _)| Some(*ballot) > own) {
             *accepted = theirs;
@@ -202,8 +208,7 @@ impl Round {
             Phase::Promises { accepted } => accepted.take(),
             Phase::Votes { .. } => None,
         };
-        let is_through = self.is_through;
-        let fresh = || Value { is_through, ..links.propose(self.ballot.rank, &self.answered) };
+        let fresh = || links.propose(self.ballot.rank, &self.answered, &self.through);
         let value = accepted.map_or_else(fresh, |(_, value)| value);
         #[cfg(test)]
         if self.fault == Fault::NoMark {

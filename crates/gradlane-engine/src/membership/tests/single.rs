@@ -264,13 +264,18 @@ proptest! {
     #[test]
     fn those_that_go_on_are_all_connected(
         cuts in proptest::collection::vec((0..9_u32, 0..9_u32), 0..30),
+        through in proptest::collection::vec(0..9_u32, 0..3),
     ) {
         let mut links = Links::new(9, RankSet::all(9));
         for &(by, peer) in cuts.iter().filter(|(by, peer)| by != peer) {
             links.cut(Rank(by), Rank(peer), "reset");
         }
-        let value = links.propose(Rank(0), &RankSet::all(9));
+        let through = set(9, &through);
+        let value = links.propose(Rank(0), &RankSet::all(9), &through);
         prop_assert!(!value.members.is_empty());
+        // Results that ranks have after their goodbye are on a member.
+        prop_assert_eq!(value.is_through, !through.is_empty());
+        prop_assert!(through.is_empty() || through.iter().any(|rank| value.members.contains(rank)));
         for one in value.members.iter() {
             prop_assert!(value.members.iter().all(|other| !links.is_cut(one, other)));
         }
@@ -285,28 +290,39 @@ proptest! {
 
 #[test]
 fn the_rank_with_most_lost_connections_leaves_and_of_several_the_highest() {
-    type Case<'a> = (&'a [(u32, u32)], &'a [u32], &'a str);
-    let cases: [Case; 4] = [
-        (&[(1, 3)], &[0, 1, 2], "the link between rank 1 and rank 3 is cut (reset): rank 3 leaves"),
-        (&[(3, 1), (1, 3)], &[0, 1, 2], "the link between rank 1 and rank 3 is cut (reset): rank 3 leaves"),
+    type Case<'a> = (&'a [(u32, u32)], &'a [u32], &'a [u32], &'a str);
+    let cases: [Case; 6] = [
+        (&[(1, 3)], &[], &[0, 1, 2], "the link between rank 1 and rank 3 is cut (reset): rank 3 leaves"),
+        (&[(3, 1), (1, 3)], &[], &[0, 1, 2], "the link between rank 1 and rank 3 is cut (reset): rank 3 leaves"),
         (
             &[(1, 3), (1, 2)],
+            &[],
             &[0, 2, 3],
             "the links between rank 1 and rank 2, rank 3 are cut (reset): rank 1 leaves",
         ),
+        // Those that have said goodbye have the last results, and leave last.
+        (&[(1, 3)], &[3], &[0, 2, 3], "the link between rank 1 and rank 3 is cut (reset): rank 1 leaves"),
+        (
+            &[(1, 3), (1, 2)],
+            &[1],
+            &[0, 1],
+            "the link between rank 1 and rank 2 is cut (reset): rank 2 leaves; the link between rank 1 and rank 3 \
+             is cut (reset): rank 3 leaves",
+        ),
         (
             &[(0, 1), (2, 3)],
+            &[],
             &[0, 2],
             "the link between rank 0 and rank 1 is cut (reset): rank 1 leaves; the link between rank 2 and rank 3 \
              is cut (reset): rank 3 leaves",
         ),
     ];
-    for (cuts, members, reason) in cases {
+    for (cuts, through, members, reason) in cases {
         let mut links = Links::new(WORLD, RankSet::all(WORLD));
         cuts.iter().for_each(|&(by, peer)| {
             links.cut(Rank(by), Rank(peer), "reset");
         });
-        let value = links.propose(Rank(0), &RankSet::all(WORLD));
+        let value = links.propose(Rank(0), &RankSet::all(WORLD), &set(WORLD, through));
         assert_eq!((value.members, &value.reason[..]), (set(WORLD, members), reason));
     }
 }
