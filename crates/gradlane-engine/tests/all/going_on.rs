@@ -9,13 +9,16 @@ mod world;
 
 use world::{Fault, Setting, World};
 
+/// Chooses the form that a drawn cluster's tensors are sent in, by the seed.
+type Form = fn(Setting, u64) -> Setting;
+
 /// A number from the environment.
 fn number(variable: &str) -> Option<u64> {
     std::env::var(variable).ok().and_then(|it| it.parse().ok())
 }
 
 /// Runs clusters with drawn faults; tensors are sent in the form that `form` chooses.
-fn swarm(form: fn(Setting, u64) -> Setting) {
+fn swarm(form: Form) {
     let first = number("GRADLANE_SWARM_FIRST").unwrap_or(0);
     for seed in first..first + number("GRADLANE_SWARM").unwrap_or(10_000) {
         World::with_drawn_faults(&form(Setting::drawn(seed), seed), seed).run_and_check(seed);
@@ -43,7 +46,7 @@ fn kills(setting: &Setting) {
 }
 
 /// Whether a canary is found.
-fn finds(canary: fn(&mut World), form: fn(Setting, u64) -> Setting) -> bool {
+fn finds(canary: fn(&mut World), form: Form) -> bool {
     (0..1_000).any(|seed| {
         let run = || {
             let setting = form(Setting::drawn(seed), seed);
@@ -66,7 +69,7 @@ fn encoded_rings(setting: Setting, seed: u64) -> Setting {
 #[test]
 fn nothing_is_lost_when_nothing_fails() {
     for seed in 0..20 {
-        let forms = [as_it_is, Setting::encoded, Setting::with_rings, encoded_rings];
+        let forms: [Form; 4] = [as_it_is, Setting::encoded, Setting::with_rings, encoded_rings];
         for setting in forms.map(|form| form(Setting::drawn(seed), seed)) {
             let mut world = World::new(&setting, seed);
             world.run();
@@ -100,7 +103,7 @@ fn swarm_of_faults_round_rings_with_codecs() {
 /// a link was cut in the last step, and the rank with its results left; the only rank with them was killed.
 #[test]
 fn seeds_that_found_faults() {
-    let found: [(fn(Setting, u64) -> Setting, u64); 5] = [
+    let found: [(Form, u64); 5] = [
         (Setting::encoded, 25_470),
         (Setting::encoded, 141_841),
         (as_it_is, 93_778),
