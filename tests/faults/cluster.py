@@ -172,7 +172,7 @@ class Run:
 
     @contextlib.contextmanager
     def running(self, options: dict[str, Any], checkpoint: Path, last_step: int) -> Iterator[None]:
-        """Have all processes for as long as it lasts; what has not ended by itself is killed."""
+        """Run all processes while the context lasts, then kill those that have not ended."""
         scenario, size = self._scenario, self._training.local_size
         nodes = [rank // size for rank in range(self._processes)]
         if self._training.serving:

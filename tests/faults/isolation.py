@@ -1,4 +1,4 @@
-"""What a process does that belongs to one run: a session, a parent to end with, a network.
+"""Sets a process of one run apart: its own session, the parent to end with, a network.
 
 It imports little: every rank that is forked loads it.
 """

@@ -21,8 +21,8 @@ _PORT = 29500
 def own_loopback() -> Iterator[tuple[str | None, int]]:
     """Yield the path of a namespace with nothing but a loopback interface, and a port there.
 
-    The port of a store whose rank was killed is nobody else's then. Where no namespace can be made
-    the path is None, and the port one of the machine's.
+    So no other process takes the port of a store whose rank was killed. Where no namespace can be
+    made the path is None, and the port one of the machine's.
     """
     if _why_not() is not None:
         yield None, reserve_port()

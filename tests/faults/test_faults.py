@@ -1,4 +1,4 @@
-"""Some faults of each kind in real trainings, and that the judgement finds what it is for."""
+"""Some faults of each kind in real trainings, and checks that the judge finds problems."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_hangs_and_errors_of_others_are_found() -> None:
 
 
 def test_a_fault_of_a_server_after_all_steps_is_none() -> None:
-    """As of a rank that trains; a server goes through no step that it could write down."""
+    """Like a fault of a rank that trains; a server has no steps to write down."""
     scenario = draw(710189)
     assert (scenario.fault, scenario.moment, scenario.training) == (
         "cut",

@@ -1,4 +1,4 @@
-"""Some faults of trainings that go on, and that the judgement finds what it is for."""
+"""Some faults of trainings that go on, and checks that the judge finds problems."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def change_mean(outcome: Outcome) -> None:
 
 
 def keep_the_lost(outcome: Outcome) -> None:
-    """Have it said that the rank was lost a step later than its means tell."""
+    """Report the rank lost a step later than its means show."""
     for end in outcome.ends:
         for one in end.events:
             if one["event"] == "agreed":
@@ -204,7 +204,7 @@ def take_another_mean(outcome: Outcome) -> None:
 
 
 def join_later(outcome: Outcome) -> None:
-    """Have it said that the rank joined a step later than the means tell."""
+    """Report that the rank joined a step later than the means show."""
     for end in outcome.ends:
         for one in end.events:
             if one["event"] == "moved":
@@ -242,7 +242,7 @@ def test_what_must_not_be_is_found_where_a_rank_joins(
 
 
 def test_a_checkpoint_may_lack_the_file_of_a_rank_that_is_not_out_of_force() -> None:
-    """What it wrote before the checkpoint before was on the disk; the others write alone later."""
+    """Its earlier files were on the disk, and later the others write without it."""
     outcome = trained()
     end = outcome.ends[0]
     begin = LOST_IN - 1 - CHECKPOINT_EVERY + 1

@@ -91,7 +91,7 @@ def bound_s(scenario: Scenario) -> float:
 
 
 def named_ranks(text: str) -> set[int]:
-    """Return the ranks that an error blames: those it names, but for whoever says so."""
+    """Return the ranks that an error blames: those it names, except the rank that reports it."""
     text = _ASIDE.sub("", text)
     if "store" in text:
         # A rank that gave up because of the store is not at fault.

@@ -75,7 +75,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def log_means(model: nn.Module, log: Log) -> None:
-    """Write down each mean as an update takes it: nothing waits for it that would not otherwise."""
+    """Write down each mean as an update takes it, without adding a wait."""
     places = {one.data_ptr(): index for index, one in enumerate(model.parameters())}
     module: Any = importlib.import_module("torch.optim.sgd")
     update: Callable[..., Any] = module.sgd
@@ -149,7 +149,7 @@ def wait_for_file(path: Path) -> None:
 
 
 def batches_of(job: dict[str, Any], rank: int, begun: int) -> Iterator[Tensor]:
-    """Return a rank's batches, where the job says so by way of a process that loads them."""
+    """Return a rank's batches, loaded by another process if the job says so."""
     batches = Batches(rank, job["last_step"])
     if not job["scenario"]["loads"]:
         return (batches[index] for index in range(begun, len(batches)))

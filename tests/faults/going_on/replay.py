@@ -21,7 +21,7 @@ _seeding = threading.Lock()
 
 
 class ReplayError(Exception):
-    """A rank had what no undisturbed training over the members of its steps has."""
+    """Raised when a rank's bits are not those of training over its members without faults."""
 
 
 @dataclass(frozen=True)

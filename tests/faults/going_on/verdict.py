@@ -84,7 +84,7 @@ def judge(
 
 
 def took_part(scenario: GoingOnScenario, end: RankEnd) -> bool:
-    """Return whether a rank has trained: one that asks to join may not be let in to the end."""
+    """Return whether a rank has trained: a rank that asks to join may never be let in."""
     return end.rank < scenario.world_size or bool(_events(end, "moved"))
 
 

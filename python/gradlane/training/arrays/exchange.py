@@ -339,6 +339,6 @@ def _refuse_residuals(choices: Sequence[CodecChoice]) -> None:
         if choice.facts is not None and choice.facts.residual_width > 0:
             raise UsageError(
                 f"codec {choice.codec!r} keeps what it has lost of array {choice.tensor!r}, and "
-                "session.state_dict() has that of prepared models only: give arrays a codec "
+                "session.state_dict() has residuals of prepared models only: give arrays a codec "
                 "without error feedback, such as 'qsgd:bits=8', or none"
             )

@@ -190,7 +190,7 @@ def _hand_over(
     if world.joins:
         all_bytes = sum(entry.nbytes for share in shares for entry in share)
         log.info(
-            "rank %d: %.4g of %.4g MB of state came while the others waited",
+            "rank %d: the others waited for %.4g of %.4g MB of state",
             rank,
             waited_bytes / 1e6,
             all_bytes / 1e6,
@@ -242,7 +242,9 @@ class FirstStepState:
         try:
             self._scope.put(f"{_KEY}/{rank}", told)
         except GradlaneError as error:
-            log.warning("the rank that joins does not get what it begins with: %s", error)
+            log.warning(
+                "the rank that joins gets no hyper-parameters and shared objects: %s", error
+            )
 
     def take(self) -> None:
         """Wait until a member has handed it over, and take it over.
@@ -258,7 +260,7 @@ class FirstStepState:
             state = unpack(told, torch.device("cpu"))
             if "refused" in state:
                 raise UsageError(
-                    f"the others cannot hand over what rank {own} begins with: {state['refused']}"
+                    f"the members cannot hand rank {own} what it needs to join: {state['refused']}"
                 )
             if set(state["shared"]) != set(self._shared):
                 raise UsageError(

@@ -335,8 +335,8 @@ class PrecopySource:
             steps, is_last = self.log.take(self._look)
             if self.log.is_full:
                 raise UsageError(
-                    f"rank {self._donor} could not keep what its updates have used: they are "
-                    "faster than the connection, or no memory is left"
+                    f"rank {self._donor} had no room left for the gradients of its updates: they "
+                    "come faster than the connection sends them, or memory is short"
                 )
             rows = [{"groups": step.groups, "tensors": list(step.gradients)} for step in steps]
             told = {"steps": rows, "is_last": is_last, "failure": ""}

@@ -196,8 +196,8 @@ class ResidualState:
                 # The members are the same on all ranks then.
                 raise UsageError(
                     f"load_state_dict() with {len(said)} of {rank_info.world_size} ranks: slices "
-                    "of the lost ones have other owners, which would not get what the state has of "
-                    "them; load it before the first step, or restart"
+                    "of the lost ranks have new owners, which would not get their part of the "
+                    "state; load it before the first step, or restart"
                 )
             return said
         self._loads += 1

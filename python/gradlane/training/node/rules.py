@@ -46,11 +46,11 @@ def nodes_refusal(options: Options) -> str:
     """Return the option that excludes sums on nodes, with its reason; empty if all go with them."""
     if options.going_on.on and options.local.mode == SHARED:
         return (
-            "going_on: the ranks of a node would agree each by itself on who is left; with "
-            'local="leader" one of them does'
+            "going_on: each rank of a node would agree on members by itself; "
+            'with local="leader" one of them does'
         )
     if options.update == "server":
-        return 'update="server": owners update from what single ranks send'
+        return 'update="server": owners need the gradient of each rank, not sums of nodes'
     if options.stragglers.leaves_out:
         rule = options.stragglers.rule
         return (
@@ -58,7 +58,7 @@ def nodes_refusal(options: Options) -> str:
             "a late one makes all of them late, and a step without it would lose them all"
         )
     if options.servers is not None:
-        return f"servers={options.servers}: single ranks of a node are no servers"
+        return f"servers={options.servers}: nodes own slices, not single ranks"
     if options.workers is not None:
         return f"workers={options.workers}: a node's ranks add up as ranks that train"
     if options.strategy.factors:

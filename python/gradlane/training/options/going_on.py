@@ -31,23 +31,23 @@ class GoingOn(OptionGroup):
     )
     min_ranks: int = option(
         1,
-        "With fewer ranks than these the session ends. By default it goes on to the last rank, "
-        "which has all of the training; give a number where a step over few batches does harm.",
+        "The session ends when fewer ranks than this are left. By default it goes on to the last "
+        "rank, which has all of the training; set it where steps over few batches do harm.",
         unit="ranks",
         least=1,
         agreed=True,
     )
     collect_s: float = option(
         0.1,
-        "Wait for what other ranks have lost, before new members are proposed: a broken link is "
-        "seen from both of its ends.",
+        "Wait for the losses that other ranks report, before new members are proposed: both ends "
+        "of a broken link report one.",
         unit="s",
         above=0,
         agreed=True,
     )
     answer_s: float = option(
         2.0,
-        "Longest wait for a rank's answer to proposed members, which leaves it out then.",
+        "Longest wait for a rank's answer to proposed members; then the rank is left out.",
         unit="s",
         above=0,
         agreed=True,
@@ -80,12 +80,15 @@ def check_going_on_world(going_on: GoingOn, slice_elems: int | None, world_size:
     if not going_on.on:
         return
     if going_on.min_ranks > world_size:
-        raise ValueError(f"min_ranks is {going_on.min_ranks}, but there are {world_size}")
+        raise ValueError(
+            f"min_ranks is {going_on.min_ranks}, but there are {world_size} ranks: give "
+            f"{world_size} or fewer"
+        )
     least = STATUS_LANES * world_size
     if slice_elems is not None and slice_elems < least:
         raise ValueError(
-            f"going_on with slice_elems={slice_elems} and {world_size} ranks: all ranks' statuses "
-            f"of a step have to be in one slice, so it must be {least} or more"
+            f"going_on with slice_elems={slice_elems} and {world_size} ranks: one slice has to "
+            f"hold all ranks' statuses of a step, so it must be {least} or more"
         )
 
 
@@ -94,22 +97,22 @@ def check_plan_goes_on(going_on: GoingOn, rule: str, schemes: Mapping[str, str])
 
     Args:
         going_on: the session's options.
-        rule: that finds plans while training, or empty.
+        rule: name of the rule that finds plans while training, or empty.
         schemes: of the plan, by the name of a tensor, or of a rule that chooses it.
 
     Raises:
-        ValueError: the plan does not.
+        ValueError: the plan does not go with it.
     """
     if not going_on.on:
         return
     if rule:
         raise ValueError(
-            f"going_on with plan={rule!r}: all ranks connect anew to follow a plan, which a lost "
-            "rank would not; find one before (`gradlane plan`), and give it as plan="
+            f"going_on with plan={rule!r}: all ranks reconnect to switch plans, which fails when "
+            "one is lost; find a plan before (`gradlane plan`), and give it as plan="
         )
     for name, scheme in schemes.items():
         if scheme not in ("ps", "ring"):
             raise ValueError(
-                f"going_on with a plan that has scheme {scheme!r} for {name!r}: every rank's part "
-                "is needed on the way; use a plan whose tensors have scheme 'ps' or 'ring'"
+                f"going_on with a plan that has scheme {scheme!r} for {name!r}: it needs every "
+                "rank's part; use a plan whose tensors have scheme 'ps' or 'ring'"
             )

@@ -225,7 +225,9 @@ class Options:
             ValueError: an option does not go with it.
         """
         if self.servers is not None and self.servers > world_size:
-            raise ValueError(f"servers is {self.servers}, but there are {world_size} ranks")
+            raise ValueError(
+                f"servers is {self.servers}, but there are {world_size} ranks: give fewer"
+            )
         if self.workers is not None and self.workers != world_size:
             self._check_serving(self.workers, world_size)
         rule = self.stragglers.parsed
@@ -239,7 +241,7 @@ class Options:
     def _check_serving(self, workers: int, world_size: int) -> None:
         """Check the options that go with ranks that only serve."""
         if workers > world_size:
-            raise ValueError(f"workers is {workers}, but there are {world_size} ranks")
+            raise ValueError(f"workers is {workers}, but there are {world_size} ranks: give fewer")
         why = serving_refusal(self)
         if why:
             raise ValueError(
@@ -258,8 +260,8 @@ def serving_refusal(options: Options) -> str:
     """Return why ranks that only serve do not go with other options; empty if they do."""
     if options.servers is not None:
         return (
-            f"servers is {options.servers}, which makes ranks servers that train: leave it out, "
-            "the ranks that do not train are the servers"
+            f"servers is {options.servers}, which gives slices to ranks that train: leave it out, "
+            "the ranks that only serve own all slices"
         )
     if options.strategy.name == RING:
         return "strategy is 'ring', which has no servers: use p3"
@@ -270,8 +272,8 @@ def serving_refusal(options: Options) -> str:
         )
     if options.stragglers.leaves_out:
         return (
-            f"stragglers is {options.stragglers.rule!r}: owners apart do not hear who is left out; "
-            "use stragglers='wait', or servers= among the ranks that train"
+            f"stragglers is {options.stragglers.rule!r}: dedicated servers do not learn which "
+            "ranks a step leaves out; use stragglers='wait', or servers= among the ranks that train"
         )
     return ""
 
@@ -298,21 +300,21 @@ def going_on_refusal(options: Options) -> str:
     for _, codec in rules:
         if isinstance(parse_codec(codec), Dgc):
             return (
-                f"codec {codec!r}: its clipping counts the ranks of the start, and its momentum "
-                "has not been tried when ranks are lost; use topk, which also sends the largest "
+                f"codec {codec!r}: its clipping is for the number of ranks at the start, and its "
+                "momentum is untested when ranks are lost; use topk, which also sends the largest "
                 "values"
             )
     if options.stragglers.leaves_out:
         return (
-            f"stragglers={options.stragglers.rule!r}: a step would be over other ranks for two "
-            'reasons; use stragglers="wait"'
+            f"stragglers={options.stragglers.rule!r}: a step could lack ranks that are late and "
+            'ranks that are lost; use stragglers="wait"'
         )
     if options.servers is not None:
         return f"servers={options.servers}: the ranks that are left own all slices; leave it out"
     if options.workers is not None:
         return (
-            f"workers={options.workers}: ranks that only serve take no part in agreeing on who is "
-            "left; leave it out"
+            f"workers={options.workers}: ranks that only serve take no part in agreeing on "
+            "members; leave it out"
         )
     if options.check_every:
         return (
@@ -325,7 +327,7 @@ def going_on_refusal(options: Options) -> str:
 def rows_refusal(options: Options) -> str:
     """Return why sparse gradients are sent dense under some options; empty if rows travel."""
     if options.going_on.on:
-        return "going_on is on, and a lost rank's rows would be missing: a mean is made again dense"
+        return "with going_on means are made again after a loss, which needs dense gradients"
     if options.stragglers.leaves_out:
         return f"stragglers={options.stragglers.rule!r} makes a dense mean of the ranks in time"
     if options.local.mode not in ("off", "auto"):

@@ -273,11 +273,13 @@ class JoinRequest:
                     called_before = ahead
                     deadline = SuspendAwareDeadline(deadline.limit_s)
                     continue
-                state = "has found the request, and trains no step" if called else "looks for it"
+                state = (
+                    "a rank found its request, but takes no step" if called else "no rank found it"
+                )
                 raise RendezvousError(
-                    f"no rank has invited this one to join in {deadline.limit_s:g} s: "
-                    f"{'a rank' if called else 'none'} {state}; is a training under way, with "
-                    "going_on, two ranks or more, and the same job and store?"
+                    f"this rank has waited {deadline.limit_s:g} s to be invited to join: {state}; "
+                    "is a training under way, with going_on, two ranks or more, and the same job "
+                    "and store?"
                 )
             time.sleep(_POLL_S)
 
@@ -313,7 +315,8 @@ class JoinRequest:
             look()
             if deadline.is_over(_POLL_S):
                 raise RendezvousError(
-                    f"the members have not agreed in {deadline.limit_s:g} s that this rank joins"
+                    f"the members have not agreed in {deadline.limit_s:g} s that this rank joins; "
+                    "look at their logs, and start it again"
                 )
             time.sleep(_POLL_S)
 

@@ -236,17 +236,17 @@ class Membership:
                 self.note(self._opened_with + change, members, step, reason)
 
     def check_complete(self) -> None:
-        """Check that no rank of the connections that are open was lost.
+        """Check that no rank of the open connections was lost.
 
         Raises:
-            SessionFailedError: one was.
+            SessionFailedError: a rank was lost.
         """
         with self._lock:
             if self.lacks_ranks:
                 raise SessionFailedError(
                     f"{self._known[self.known_generation].reason}, while all ranks were to agree: "
-                    "those that are left train on, but do not connect anew; restart from the last "
-                    "checkpoint"
+                    "the ranks that are left train on, but open no new connections; restart from "
+                    "the last checkpoint"
                 )
 
     def check_unchanged(self, world: str) -> None:

@@ -88,9 +88,9 @@ def check_codecs_served(choices: Sequence[CodecChoice], rank_info: RankInfo) -> 
         if choice.facts is not None and choice.facts.residual_width > 0:
             raise ValueError(
                 f"codec {choice.codec!r} of {choice.tensor!r} while {rank_info.serving} ranks only "
-                "serve: it keeps what results have lost on the owner of each slice, where "
-                "checkpoints do not reach it; use a codec without error feedback, such as "
-                "qsgd:bits=8, or servers="
+                "serve: residuals of means stay on each slice's owner, where checkpoints do not "
+                "reach them; use a codec without error feedback, such as qsgd:bits=8, or servers= "
+                "in place of workers="
             )
 
 

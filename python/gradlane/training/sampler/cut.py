@@ -206,12 +206,15 @@ def ranges_of(left: object, samples: int) -> Ranges:
     try:
         found = tuple((int(start), int(stop)) for start, stop in left)  # type: ignore[attr-defined]
     except (TypeError, ValueError):
-        raise ValueError(f"the state's samples left are {left!r}: no list of ranges") from None
+        raise ValueError(
+            f"the state's samples left are {left!r}, no list of ranges: load what state_dict() "
+            "returned"
+        ) from None
     edge = 0
     for start, stop in sorted(found):
         if not edge <= start < stop <= samples:
             raise ValueError(
-                f"the state has the positions {start} to {stop} of {samples} left, or has some "
+                f"the state's samples left include {start} to {stop} of {samples}, or have some "
                 "twice: load what state_dict() returned"
             )
         edge = stop

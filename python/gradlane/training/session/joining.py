@@ -54,7 +54,7 @@ from gradlane.training.session.world import World
 
 _GOODBYE_S = 10.0
 _TRIES_MAX = 4
-"""A rank that the members have tried to let in so often, each time in a pause, asks no more."""
+"""Attempts, each of which pauses the members, after which a rank stops asking to join."""
 
 
 class Joins:
@@ -67,7 +67,7 @@ class Joins:
         prepared: list[PreparedModel],
         look: Callable[[], object],
     ) -> None:
-        """Let nobody in yet.
+        """Let no rank in yet.
 
         Args:
             world: of the session.
@@ -84,7 +84,7 @@ class Joins:
         self._requests = JoinRequests(self._keys, world.ctx.membership)
         self._first: FirstStepState | None = None
         self._source: PrecopySource | None = None
-        """Gives this rank's state to one that joins, or has."""
+        """Gives this rank's state to a rank that joins, or has given it."""
         self.shared: dict[str, Stateful] = {}
         """Objects whose state a rank that joins takes over, by name."""
 
@@ -101,14 +101,14 @@ class Joins:
         self._requests.start()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Let no more ranks in."""
         self._requests.close()
         if self._source is not None:
             self._source.close(_GOODBYE_S)
         self.tell_first_step()
 
     def tell_first_step(self) -> None:
-        """Hand over what the next step begins with, unless that was done: it begins elsewhere."""
+        """Hand over what the next step begins with, unless done, before a gather or the end."""
         if self._first is not None:
             self._first.tell()
 

@@ -55,7 +55,7 @@ def unwatch(session: OpenSession) -> None:
 
 
 def abort_all(error: BaseException) -> None:
-    """Abort all open sessions with an exception that has ended the program, or its part of one."""
+    """Abort all open sessions, naming the exception that has ended the program or its script."""
     for session in list(_open):
         session.abort(describe_exception(error))
 

@@ -107,8 +107,8 @@ class PreparedModels:
         if self._ctx.membership.lacks_ranks:
             # On all ranks alike, and the lost ones come to no meeting.
             raise UsageError(
-                "prepare() after ranks were lost: those that are left do not connect anew; "
-                "restart, or prepare before"
+                "prepare() after ranks were lost: the ranks that are left open no new connections; "
+                "prepare all models before, or restart from the last checkpoint"
             )
         if self._ctx.options.rendezvous.join and not self.prepared:
             check_arguments(model, optimizer)
@@ -116,8 +116,8 @@ class PreparedModels:
             self._check_goes_on(model, buffers, plan)
             if plan is not None:
                 raise UsageError(
-                    f"prepare(plan={plan!r}) of a rank that joins: it takes part with the settings "
-                    "of its session; start the training without a plan, or all ranks with it"
+                    f"prepare(plan={plan!r}) of a rank that joins: it uses its session's settings; "
+                    "leave plan out, or restart all ranks with the plan"
                 )
             deferred = steps_per_parameter(optimizer) if defer is None else defer
             self.joins.follow(self.joins.join(model, optimizer, deferred, buffers))
@@ -137,7 +137,7 @@ class PreparedModels:
             if plan is not None and self._ctx.options.is_asynchronous:
                 raise ValueError(
                     'plan= with strategy="asgd": plans choose among settings that give the same '
-                    "results; asynchronous training is none of them"
+                    "results, and asynchronous training gives others; leave plan out"
                 )
             sizes = _trained_sizes(model)
             before = self._prepared_before(model)
@@ -201,21 +201,21 @@ class PreparedModels:
         """Check that a model can be prepared in a session that goes on when ranks are lost.
 
         Raises:
-            UsageError: it is a second one.
-            ValueError: its buffers cannot be kept alike then.
+            UsageError: the session has another prepared model.
+            ValueError: its buffers or its plan do not go with it.
         """
         ctx = self._ctx
         if not ctx.options.going_on.on:
             return
         if any(one.model is not model for one in self.prepared):
             raise UsageError(
-                "prepare() of a second model with going_on: each would agree on its own who is "
-                "left; prepare one module that holds both, such as nn.ModuleDict"
+                "prepare() of a second model with going_on: each would agree on members by "
+                "itself; prepare one module that holds both, such as nn.ModuleDict"
             )
         if buffers == "average":
             raise ValueError(
-                'buffers="average" with going_on: averages of a step in which ranks are lost would '
-                'be over several numbers of ranks; use "broadcast" or "local"'
+                'buffers="average" with going_on: in a step in which ranks are lost, averages '
+                'would be over different numbers of ranks; use "broadcast" or "local"'
             )
         rule = plan if isinstance(plan, str) and plan in PLAN_RULES else ""
         check_plan_goes_on(ctx.options.going_on, rule, {})

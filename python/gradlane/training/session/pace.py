@@ -57,9 +57,9 @@ def at_pace(
             if not warned:
                 warned = True
                 warnings.warn(
-                    "averaged gradients are read between backward() and optimizer.step(), as "
-                    "clipping does; a step that is passed has no such moment, so this rank passes "
-                    "none, and holds the others back when it is late",
+                    "the program reads averaged gradients between backward() and optimizer.step(), "
+                    "as clipping does; a passed step has no such moment, so this rank passes none, "
+                    "and the others wait for it when it is late",
                     UserWarning,
                     stacklevel=3,
                 )

@@ -57,7 +57,7 @@ class SessionScopes:
 
     @property
     def has_met(self) -> bool:
-        """Whether any was opened."""
+        """Whether a scope was opened."""
         return bool(self._opened)
 
     def open(self) -> RendezvousScope:

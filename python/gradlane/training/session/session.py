@@ -124,12 +124,12 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """This rank; where training has gone on without others, its place among the members."""
+        """This rank; after ranks were lost or have joined, its place among the members."""
         return self._ctx.membership.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that train: all, unless `workers` said otherwise or some were lost."""
+        """Number of ranks that train: all, unless `workers` is given, ranks were lost or joined."""
         return self._ctx.membership.world_size
 
     @property
@@ -146,15 +146,16 @@ class Session:
         return self._ctx.options.going_on.on
 
     def on_membership(self, callback: Callable[[MembershipChange], object]) -> None:
-        """Have a function called when training has gone on without lost ranks; see `going_on`.
+        """Call a function when training has gone on without lost ranks, or a rank has joined.
 
         It is called inside `optimizer.step()`, before that returns, on the thread that steps: on
-        all members at the end of the same step. From then on `rank` and `world_size` are those of
-        the change. The step has ended, and its update may be pending, as ever. The callback may
-        read the model and call `gather_integers`; what it raises comes out of `optimizer.step()`.
+        all members at the end of the same step; on a rank that joins, inside `prepare`. From then
+        on `rank` and `world_size` are those of the change. The step has ended, and its update may
+        be pending. The callback may read the model and call `gather_integers`; what it raises
+        comes out of `optimizer.step()`. See `docs/going-on.md`.
 
         Args:
-            callback: a function of the change. Several are called in their order.
+            callback: a function of the change. Several are called in the order of registration.
 
         Raises:
             SessionClosedError: the session has ended.
@@ -163,18 +164,18 @@ class Session:
         self._ctx.membership.listeners.append(callback)
 
     def gather_integers(self, values: list[int]) -> list[list[int]]:
-        """Return whole numbers of every member, by rank; a collective call between two steps.
+        """Return integers of every member, by rank; a collective call between two steps.
 
         They travel on the connections of the first model, with `gradlane.init(going_on=True)`.
-        Where members are lost meanwhile, the callbacks of `on_membership` are called before it
+        If members are lost meanwhile, the callbacks of `on_membership` are called before it
         returns, and the result is that of the new members.
 
         Args:
-            values: this rank's, as many as it likes.
+            values: this rank's, any number of them.
 
         Raises:
-            UsageError: training does not go on, no model is prepared, or it is in a step.
-            SessionFailedError: another rank trains meanwhile.
+            UsageError: the session is without `going_on`, no model is prepared, or it is in a step.
+            SessionFailedError: another rank takes a step instead.
             GradlaneError: the session has failed or is closed.
         """
         self._check_open()
@@ -440,7 +441,10 @@ class Session:
             GradlaneError: the session has failed.
         """
         self._check_open()
-        self._refuse_going_on("weight()", "a part of a mean may be over other ranks' samples")
+        self._refuse_going_on(
+            "weight()",
+            "when a rank is lost, slices of a mean may be over samples of different ranks",
+        )
         if not (isinstance(samples, int) and 0 <= samples <= _SAMPLES_MAX):
             raise ValueError(f"weight({samples!r}): give a number of samples, 0 to 2^46")
         found = self._models.prepared
@@ -507,11 +511,13 @@ class Session:
                 backward without `optimizer.step()` or `zero_grad()`.
         """
         self._check_open()
-        self._refuse_going_on("join()", "the rank whose values all get at its end may be lost")
+        self._refuse_going_on(
+            "join()", "the rank whose values all others get at its end may be lost"
+        )
         if self._ctx.options.stragglers.leaves_out:
             raise UsageError(
-                "session.join() where stragglers are left out: a rank without data would be one, "
-                'and the others would not wait for it; use stragglers="wait"'
+                f"session.join() with stragglers={self._ctx.options.stragglers.rule!r}: steps "
+                'would go on without a rank that has run out of data; use stragglers="wait"'
             )
         return Join(list(self._models.prepared), self.rank, throw_on_early_termination)
 
@@ -955,12 +961,12 @@ class Session:
             raise UsageError(f"session.{call} with going_on: {why}; open the session without it")
 
     def _refuse_lost(self, call: str) -> None:
-        """Refuse a collective call that needs all ranks of the start."""
+        """Refuse a collective call that needs all connected ranks, once one was lost."""
         membership = self._ctx.membership
         if membership.lacks_ranks:
             raise UsageError(
-                f"session.{call} after rank {membership.lost[-1].rank} was lost: it needs all "
-                "ranks that are connected; call it before, or use gather_integers()"
+                f"session.{call} after rank {membership.lost[-1].rank} was lost: it needs the "
+                "lost rank, too; call it before, or use gather_integers()"
             )
 
     def _say(self, connected: ServedStats) -> None:
