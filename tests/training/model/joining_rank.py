@@ -6,9 +6,13 @@ until it ends, some steps later, `options`, `joiner_options`: in place of these 
 later, `fatal`: by label, the function in whose first call a rank is killed, `fatal_after`: the
 same, after a rank has `joined` or was `lost`, `spoils`: one that does nothing there, `raises`: one
 that fails there, `is_small`: whether the model has one parameter and SGD, `other_optimizer`:
-whether ranks that come later have SGD, `slow`: seconds that each file of a checkpoint takes, and
-`samples`: of an epoch for an `ElasticSampler`, or 0. Writes each step to `rows-LABEL`, and what it
-has seen to `LABEL.json`.
+whether ranks that come later have SGD, `slow`: seconds that each file of a checkpoint takes,
+`samples`: of an epoch for an `ElasticSampler`, or 0, `fatal_steps`: by label, the step in whose
+backward a rank is killed, counted from the start or the last join on, and after how many joins,
+`numbers`: by label, the number whose batches a rank has, in place of its own, `pause_s`: seconds
+after each step, and `prepares_anew`: whether all prepare the model anew in the end, and train on.
+Writes each step to `rows-LABEL`, what it has seen to `LABEL.json`, and with `numbers` the state
+after each step, and the owners of slices in each world, to `LABEL.pt`.
 """
 
 from __future__ import annotations
@@ -34,11 +38,10 @@ from torch.utils.data import DataLoader
 
 import gradlane
 from gradlane.training.options.options import keywords_of
-from tests.training.model.going_rank import Model, loss_of
+from tests.training.model.going_rank import Model, copies_of, loss_of, note_owners
 
 STEPS_AFTER = 6
 EPOCHS = 4
-PAUSE_S = 0.01
 PATIENT_S = 100.0
 
 
@@ -116,6 +119,8 @@ def main() -> None:
     slow_down_writing(job["slow"])
     is_member = "RANK" in os.environ
     place = {"rank": int(os.environ["RANK"]), "world_size": job["world_size"]} if is_member else {}
+    owners: dict[str, list[int]] = {}
+    note_owners(owners)
     session = gradlane.init(
         join=not is_member,
         **keywords_of(
@@ -136,12 +141,16 @@ def main() -> None:
     changes: list[dict[str, Any]] = []
     gathered: list[list[list[int]]] = []
 
+    worlds: list[dict[str, list[int]]] = []
+    """Owners of each tensor's slices in each world."""
     joined = 0
     """Ranks that have joined and are still there."""
 
     def changed(change: gradlane.MembershipChange) -> None:
         nonlocal joined
         changes.append(asdict(change))
+        if change.joined:
+            worlds.append(dict(owners))
         after, place = job["fatal_after"].get(label, ("", ""))
         if after and getattr(change, after):
             kill_in(place)
@@ -157,6 +166,19 @@ def main() -> None:
         )
     log = (Path(job["folder"]) / f"rows-{label}").open("w", buffering=1)
     session.prepare(model, optimizer)
+    if is_member:
+        worlds.append(dict(owners))
+    fatal_step, fatal_joins = job["fatal_steps"].get(label, (0, 0))
+
+    def die(*_: Any) -> None:
+        joins = [one["step"] for one in changes if one["joined"]]
+        begun = joins[-1] - 1 if joins else 0
+        if (session.step + 1 - begun, len(joins)) == (fatal_step, fatal_joins):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if fatal_step:
+        assert isinstance(model, Model)
+        model.second.register_full_backward_hook(die)
     before = 0
     """Steps that the session does not count: those of the checkpoint it goes on from."""
     if "checkpoint_folder" in job["options"]:
@@ -166,12 +188,13 @@ def main() -> None:
             scheduler.last_epoch = before - 1
             scheduler.step()
     rows: list[list[Any]] = []
+    states: list[list[torch.Tensor]] = []
     metrics: Any
     ids: list[list[int]] = []
     deadline_s = time.monotonic() + PATIENT_S
 
     def train(step: int) -> None:
-        loss = loss_of(model, session.rank, step)
+        loss = loss_of(model, job["numbers"].get(label, session.rank), step)
         world_size = session.world_size
         loss.backward()
         optimizer.step()
@@ -180,7 +203,9 @@ def main() -> None:
         session.synchronize()
         rows.append([step, world_size, digest_of(model)])
         log.write(json.dumps(rows[-1]) + "\n")
-        time.sleep(PAUSE_S)
+        if job["numbers"]:
+            states.append(copies_of(model))
+        time.sleep(job["pause_s"])
         assert time.monotonic() < deadline_s, f"{joined} have joined"
 
     def steps() -> Iterator[int]:
@@ -203,6 +228,11 @@ def main() -> None:
                 ids.extend([epoch, one] for one in batch.tolist())
                 train(session.step + 1)
                 time.sleep(0.05)
+    if job["prepares_anew"]:
+        ended = session.step
+        session.prepare(model, optimizer)
+        for step in range(ended + 1, ended + STEPS_AFTER + 1):
+            train(step)
     metrics = session.metrics()
     result = {
         "rows": rows,
@@ -216,6 +246,8 @@ def main() -> None:
         "metrics": {name: metrics[name] for name in ("members", "generation", "joined", "lost")},
     }
     session.close()
+    if job["numbers"]:
+        torch.save({"states": states, "worlds": worlds}, Path(job["folder"]) / f"{label}.pt")
     (Path(job["folder"]) / f"{label}.json").write_text(json.dumps(result))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 
 from tests.built import needs_core
@@ -184,14 +184,22 @@ class RingMeans(Means):
         return [slice(size * it, size * (it + 1)) for it in range(len(self._owners[name]))]
 
     def over(self, name: str, gradients: Mapping[int, Tensor]) -> Tensor:
-        count = self._world_size
-        if len(gradients) < count:
-            return super().over(name, gradients)
-        mean = torch.empty_like(gradients[0])
+        count, ranks = self._world_size, list(gradients.values())
+        if len(ranks) < count:
+            return self.of_servers(name, ranks)
+        mean = torch.empty_like(ranks[0])
         for part, owner in zip(self.parts(name), self._owners[name], strict=True):
-            ranks = [(owner + 1 + turn) % count for turn in range(count)]
-            mean.view(-1)[part] = mean_over([gradients[rank].view(-1)[part] for rank in ranks])
+            turns = [ranks[(owner + 1 + turn) % count].view(-1)[part] for turn in range(count)]
+            mean.view(-1)[part] = self.around(name, turns)
         return mean
+
+    def of_servers(self, name: str, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the mean once a rank was lost."""
+        return mean_over(gradients)
+
+    def around(self, name: str, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the mean of a part, which all ranks add to in this order."""
+        return mean_over(gradients)
 
 
 def check_reference(
@@ -200,6 +208,10 @@ def check_reference(
     survivors: list[int],
     means: Means | None = None,
     looks_on: Callable[[int], object] = lambda step: None,
+    *,
+    training: tuple[nn.Module, torch.optim.Optimizer] | None = None,
+    ranks: Sequence[int] | None = None,
+    first_step: int = 1,
 ) -> list[str]:
     """Check each tensor after each step against one process; return whose mean each step had.
 
@@ -209,36 +221,42 @@ def check_reference(
         survivors: those that are left.
         means: how they are made; None: of gradients that travel as they are.
         looks_on: called after each step.
+        training: the model and its optimizer before the first step; None: those of the start.
+        ranks: the numbers of those of the start, in their order; None: from 0 on.
+        first_step: the one of the first states.
 
     Returns:
         By step, `old`, `new`, or `both` where some parts had the one and some the other.
     """
-    model = Model()
-    optimizer = optimizer_of(model)
+    if training is None:
+        started = Model()
+        training = started, optimizer_of(started)
+    model, optimizer = training
+    ranks = range(world_size) if ranks is None else ranks
     means = means or Means()
     names = [name for name, _ in model.named_parameters()]
     keys = list(model.state_dict())
     words = []
     is_new = False
-    for step, state in enumerate(states, 1):
-        gradients: list[dict[str, Any]] = []
-        for rank in range(world_size):
+    for step, state in enumerate(states, first_step):
+        gradients: dict[int, dict[str, Any]] = {}
+        for rank in ranks:
             model.zero_grad()
             loss_of(model, rank, step).backward()
-            gradients.append({name: one.grad for name, one in model.named_parameters()})
+            gradients[rank] = {name: one.grad for name, one in model.named_parameters()}
         before = [one.detach().clone() for one in model.parameters()]
         saved = copy.deepcopy(optimizer.state_dict())
         moved: dict[str, Any] = {}
         after: dict[str, list[Tensor]] = {}
-        members = {"old": list(range(world_size)), "new": survivors}
-        for word, ranks in members.items():
+        members = {"old": list(ranks), "new": survivors}
+        for word, numbers in members.items():
             with torch.no_grad():
                 for one, value in zip(model.parameters(), before, strict=True):
                     one.copy_(value)
             # Updates write into what was loaded.
             optimizer.load_state_dict(copy.deepcopy(saved))
             for name, parameter in model.named_parameters():
-                parameter.grad = means.over(name, {rank: gradients[rank][name] for rank in ranks})
+                parameter.grad = means.over(name, {rank: gradients[rank][name] for rank in numbers})
             optimizer.step()
             after[word] = [one.detach().to("cpu", copy=True) for one in model.parameters()]
             moved[word] = copy.deepcopy(optimizer.state_dict()["state"])

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from tests.training.model.joining_rank import (
     optimizer_of,
     scheduler_of,
 )
-from tests.training.model.test_going_on_processes import Means
+from tests.training.model.test_going_on_processes import Bf16Means, Means, RingMeans
+from tests.training.model.test_going_on_processes import check_reference as check_each_tensor
 from tests.waiting import eventually
 
 pytestmark = needs_core
@@ -49,6 +50,12 @@ class Run:
         world_size: int = 3,
         fatal: Mapping[str, str] | None = None,
         fatal_after: Mapping[str, tuple[str, str]] | None = None,
+        fatal_steps: Mapping[str, tuple[int, int]] | None = None,
+        numbers: Mapping[str, int] | None = None,
+        joins_after: Callable[[], bool] = lambda: True,
+        pause_s: float = 0.01,
+        local_size: int = 1,
+        prepares_anew: bool = False,
         spoils: Mapping[str, str] | None = None,
         raises: Mapping[str, str] | None = None,
         is_small: bool = False,
@@ -69,6 +76,14 @@ class Run:
             world_size: ranks of the start, by the labels `0`, `1`...
             fatal: by label, the function in whose first call a rank is killed.
             fatal_after: the same, in the first call after a rank has `joined` or was `lost`.
+            fatal_steps: by label, the step in whose backward a rank is killed, counted from the
+                start or the last join on, and after how many joins.
+            numbers: by label, the number whose batches a rank has in place of its own; the state
+                after each step is then kept.
+            joins_after: comes true before the first rank that comes later is started.
+            pause_s: seconds after each step.
+            local_size: ranks of a machine, as a launcher would say.
+            prepares_anew: whether all prepare the model anew in the end, and train on.
             spoils: by label, a function that does nothing on a rank.
             raises: by label, a function that fails on a rank.
             is_small: whether the model has one parameter, and its optimizer no state.
@@ -83,7 +98,8 @@ class Run:
             options: further options of the sessions.
         """
         fatal, fatal_after = fatal or {}, fatal_after or {}
-        victims = {*fatal, *fatal_after}
+        fatal_steps = fatal_steps or {}
+        victims = {*fatal, *fatal_after, *fatal_steps}
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         path = folder / "job.json"
         labels = [str(rank) for rank in range(world_size)]
@@ -97,6 +113,10 @@ class Run:
             "joins": len(set(later) - victims) if kill_all_when is None else 1000,
             "fatal": fatal,
             "fatal_after": fatal_after,
+            "fatal_steps": fatal_steps,
+            "numbers": numbers or {},
+            "pause_s": pause_s,
+            "prepares_anew": prepares_anew,
             "spoils": spoils or {},
             "raises": raises or {},
             "is_small": is_small,
@@ -114,11 +134,13 @@ class Run:
         }
         path.write_text(json.dumps(job))
         self._programs, self._folder = programs, folder
+        self._local_size = local_size
         self._pids: dict[str, int] = {}
         self.codes: dict[str, int] = {}
         try:
             for rank, label in enumerate(labels):
                 self._start(label, path, {"RANK": str(rank)})
+            assert eventually(joins_after, PATIENT_S)
             for label in later:
                 self._start(label, path, {})
                 if label in victims | turned_away:
@@ -153,13 +175,17 @@ class Run:
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def _start(self, label: str, path: Path, place: dict[str, str]) -> None:
+        local = {
+            "LOCAL_RANK": str(len(self._pids) % self._local_size),
+            "LOCAL_WORLD_SIZE": str(self._local_size),
+        }
         self._pids[label] = self._programs.start(
             f"{self._folder}-{label}",
             program="tests.training.model.joining_rank",
             arguments=[str(path)],
             output=str(self._folder / f"output-{label}"),
             errors=str(self._folder / f"errors-{label}"),
-            environment={"LABEL": label, **place},
+            environment={"LABEL": label, **local, **place},
         )
 
     def _wait(self, label: str) -> None:
@@ -269,6 +295,88 @@ def test_a_rank_joins_a_ring(tmp_path: Path, programs: ForkedPrograms) -> None:
     run = Run(programs, tmp_path, strategy="ring")
     run.check_alike()
     assert [count for _, count, _ in run.results["0"]["rows"]][-STEPS_AFTER:] == [4] * STEPS_AFTER
+
+
+class Bf16RingMeans(RingMeans):
+    """The same where weights travel as bf16: each hop decodes, adds and encodes."""
+
+    BLOCK_ELEMS = 65_536
+
+    def of_servers(self, name: str, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        return Bf16Means().over(name, dict(enumerate(gradients)))
+
+    def around(self, name: str, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        if not name.endswith(".weight"):
+            return super().around(name, gradients)
+        total, *others = gradients
+        for gradient in others:
+            total = total.bfloat16().float() + gradient
+        return (total / len(gradients)).bfloat16().float()
+
+
+@pytest.mark.parametrize(
+    ("victims", "codec"), [(("1", "3"), "raw"), (("2", "0"), "raw"), (("0", "2"), "bf16")]
+)
+def test_a_ring_loses_a_rank_one_joins_and_another_is_lost(
+    tmp_path: Path, programs: ForkedPrograms, victims: tuple[str, str], codec: str
+) -> None:
+    """Around all ranks, on servers, around all ranks of the new world, and on servers again."""
+    first, second = victims
+    kept = next(label for label in "0123" if label not in victims)
+
+    def has_lost_one() -> bool:
+        return "training goes on without" in (tmp_path / f"errors-{kept}").read_text()
+
+    run = Run(
+        programs,
+        tmp_path,
+        world_size=4,
+        strategy="ring",
+        codec={"*.weight": codec},
+        numbers={"0": 0, "1": 1, "2": 2, "3": 3, "joiner-0": 4},
+        fatal_steps={first: (3, 0), second: (4, 1)},
+        joins_after=has_lost_one,
+        pause_s=0.2,  # The reference makes each step several times.
+    )
+    run.check_alike()
+    before = [rank for rank in range(4) if rank != int(first)]
+    begun = run.results["joiner-0"]["rows"][0][0]
+    kept_rows = torch.load(tmp_path / f"{kept}.pt")
+    states, worlds = kept_rows["states"], kept_rows["worlds"]
+    assert [row[0] for row in run.results[kept]["rows"]] == list(range(1, len(states) + 1))
+    means = RingMeans if codec == "raw" else Bf16RingMeans
+    model = Model()
+    optimizer = optimizer_of(model)
+    scheduler = scheduler_of(optimizer)
+    words = [
+        check_each_tensor(
+            some,
+            4,
+            left,
+            means(owners, 4),
+            lambda _: scheduler.step(),
+            training=(model, optimizer),
+            ranks=ranks,
+            first_step=step,
+        )
+        for some, left, owners, ranks, step in (
+            (states[: begun - 1], before, worlds[0], range(4), 1),
+            (
+                states[begun - 1 :],
+                [rank for rank in (*before, 4) if rank != int(second)],
+                worlds[1],
+                (*before, 4),
+                begun,
+            ),
+        )
+    ]
+    for found, fatal_step in zip(words, (3, 4), strict=True):
+        # Ranks may have the means of a step that the lost one still took part in.
+        assert found[: fatal_step - 2] == ["old"] * (fatal_step - 2)
+        assert set(found[fatal_step:]) == {"new"}
+    changes = [(one["lost"], one["joined"]) for one in run.results[kept]["changes"]]
+    place = [*before, 4].index(int(second))
+    assert changes == [([int(first)], []), ([], [3]), ([place], [])]
 
 
 def test_a_rank_joins_a_model_of_one_parameter(tmp_path: Path, programs: ForkedPrograms) -> None:
