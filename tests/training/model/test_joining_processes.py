@@ -379,6 +379,18 @@ def test_a_ring_loses_a_rank_one_joins_and_another_is_lost(
     assert changes == [([int(first)], []), ([], [3]), ([place], [])]
 
 
+def test_ranks_that_have_joined_stay_single_in_a_model_prepared_anew(
+    tmp_path: Path, programs: ForkedPrograms
+) -> None:
+    """By their numbers they would fill two nodes, whose ranks add up first by default."""
+    run = Run(
+        programs, tmp_path, world_size=2, joiners=2, local_size=2, prepares_anew=True, pause_s=0.1
+    )
+    run.check_alike()
+    run.check_reference()
+    assert "nodes of 2 ranks" not in run.errors["0"], run.errors["0"]
+
+
 def test_a_rank_joins_a_model_of_one_parameter(tmp_path: Path, programs: ForkedPrograms) -> None:
     """There are fewer tensors than members that could give some."""
     run = Run(programs, tmp_path, is_small=True)

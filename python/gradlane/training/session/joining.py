@@ -309,7 +309,9 @@ class Joins:
     ) -> MembershipChange:
         """Move to a new world, whose members are told later."""
         ctx = world.ctx
-        self._world.move(replace(ctx, options=self._world.ctx.options), scopes)
+        # The time limit was for this start alone; also a model prepared anew has single ranks.
+        options = replace(self._world.ctx.options, local=ctx.options.local)
+        self._world.move(replace(ctx, options=options), scopes)
         return ctx.membership.open_with(
             ctx.rank_info,
             invitation.generation,
