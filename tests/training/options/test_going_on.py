@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gradlane.training.options.going_on import GoingOn
-from gradlane.training.options.options import Options
+from gradlane.training.options.options import Options, keywords_of
 from tests.built import needs_core
 
 pytestmark = needs_core
@@ -28,6 +28,24 @@ def test_momentum_in_a_codec_is_refused(codec: Any) -> None:
     assert Options.of(codec=codec).codec != "raw"
     with pytest.raises(ValueError, match=r"going_on with codec 'dgc.*use topk"):
         Options.of(going_on=True, codec=codec)
+
+
+@pytest.mark.parametrize("ring", [{"strategy": "ring"}, {"scheme": "ring"}])
+def test_a_ring_refuses_codecs_whose_sums_cannot_be_made_anew(ring: dict[str, Any]) -> None:
+    for codec, why in (
+        *((one, "holds back parts of sums") for one in RESIDUALS),
+        ("qsgd:bits=8,ring=integer", "added up by scales of all ranks"),
+        ({"*.weight": "bf16:residual=on", "*": "raw"}, "holds back parts of sums"),
+    ):
+        options = keywords_of(codec=codec, **ring)
+        assert Options.of(**options).codec != "raw"
+        with pytest.raises(ValueError, match=rf"going_on with codec .* on a ring: .*{why}"):
+            Options.of(**options, going_on=True)
+
+
+@pytest.mark.parametrize("codec", ["raw", "bf16", "qsgd:bits=8", "int8"])
+def test_a_ring_goes_on_with_codecs_that_hold_nothing_back(codec: str) -> None:
+    assert Options.of(strategy="ring", codec=codec, going_on=True).codec == codec
 
 
 def test_ranks_that_must_be_left_are_whole_nodes() -> None:

@@ -13,7 +13,7 @@ from gradlane.training.options.codec_choice import (
     codec_rules,
     unused_codec_option,
 )
-from gradlane.training.options.codec_options import RAW, Dgc, parse_codec
+from gradlane.training.options.codec_options import RAW, Dgc, Qsgd, parse_codec
 from gradlane.training.options.going_on import GoingOn, check_going_on_world
 from gradlane.training.options.option_fields import (
     OptionGroup,
@@ -304,6 +304,9 @@ def going_on_refusal(options: Options) -> str:
                 "momentum is untested when ranks are lost; use topk, which also sends the largest "
                 "values"
             )
+        why = _ring_codec_refusal(codec) if strategy.name == RING else ""
+        if why:
+            return f"codec {codec!r} on a ring: {why}; use strategy 'p3'"
     if options.stragglers.leaves_out:
         return (
             f"stragglers={options.stragglers.rule!r}: a step could lack ranks that are late and "
@@ -320,6 +323,19 @@ def going_on_refusal(options: Options) -> str:
         return (
             f"check_every={options.check_every}: ranks would compare through the store, which may "
             "be lost with its rank; leave it out, and a sample is compared every 100 steps"
+        )
+    return ""
+
+
+def _ring_codec_refusal(codec: str) -> str:
+    """Return why a ring with a codec does not go on; empty if it does. The core checks plans."""
+    parsed = parse_codec(codec)
+    if getattr(parsed, "residual", False):
+        return "each rank holds back parts of sums, which are not its own contributions"
+    if isinstance(parsed, Qsgd) and parsed.ring == "integer":
+        return (
+            "codes are added up by scales of all ranks, and servers would need another size of "
+            "slices"
         )
     return ""
 
