@@ -393,7 +393,7 @@ class Prepared:
         assert len(states) == 1, f"ranks train unlike: {states}"
         self._unread.append((self.step, found))
         if membership.is_pending:
-            known = min(one[0] for one in found.values())
+            known = [one[0] for one in found.values()]
             membership.put_into_force(known, lambda step: self.step)
         if self._cluster.clock.draw.random() < 0.5:
             self._read_statuses()
@@ -413,7 +413,7 @@ class Prepared:
         texts = {rank: own for rank, (_, own) in found.items()}
         while any(rank not in found for rank in membership.members):
             found = self._exchange((membership.known_generation, None))
-            known = min(one[0] for one in found.values())
+            known = [one[0] for one in found.values()]
             membership.put_into_force(known, lambda step: self.step)
         return [texts[rank] for rank in membership.members]
 

@@ -673,7 +673,7 @@ class StepMachine:
             return
         with self._lock:
             known = [one.generation or 0 for one in self._exchange.wait_for_statuses().values()]
-        membership.put_into_force(min(known), self.training_step_of)
+        membership.put_into_force(known, self.training_step_of)
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Gather whole numbers of all members, between two steps; a collective call.
@@ -711,7 +711,7 @@ class StepMachine:
         while any(rank not in found for rank in membership.members):
             # A member was lost; soon all others know who goes on.
             found = self._gather_part(b"", 0)
-            known = min(one.generation or 0 for one in found.values())
+            known = [one.generation or 0 for one in found.values()]
             membership.put_into_force(known, self.training_step_of)
         return [list(map(int, json.loads(texts[rank]))) for rank in membership.members]
 

@@ -3,7 +3,7 @@
 The core agrees on the next members, and finishes the step that was under way. The program must not
 see its rank change in the middle of a step, nor in another step than the other ranks. So each rank
 tells in its status of a step which members it knows (`model/consistency_check.py`), and new ones
-come into force at the end of the first step in which every rank has known them.
+come into force at the end of the first step in which they were the newest that each rank knew.
 
 A rank that joins makes a new world, with connections of its own and ranks that are numbered anew
 (`session/joining.py`).
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gradlane.errors import RendezvousError, SessionFailedError
@@ -60,7 +60,8 @@ class LostRank:
 
     Attributes:
         rank: its number of the start, or of when the last rank had joined.
-        step: the training step in which it was lost.
+        step: the latest training step that a member was in; while the change is not in force,
+            as far as this rank knows, afterwards the same on every rank.
         reason: of the change in which it was left out.
     """
 
@@ -284,16 +285,30 @@ class Membership:
             f"{len(members)} of {len(before)} ranks go on: {', '.join(map(str, members))})"
         )
 
-    def put_into_force(self, generation: int, training_step_of: Callable[[int], int]) -> None:
+    def put_into_force(self, known: Iterable[int], training_step_of: Callable[[int], int]) -> None:
         """Put a membership into force, unless it is; all ranks do it at the end of the same step.
 
+        A rank may never hear of a membership that another one follows at once. So one comes into
+        force only where it was the newest on all ranks.
+
         Args:
-            generation: that every rank has known in a step.
+            known: numbers of the newest memberships that the ranks of a step knew.
             training_step_of: turns a step of the channel into one of training.
         """
-        if generation <= self.generation:
+        generation, *others = set(known)
+        if others or generation <= self.generation:
             return
         agreed, before = self._known[generation], self.members
+        last = training_step_of(agreed.step)
+        with self._lock:
+            # A rank may have heard of a loss in another change, or before it counted a step that
+            # was none of training; now all have ended the same ones.
+            pending = len(before) - len(self._newest_members)
+            told = len(self.lost) - pending
+            self.lost = self.lost[:told] + tuple(
+                one if one.rank in agreed.members else replace(one, step=last)
+                for one in self.lost[told:]
+            )
         self.generation, self.members = generation, agreed.members
         self.tell(
             MembershipChange(
@@ -303,7 +318,7 @@ class Membership:
                 members=self.members,
                 lost=tuple(rank for rank in before if rank not in self.members),
                 joined=(),
-                step=training_step_of(agreed.step) + 1,
+                step=last + 1,
                 reason=agreed.reason,
             )
         )
