@@ -14,6 +14,7 @@ from torch import Tensor
 from gradlane.errors import RendezvousError
 from gradlane.training.core import (
     Channel,
+    CoreChannel,
     CoreModule,
     Listener,
     check_connected,
@@ -215,7 +216,7 @@ def _connect(
     update: str,
     rows: Sequence[Mapping[str, Any]],
     ranks: Sequence[int],
-) -> Channel:
+) -> CoreChannel:
     """Open the core's channel between some ranks, in their order."""
     options, rank_info = ctx.options, ctx.rank_info
     # Dedicated servers are the last ranks of each channel.

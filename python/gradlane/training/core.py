@@ -174,9 +174,6 @@ class Channel(Protocol):
     def take_ready(self, step: int) -> list[tuple[int, bool]]:
         """Return (tensor, absent) of each tensor that became ready since the last call."""
 
-    def next_ready(self, step: int) -> list[tuple[int, bool]]:
-        """Wait until `take_ready` has something to return, and return it."""
-
     def all_connected(self) -> None:
         """Start the keepalive check: all ranks are connected now."""
 
@@ -211,6 +208,14 @@ DrawKey = tuple[int, int, int, int, int]
 draws."""
 Memory = tuple[int, int]
 """An address and the number of elements there; the call has it to itself."""
+
+
+class CoreChannel(Channel, Protocol):
+    """A channel of the core: what the leader of a node passes results on from."""
+
+    def next_ready(self, step: int) -> list[tuple[int, bool]]:
+        """Wait until `take_ready` has something to return, and return it;
+        it ends with the session."""
 
 
 class CoreCodec(Protocol):
@@ -274,7 +279,7 @@ class ChannelType(Protocol):
         plan_json: str,
         peers: list[str],
         secret: bytes,
-    ) -> Channel:
+    ) -> CoreChannel:
         """Connect to all ranks; blocks until all are connected."""
 
 

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from gradlane.training.core import Channel, CoreModule, MembershipRow, SquareSum
+from gradlane.training.core import CoreChannel, CoreModule, MembershipRow, SquareSum
 from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.devices import ON_HOST, SumBackend
 from gradlane.training.node.failure import Failure, KeepaliveMonitor
@@ -66,7 +66,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         link: LocalLink,
         rows: Sequence[Mapping[str, Any]],
         parts: Sequence[TensorPart],
-        inter_node: Channel | None,
+        inter_node: CoreChannel | None,
         *,
         source_rank: int,
         progress_timeout_s: float,
@@ -286,15 +286,6 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         """Return (tensor, absent) of each tensor that became ready since the last call."""
         self._check()
         return self._landed.take_ready(step)
-
-    def next_ready(self, step: int) -> list[tuple[int, bool]]:
-        """Wait until `take_ready` has something to return, and return it."""
-        while not (taken := self.take_ready(step)):
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._landed.unclaimed_count or self._failure, _POLL_S
-                )
-        return taken
 
     def _wait_for(self, tensors: Sequence[int], step: int, *, whole_step: bool) -> None:
         self._check()

@@ -17,7 +17,7 @@ from ctypes import memset
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gradlane.training.core import Channel, CoreModule, MembershipRow
+from gradlane.training.core import CoreChannel, CoreModule, MembershipRow
 from gradlane.training.node.failure import (
     Failure,
     failure_in_world_ranks,
@@ -95,7 +95,7 @@ class NodeLeader:
     def __init__(
         self,
         core: CoreModule,
-        channel: Channel,
+        channel: CoreChannel,
         link: LocalLink,
         parts: Sequence[TensorPart],
         sink: MeanSink,

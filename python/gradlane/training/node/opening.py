@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradlane.training.core import Channel, CoreModule
+from gradlane.training.core import CoreChannel, CoreModule
 from gradlane.training.node.channel import NodeChannel
 from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.devices import agree_on_sum_backend
@@ -26,7 +26,7 @@ from gradlane.training.options.momentum import keeps_momentum
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
-OpenInterNode = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], Channel]
+OpenInterNode = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], CoreChannel]
 """Opens a channel of the core with these tensors between these ranks."""
 
 

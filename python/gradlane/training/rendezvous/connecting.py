@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradlane.errors import RendezvousError
-from gradlane.training.core import Channel, CoreModule, Listener
+from gradlane.training.core import Channel, CoreChannel, CoreModule, Listener
 from gradlane.training.rendezvous.bounded_store import StoreLostError
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
@@ -41,7 +41,7 @@ def connect_channel(
     plan: str,
     secret: bytes,
     ranks: Sequence[int],
-) -> Channel:
+) -> CoreChannel:
     """Exchange addresses and connect to all ranks of a channel.
 
     Args:
