@@ -109,6 +109,17 @@ impl ServerCommand {
 
     /// Returns the first difference to another command in words: this one's side, and the other's.
     pub(crate) fn difference(&self, other: &ServerCommand, plan: &Plan) -> [String; 2] {
+        if let (ServerCommand::WriteParameters(ours), ServerCommand::WriteParameters(theirs)) =
+            (self, other)
+        {
+            let apart = |mine: &[TensorId], others: &[TensorId]| {
+                let only = mine.iter().find(|it| !others.contains(it));
+                let name = only.map(|it| format!(", {:?} among them", plan.tensor(*it).spec.name));
+                let changed = "parameters that its program has changed";
+                format!("{} {changed}{}", mine.len(), name.unwrap_or_default())
+            };
+            return [apart(ours, theirs), apart(theirs, ours)];
+        }
         let (ServerCommand::Update(ours), ServerCommand::Update(theirs)) = (self, other) else {
             return [self.describe(), other.describe()];
         };
@@ -305,6 +316,22 @@ mod tests {
             },
         );
         prop_oneof![sgd, adam]
+    }
+
+    #[test]
+    fn parameters_that_one_program_alone_has_changed_are_named() {
+        let command = |ids: &[u32]| {
+            ServerCommand::WriteParameters(ids.iter().map(|id| TensorId(*id)).collect())
+        };
+        let changed = "parameters that its program has changed";
+        assert_eq!(
+            command(&[0, 1]).difference(&command(&[1, 2]), &plan(3)),
+            ["layer0", "layer2"].map(|it| format!("2 {changed}, {it:?} among them"))
+        );
+        assert_eq!(
+            command(&[0]).difference(&command(&[0, 2]), &plan(3)),
+            [format!("1 {changed}"), format!("2 {changed}, \"layer2\" among them")]
+        );
     }
 
     proptest! {
