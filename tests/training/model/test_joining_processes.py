@@ -396,7 +396,7 @@ def test_a_rank_joins_a_model_of_one_parameter(tmp_path: Path, programs: ForkedP
     run = Run(programs, tmp_path, is_small=True)
     run.check_alike()
     told = run.errors["joiner-0"]
-    assert "while the others trained" in told and ": 0 of " in told, told
+    assert "while the others trained" in told and "waited for 0 of " in told, told
     assert "asks to join again" not in told and "while the others wait:" not in told, told
 
 

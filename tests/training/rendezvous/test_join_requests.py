@@ -86,4 +86,4 @@ def test_a_rank_waits_while_one_that_asked_before_it_joins() -> None:
         time.sleep(0.02)
     # Nobody calls any more.
     waiting.join(PATIENT_S)
-    assert "none looks for it" in ends[0]
+    assert "no rank found it" in ends[0]
