@@ -2,13 +2,13 @@
 //! together.
 
 mod blame;
-mod change;
 mod clock;
 mod goodbye;
+mod membership_change;
 mod priority_switch;
 
 pub(crate) use blame::{Blame, REASON_BYTES_MAX};
-pub(crate) use change::{Changes, Findings, Holdings, Phase};
 pub(crate) use clock::Clock;
 pub(crate) use goodbye::Session;
+pub(crate) use membership_change::{Changes, Findings, Holdings, Phase};
 pub(crate) use priority_switch::PrioritySwitch;

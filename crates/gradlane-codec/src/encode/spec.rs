@@ -2,7 +2,8 @@
 //!
 //! A text is a name and options: `qsgd:bits=4,bucket=512`. Options that are left out take the
 //! defaults of the papers; [`CodecSpec`]'s `Display` gives the canonical text, with every option of
-//! the method, so that two specs are equal exactly when their texts are.
+//! the method, so that two specs are equal exactly when their texts are. `encode.rs` says what else a new codec
+//! needs.
 
 use std::fmt;
 use std::str::FromStr;

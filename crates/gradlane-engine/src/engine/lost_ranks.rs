@@ -1,4 +1,4 @@
-//! Training goes on when ranks are lost: carries out what `membership` decides and `session::change`
+//! Training goes on when ranks are lost: carries out what `membership` decides and `session::membership_change`
 //! describes.
 
 use super::Engine;
@@ -68,7 +68,7 @@ impl Engine {
             return;
         }
         self.cx.events.push_back(Event::Disconnect(peer));
-        self.lose_member(peer, &format!("{peer} gave up: {reason}"));
+        self.lose_member(peer, &format!("it gave up: {reason}"));
     }
 
     /// Takes a frame of the ranks that agree on a membership or prepare for one.
