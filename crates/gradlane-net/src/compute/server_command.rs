@@ -112,13 +112,12 @@ impl ServerCommand {
         if let (ServerCommand::WriteParameters(ours), ServerCommand::WriteParameters(theirs)) =
             (self, other)
         {
-            let apart = |mine: &[TensorId], others: &[TensorId]| {
-                let only = mine.iter().find(|it| !others.contains(it));
-                let name = only.map(|it| format!(", {:?} among them", plan.tensor(*it).spec.name));
-                let changed = "parameters that its program has changed";
-                format!("{} {changed}{}", mine.len(), name.unwrap_or_default())
+            let only = |mine: &[TensorId], others: &[TensorId]| {
+                let one = mine.iter().find(|it| !others.contains(it));
+                one.map(|it| format!(", {:?} among them", plan.tensor(*it).spec.name))
+                    .unwrap_or_default()
             };
-            return [apart(ours, theirs), apart(theirs, ours)];
+            return [self.describe() + &only(ours, theirs), other.describe() + &only(theirs, ours)];
         }
         let (ServerCommand::Update(ours), ServerCommand::Update(theirs)) = (self, other) else {
             return [self.describe(), other.describe()];
