@@ -203,19 +203,18 @@ class Channel(Protocol):
         """Close descriptors in a forked child."""
 
 
+class CoreChannel(Channel, Protocol):
+    """A channel of the core itself, which the leader of a node takes results from."""
+
+    def next_ready(self, step: int) -> list[tuple[int, bool]]:
+        """Wait until `take_ready` has something to return, or the session ends; return it."""
+
+
 DrawKey = tuple[int, int, int, int, int]
 """Seed, step, tensor, leg (a rank, or -1 for the broadcast), first element: the key of a codec's
 draws."""
 Memory = tuple[int, int]
 """An address and the number of elements there; the call has it to itself."""
-
-
-class CoreChannel(Channel, Protocol):
-    """A channel of the core: what the leader of a node passes results on from."""
-
-    def next_ready(self, step: int) -> list[tuple[int, bool]]:
-        """Wait until `take_ready` has something to return, and return it;
-        it ends with the session."""
 
 
 class CoreCodec(Protocol):

@@ -99,8 +99,8 @@ def test_with_clipping_the_first_legs_of_all_others_come_first(
     plain = bound_step_s(
         timings, workers=workers, goodput_bps=goodput_bps, compute_s=0.0, serving=serving
     )
-    # Sums are taken in another order, and of times of seconds small differences are left.
-    assert bound.step_s >= plain.step_s * (1 - 1e-12) - 1e-12
+    # Sums are taken in another order, and differences of times up to 10 s are rounded to 2e-15 s.
+    assert bound.step_s >= plain.step_s * (1 - 1e-12) - 1e-14
 
 
 @pytest.mark.parametrize("strategy", ["p3", "wfbp", "ring", "poseidon", "sfb"])

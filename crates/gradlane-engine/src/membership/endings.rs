@@ -8,8 +8,7 @@ use alloc::string::{String, ToString};
 
 impl Membership {
     pub(super) fn end(&mut self, blame: Blame, reason: String) {
-        self.has_ended = true;
-        self.change = None;
+        self.leave();
         self.decisions.push_back(Decision::Ended { blame, reason });
     }
 

@@ -13,7 +13,7 @@ from gradlane.training.options.codec_choice import (
     codec_rules,
     unused_codec_option,
 )
-from gradlane.training.options.codec_options import RAW, Dgc, Qsgd, parse_codec
+from gradlane.training.options.codec_options import RAW, CodecOptions, Dgc, Qsgd, parse_codec
 from gradlane.training.options.going_on import GoingOn, check_going_on_world
 from gradlane.training.options.option_fields import (
     OptionGroup,
@@ -298,13 +298,14 @@ def going_on_refusal(options: Options) -> str:
         )
     rules = [("*", options.codec)] if isinstance(options.codec, str) else options.codec
     for _, codec in rules:
-        if isinstance(parse_codec(codec), Dgc):
+        parsed = parse_codec(codec)
+        if isinstance(parsed, Dgc):
             return (
                 f"codec {codec!r}: its clipping is for the number of ranks at the start, and its "
                 "momentum is untested when ranks are lost; use topk, which also sends the largest "
                 "values"
             )
-        why = _ring_codec_refusal(codec) if strategy.name == RING else ""
+        why = _ring_codec_refusal(parsed) if strategy.name == RING else ""
         if why:
             return f"codec {codec!r} on a ring: {why}; use strategy 'p3'"
     if options.stragglers.leaves_out:
@@ -327,12 +328,11 @@ def going_on_refusal(options: Options) -> str:
     return ""
 
 
-def _ring_codec_refusal(codec: str) -> str:
+def _ring_codec_refusal(codec: CodecOptions | None) -> str:
     """Return why a ring with a codec does not go on; empty if it does. The core checks plans."""
-    parsed = parse_codec(codec)
-    if getattr(parsed, "residual", False):
+    if getattr(codec, "residual", False):
         return "each rank holds back parts of sums, which are not its own contributions"
-    if isinstance(parsed, Qsgd) and parsed.ring == "integer":
+    if isinstance(codec, Qsgd) and codec.ring == "integer":
         return (
             "codes are added up by scales of all ranks, and servers would need another size of "
             "slices"
