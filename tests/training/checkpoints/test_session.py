@@ -9,6 +9,7 @@ import errno
 import re
 import shutil
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 
 import gradlane
 from gradlane.errors import CheckpointError, UsageError
+from gradlane.training.carrier import DirectCarrier
 from gradlane.training.checkpoints import manager
 from gradlane.training.checkpoints.folder import newest
 from gradlane.training.checkpoints.shard import write_shard
@@ -152,7 +154,11 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_written(
     assert found is not None and found.step == 6
 
 
-def test_damage_is_named_on_every_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late_s", [0.0, 1.0])
+def test_damage_is_named_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late_s: float
+) -> None:
+    """Also on one that is still in `prepare()` when the first one has found it."""
     run(tmp_path, 2, 3, {})
     found = newest(tmp_path)
     assert found is not None
@@ -160,6 +166,14 @@ def test_damage_is_named_on_every_rank(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
+    broadcast = DirectCarrier.broadcast_initial
+
+    def late(self: DirectCarrier, entries: Any, first: bool, **more: Any) -> None:
+        if not first:
+            time.sleep(late_s)
+        broadcast(self, entries, first, **more)
+
+    monkeypatch.setattr(DirectCarrier, "broadcast_initial", late)
     core: Any = load_core()
     errors = run_ranks(
         2,
@@ -375,8 +389,8 @@ def test_a_value_that_appears_later_is_refused_with_its_path_on_every_rank(tmp_p
     errors = run_ranks(
         2, body, core=core, checkpoint_folder=tmp_path, checkpoint_every=3, expect_errors=True
     )
-    assert any(isinstance(error, CheckpointError) for error in errors)
     for error in errors:
+        assert isinstance(error, CheckpointError)
         assert (
             "no checkpoint of step 6 can be written: optimizer['state'][0]['note'] is a decimal"
             in str(error)

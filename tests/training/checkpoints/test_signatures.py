@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradlane.errors import CheckpointError, PeerLostError
+from gradlane.errors import CheckpointError
 from gradlane.formats.serialization.container import Piece
 from gradlane.training.checkpoints.folder import (
     commit,
@@ -214,11 +214,9 @@ def test_a_session_restores_what_it_has_signed_and_nothing_else(tmp_path: Path) 
             folder = tmp_path / "unsigned"
             trained(folder, 7, None)
         errors = trained(folder, 9, wrong, expect_errors=True)
-        assert any(isinstance(error, CheckpointError) for error in errors), errors
         for error in errors:
-            # Who has refused it leaves, and another may still be where the ranks connect.
-            assert isinstance(error, (CheckpointError, PeerLostError)), errors
-            assert reason in str(error) or isinstance(error, PeerLostError)
+            assert isinstance(error, CheckpointError), errors
+            assert reason in str(error)
     rest = trained(tmp_path / "cut", 9, SECRET)
     for (_, expected), (begun, found) in zip(whole, rest, strict=True):
         assert begun == 6 and found == expected[6:]

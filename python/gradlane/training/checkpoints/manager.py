@@ -173,6 +173,11 @@ class CheckpointManager:
             GradlaneError: the session has failed.
         """
         self._warn()
+        assert self._prepared is not None and self._scope is not None
+        with self._scope.failing_alike():
+            self._take_if_due(self._prepared)
+
+    def _take_if_due(self, prepared: PreparedModel) -> None:
         if self._others:
             raise CheckpointError(
                 f"the folder {self._root} has {len(self._others)} checkpoints of another run, the "
@@ -180,9 +185,8 @@ class CheckpointManager:
                 "session.restore() after prepare() to go on, or give checkpoints= another folder, "
                 "or move them away"
             )
-        assert self._prepared is not None
-        step = self._before + self._prepared.steps.step
-        if step // self._every == self._last // self._every or self._prepared.steps.in_join:
+        step = self._before + prepared.steps.step
+        if step // self._every == self._last // self._every or prepared.steps.in_join:
             return
         self._last = step
         self.take(step)
@@ -257,37 +261,8 @@ class CheckpointManager:
             raise UsageError("call session.restore() after prepare() and before the first step")
         if self._joined_after:
             return self._before + self._joined_after
-        manifest = self._agreed_manifest(self._scope)
-        if manifest is None:
-            self._others = []
-            return 0
-        shards = list(folders.read_piece_files(manifest, lambda path: read_shard(path, self._key)))
-        pieces = [piece for _, own in shards for piece in own]
-        try:
-            tree = find_structure(pieces)
-            tensors = assemble(leaves(tree), pieces)
-            state = unflatten(tree, lambda leaf: tensors[leaf.name])
-            rank = self._scope.rank_info.rank
-            own = {kind: self._own(kind, rank, state["session"], pieces) for kind in MEAN_OF}
-            state["session"].update(rank=rank, world_size=len(shards), **own)
-            versions = state["versions"]
-        except (FormatError, KeyError, TypeError) as error:
-            raise damaged(manifest.folder / manifest.files[0][0], str(error)) from error
-        if versions is not None:
-            state["model"] = OrderedDict(state["model"])
-            state["model"]._metadata = versions
-        try:
-            self._prepared.load_whole_state(state)
-        except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, GradlaneError):
-                raise
-            raise CheckpointError(
-                f"the checkpoint {manifest.folder} does not fit this model and optimizer: {error}"
-            ) from error
-        self._run = manifest.run
-        self._others = []
-        self._before = self._last = manifest.step
-        return manifest.step
+        with self._scope.failing_alike():
+            return self._restore(self._scope, self._prepared)
 
     def close(self) -> None:
         """Wait until the last checkpoint is complete, or has failed."""
@@ -300,6 +275,39 @@ class CheckpointManager:
     def stop(self) -> None:
         """Wait for nobody any more."""
         self._stopping.set()
+
+    def _restore(self, scope: RendezvousScope, prepared: PreparedModel) -> int:
+        manifest = self._agreed_manifest(scope)
+        if manifest is None:
+            self._others = []
+            return 0
+        shards = list(folders.read_piece_files(manifest, lambda path: read_shard(path, self._key)))
+        pieces = [piece for _, own in shards for piece in own]
+        try:
+            tree = find_structure(pieces)
+            tensors = assemble(leaves(tree), pieces)
+            state = unflatten(tree, lambda leaf: tensors[leaf.name])
+            rank = scope.rank_info.rank
+            own = {kind: self._own(kind, rank, state["session"], pieces) for kind in MEAN_OF}
+            state["session"].update(rank=rank, world_size=len(shards), **own)
+            versions = state["versions"]
+        except (FormatError, KeyError, TypeError) as error:
+            raise damaged(manifest.folder / manifest.files[0][0], str(error)) from error
+        if versions is not None:
+            state["model"] = OrderedDict(state["model"])
+            state["model"]._metadata = versions
+        try:
+            prepared.load_whole_state(state)
+        except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, GradlaneError):
+                raise
+            raise CheckpointError(
+                f"the checkpoint {manifest.folder} does not fit this model and optimizer: {error}"
+            ) from error
+        self._run = manifest.run
+        self._others = []
+        self._before = self._last = manifest.step
+        return manifest.step
 
     def _agreed_manifest(self, scope: RendezvousScope) -> Manifest | None:
         """Return the checkpoint that rank 0 has found; the same on all ranks."""

@@ -211,7 +211,8 @@ class PreparedModel:
         scope.mark_connected(ctx.options.network.progress_timeout_s, self._look)
         if ctx.checkpoints is not None:
             try:
-                ctx.checkpoints.follow(self, scope)
+                with scope.failing_alike():
+                    ctx.checkpoints.follow(self, scope)
             except (CheckpointError, UsageError):
                 # On all ranks alike.
                 raise

@@ -23,7 +23,14 @@ from typing import Any, TypedDict
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from gradlane.errors import GradlaneError, ProgressTimeoutError, RanksDifferError, RendezvousError
+from gradlane.errors import (
+    CheckpointError,
+    GradlaneError,
+    ProgressTimeoutError,
+    RanksDifferError,
+    RendezvousError,
+    UsageError,
+)
 from gradlane.training.log import log
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous import addresses
@@ -58,6 +65,8 @@ _ABORT_POLL_S = 0.25
 _PROBE_S = 0.5
 _REPORT_S = 2.0
 """Longest time that an aborting rank waits for the store, and rank 0 for its readers."""
+_ALIKE_S = 10.0
+"""Longest time that a rank keeps an error back which the others are about to have."""
 _CAUSE_S = 2 * _REPORT_S
 """Seconds to wait for the reason of a rank that was lost while the ranks connect."""
 
@@ -499,6 +508,23 @@ class RendezvousScope:
         if self._store.increment("opened", on_poll=on_poll) == self.rank_info.ranks:
             for key in ("opened", *keys.values()):
                 self._store.delete(key)
+
+    @contextlib.contextmanager
+    def failing_alike(self) -> Iterator[None]:
+        """Let a `CheckpointError` or `UsageError` that all ranks meet through once they have it.
+
+        The first rank to give up would leave the others in a step that needs it, and they would
+        only hear of its reason. An error of this rank alone comes through after 10 s.
+        """
+        try:
+            yield
+        except (CheckpointError, UsageError):
+            ranks = range(self.rank_info.world_size)
+            scope = self.outlasting_session()
+            with contextlib.suppress(StoreLostError, StoreValueRefusedError):
+                scope.put(f"failing/{self.rank_info.rank}", "")
+                self._store.wait_for({f"failing/{rank}": rank for rank in ranks}, _ALIKE_S)
+            raise
 
     def _acknowledge_abort(self, record: str) -> RendezvousError:
         """Return the error of an abort; rank 0 first waits until the others have read it."""
