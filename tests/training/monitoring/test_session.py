@@ -128,7 +128,7 @@ def test_waits_of_forward_are_those_of_its_layers() -> None:
         train(
             session,
             model,
-            before_backward=lambda: time.sleep(0.02 * session.rank),
+            before_backward=lambda: time.sleep(0.1 * session.rank),
             defer=session.rank == 1,
         )
         return session.metrics()
