@@ -13,7 +13,9 @@ from typing import Any
 CHECKPOINT_EVERY = 2
 CONNECT_TIMEOUT_S = 8.0
 SILENCE_TIMEOUT_S = 4.0
-PROGRESS_TIMEOUT_S = 8.0
+PROGRESS_TIMEOUT_S = 16.0
+"""As by default well above the store's response time, which is 6 s here: the rank that waits for a
+frozen store is to say so before others have waited too long for that rank."""
 CLOSE_TIMEOUT_S = 16.0
 REFERENCE_STEPS = 16
 """Steps of an undisturbed run: no faulted run and no restart goes further."""
