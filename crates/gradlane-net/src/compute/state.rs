@@ -33,8 +33,11 @@ pub(crate) struct ComputeState {
     pub(super) is_async: bool,
     /// Whether steps may go on without this rank's contributions.
     pub(super) may_be_late: bool,
-    /// The last step that went on without this rank.
-    left_out: Option<Step>,
+    /// The step that this rank is in.
+    step: Step,
+    /// Whether that step goes on without this rank. Others may be several steps further by then, also
+    /// without it, before its last contribution to this one is encoded.
+    is_left_out: bool,
     /// By tensor, from the last `set_optimizer` on.
     rules: Vec<Option<UpdateRule>>,
     /// The step that broadcasts state in place of parameters. Where ranks may be late, an owner can be in a
@@ -62,7 +65,8 @@ impl ComputeState {
             codecs: planned_codecs::of_plan(plan)?,
             is_async: plan.strategy.synchrony == Synchrony::Async,
             may_be_late: plan.strategy.synchrony.stragglers().is_some(),
-            left_out: None,
+            step: Step(0),
+            is_left_out: false,
             rules: vec![None; plan.tensors.len()],
             reading: None,
             writing: None,
@@ -72,7 +76,9 @@ impl ComputeState {
 
     /// Begins a step, which ends a reading of state. In asynchronous training this rank's steps say
     /// nothing about the others': there only new settings end a reading.
-    pub(crate) fn begin_step(&mut self) {
+    pub(crate) fn begin_step(&mut self, step: Step) {
+        self.step = step;
+        self.is_left_out = false;
         if !self.is_async {
             self.reading = None;
         }
@@ -181,7 +187,7 @@ impl ComputeState {
 
     /// Puts back the state that a job has taken along.
     pub(super) fn store_state(&mut self, slice: SliceId, state: JobState) {
-        let left_out = self.left_out;
+        let left_out = self.is_left_out.then_some(self.step);
         let stored = self.state(slice);
         match state {
             JobState::Slice(state) => *stored = state,
@@ -197,7 +203,7 @@ impl ComputeState {
 
     /// Rolls residuals back: a step went on without this rank's contributions.
     pub(crate) fn left_out(&mut self, step: Step) {
-        self.left_out = Some(step);
+        self.is_left_out |= step == self.step;
         self.states.iter_mut().flatten().for_each(|state| state.contributed().rollback(step));
     }
 
@@ -214,5 +220,56 @@ impl ComputeState {
     /// Returns the update rule of a tensor.
     pub(super) fn update_rule(&self, tensor: TensorId) -> Result<UpdateRule, JobError> {
         self.rules[tensor.index()].ok_or(JobError::NoUpdateRule)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::residual::WorkerResidual;
+    use super::*;
+    use gradlane_engine::{Roles, Strategy, TensorKind, TensorSpec, Update};
+    use gradlane_units::Dtype;
+
+    fn state() -> ComputeState {
+        let tensor = TensorSpec {
+            name: "layer".into(),
+            numel: 1,
+            dtype: Dtype::F32,
+            kind: TensorKind::Parameter,
+        };
+        let strategy = Strategy::named("p3", None, 0).expect("a strategy");
+        let plan = Plan::build_for(vec![tensor], strategy, Update::Worker, Roles::shared(2));
+        let plan = Arc::new(plan.expect("a plan"));
+        ComputeState::new(&plan, &ChannelOptions::new(0, 2)).expect("no codecs")
+    }
+
+    /// A residual of 1 that is 2 after an encoding in a step, which a job has still got.
+    fn encoded_in(step: Step) -> WorkerResidual {
+        let mut residual = WorkerResidual::default();
+        residual.values.push(1.0);
+        residual.snapshot(step);
+        residual.values[0] = 2.0;
+        residual
+    }
+
+    #[test]
+    fn what_is_encoded_when_others_are_further_leaves_no_trace() {
+        for further in 0..3 {
+            let mut state = state();
+            state.begin_step(Step(4));
+            (0..=further).for_each(|steps| state.left_out(Step(4 + steps)));
+            state.store_state(SliceId(0), JobState::WorkerResidual(encoded_in(Step(4))));
+            assert_eq!(state.worker_residual(TensorId(0)), [1.0], "{further} steps further");
+        }
+    }
+
+    #[test]
+    fn what_counts_is_kept_after_a_step_that_did_not() {
+        let mut state = state();
+        state.begin_step(Step(4));
+        state.left_out(Step(4));
+        state.begin_step(Step(5));
+        state.store_state(SliceId(0), JobState::WorkerResidual(encoded_in(Step(5))));
+        assert_eq!(state.worker_residual(TensorId(0)), [2.0]);
     }
 }

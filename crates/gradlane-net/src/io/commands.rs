@@ -23,10 +23,17 @@ impl Core {
     fn handle_command(&mut self, command: Command) -> Result<(), UsageError> {
         match command {
             Command::Engine(input) => {
-                if let Input::StepBegin(_) | Input::StepPass(_) | Input::StepBarrier(_) = input {
-                    self.jobs.state.begin_step();
+                let begun = match input {
+                    Input::StepBegin(step) | Input::StepPass(step) | Input::StepBarrier(step) => {
+                        Some(step)
+                    }
+                    _ => None,
+                };
+                self.engine.handle(input)?;
+                if let Some(step) = begun {
+                    self.jobs.state.begin_step(step);
                 }
-                self.engine.handle(input)
+                Ok(())
             }
             Command::Contribute(memory, input) => {
                 match input {
