@@ -115,6 +115,14 @@ def main() -> None:
                 assert eventually(lambda: bool(complete_folders(folder)))
             os.kill(os.getpid(), SIGNALS[kind])
 
+    def hear_of_losses(step: int) -> None:
+        """Wait until this rank knows of those before a step.
+
+        A thread learns of them, which on a busy machine may be later than the last of few steps.
+        """
+        count = sum(end[1] < step for end in job["ends"].values())
+        eventually(lambda: len(session.metrics()["lost"]) >= count, 5.0)
+
     session = gradlane.init(
         **keywords_of(
             store=TCPStore("127.0.0.1", job["port"], is_master=False, wait_for_workers=False),
@@ -149,6 +157,7 @@ def main() -> None:
         reached("after backward")
         optimizer.step()
         reached("after step")
+        hear_of_losses(step)
         optimizer.zero_grad()
         if job["looks"]:
             states.append(copies_of(model))
@@ -157,8 +166,7 @@ def main() -> None:
             asked.append(session.state_dict())
     session.synchronize()
     final = copies_of(model)
-    # A thread learns of losses, which on a busy machine may come later than the last of few steps.
-    eventually(lambda: len(session.metrics()["lost"]) >= len(job["ends"]), 5.0)
+    hear_of_losses(job["steps"] + 1)
     lost = [[row["rank"], row["step"]] for row in session.metrics()["lost"]]
     residuals = [row["residuals"] for row in session.metrics()["lost"]]
     codecs = {one.tensor: one.codec for one in session.codecs}

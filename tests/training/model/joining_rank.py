@@ -2,17 +2,18 @@
 it is there from the start.
 
 The job has `port` of the store, `folder`, `world_size` of the start, `joins`: how many ranks join
-until it ends, some steps later, `options`, `joiner_options`: in place of these on ranks that come
-later, `fatal`: by label, the function in whose first call a rank is killed, `fatal_after`: the
-same, after a rank has `joined` or was `lost`, `spoils`: one that does nothing there, `raises`: one
-that fails there, `is_small`: whether the model has one parameter and SGD, `other_optimizer`:
-whether ranks that come later have SGD, `slow`: seconds that each file of a checkpoint takes,
-`samples`: of an epoch for an `ElasticSampler`, or 0, `fatal_steps`: by label, the step in whose
-backward a rank is killed, counted from the start or the last join on, and after how many joins,
-`numbers`: by label, the number whose batches a rank has, in place of its own, `pause_s`: seconds
-after each step, and `prepares_anew`: whether all prepare the model anew in the end, and train on.
-Writes each step to `rows-LABEL`, what it has seen to `LABEL.json`, and with `numbers` the state
-after each step, and the owners of slices in each world, to `LABEL.pt`.
+and stay until it ends, some steps later, `losses`: how many members all see lost until then,
+`options`, `joiner_options`: in place of these on ranks that come later, `fatal`: by label, the
+function in whose first call a rank is killed, `fatal_after`: the same, after a rank has `joined` or
+was `lost`, `spoils`: one that does nothing there, `raises`: one that fails there, `is_small`:
+whether the model has one parameter and SGD, `other_optimizer`: whether ranks that come later have
+SGD, `slow`: seconds that each file of a checkpoint takes, `samples`: of an epoch for an
+`ElasticSampler`, or 0, `fatal_steps`: by label, the step in whose backward a rank is killed,
+counted from the start or the last join on, and after how many joins, `numbers`: by label, the
+number whose batches a rank has, in place of its own, `pause_s`: seconds after each step, and
+`prepares_anew`: whether all prepare the model anew in the end, and train on. Writes each step to
+`rows-LABEL`, what it has seen to `LABEL.json`, and with `numbers` the state after each step, and
+the owners of slices in each world, to `LABEL.pt`.
 """
 
 from __future__ import annotations
@@ -145,18 +146,22 @@ def main() -> None:
     """Owners of each tensor's slices in each world."""
     joined = 0
     """Ranks that have joined and are still there."""
+    lost = 0
+    """Members that were lost, also before this rank has joined."""
 
     def changed(change: gradlane.MembershipChange) -> None:
-        nonlocal joined
+        nonlocal joined, lost
         changes.append(asdict(change))
+        lost += len(change.lost)
         if change.joined:
             worlds.append(dict(owners))
         after, place = job["fatal_after"].get(label, ("", ""))
         if after and getattr(change, after):
             kill_in(place)
-        rows = session.gather_integers([session.rank, session.step, int(not is_member)])
-        gathered.append([[rank, step] for rank, step, _ in rows])
-        joined = sum(has_joined for _, _, has_joined in rows)
+        rows = session.gather_integers([session.rank, session.step, int(not is_member), lost])
+        gathered.append([[rank, step] for rank, step, _, _ in rows])
+        joined = sum(has_joined for _, _, has_joined, _ in rows)
+        lost = max(losses for _, _, _, losses in rows)
 
     session.on_membership(changed)
     sampler = None
@@ -209,10 +214,11 @@ def main() -> None:
         assert time.monotonic() < deadline_s, f"{joined} have joined"
 
     def steps() -> Iterator[int]:
-        """Yield steps until all ranks have joined, and some more."""
+        """Yield steps until all ranks have joined, and all losses are in force, and some more."""
         while True:
             last = (changes[-1]["step"] if changes else 0) + STEPS_AFTER
-            if joined >= job["joins"] and session.step >= last:
+            # A thread learns of losses, on a busy machine some steps later.
+            if joined >= job["joins"] and lost >= job["losses"] and session.step >= last:
                 return
             yield before + session.step + 1
 

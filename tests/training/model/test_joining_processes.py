@@ -62,6 +62,7 @@ class Run:
         samples: int = 0,
         slow: float = 0.0,
         one_by_one: bool = True,
+        losses: int = 0,
         kill_all_when: Callable[[], bool] | None = None,
         refused: Mapping[str, Any] | None = None,
         other_optimizer: bool = False,
@@ -90,6 +91,7 @@ class Run:
             samples: of an epoch, or 0.
             slow: seconds that each file of a checkpoint takes.
             one_by_one: whether a joiner is started once the one before has joined or ended.
+            losses: members that all see lost before they end, at least.
             kill_all_when: comes true while the ranks train, which are then all killed; None: they
                 end by themselves.
             refused: options of ranks that come later in place of the others', with which each ends
@@ -111,6 +113,7 @@ class Run:
             "world_size": world_size,
             # Where all are killed it goes on until then.
             "joins": len(set(later) - victims) if kill_all_when is None else 1000,
+            "losses": losses,
             "fatal": fatal,
             "fatal_after": fatal_after,
             "fatal_steps": fatal_steps,
@@ -335,6 +338,7 @@ def test_a_ring_loses_a_rank_one_joins_and_another_is_lost(
         codec={"*.weight": codec},
         numbers={"0": 0, "1": 1, "2": 2, "3": 3, "joiner-0": 4},
         fatal_steps={first: (3, 0), second: (4, 1)},
+        losses=2,
         joins_after=has_lost_one,
         pause_s=0.2,  # The reference makes each step several times.
     )
@@ -431,7 +435,8 @@ def test_a_rank_is_killed_while_it_joins_and_another_joins(
     tmp_path: Path, programs: ForkedPrograms, place: str
 ) -> None:
     """The others train on without it, and lose no step."""
-    run = Run(programs, tmp_path, joiners=2, fatal={"joiner-0": place})
+    is_member = place.endswith("FirstStepState.take")
+    run = Run(programs, tmp_path, joiners=2, fatal={"joiner-0": place}, losses=int(is_member))
     run.check_alike()
     steps = [step for step, _, _ in run.results["0"]["rows"]]
     assert steps == list(range(1, len(steps) + 1))
@@ -469,7 +474,7 @@ def test_a_rank_joins_in_the_place_of_one_that_was_lost(
 ) -> None:
     """A joiner's own death is a loss like any other, and the next one joins the rest."""
     place = "gradlane.training.model.step_machine:StepMachine.end_step"
-    run = Run(programs, tmp_path, joiners=2, fatal={"joiner-0": place})
+    run = Run(programs, tmp_path, joiners=2, fatal={"joiner-0": place}, losses=1)
     run.check_alike()
     assert [one["rank"] for one in run.results["0"]["metrics"]["lost"]] == [3]
     assert run.results["0"]["metrics"]["members"] == [0, 1, 2, 3]
