@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -27,7 +27,9 @@ from torch import Tensor, nn
 
 import gradlane
 from gradlane.planning.planner import learning
+from gradlane.training.node import channel as node_channel
 from gradlane.training.node import devices
+from gradlane.training.node.leader import NodeLeader
 from gradlane.training.options.options import keywords_of
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.settings import LEARNING_STEPS, ClusterFacts, Settings
@@ -197,6 +199,49 @@ def trained(
         else {},
         "json": len(json.dumps(metrics)),
     }
+
+
+class SlowChannel:
+    """A channel between nodes whose ends of steps and norms come late to the leader's threads."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    def step_end(self, step: int) -> None:
+        time.sleep(0.4)
+        self._channel.step_end(step)
+
+    def wait_norm(self, step: int) -> float:
+        time.sleep(0.8)
+        norm: float = self._channel.wait_norm(step)
+        return norm
+
+
+class SlowLeader(NodeLeader):
+    """A leader whose threads lag behind the results."""
+
+    def __init__(self, core: Any, channel: Any, *others: Any, **options: Any) -> None:
+        super().__init__(core, cast(Any, SlowChannel(channel)), *others, **options)
+
+
+def trained_with_slow_leaders(
+    store: Any, rank: int, world_size: int, job: str, **options: Any
+) -> dict[str, Any]:
+    """Train where every step's results are here before its leader's threads are done with it.
+
+    Returns:
+        What `trained` returns, and the failures that the rank told the others.
+    """
+    fail = mock.Mock()
+    with (
+        mock.patch.object(node_channel, "NodeLeader", SlowLeader),
+        mock.patch.object(node_channel.NodeChannel, "fail", fail),
+    ):
+        result = trained(store, rank, world_size, job, **options)
+    return {**result, "failures": [str(call.args[0]) for call in fail.call_args_list]}
 
 
 def means(

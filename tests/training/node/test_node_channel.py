@@ -100,6 +100,15 @@ def test_clipping_as_means_arrive_and_whole_gives_the_same_bits(pool: RankPool, 
         assert min(one["norms"]) > 0.2
 
 
+@pytest.mark.parametrize("local", ["leader", "shared"])
+def test_a_session_closes_once_the_leaders_threads_are_done(pool: RankPool, local: str) -> None:
+    """No rank tells the others of a failure, however late those threads run."""
+    options: dict[str, Any] = {"local": local, "clip_by_session": 0.2, "defer": False, "steps": 2}
+    slow = pool.run(f"{HERE}:trained_with_slow_leaders", **options)
+    assert [rank["failures"] for rank in slow] == [[]] * 4
+    assert slow[0]["digest"] == pool.run(f"{HERE}:trained", **options)[0]["digest"]
+
+
 def test_a_codec_between_nodes(pool: RankPool) -> None:
     led = pool.run(f"{HERE}:trained", local="leader", codec="qsgd:bits=8", steps=3)
     assert len({rank["digest"] for rank in led}) == 1

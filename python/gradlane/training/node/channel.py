@@ -451,6 +451,9 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
     def finish(self, timeout_s: float) -> None:
         """Close in order, with a goodbye to every rank."""
         deadline_s = time.monotonic() + timeout_s
+        if self._leader is not None:
+            # Every mean may be here a moment before the last step is ended and its norm is known.
+            self._leader.wait_for_step(timeout_s)
         self._check()
         with self._changed:
             self._closing = True

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from ctypes import memset
 from dataclasses import dataclass, field
@@ -192,6 +193,16 @@ class NodeLeader:
         """Stop reading gradients after a failure; waits for the one that is being read."""
         with self._sum_lock:
             self._may_read = False
+
+    def wait_for_step(self, timeout_s: float) -> None:
+        """Wait until the threads are done with a step whose means have all arrived.
+
+        Args:
+            timeout_s: longest wait, in seconds; it is no error if they are not done then.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        for done in (self._step_ended, self._norm_is_known):
+            done.wait(max(0.0, deadline_s - time.monotonic()))
 
     def stop(self) -> None:
         """End the threads; the channel must have ended, or its last step be complete."""
