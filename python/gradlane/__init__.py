@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from gradlane.training.plans.plan import Plan, PlanError, read_plan
     from gradlane.training.rendezvous.membership import MembershipChange
     from gradlane.training.sampler.sampler import ElasticSampler
+    from gradlane.training.session.init import init
     from gradlane.training.session.session import Session
-    from gradlane.training.session.start import init
 
 __all__ = [
     "ArrayRefusedError",
@@ -96,7 +96,7 @@ _MODULES = {
     "Session": "training.session.session",
     "Stragglers": "training.options.stragglers",
     "Strategy": "training.options.strategy",
-    "init": "training.session.start",
+    "init": "training.session.init",
     "profile": "planning.profiler.measure",
     "read_plan": "training.plans.plan",
     "synthetic_profile": "planning.profiler.operations",

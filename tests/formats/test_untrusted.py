@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from gradlane import errors
 from gradlane.formats.profile import FieldReader, ProfileError, read_object
 from gradlane.formats.untrusted import EscapedError, escaped, escaped_lines
-from gradlane.planning.probe.streams import StreamError
+from gradlane.planning.probe.stream_endpoint import StreamError
 from gradlane.planning.simulation.costs import CostsError
 from gradlane.training.log import log
 from gradlane.training.node.layout import agree_on_layout

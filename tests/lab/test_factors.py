@@ -17,7 +17,7 @@ from gradlane.lab.runs.traffic import NodeTraffic, OwnerCounters, balance_of
 from gradlane.planning.models.timings import TensorTiming
 from gradlane.planning.simulation.bound import answer_owners, bound_step_s, port_bytes
 from gradlane.training.core import load_core
-from gradlane.training.factors.choice import Factored
+from gradlane.training.factors.factored_weights import Factored
 from gradlane.training.rendezvous.tensor_table import extra_entry
 from tests.built import needs_core
 from tests.training.model.pool import RankPool

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore
 import gradlane
 from gradlane.training.core import load_core
 from gradlane.training.options.options import Options, keywords_of
-from gradlane.training.session.start import open_session
+from gradlane.training.session.init import open_session
 from tests.loop_fuzzing.description import Action, Loop
 from tests.loop_fuzzing.oddities import aside
 from tests.loop_fuzzing.program import Note, Program

@@ -5,18 +5,19 @@
 //!
 //! - An encoding depends on values, residual and [`DrawKey`] alone: the same bytes for any cut at
 //!   multiples of [`Codec::granule`], any thread and any [`InstructionSet`].
-//! - A bucket that holds NaN or infinity decodes to NaN as a whole: it is carried, never noise, and
-//!   its residual stays as it was.
-//! - Decoding takes any bytes: a wrong length is an error, everything else is a value.
+//! - A bucket that holds NaN or infinity decodes to NaN in every element, never to noise, and its
+//!   residual does not change.
+//! - Decoding takes any bytes: a wrong length is an error, all other bytes decode to values.
 //!
 //! A new codec goes here: a folder with its arithmetic and its `oracle.rs`, a [`Method`] with its text
-//! in `spec.rs`, and a line in [`build_with`]. `sparse` has those that send some of the values, the
+//! in `codec_text.rs`, and a line in [`build_with`]. `sparse` has those that send some of the values, the
 //! others send all. Python's options of it: `training/options/codec_options.py`.
 //!
 //! Layouts and definitions, with the papers they follow, are in `docs/codecs.md`.
 
 mod bucket_quantizer;
 mod cast;
+mod codec_text;
 mod draw;
 mod int8;
 mod lanes;
@@ -25,20 +26,19 @@ mod onebit;
 mod qsgd;
 mod source;
 mod sparse;
-mod spec;
 
 use std::fmt::Debug;
 use std::sync::Arc;
 
 use thiserror::Error;
 
+pub(crate) use codec_text::Options;
+pub use codec_text::{
+    Bucket, CodecSpec, CodecSpecError, Levels, Method, Norm, Packing, QsgdOptions, RingSums,
+};
 pub use memory::{narrow, widen};
 pub use qsgd::IntegerSums;
 pub use sparse::{DgcOptions, SparseError, TopkOptions};
-pub(crate) use spec::Options;
-pub use spec::{
-    Bucket, CodecSpec, CodecSpecError, Levels, Method, Norm, Packing, QsgdOptions, RingSums,
-};
 
 use crate::InstructionSet;
 use bucket_quantizer::BucketQuantizer;

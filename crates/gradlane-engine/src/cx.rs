@@ -3,12 +3,12 @@
 
 use crate::api::{BufferRef, Event, Job, Memory, Operation, Region};
 use crate::buffers::BufferTable;
+use crate::gradient_norm::Squares;
 use crate::jobs::{JobQueue, Running, Task, Then};
-use crate::kept::{KeptResult, KeptResults, KeptSlice};
+use crate::kept_results::{KeptResult, KeptResults, KeptSlice};
 use crate::plan::Plan;
 use crate::rank_set::RankSet;
 use crate::session::Clock;
-use crate::squares::Squares;
 use crate::transmit::{Body, EncodeQueue, Message, OrderKey, OrderKeys, PriorityTable, Scheduler};
 use crate::worker::{Install, Worker};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};

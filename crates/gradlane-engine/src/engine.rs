@@ -10,14 +10,14 @@ use crate::api::{
 use crate::buffers::BufferTable;
 use crate::cx::Cx;
 use crate::gather;
+use crate::gradient_norm::Squares;
 use crate::jobs::{Done, JobQueue, Running, Task, Then, Written};
-use crate::kept::KeptResults;
+use crate::kept_results::KeptResults;
 use crate::membership::Membership;
 use crate::plan::Plan;
 use crate::ps::{lacks_initial, StepEntry};
 use crate::schemes::Schemes;
 use crate::session::{Blame, Changes, Clock, PrioritySwitch, Session, REASON_BYTES_MAX};
-use crate::squares::Squares;
 use crate::transmit::{EncodeQueue, OrderKey, OrderKeys, PendingEncode, PriorityTable, Scheduler};
 use crate::violation::{violation, Validated};
 use crate::worker::{Submission, Worker};

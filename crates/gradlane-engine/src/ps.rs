@@ -15,7 +15,7 @@ use crate::api::{BufferRef, Job, Operation, Outstanding, PayloadDest, Region, Us
 use crate::contribution::Contribution;
 use crate::cx::Cx;
 use crate::jobs::{self, Done, Running, Then};
-use crate::kept::KeptResult;
+use crate::kept_results::KeptResult;
 use crate::plan::{Plan, PullRule, Scheme, Slice, Synchrony};
 use crate::rank_set::RankSet;
 use crate::schemes::Aggregator;

@@ -12,7 +12,7 @@
 //!
 //! Slices are passed on from buffers, so that no rank reads a tensor that is ready; only a rank whose
 //! gradient begins a sum sends from gradient memory. So a gradient is whole until its mean is: when
-//! ranks are lost and training goes on, servers add up anew what has no mean (`session::membership_change`). A
+//! ranks are lost and training goes on, servers add up anew what has no mean (`session::interrupted_step`). A
 //! frame is believed only from the rank before this one, at the hop at which this rank gets its slice.
 
 mod quantized;

@@ -4,11 +4,11 @@
 mod blame;
 mod clock;
 mod goodbye;
-mod membership_change;
+mod interrupted_step;
 mod priority_switch;
 
 pub(crate) use blame::{Blame, REASON_BYTES_MAX};
 pub(crate) use clock::Clock;
 pub(crate) use goodbye::Session;
-pub(crate) use membership_change::{Changes, Findings, Holdings, Phase};
+pub(crate) use interrupted_step::{Changes, Findings, Holdings, Phase};
 pub(crate) use priority_switch::PrioritySwitch;

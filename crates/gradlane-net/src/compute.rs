@@ -11,15 +11,15 @@ mod job_queue;
 pub(crate) mod job_runner;
 #[allow(unsafe_code, reason = "calls kernels that may work in place")]
 mod kernels;
-mod optimizer;
 pub(crate) mod planned_codecs;
 #[allow(unsafe_code, reason = "borrows the memory of jobs")]
 mod prepare;
 mod quantized_ring;
 mod residual;
 pub(crate) mod server_command;
+mod server_optimizer;
 mod state;
 
-pub use optimizer::{StateKind, StateRead, UpdateRule, UpdateRuleError};
 pub use residual::ResidualSquares;
 pub use server_command::StateWrite;
+pub use server_optimizer::{StateKind, StateRead, UpdateRule, UpdateRuleError};

@@ -7,8 +7,8 @@
 //! Hello (128 bytes): magic `GLNH` (4), wire version (1), reserved zero (3), rank (4), world size
 //! (4), generation (4), reserved zero (4), job digest (32), tensor-table digest (32), nonce (32),
 //! reserved zero (8). Reject (256 bytes): magic `GLNR` (4), reason code (1), reserved (1), length of
-//! the text (2), text in UTF-8, zero padding up to byte 224, keyed hash (32): a refusal without the
-//! right one is anybody's.
+//! the text (2), text in UTF-8, zero padding up to byte 224, keyed hash (32): a refusal whose
+//! hash is wrong may come from anyone.
 //!
 //! Where connections are sealed, all messages but a reject begin with a preamble (16 bytes), the same
 //! in both directions: magic `GLNS` (4), wire version (1), reserved zero (3), the caller's rank (4),

@@ -33,7 +33,7 @@ from gradlane.cli.planning_commands import add_planning
 from gradlane.cli.secret import secret
 from gradlane.cli.serve import serve
 from gradlane.cli.store import store
-from gradlane.formats.reported import ReportedError
+from gradlane.formats.reported_error import ReportedError
 from gradlane.formats.signals import Terminated, unwind_on_sigterm
 from gradlane.formats.untrusted import escaped, escaped_lines
 

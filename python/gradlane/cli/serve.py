@@ -44,7 +44,7 @@ def serve(
     """
     from rich.console import Console
 
-    from gradlane.training.session.start import init_serving
+    from gradlane.training.session.init import init_serving
 
     require_writable(json_path)
     session = init_serving(

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from gradlane.formats.live_state import NEXT_QUERY, STATE_PATH, LiveState, StepRow, read_state
 from gradlane.formats.rates import format_rate
-from gradlane.formats.reported import ReportedError
+from gradlane.formats.reported_error import ReportedError
 from gradlane.formats.serialization.strict_json import FormatError
 from gradlane.formats.untrusted import escaped
 from gradlane.report.console import format_time, wide_console

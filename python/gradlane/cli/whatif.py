@@ -25,9 +25,9 @@ from gradlane.planning.advice.advice import (
 from gradlane.planning.advice.causes import find_cause, limit_beyond_link
 from gradlane.planning.advice.faults import COLUMNS, cells_of, faults_json
 from gradlane.planning.advice.pictures import Picture, clusters_with_pictures, picture_of
-from gradlane.planning.simulation.effects import check_effects
 from gradlane.planning.simulation.faults import FaultSettings, fault_cost
 from gradlane.planning.simulation.grid import SimulatedRow, clusters_of, evaluate
+from gradlane.planning.simulation.ignored_options import check_effects
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.scenarios import FORMULAS, Cluster, run_scenario, scenario_of
 from gradlane.planning.simulation.timeline import simulated_timeline

@@ -19,7 +19,7 @@ from gradlane.planning.doctor import cluster, machine
 from gradlane.planning.doctor.findings import Finding, Verdict, merged, ok, warning
 from gradlane.planning.doctor.machine import LocalMachine, MachineFacts
 from gradlane.planning.doctor.reach import unreached
-from gradlane.planning.probe.streams import listen_on
+from gradlane.planning.probe.stream_endpoint import listen_on
 from gradlane.training.options.option_groups import Network
 from tests.built import needs_core
 from tests.forked_programs import ForkedPrograms

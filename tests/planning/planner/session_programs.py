@@ -14,8 +14,8 @@ from torch import nn
 from torch._C._distributed_c10d import Store
 
 from gradlane.errors import GradlaneError
-from gradlane.planning.planner import learning
-from gradlane.planning.probe import streams
+from gradlane.planning.planner import plan_while_training
+from gradlane.planning.probe import stream_endpoint
 from gradlane.training.model.prepared import PreparedModel
 from gradlane.training.plans.plan import Plan, PlannedTensor
 from gradlane.training.plans.settings import ClusterFacts, Settings
@@ -115,10 +115,10 @@ def _train(
 ) -> dict[str, Any]:
     stub: Any = contextlib.nullcontext()
     if decided or mixed:
-        stub = mock.patch.object(learning, "Coordinator", Mixed if mixed else Decided)
+        stub = mock.patch.object(plan_while_training, "Coordinator", Mixed if mixed else Decided)
     elif unrecorded:
         refusal = ValueError("the model's parameters are on cuda:0, cuda:1")
-        stub = mock.patch.object(learning, "Recorder", side_effect=refusal)
+        stub = mock.patch.object(plan_while_training, "Recorder", side_effect=refusal)
     with (
         stub,
         seen_prepared() as prepared_of,
@@ -192,7 +192,7 @@ def given(
 def prepare_again(store: Store, rank: int, world_size: int, job: str, path: str) -> dict[str, Any]:
     """Prepare under `auto`, again while it learns, and with a plan of its own."""
     with (
-        mock.patch.object(learning, "Coordinator", Decided),
+        mock.patch.object(plan_while_training, "Coordinator", Decided),
         seen_prepared() as prepared_of,
         open_session(store, rank, world_size, job) as session,
     ):
@@ -242,7 +242,7 @@ def probe(
     with open_session(store, rank, world_size, job) as session:
         if not blocked:
             return session.probe(window_s=0.1, directions=directions).to_json()
-        connect = streams.StreamEndpoint.connect
+        connect = stream_endpoint.StreamEndpoint.connect
 
         def connect_to_nobody(self: Any, peers: Any, *sides: Any) -> None:
             connect(self, ["127.0.0.1:9"] * len(peers), *sides)
@@ -250,9 +250,9 @@ def probe(
         last = rank == world_size - 1
         with (
             mock.patch.object(
-                streams.StreamEndpoint, "connect", connect_to_nobody if last else connect
+                stream_endpoint.StreamEndpoint, "connect", connect_to_nobody if last else connect
             ),
-            mock.patch.object(streams, "CONNECT_TIMEOUT_S", 1.0),
+            mock.patch.object(stream_endpoint, "CONNECT_TIMEOUT_S", 1.0),
         ):
             try:
                 session.probe(window_s=0.1)

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from gradlane.formats.link_report import LinkReport, PortFigures, RoundTrip
-from gradlane.planning.probe import streams
+from gradlane.planning.probe import stream_endpoint
+from gradlane.planning.probe.goodput_reference import receive_until
 from gradlane.planning.probe.links import one_way_pairs
-from gradlane.planning.probe.stream import receive_until
-from gradlane.planning.probe.streams import StreamEndpoint, StreamError
+from gradlane.planning.probe.stream_endpoint import StreamEndpoint, StreamError
 from tests.forked_programs import ForkedPrograms
 from tests.ports import reserve_port
 from tests.training.model.pool import FirstRanks
@@ -131,7 +131,7 @@ def test_a_window_without_a_processor_is_measured_again(monkeypatch: pytest.Monk
             time.sleep(max(0.0, end_s - time.monotonic()))
         return real(connection, end_s)
 
-    monkeypatch.setattr(streams, "receive_until", receive)
+    monkeypatch.setattr(stream_endpoint, "receive_until", receive)
     with connected() as (one, other):
         sender = threading.Thread(target=other.stream)
         sender.start()
@@ -143,7 +143,7 @@ def test_a_window_without_a_processor_is_measured_again(monkeypatch: pytest.Monk
 def test_a_missing_rank_is_named_despite_other_callers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streams, "CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(stream_endpoint, "CONNECT_TIMEOUT_S", 0.3)
     with StreamEndpoint(0, ["127.0.0.1"], None, b"secret", 0.05) as one:
         over = threading.Event()
 

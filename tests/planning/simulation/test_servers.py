@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradlane.planning.schemes.costs import Counts, Layer, costs_of
-from gradlane.planning.schemes.hybrid import NodeCluster, hybrid_step
+from gradlane.planning.schemes.step_time import NodeCluster, hybrid_step
 from gradlane.planning.simulation.grid import SimulatedRow, evaluate
 from gradlane.planning.simulation.profiles import synthetic_profile
 from gradlane.planning.simulation.scenarios import Cluster

@@ -19,7 +19,7 @@ from gradlane.planning.simulation.profiles import Profile, ProfileTensor
 from gradlane.planning.simulation.scenarios import Cluster, narrow_tensors
 from gradlane.training import factors
 from gradlane.training.factors.block import BlockError, Dense, Part, pack, unpack
-from gradlane.training.factors.choice import Factored, with_dtypes
+from gradlane.training.factors.factored_weights import Factored, with_dtypes
 from gradlane.training.options.codec_choice import choose_codecs, codec_rules
 from gradlane.training.rendezvous.tensor_table import build_table
 

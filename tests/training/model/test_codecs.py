@@ -23,11 +23,11 @@ from gradlane.training.options.codec_choice import (
     codec_rules,
 )
 from gradlane.training.options.options import Options
-from gradlane.training.plans import in_force
+from gradlane.training.plans import active_plan
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.settings import ClusterFacts, Settings
 from gradlane.training.session import models
-from gradlane.training.session.start import open_session
+from gradlane.training.session.init import open_session
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import same_bits, snapshot
 
@@ -315,7 +315,7 @@ def test_other_settings_keep_all_residuals(monkeypatch: pytest.MonkeyPatch) -> N
         switches[id(prepared.model)] = rest[3]
         return SimpleNamespace(after_step=lambda: None, stop=lambda: None)
 
-    monkeypatch.setattr(in_force, "start_plan_search", search)
+    monkeypatch.setattr(active_plan, "start_plan_search", search)
     monkeypatch.setattr(models, "measure_links", lambda *_, **__: SimpleNamespace())
     plan = Plan("any", ClusterFacts(3, 1e9), "found", Settings("slicing", slice_elems=512))
 

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 import gradlane
 from gradlane.training.options.options import Options, keywords_of
-from gradlane.training.session.start import open_session
+from gradlane.training.session.init import open_session
 from tests.training.model.fake_core import FakeCore
 from tests.training.model.ranks import run_ranks
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import gradlane
-from gradlane.planning.planner import learning
+from gradlane.planning.planner import plan_while_training
 from gradlane.training.node import channel as node_channel
 from gradlane.training.node import devices
 from gradlane.training.node.leader import NodeLeader
@@ -461,7 +461,7 @@ def planned(store: Any, rank: int, world_size: int, job: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sent = []
     with (
-        mock.patch.object(learning, "Coordinator", Decided),
+        mock.patch.object(plan_while_training, "Coordinator", Decided),
         opened(store, rank, world_size, job, local="off", exact_order=False) as session,
     ):
         session.prepare(model, optimizer, plan="auto")

@@ -25,7 +25,7 @@ from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLostEr
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import RendezvousScope, open_store
-from gradlane.training.session.start import open_session
+from gradlane.training.session.init import open_session
 from tests.forked_programs import SOURCES, ForkedPrograms
 from tests.paths import PACKAGE, ROOT
 from tests.ports import reserve_port

@@ -27,7 +27,7 @@ from gradlane.training.rendezvous.environment import (
 from gradlane.training.rendezvous.incarnation import agree_on_incarnation
 from gradlane.training.rendezvous.rendezvous import RendezvousScope, first_difference
 from gradlane.training.rendezvous.tensor_table import build_table
-from gradlane.training.session.start import open_session
+from gradlane.training.session.init import open_session
 from tests.training.model.fake_core import FakeCore
 from tests.training.model.models import Awkward
 from tests.training.model.ranks import run_ranks

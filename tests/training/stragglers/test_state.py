@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import gradlane
 from gradlane.errors import GradlaneError
-from gradlane.planning.planner import learning
+from gradlane.planning.planner import plan_while_training
 from gradlane.training.core import load_core
 from tests.built import needs_core
 from tests.forked_programs import ForkedPrograms
@@ -231,7 +231,7 @@ def test_a_plan_is_put_into_force_in_the_middle_of_a_training(tmp_path: Path) ->
         }
 
     core: Any = load_core()
-    with mock.patch.object(learning, "Coordinator", Decided):
+    with mock.patch.object(plan_while_training, "Coordinator", Decided):
         results = run_ranks(
             2,
             body,

@@ -1,4 +1,4 @@
-//! Where a kernel reads what is to be sent, and where it leaves what was not.
+//! Where a kernel reads the values to be sent, and where it writes the residual.
 
 use super::lanes::{Lanes, Mask, Wide};
 

@@ -1,4 +1,4 @@
-//! Training goes on when ranks are lost: carries out what `membership` decides and `session::membership_change`
+//! Training goes on when ranks are lost: carries out what `membership` decides and `session::interrupted_step`
 //! describes.
 
 use super::Engine;

@@ -1,4 +1,4 @@
-//! The order of sending and of jobs.
+//! The order of sending and of jobs, by the priorities of `priorities.rs`.
 
 use crate::plan::Order;
 use gradlane_units::{Priority, SliceId, Step, TensorId};

@@ -1,4 +1,5 @@
-//! Priorities beside the plan: one vector a version, each in force from a step on.
+//! Versions of the priorities of all tensors, each in force from a step on. Their values come from the
+//! application: `python/gradlane/training/modules/forward_order.py`.
 
 use alloc::vec::Vec;
 use gradlane_units::{Priority, Step, TensorId};

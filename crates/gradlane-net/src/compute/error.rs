@@ -1,6 +1,6 @@
 //! Why a job fails: a broken invariant, or bytes of a peer that are no encoding.
 
-use super::optimizer::UpdateRuleError;
+use super::server_optimizer::UpdateRuleError;
 use crate::memory::MemoryError;
 use gradlane_codec::DecodeError;
 

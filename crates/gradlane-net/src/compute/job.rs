@@ -1,8 +1,8 @@
 //! A job: one operation of the engine, ready to run on any thread, once.
 
 use super::error::JobError;
-use super::optimizer::SliceState;
 use super::residual::WorkerResidual;
+use super::server_optimizer::SliceState;
 use crate::metrics::JobKind;
 use gradlane_engine::{Job as Request, JobId};
 use gradlane_units::{SliceId, SquareSum, Step};

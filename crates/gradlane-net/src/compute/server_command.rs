@@ -4,7 +4,7 @@
 //! Bytes: a tag; for updates then the rules, each with the run of tensors that share it. All numbers are
 //! little endian.
 
-use super::optimizer::{StateKind, StateRead, UpdateRule};
+use super::server_optimizer::{StateKind, StateRead, UpdateRule};
 use gradlane_codec::{AdamOptions, SgdOptions};
 use gradlane_engine::Plan;
 use gradlane_units::TensorId;

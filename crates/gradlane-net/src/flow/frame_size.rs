@@ -1,5 +1,5 @@
 //! The size of frames: as large as was asked for, and up to three times as large on a connection so fast
-//! that an urgent slice hardly waits longer for them.
+//! that an urgent slice hardly waits longer for them. The engine's `transmit/message.rs` cuts messages into them.
 
 use super::limits;
 use super::rate::{RateEstimator, Smoothing};

@@ -4,8 +4,8 @@
 //! Everything follows from one time. The I/O thread serves its connections in turns of at most
 //! [`TURN_MAX`]. The bytes that a connection holds in the kernel must last for a turn, since they
 //! are not refilled meanwhile; a frame must not last longer, since an urgent slice waits for it;
-//! and connections whose frames last about a turn are paced by the thread, which comes by anyway,
-//! instead of the kernel. `docs/decisions/` 39 and 46 to 48 have the measurements.
+//! and connections whose frames last about a turn are paced by the thread, whose turns are as
+//! frequent, instead of the kernel. `docs/decisions/` 39 and 46 to 48 have the measurements.
 
 use crate::sys::syscall::PathEstimate;
 use gradlane_units::{Bytes, Rate};

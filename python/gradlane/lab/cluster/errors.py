@@ -6,7 +6,7 @@ traceback.
 
 from __future__ import annotations
 
-from gradlane.formats.reported import ReportedError
+from gradlane.formats.reported_error import ReportedError
 
 
 class LabError(ReportedError):

@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from gradlane.planning.probe.stream import StreamResult
+    from gradlane.planning.probe.goodput_reference import StreamResult
 
 STORE_TIMEOUT = datetime.timedelta(seconds=120)
 _PROGRESS_INTERVAL_S = 0.2
@@ -107,7 +107,7 @@ def answer_requests(kinds_of: Callable[[Answers], Mapping[str, Callable[..., Any
 
 
 def _stream(**request: Any) -> StreamResult:
-    from gradlane.planning.probe.stream import run_stream
+    from gradlane.planning.probe.goodput_reference import run_stream
 
     return run_stream(**request)
 

@@ -22,7 +22,7 @@ from typing import IO, Any
 from gradlane.lab.cluster.errors import RankError
 from gradlane.lab.cluster.fork_server import ForkedProgram, running_fork_server
 from gradlane.lab.cluster.namespaces import CONGESTION_CONTROL, EmulatedCluster
-from gradlane.planning.probe.stream import StreamResult
+from gradlane.planning.probe.goodput_reference import StreamResult
 
 _START_TIMEOUT_S = 180.0
 _STALL_TIMEOUT_S = 180.0

@@ -3,7 +3,7 @@
 Figures 5 and 8 are simulated: the engine sends slices of 2 MB first come first served on servers,
 and factors where the paper's formula says so; hosts take no time, and rebuilding takes the
 accelerator's. Beside them, and for what the engine has no scheme for, stands the model
-`planning/schemes/hybrid.py`: ports that carry table 1's bytes and nothing else that takes time.
+`planning/schemes/step_time.py`: ports that carry table 1's bytes and nothing else that takes time.
 
 Both are given twice: with ports that are fully used, and with the share of 40 Gbit/s with which the
 model of bytes makes *one* published number right (VGG19-22K by WFBP on 32 nodes, 21.5x), as what

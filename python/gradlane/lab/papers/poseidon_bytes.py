@@ -1,7 +1,7 @@
 """Poseidon's systems by bytes, with the settings of the paper (section 5.1).
 
-The model is `planning/schemes/hybrid.py`: ports that carry table 1's bytes, and nothing else that
-takes time.
+The model is `planning/schemes/step_time.py`: ports that carry table 1's bytes, and nothing else
+that takes time.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from functools import cache
 
 from gradlane.lab.papers.comparison import Curve, first_above, given, published_of
 from gradlane.planning.planner.coordinator import Coordinator
-from gradlane.planning.schemes.hybrid import WHOLE, HybridStep, NodeCluster, hybrid_step
 from gradlane.planning.schemes.layers import operations_per_s
+from gradlane.planning.schemes.step_time import WHOLE, HybridStep, NodeCluster, hybrid_step
 from gradlane.planning.simulation.grid import GOODPUT_SHARE
 from gradlane.planning.simulation.profiles import Profile, synthetic_profile
 from gradlane.training.plans.settings import ClusterFacts

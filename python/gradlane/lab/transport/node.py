@@ -28,7 +28,7 @@ from gradlane.lab.cluster.rank_program import STORE_TIMEOUT, answer_requests, me
 from gradlane.training import core as core_module
 from gradlane.training.core import Channel, CoreModule
 from gradlane.training.options.options import Options, keywords_of
-from gradlane.training.session.start import open_session
+from gradlane.training.session.init import open_session
 
 BUCKET_BYTES = 25 << 20
 """Size of the flat buckets that Gloo gets: the default of DDP's `bucket_cap_mb`."""

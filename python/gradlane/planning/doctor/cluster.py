@@ -14,7 +14,7 @@ from gradlane.formats.untrusted import escaped
 from gradlane.planning.doctor.findings import Finding, Verdict, fault, merged, ok, warning
 from gradlane.planning.doctor.machine import LocalMachine, MachineFacts
 from gradlane.planning.doctor.reach import unreached
-from gradlane.planning.probe.streams import listen_on
+from gradlane.planning.probe.stream_endpoint import listen_on
 from gradlane.training.options.option_groups import Network
 from gradlane.training.rendezvous.addresses import endpoint
 

@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from gradlane.planning.planner.book import InformationBook, SchemeChoice
 from gradlane.planning.planner.candidates import Candidate, CandidateSimulator
+from gradlane.planning.planner.information_book import InformationBook, SchemeChoice
 from gradlane.planning.planner.reasons import poseidon_summary, reason_of, summary_of
 from gradlane.planning.planner.search import Choice, SearchResult, search
 from gradlane.planning.schemes.costs import Layer
-from gradlane.planning.schemes.hybrid import HybridStep, NodeCluster, hybrid_step
 from gradlane.planning.schemes.layers import (
     Schemes,
     factors_of,
@@ -25,6 +24,7 @@ from gradlane.planning.schemes.layers import (
     operations_per_s,
     simulated_schemes,
 )
+from gradlane.planning.schemes.step_time import HybridStep, NodeCluster, hybrid_step
 from gradlane.planning.simulation.bound import Bound, bound_step_s
 from gradlane.planning.simulation.codec_costs import codecs_in, wire_bytes
 from gradlane.planning.simulation.costs import MachineCosts

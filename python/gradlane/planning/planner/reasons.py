@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from gradlane.planning.planner.candidates import TIE
 from gradlane.planning.planner.search import Choice, SearchResult, Value
 from gradlane.planning.schemes.costs import Cost, Counts, Layer
-from gradlane.planning.schemes.hybrid import HybridStep
+from gradlane.planning.schemes.step_time import HybridStep
 from gradlane.planning.simulation.bound import Bound, describe_binding
 from gradlane.training.options.codec_options import RAW
 from gradlane.training.plans.settings import ClusterFacts

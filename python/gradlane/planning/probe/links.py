@@ -15,7 +15,7 @@ from typing import Any
 from gradlane.errors import RendezvousError
 from gradlane.formats.authentication import derived_key
 from gradlane.formats.link_report import LinkReport, PortFigures, RoundTrip
-from gradlane.planning.probe.streams import StreamEndpoint, StreamError
+from gradlane.planning.probe.stream_endpoint import StreamEndpoint, StreamError
 from gradlane.training.connection import SessionContext, listening_hosts
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradlane.training.factors.block import Part, TouchedRows, can_travel, most_rows_bytes
-from gradlane.training.factors.choice import BLOCK_MOST_BYTES, Factored
+from gradlane.training.factors.factored_weights import BLOCK_MOST_BYTES, Factored
 from gradlane.training.factors.rebuild import mean_of_rows, sparse_of
 from gradlane.training.log import log
 from gradlane.training.options.options import Options, rows_refusal

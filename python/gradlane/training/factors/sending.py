@@ -2,9 +2,9 @@
 
 Factors of a weight are packed as backward yields them, since their memory may change, and leave as
 one block when the last part is there. A rank whose factors would be larger than the
-gradient sends the gradient; so it is with whatever came as a gradient. All ranks rebuild the mean
-from the same blocks in the same order; or, of a weight that one rank answers for, that rank does,
-and all others get what it has made.
+gradient sends the gradient; so does a rank whose layer yielded a gradient in place of factors. All
+ranks rebuild the mean from the same blocks in the same order. With the scheme `adam`, one rank
+rebuilds the mean of a weight and sends it to the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gradlane.training.factors.block import (
     unpack,
 )
 from gradlane.training.factors.capture import FactorSink, install, remove
-from gradlane.training.factors.choice import Factored
+from gradlane.training.factors.factored_weights import Factored
 from gradlane.training.factors.rebuild import rebuild
 from gradlane.training.factors.root import RootThread
 from gradlane.training.log import log

@@ -1,14 +1,14 @@
-"""Factors of means, applied as they arrive: weights, `GradScaler`'s, and that of clipping.
+"""Scales means as they arrive: by the ranks' weights, by `GradScaler`, and by clipping.
 
 Clipping and unscaling need no wait for means. The owners of slices add up the squares of the means
-that they have made, and tell all ranks one number each (`engine/src/squares.rs`). So the norm is
-known once the last slice is *reduced*, and updates go on as means arrive, during the next forward,
-as without clipping. Means of factors and rows have no owner: each rank adds their squares, once all
-blocks are here. The sum is exact: neither plan, slice size nor order of arrival changes a bit of
-the norm.
+that they have made, and tell all ranks one number each (`engine/src/gradient_norm.rs`). So the norm
+is known once the last slice is *reduced*, and updates go on as means arrive, during the next
+forward, as without clipping. Means of factors and rows have no owner: each rank adds their squares,
+once all blocks are here. The sum is exact: neither plan, slice size nor order of arrival changes a
+bit of the norm.
 
-The factor is that of `torch.nn.utils.clip_grad_norm_`: `max_norm / (norm + 1e-6)`, at most 1.
-The norm is finite just where all means are, which is what `GradScaler` asks for.
+The factor of clipping is that of `torch.nn.utils.clip_grad_norm_`: `max_norm / (norm + 1e-6)`, at
+most 1. The norm is finite exactly if all means are, which is what `GradScaler` asks for.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ therefore never mixes unlike ranks.
 
 Every `SAMPLE_EVERY` steps that lane also holds a digest of a sample of the rank's parameters: an
 update past gradlane, or a hand-written change on one rank, is found there instead of drifting. A
-third one holds the samples that the rank's gradients of the step are the mean of, where the program
-has said so: `session.weight()`. The fourth holds the number of the membership that the rank knows,
-plus one. Where training goes on, the fifth holds the number of a request to join that the first
-member has found.
+third one holds the number of samples whose mean the rank's gradients of the step are, if the
+program has given it (`session.weight()`). The fourth holds the number of the membership that the
+rank knows, plus one. Where training goes on, the fifth holds the number of a request to join that
+the first member has found.
 
 A lane is an integer below 2^48 that one rank contributes and all others leave at 0, so the mean
 times the number of ranks in it gives it back exactly. Where ranks are lost and training goes on, a

@@ -33,7 +33,7 @@ from gradlane.training.model.broadcast_state import (
     hyperparameters_of,
     state_entries,
 )
-from gradlane.training.model.connecting import Connected, connect
+from gradlane.training.model.channel_setup import Connected, connect
 from gradlane.training.model.precopy import (
     DONORS_MAX,
     digest_of,

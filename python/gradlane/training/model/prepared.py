@@ -36,7 +36,7 @@ from gradlane.training.model.broadcast_state import (
     with_current_buffers,
 )
 from gradlane.training.model.buffers import BufferWatch
-from gradlane.training.model.connecting import Connected, connect, schemes_of
+from gradlane.training.model.channel_setup import Connected, connect, schemes_of
 from gradlane.training.model.consistency_check import (
     ConsistencyCheck,
     Hyperparameters,

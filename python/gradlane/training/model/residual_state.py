@@ -3,16 +3,16 @@
 A codec with error feedback keeps its rounding errors and adds them to the next gradients, so a
 checkpoint without them forgets gradients. There are two kinds. The residual of this rank's own
 contributions is another tensor on every rank, and so are its late gradients. The residual of
-results is kept by the owner of each slice, and is whole here: the owners broadcast it, as it is, in
-a step of the channel that is no training, and that no rank is left out of.
+results is kept in parts, by the owner of each slice. Here every rank has all parts: the owners
+broadcast them unchanged in a step of the channel that trains nothing and leaves out no rank.
 
 Where the ranks of a node add up first, its leader encodes their mean, and the residual of that is
 every rank's own: the mean over ranks is then the mean over nodes.
 
-Where training goes on without lost ranks, their own residuals are lost, and those of the means of
-slices that they owned: their new owners have begun without one. What the others have stays where it
-is. So means are over the members, and in a step that reads what owners have, each member gives
-every tensor: whoever is lost then, its result still comes.
+When training goes on without lost ranks, their own residuals are lost, and so are the residuals of
+the slices that they owned: the new owners of these slices begin without one. The other ranks keep
+theirs. So means are over the members. In a step that reads the owners' residuals, each member
+contributes to every tensor, so a rank that is lost during the step costs no result.
 
 A checkpoint of one rank is enough for a world of any size, cut in any way: beside this rank's own
 it holds the means over all ranks. For training only their share of the mean gradient counts, so

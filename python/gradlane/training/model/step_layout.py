@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from gradlane.training.factors.choice import Factored
+from gradlane.training.factors.factored_weights import Factored
 from gradlane.training.factors.rows import RowSparse
 from gradlane.training.model.buffers import BufferForm, BufferPack, form_of, pack_buffers
 from gradlane.training.model.consistency_check import StatusTensor

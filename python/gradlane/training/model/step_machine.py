@@ -38,11 +38,11 @@ from gradlane.training.model.consistency_check import (
 )
 from gradlane.training.model.deferred_update import DeferredUpdate, undisturbed
 from gradlane.training.model.failure_latch import FailureLatch
+from gradlane.training.model.full_wait_warning import FullWaitWarning
 from gradlane.training.model.gradient_exchange import GradientExchange
 from gradlane.training.model.lazy_parameters import Exemption, LazyParameters
 from gradlane.training.model.local_gradients import LocalGradients
 from gradlane.training.model.server_updates import ServerUpdates
-from gradlane.training.model.whole_waits import WholeWaits
 from gradlane.training.modules.forward_order import ForwardOrder, inside_backward
 from gradlane.training.modules.gradient_intake import (
     check_gradient,
@@ -186,7 +186,7 @@ class StepMachine:
         self._zeroed = True
         self._adds_up_on_means = False
         self._steps_whole = False
-        self._whole_waits = WholeWaits()
+        self._full_wait_warning = FullWaitWarning()
         self.accumulates = False
         """Whether gradients only add up on this rank, as inside `session.no_sync()`."""
         self.reads_averages = False
@@ -1289,7 +1289,7 @@ class StepMachine:
             )
         self.reads_averages = True
         if self._update.defers():
-            self._whole_waits.note(self.step)
+            self._full_wait_warning.note(self.step)
         self.attach()
 
     def _refuse_grad(self, index: int, when: str, why: str) -> NoReturn:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gradlane.errors import UsageError
 from gradlane.training.connection import SessionContext
-from gradlane.training.factors.choice import (
+from gradlane.training.factors.factored_weights import (
     Factored,
     choose_factored,
     with_dtypes,

@@ -27,7 +27,7 @@ class PlanSearch(Protocol):
 
 
 class ChosenScheme(Protocol):
-    """The chosen scheme of one layer; see `gradlane.planning.planner.book`."""
+    """The chosen scheme of one layer; see `gradlane.planning.planner.information_book`."""
 
     @property
     def scheme(self) -> str:
@@ -58,8 +58,8 @@ class Book(Protocol):
 def open_book(
     prepared: PreparedModel, options: Options, rank_info: RankInfo, links: LinkReport | None
 ) -> Book:
-    """Return the book of a model; see `gradlane.planning.planner.book`."""
-    module: Any = importlib.import_module("gradlane.planning.planner.book")
+    """Return the book of a model; see `gradlane.planning.planner.information_book`."""
+    module: Any = importlib.import_module("gradlane.planning.planner.information_book")
     book: Book = module.session_book(prepared, options, rank_info, links)
     return book
 
@@ -88,7 +88,7 @@ def start_plan_search(
     on_plan: Callable[[Plan], None],
     rule: str,
 ) -> PlanSearch:
-    """Start to record a model; see `gradlane.planning.planner.learning`."""
-    learning: Any = importlib.import_module("gradlane.planning.planner.learning")
+    """Start to record a model; see `gradlane.planning.planner.plan_while_training`."""
+    learning: Any = importlib.import_module("gradlane.planning.planner.plan_while_training")
     search: PlanSearch = learning.PlanLearning(prepared, links, options, meet, on_plan, rule)
     return search

@@ -1,9 +1,9 @@
-"""The ranks that train: all of the start, until ranks are lost and the others go on, or one joins.
+"""The ranks that train: all at first, then those that are left after a loss or have joined.
 
 The core agrees on the next members, and finishes the step that was under way. The program must not
 see its rank change in the middle of a step, nor in another step than the other ranks. So each rank
-tells in its status of a step which members it knows (`model/consistency_check.py`), and new ones
-come into force at the end of the first step in which they were the newest that each rank knew.
+tells in its status of a step which members it knows (`model/consistency_check.py`). New members
+take effect at the end of the first step in which every rank's status names them.
 
 A rank that joins makes a new world, with connections of its own and ranks that are numbered anew
 (`session/joining.py`).

@@ -10,7 +10,7 @@ import errno
 import socket
 from typing import TYPE_CHECKING
 
-from gradlane.formats.reported import ReportedError
+from gradlane.formats.reported_error import ReportedError
 from gradlane.training.rendezvous import addresses
 
 if TYPE_CHECKING:

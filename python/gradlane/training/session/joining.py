@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from gradlane.errors import GradlaneError, RanksDifferError, SessionFailedError, UsageError
 from gradlane.training.log import log
 from gradlane.training.model.broadcast_state import attributes_of
-from gradlane.training.model.connecting import Connected
+from gradlane.training.model.channel_setup import Connected
 from gradlane.training.model.joining import (
     FirstStepState,
     JoinedWorld,

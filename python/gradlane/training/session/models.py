@@ -22,8 +22,8 @@ from gradlane.training.model.validation import check_arguments
 from gradlane.training.options.going_on import check_plan_goes_on
 from gradlane.training.options.stragglers import check_schemes
 from gradlane.training.options.strategy import PLAN_RULES, SFB
+from gradlane.training.plans.active_plan import ActivePlan
 from gradlane.training.plans.agreement import PlanArgument, agree_on_plan
-from gradlane.training.plans.in_force import ActivePlan
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.planning_wing import Book, measure_links, open_book
 from gradlane.training.rendezvous.bounded_store import BoundedStore

@@ -33,9 +33,9 @@ from gradlane.training.arrays.registered import RegisteredArrays
 from gradlane.training.checkpoints.manager import CheckpointManager
 from gradlane.training.connection import SessionContext
 from gradlane.training.log import log
-from gradlane.training.model.join import Join
 from gradlane.training.model.joining import Stateful
 from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
+from gradlane.training.model.uneven_data import Join
 from gradlane.training.monitoring.metrics import Metrics
 from gradlane.training.monitoring.tensorboard import ScalarFunction, ScalarWriter
 from gradlane.training.options.codec_choice import CodecChoice

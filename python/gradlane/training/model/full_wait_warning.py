@@ -18,7 +18,7 @@ _OWN = tuple(
 """Where torch and gradlane lie: their lines are none of the program's."""
 
 
-class WholeWaits:
+class FullWaitWarning:
     """Counts steps whose gradients are looked at between `backward()` and `optimizer.step()`."""
 
     def __init__(self) -> None:

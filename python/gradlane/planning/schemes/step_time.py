@@ -8,7 +8,7 @@ next step begins when all are there.
 
 The result is a lower limit: it ignores latency, hosts, sums, frames, and that one node's sending
 waits for another's receiving (except for whole layers on one server, whose replies wait for what
-the server receives). `tests/planning/schemes/test_hybrid.py` compares it with the engine for the
+the server receives). `tests/planning/schemes/test_step_time.py` compares it with the engine for the
 schemes of both.
 """
 

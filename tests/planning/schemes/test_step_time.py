@@ -8,7 +8,7 @@ import pytest
 
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.schemes.costs import Layer
-from gradlane.planning.schemes.hybrid import WHOLE, HybridStep, NodeCluster, hybrid_step
+from gradlane.planning.schemes.step_time import WHOLE, HybridStep, NodeCluster, hybrid_step
 from gradlane.planning.simulation.grid import GOODPUT_SHARE
 from gradlane.planning.simulation.profiles import synthetic_profile
 from gradlane.planning.simulation.scenarios import Cluster, run_scenario, scenario_of

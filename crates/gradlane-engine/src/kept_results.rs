@@ -1,7 +1,7 @@
-//! The last whole result of every slice, kept where training goes on without lost ranks: others may lack it;
-//! and contributions that cannot be made again.
+//! The last complete result of every slice, kept when training goes on without lost ranks, since other ranks
+//! may lack it. Contributions that cannot be made again are kept, too.
 //!
-//! One a slice is enough. A result of the next step can only begin to arrive once every rank has
+//! One result per slice is enough. A result of the next step can only begin to arrive once every rank has
 //! contributed to that step, and so has the result before.
 
 use crate::api::BufferRef;

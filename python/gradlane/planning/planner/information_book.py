@@ -27,7 +27,7 @@ from gradlane.planning.schemes.costs import (
     costs_of,
 )
 from gradlane.planning.schemes.layers import layers_of
-from gradlane.training.factors.choice import layers_by_weight
+from gradlane.training.factors.factored_weights import layers_by_weight
 from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.options.options import Options
 from gradlane.training.options.strategy import PLAN_RULES, RING

@@ -23,7 +23,7 @@ from gradlane.formats.untrusted import escaped
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.planner.reasons import format_value
 from gradlane.planning.profiler.recorder import Recorder
-from gradlane.training.factors.choice import layers_by_weight
+from gradlane.training.factors.factored_weights import layers_by_weight
 from gradlane.training.model.step_machine import StepMachine
 from gradlane.training.node.layout import agree_on_layout
 from gradlane.training.node.rules import AUTO, with_local

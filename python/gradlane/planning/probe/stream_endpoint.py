@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from gradlane.formats.untrusted import EscapedError
-from gradlane.planning.probe.stream import part_rates, receive_until, send_until
+from gradlane.planning.probe.goodput_reference import part_rates, receive_until, send_until
 
 CONNECT_TIMEOUT_S = 10.0
 _TOKEN_BYTES = 32
