@@ -9,6 +9,7 @@ import subprocess
 import sysconfig
 import venv
 from pathlib import Path
+from site import getsitepackages
 
 import pytest
 
@@ -48,10 +49,12 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder, symlinks=True)
     inside = {"base": str(folder), "platbase": str(folder)}
     site = Path(sysconfig.get_path("purelib", "venv", inside))
-    for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        is_extra = entry.name.lower().startswith(EXTRA)
-        if not is_extra and entry.suffix != ".pth" and not (site / entry.name).exists():
-            (site / entry.name).symlink_to(entry)
+    # This environment's own packages come first, then those of the Python that it was made from.
+    for packages in map(Path, getsitepackages()):
+        for entry in packages.iterdir():
+            is_extra = entry.name.lower().startswith(EXTRA)
+            if not is_extra and entry.suffix != ".pth" and not (site / entry.name).exists():
+                (site / entry.name).symlink_to(entry)
     return folder / "bin" / "python"
 
 
