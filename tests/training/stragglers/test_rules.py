@@ -147,6 +147,7 @@ def _left_out(*, goes_on: bool, meets: bool = False) -> StepMachine:
     exchange.layout = StepLayout(entries, len(entries))
     exchange.step = exchange.training_step = 3
     exchange.may_measure = False
+    exchange.is_watched.return_value = False
     exchange.statuses.return_value = {}
     exchange.was_left_out.return_value = True
     exchange.next_goes_on.return_value = goes_on

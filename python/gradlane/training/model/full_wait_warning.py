@@ -27,8 +27,13 @@ class FullWaitWarning:
         self._steps = 0
         self._was_told = False
 
-    def note(self, step: int) -> None:
-        """Note that a line of the program, which called this, has looked at gradients of a step."""
+    def note(self, step: int, why: str) -> None:
+        """Note that a line of the program, which called this, waits for all means of a step.
+
+        Args:
+            step: number of the step.
+            why: what the line does, in words that follow its name.
+        """
         if self._was_told or step == self._last_step:
             return
         self._steps = self._steps + 1 if step == self._last_step + 1 else 1
@@ -36,10 +41,10 @@ class FullWaitWarning:
         if self._steps == _STEPS:
             self._was_told = True
             log.info(
-                "each step waits for all gradients before it updates any: %s looks at .grad "
-                "between backward() and optimizer.step(); to clip by the global norm without that "
-                "wait: session.clip_grad_norm_() (said once)",
+                "each step waits for all gradients before it updates any: %s %s; to clip by "
+                "the global norm without that wait: session.clip_grad_norm_() (said once)",
                 _line_of_program(),
+                why,
             )
 
 

@@ -180,6 +180,7 @@ class GradientExchange:
             self.is_submitted = [False] * len(self._trained)
             self._submitted_buffers = self._layout.buffers is None
             self.step += 1
+            self._intake.watched.clear()
             self.measures = measures
             self._squares, self._means = self._core.SquareSum(), {}
             self._unmeasured = set(self._factored) if measures else set()
@@ -272,6 +273,26 @@ class GradientExchange:
             return Dense(gradient if self._weight is None else gradient * self._weight)
         numbers, values = rows
         return TouchedRows(numbers, values if self._weight is None else values * self._weight)
+
+    def is_watched(self) -> bool:
+        """Whether the program looks at the memory of any gradient of this step."""
+        return bool(self._intake.watched)
+
+    def look(self, index: int) -> None:
+        """Look at the `.grad` of a parameter that is not submitted yet.
+
+        Raises:
+            UsageError: it cannot be averaged.
+        """
+        self._intake.look(index)
+
+    def give_back(self, index: int, mean: Tensor) -> Tensor:
+        """Return the tensor for `.grad`: the program's own with the mean, if it looks at that."""
+        watched = self._intake.watched.pop(index, None)
+        if watched is None or watched.layout is not mean.layout:
+            return mean
+        with torch.no_grad(), torch.inference_mode(False):
+            return watched.copy_(mean)
 
     def has_taken(self, index: int) -> bool:
         """Whether some of a parameter's gradient has left `.grad` in this step."""

@@ -45,7 +45,6 @@ from gradlane.training.model.local_gradients import LocalGradients
 from gradlane.training.model.server_updates import ServerUpdates
 from gradlane.training.modules.forward_order import ForwardOrder, inside_backward
 from gradlane.training.modules.gradient_intake import (
-    check_gradient,
     raw_grad,
     set_raw_grad,
     sum_of,
@@ -278,9 +277,7 @@ class StepMachine:
             elif self._passes.is_last(index):
                 self._exchange.submit(index)
             else:
-                gradient = raw_grad(parameter)
-                if gradient is not None:
-                    check_gradient(self._trained[index], gradient)
+                self._exchange.look(index)
 
     def wants_factors(self, index: int) -> bool:
         """Whether factors may take the place of a gradient now: those that add up may not."""
@@ -331,8 +328,27 @@ class StepMachine:
         self._hooks.check_still_frozen()
         self._running_backwards.add(task)
         engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(functools.partial(self._running_backwards.discard, task))
+        engine.queue_callback(functools.partial(self._end_backward, task))
         return True
+
+    def _end_backward(self, task: int) -> None:
+        """Give gradients that the program keeps their means before backward returns, as DDP does:
+        no look at them can be noticed."""
+        self._running_backwards.discard(task)
+        if (
+            self._phase is Phase.BACKWARD
+            and not (self._running_backwards or self._scalings or self.accumulates)
+            and self._server is None
+            and self._failure.error is None
+            and self._exchange.is_watched()
+        ):
+            self._note_full_wait("keeps references to gradients, which get the means in it")
+            self.attach()
+
+    def _note_full_wait(self, why: str) -> None:
+        self.reads_averages = True
+        if self._update.defers():
+            self._full_wait_warning.note(self.step, why)
 
     def _refuse_late_gradient(self, index: int) -> NoReturn:
         refusal = UsageError(
@@ -767,7 +783,9 @@ class StepMachine:
         self.exempt.run(self._update.record)
         if self._server is not None:
             self._check_server_settings(self.exempt.run(self._server.checked_rows))
-        elif self._phase is Phase.BACKWARD and not self._update.defers():
+        elif self._phase is Phase.BACKWARD and (
+            not self._update.defers() or self._exchange.is_watched()
+        ):
             self.attach()
         self._passes.learn()
         self._consistency.note_hyperparameters(self._clipped_to)
@@ -1035,7 +1053,7 @@ class StepMachine:
                     # Of a backward after clipping: it adds up on the mean.
                     with torch.no_grad(), torch.inference_mode(False):
                         gradient = sum_of(gradient, fresh)
-                set_raw_grad(parameter, gradient)
+                set_raw_grad(parameter, self._exchange.give_back(index, gradient))
             self._phase = Phase.ATTACHED
             self._lazy.settle()
             self._refresh()
@@ -1287,9 +1305,7 @@ class StepMachine:
                 "while another thread runs backward()",
                 "it has no mean before that ends; wait for the thread first",
             )
-        self.reads_averages = True
-        if self._update.defers():
-            self._full_wait_warning.note(self.step)
+        self._note_full_wait("looks at .grad between backward() and optimizer.step()")
         self.attach()
 
     def _refuse_grad(self, index: int, when: str, why: str) -> NoReturn:

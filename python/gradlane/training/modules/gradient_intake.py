@@ -81,6 +81,34 @@ class GradientIntake:
         """Take gradients of these table entries, by tensor number."""
         self._trained = trained
         self._copies: dict[int, Tensor] = {}
+        self.watched: dict[int, Tensor | None] = {}
+        """Gradients of this step, by tensor number, whose memory the program looks at: they get the
+        mean, as with DDP, and `.grad` is the same tensor again. None: not taken yet."""
+
+    def look(self, index: int) -> None:
+        """Look at a gradient that stays in `.grad`, since more may come.
+
+        Raises:
+            UsageError: it cannot be averaged; the message names the parameter.
+        """
+        parameter = self._trained[index].tensor
+        if raw_grad(parameter) is None:
+            return
+        gradient = self._fetch(index, parameter)
+        is_held = sys.getrefcount(gradient) > _SOLE_REFERENCES
+        set_raw_grad(parameter, gradient)
+        check_gradient(self._trained[index], gradient)
+        if is_held or self._is_shared(index, gradient):
+            self.watched[index] = None
+
+    def _is_shared(self, index: int, gradient: Tensor) -> bool:
+        """Whether others have the memory of a gradient that backward has added to, such as one that
+        was zeroed in place. That of a gradient just made may be shared by autograd alone."""
+        if gradient.layout is not torch.strided or not gradient._version:
+            return False
+        copy = self._copies.get(index)
+        own = int(copy is not None and copy.data_ptr() == gradient.data_ptr())
+        return _ALONE is not None and _owners(gradient) != _ALONE + own
 
     def take(self, index: int, parameter: Tensor) -> Tensor:
         """Return a gradient in memory of its own, laid out like its table entry.
@@ -92,16 +120,15 @@ class GradientIntake:
         """
         gradient = self._fetch(index, parameter)
         entry = self._trained[index]
+        is_held = sys.getrefcount(gradient) > _SOLE_REFERENCES
+        if is_held or index in self.watched or self._is_shared(index, gradient):
+            self.watched[index] = gradient
         if gradient.layout is not torch.strided:
             gradient = _densified(entry, gradient)
         check_gradient(entry, gradient)
         if gradient.is_conj() or gradient.is_neg():
             gradient = gradient.resolve_conj().resolve_neg()
-        if (
-            is_alone(gradient)
-            and sys.getrefcount(gradient) <= _SOLE_REFERENCES
-            and same_layout(gradient, entry.stride)
-        ):
+        if is_alone(gradient) and not is_held and same_layout(gradient, entry.stride):
             return gradient
         with torch.no_grad():
             return self._copy_for(index, gradient).copy_(gradient)

@@ -30,11 +30,12 @@ same loop gives without gradlane, both with deferred updates (the default) and w
 `prepare(..., defer=False)`; every line is a test. *Refused* means: an error with this message.
 `python -m tests.training.model.constructs` writes this page; a test fails when it is out of date.
 
-References to parameters and gradients that a program keeps are right, too: whoever touches one
-waits. Not so tensors that share their memory and are none of the model's, such as those of an old
-`state_dict()`, `p.data` kept from before, or a state kept out of `optimizer.state[p]`: call
-`session.synchronize()` before, or use `defer=False`. Buffers that one rank alone writes through
-`.data` or NumPy are not noticed either: nothing counts such writes.
+References to parameters and gradients that a program keeps are right, too: whoever touches a
+parameter waits, and gradients that are kept from step to step have their means when `backward()`
+returns. Not so tensors that share the memory of parameters and states and are none of the model's,
+such as those of an old `state_dict()`, `p.data` kept from before, or a state kept out of
+`optimizer.state[p]`: call `session.synchronize()` before, or use `defer=False`. Buffers that one
+rank alone writes through `.data` or NumPy are not noticed either: nothing counts such writes.
 """
 
 

@@ -161,6 +161,54 @@ def zeroed_by_hand_before_the_update(one: Training) -> None:
     assert one.value() == -4.5
 
 
+def zeroed_through_kept_gradients(one: Training) -> None:
+    gradients: list[Any] = []
+    for step in range(4):
+        one.backward()
+        one.optimizer.step()
+        gradients = gradients or [parameter.grad for parameter in one.kept]
+        torch._foreach_zero_(gradients)
+        assert one.kept[0].grad is gradients[0]
+        assert one.value() == -1.5 * (step + 1)
+
+
+def clipped_through_kept_gradients(one: Training) -> None:
+    gradients: list[Any] = []
+    for step in range(4):
+        one.backward()
+        gradients = gradients or [parameter.grad for parameter in one.kept]
+        assert gradients[0].item() == 1.5
+        torch._foreach_mul_(gradients, 2.0)
+        one.optimizer.step()
+        one.optimizer.zero_grad(set_to_none=False)
+        assert one.value() == -3.0 * (step + 1)
+
+
+def views_of_one_buffer(one: Training) -> None:
+    buffer = torch.zeros(3)
+    one.weight.grad = buffer[1:2].view(1, 1)
+    for step in range(4):
+        one.backward()
+        assert buffer.tolist() == [0.0, 1.5, 0.0]
+        buffer.mul_(2.0)
+        one.optimizer.step()
+        assert buffer.tolist() == [0.0, 3.0, 0.0]
+        buffer.zero_()
+        assert one.value() == -3.0 * (step + 1)
+
+
+def views_of_one_buffer_with_two_backwards(one: Training) -> None:
+    buffer = torch.zeros(3)
+    one.weight.grad = buffer[1:2].view(1, 1)
+    for step in range(4):
+        one.backward()
+        one.backward()
+        assert buffer.tolist() == [0.0, 3.0, 0.0]
+        one.optimizer.step()
+        buffer.zero_()
+        assert one.value() == -3.0 * (step + 1)
+
+
 def never_zeroed(one: Training) -> None:
     wanted, gradient = 0.0, 0.0
     for _ in range(3):
@@ -421,6 +469,22 @@ _GRADIENTS = {
     zeroed_by_hand_before_the_update: (
         "`p.grad = None` for each of a kept list, in place of `zero_grad()`",
         "",
+    ),
+    zeroed_through_kept_gradients: (
+        "gradients zeroed in place, through a list of them kept from the first step",
+        "as with DDP, they get the means",
+    ),
+    clipped_through_kept_gradients: (
+        "gradients changed in place, through such a list",
+        "`backward()` waits for the means",
+    ),
+    views_of_one_buffer: (
+        "`p.grad` set to views of one buffer, which is read, scaled and zeroed",
+        "the same",
+    ),
+    views_of_one_buffer_with_two_backwards: (
+        "the same with two `backward()` in a step",
+        "averaged twice",
     ),
     never_zeroed: ("no `zero_grad()` at all", "gradients add up over steps"),
     read_inside_no_sync: (
