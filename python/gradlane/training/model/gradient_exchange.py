@@ -180,7 +180,7 @@ class GradientExchange:
             self.is_submitted = [False] * len(self._trained)
             self._submitted_buffers = self._layout.buffers is None
             self.step += 1
-            self._intake.watched.clear()
+            self._intake.begin_step()
             self.measures = measures
             self._squares, self._means = self._core.SquareSum(), {}
             self._unmeasured = set(self._factored) if measures else set()
@@ -276,7 +276,7 @@ class GradientExchange:
 
     def is_watched(self) -> bool:
         """Whether the program looks at the memory of any gradient of this step."""
-        return bool(self._intake.watched)
+        return self._intake.is_watched
 
     def look(self, index: int) -> None:
         """Look at the `.grad` of a parameter that is not submitted yet.
@@ -288,11 +288,7 @@ class GradientExchange:
 
     def give_back(self, index: int, mean: Tensor) -> Tensor:
         """Return the tensor for `.grad`: the program's own with the mean, if it looks at that."""
-        watched = self._intake.watched.pop(index, None)
-        if watched is None or watched.layout is not mean.layout:
-            return mean
-        with torch.no_grad(), torch.inference_mode(False):
-            return watched.copy_(mean)
+        return self._intake.give_back(index, mean)
 
     def has_taken(self, index: int) -> bool:
         """Whether some of a parameter's gradient has left `.grad` in this step."""

@@ -3,6 +3,11 @@
 The core writes possibly while backward still runs. So a gradient is lent as it is only if nothing
 else can read its memory, and copied otherwise: autograd may give a parameter a view of memory that
 another branch of the graph has yet to read.
+
+A program may keep gradients from step to step, and zero them in place: a list of them, or one
+buffer of which they are views. No look at these can be noticed. So a hook sees that somebody else
+holds a gradient's object, or the memory of one that backward has added to; such a gradient is
+watched, and gets the mean itself before backward returns, as with DDP.
 """
 
 from __future__ import annotations
@@ -81,9 +86,25 @@ class GradientIntake:
         """Take gradients of these table entries, by tensor number."""
         self._trained = trained
         self._copies: dict[int, Tensor] = {}
-        self.watched: dict[int, Tensor | None] = {}
-        """Gradients of this step, by tensor number, whose memory the program looks at: they get the
-        mean, as with DDP, and `.grad` is the same tensor again. None: not taken yet."""
+        self._watched: dict[int, Tensor | None] = {}
+        """Those of this step that the program looks at, by tensor number; None: not taken yet."""
+
+    def begin_step(self) -> None:
+        """Forget which gradients of the last step were watched."""
+        self._watched.clear()
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the program looks at any gradient of this step."""
+        return bool(self._watched)
+
+    def give_back(self, index: int, mean: Tensor) -> Tensor:
+        """Return the tensor for `.grad`: the program's own with the mean, if it looks at that."""
+        watched = self._watched.pop(index, None)
+        if watched is None or watched.layout is not mean.layout:
+            return mean
+        with torch.no_grad(), torch.inference_mode(False):
+            return watched.copy_(mean)
 
     def look(self, index: int) -> None:
         """Look at a gradient that stays in `.grad`, since more may come.
@@ -99,7 +120,7 @@ class GradientIntake:
         set_raw_grad(parameter, gradient)
         check_gradient(self._trained[index], gradient)
         if is_held or self._is_shared(index, gradient):
-            self.watched[index] = None
+            self._watched[index] = None
 
     def _is_shared(self, index: int, gradient: Tensor) -> bool:
         """Whether others have the memory of a gradient that backward has added to, such as one that
@@ -120,15 +141,19 @@ class GradientIntake:
         """
         gradient = self._fetch(index, parameter)
         entry = self._trained[index]
-        is_held = sys.getrefcount(gradient) > _SOLE_REFERENCES
-        if is_held or index in self.watched or self._is_shared(index, gradient):
-            self.watched[index] = gradient
+        if sys.getrefcount(gradient) > _SOLE_REFERENCES or self._is_shared(index, gradient):
+            # One reference more, so that it is copied.
+            self._watched[index] = gradient
         if gradient.layout is not torch.strided:
             gradient = _densified(entry, gradient)
         check_gradient(entry, gradient)
         if gradient.is_conj() or gradient.is_neg():
             gradient = gradient.resolve_conj().resolve_neg()
-        if is_alone(gradient) and not is_held and same_layout(gradient, entry.stride):
+        if (
+            is_alone(gradient)
+            and sys.getrefcount(gradient) <= _SOLE_REFERENCES
+            and same_layout(gradient, entry.stride)
+        ):
             return gradient
         with torch.no_grad():
             return self._copy_for(index, gradient).copy_(gradient)
