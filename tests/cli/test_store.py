@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
+import random
 import signal
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
+from gradlane.training.node.group import open_node_store
+from gradlane.training.node.layout import NodeLayout
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.rendezvous import RendezvousScope, open_store
 from gradlane.training.rendezvous.store_server import bind_store, host_store
 from tests.built import needs_core
 from tests.command_line import run
 from tests.forked_programs import ForkedPrograms
+from tests.ports import reserve_port
+from tests.training.rendezvous.stores import bounded
 from tests.waiting import eventually
 
 PATIENCE_S = 120.0
@@ -131,6 +142,91 @@ def test_it_keeps_what_a_killed_rank_0_wrote(
     assert programs.run_all(tmp_path, str(tmp_path / "rank_1.py"), arguments, [{}]) == [
         "b'of rank 0'\n"
     ]
+
+
+PARTIAL_REQUESTS = {
+    # Of torch's protocol: a byte for the kind, numbers and texts of eight bytes of length.
+    "a kind": b"\0",
+    "half of the number that a connection begins with": b"\0\xce\xf7",
+    "a key without its end": b"\0\xce\xf7\x85\x3c\1" + struct.pack("<Q", 1 << 20) + b"half",
+    "a value without its end": b"\0\xce\xf7\x85\x3c\1"
+    + struct.pack("<Q", 1)
+    + b"k"
+    + struct.pack("<Q", 1 << 20)
+    + b"half",
+    "another protocol": b"GET / HTTP/1.1\r\n\r\n",
+}
+ATTACKERS = 300
+
+
+def client_of(port: int) -> TCPStore:
+    """Return a store's client, as ranks have it."""
+    return TCPStore(
+        "127.0.0.1", port, timeout=datetime.timedelta(seconds=PATIENCE_S), wait_for_workers=False
+    )
+
+
+@contextlib.contextmanager
+def unfinished(port: int, requests: list[bytes]) -> Iterator[None]:
+    """Hold many connections to a store that have sent a part of a request."""
+    with contextlib.ExitStack() as held:
+        for index in range(ATTACKERS):
+            caller = held.enter_context(socket.create_connection(("127.0.0.1", port)))
+            caller.sendall(requests[index % len(requests)])
+        yield
+
+
+@pytest.mark.parametrize("kind", [*PARTIAL_REQUESTS, "all of them"])
+def test_unfinished_requests_hold_up_no_client_and_no_signal(
+    hosted: HostedStore, kind: str
+) -> None:
+    """Also the request of a client whose cable was pulled while it wrote."""
+    early = client_of(hosted.port)
+    requests = list(PARTIAL_REQUESTS.values()) if kind not in PARTIAL_REQUESTS else []
+    with unfinished(hosted.port, requests or [PARTIAL_REQUESTS[kind]]):
+        early.set("word", "1")
+        late = client_of(hosted.port)
+        assert late.get("word") == b"1"
+        assert late.compare_set("word", "1", "2") == early.get("word") == b"2"
+        assert hosted.end(signal.SIGTERM) == 0
+    assert hosted.errors.read_text() == ""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drawn_bytes_end_no_store(hosted: HostedStore, seed: int) -> None:
+    drawn = random.Random(seed)
+    client = client_of(hosted.port)
+    for number in range(200):
+        request = b"" if drawn.random() < 0.2 else PARTIAL_REQUESTS["a kind"] + b"\xce\xf7\x85\x3c"
+        for _ in range(drawn.randint(1, 4)):
+            request += drawn.randbytes(1)
+            length = drawn.choice([0, 1, 1 << 31, 1 << 63, (1 << 64) - 1, drawn.randint(0, 40)])
+            request += struct.pack("<Q", length) + drawn.randbytes(min(length, 40))
+        with socket.create_connection(("127.0.0.1", hosted.port)) as caller:
+            caller.sendall(request)
+        client.set("number", str(number))
+        assert client.get("number") == str(number).encode()
+
+
+@pytest.mark.parametrize("opens", ["rank 0", "a node's first rank", "the command"])
+def test_every_store_that_gradlane_hosts_answers_beside_unfinished_requests(opens: str) -> None:
+    store: Any
+    if opens == "rank 0":
+        port = reserve_port()
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        store = open_store(RankInfo(0, 2, "job", 0), environment, PATIENCE_S, PATIENCE_S).store
+    elif opens == "the command":
+        store = host_store(bind_store("127.0.0.1", 0))
+    else:
+        scope = RendezvousScope(bounded(), RankInfo(0, 2, "job", 0), 0, PATIENCE_S)
+        layout = NodeLayout(nodes=1, local_size=2, node=0, local_rank=0, leaders=1)
+        store = open_node_store(layout, scope, PATIENCE_S)
+    with unfinished(store.port, list(PARTIAL_REQUESTS.values())):
+        client_of(store.port).set("word", "1")
+        assert store.get("word") == b"1"
+        begun_s = time.monotonic()
+        del store
+        assert time.monotonic() - begun_s < PATIENCE_S
 
 
 @needs_core

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 from typing import Annotated
@@ -38,6 +39,10 @@ def store(
     # The store's threads must not take the signals, and one that comes early must not be lost.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     try:
+        # Each connection is an open file. Torch would print its own errors with C++ frames.
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         from gradlane.training.rendezvous import addresses
         from gradlane.training.rendezvous.store_server import bind_store, host_store
 
@@ -54,6 +59,9 @@ def store(
             typer.echo(f"the rendezvous store is ready at {where}{alone}")
             typer.echo(f"set it for every rank: export GRADLANE_STORE={at}")
         signal.sigwait(ends)
+        if not getattr(hosted, "libuvBackend", False):
+            # Its end would wait for the rest of every request that has begun.
+            os._exit(0)
         del hosted
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import Store, TCPStore
 from gradlane.training.node.devices import NCCL
 from gradlane.training.node.layout import NodeLayout
 from gradlane.training.rendezvous.addresses import bind
-from gradlane.training.rendezvous.rendezvous import RendezvousScope, listening_on
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.rendezvous.store_server import serve_on
 
 _LOOPBACK = "127.0.0.1"
 _NEVER = datetime.timedelta(days=1)
@@ -68,13 +69,8 @@ def open_node_store(layout: NodeLayout, scope: RendezvousScope, timeout_s: float
         return TCPStore(_LOOPBACK, port, is_master=False, timeout=limit, wait_for_workers=False)
     listener = bind(_LOOPBACK, 0)
     port = listener.getsockname()[1]
-    store = TCPStore(
-        _LOOPBACK,
-        port,
-        is_master=True,
-        timeout=limit,
-        wait_for_workers=False,
-        **listening_on(listener),
+    store = serve_on(
+        listener, _LOOPBACK, port, is_master=True, timeout=limit, wait_for_workers=False
     )
     scope.put(key, str(port))
     return store

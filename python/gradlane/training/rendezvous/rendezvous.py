@@ -39,6 +39,7 @@ from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.environment import RankInfo, find_store_address
 from gradlane.training.rendezvous.incarnation import Incarnation
 from gradlane.training.rendezvous.signatures import StoreValueRefusedError
+from gradlane.training.rendezvous.store_server import serve_on
 
 
 class PublishedAddress(TypedDict):
@@ -126,21 +127,19 @@ def open_store(
     bounded.ends_with_rank_0 = not agent_hosts_store
 
     def connect() -> TCPStore:
-        listening: dict[str, Any] = {}
+        arguments: dict[str, Any] = {
+            "world_size": rank_info.ranks,
+            "is_master": is_host,
+            "timeout": datetime.timedelta(seconds=timeout_s),
+            "wait_for_workers": False,
+            "multi_tenant": True,
+        }
         if is_host and addresses.names_loopback(host):
             # The port is taken where this process has opened the store before: torch shares it.
             with contextlib.suppress(OSError):
-                listening = listening_on(addresses.bind(host, port))
-        return TCPStore(
-            host,
-            port,
-            rank_info.ranks,
-            is_master=is_host,
-            timeout=datetime.timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-            **listening,
-        )
+                bound = addresses.bind(host, port)
+                return serve_on(bound, host, port, **arguments)
+        return TCPStore(host, port, **arguments)
 
     try:
         opened = bounded.connect(connect, timeout_s)
@@ -164,14 +163,6 @@ def open_store(
             f"{reason}; {_listener_at(host, port)}; {remedy}"
         )
     return bounded
-
-
-def listening_on(bound: socket.socket) -> dict[str, Any]:
-    """Return the arguments for a `TCPStore` that listens on a socket, which it then owns.
-
-    By itself it would listen on all addresses. Torch 2.4 takes a socket with libuv off only.
-    """
-    return {"master_listen_fd": bound.detach(), "use_libuv": False}
 
 
 def store_timeout_s(options: Options) -> float:

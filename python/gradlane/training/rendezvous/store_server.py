@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import errno
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradlane.formats.reported_error import ReportedError
 from gradlane.training.rendezvous import addresses
@@ -46,21 +46,43 @@ def bind_store(host: str, port: int) -> socket.socket:
 def host_store(bound: socket.socket) -> TCPStore:
     """Return a c10d store that this process hosts for as long as it keeps the result.
 
-    It listens on the socket's address alone, where torch's own would listen on all.
-
     Args:
         bound: by `bind_store`; the store owns it from now on.
     """
-    from torch._C._distributed_c10d import TCPStore
-
-    from gradlane.training.rendezvous.rendezvous import listening_on
-
     address, port = bound.getsockname()[:2]
-    return TCPStore(
+    timeout = datetime.timedelta(seconds=_OPEN_S)
+    return serve_on(
+        bound,
         _LOOPBACKS.get(address, address),
         port,
         is_master=True,
-        timeout=datetime.timedelta(seconds=_OPEN_S),
+        timeout=timeout,
         wait_for_workers=False,
-        **listening_on(bound),
     )
+
+
+def serve_on(bound: socket.socket, host: str, port: int, **options: Any) -> TCPStore:
+    """Return a `TCPStore` that listens on a socket alone; by itself it would on all addresses.
+
+    Torch's libuv server keeps parts of requests until the rest has come. The other one, which
+    torch 2.4 takes a socket with, reads each request to its end first: a client that sends half of
+    one keeps all others waiting, and the store from its end.
+
+    Args:
+        bound: to its address; the store owns it from now on.
+        host: at which this process reaches the socket.
+        port: of the socket.
+        options: of `TCPStore`.
+
+    Raises:
+        RuntimeError: no store can listen there.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    options["master_listen_fd"] = bound.detach()
+    try:
+        return TCPStore(host, port, use_libuv=True, **options)
+    except RuntimeError as error:
+        if "libuv" not in str(error):
+            raise
+        return TCPStore(host, port, use_libuv=False, **options)
