@@ -6,10 +6,10 @@ import importlib.util
 import json
 import os
 import subprocess
+import sys
 import sysconfig
 import venv
 from pathlib import Path
-from site import getsitepackages
 
 import pytest
 
@@ -49,9 +49,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder, symlinks=True)
     inside = {"base": str(folder), "platbase": str(folder)}
     site = Path(sysconfig.get_path("purelib", "venv", inside))
-    # This environment's own packages come first, then those of the Python that it was made from.
-    for packages in map(Path, getsitepackages()):
-        for entry in packages.iterdir():
+    # This environment's own packages come first, then those that it takes from other places.
+    for packages in map(Path, sys.path):
+        for entry in packages.iterdir() if any(packages.glob("*.dist-info")) else ():
             is_extra = entry.name.lower().startswith(EXTRA)
             if not is_extra and entry.suffix != ".pth" and not (site / entry.name).exists():
                 (site / entry.name).symlink_to(entry)
