@@ -150,6 +150,124 @@ def test_frozen_parameter_that_is_trained_later() -> None:
     run_alone(body)
 
 
+def replace_all(model: Any) -> None:
+    """Replace all parameters, as pruning and densifying do."""
+    for layer in model:
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+        layer.bias = nn.Parameter(layer.bias.detach().clone())
+
+
+def turn(model: Any) -> None:
+    """Freeze what was trained, and train another layer."""
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(True)
+
+
+def clips(session: Any, model: nn.Module, optimizer: Any) -> None:
+    session.clip_grad_norm_(1.0)
+
+
+def scales(session: Any, model: nn.Module, optimizer: Any) -> None:
+    torch.amp.GradScaler("cpu").scale(loss(model)).backward()  # type: ignore[no-untyped-call]
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
+def steps(session: Any, model: nn.Module, optimizer: Any) -> None:
+    optimizer.step()
+
+
+def steps_rebuilt(session: Any, model: nn.Module, optimizer: Any) -> None:
+    """Step an optimizer over the new parameters, which nothing has prepared."""
+    torch.optim.AdamW([one for one in model.parameters() if one.requires_grad]).step()
+
+
+@pytest.mark.parametrize("call", [steps, clips, scales, steps_rebuilt])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(replace_all, "replaced '0.weight', '0.bias'"), (turn, r"'1\.weight' was frozen when")],
+)
+@pytest.mark.parametrize("ended_steps", [0, 1])
+def test_no_parameter_that_was_prepared_has_a_gradient(
+    call: Any, change: Callable[[Any], None], words: str, ended_steps: int
+) -> None:
+    def body(session: Any) -> None:
+        model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        model[1].requires_grad_(change is replace_all)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        session.prepare(model, optimizer)
+        for _ in range(ended_steps):
+            backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        change(model)
+        backward(model)
+        with pytest.raises(gradlane.UsageError, match=words):
+            call(session, model, optimizer)
+
+    run_alone(body)
+
+
+def test_an_optimizer_whose_parameters_were_all_replaced() -> None:
+    def body(session: Any) -> None:
+        _, optimizer = prepared(session)
+        adapter = nn.Parameter(torch.ones(5))
+        optimizer.param_groups[0]["params"] = [adapter]
+        adapter.sum().backward()  # type: ignore[no-untyped-call]
+        with pytest.raises(gradlane.UsageError, match=r"shape \(5,\) that was not trained"):
+            optimizer.step()
+
+    run_alone(body)
+
+
+def test_all_parameters_frozen_later() -> None:
+    def body(session: Any) -> None:
+        model, optimizer = prepared(session)
+        model.requires_grad_(False)
+        with pytest.raises(gradlane.UsageError, match=r"'0\.weight', .* were trained .* frozen"):
+            optimizer.step()
+
+    run_alone(body)
+
+
+@pytest.mark.parametrize("build", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_rescales_its_rows_in_forward(build: Any) -> None:
+    def body(session: Any) -> None:
+        model: Any = nn.Sequential(build(4, 2, max_norm=1.0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        words = r"'0' .* max_norm=1, .* its weight's renorm_\(2, 0, 1\)"
+        if session.world_size > 1:
+            with pytest.raises(ValueError, match=words):
+                session.prepare(model, optimizer)
+        else:
+            session.prepare(model, optimizer)
+
+    run_alone(body)
+    run_ranks(2, body)
+
+
+def test_rows_rescaled_after_each_step_are_alike_on_all_ranks() -> None:
+    """The remedy for `max_norm`."""
+
+    def body(session: Any) -> Tensor:
+        model: Any = nn.Embedding(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        session.prepare(model, optimizer)
+        for _ in range(3):
+            model(torch.tensor([session.rank, 3])).square().sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.weight.renorm_(2, 0, 0.1)
+            optimizer.zero_grad()
+        return model.weight.detach().clone()  # type: ignore[no-any-return]
+
+    first, second = run_ranks(2, body, check_every=1)
+    assert torch.equal(first, second)
+    assert first.norm(dim=1).max() < 0.1001
+
+
 def test_a_scaler_that_judges_own_gradients_of_a_fused_optimizer() -> None:
     def body(session: Any) -> None:
         model = nn.Linear(2, 1)

@@ -359,10 +359,10 @@ class ConsistencyCheck:
             self._failure.fail_and_raise(
                 SessionFailedError(
                     f"the parameters of {differing} differ after step {step - 1}{named}: a rank "
-                    "has changed them by itself, or its optimizer or hardware does not give the "
-                    "same bits; restart from the last checkpoint (check_every=K compares all of "
-                    f"them every K steps, this was a sample every {SAMPLE_EVERY}; check_every=0 "
-                    "none)",
+                    "has changed them by itself (as an embedding with max_norm does in forward), "
+                    "or its optimizer or hardware does not give the same bits; restart from the "
+                    "last checkpoint (check_every=K compares all of them every K steps, this was "
+                    f"a sample every {SAMPLE_EVERY}; check_every=0 none)",
                     step - 1,
                 )
             )

@@ -349,7 +349,13 @@ class HookManager:
         ]
         self._handles.append(
             OtherOptimizers(
-                optimizer, self._trained, self._index_of, steps, lambda: self._ended_steps
+                optimizer,
+                self._trained,
+                self._index_of,
+                steps,
+                lambda: self._ended_steps,
+                self.check_unchanged,
+                lambda: (parameter for _, parameter in _raw_parameters(self._model)),
             )
         )
 

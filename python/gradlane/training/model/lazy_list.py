@@ -40,7 +40,7 @@ class LazyParameterList(list[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         """Go through the parameters once they are right, or through what `GradScaler` needs."""
         self._wait()
-        if self._steps.phase in _UNSCALED and sys._getframe(1).f_code is _UNSCALES:
+        if self._steps.phase is not Phase.ATTACHED and sys._getframe(1).f_code is _UNSCALES:
             return iter(self._steps.unscale(self))
         return super().__iter__()
 
@@ -84,7 +84,6 @@ class LazyParameterList(list[Tensor]):
         return list, (self.copy(),)
 
 
-_UNSCALED = (Phase.LOCAL, Phase.BACKWARD)
 _UNSCALES = torch.amp.GradScaler._unscale_grads_.__code__
 
 

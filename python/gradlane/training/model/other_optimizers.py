@@ -7,9 +7,10 @@ that steps the prepared optimizer within, such as a look-ahead, is welcome.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -45,6 +46,8 @@ class OtherOptimizers:
         index_of: Mapping[int, int],
         steps: OptimizerSteps,
         ended_steps: Callable[[], int],
+        check_unchanged: Callable[[], None],
+        parameters: Callable[[], Iterable[Tensor]],
     ) -> None:
         """Watch until `remove`.
 
@@ -54,13 +57,19 @@ class OtherOptimizers:
             index_of: their numbers, by `id`.
             steps: the model's.
             ended_steps: counts the calls of the prepared optimizer's `step()`.
+            check_unchanged: raises `UsageError` if the model is not the one that was prepared.
+            parameters: returns those that the model has now.
         """
         self._prepared = prepared
         self._trained = trained
         self._index_of = index_of
         self._steps = steps
         self._ended_steps = ended_steps
+        self._check_unchanged = check_unchanged
+        self._parameters = parameters
         self._begun: dict[int, int] = {}
+        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Trained parameters of the optimizers that hold none of this model."""
         _watch_all()
         _WATCHES[id(self)] = weakref.ref(self)
 
@@ -72,13 +81,16 @@ class OtherOptimizers:
         """Note that an optimizer is about to step.
 
         Raises:
-            UsageError: it holds parameters of the model, inside backward.
+            UsageError: it holds parameters of the model, inside backward; or parameters that the
+                model got since it was prepared, which no session averages.
         """
         name = self._shared(other)
         if name is not None:
             if inside_backward():
                 self._refuse(other, name, " inside backward()")
             self._begun[id(other)] = self._ended_steps()
+        elif not self._is_own(other):
+            self._check_stranger(other)
 
     def after(self, other: Optimizer) -> None:
         """Note that an optimizer has stepped.
@@ -90,8 +102,30 @@ class OtherOptimizers:
         if begun is not None and begun == self._ended_steps():
             self._refuse(other, self._shared(other) or "", "")
 
+    def _is_own(self, other: Optimizer) -> bool:
+        return (
+            other is self._prepared
+            or self._steps.exempt.depth > 0
+            or self._steps.failure is not None
+        )
+
+    def _check_stranger(self, other: Optimizer) -> None:
+        """Check, once, that an optimizer trains nothing that the model got since `prepare`."""
+        if any(watch._prepared is other for watch in _watches()):
+            return
+        held = {
+            id(parameter)
+            for group in other.param_groups
+            for parameter in plain(group["params"])
+            if parameter.requires_grad
+        }
+        if self._seen.get(other) != len(held):
+            self._seen[other] = len(held)
+            if any(id(parameter) in held for parameter in self._parameters()):
+                self._check_unchanged()
+
     def _shared(self, other: Optimizer) -> str | None:
-        if other is self._prepared or self._steps.exempt.depth or self._steps.failure is not None:
+        if self._is_own(other):
             return None
         for group in other.param_groups:
             for parameter in plain(group["params"]):

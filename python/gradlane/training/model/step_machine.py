@@ -52,6 +52,7 @@ from gradlane.training.modules.gradient_intake import (
 )
 from gradlane.training.modules.shared_storage import SharedMemoryGroups
 from gradlane.training.rendezvous.membership import Membership
+from gradlane.training.rendezvous.tensor_table import names_of
 
 _MOVES = nn.Module._apply.__code__
 """Takes gradients along in `model.to(...)` and its like; no program sees them there."""
@@ -518,6 +519,8 @@ class StepMachine:
         """
         plain = list(list.__iter__(group))
         with self._lock:
+            if self._phase in (Phase.IDLE, Phase.PENDING) and not self.exempt.depth:
+                self._require_gradients("GradScaler")
             if self._phase is Phase.LOCAL:
                 self.average_local()
             if self.exempt.depth or self.accumulates or self._running_backwards:
@@ -588,7 +591,10 @@ class StepMachine:
                     f"clip_grad_norm_() {where} after step {self.step}: gradients are still to "
                     "come; clip before optimizer.step(), outside of both"
                 )
-            if self._take_by_hand() and self._phase is Phase.LOCAL:
+            if not self._take_by_hand():
+                # The norm of no gradients is 0, unless a changed model has them elsewhere.
+                self._check_unchanged()
+            if self._phase is Phase.LOCAL:
                 self.average_local()
             self._running_backwards.clear()
             self._clipped_to += (max_norm, norm_type)
@@ -760,13 +766,7 @@ class StepMachine:
         """Bring a step to where it can be applied: all submitted, or the mean in `.grad`."""
         self._failure.raise_failure()
         self._running_backwards.clear()
-        if not self._take_by_hand():
-            raise UsageError(
-                f"optimizer.step() without any gradient since step {self.step}: every rank "
-                "must run backward() on at least one trained parameter in each step, or put "
-                "gradients into .grad"
-            )
-        self._check_unchanged()
+        self._require_gradients("optimizer.step()")
         if self._update.is_scaled:
             self._refuse_scales()
         if self._adds_up_on_means:
@@ -789,6 +789,32 @@ class StepMachine:
             self.attach()
         self._passes.learn()
         self._consistency.note_hyperparameters(self._clipped_to)
+
+    def _require_gradients(self, call: str) -> None:
+        """Take gradients in `.grad`, and refuse a call for which there are none.
+
+        Raises:
+            UsageError: there are none, or the model was changed, so that they may be elsewhere.
+        """
+        has_gradients = self._take_by_hand()
+        self._check_unchanged()
+        if has_gradients:
+            return
+        # Refuses an optimizer that holds other parameters now.
+        self.exempt.run(self._update.record)
+        frozen = [entry for entry in self._trained if not entry.tensor.requires_grad]
+        if frozen:
+            cause = (
+                f"{names_of(frozen)} {'was' if len(frozen) == 1 else 'were'} trained when the "
+                "model was prepared, and frozen since: after freezing or unfreezing call "
+                "session.prepare(model, optimizer) again, on all ranks"
+            )
+        else:
+            cause = (
+                "every rank must run backward() on at least one trained parameter in each step, "
+                "or put gradients into .grad"
+            )
+        raise UsageError(f"{call} without any gradient since step {self.step}: {cause}")
 
     def _take_by_hand(self) -> bool:
         """Take gradients in `.grad` for local ones where no backward made them.

@@ -115,6 +115,23 @@ def check_model(model: nn.Module) -> None:
             )
 
 
+def check_forward_writes(model: nn.Module) -> None:
+    """Check that no module writes parameters in forward: each rank would, for its own batch.
+
+    Raises:
+        ValueError: one does; the message names it.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ValueError(
+                f"module {name!r} ({type(module).__name__}) has max_norm={module.max_norm:g}, with "
+                "which each forward rescales the rows that its own rank looks up, so that the "
+                "ranks' parameters part: build it without max_norm, and after optimizer.step() "
+                f"call its weight's renorm_({module.norm_type:g}, 0, {module.max_norm:g}) under "
+                "torch.no_grad(), on all ranks"
+            )
+
+
 def _wrapper_kind(module: nn.Module) -> str | None:
     """Return which of torch's wrappers a module is, or None."""
     bases = (base for base in type(module).__mro__ if base.__module__.startswith("torch."))

@@ -26,7 +26,7 @@ from gradlane.training.model.optimizers import (
     takes_sparse,
 )
 from gradlane.training.model.state_checks import check_taken_over
-from gradlane.training.model.validation import check_model
+from gradlane.training.model.validation import check_forward_writes, check_model
 from gradlane.training.modules.shared_storage import SharedMemoryGroups
 from gradlane.training.options.codec_choice import (
     CodecChoice,
@@ -140,6 +140,8 @@ def _checked(
         UsageError: the optimizer would apply momentum again that a codec has applied.
     """
     check_model(model)
+    if ctx.rank_info.world_size > 1:
+        check_forward_writes(model)
     entries = build_table(model)
     _check_memory(entries)
     if ctx.options.checkpoints.folder is not None:
