@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -415,6 +416,152 @@ def test_several_models_share_a_session() -> None:
     for one, other in run_ranks(2, body):
         assert same_bits(one, snapshot(first[0]))
         assert same_bits(other, snapshot(second[0]))
+
+
+class Adapted(nn.Module):
+    """A trained layer behind a frozen weight of many more values, and a frozen table of some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.zeros(300, 100), requires_grad=False)
+        self.table = nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.layer(values) + self.base.mean() + self.table[0]  # type: ignore[no-any-return]
+
+
+def trains_adapted(
+    session: Any, change: Callable[[Any, int, int], None], steps: int, **options: Any
+) -> None:
+    model: Any = seeded(Adapted)
+    optimizer = sgd(model.layer)
+    session.prepare(model, optimizer, **options)
+    for step in range(steps):
+        change(model, session.rank, step)
+        model(batch((2, 3), session.rank, step)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@torch.no_grad()
+def write_frozen(model: Any, rank: int, step: int) -> None:
+    """Merge an adapter, on one rank."""
+    if (rank, step) == (1, 3):
+        model.base[-1, -1] = 7.0
+
+
+def load_frozen(model: Any, rank: int, step: int) -> None:
+    """Load a checkpoint, on one rank."""
+    if (rank, step) == (1, 3):
+        state = model.state_dict()
+        model.load_state_dict({**state, "base": torch.ones(300, 100)})
+
+
+def swap_frozen(model: Any, rank: int, step: int) -> None:
+    """Give a parameter other memory, on one rank."""
+    if (rank, step) == (1, 3):
+        model.base.data = torch.ones(300, 100)
+
+
+def write_uncounted(model: Any, rank: int, step: int) -> None:
+    """Write values in a way that torch does not count."""
+    if (rank, step) == (1, 3):
+        model.table.data[2] = 1.0
+
+
+@pytest.mark.parametrize("update", ["worker", "server"])
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (write_frozen, "base"),
+        (load_frozen, "base"),
+        (swap_frozen, "base"),
+        (write_uncounted, "table"),
+    ],
+)
+def test_check_every_names_the_frozen_parameter_that_differs(
+    change: Any, name: str, update: str
+) -> None:
+    errors = run_ranks(
+        2,
+        lambda session: trains_adapted(session, change, 6),
+        check_every=2,
+        update=update,
+        expect_errors=True,
+    )
+    for rank, error in enumerate(errors):
+        assert isinstance(error, gradlane.SessionFailedError)
+        words = rf"frozen parameter '{name}' differs between rank {rank} and rank {1 - rank} after"
+        assert re.search(f"{words} step 4", str(error)), error
+
+
+def test_frozen_parameters_that_all_ranks_change_alike() -> None:
+    """Also where one writes the same values twice: the values count."""
+
+    @torch.no_grad()
+    def change(model: Any, rank: int, step: int) -> None:
+        for _ in range(1 + rank):
+            model.base[:] = float(step)
+        if rank == 1:
+            model.table.mul_(1.0)
+
+    run_ranks(3, lambda session: trains_adapted(session, change, 5), check_every=1)
+
+
+def test_frozen_parameters_are_in_the_sample() -> None:
+    """And the first samples are soon: a model loaded on one rank is found before step 100."""
+
+    def change(model: Any, rank: int, step: int) -> None:
+        if (rank, step) == (0, 0):
+            model.load_state_dict({**model.state_dict(), "base": torch.ones(300, 100)})
+
+    errors = run_ranks(2, lambda session: trains_adapted(session, change, 3), expect_errors=True)
+    for error in errors:
+        assert isinstance(error, gradlane.SessionFailedError)
+        assert re.search(r"differ after step 1 \('base' on ranks", str(error)), error
+
+
+@torch.no_grad()
+def load_late(model: Any, rank: int, step: int) -> None:
+    """Load a model on one rank alone, too late for the first samples."""
+    if (rank, step) == (0, 4):
+        model.layer.weight[0] = 7.0
+        model.base[:] = 7.0
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, ["layer.weight"]),
+        ({"check_every": 3}, ["layer.weight"]),
+        ({"update": "server"}, ["base"]),
+        ({"check_every": 0}, []),
+    ],
+)
+def test_closing_compares_what_no_sample_has_seen(
+    caplog: pytest.LogCaptureFixture, options: dict[str, Any], names: list[str]
+) -> None:
+    """With updates on the servers, trained parameters are theirs on all ranks."""
+    run_ranks(2, lambda session: trains_adapted(session, load_late, 5), summary=False, **options)
+    told = [one.getMessage() for one in caplog.records if one.name == "gradlane"]
+    assert len(told) == len(names)
+    for message, name in zip(told, names, strict=True):
+        words = "as the session closes after step 5, values of"
+        assert message.startswith(f"{words} {name!r} differ between rank 0 and rank 1")
+
+
+@pytest.mark.parametrize("update", ["worker", "server"])
+def test_closing_says_nothing_of_an_export_or_of_equal_models(
+    caplog: pytest.LogCaptureFixture, update: str
+) -> None:
+    def body(session: Any) -> None:
+        trains_adapted(session, lambda *_: None, 3)
+        if session.rank == 0:
+            session.models[0].half()
+
+    run_ranks(2, body, update=update, summary=False)
+    assert not [one for one in caplog.records if one.name == "gradlane"]
 
 
 def test_check_every_names_the_parameter_that_differs() -> None:

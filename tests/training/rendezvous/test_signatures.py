@@ -294,13 +294,14 @@ def test_rank_0_warns_once_of_a_rank_elsewhere_where_there_is_no_secret(
 def test_what_is_refused_at_the_end_is_raised() -> None:
     """Not taken for a store that has ended with its job."""
     from gradlane.training.model.consistency_check import compare_endings
+    from gradlane.training.rendezvous.parameter_check import ParameterCheck
 
     store = HashStore()
     first = scope(store, 0, SECRET)
-    first.put("ending/0", "[1, 0, 0]")
-    store.set("gradlane/job/0-aa/0/ending/1", "[1, 0, 0]")
+    first.put("ending/0", "[1, 0, 0, []]")
+    store.set("gradlane/job/0-aa/0/ending/1", "[1, 0, 0, []]")
     with pytest.raises((RendezvousError, SessionFailedError), match="ending/1"):
-        compare_endings(first)
+        compare_endings(first, ParameterCheck(first, [], [], None, 0))
 
 
 @needs_core

@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradlane.errors import RendezvousError, SessionFailedError
+from gradlane.training.log import log
 from gradlane.training.model.buffers import UNCHANGED, UNKNOWN, BufferPack
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.lazy_parameters import Exemption
@@ -537,24 +538,36 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def tell_ending(scope: RendezvousScope, step: int, ending: int, digest: int) -> None:
+def tell_ending(
+    scope: RendezvousScope,
+    step: int,
+    consistency: ConsistencyCheck | None,
+    agreement: ParameterCheck,
+) -> None:
     """Tell rank 0 how the last step ended here: no step follows whose statuses would.
 
     Args:
         scope: where the ranks have met.
         step: number of the last step.
-        ending: how it ended, a number of `StepEnding`.
-        digest: of the hyper-parameters, as in a status.
+        consistency: knows how it ended; None: how steps end is not compared.
+        agreement: takes a last sample of the parameters.
     """
+    ending, digest = StepEnding.NONE, 0
+    if consistency is not None:
+        ending, digest = consistency.ending, consistency.digest
     with contextlib.suppress(RendezvousError):
-        scope.put(f"ending/{scope.rank_info.rank}", json.dumps([step, ending, digest]))
+        told = [step, ending, digest, agreement.closing_sample(step)]
+        scope.put(f"ending/{scope.rank_info.rank}", json.dumps(told))
 
 
-def compare_endings(scope: RendezvousScope) -> None:
+def compare_endings(scope: RendezvousScope, agreement: ParameterCheck) -> None:
     """Compare all ranks' last steps, on rank 0, once all have said goodbye.
 
+    Parameters that differ are a warning: a program may have changed those of one rank since the
+    last step, for an export for example.
+
     Raises:
-        SessionFailedError: they ended it differently.
+        SessionFailedError: the ranks ended the last step differently.
     """
     rank_info = scope.rank_info
     if rank_info.rank != 0:
@@ -568,5 +581,16 @@ def compare_endings(scope: RendezvousScope) -> None:
     lanes = [json.loads(one) for one in told if one is not None]
     if len(lanes) < rank_info.world_size or any(lane[0] != lanes[0][0] for lane in lanes):
         return
-    statuses = [RankStatus(StepEnding(ending), False, digest) for _, ending, digest in lanes]
-    check_endings(dict(enumerate(statuses)), lanes[0][0])
+    step = lanes[0][0]
+    statuses = [RankStatus(StepEnding(ending), False, digest) for _, ending, digest, _ in lanes]
+    check_endings(dict(enumerate(statuses)), step)
+    difference = agreement.closing_difference([lane[3] for lane in lanes])
+    if difference:
+        log.warning(
+            "as the session closes after step %d, %s: a rank has loaded or changed them by itself, "
+            "and what the ranks trained since is not one model; load on all ranks, or before "
+            "prepare(). Where one rank has only changed them for itself after the last step, call "
+            "session.close() before that",
+            step,
+            difference,
+        )

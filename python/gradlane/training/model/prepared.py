@@ -149,7 +149,7 @@ class PreparedModel:
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
         self._failure = FailureLatch()
         self._agreement = ParameterCheck(
-            scope, self._trained, ctx.options.check_every, steps_before
+            scope, self._trained, self._frozen(), ctx.options.check_every, steps_before
         )
         pack = self._layout.buffers
         self.hook_manager = HookManager(
@@ -287,14 +287,13 @@ class PreparedModel:
         self._failure.fail(SessionClosedError("the session was closed"))
         self._connected.carrier.close()
         # Where ranks were lost, the store may be lost, too.
-        compares = self._layout.status is not None and not self._ctx.membership.lacks_ranks
+        compares = self._ctx.rank_info.world_size > 1 and not self._ctx.membership.lacks_ranks
         if compares:
-            consistency = self.steps.consistency
-            ending, digest = consistency.ending, consistency.digest
-            tell_ending(self._scope, self.steps.step, ending, digest)
+            compared = self.steps.consistency if self._layout.status is not None else None
+            tell_ending(self._scope, self.steps.step, compared, self._agreement)
         if shutdown_channel(self._ctx, self.channel, self._watch, self._scope, timeout_s):
             if compares:
-                compare_endings(self._scope)
+                compare_endings(self._scope, self._agreement)
             self._scope.delete_keys()
             self.has_parted = True
 
@@ -570,6 +569,13 @@ class PreparedModel:
         return self.steps.phase in (Phase.BACKWARD, Phase.ATTACHED)
 
     # ---- inside
+
+    def _frozen(self) -> list[TensorEntry]:
+        """Return the parameters that are not trained; buffers are not among them."""
+        parameters = {id(parameter) for parameter in self.model.parameters()}
+        return [
+            entry for entry in self._entries if not entry.trained and id(entry.tensor) in parameters
+        ]
 
     def _staging_failed(self, error: Exception) -> None:
         core = self._ctx.core

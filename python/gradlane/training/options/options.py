@@ -86,8 +86,9 @@ class Options:
     check_every: int | None = option(
         None,
         "Steps between comparisons of all parameters of all ranks, which makes ranks wait for each "
-        "other; 0: never; if absent, a sample every 100 steps, which no rank waits for (with "
-        '`update="worker"`).',
+        "other (of frozen ones, a part in turn, and all that torch has counted a write of); 0: "
+        "never; if absent, a sample after steps 1, 10 and every 100, which no rank waits for (with "
+        '`update="worker"`), and one as the session closes.',
         unit="steps",
         least=0,
         agreed=True,

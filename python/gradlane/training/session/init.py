@@ -155,8 +155,8 @@ def init(
         workers: number of ranks, from rank 0 on, that train; those after them only serve: they own
             all slices, see `Session.serve`; None: all train. See `docs/servers.md`.
         check_every: steps between comparisons of all parameters of all ranks, which makes ranks
-            wait for each other; 0: never; None: a sample of each, every 100 steps, which no rank
-            waits for (with `update="worker"`).
+            wait for each other; 0: never; None: a sample of each, after steps 1, 10 and every 100,
+            which no rank waits for (with `update="worker"`), and one as the session closes.
         rendezvous: the store, rank, world size and job, in place of the launcher's.
         network: interface, addresses, ports, secret, time-outs, frames, buffers and threads.
         checkpoints: the folder of checkpoints, how often they are taken, and how many stay.
