@@ -17,14 +17,21 @@ TrainStep = Callable[[Tensor, Callable[[], object]], Tensor]
 """Trains a step on a loss, calls a function after backward, and returns the gradients' norm."""
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def check_norm_alone_is_waited_for(
-    steps: int, begin: Callable[[Any, torch.optim.Optimizer], TrainStep]
+    steps: int,
+    begin: Callable[[Any, Any], TrainStep],
+    make_optimizer: Callable[[nn.Module], Any] = sgd,
 ) -> None:
     """Check that two ranks end a step, and have its norm, while the core holds a layer's means.
 
     Args:
         steps: of the training, of which the last one is held.
         begin: returns how a session's optimizer trains a step.
+        make_optimizer: makes it, or several, of the model.
     """
     core = FakeCore()
     norms: dict[int, float] = {}
@@ -32,14 +39,14 @@ def check_norm_alone_is_waited_for(
 
     def body(session: Any) -> None:
         model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = make_optimizer(model)
         session.prepare(model, optimizer)
         train_step = begin(session, optimizer)
         for step in range(steps):
             meet = barrier.wait if step == steps - 1 else lambda _: None
             loss = model(batch((2, 4), session.rank, step)).sum()
             norm = train_step(loss, lambda meet=meet: meet(20))  # type: ignore[misc]
-            optimizer.zero_grad()
+            model.zero_grad()
             if step == steps - 1:
                 # No mean of the first layer is here.
                 norms[session.rank] = norm.item()

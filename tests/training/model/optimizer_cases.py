@@ -201,6 +201,29 @@ once, before the update has happened.
 - **`state_dict()` and `load_state_dict()`** may be called between steps at any time: they wait
   for the update that is due.
 
+## Several optimizers
+
+```python
+matrices = [one for one in model.parameters() if one.ndim == 2]
+others = [one for one in model.parameters() if one.ndim != 2]
+optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-4)]
+session.prepare(model, optimizers)
+```
+
+A tuple, a dictionary, or an object of the program's own that holds them in attributes, or in lists
+there, and calls the `step()` of each, is taken as well. Each parameter is in one of them. They may
+be called in any order, each with its own schedulers, `zero_grad()` and `state_dict()`, and each is
+stepped in parts, or whole, by itself; `GradScaler` steps them one by one.
+
+- The first `step()` ends the step on the network. One that is not called then, in some steps or
+  ever, finds what DDP leaves it: averaged gradients that stay in `.grad` until its own
+  `zero_grad()`, and to which the next backward adds.
+- `session.clip_grad_norm_()` clips the gradients of all, before the first one steps.
+- A training step is over once each of them has stepped, or its gradients were reset: checkpoints
+  are taken there.
+- Ranks that step different ones of them are named.
+- `update="server"` takes one optimizer.
+
 ## Sparse gradients
 
 Those of `nn.Embedding(sparse=True)` and `nn.EmbeddingBag(sparse=True)`, and of whatever

@@ -178,6 +178,8 @@ class ReferenceSession:
         generator of random numbers, which is one for all threads.
         """
         self._take_values(model)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return model, optimizer  # Several: the loop averages by itself.
         self._optimizers[id(model)] = optimizer
         step = optimizer.step
 

@@ -38,11 +38,12 @@ def scales(
     init_scale: float = 1024.0,
     growth: float = 2.0,
     unscales: bool = True,
+    kind: Any = None,
     **given: Any,
 ) -> tuple[list[Tensor], list[Tensor], list[float]]:
     """Train with a scaler and an infinity on one rank; return norms, parameters and scales."""
     model = seeded(build)
-    optimizer = sgd(model)
+    optimizer = kind(model.parameters(), lr=0.1, fused=True) if kind else sgd(model)
     session.prepare(model, optimizer, **given)
     scaler = torch.amp.GradScaler(
         "cpu", init_scale=init_scale, growth_interval=2, growth_factor=growth
@@ -161,22 +162,53 @@ def test_two_groups_and_a_second_look(rebuilds: bool) -> None:
         assert same_bits(parameters, expected[rank])
 
 
-def test_a_scaled_step_waits_for_the_norm_alone() -> None:
-    def begin(session: Any, optimizer: torch.optim.Optimizer) -> TrainStep:
+def one_optimizer(kind: type[torch.optim.Optimizer], **settings: Any) -> Any:
+    return lambda model: [kind(model.parameters(), **{"lr": 0.1, **settings})]
+
+
+def two_optimizers(model: Any) -> list[torch.optim.Optimizer]:
+    weights, biases = zip(*(layer.parameters() for layer in model), strict=True)
+    return [torch.optim.SGD(weights, lr=0.1), torch.optim.AdamW(biases, lr=0.1, fused=True)]
+
+
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        one_optimizer(torch.optim.SGD),
+        one_optimizer(torch.optim.SGD, fused=True),
+        one_optimizer(torch.optim.AdamW, fused=True),
+        two_optimizers,
+    ],
+    ids=["SGD", "fused SGD", "fused AdamW", "two"],
+)
+def test_a_scaled_step_waits_for_the_norm_alone(make: Any, clips: bool) -> None:
+    def begin(session: Any, optimizers: list[torch.optim.Optimizer]) -> TrainStep:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
 
         def train_step(loss: Tensor, after_backward: Callable[[], object]) -> Tensor:
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             after_backward()
-            scaler.unscale_(optimizer)
-            norm: Tensor = session.clip_grad_norm_(0.01)
-            scaler.step(optimizer)
+            norm = torch.ones(())
+            if clips:
+                for optimizer in optimizers:
+                    scaler.unscale_(optimizer)
+                norm = session.clip_grad_norm_(0.01)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
             scaler.update()
             return norm
 
         return train_step
 
-    check_norm_alone_is_waited_for(4, begin)
+    check_norm_alone_is_waited_for(4, begin, make)
+
+
+@pytest.mark.parametrize("clipped", ["", "session", "torch"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_fused_optimizers_have_the_bits_of_the_reference(kind: Any, clipped: str) -> None:
+    given = {"clipped": clipped, "unscales": bool(clipped), "kind": kind}
+    assert_scales_like_the_reference(SmallCnn, cnn_loss, 2, {}, **given)
 
 
 def test_one_rank_alone_with_a_scaler_is_named() -> None:

@@ -30,6 +30,7 @@ from gradlane.training.connection import (
 from gradlane.training.core import Channel, translate_error
 from gradlane.training.model.deferred_update import differing, own_values
 from gradlane.training.model.lazy_state import plain_state
+from gradlane.training.model.several_optimizers import members_of
 from gradlane.training.rendezvous.connecting import to_world_ranks
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.tensor_table import TensorEntry, state_entry
@@ -135,9 +136,10 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     Those that refer to parameters are left out: they are each rank's own.
     """
     return {
-        name: value
-        for name, value in own_values(optimizer).items()
-        if not _refers_to_tensors(vars(optimizer)[name])
+        f"{number}.{name}": value
+        for number, member in enumerate(members_of(optimizer))
+        for name, value in own_values(member).items()
+        if not _refers_to_tensors(vars(member)[name])
     }
 
 
@@ -235,7 +237,9 @@ def _adopt(parameters: Sequence[Tensor], optimizer: Optimizer, told: dict[str, A
     for key, value in told["others"].items():
         states[key] = value
     adopt_hyperparameters(optimizer, told["param_groups"])
-    vars(optimizer).update(told["attributes"])
+    for key, value in told["attributes"].items():
+        number, _, name = key.partition(".")
+        vars(members_of(optimizer)[int(number)])[name] = value
 
 
 def hyperparameters_of(optimizer: Optimizer) -> list[dict[str, Any]]:

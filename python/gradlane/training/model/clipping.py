@@ -13,7 +13,7 @@ most 1. The norm is finite exactly if all means are, which is what `GradScaler` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -133,23 +133,28 @@ class StepWeighting:
 class StepUnscaling:
     """How `GradScaler` unscales the gradients of one step.
 
-    It finds stand-ins in place of the gradients that are under way: ones, if all means are finite,
-    else infinities. What it multiplies them with is what each gradient is multiplied with when it
+    Where all means are finite, it finds stand-ins in place of the gradients of a group that are
+    under way: ones. What it multiplies them with is what each gradient is multiplied with when it
     arrives, by the same operation.
     """
 
-    def __init__(self, devices: Iterable[torch.device], *, finite: bool) -> None:
+    def __init__(self, devices: Iterable[torch.device], indices: Set[int]) -> None:
         """Make the stand-ins.
 
         Args:
             devices: of the gradients.
-            finite: whether all means are.
+            indices: numbers of the parameters whose means are unscaled.
         """
-        value = 1.0 if finite else torch.inf
+        self.indices = indices
         self._factors = {
-            device: torch.full((), value, dtype=torch.float32, device=device)
+            device: torch.ones((), dtype=torch.float32, device=device)
             for device in dict.fromkeys(devices)
         }
+
+    @property
+    def count(self) -> int:
+        """Number of parameters whose means are unscaled."""
+        return len(self.indices)
 
     def stand_ins(self) -> list[Tensor]:
         """Return tensors whose `.grad` is to be checked and unscaled."""
@@ -165,7 +170,7 @@ class StepUnscaling:
         """Factor on all gradients, once `GradScaler` has applied it to the stand-ins."""
         return next(iter(self._factors.values())).item()
 
-    def scale(self, gradients: Sequence[Tensor]) -> None:
+    def scale(self, gradients: Iterable[Tensor]) -> None:
         """Unscale gradients in place, once each."""
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in gradients:

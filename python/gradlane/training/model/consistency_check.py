@@ -401,8 +401,8 @@ def check_endings(statuses: Statuses, step: int) -> None:
             f"the optimizer's hyper-parameters in step {step} differ between {told}: set them "
             "alike on all ranks (a scheduler that looks at a loss needs the same loss "
             "everywhere; one that counts batches needs the same count; the memory formats of "
-            "parameters count, too, and the norm that gradients are clipped to), and restart from "
-            "the last checkpoint",
+            "parameters count, too, the norm that gradients are clipped to, and for a model with "
+            "several which of its optimizers step), and restart from the last checkpoint",
             step - 1,
         )
 

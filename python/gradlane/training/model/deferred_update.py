@@ -24,9 +24,11 @@ from gradlane.training.model.lazy_state import plain_state
 from gradlane.training.model.momentum_takeover import MomentumTakeover
 from gradlane.training.model.optimizers import has_step_hooks, mixes_first_steps
 from gradlane.training.model.update_log import UpdateLog
-from gradlane.training.modules.gradient_intake import raw_grad, set_raw_grad
+from gradlane.training.modules.gradient_intake import raw_grad, set_raw_grad, sum_of
 
 _POSITION = operator.itemgetter(0)
+_BY_SCALER = ("grad_scale", "found_inf")
+"""Attributes by which `GradScaler` has fused optimizers unscale."""
 
 
 class DeferredUpdate:
@@ -82,6 +84,8 @@ class DeferredUpdate:
         self._empty_due: list[tuple[int, int, Tensor]] = []
         """Those of them that the recorded step has yet to step."""
         self._log: UpdateLog | None = None
+        self._scaler: dict[str, Any] = {}
+        """How a scaler has the optimizer unscale gradients in the recorded step."""
 
     def keep_log(self, log: UpdateLog) -> None:
         """Note in a log what each update uses, from the next recorded step on."""
@@ -116,10 +120,53 @@ class DeferredUpdate:
             self._log.begin(groups)
         self._state = plain_state(self._optimizer)
         self._states_before = len(self._state)
+        own = vars(self._optimizer)
+        # The scaler takes them off again after `step`, and writes its scale in `update`.
+        self._scaler = {name: _kept(own[name]) for name in _BY_SCALER if name in own}
+        self.expect_step()
+
+    def expect_step(self) -> None:
+        """Have means stay in `.grad` until the next recorded step, or until they are reset."""
         self._stepped.clear()
         self._written.clear()
         self._leaves_zeros = False
         self._leaves_none = False
+
+    def hold(self, arrived: Iterable[tuple[int, Tensor]]) -> None:
+        """Put means of a step that the optimizer has not taken into `.grad`, or drop them.
+
+        Args:
+            arrived: tensor numbers and averaged gradients, laid out like the parameters.
+        """
+        for index, mean in arrived:
+            parameter = self._parameters[index]
+            fresh = raw_grad(parameter)
+            if self._leaves_none or (self._leaves_zeros and fresh is not None):
+                continue
+            with torch.no_grad(), torch.inference_mode(False):
+                if self._leaves_zeros:
+                    mean = torch.zeros_like(mean)
+                set_raw_grad(parameter, mean if fresh is None else sum_of(mean, fresh))
+
+    def holds(self, index: int) -> bool:
+        """Return whether the recorded step has a parameter."""
+        return index in self._place
+
+    @property
+    def count(self) -> int:
+        """Number of trained parameters in the recorded step."""
+        return len(self._place)
+
+    def apply_held(self, indices: Iterable[int]) -> None:
+        """Step the parameters whose means are in `.grad` already, in one call of the optimizer."""
+        arrived = []
+        for index in indices:
+            parameter = self._parameters[index]
+            mean = raw_grad(parameter)
+            if mean is not None:
+                set_raw_grad(parameter, None)
+                arrived.append((index, mean))
+        self.apply(arrived)
 
     def defers(self) -> bool:
         """Return whether the next update may happen later and in parts."""
@@ -131,15 +178,9 @@ class DeferredUpdate:
         )
 
     @property
-    def unscales_all(self) -> bool:
-        """Whether a scaler that unscales the optimizer's gradients does so with all, before `step`.
-
-        Fused optimizers unscale in `step`. Of groups that the program has rebuilt it reads the
-        gradients themselves: their lists are plain ones.
-        """
-        fused = getattr(self._optimizer, "_step_supports_amp_scaling", False)
-        guarded = all(type(group["params"]) is not list for group in self._optimizer.param_groups)
-        return not fused and guarded and len(self._place) == len(self._parameters)
+    def is_guarded(self) -> bool:
+        """Whether a look at the optimizer's groups is noticed: the program has rebuilt none."""
+        return all(type(group["params"]) is not list for group in self._optimizer.param_groups)
 
     @property
     def is_scaled(self) -> bool:
@@ -240,14 +281,17 @@ class DeferredUpdate:
             "state": self._state,
             "_optimizer_step_pre_hooks": OrderedDict(),
             "_optimizer_step_post_hooks": OrderedDict(),
+            **self._scaler,
         }
         if self._step_of_class is None:
             # A step of the instance's own may go to the optimizer itself.
-            kept = {name: own[name] for name in given}
+            kept = {name: own[name] for name in given if name in own}
             own.update(given)
             try:
                 self._step()
             finally:
+                for name in given.keys() - kept.keys():
+                    del own[name]
                 own.update(kept)
             return
         before = {**own, **given}

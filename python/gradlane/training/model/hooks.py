@@ -18,16 +18,15 @@ from torch.optim import Optimizer
 
 from gradlane.errors import UsageError
 from gradlane.training.model.lazy_buffer_dict import install_lazy_buffers, remove_lazy_buffers
-from gradlane.training.model.lazy_list import install_lazy_groups, remove_lazy_groups
 from gradlane.training.model.lazy_parameter_dict import (
     SharedParameterTracker,
     held_parameters,
     install_lazy_parameters,
     remove_lazy_parameters,
 )
-from gradlane.training.model.lazy_state import LazyState, install_lazy_state, remove_lazy_state
-from gradlane.training.model.optimizers import is_torchs
+from gradlane.training.model.optimizer_hooks import HolderHooks, OptimizerHooks
 from gradlane.training.model.other_optimizers import OtherOptimizers
+from gradlane.training.model.several_optimizers import members_of
 from gradlane.training.model.step_machine import StepMachine
 from gradlane.training.model.validation import refuse_assignment, refuse_wrapping
 from gradlane.training.modules.compiled import (
@@ -191,7 +190,10 @@ class HookManager:
         self._buffer_owners = buffer_owners
         self._step_listeners: list[Callable[[], None]] = []
         self._gradient_hooks: GradientHooks | None = None
-        self.step_whole: Callable[..., Any] = optimizer.step
+        self._optimizer_hooks = [
+            OptimizerHooks(member, number, self.step_ended)
+            for number, member in enumerate(members_of(optimizer))
+        ]
         self._model = model
         self._optimizer = optimizer
         self._entries = entries
@@ -209,13 +211,7 @@ class HookManager:
             if isinstance(module, torch.jit.ScriptModule)
         ]
         self._handles: list[Any] = []
-        self._saves_state = False
-        self._ended_steps = 0
         self._steps: StepMachine | None = None
-        self._own_step: Any = None
-        self._own_zero_grad: Any = None
-        self._had_own_step = "step" in optimizer.__dict__
-        self._class_step = type(optimizer).step
         self._had_model_zero_grad = "zero_grad" in model.__dict__
 
     def subscribe(self, listener: Callable[[], None]) -> None:
@@ -248,7 +244,22 @@ class HookManager:
             [entry.tensor for entry in self._trained], compile_disabled(steps.take_gradient)
         )
         self._handles.append(self._gradient_hooks)
-        self._install_on_optimizer(steps)
+        for hooks in self._optimizer_hooks:
+            hooks.install(steps)
+        holder = getattr(self._optimizer, "holder", None)
+        if holder is not None:
+            self._handles.append(HolderHooks(holder, steps))
+        self._handles.append(
+            OtherOptimizers(
+                members_of(self._optimizer),
+                self._trained,
+                self._index_of,
+                steps,
+                lambda: sum(hooks.ended_steps for hooks in self._optimizer_hooks),
+                self.check_unchanged,
+                lambda: (parameter for _, parameter in _raw_parameters(self._model)),
+            )
+        )
         for module in self._modules:
             install_lazy_parameters(module, steps, self._stale_flag[module])
             load_hooks: Any = nn.Module._register_load_state_dict_pre_hook
@@ -279,85 +290,9 @@ class HookManager:
         below = (index for one in module.modules() for index in self._used_by[one])
         return tuple(dict.fromkeys(below))
 
-    def _install_on_optimizer(self, steps: StepMachine) -> None:
-        hook_manager, optimizer, step_whole = self, self._optimizer, self.step_whole
-        zero_whole = optimizer.zero_grad
-        end_step = compile_disabled(steps.end_step)
-        after_step = compile_disabled(self.step_ended)
-
-        def before_state() -> None:
-            if steps.serves and not hook_manager._saves_state:
-                raise UsageError(
-                    'optimizer.state is touched with update="server": the state is on the '
-                    "servers; optimizer.state_dict() and load_state_dict() bring and replace it"
-                )
-            steps.before_optimizer_state()
-
-        def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            """Update the parameters: at once, or as the averaged gradients arrive."""
-            if not hook_manager._handles:
-                return step_whole() if closure is None else step_whole(closure)
-            hook_manager.check_class_step()
-            # Lists that the program has replaced since are guarded from now on, too.
-            install_lazy_groups(self, steps)
-            if steps.serves and not isinstance(self.state, LazyState):
-                raise UsageError(
-                    'optimizer.state was replaced with update="server": the state is on the '
-                    "servers; give load_state_dict() one to go on from"
-                )
-            install_lazy_state(self, before_state)
-            hook_manager._ended_steps += 1
-            # Learning rate schedulers look at this to see the order of calls.
-            self._opt_called = True  # type: ignore[attr-defined]
-            result = end_step(closure)
-            after_step()
-            return result
-
-        def zero_optimizer(self: Optimizer, set_to_none: bool = True) -> None:
-            """Reset the gradients; between backward and step, forget those under way."""
-            if not hook_manager._handles:
-                zero_whole(set_to_none)
-                return
-            steps.discard(set_to_none)
-            steps.bypass(functools.partial(zero_whole, set_to_none))
-
-        # Another session that prepares the optimizer looks for the code that steps.
-        step.__wrapped__ = step_whole  # type: ignore[attr-defined]
-        if hasattr(step_whole, "_wrapped_by_lr_sched"):
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        self._own_step = types.MethodType(step, optimizer)
-        self._own_zero_grad = types.MethodType(zero_optimizer, optimizer)
-        optimizer.__dict__["step"] = self._own_step
-        optimizer.__dict__["zero_grad"] = self._own_zero_grad
-        install_lazy_groups(optimizer, steps)
-        install_lazy_state(optimizer, before_state)
-
-        def before_state_dict(*_: Any) -> None:
-            steps.before_optimizer_state()
-            hook_manager._saves_state = True
-
-        def after_state_dict(*_: Any) -> None:
-            # Loading has put another mapping there.
-            install_lazy_state(optimizer, before_state)
-            hook_manager._saves_state = False
-
-        self._handles += [
-            optimizer.register_state_dict_pre_hook(before_state_dict, prepend=True),
-            optimizer.register_state_dict_post_hook(after_state_dict),
-            optimizer.register_load_state_dict_pre_hook(before_state_dict, prepend=True),
-            optimizer.register_load_state_dict_post_hook(after_state_dict),
-        ]
-        self._handles.append(
-            OtherOptimizers(
-                optimizer,
-                self._trained,
-                self._index_of,
-                steps,
-                lambda: self._ended_steps,
-                self.check_unchanged,
-                lambda: (parameter for _, parameter in _raw_parameters(self._model)),
-            )
-        )
+    def step_whole(self, number: int) -> Callable[..., Any]:
+        """Return the own `step` of an optimizer, as it was before it was replaced."""
+        return self._optimizer_hooks[number].step_whole
 
     def step_ended(self) -> None:
         """Call the listeners; a training step has ended."""
@@ -390,16 +325,8 @@ class HookManager:
                 module.__dict__["_parameters"] = mapping
         if not self._had_model_zero_grad:
             self._model.__dict__.pop("zero_grad", None)
-        remove_lazy_groups(self._optimizer)
-        remove_lazy_state(self._optimizer)
-        own = self._optimizer.__dict__
-        # The program may have wrapped the replacement since: then it stays, and passes calls on.
-        if own.get("step") is self._own_step:
-            del own["step"]
-            if self._had_own_step:
-                own["step"] = self.step_whole
-        if own.get("zero_grad") is self._own_zero_grad:
-            del own["zero_grad"]
+        for hooks in self._optimizer_hooks:
+            hooks.remove()
 
     def check_unchanged(self) -> None:
         """Check that the model still is the one that was prepared.
@@ -412,22 +339,6 @@ class HookManager:
             if not _same(module._modules, children) or not _same(module._parameters, owned):
                 raise UsageError(self._describe_change())
         self.check_still_frozen()
-
-    def check_class_step(self) -> None:
-        """Raise `UsageError` where the optimizer's class has got another `step` since.
-
-        torch would call that one; what stands in its place here calls the one of `prepare`.
-        """
-        now = type(self._optimizer).step
-        if self._had_own_step or now is self._class_step:
-            return
-        if is_torchs(now) and is_torchs(self._class_step):
-            return  # torch.compile wraps those of some classes when it is used first.
-        raise UsageError(
-            f"{type(self._optimizer).__name__}.step is another function than when the optimizer "
-            "was prepared, because the class or the optimizer's __class__ was changed: do that "
-            "before prepare(), or wrap step of the optimizer itself"
-        )
 
     def check_still_frozen(self) -> None:
         """Check that no parameter is trained that was frozen: no gradient of it is averaged.

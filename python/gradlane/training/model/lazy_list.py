@@ -39,10 +39,11 @@ class LazyParameterList(list[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         """Go through the parameters once they are right, or through what `GradScaler` needs."""
-        self._wait()
-        if self._steps.phase is not Phase.ATTACHED and sys._getframe(1).f_code is _UNSCALES:
-            return iter(self._steps.unscale(self))
-        return super().__iter__()
+        unscales = sys._getframe(1).f_code is _UNSCALES
+        if not (unscales and self._steps.unscales_open(super().__iter__())):
+            self._wait()
+            unscales = unscales and self._steps.phase is not Phase.ATTACHED
+        return iter(self._steps.unscale(self)) if unscales else super().__iter__()
 
     def __reversed__(self) -> Iterator[Tensor]:
         """Go through them backwards once they are right."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,11 @@ class LocalGradients:
     def clear(self) -> None:
         """Forget all gradients."""
         self._accumulated.clear()
+
+    def forget(self, indices: Iterable[int]) -> None:
+        """Forget the gradients of some parameters, which the program resets."""
+        for index in indices:
+            self._accumulated.pop(index, None)
 
     def check(self, step: int) -> None:
         """Check that each gradient is as backward left it: no rule covers changes by one rank.

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from gradlane.training.model.lazy_state import plain_state
+from gradlane.training.model.several_optimizers import members_of, name_of
 from gradlane.training.rendezvous.tensor_table import TensorEntry, names_of
 
 
@@ -71,6 +72,9 @@ def steps_per_parameter(optimizer: Optimizer) -> bool:
     Those of `torch.optim` are known. Any other class says so with an attribute
     `steps_per_parameter = True`, but not of a `step` that the program has wrapped.
     """
+    members = members_of(optimizer)
+    if len(members) > 1:
+        return all(map(steps_per_parameter, members))
     declared = getattr(optimizer, "steps_per_parameter", None)
     if declared is not None:
         says_itself = "steps_per_parameter" in vars(optimizer)
@@ -211,15 +215,22 @@ def check_optimizer(optimizer: Optimizer, entries: Sequence[TensorEntry]) -> Non
     Raises:
         ValueError: the optimizer cannot be driven, or its parameters are not the model's.
     """
-    name, support = _support_of(optimizer)
-    if support is not None and support.refused:
-        raise ValueError(f"optimizer {name} is not supported: {support.refused}")
+    for member in members_of(optimizer):
+        name, support = _support_of(member)
+        if support is not None and support.refused:
+            raise ValueError(f"optimizer {name} is not supported: {support.refused}")
     for number, group in enumerate(optimizer.param_groups):
         _check_group(number, group)
     model_parameters = {id(entry.tensor): entry for entry in entries}
-    held = set()
+    held: set[int] = set()
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
+            entry = model_parameters.get(id(parameter))
+            if id(parameter) in held and entry is not None:
+                raise ValueError(
+                    f"{names_of([entry])} is in two of the optimizers ({name_of(optimizer)}): give "
+                    "each parameter to one"
+                )
             held.add(id(parameter))
             if id(parameter) not in model_parameters and parameter.numel() > 0:
                 raise ValueError(
@@ -247,23 +258,27 @@ def takes_sparse(optimizer: Optimizer, parameter: Tensor) -> bool:
     be sparse, too: it grows, and no checkpoint holds it. The program's own classes get what they
     get in torch.
     """
-    _, support = _support_of(optimizer)
-    if support is None:
-        return True
-    group = next(
-        group
-        for group in optimizer.param_groups
+    member, group = next(
+        (member, group)
+        for member in members_of(optimizer)
+        for group in member.param_groups
         if any(one is parameter for one in list.__iter__(group["params"]))
     )
+    _, support = _support_of(member)
+    if support is None:
+        return True
     return support.takes_sparse and not any(group.get(option) for option in _DENSE_OPTIONS)
 
 
 def needing_sparse(optimizer: Optimizer) -> set[int]:
     """Return the `id` of each parameter that an optimizer steps on sparse gradients alone."""
-    _, support = _support_of(optimizer)
-    if support is None or support.takes_dense:
-        return set()
-    return {id(one) for group in optimizer.param_groups for one in list.__iter__(group["params"])}
+    return {
+        id(one)
+        for member in members_of(optimizer)
+        if (support := _support_of(member)[1]) is not None and not support.takes_dense
+        for group in member.param_groups
+        for one in list.__iter__(group["params"])
+    }
 
 
 def _support_of(optimizer: Optimizer) -> tuple[str, OptimizerSupport | None]:
@@ -298,7 +313,8 @@ def check_server_optimizer(optimizer: Optimizer, entries: Sequence[TensorEntry])
     if not _steps_by(optimizer, served):
         raise ValueError(
             f'update="server" runs torch.optim.{", ".join(served)}, not '
-            f'{type(optimizer).__name__}; use update="worker" (the default) for any other optimizer'
+            f'{name_of(optimizer)}; use update="worker" (the default) for any other optimizer, or '
+            "several"
         )
     _check_unobserved(optimizer)
     for number, group in enumerate(optimizer.param_groups):

@@ -41,7 +41,7 @@ class OtherOptimizers:
 
     def __init__(
         self,
-        prepared: Optimizer,
+        prepared: Sequence[Optimizer],
         trained: Sequence[TensorEntry],
         index_of: Mapping[int, int],
         steps: OptimizerSteps,
@@ -52,11 +52,11 @@ class OtherOptimizers:
         """Watch until `remove`.
 
         Args:
-            prepared: the optimizer that may step.
+            prepared: the optimizers that may step.
             trained: the model's trained parameters.
             index_of: their numbers, by `id`.
             steps: the model's.
-            ended_steps: counts the calls of the prepared optimizer's `step()`.
+            ended_steps: counts the calls of `step()` of the prepared ones.
             check_unchanged: raises `UsageError` if the model is not the one that was prepared.
             parameters: returns those that the model has now.
         """
@@ -104,14 +104,14 @@ class OtherOptimizers:
 
     def _is_own(self, other: Optimizer) -> bool:
         return (
-            other is self._prepared
+            any(other is one for one in self._prepared)
             or self._steps.exempt.depth > 0
             or self._steps.failure is not None
         )
 
     def _check_stranger(self, other: Optimizer) -> None:
         """Check, once, that an optimizer trains nothing that the model got since `prepare`."""
-        if any(watch._prepared is other for watch in _watches()):
+        if any(one is other for watch in _watches() for one in watch._prepared):
             return
         held = {
             id(parameter)
@@ -138,7 +138,7 @@ class OtherOptimizers:
         raise UsageError(
             f"another {type(other).__name__} than the prepared optimizer has stepped parameter "
             f"{name!r}{where}: call session.prepare(model, optimizer) with the one that trains the "
-            "model, on all ranks"
+            "model, or with a list of all that do, on all ranks"
         )
 
 

@@ -56,7 +56,9 @@ from gradlane.training.model.precopy import PrecopyPlan, PrecopySource
 from gradlane.training.model.residual_state import ResidualState
 from gradlane.training.model.server_state import AsyncContext, ServerState
 from gradlane.training.model.server_updates import ServerUpdates
+from gradlane.training.model.several_optimizers import members_of
 from gradlane.training.model.step_machine import Phase, StepMachine
+from gradlane.training.model.update_set import UpdateSet
 from gradlane.training.modules.forward_order import ForwardOrder
 from gradlane.training.options.codec_choice import local_limit
 from gradlane.training.options.momentum import adding_up, check_momentum
@@ -97,7 +99,7 @@ class PreparedModel:
         meet: Callable[[], RendezvousScope],
         model: nn.Module,
         optimizer: Optimizer,
-        defer: bool,
+        defer: bool | None,
         buffers: str = "local",
         *,
         connected: Connected | None = None,
@@ -112,7 +114,8 @@ class PreparedModel:
             meet: opens a scope where the ranks agree, another one each time.
             model: the user's.
             optimizer: the user's.
-            defer: whether updates may happen after `optimizer.step()` and in parts.
+            defer: whether updates may happen after `optimizer.step()` and in parts; None: those of
+                optimizers that step per parameter.
             buffers: how buffers are kept: `"broadcast"`, `"average"` or `"local"`.
             connected: all ranks are connected already, and have rank 0's values; None: connect.
             attributes: what `attributes_of` gave when the program prepared the model; None: now.
@@ -434,7 +437,7 @@ class PreparedModel:
         described = describe_state(self._optimizer, self._attributes) if tells else b""
         source = PrecopySource(self._ctx, store, plan, entries, self._optimizer, described, look)
         source.start()
-        self._update.keep_log(source.log)
+        self._updates_here[0].keep_log(source.log)
         return source
 
     def moved_to(
@@ -586,12 +589,6 @@ class PreparedModel:
 
     def _make_steps(self) -> StepMachine:
         ctx, optimizer, rank_info = self._ctx, self._optimizer, self._ctx.rank_info
-        step_whole = self.hook_manager.step_whole
-        step_of_class = optimizers.step_of_class(optimizer)
-        if self._connected.recording is not None:
-            step_whole = self._connected.recording.timed_update(step_whole)
-            if step_of_class is not None:
-                step_of_class = self._connected.recording.timed_update(step_of_class)
         exempt = Exemption()
         consistency = ConsistencyCheck(
             self._agreement, Hyperparameters(optimizer), self._failure, exempt, ctx.membership
@@ -611,15 +608,20 @@ class PreparedModel:
             LocalClipping(self._local_limit) if self._local_limit else None,
             self._steps_before,
         )
-        update = self._update = DeferredUpdate(
-            optimizer,
-            step_whole,
-            step_of_class,
-            [entry.tensor for entry in self._trained],
-            is_known=optimizers.is_known(optimizer),
-            may_defer=self._defer,
-            takeover=self._takeover,
-        )
+        parameters = [entry.tensor for entry in self._trained]
+        members = members_of(optimizer)
+        self._updates_here = [
+            self._deferred(member, self.hook_manager.step_whole(number), parameters)
+            for number, member in enumerate(members)
+        ]
+        owner = {
+            id(parameter): number
+            for number, member in enumerate(members)
+            for group in member.param_groups
+            for parameter in list.__iter__(group["params"])
+        }
+        owners = [owner[id(parameter)] for parameter in parameters]
+        update = UpdateSet(self._updates_here, owners, parameters)
         return StepMachine(
             exchange,
             update,
@@ -633,6 +635,27 @@ class PreparedModel:
             order=ForwardOrder() if rank_info.rank == 0 and rank_info.ranks > 1 else None,
             adding_up=adding_up(choice.codec for choice in self.codecs),
             membership=ctx.membership if ctx.options.going_on.on else None,
+        )
+
+    def _deferred(
+        self, optimizer: Optimizer, step_whole: Callable[..., Any], parameters: Sequence[Tensor]
+    ) -> DeferredUpdate:
+        """Return how one of the model's optimizers is driven."""
+        step_of_class = optimizers.step_of_class(optimizer)
+        if self._connected.recording is not None:
+            step_whole = self._connected.recording.timed_update(step_whole)
+            if step_of_class is not None:
+                step_of_class = self._connected.recording.timed_update(step_of_class)
+        return DeferredUpdate(
+            optimizer,
+            step_whole,
+            step_of_class,
+            parameters,
+            is_known=optimizers.is_known(optimizer),
+            may_defer=optimizers.steps_per_parameter(optimizer)
+            if self._defer is None
+            else self._defer,
+            takeover=self._takeover,
         )
 
     def _make_server_updates(self) -> ServerUpdates | None:
@@ -695,6 +718,7 @@ class PreparedModel:
         """
         self.hook_manager.check_unchanged()
         may_take_over = self._ctx.options.update == "worker"
-        check_momentum(self._optimizer, self._momentum_codecs, may_take_over=may_take_over)
+        for member in members_of(self._optimizer):
+            check_momentum(member, self._momentum_codecs, may_take_over=may_take_over)
         if self._layout.form is not None:
             self._layout.form.check()

@@ -36,13 +36,14 @@ from gradlane.training.model.consistency_check import (
     Statuses,
     StepEnding,
 )
-from gradlane.training.model.deferred_update import DeferredUpdate, undisturbed
+from gradlane.training.model.deferred_update import undisturbed
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.full_wait_warning import FullWaitWarning
 from gradlane.training.model.gradient_exchange import GradientExchange
 from gradlane.training.model.lazy_parameters import Exemption, LazyParameters
 from gradlane.training.model.local_gradients import LocalGradients
 from gradlane.training.model.server_updates import ServerUpdates
+from gradlane.training.model.update_set import UpdateSet
 from gradlane.training.modules.forward_order import ForwardOrder, inside_backward
 from gradlane.training.modules.gradient_intake import (
     raw_grad,
@@ -101,6 +102,9 @@ class ModelHooks(Protocol):
     def mark_stale(self) -> None:
         """Have compiled code wait before it uses any parameter again."""
 
+    def step_ended(self) -> None:
+        """Call those that listen to the end of training steps."""
+
 
 class StepMachine:
     """Drives one model through its training steps.
@@ -112,7 +116,7 @@ class StepMachine:
     def __init__(
         self,
         exchange: GradientExchange,
-        update: DeferredUpdate,
+        update: UpdateSet,
         consistency: ConsistencyCheck,
         failure: FailureLatch,
         exempt: Exemption,
@@ -129,7 +133,7 @@ class StepMachine:
 
         Args:
             exchange: submits gradients and takes back their means.
-            update: runs the optimizer: whole, or later and in parts.
+            update: runs the optimizers: whole, or later and in parts.
             consistency: compares how the ranks train.
             failure: the model's.
             exempt: threads in it read parameters without waiting.
@@ -377,6 +381,7 @@ class StepMachine:
         self._adds_up_on_means = self._server is not None and not self._zeroed
         self._zeroed = True
         self._local.clear()
+        self._update.begin()
         self._phase = Phase.LOCAL
         self._refresh()
 
@@ -407,6 +412,7 @@ class StepMachine:
         if not shadow:
             self._clipped_to = ()
             self._unscaled = set()
+        self._update.begin()
         self._exchange.begin(
             status, self._server_settings if self.serves else None, measures=measures
         )
@@ -520,7 +526,10 @@ class StepMachine:
         plain = list(list.__iter__(group))
         with self._lock:
             if self._phase in (Phase.IDLE, Phase.PENDING) and not self.exempt.depth:
-                self._require_gradients("GradScaler")
+                if self._held_of(plain) and not self.unscales_open(plain):
+                    return plain
+                if not self._held_of(plain):
+                    self._require_gradients("GradScaler")
             if self._phase is Phase.LOCAL:
                 self.average_local()
             if self.exempt.depth or self.accumulates or self._running_backwards:
@@ -532,13 +541,35 @@ class StepMachine:
             may_begin = not self._scalings and self._may_scale_arriving() and self._unscales_all()
             if again or not (is_begun or may_begin):
                 return plain
-            self._submit_scaled()
-            finite = math.isfinite(self._exchange.wait_norm())
-            unscaling = StepUnscaling((one.device for one in plain), finite=finite)
-            if not is_begun:
-                self._scalings.append(unscaling)
-                self._refresh()
+            if self._phase is Phase.BACKWARD:
+                self._submit_scaled()
+            if not math.isfinite(self._exchange.wait_norm()):
+                # The scaler finds out of which optimizer's it is.
+                self.attach()
+                return plain
+            indices = {self._index_of[id(one)] for one in plain if id(one) in self._index_of}
+            unscaling = StepUnscaling((one.device for one in plain), indices)
+            self._scalings.append(unscaling)
+            self._refresh()
             return unscaling.stand_ins()
+
+    def unscales_open(self, group: Iterable[Tensor]) -> bool:
+        """Return whether a group's optimizer is still to step on means that are on their way.
+
+        Args:
+            group: the parameters, read without waiting.
+        """
+        if not (self._phase is Phase.PENDING and self._scalings and self._update.has_open):
+            return False
+        held = self._held_of(group)
+        return bool(held) and self._pending.issuperset(held)
+
+    def _held_of(self, group: Iterable[Tensor]) -> list[int]:
+        """Return the parameters of a group that an optimizer may still step in the ended step."""
+        if not self._update.has_open:
+            return []
+        indices = (self._index_of.get(id(one)) for one in group)
+        return [index for index in indices if index is not None and self._update.is_held(index)]
 
     def _refuse_scales(self) -> None:
         """Refuse scaled gradients where a codec adds up those of several steps."""
@@ -551,7 +582,7 @@ class StepMachine:
 
     def _unscales_all(self) -> bool:
         """Return whether a scaler unscales all means, before `optimizer.step()`."""
-        return self._update.unscales_all and self._dtypes <= _UNSCALED_DTYPES
+        return self._update.is_guarded and self._dtypes <= _UNSCALED_DTYPES
 
     def clip(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -584,6 +615,11 @@ class StepMachine:
                     "up gradients of several steps, and their means are no gradients of one; "
                     f"leave the call out and give the codec clip={max_norm:g}, which clips each "
                     "rank's gradient before"
+                )
+            if self._update.has_open and self._phase in (Phase.IDLE, Phase.PENDING):
+                raise UsageError(
+                    f"clip_grad_norm_() after one optimizer of the model has stepped in step "
+                    f"{self.step} and before another: clip before the first one steps"
                 )
             if inside_backward() or self.accumulates:
                 where = "inside backward()" if inside_backward() else "inside session.no_sync()"
@@ -621,13 +657,18 @@ class StepMachine:
 
         It is a power of two, so the norm of what is multiplied has the same bits.
         """
-        match self._scalings:
-            case []:
-                return 1.0
-            case [StepUnscaling(factor=factor)] if math.frexp(factor)[0] == 0.5:
-                return factor
-            case _:
+        if not self._scalings:
+            return 1.0
+        factors, covered = set(), 0
+        for scaling in self._scalings:
+            if not isinstance(scaling, StepUnscaling):
                 return None
+            factors.add(scaling.factor)
+            covered += scaling.count
+        if len(factors) > 1 or covered != len(self._trained):
+            return None
+        factor = factors.pop()
+        return factor if math.frexp(factor)[0] == 0.5 else None
 
     def _clip_now(self, max_norm: float, norm_type: float) -> StepClipping:
         """Clip the gradients in `.grad`, after all means are there."""
@@ -648,11 +689,20 @@ class StepMachine:
 
     # ---- optimizer.step()
 
-    def end_step(self, closure: Callable[[], Any] | None = None) -> Any:
+    @property
+    def has_ended(self) -> bool:
+        """Whether no optimizer of the model is still to step on gradients that others stepped on.
+
+        They are to as long as `zero_grad()` has not reset these.
+        """
+        return not self._update.has_open
+
+    def end_step(self, closure: Callable[[], Any] | None = None, number: int = 0) -> Any:
         """Do what `optimizer.step()` means: now, or as gradients arrive.
 
         Args:
             closure: evaluated first, with gradients enabled.
+            number: of the optimizer.
 
         Returns:
             The closure's result, or None.
@@ -671,19 +721,59 @@ class StepMachine:
                 "call it after backward()"
             )
         with self._lock:
-            self._before_update()
-            if self._phase is not Phase.ATTACHED:
-                self._submit_rest()
-                self._zeroed = False
-                self._end(StepEnding.STEPPED, updates=True)
-                self._refresh()
-                deferred = True
+            if self._phase in (Phase.IDLE, Phase.PENDING) and not self._update.is_single:
+                if self._update.is_open(number):
+                    ends, deferred = False, self._step_open(number)
+                elif self._has_nothing(number):
+                    return result
+                else:
+                    ends = True
             else:
-                deferred = False
+                ends = True
+            if ends:
+                self._before_update(number)
+                deferred = self._phase is not Phase.ATTACHED
+                if deferred:
+                    self._submit_rest()
+                    self._zeroed = False
+                    self._end(StepEnding.STEPPED, updates=True)
+                    self._refresh()
         if not deferred:
-            self._update_now()
-        self._change_members()
+            self._update_now(number, ends=ends)
+        if ends:
+            self._change_members()
         return result
+
+    def _step_open(self, number: int) -> bool:
+        """Step an optimizer in a step that another one has ended.
+
+        Returns:
+            Whether it is done, or happens as means arrive; otherwise all are in `.grad`.
+        """
+        self._failure.raise_failure()
+        self._check_unchanged()
+        if self._update.is_scaled(number):
+            self._refuse_scales()
+        indices = self._update.indices_of(number)
+        defers = self._update.defers(number) and not self._pending.isdisjoint(indices)
+        if not defers:
+            self.settle()
+        self.exempt.run(lambda: self._update.record(number))
+        self._note_settings()
+        if defers:
+            here = [index for index in indices if index not in self._pending]
+            self._guarded(lambda: self._update.apply_held(number, here))
+        return defers
+
+    def _has_nothing(self, number: int) -> bool:
+        """Return whether an optimizer has no gradient to step on while others have some."""
+        self.settle()
+        own = (raw_grad(self._trained[one].tensor) for one in self._update.indices_of(number))
+        nothing = all(gradient is None for gradient in own)
+        return nothing and self._update.have_gradients(but=number)
+
+    def _note_settings(self) -> None:
+        self._consistency.note_hyperparameters((*self._clipped_to, *self._update.stepped))
 
     def _change_members(self) -> None:
         """Put new members into force, if all ranks of the step that has ended know them.
@@ -762,12 +852,12 @@ class StepMachine:
             )
         return found
 
-    def _before_update(self) -> None:
+    def _before_update(self, number: int) -> None:
         """Bring a step to where it can be applied: all submitted, or the mean in `.grad`."""
         self._failure.raise_failure()
         self._running_backwards.clear()
         self._require_gradients("optimizer.step()")
-        if self._update.is_scaled:
+        if self._update.is_scaled(number):
             self._refuse_scales()
         if self._adds_up_on_means:
             warnings.warn(
@@ -778,17 +868,17 @@ class StepMachine:
             )
         if self._phase is Phase.LOCAL:
             self._local.check(self.step + 1)
-            self._update.check_unscaled(self.step + 1)
+            self._update.check_unscaled(number, self.step + 1)
             self._begin_step()
-        self.exempt.run(self._update.record)
+        self.exempt.run(lambda: self._update.record_first(number))
         if self._server is not None:
             self._check_server_settings(self.exempt.run(self._server.checked_rows))
         elif self._phase is Phase.BACKWARD and (
-            not self._update.defers() or self._exchange.is_watched()
+            not self._update.defers(number) or self._exchange.is_watched()
         ):
             self.attach()
         self._passes.learn()
-        self._consistency.note_hyperparameters(self._clipped_to)
+        self._note_settings()
 
     def _require_gradients(self, call: str) -> None:
         """Take gradients in `.grad`, and refuse a call for which there are none.
@@ -801,7 +891,7 @@ class StepMachine:
         if has_gradients:
             return
         # Refuses an optimizer that holds other parameters now.
-        self.exempt.run(self._update.record)
+        self.exempt.run(self._update.record_all)
         frozen = [entry for entry in self._trained if not entry.tensor.requires_grad]
         if frozen:
             cause = (
@@ -843,10 +933,10 @@ class StepMachine:
                 )
             )
 
-    def _update_now(self) -> None:
+    def _update_now(self, number: int, *, ends: bool) -> None:
         def update() -> None:
             with undisturbed():
-                self._update.step_whole()
+                self._update.step_whole(number)
 
         self._steps_whole = True
         try:
@@ -855,9 +945,10 @@ class StepMachine:
             self._steps_whole = False
         with self._lock:
             self._zeroed = False
-            self._end(StepEnding.STEPPED)
+            if ends:
+                self._end(StepEnding.STEPPED)
             self._refresh()
-        notice, self._update.notice = self._update.notice, ""
+        notice = self._update.take_notice(number)
         if notice:
             # Not before: where warnings are errors, the step has ended all the same.
             warnings.warn(notice, UserWarning, stacklevel=4)
@@ -899,11 +990,12 @@ class StepMachine:
 
     # ---- zero_grad()
 
-    def discard(self, set_to_none: bool = True) -> None:
+    def discard(self, set_to_none: bool = True, number: int | None = None) -> None:
         """Do what `zero_grad()` means: forget the gradients of a step that was not taken.
 
         Args:
             set_to_none: as the user gave it.
+            number: the optimizer whose `zero_grad` it is; None: the model's.
 
         Raises:
             UsageError: updates run on the servers and have begun.
@@ -916,11 +1008,11 @@ class StepMachine:
                 return
             self._zeroed = True
             self._running_backwards.clear()
+            had_open = self._update.has_open
             if self._phase in (Phase.PENDING, Phase.IDLE):
-                if set_to_none:
-                    self._update.leave_none()
-                else:
-                    self._update.zero_in_place()
+                self._update.reset(number, set_to_none)
+            elif number is not None and self._keeps_others(number):
+                self._local.forget(self._update.indices_of(number))
             elif self._phase is Phase.LOCAL:
                 self._phase = Phase.IDLE
             elif self._phase is Phase.ATTACHED:
@@ -928,6 +1020,16 @@ class StepMachine:
             elif self._phase is Phase.BACKWARD:
                 self._discard_backward(set_to_none)
             self._refresh()
+        if had_open and not self._update.has_open:
+            self._hooks.step_ended()
+
+    def _keeps_others(self, number: int) -> bool:
+        """Return whether gradients of other optimizers stay while those of one are reset."""
+        if self._update.is_single:
+            return False
+        # Some means are dropped, and others are not.
+        self.attach()
+        return self._update.have_gradients(but=number)
 
     def _check_nothing_submitted(self) -> None:
         given = self._exchange.present() if self._phase is Phase.BACKWARD else []
@@ -1006,6 +1108,9 @@ class StepMachine:
                 "optimizer.step() or zero_grad() first"
             )
         exchange = self._exchange
+        if not self._update.is_single:
+            # The others' program alone knows which of them step.
+            return False
         if exchange.step == 0 or not exchange.was_left_out() or not exchange.next_goes_on():
             # The rest of the last step comes during the next forward, as ever.
             return False
@@ -1017,15 +1122,15 @@ class StepMachine:
             self._on_step_begin(self.step + 1)
             exchange.begin(self._consistency.status_for(None), passes=True)
             exchange.submit_rest(discards=True)
-            self.exempt.run(self._update.record)
-            self._update.leave_none()
+            self.exempt.run(lambda: self._update.record_first(0))
+            self._update.reset(None, set_to_none=True)
             if self._update.defers():
                 self._end(self._consistency.ending, updates=True)
             else:
                 exchange.end()
                 for index, gradient in exchange.take(None).gradients:
                     set_raw_grad(self._trained[index].tensor, gradient)
-                self._guarded(self._update.step_whole)
+                self._guarded(lambda: self._update.step_whole(0))
                 for entry in self._trained:
                     set_raw_grad(entry.tensor, None)
                 self._hooks.mark_stale()
@@ -1089,7 +1194,10 @@ class StepMachine:
         if self._weighting is not None:
             self._weighting.scale(gradients)
         for scaling in self._scalings:
-            scaling.scale(gradients)
+            if isinstance(scaling, StepUnscaling):
+                scaling.scale(values_of(one) for index, one in arrived if index in scaling.indices)
+            else:
+                scaling.scale(gradients)
 
     def settle(self) -> None:
         """Wait until every parameter has its update."""
@@ -1282,6 +1390,8 @@ class StepMachine:
                 if self._phase is Phase.BACKWARD:
                     self._attach_for(index)
                 else:
+                    if self._update.is_held(index):
+                        self._settle_some((index,))
                     self._update.note_written(index)
             set_raw_grad(parameter, gradient)
 

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from gradlane.errors import UsageError
 from gradlane.training.model.lazy_parameter_dict import LazyParameterDict
+from gradlane.training.model.several_optimizers import members_of
 
 _WRAPPERS = {
     "DistributedDataParallel": (
@@ -48,11 +49,12 @@ def check_arguments(model: Any, optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "param_groups"):
         advice = _in_place_of_optimizer(optimizer)
         raise UsageError(f"prepare() was given {_told(optimizer)} as the optimizer: {advice}")
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        raise UsageError(
-            f"prepare() was given {_told(optimizer)} as the optimizer, which wraps another one: "
-            "prepare the torch.optim optimizer inside, before anything wraps it"
-        )
+    for one in members_of(optimizer):
+        if not hasattr(one, "_optimizer_step_pre_hooks"):
+            raise UsageError(
+                f"prepare() was given {_told(one)} as the optimizer, which wraps another one: "
+                "prepare the torch.optim optimizer inside, before anything wraps it"
+            )
 
 
 def _told(given: Any) -> str:
@@ -84,8 +86,7 @@ def _in_place_of_optimizer(optimizer: Any) -> str:
         return f"give an instance, {optimizer.__name__}(model.parameters(), ...)"
     if isinstance(optimizer, (list, tuple, set, dict)):
         return (
-            "a model has one optimizer, with a group for each setting; or call prepare() for each "
-            "part of the model with the part's own optimizer"
+            "give one torch.optim.Optimizer, or a list of those that step a part of the model each"
         )
     if isinstance(optimizer, (LRScheduler, ReduceLROnPlateau)):
         return "give the scheduler's optimizer (scheduler.optimizer); schedulers stay as they are"

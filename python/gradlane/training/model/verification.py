@@ -25,6 +25,7 @@ from gradlane.training.model.optimizers import (
     needing_sparse,
     takes_sparse,
 )
+from gradlane.training.model.several_optimizers import members_of, name_of
 from gradlane.training.model.state_checks import check_taken_over
 from gradlane.training.model.validation import check_forward_writes, check_model
 from gradlane.training.modules.shared_storage import SharedMemoryGroups
@@ -113,7 +114,7 @@ def verify_model_across_ranks(
         **ctx.options.agreed(),
         "world_size": ctx.rank_info.world_size,
         "buffers": buffers,
-        "optimizer": type(optimizer).__name__,
+        "optimizer": name_of(optimizer),
     }
     try:
         spec = _checked(ctx, model, optimizer, options) if checked is None else checked
@@ -167,7 +168,8 @@ def _checked(
         raise ValueError(unused)
     _check_all_clipped(spec)
     may_take_over = ctx.options.update == "worker"
-    check_momentum(optimizer, spec.momentum_codecs, may_take_over=may_take_over)
+    for member in members_of(optimizer):
+        check_momentum(member, spec.momentum_codecs, may_take_over=may_take_over)
     if ctx.options.update == "server":
         check_server_optimizer(optimizer, entries)
         _check_apart(trained)

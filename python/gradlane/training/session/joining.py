@@ -202,14 +202,14 @@ class Joins:
     # ---- the rank that joins
 
     def join(
-        self, model: nn.Module, optimizer: Optimizer, defer: bool, buffers: str
+        self, model: nn.Module, optimizer: Optimizer, defer: bool | None, buffers: str
     ) -> PreparedModel:
         """Join the training of a model.
 
         Args:
             model: the user's.
             optimizer: the user's.
-            defer: whether updates may happen after `optimizer.step()` and in parts.
+            defer: as in `Session.prepare`.
             buffers: how buffers are kept.
 
         Raises:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from gradlane.errors import GradlaneError, UsageError
 from gradlane.formats.link_report import LinkReport
@@ -18,6 +17,7 @@ from gradlane.training.connection import SessionContext
 from gradlane.training.model.buffers import MODES
 from gradlane.training.model.optimizers import steps_per_parameter
 from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
+from gradlane.training.model.several_optimizers import as_one, members_of
 from gradlane.training.model.validation import check_arguments
 from gradlane.training.options.going_on import check_plan_goes_on
 from gradlane.training.options.stragglers import check_schemes
@@ -31,7 +31,7 @@ from gradlane.training.session.joining import Joins
 from gradlane.training.session.world import World
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
-OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
+OptimizerType = TypeVar("OptimizerType")
 
 
 class PreparedModels:
@@ -97,13 +97,14 @@ class PreparedModels:
     def prepare(
         self,
         model: ModelType,
-        optimizer: OptimizerType,
+        given: OptimizerType,
         *,
         defer: bool | None,
         buffers: str,
         plan: PlanArgument,
     ) -> tuple[ModelType, OptimizerType]:
-        """Connect a model and its optimizer to all ranks."""
+        """Connect a model and its optimizer, or optimizers, to all ranks."""
+        optimizer: Any = as_one(given)
         if self._ctx.membership.lacks_ranks:
             # On all ranks alike, and the lost ones come to no meeting.
             raise UsageError(
@@ -119,9 +120,8 @@ class PreparedModels:
                     f"prepare(plan={plan!r}) of a rank that joins: it uses its session's settings; "
                     "leave plan out, or restart all ranks with the plan"
                 )
-            deferred = steps_per_parameter(optimizer) if defer is None else defer
-            self.joins.follow(self.joins.join(model, optimizer, deferred, buffers))
-            return model, optimizer
+            self.joins.follow(self.joins.join(model, optimizer, defer, buffers))
+            return model, given
         before: PreparedModel | None = None
         unable: ValueError | GradlaneError | None = None
         sizes: dict[str, int] = {}
@@ -174,8 +174,7 @@ class PreparedModels:
             self.plans.plan = agreed.plan
         learns = agreed.rule != "" and rank_info.world_size > 1
         links = self.measure_links(directions=False) if learns else None
-        deferred = steps_per_parameter(optimizer) if defer is None else defer
-        prepared = PreparedModel(ctx, self._meet, model, optimizer, deferred, buffers)
+        prepared = PreparedModel(ctx, self._meet, model, optimizer, defer, buffers)
         if residuals is not None:
             prepared.residuals.load_state_dict(prepared.residuals.fitting(residuals))
         self.prepared.append(prepared)
@@ -183,15 +182,17 @@ class PreparedModels:
             self.joins.follow(prepared)
         if links is not None:
             self.plans.learn(prepared, links, agreed.rule)
-        if defer is None and not deferred and self._ctx.options.update == "worker":
+        unknown = [one for one in members_of(optimizer) if not steps_per_parameter(one)]
+        if defer is None and unknown and self._ctx.options.update == "worker":
+            names = dict.fromkeys(type(one).__name__ for one in unknown)
             warnings.warn(
-                f"{type(optimizer).__name__} is not known to treat each parameter by itself, "
+                f"{' and '.join(names)} is not known to treat each parameter by itself, "
                 "so step() waits for all gradients; pass defer=True to prepare(), or give the "
                 "class an attribute steps_per_parameter = True, if it does",
                 UserWarning,
                 stacklevel=3,
             )
-        return model, optimizer
+        return model, given
 
     def _check_buffers(self, buffers: str) -> None:
         if buffers not in MODES:

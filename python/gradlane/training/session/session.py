@@ -245,7 +245,8 @@ class Session:
                 `docs/sparse.md`), other sparse ones dense.
             optimizer: any of `torch.optim` except LBFGS; others step whole, see `defer`. With
                 `update="server"` its `state_dict()` and `load_state_dict()` are collective calls,
-                too.
+                too. Several that step a part of the model each come as a list, or in an object that
+                holds them (see `docs/optimizers.md`).
             defer: True: update parameters as their gradients arrive, which asks for an optimizer
                 that treats each parameter by itself; False: `step()` waits for all gradients and
                 updates there; None: True for optimizers that are known to allow it (those of

@@ -125,9 +125,13 @@ def cycled(optimizer: Optimizer) -> None:
 
 
 MISTAKES: dict[str, tuple[Make, str]] = {
-    "a list of optimizers": (
-        lambda model, optimizer: (model, [optimizer]),
-        "prepare() was given a list of 1 (SGD) as the optimizer: a model has one optimizer",
+    "a set of optimizers": (
+        lambda model, optimizer: (model, {optimizer}),
+        "prepare() was given a set of 1 (SGD) as the optimizer: give one torch.optim.Optimizer, or",
+    ),
+    "two optimizers that have a parameter in common": (
+        lambda model, optimizer: (model, [optimizer, sgd(model.parameters(), lr=0.1)]),
+        "is in two of the optimizers (SGD and SGD): give each parameter to one",
     ),
     "no optimizer": (
         lambda model, optimizer: (model, None),

@@ -1,0 +1,182 @@
+"""Hooks on one optimizer of a prepared model."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from gradlane.errors import UsageError
+from gradlane.training.model.lazy_list import install_lazy_groups, remove_lazy_groups
+from gradlane.training.model.lazy_state import LazyState, install_lazy_state, remove_lazy_state
+from gradlane.training.model.optimizers import is_torchs
+from gradlane.training.model.step_machine import StepMachine
+from gradlane.training.modules.compiled import compile_disabled
+
+
+class OptimizerHooks:
+    """Has the `step`, `zero_grad` and state of one optimizer go through the model's steps."""
+
+    def __init__(self, optimizer: Optimizer, number: int, on_step_end: Callable[[], None]) -> None:
+        """Remember what the optimizer looks like before anything is changed.
+
+        Args:
+            optimizer: the user's.
+            number: the optimizer's, among those of the model.
+            on_step_end: called whenever a training step has ended for all of them.
+        """
+        self.step_whole: Callable[..., Any] = optimizer.step
+        self.ended_steps = 0
+        """Calls of `step()`."""
+        self._optimizer = optimizer
+        self._number = number
+        self._on_step_end = compile_disabled(on_step_end)
+        self._handles: list[Any] = []
+        self._saves_state = False
+        self._own_step: Any = None
+        self._own_zero_grad: Any = None
+        self._had_own_step = "step" in optimizer.__dict__
+        self._class_step = type(optimizer).step
+
+    def install(self, steps: StepMachine) -> None:
+        """Install all hooks."""
+        hooks, optimizer, step_whole = self, self._optimizer, self.step_whole
+        zero_whole = optimizer.zero_grad
+        end_step = compile_disabled(steps.end_step)
+
+        def before_state() -> None:
+            if steps.serves and not hooks._saves_state:
+                raise UsageError(
+                    'optimizer.state is touched with update="server": the state is on the '
+                    "servers; optimizer.state_dict() and load_state_dict() bring and replace it"
+                )
+            steps.before_optimizer_state()
+
+        def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            """Update the parameters: at once, or as the averaged gradients arrive."""
+            if not hooks._handles:
+                return step_whole() if closure is None else step_whole(closure)
+            hooks._check_class_step()
+            # Lists that the program has replaced since are guarded from now on, too.
+            install_lazy_groups(self, steps)
+            if steps.serves and not isinstance(self.state, LazyState):
+                raise UsageError(
+                    'optimizer.state was replaced with update="server": the state is on the '
+                    "servers; give load_state_dict() one to go on from"
+                )
+            install_lazy_state(self, before_state)
+            hooks.ended_steps += 1
+            # Learning rate schedulers look at this to see the order of calls.
+            self._opt_called = True  # type: ignore[attr-defined]
+            result = end_step(closure, hooks._number)
+            if steps.has_ended:
+                hooks._on_step_end()
+            return result
+
+        def zero_optimizer(self: Optimizer, set_to_none: bool = True) -> None:
+            """Reset the gradients; between backward and step, forget those under way."""
+            if not hooks._handles:
+                zero_whole(set_to_none)
+                return
+            steps.discard(set_to_none, hooks._number)
+            steps.bypass(functools.partial(zero_whole, set_to_none))
+
+        # Another session that prepares the optimizer looks for the code that steps.
+        step.__wrapped__ = step_whole  # type: ignore[attr-defined]
+        if hasattr(step_whole, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        self._own_step = types.MethodType(step, optimizer)
+        self._own_zero_grad = types.MethodType(zero_optimizer, optimizer)
+        optimizer.__dict__["step"] = self._own_step
+        optimizer.__dict__["zero_grad"] = self._own_zero_grad
+        install_lazy_groups(optimizer, steps)
+        install_lazy_state(optimizer, before_state)
+
+        def before_state_dict(*_: Any) -> None:
+            steps.before_optimizer_state()
+            hooks._saves_state = True
+
+        def after_state_dict(*_: Any) -> None:
+            # Loading has put another mapping there.
+            install_lazy_state(optimizer, before_state)
+            hooks._saves_state = False
+
+        self._handles += [
+            optimizer.register_state_dict_pre_hook(before_state_dict, prepend=True),
+            optimizer.register_state_dict_post_hook(after_state_dict),
+            optimizer.register_load_state_dict_pre_hook(before_state_dict, prepend=True),
+            optimizer.register_load_state_dict_post_hook(after_state_dict),
+        ]
+
+    def remove(self) -> None:
+        """Remove all hooks; the optimizer is a plain one afterwards."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        remove_lazy_groups(self._optimizer)
+        remove_lazy_state(self._optimizer)
+        own = self._optimizer.__dict__
+        # The program may have wrapped the replacement since: then it stays, and passes calls on.
+        if own.get("step") is self._own_step:
+            del own["step"]
+            if self._had_own_step:
+                own["step"] = self.step_whole
+        if own.get("zero_grad") is self._own_zero_grad:
+            del own["zero_grad"]
+
+    def _check_class_step(self) -> None:
+        """Raise `UsageError` where the optimizer's class has got another `step` since.
+
+        torch would call that one; what stands in its place here calls the one of `prepare`.
+        """
+        now = type(self._optimizer).step
+        if self._had_own_step or now is self._class_step:
+            return
+        if is_torchs(now) and is_torchs(self._class_step):
+            return  # torch.compile wraps those of some classes when it is used first.
+        raise UsageError(
+            f"{type(self._optimizer).__name__}.step is another function than when the optimizer "
+            "was prepared, because the class or the optimizer's __class__ was changed: do that "
+            "before prepare(), or wrap step of the optimizer itself"
+        )
+
+
+class HolderHooks:
+    """Has an optimizer that steps those of a model read and reset nothing that is under way."""
+
+    def __init__(self, holder: Optimizer, steps: StepMachine) -> None:
+        """Guard it until `remove`."""
+        self._holder = holder
+        self._handles: list[Any] = []
+        self._own_zero_grad: Any = None
+        install_lazy_groups(holder, steps)
+        if hasattr(holder, "_optimizer_state_dict_pre_hooks"):
+            wait = _ignoring(steps.before_optimizer_state)
+            self._handles.append(holder.register_state_dict_pre_hook(wait, prepend=True))
+            self._handles.append(holder.register_load_state_dict_pre_hook(wait, prepend=True))
+        if type(holder).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(holder):
+            return  # It calls that of each.
+        zero_whole = holder.zero_grad
+
+        def zero_all(self: Optimizer, set_to_none: bool = True) -> None:
+            """Reset the gradients of all optimizers."""
+            steps.discard(set_to_none)
+            steps.bypass(functools.partial(zero_whole, set_to_none))
+
+        self._own_zero_grad = types.MethodType(zero_all, holder)
+        holder.__dict__["zero_grad"] = self._own_zero_grad
+
+    def remove(self) -> None:
+        """Take all hooks off; it is a plain one afterwards."""
+        for handle in self._handles:
+            handle.remove()
+        remove_lazy_groups(self._holder)
+        if self._holder.__dict__.get("zero_grad") is self._own_zero_grad is not None:
+            del self._holder.__dict__["zero_grad"]
+
+
+def _ignoring(call: Callable[[], None]) -> Callable[..., None]:
+    return lambda *_: call()
