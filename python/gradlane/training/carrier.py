@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from gradlane.training.core import Channel
 from gradlane.training.rendezvous.tensor_table import TensorEntry, without_repeats
@@ -122,6 +123,9 @@ def broadcast_from_host(
                 if tensor.data_ptr() != entry.tensor.data_ptr():
                     target, source = without_repeats(entry.tensor, tensor)
                     target.copy_(source)
+                else:
+                    # The core wrote there: torch has not counted that, and caches go by its count.
+                    increment_version(entry.tensor)
 
 
 def broadcast_nothing(channel: Channel, entries: Sequence[TensorEntry]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -526,6 +527,26 @@ def compiled_and_plain(store: Any, rank: int, world_size: int, job: str) -> list
                 optimizer.zero_grad()
         found.append(digest(model))
     return found
+
+
+def versions(
+    store: Any, rank: int, world_size: int, job: str, update: str
+) -> tuple[bool, list[bool]]:
+    """Return whether torch counts writes to a kept weight: in `prepare`, and in each step."""
+    model = nn.Linear(2, 2)
+    weight: Any = model.weight
+    before = weight._version
+    with open_session(store, rank, world_size, job, update=update) as session:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        session.prepare(model, optimizer)
+        counts = [weight._version]
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(weight._version)
+    moved = [one < other for one, other in itertools.pairwise(counts)]
+    return rank == 0 or counts[0] > before, moved
 
 
 def batch_statistics() -> nn.Module:

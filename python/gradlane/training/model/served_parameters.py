@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from gradlane.errors import UsageError
 from gradlane.training.core import Channel
@@ -127,7 +128,14 @@ class ServedParameters:
 
             spend_step(run)
             for index in changed:
+                self.note_written(index)
                 self.note_values(index)
+
+    def note_written(self, index: int) -> None:
+        """Have torch count that the core has written a parameter, as caches and autograd go by."""
+        increment_version(self._trained[index].tensor)
+        if self._versions:
+            self._versions[index] += 1
 
     def note_values(self, index: int) -> None:
         """Note that the values of a parameter are those that servers have."""
@@ -203,3 +211,5 @@ class ServedParameters:
         """
         self._channel.step_begin(step)
         self.give(step, {})
+        for index in range(len(self._trained)):
+            self.note_written(index)

@@ -66,6 +66,7 @@ class ServerUpdates:
 
     def note_update(self, index: int) -> None:
         """Note that a tensor has taken a step."""
+        self._parameters.note_written(index)
         if self._is_asynchronous:
             # Steps are the owners' to count: other ranks' gradients make some, too.
             return
