@@ -2,14 +2,15 @@
 
 A prepared parameter stays the user's object. While the gradients of a step are averaged, its class
 is one whose `.grad` waits for the mean; while its update is due, one whose operations all wait.
-So references that a program keeps (lists made once, attributes, new `param_groups`) see what they
-would see without gradlane. With nothing under way the parameter has its own class again, and costs
-nothing.
+`parameter.__class__` is its own at all times, and so are the classes of copies. So references that
+a program keeps (lists made once, attributes, new `param_groups`) see what they would see without
+gradlane. With nothing under way the parameter has its own class again, and costs nothing.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -55,7 +56,7 @@ class AccessGuard(Protocol):
 _PROPERTIES = """
 shape dtype device layout requires_grad is_leaf ndim grad_fn names itemsize nbytes output_nr
 retains_grad grad is_cuda is_cpu is_sparse is_sparse_csr is_mkldnn is_meta is_quantized is_nested
-is_mps is_xpu is_xla is_hpu _backward_hooks _post_accumulate_grad_hooks _version _base
+is_mps is_xpu is_xla is_hpu _backward_hooks _post_accumulate_grad_hooks _base
 """
 _METHODS = """
 size stride dim numel nelement element_size ndimension storage_offset is_contiguous
@@ -89,12 +90,22 @@ def _metadata_functions() -> frozenset[Any]:
 
 
 _METADATA = _metadata_functions()
+_UNGUARDED: Any = torch._C._disabled_torch_function_impl
+"""`__torch_function__` of classes whose operations are torch's own."""
+_CLASS: Any = object.__dict__["__class__"]
+_set_class: Callable[[Tensor, type[Tensor]], None] = _CLASS.__set__
+"""Set an object's class, past its property of that name."""
 
 
 def _classes_for(own: type[Tensor], guard: AccessGuard) -> tuple[type[Tensor], type[Tensor]]:
-    """Return the two classes that stand in for a parameter's own."""
+    """Return the two classes that stand in for a parameter's own.
+
+    No call, such as a copy, puts them aside: other threads may touch the parameter meanwhile.
+    """
 
     exempt = guard.exempt
+    methods: Any = own
+    is_unguarded = own.__torch_function__ is _UNGUARDED
 
     def get_grad(self: Tensor) -> Tensor | None:
         if not exempt.depth and not is_read_by_compiler():
@@ -107,47 +118,137 @@ def _classes_for(own: type[Tensor], guard: AccessGuard) -> tuple[type[Tensor], t
     def delete_grad(self: Tensor) -> None:
         set_grad(self, None)
 
-    def as_own(self: Tensor, call: Callable[..., Any], argument: Any) -> Any:
-        """Copy or pickle a parameter, once it has its update, as its own class."""
-        if isinstance(self, update_due):
+    def make_own(_: type[Tensor], *arguments: Any, **options: Any) -> Any:
+        """Make another parameter, as programs do by `type(parameter)(values)`."""
+        return own(*arguments, **options)
+
+    def own_class(_: Tensor) -> type[Tensor]:
+        return own
+
+    def change_class(self: Tensor, other: type[Tensor]) -> None:
+        """Change the class, as `torch.utils.swap_tensors` does, once nothing is under way."""
+        if type(self) is update_due:
             guard.before_operation(self)
-        lazy, self.__class__ = type(self), own
-        try:
-            return call(self, argument)
-        finally:
-            self.__class__ = lazy
+        else:
+            guard.before_grad(self)
+        _set_class(self, other)
+
+    def wait(self: Tensor) -> None:
+        if type(self) is update_due:
+            guard.before_operation(self)
 
     def deepcopy(self: Tensor, memo: dict[int, Any]) -> Any:
-        return as_own(self, own.__deepcopy__, memo)
+        wait(self)
+        return methods.__deepcopy__(self, memo)
 
     def reduce(self: Tensor, protocol: Any) -> Any:
-        return as_own(self, own.__reduce_ex__, protocol)
+        wait(self)
+        return _replaced(methods.__reduce_ex__(self, protocol), dict.fromkeys(stand_ins, own))
+
+    def as_subclass(self: Tensor, other: type[Tensor]) -> Tensor:
+        """Wait, which torch's own does not let others do."""
+        wait(self)
+        return methods.as_subclass(self, other)  # type: ignore[no-any-return]
 
     @classmethod  # type: ignore[misc]
-    def torch_function(
+    def own_function(
         cls: type[Tensor],
         function: Callable[..., Any],
-        types: Iterable[type],
+        types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if function not in _METADATA:
-            for one in _tensors_in((*args, *(kwargs or {}).values())):
-                if isinstance(one, update_due):
-                    guard.before_operation(one)
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
+        return _call_as_own(function, types, args, kwargs or {})
 
-    grad = property(get_grad, set_grad, delete_grad, "The gradient; waits for the mean.")
-    common = {"grad": grad, "__deepcopy__": deepcopy, "__reduce_ex__": reduce, "__slots__": ()}
+    @classmethod  # type: ignore[misc]
+    def waiting_function(
+        cls: type[Tensor],
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function not in _METADATA and _wait_for_all((*args, *kwargs.values())):
+            return function(*args, **kwargs)
+        if is_unguarded and len(types) == 1:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        return _call_as_own(function, types, args, kwargs)
+
+    common = {
+        "grad": property(get_grad, set_grad, delete_grad, "The gradient; waits for the mean."),
+        "__class__": property(own_class, change_class),
+        "__new__": make_own,
+        "__deepcopy__": deepcopy,
+        "__reduce_ex__": reduce,
+        "__slots__": (),
+        _OWN: own,
+    }
     make: Any = type(own)
-    gradient_due: type[Tensor] = make(own.__name__, (own,), dict(common))
+    own_operations = {} if is_unguarded else {"__torch_function__": own_function}
+    gradient_due: type[Tensor] = make(own.__name__, (own,), {**common, **own_operations})
     update_due: type[Tensor] = make(
-        own.__name__, (own,), {**common, "__torch_function__": torch_function}
+        own.__name__,
+        (own,),
+        {
+            **common,
+            "as_subclass": as_subclass,
+            "__torch_function__": waiting_function,
+            _WAIT: staticmethod(guard.before_operation),
+        },
     )
-    for lazy in (gradient_due, update_due):
+    stand_ins = (gradient_due, update_due)
+    for lazy in stand_ins:
         lazy.__module__, lazy.__qualname__ = own.__module__, own.__qualname__
-    return gradient_due, update_due
+    return stand_ins
+
+
+_OWN = "_gradlane_own"
+"""Attribute of the classes that stand in for others: the class that they stand in for."""
+_WAIT = "_gradlane_wait"
+"""Attribute of the classes of parameters whose update is due: waits for that of one."""
+
+
+def _wait_for_all(values: Iterable[Any]) -> bool:
+    """Wait for the updates of all parameters among an operation's arguments, of whatever model.
+
+    Returns:
+        Whether they all have their own classes again; not so in an update itself.
+    """
+    settled = True
+    for value in _tensors_in(values):
+        wait = getattr(type(value), _WAIT, None)
+        if wait is not None:
+            wait(value)
+            settled = settled and not hasattr(type(value), _WAIT)
+    return settled
+
+
+def _call_as_own(
+    function: Callable[..., Any],
+    types: Iterable[type],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call an operation as if all its arguments had their own classes, as torch does."""
+    own: list[Any] = [*dict.fromkeys(getattr(one, _OWN, one) for one in types)]
+    asked = [one for one in own if one.__torch_function__ is not _UNGUARDED]
+    for one in asked:
+        result = one.__torch_function__(function, tuple(asked), args, kwargs)
+        if result is not NotImplemented:
+            return result
+    if asked:
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
+def _replaced(value: Any, classes: dict[type, type]) -> Any:
+    """Return the result of `__reduce_ex__` with some classes replaced by others."""
+    if type(value) is tuple:
+        return tuple(_replaced(one, classes) for one in value)
+    return classes.get(value, value) if isinstance(value, type) else value
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterable[Any]:
@@ -170,28 +271,28 @@ class LazyParameters:
             parameters: by tensor number.
             guard: asked whenever one of them is touched while something is under way.
         """
-        made: dict[type[Tensor], tuple[type[Tensor], type[Tensor]]] = {}
-        self._own = [(one, type(one)) for one in parameters]
-        for _, own in self._own:
-            if own not in made:
-                made[own] = _classes_for(own, guard)
-        self._gradient_due = [(one, made[own][0]) for one, own in self._own]
-        self._update_due = [(one, made[own][1]) for one, own in self._own]
+        made = {own: _classes_for(own, guard) for own in {*map(type, parameters)}}
+        self._parameters = parameters
+        self._own = [*map(type, parameters)]
+        self._gradient_due = [made[own][0] for own in self._own]
+        self._update_due = [made[own][1] for own in self._own]
 
     def expect_gradients(self, indices: Iterable[int] | None = None) -> None:
         """Have `.grad` of some parameters, or of all, wait."""
-        _switch(self._gradient_due, indices)
+        self._switch(self._gradient_due, indices)
 
     def expect_updates(self) -> None:
         """Have each parameter wait, whatever is done with it."""
-        _switch(self._update_due, None)
+        self._switch(self._update_due, None)
 
     def settle(self, indices: Iterable[int] | None = None) -> None:
         """Give some parameters, or all, their own class again."""
-        _switch(self._own, indices)
+        self._switch(self._own, indices)
 
-
-def _switch(classes: list[tuple[Tensor, type[Tensor]]], indices: Iterable[int] | None) -> None:
-    chosen = classes if indices is None else map(classes.__getitem__, indices)
-    for parameter, one in chosen:
-        parameter.__class__ = one
+    def _switch(self, classes: list[type[Tensor]], indices: Iterable[int] | None) -> None:
+        if indices is None:
+            # A loop outside of Python: there may be thousands, in each step.
+            deque(map(_set_class, self._parameters, classes), maxlen=0)
+            return
+        for index in indices:
+            _set_class(self._parameters[index], classes[index])

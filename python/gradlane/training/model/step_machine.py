@@ -1331,7 +1331,9 @@ class StepMachine:
         if self.exempt.depth:
             return
         self._failure.raise_failure()
-        index = self._index_of[id(parameter)]
+        index = self._index_of.get(id(parameter))
+        if index is None:
+            return  # One of the program's, which has copied the class.
         if self._servers_update:
             if inside_backward():
                 return
@@ -1386,8 +1388,10 @@ class StepMachine:
         with self._lock:
             if not self.exempt.depth:
                 self._failure.raise_failure()
-                index = self._index_of[id(parameter)]
-                if self._phase is Phase.BACKWARD:
+                index = self._index_of.get(id(parameter))
+                if index is None:
+                    pass
+                elif self._phase is Phase.BACKWARD:
                     self._attach_for(index)
                 else:
                     if self._update.is_held(index):
@@ -1406,7 +1410,9 @@ class StepMachine:
         if self.exempt.depth:
             return
         self._failure.raise_failure()
-        index = self._index_of[id(parameter)]
+        index = self._index_of.get(id(parameter))
+        if index is None:
+            return
         if self._phase is Phase.BACKWARD:
             self._attach_for(index)
         else:

@@ -34,8 +34,11 @@ References to parameters and gradients that a program keeps are right, too: whoe
 parameter waits, and gradients that are kept from step to step have their means when `backward()`
 returns. Not so tensors that share the memory of parameters and states and are none of the model's,
 such as those of an old `state_dict()`, `p.data` kept from before, or a state kept out of
-`optimizer.state[p]`: call `session.synchronize()` before, or use `defer=False`. Buffers that one
-rank alone writes through `.data` or NumPy are not noticed either: nothing counts such writes.
+`optimizer.state[p]`: call `session.synchronize()` before, or use `defer=False`. The same holds for
+kept parameters that are given to what takes their memory past Python: transforms of `torch.func`,
+functions of TorchScript, `torch.tensor(p)`, nested tensors, DLPack, extensions in C++; parameters
+read from the model (`model.weight`) are right there, too. Buffers that one rank alone writes
+through `.data` or NumPy are not noticed either: nothing counts such writes.
 """
 
 

@@ -11,8 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import fusion
 
-from tests.training.model.constructs.comparison import Small, Use, call, reads
-from tests.training.model.models import SmallCnn
+from tests.training.model.constructs import Construct
+from tests.training.model.constructs.comparison import STEPS, Small, Use, call, reads, values_of
+from tests.training.model.late_core import LateCore
+from tests.training.model.models import SmallCnn, seeded
+from tests.training.model.ranks import run_ranks
+from tests.training.model.reference import same_bits
 
 
 def vector(model: Any, values: Tensor) -> Tensor:
@@ -249,4 +253,97 @@ HOOKS = [
     reads("`register_full_backward_hook` and `_pre_hook`", section=SEES, arrange=in_backward),
 ]
 
-CONSTRUCTS = [*READS, *EMA, *HOOKS]
+# ---- parameters that the program keeps
+
+
+def cached_by_version(model: Any, values: Tensor) -> tuple[Use, Use]:
+    """The transposed weight, made anew when the weight has changed."""
+    weight = model.first.weight
+    cache = {weight._version: weight.detach().t().clone()}
+
+    def use(model: Any, values: Tensor) -> Tensor:
+        version = weight._version
+        if version not in cache:
+            cache.clear()
+            cache[version] = weight.detach().t().clone()
+        result: Tensor = values @ cache[version]
+        return result
+
+    return call, use
+
+
+class OfManifold(nn.Parameter):
+    """A parameter of a class of the program's."""
+
+
+def two_classes() -> nn.Module:
+    """A model with a parameter of a class of its own."""
+    model: Any = Small()
+    model.last.bias = OfManifold(torch.ones(4))
+    return model  # type: ignore[no-any-return]
+
+
+def norms(model: Any, values: Tensor) -> tuple[Use, Use]:
+    """Norms of all parameters, of whatever class, in one operation."""
+    kept = list(model.parameters())
+    return call, lambda model, values: torch.stack(torch._foreach_norm(kept))
+
+
+class Labelled(Tensor):
+    """A tensor with `__torch_function__`: operations with it give such tensors."""
+
+
+def labelled(model: Any, values: Tensor) -> tuple[Use, Use]:
+    """Add a parameter to a tensor of another class."""
+    scale = model.scale
+    mine = torch.ones(4).as_subclass(Labelled)
+
+    def use(model: Any, values: Tensor) -> Tensor:
+        result = mine * scale
+        assert type(result) is Labelled
+        return result.as_subclass(Tensor)
+
+    return call, use
+
+
+def two_models(defer: bool | None) -> None:
+    """Weights are of one prepared model, biases of another, as with an optimizer for each."""
+
+    def run(session: Any) -> list[Tensor]:
+        model: Any = seeded(Small)
+        layers = (model.first, model.last)
+        parts = [nn.ParameterList([getattr(one, name) for one in layers]) for name in _OF_A_LAYER]
+        model.scale.requires_grad_(False)
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.5) for part in parts]
+        if session is not None:
+            for part, optimizer in zip(parts, optimizers, strict=True):
+                session.prepare(part, optimizer, defer=defer)
+        seen = []
+        for step in range(STEPS):
+            values = values_of(step, (3, 4))
+            model(values).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(model(values).detach())
+        return seen
+
+    (late,) = run_ranks(1, run, core=LateCore())
+    assert same_bits(run(None), late)
+
+
+_OF_A_LAYER = ("weight", "bias")
+KEPT = "Parameters that a program keeps"
+KEEPS = [
+    reads("a cache that is keyed by `p._version`", section=KEPT, arrange=cached_by_version),
+    reads(
+        "one operation over parameters of several classes",
+        section=KEPT,
+        build=two_classes,
+        arrange=norms,
+    ),
+    Construct(KEPT, "one operation over parameters of two prepared models", two_models),
+    reads("an operand that has its own `__torch_function__`", section=KEPT, arrange=labelled),
+]
+
+CONSTRUCTS = [*READS, *EMA, *HOOKS, *KEEPS]
