@@ -18,6 +18,8 @@ import pytest
 import typer
 
 from gradlane.cli import main as cli
+from gradlane.cli.profile import unsteady
+from gradlane.formats.profile import BatchTime
 from tests.children import descendants_of
 from tests.command_line import run
 from tests.namespaces import needs_namespaces
@@ -364,3 +366,14 @@ def test_a_reader_that_goes_away_costs_no_result(tmp_path: Path) -> None:
     os.close(writer)
     assert (child.returncode, child.stderr) == (0, b"")
     assert len(json.loads(path.read_text(encoding="utf-8"))["rows"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("quartiles_ms", "is_told"), [((325, 1283), True), ((800, 1210), True), ((800, 1190), False)]
+)
+def test_a_profile_of_unsteady_steps_says_so(quartiles_ms: tuple[int, int], is_told: bool) -> None:
+    lower_s, upper_s = (one / 1e3 for one in quartiles_ms)
+    note = unsteady(BatchTime(20, 0.9, lower_s, upper_s))
+    assert (note is not None) == is_told
+    assert note is None or (str(quartiles_ms[0]) in note and "900 ms" in note)
+    assert unsteady(None) is None

@@ -126,6 +126,7 @@ def _trainer(_: Names) -> Any:
 
 STAND_INS: dict[str, Callable[[Names], Any]] = {
     "AdamW": lambda _: torch.optim.AdamW,
+    "DataLoader": lambda _: DataLoader,
     "DDP": lambda _: DistributedDataParallel,
     "DistributedSampler": lambda _: DistributedSampler,
     "Model": lambda _: Model,

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from gradlane.formats.profile import Profile
+from gradlane.formats.profile import BatchTime, Profile
 from gradlane.planning.profiler.operations import count_operations, synthetic_step, with_operations
 from gradlane.planning.profiler.preserving import preserved
 from gradlane.planning.profiler.script import (
@@ -21,6 +21,9 @@ from gradlane.planning.profiler.script import (
     replay,
     run_script,
 )
+
+_UNSTEADY = 1.5
+"""Ratio of the quartiles of steps above which their median says little."""
 
 
 def run_profile(
@@ -160,6 +163,17 @@ def _counted(found: RecordedScript, profile: Profile) -> Profile:
     return with_operations(profile, counts)
 
 
+def unsteady(batch: BatchTime | None) -> str | None:
+    """Return a warning where steps took so different times that their median says little."""
+    if batch is None or batch.upper_quartile_s <= _UNSTEADY * batch.lower_quartile_s:
+        return None
+    return (
+        f"a quarter of the steps took {batch.lower_quartile_s * 1e3:.4g} ms or less and a quarter "
+        f"{batch.upper_quartile_s * 1e3:.4g} ms or more, so {batch.median_s * 1e3:.4g} ms is a "
+        "rough figure: profile on a quiet machine, or more --steps"
+    )
+
+
 def _print(console: Console, profile: Profile, found: RecordedScript) -> None:
     """Print what matters of a profile."""
 
@@ -182,6 +196,8 @@ def _print(console: Console, profile: Profile, found: RecordedScript) -> None:
         f"step {profile.compute_s * 1e3:.2f} ms{spread}, forward {profile.forward_s * 1e3:.2f} ms"
         f"{counted}"
     )
+    if (note := unsteady(profile.batch)) is not None:
+        found.notes.insert(0, note)
     unused = [tensor.name for tensor in profile.tensors if tensor.gradients == 0]
     if unused:
         say(f"without a gradient: {', '.join(unused[:5])}{', …' if len(unused) > 5 else ''}")

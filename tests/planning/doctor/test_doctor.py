@@ -111,6 +111,14 @@ def test_this_machine_can_train() -> None:
     assert not [one for one in found.values() if one.verdict is Verdict.FAULT]
 
 
+@needs_core
+def test_a_job_without_a_secret_is_not_called_well() -> None:
+    found = findings_of(Path("/"))["secret"]
+    assert found.verdict is Verdict.WARNING and "secret new" in found.remedy
+    found = findings_of(Path("/"), secret="0123456789abcdef" * 2)["secret"]
+    assert found.verdict is Verdict.OK
+
+
 def test_behind_address_translation_all_addresses_are_listened_on() -> None:
     """The advertised address is not one of this machine's, for a session and for the doctor."""
     found = LocalMachine({}, Network(advertise="192.0.2.55"), Path("/")).listening_addresses()
@@ -121,20 +129,13 @@ def test_behind_address_translation_all_addresses_are_listened_on() -> None:
 
 def test_differences_between_ranks_are_named() -> None:
     other = replace(FACTS, host="b", build="4567", torch="2.14.0", mtu=9000)
-    found = cluster.differences([FACTS, FACTS, other], has_secret=True)
+    found = cluster.differences([FACTS, FACTS, other])
     by_check = {one.check: one for one in found}
     assert by_check["the same build"].verdict is Verdict.FAULT
     assert by_check["the same build"].found == "0123 on ranks 0, 1; 4567 on rank 2"
     assert by_check["the same torch"].verdict is Verdict.WARNING
     assert by_check["the same mtu"].found == "1500 on ranks 0, 1; 9000 on rank 2"
     assert by_check["the same python"].verdict is Verdict.OK
-    assert "the same secret" not in by_check
-    (unprotected,) = [
-        one
-        for one in cluster.differences([FACTS, other], has_secret=False)
-        if one.check == "the same secret"
-    ]
-    assert "ranks on 2 machines" in unprotected.found
     assert cluster.clocks([100.0, 103.5, 100.1]).found.startswith("up to 3.5 s apart (rank 1")
     assert cluster.clocks([100.0, 100.1]).verdict is Verdict.OK
 

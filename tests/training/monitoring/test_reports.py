@@ -45,9 +45,16 @@ def test_the_line_names_layer_and_rank() -> None:
     line = summary_line(metrics(), late_ranks(reports(10, 80)))
     assert line == (
         "5 steps, 200 ms each (median); 25% of the time waiting for other ranks "
-        "(50 ms a step), most of it for 'a' (100%, longest in step 3); rank 1 came last for 80% of "
-        "the slices, by 4 ms on average"
+        "(50 ms a step on average), most of it for 'a' (100%, longest in step 3); rank 1 came last "
+        "for 80% of the slices, by 4 ms on average"
     )
+
+
+def test_the_line_has_one_kind_of_mean_of_the_waits() -> None:
+    """Where few steps wait for long, the median is zero and the share is not."""
+    steps = {**STEPS, "wait_median_s": 0.0, "mean_s": 0.22, "wait_share": 0.11}
+    line = summary_line({**metrics(), "steps": steps}, [])  # type: ignore[typeddict-item]
+    assert "11% of the time waiting for other ranks (24.2 ms a step on average)" in line
 
 
 def test_the_line_says_where_to_stay_with_ddp() -> None:
@@ -83,7 +90,7 @@ def test_a_report_that_is_none_is_left_out(report: bytes) -> None:
 
 def test_a_single_rank_has_no_late_rank() -> None:
     alone = metrics_of(0, 1, STEPS, [reading(waits=[], stragglers=[late(0, 0.0, 0.0, 0)])])
-    assert summary_line(alone, []).endswith("(50 ms a step)")
+    assert summary_line(alone, []).endswith("(50 ms a step on average)")
 
 
 def test_waits_that_do_not_matter_are_not_explained() -> None:

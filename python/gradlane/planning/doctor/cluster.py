@@ -96,7 +96,7 @@ def examine_all(
     )
     everyone = [MachineFacts(**row["facts"]) for row in rows]
     findings = merged([[Finding.from_json(one) for one in row["findings"]] for row in rows])
-    findings += differences(everyone, has_secret=network.read_secret() is not None)
+    findings += differences(everyone)
     findings.append(clocks([row["time_s"] for row in rows]))
     on_phase("connections between all pairs")
     reached = _reach(session, machine, facts, network)
@@ -108,7 +108,7 @@ def examine_all(
     return Examination(findings, [one.to_json() for one in everyone], links)
 
 
-def differences(everyone: Sequence[MachineFacts], *, has_secret: bool) -> list[Finding]:
+def differences(everyone: Sequence[MachineFacts]) -> list[Finding]:
     """Compare what ranks have to have alike; those with another secret are not here."""
     found = []
     for name, verdict, remedy in (
@@ -125,15 +125,6 @@ def differences(everyone: Sequence[MachineFacts], *, has_secret: bool) -> list[F
             found.append(verdict(f"the same {name}", escaped(text), remedy))
         else:
             found.append(ok(f"the same {name}", f"{escaped(next(iter(by_value)))} on all ranks"))
-    hosts = {facts.host for facts in everyone}
-    if len(hosts) > 1 and not has_secret:
-        found.append(
-            warning(
-                "the same secret",
-                f"none, with ranks on {len(hosts)} machines",
-                "gradlane secret new writes one; give all ranks GRADLANE_SECRET_FILE",
-            )
-        )
     return found
 
 

@@ -293,7 +293,11 @@ class LocalMachine:
         except (OSError, ValueError) as error:
             return fault(check, str(error), "gradlane secret new PATH writes a good one")
         if secret is None:
-            return ok(check, "none: any process that reaches the job's store may join it")
+            return warning(
+                check,
+                "none: any process that reaches the job's store may join it",
+                "gradlane secret new writes one; give all ranks GRADLANE_SECRET_FILE",
+            )
         return ok(check, f"{secret_bits(secret)} bits")
 
     def _text(self, path: str) -> str:

@@ -82,7 +82,7 @@ def summary_line(metrics: Metrics, late: Sequence[LateRank], ddp_s: float | None
     parts = [
         f"{metrics['step']} steps, {_duration(steps['median_s'])} each (median)",
         f"{share:.0%} of the time waiting for other ranks "
-        f"({_duration(steps['wait_median_s'])} a step)" + _slowest_layer(metrics),
+        f"({_duration(share * steps['mean_s'])} a step on average)" + _slowest_layer(metrics),
     ]
     named = _latest_rank(late, metrics["world_size"])
     if named:
