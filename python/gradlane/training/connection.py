@@ -6,7 +6,7 @@ import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -27,6 +27,7 @@ from gradlane.training.node.channel import NodeChannel
 from gradlane.training.node.layout import NodeLayout, agree_on_layout
 from gradlane.training.node.opening import open_node_channel, rows_obstacle
 from gradlane.training.node.rules import AUTO, OFF
+from gradlane.training.options.going_on import GoingOn
 from gradlane.training.options.options import Options
 from gradlane.training.options.strategy import FACTOR_SCHEMES
 from gradlane.training.rendezvous import addresses
@@ -111,6 +112,7 @@ def open_channel(
     update: str,
     first: int = 0,
     gradients: Sequence[Tensor] = (),
+    goes_on: bool = False,
 ) -> Channel:
     """Connect to all ranks.
 
@@ -123,12 +125,19 @@ def open_channel(
         first: the rank that is rank 0 of the channel, whose values step 0 broadcasts; the ranks
             after it follow in their order.
         gradients: tensors like the gradients of the first rows, where those are torch's.
+        goes_on: whether the channel goes on when ranks are lost, where the session does.
 
     Raises:
         RendezvousError: the ranks cannot reach each other.
     """
+    if not goes_on:
+        ctx = replace(ctx, options=replace(ctx.options, going_on=GoingOn(on=False)))
     channel = _open(ctx, scope, rows, layout, update, first, gradients)
     if ctx.rank_info.ranks > 1:
+        if ctx.options.going_on.on:
+            # From the first moment on half of the ranks may ask for the word of the store.
+            ctx.membership.follow(ctx.core, channel, scope)
+            scope.loss_of = functools.partial(ctx.membership.loss_of, world=scope.rank_info.job)
         wait_until_all_are_connected(ctx.core, channel, scope)
     limit_s = ctx.options.network.progress_timeout_s
     scope.mark_connected(limit_s, functools.partial(check_connected, ctx.core, channel))

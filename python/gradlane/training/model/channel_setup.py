@@ -160,6 +160,7 @@ def connect(
         nodes,
         update=ctx.options.update,
         gradients=[entry.tensor for entry in trained],
+        goes_on=True,
     )
     recording = None
     if ctx.recorder is not None:

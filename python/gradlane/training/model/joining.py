@@ -131,7 +131,6 @@ def connect_to_join(
     """
     ctx = world.ctx
     connected = connect(ctx, world.meet(), model, optimizer, buffers, checked, spreads=False)
-    ctx.membership.follow(ctx.core, connected.channel, connected.scope)
     try:
         _hand_over(world, connected, optimizer, attributes, precopy)
         if connected.layout.buffers is not None:

@@ -138,8 +138,6 @@ class PreparedModel:
         self.model = model
         if connected is None:
             connected = connect(ctx, meet(), model, optimizer, buffers)
-            if ctx.options.going_on.on and ctx.rank_info.world_size > 1:
-                ctx.membership.follow(ctx.core, connected.channel, connected.scope)
         self._connected = connected
         scope = self._scope = connected.scope
         self.channel, self.codecs = connected.channel, connected.codecs

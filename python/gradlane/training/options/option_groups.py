@@ -109,12 +109,21 @@ class Network(OptionGroup):
         refuses_empty=True,
     )
     silence_timeout_s: float = option(
-        30.0, "A rank that sends nothing for this long is lost.", unit="s", above=0
+        30.0, "A rank that sends nothing for this long is lost.", unit="s", above=0, agreed=True
     )
     progress_timeout_s: float = option(
-        1800.0, "Longest wait for ranks that are alive but take no part.", unit="s", above=0
+        1800.0,
+        "Longest wait for ranks that are alive but take no part, also before they are connected.",
+        unit="s",
+        above=0,
+        agreed=True,
     )
-    connect_timeout_s: float = option(300.0, "Longest wait for ranks to appear.", unit="s", above=0)
+    connect_timeout_s: float = option(
+        300.0,
+        "Longest wait for ranks to appear; each rank waits as long as its own says.",
+        unit="s",
+        above=0,
+    )
     frame_bytes: int = option(
         65_096,
         "Payload of a frame. Connections so fast that it takes 3 ms at most use up to three times "
@@ -224,6 +233,7 @@ class Checkpoints(OptionGroup):
         "Complete checkpoints that stay; older ones are removed.",
         name="checkpoint_keep",
         least=1,
+        agreed=True,
     )
 
     def __post_init__(self) -> None:

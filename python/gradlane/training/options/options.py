@@ -252,9 +252,12 @@ class Options:
 
     def agreed(self) -> dict[str, object]:
         """Return the options that must be the same on every rank."""
-        # To take a checkpoint is a collective call.
-        every = self.checkpoints.every if self.checkpoints.folder else 0
-        return {**agreed_options(self), "checkpoint_every": every}
+        # To take a checkpoint is a collective call, and any rank may become the first one, which
+        # removes old ones.
+        agreed = agreed_options(self)
+        if not self.checkpoints.folder:
+            agreed |= {"checkpoint_every": 0, "checkpoint_keep": 0}
+        return agreed
 
 
 def serving_refusal(options: Options) -> str:

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 from gradlane.errors import RendezvousError, UsageError
 from gradlane.training.rendezvous.bounded_store import BoundedStore
-from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.presence import BUSY_TEXT, Presence, RankDeadline
 from gradlane.training.rendezvous.signatures import StoreValueRefusedError
 
 _PAUSE_LAST_S = 0.1
@@ -59,6 +59,7 @@ def incarnation_of(
     rank_info: RankInfo,
     timeout_s: float,
     look: Callable[[], object] = lambda: None,
+    presence: Presence | None = None,
 ) -> Incarnation:
     """Return the incarnation of this process; the first call asks the other ranks.
 
@@ -69,7 +70,7 @@ def incarnation_of(
             way round.
     """
     if rank_info not in _incarnations:
-        agreed = agree_on_incarnation(store, rank_info, timeout_s, look)
+        agreed = agree_on_incarnation(store, rank_info, timeout_s, look, presence)
         _incarnations[rank_info] = (agreed, store.is_signed)
     incarnation, was_signed = _incarnations[rank_info]
     if was_signed != store.is_signed:
@@ -88,14 +89,16 @@ def agree_on_incarnation(
     rank_info: RankInfo,
     timeout_s: float,
     look: Callable[[], object] = lambda: None,
+    presence: Presence | None = None,
 ) -> Incarnation:
     """Agree on the incarnation; a collective call of all ranks, dedicated servers included.
 
     Args:
         store: the rendezvous store.
         rank_info: this rank's.
-        timeout_s: longest wait for other ranks, in seconds.
+        timeout_s: longest wait for ranks without a sign of life, in seconds.
         look: called while waiting; raises where waiting is in vain.
+        presence: the ranks' signs of life; None: there are none.
 
     Raises:
         RendezvousError: a rank did not appear, or the store is gone or does not respond.
@@ -105,10 +108,10 @@ def agree_on_incarnation(
         return Incarnation(str(rank_info.restart), rank_info.restart)
     store = store.with_prefix(f"gradlane/{rank_info.job}/start")
     if rank_info.rank > 0:
-        return _request(store, rank_info, timeout_s, look)
+        return _request(store, rank_info, timeout_s, look, presence)
     drawn = secrets.token_hex(_NAME_BYTES)
     incarnation = Incarnation(f"{rank_info.restart}-{drawn}", rank_info.restart)
-    _announce(store, rank_info, incarnation, timeout_s, look)
+    _announce(store, rank_info, incarnation, timeout_s, look, presence)
     return incarnation
 
 
@@ -118,11 +121,12 @@ def _announce(
     incarnation: Incarnation,
     timeout_s: float,
     look: Callable[[], object],
+    presence: Presence | None,
 ) -> None:
     """Reply to every rank, also to a restarted one, until all have acknowledged."""
     replied: dict[int, str] = {}
     missing = list(range(1, rank_info.ranks))
-    deadline = SuspendAwareDeadline(timeout_s)
+    deadline = RankDeadline(timeout_s, presence)
     pause_s = 0.0005
     reason = ""
     while missing and not reason:
@@ -146,8 +150,8 @@ def _announce(
             reason = str(error)
         if (len(missing), len(replied)) != before:
             pause_s = 0.0005
-        elif not reason and deadline.is_over(pause_s):
-            reason = _timeout_text(rank_info, missing, timeout_s)
+        elif not reason and deadline.is_over(pause_s, missing):
+            reason = _timeout_text(rank_info, missing, deadline)
         look()
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _PAUSE_LAST_S)
@@ -166,11 +170,15 @@ def _announce(
 
 
 def _request(
-    store: BoundedStore, rank_info: RankInfo, timeout_s: float, look: Callable[[], object]
+    store: BoundedStore,
+    rank_info: RankInfo,
+    timeout_s: float,
+    look: Callable[[], object],
+    presence: Presence | None,
 ) -> Incarnation:
     own_request = secrets.token_hex(_NAME_BYTES)
     store.set(f"asked/{rank_info.rank}", own_request)
-    deadline = SuspendAwareDeadline(timeout_s)
+    deadline = RankDeadline(timeout_s, presence)
     pause_s = 0.0005
     acknowledged = request = ""
     while True:
@@ -185,14 +193,14 @@ def _request(
             store.set(f"heard/{rank_info.rank}", name)
             acknowledged = name
             # Rank 0 began to wait before it replied, so it times out first.
-            deadline = SuspendAwareDeadline(timeout_s + _RANK_0_GRACE_S)
+            deadline = RankDeadline(timeout_s, presence, _RANK_0_GRACE_S)
         if request == own_request and reason:
             if reason[0]:
                 store.set(f"left/{name}/{rank_info.rank}", "")
                 raise RendezvousError(reason[0])
             return Incarnation(name, generation)
-        if deadline.is_over(pause_s):
-            text = _timeout_text(rank_info, [0], deadline.limit_s)
+        if deadline.is_over(pause_s, [0]):
+            text = _timeout_text(rank_info, [0], deadline)
             if request not in ("", own_request):
                 text += "; its last reply answers a request of an earlier start"
             raise RendezvousError(text)
@@ -201,18 +209,16 @@ def _request(
         pause_s = min(2 * pause_s, _PAUSE_LAST_S)
 
 
-def _read_text(
-    store: BoundedStore, key: str, writer: int, deadline: SuspendAwareDeadline
-) -> str | None:
+def _read_text(store: BoundedStore, key: str, writer: int, deadline: RankDeadline) -> str | None:
     value = store.read(key, writer, limit_s=deadline.remaining_s)
     return None if value is None else value.decode()
 
 
-def _timeout_text(rank_info: RankInfo, missing: list[int], timeout_s: float) -> str:
-    named = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
-    ranks = f"rank {named}" if len(missing) == 1 else f"ranks {named}"
+def _timeout_text(rank_info: RankInfo, missing: list[int], deadline: RankDeadline) -> str:
+    waited = f"rank {rank_info.rank} waited {deadline.describe(missing)} of job {rank_info.job!r}"
+    if not deadline.silent(missing):
+        return f"{waited}, {BUSY_TEXT}"
     return (
-        f"rank {rank_info.rank} waited {timeout_s:g} s for {ranks} of job {rank_info.job!r}; is "
-        "every rank "
-        "running, and does it call gradlane.init and prepare as often as the others, or serve?"
+        f"{waited}; is every rank running, and does it call gradlane.init and prepare as often as "
+        "the others, or serve? (longer waits for ranks to appear: connect_timeout_s)"
     )

@@ -164,10 +164,14 @@ class Membership:
         return self.known_generation > self.generation
 
     @property
-    def _newest_members(self) -> tuple[int, ...]:
+    def _newest(self) -> _Agreed:
         """The newest members that this rank has heard of."""
         agreed = self._known.get(self.known_generation)
-        return self.members if agreed is None else agreed.members
+        return _Agreed(self.members, 0, "it was lost before") if agreed is None else agreed
+
+    @property
+    def _newest_members(self) -> tuple[int, ...]:
+        return self._newest.members
 
     def has_lost(self, number: int, world: str) -> bool:
         """Return whether training goes on without a rank, as far as this one has heard.
@@ -178,6 +182,20 @@ class Membership:
         """
         with self._lock:
             return self._numbers[world].get(number) not in self._newest_members
+
+    def loss_of(self, number: int, world: str) -> str | None:
+        """Return why training goes on without a rank of a world; None: as far as known, it is in.
+
+        Args:
+            number: of the rank in a world that is in force, was before, or is being connected.
+            world: its name.
+        """
+        with self._lock:
+            if world in self._numbers:
+                return self._newest.reason if self.has_lost(number, world) else None
+            early = (one for one in reversed(self._early) if one[0] == world)
+            _, _, members, _, reason = next(early, ("", 0, (number,), 0, ""))
+            return None if number in members else reason
 
     def follow(
         self,

@@ -29,15 +29,16 @@ from gradlane.errors import (
     ProgressTimeoutError,
     RanksDifferError,
     RendezvousError,
+    SessionFailedError,
     UsageError,
 )
 from gradlane.training.log import log
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous import addresses
 from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLostError
-from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.environment import RankInfo, find_store_address
 from gradlane.training.rendezvous.incarnation import Incarnation
+from gradlane.training.rendezvous.presence import BUSY_TEXT, Presence, RankDeadline
 from gradlane.training.rendezvous.signatures import StoreValueRefusedError
 from gradlane.training.rendezvous.store_server import serve_on
 
@@ -242,6 +243,7 @@ class RendezvousScope:
         timeout_s: float,
         incarnation: Incarnation | None = None,
         on_poll: Callable[[], object] | None = None,
+        presence: Presence | None = None,
     ) -> None:
         """Open the scope.
 
@@ -252,7 +254,9 @@ class RendezvousScope:
             timeout_s: longest wait for other ranks for each key, in seconds.
             incarnation: as all ranks agreed; None: the launcher's count.
             on_poll: called while waiting; raises when the session has failed.
+            presence: signs of life of ranks that are not connected; None: there are none.
         """
+        self._presence = presence
         incarnation = incarnation or Incarnation(str(rank_info.restart), rank_info.restart)
         self.rank_info = rank_info
         self.incarnation = incarnation
@@ -272,6 +276,8 @@ class RendezvousScope:
         """True once this rank has told the others in `agree` that it cannot take part."""
         self._abort_reason: str | None = None
         """Why the ranks are not connected, once this rank knows."""
+        self.loss_of: Callable[[int], str | None] = lambda rank: None
+        """Tells why training goes on without a rank, whose keys nobody writes any more."""
 
     @property
     def is_open(self) -> bool:
@@ -306,6 +312,8 @@ class RendezvousScope:
         self._timeout_s = timeout_s
         self.on_poll = on_poll
         self.is_connected = True
+        if self._presence is not None:
+            self._presence.connected(self.name)
 
     def outlasting_session(self) -> RendezvousScope:
         """Return this scope for calls that go on when the session has ended."""
@@ -316,6 +324,8 @@ class RendezvousScope:
     def mark_closed(self) -> None:
         """Record that the channel was closed in good order."""
         self.on_poll = None
+        if self._presence is not None:
+            self._presence.parted(self.name)
 
     def get(self, key: str, rank: int) -> bytes:
         """Wait for a key that a rank writes, and return its value.
@@ -339,7 +349,8 @@ class RendezvousScope:
         # Rank 0 waits for the others as well, and its reason names the right rank.
         if self.rank_info.rank > 0 and 0 in keys and not self.is_connected:
             extra_s += 1.0 + self._timeout_s / 4
-        deadline = SuspendAwareDeadline(self._timeout_s + extra_s)
+        presence = None if self.is_connected else self._presence
+        deadline = RankDeadline(self._timeout_s, presence, extra_s)
         return [self._get(key, rank, deadline) for rank, key in keys.items()]
 
     def get_first(self, keys: Mapping[int, str]) -> bytes:
@@ -353,7 +364,7 @@ class RendezvousScope:
             ProgressTimeoutError: no rank has written one in time.
             SessionFailedError: the session has failed meanwhile.
         """
-        deadline = SuspendAwareDeadline(self._timeout_s)
+        deadline = RankDeadline(self._timeout_s)
         writers: dict[str, int | None] = {key: rank for rank, key in keys.items()}
         pause_s = 0.001
         while True:
@@ -362,14 +373,13 @@ class RendezvousScope:
                 return found[1]
             if self.on_poll is not None:
                 self.on_poll()
-            if deadline.is_over(pause_s):
-                raise self._timeout_error(
-                    *min((key, rank) for rank, key in keys.items()), deadline.limit_s
-                )
+            if deadline.is_over(pause_s, list(keys)):
+                rank = min(keys)
+                raise self._timeout_error(keys[rank], rank, deadline)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
 
-    def _get(self, key: str, rank: int, deadline: SuspendAwareDeadline) -> bytes:
+    def _get(self, key: str, rank: int, deadline: RankDeadline) -> bytes:
         # Polling lets Ctrl-C through, which a wait inside the store does not.
         pause_s = 0.001
         writers: dict[str, int | None] = {key: rank}
@@ -400,16 +410,23 @@ class RendezvousScope:
                 return found[1]
             if found is not None:
                 raise self._acknowledge_abort(found[1].decode())
-            if deadline.is_over(pause_s):
-                raise self._timeout_error(key, rank, deadline.limit_s)
+            if (loss := self.loss_of(rank)) is not None:
+                # It may have written the key since this rank looked, and then was lost.
+                value = self._store.read(key, rank)
+                if value is not None:
+                    return value
+                raise self._loss_error(key, rank, loss)
+            if deadline.is_over(pause_s, [rank]):
+                raise self._timeout_error(key, rank, deadline)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
 
-    def _timeout_error(self, key: str, rank: int, waited_s: float) -> GradlaneError:
+    def _timeout_error(self, key: str, rank: int, deadline: RankDeadline) -> GradlaneError:
         waited = (
-            f"rank {self.rank_info.rank} waited {waited_s:g} s for rank {rank} ({key} of "
-            f"{self.name})"
+            f"rank {self.rank_info.rank} waited {deadline.describe([rank])} ({key} of {self.name})"
         )
+        if not self.is_connected and not deadline.silent([rank]):
+            return self.abort(f"{waited}, {BUSY_TEXT}", [rank])
         if not self.is_connected:
             calls = "gradlane.init and prepare as often as the others"
             if rank >= self.rank_info.world_size > 0:
@@ -419,6 +436,13 @@ class RendezvousScope:
             f"{waited}, which is connected and does not take part; if it evaluates, saves or loads "
             "for longer than that, give all ranks a larger progress_timeout_s"
         )
+
+    def _loss_error(self, key: str, rank: int, loss: str) -> GradlaneError:
+        """Return the error of a wait for a rank that was lost."""
+        text = f"{loss}, while rank {self.rank_info.rank} waited for rank {rank} ({key})"
+        if not self.is_connected:
+            return self.abort(f"{loss} (while the ranks connected)", [rank])
+        return SessionFailedError(f"{text}; restart from the last checkpoint", None)
 
     def abort(self, reason: str, missing: Iterable[int] = ()) -> RendezvousError:
         """Tell all ranks why they will not be connected; return the error that all of them raise.
@@ -576,6 +600,7 @@ class RendezvousScope:
             RendezvousError: a rank did not appear.
         """
         rank, world_size = self.rank_info.rank, self.rank_info.world_size
+        own_verdict = ""
         if rank == 0:
             self.put("table", json.dumps(table))
             verdicts = self.get_all({other: f"verdict/{other}" for other in range(1, world_size)})
@@ -584,9 +609,12 @@ class RendezvousScope:
         else:
             first = json.loads(self.get("table", 0))
             own = json.loads(json.dumps(table))
-            refused = "refused" in first
-            self.put(f"verdict/{rank}", "" if refused else first_difference(first, own, rank))
+            own_verdict = "" if "refused" in first else first_difference(first, own, rank)
+            self.put(f"verdict/{rank}", own_verdict)
         verdict = self.get("verdict", 0).decode()
+        if verdict == "ok" and own_verdict:
+            # Rank 0 does not read this rank's: it is outside of rank 0's world.
+            verdict = own_verdict
         if verdict != "ok":
             raise RanksDifferError(
                 f"{verdict} (all ranks must prepare the same model, optimizer and options)"

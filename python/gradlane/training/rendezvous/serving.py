@@ -24,6 +24,7 @@ from gradlane.training.rendezvous.connecting import connect_channel, wait_until_
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.incarnation import incarnation_of
+from gradlane.training.rendezvous.presence import Presence
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.signatures import StoreValueRefusedError
 
@@ -53,6 +54,8 @@ class ServerRegistry:
         self._timeout_s = timeout_s
         self._scope: RendezvousScope | None = None
         self.rank_info = rank_info
+        self.presence: Presence | None = None
+        """Signs of life of the ranks until they are connected; None: there are none."""
 
     @property
     def scope(self) -> RendezvousScope:
@@ -63,11 +66,18 @@ class ServerRegistry:
         """
         if self._scope is None:
             incarnation, number = (
-                incarnation_of(self._store, self.rank_info, self._timeout_s),
+                incarnation_of(
+                    self._store, self.rank_info, self._timeout_s, presence=self.presence
+                ),
                 self._number,
             )
             self._scope = RendezvousScope(
-                self._store, self.rank_info, f"serving/{number}", self._timeout_s, incarnation
+                self._store,
+                self.rank_info,
+                f"serving/{number}",
+                self._timeout_s,
+                incarnation,
+                presence=self.presence,
             )
         return self._scope
 
@@ -408,6 +418,8 @@ class Server:
             self._core, scope, listener, host, settings, plan, secret, announcement.ranks
         )
         wait_until_all_are_connected(self._core, channel, scope)
+        if self._registry.presence is not None:
+            self._registry.presence.connected(scope.name)
         return _ServedChannel(self._core, channel, plan, rank_info.rank)
 
     def _has_ended(self) -> bool:

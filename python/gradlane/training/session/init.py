@@ -333,7 +333,16 @@ def _assemble(core: CoreModule, options: Options, rank_info: RankInfo) -> Sessio
         look()
         membership.check_complete()
 
-    scopes = SessionScopes(store, rank_info, network.connect_timeout_s, ctx.deadlocks, look_for_all)
+    scopes = SessionScopes(
+        store,
+        rank_info,
+        network.connect_timeout_s,
+        ctx.deadlocks,
+        look_for_all,
+        None if options.rendezvous.join else network.progress_timeout_s,
+    )
+    if registry is not None:
+        registry.presence = scopes.presence
     world = World(ctx, scopes)
     models = PreparedModels(world, store, look, lambda reason: session.abort(reason))
     arrays = RegisteredArrays(ctx, scopes.open)

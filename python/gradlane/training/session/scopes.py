@@ -11,6 +11,7 @@ from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.incarnation import incarnation_of
+from gradlane.training.rendezvous.presence import Presence
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 log = logging.getLogger("gradlane")
@@ -31,6 +32,7 @@ class SessionScopes:
         timeout_s: float,
         deadlocks: DeadlockDetector,
         look: Callable[[], object],
+        longest_s: float | None = None,
     ) -> None:
         """Open nothing yet.
 
@@ -38,6 +40,7 @@ class SessionScopes:
             store: the rendezvous store.
             rank_info: this rank's.
             timeout_s: how long to wait for other ranks, in seconds, for each question.
+            longest_s: how long for ranks that give signs of life; None: none are given.
             deadlocks: learns the name of the start.
             look: called while waiting; raises when the session has failed.
         """
@@ -46,9 +49,17 @@ class SessionScopes:
         self._timeout_s = timeout_s
         self._deadlocks = deadlocks
         self._look = look
+        self.presence: Presence | None = None
+        """Signs of life of the ranks until they are connected."""
         self._opened: list[RendezvousScope] = []
         key = (rank_info.job, rank_info.restart, rank_info.rank)
         number = _sessions[key] = _sessions.get(key, 0) + 1
+        if longest_s is not None and rank_info.ranks > 1:
+            signs = store.with_prefix(
+                f"gradlane/{rank_info.job}/{rank_info.restart}/alive/{number}"
+            )
+            self.presence = Presence(signs, rank_info.rank, timeout_s, longest_s)
+            self.presence.begin()
         self._arrivals = store.with_prefix(
             f"gradlane/{rank_info.job}/{rank_info.restart}/here/{number}"
         )
@@ -64,14 +75,21 @@ class SessionScopes:
         """Open the next scope."""
         rank_info = self._rank_info
         key = (rank_info.job, rank_info.restart, rank_info.rank)
-        start = incarnation_of(self._store, rank_info, self._timeout_s, self._look)
+        start = incarnation_of(self._store, rank_info, self._timeout_s, self._look, self.presence)
         if not self._opened:
             self._deadlocks.use_incarnation(start.name)
         number = _channels.get(key, 0)
         _channels[key] = number + 1
-        scope = RendezvousScope(self._store, rank_info, number, self._timeout_s, start, self._look)
+        scope = RendezvousScope(
+            self._store, rank_info, number, self._timeout_s, start, self._look, self.presence
+        )
         self._opened = [one for one in self._opened if not one.has_deleted_keys] + [scope]
         return scope
+
+    def end_presence(self) -> None:
+        """Give no more signs of life: this rank does not come any more."""
+        if self.presence is not None:
+            self.presence.end()
 
     def wait_for_arrivals(self) -> None:
         """Keep rank 0's store until every rank has reached it, where they have never met.

@@ -851,6 +851,7 @@ class Session:
             return
         self._ended = "closed"
         lifecycle.unwatch(self)
+        self._scopes.end_presence()
         self._models.plans.stop()
         self._models.joins.close()
         if self._ctx.rank_info.world_size > 1 and not self._scopes.has_met and not self.serves:
@@ -888,6 +889,7 @@ class Session:
             return
         self._ended = f"given up: {reason}"
         lifecycle.unwatch(self)
+        self._scopes.end_presence()
         self._models.plans.stop()
         self._models.joins.close()
         if self._checkpoints is not None:
