@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 import gradlane
 from gradlane.errors import PeerLostError, RendezvousError
@@ -244,6 +244,20 @@ def test_a_deadlock_detector_over_a_frozen_store_ends() -> None:
         closing.start()
         closing.join(PATIENCE_S / 2)
     assert not closing.is_alive()
+
+
+def test_torchs_own_frames_of_a_lost_store_stay_hidden(capfd: pytest.CaptureFixture[str]) -> None:
+    """The error says it in a sentence."""
+    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", host.port, wait_for_workers=False)
+    store = BoundedStore.wrapping(client, 1, "at host:5, which rank 0 keeps", 10.0)
+    store.set("word", "1")
+    del host
+    for _ in range(3):
+        with pytest.raises(StoreLostError, match="rank 1 lost the rendezvous store at host:5"):
+            store.read("word", 0)
+    store.close()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_thread_ends_with_its_store() -> None:

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Store
 from gradlane.errors import RendezvousError
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.signatures import StoreSigner
+from gradlane.training.rendezvous.torch_warnings import hidden_warnings
 
 _SLICE_S = 0.1
 _LIMIT_MIN_S = 1.0
@@ -89,7 +90,8 @@ class _Worker:
 def _run_calls(calls: queue.SimpleQueue[_Call | None]) -> None:
     while (call := calls.get()) is not None:
         try:
-            call.result = call.operation()
+            with hidden_warnings():
+                call.result = call.operation()
         except Exception as error:
             call.error = error
         call.done.set()
@@ -245,6 +247,22 @@ class BoundedStore:
         """
         found = self.read_first({key: writer}, limit_s=limit_s, on_poll=on_poll)
         return None if found is None else found[1]
+
+    def read_claimed(self, key: str, on_poll: PollHook | None = None) -> tuple[bytes, bool] | None:
+        """Return the value of a key, and whether it is signed as it should be, or None.
+
+        Args:
+            key: the key, which any rank writes.
+            on_poll: called while waiting.
+
+        Raises:
+            StoreLostError: the store is gone or does not respond.
+        """
+        path = self._prefix + key
+        stored: bytes | None = self._run(
+            lambda store: bytes(store.get(path)) if store.check([path]) else None, None, on_poll
+        )
+        return None if stored is None else self._signer.claimed(path, stored)
 
     def set_if_absent(self, key: str, value: str, *, limit_s: float | None = None) -> str:
         """Write a key, which any rank may write, unless it exists; return its value.

@@ -60,6 +60,7 @@ def incarnation_of(
     timeout_s: float,
     look: Callable[[], object] = lambda: None,
     presence: Presence | None = None,
+    request: str | None = None,
 ) -> Incarnation:
     """Return the incarnation of this process; the first call asks the other ranks.
 
@@ -70,7 +71,7 @@ def incarnation_of(
             way round.
     """
     if rank_info not in _incarnations:
-        agreed = agree_on_incarnation(store, rank_info, timeout_s, look, presence)
+        agreed = agree_on_incarnation(store, rank_info, timeout_s, look, presence, request)
         _incarnations[rank_info] = (agreed, store.is_signed)
     incarnation, was_signed = _incarnations[rank_info]
     if was_signed != store.is_signed:
@@ -90,6 +91,7 @@ def agree_on_incarnation(
     timeout_s: float,
     look: Callable[[], object] = lambda: None,
     presence: Presence | None = None,
+    request: str | None = None,
 ) -> Incarnation:
     """Agree on the incarnation; a collective call of all ranks, dedicated servers included.
 
@@ -99,6 +101,7 @@ def agree_on_incarnation(
         timeout_s: longest wait for ranks without a sign of life, in seconds.
         look: called while waiting; raises where waiting is in vain.
         presence: the ranks' signs of life; None: there are none.
+        request: drawn by this rank; None: one is drawn here.
 
     Raises:
         RendezvousError: a rank did not appear, or the store is gone or does not respond.
@@ -108,7 +111,7 @@ def agree_on_incarnation(
         return Incarnation(str(rank_info.restart), rank_info.restart)
     store = store.with_prefix(f"gradlane/{rank_info.job}/start")
     if rank_info.rank > 0:
-        return _request(store, rank_info, timeout_s, look, presence)
+        return _request(store, rank_info, timeout_s, look, presence, request)
     drawn = secrets.token_hex(_NAME_BYTES)
     incarnation = Incarnation(f"{rank_info.restart}-{drawn}", rank_info.restart)
     _announce(store, rank_info, incarnation, timeout_s, look, presence)
@@ -175,12 +178,13 @@ def _request(
     timeout_s: float,
     look: Callable[[], object],
     presence: Presence | None,
+    request: str | None,
 ) -> Incarnation:
-    own_request = secrets.token_hex(_NAME_BYTES)
+    own_request = request or secrets.token_hex(_NAME_BYTES)
     store.set(f"asked/{rank_info.rank}", own_request)
     deadline = RankDeadline(timeout_s, presence)
     pause_s = 0.0005
-    acknowledged = request = ""
+    acknowledged = answered = ""
     while True:
         try:
             reply = _read_text(store, f"told/{rank_info.rank}", 0, deadline)
@@ -188,20 +192,22 @@ def _request(
             # Rank 0 tells the others, and names this rank.
             store.set(f"heard/{rank_info.rank}", f"{_REFUSED} {own_request} {error}")
             raise
-        request, name, generation, *reason = json.loads(reply) if reply is not None else ("", "", 0)
-        if request == own_request and name != acknowledged:
+        answered, name, generation, *reason = (
+            json.loads(reply) if reply is not None else ("", "", 0)
+        )
+        if answered == own_request and name != acknowledged:
             store.set(f"heard/{rank_info.rank}", name)
             acknowledged = name
             # Rank 0 began to wait before it replied, so it times out first.
             deadline = RankDeadline(timeout_s, presence, _RANK_0_GRACE_S)
-        if request == own_request and reason:
+        if answered == own_request and reason:
             if reason[0]:
                 store.set(f"left/{name}/{rank_info.rank}", "")
                 raise RendezvousError(reason[0])
             return Incarnation(name, generation)
         if deadline.is_over(pause_s, [0]):
             text = _timeout_text(rank_info, [0], deadline)
-            if request not in ("", own_request):
+            if answered not in ("", own_request):
                 text += "; its last reply answers a request of an earlier start"
             raise RendezvousError(text)
         look()

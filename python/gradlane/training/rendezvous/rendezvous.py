@@ -125,7 +125,7 @@ def open_store(
         rank_info.rank, f"at {at}, {host_text}", store_timeout_s, job=rank_info.job, secret=secret
     )
 
-    bounded.ends_with_rank_0 = not agent_hosts_store
+    bounded.ends_with_rank_0 = not agent_hosts_store and given is None
 
     def connect() -> TCPStore:
         arguments: dict[str, Any] = {

@@ -27,6 +27,7 @@ from gradlane.training.rendezvous.incarnation import incarnation_of
 from gradlane.training.rendezvous.presence import Presence
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.signatures import StoreValueRefusedError
+from gradlane.training.rendezvous.start_failures import StartFailures
 
 _NO_LIMIT_S = 1e9
 """No time limit: a server waits for the workers, whose ends the channel reports."""
@@ -39,19 +40,27 @@ _sessions: dict[tuple[str, int, int], int] = {}
 class ServerRegistry:
     """The scope in which a session's channels are announced; the same on every rank."""
 
-    def __init__(self, store: BoundedStore, rank_info: RankInfo, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: BoundedStore,
+        rank_info: RankInfo,
+        timeout_s: float,
+        failures: StartFailures,
+    ) -> None:
         """Count the session, without waiting for other ranks.
 
         Args:
             store: the rendezvous store.
             rank_info: this rank.
             timeout_s: longest wait for other ranks for each key, in seconds.
+            failures: of ranks that do not get as far as being connected.
         """
         key = (rank_info.job, rank_info.restart, rank_info.rank)
         self._number = _sessions.get(key, 0)
         _sessions[key] = self._number + 1
         self._store = store
         self._timeout_s = timeout_s
+        self._failures = failures
         self._scope: RendezvousScope | None = None
         self.rank_info = rank_info
         self.presence: Presence | None = None
@@ -65,18 +74,23 @@ class ServerRegistry:
             RendezvousError: they do not, or the store is gone.
         """
         if self._scope is None:
-            incarnation, number = (
-                incarnation_of(
-                    self._store, self.rank_info, self._timeout_s, presence=self.presence
-                ),
-                self._number,
+            look = self._failures.check
+            incarnation = incarnation_of(
+                self._store,
+                self.rank_info,
+                self._timeout_s,
+                look,
+                self.presence,
+                self._failures.request,
             )
+            name = f"serving/{self._number}"
             self._scope = RendezvousScope(
                 self._store,
                 self.rank_info,
-                f"serving/{number}",
+                name,
                 self._timeout_s,
                 incarnation,
+                look,
                 presence=self.presence,
             )
         return self._scope

@@ -102,6 +102,19 @@ class StoreSigner:
             "store or another job name",
         )
 
+    def claimed(self, path: str, stored: bytes) -> tuple[bytes, bool]:
+        """Return a stored value, and whether it is signed as this rank's values are.
+
+        Args:
+            path: the whole key, which any rank writes.
+            stored: what the store returned.
+        """
+        try:
+            return self.check(path, stored, None), True
+        except StoreValueRefusedError:
+            is_signed = stored.startswith(_MARK)
+            return stored.split(b" ", 4)[-1] if is_signed else stored, False
+
     @staticmethod
     def _code(key: bytes, path: str, rank: int, content: bytes) -> bytes:
         return mac(key, path.encode("utf-8", "surrogatepass"), b"%d" % rank, content)

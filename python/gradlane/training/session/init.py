@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,7 +25,7 @@ from gradlane.training.node.rules import AUTO, OFF, check_sums, nodes_refusal, w
 from gradlane.training.options.codec_choice import CodecArgument, check_codecs
 from gradlane.training.options.codec_options import CODECS, RAW
 from gradlane.training.options.going_on import GoingOn
-from gradlane.training.options.option_fields import option_rules
+from gradlane.training.options.option_fields import option_rules, with_environment
 from gradlane.training.options.option_groups import Checkpoints, Monitoring, Network, Rendezvous
 from gradlane.training.options.options import GROUPS, Options
 from gradlane.training.options.stragglers import Stragglers
@@ -48,6 +49,8 @@ from gradlane.training.rendezvous.rendezvous import (
     wrap_store,
 )
 from gradlane.training.rendezvous.serving import JobAnnouncements, Server, ServerRegistry
+from gradlane.training.rendezvous.start_failures import TELL_S, StartFailures
+from gradlane.training.session.lifecycle import describe_exception
 from gradlane.training.session.models import PreparedModels
 from gradlane.training.session.scopes import SessionScopes
 from gradlane.training.session.session import Session
@@ -55,6 +58,46 @@ from gradlane.training.session.world import World
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+
+@contextlib.contextmanager
+def _telling_all(rendezvous: Any, network: Any) -> Iterator[None]:
+    """Tell all ranks of an error inside, where this rank has not opened the store yet.
+
+    Args:
+        rendezvous: of the options, as far as they are known; another object stands for none.
+        network: the same.
+    """
+    try:
+        yield
+    except Exception as error:
+        # What is wrong with the options, or the store, comes through already.
+        with contextlib.suppress(Exception):
+            _tell_all(rendezvous, network, error)
+        raise
+
+
+def _tell_all(rendezvous: Any, network: Any, error: Exception) -> None:
+    given = rendezvous if isinstance(rendezvous, Rendezvous) else Rendezvous()
+    given = with_environment(given, os.environ)
+    rank_info = find_rank_info(
+        os.environ, rank=given.rank, world_size=given.world_size, job=given.job
+    )
+    if given.join or rank_info.ranks == 1:
+        return
+    secret = None
+    with contextlib.suppress(ValueError):
+        network = network if isinstance(network, Network) else Network()
+        secret = with_environment(network, os.environ).read_secret()
+    reason = f"rank {rank_info.rank} gave up: {describe_exception(error)}"
+    log.error("%s (in gradlane.init; telling the others)", reason)
+    if given.store is None or isinstance(given.store, str):
+        timeouts = (TELL_S, TELL_S)
+        store = open_store(rank_info, os.environ, *timeouts, secret, given.store_address)
+    else:
+        store = wrap_store(given.store, rank_info, os.environ, TELL_S, secret)
+    StartFailures(store, rank_info).tell(reason)
+    store.close()
 
 
 def _names_objects(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -66,7 +109,8 @@ def _names_objects(function: Callable[Arguments, Result]) -> Callable[Arguments,
         unknown = [name for name in given if name not in known]
         if unknown:
             lines = [_line_of(name, given) for name in unknown]
-            raise TypeError(f"gradlane.{function.__name__}: {'; '.join(lines)}")
+            with _telling_all(given.get("rendezvous"), given.get("network")):
+                raise TypeError(f"gradlane.{function.__name__}: {'; '.join(lines)}")
         return function(*args, **given)
 
     return checked
@@ -173,26 +217,29 @@ def init(
         RendezvousError: the store cannot be reached.
         GradlaneError: the compiled core is missing.
     """
-    options = Options.of(
-        strategy=strategy,
-        codec=codec,
-        update=update,
-        local=local,
-        stragglers=stragglers,
-        going_on=going_on,
-        servers=servers,
-        workers=workers,
-        check_every=check_every,
-        rendezvous=rendezvous,
-        network=network,
-        checkpoints=checkpoints,
-        monitoring=monitoring,
-        environment=os.environ,
-    )
+    with _telling_all(rendezvous, network):
+        options = Options.of(
+            strategy=strategy,
+            codec=codec,
+            update=update,
+            local=local,
+            stragglers=stragglers,
+            going_on=going_on,
+            servers=servers,
+            workers=workers,
+            check_every=check_every,
+            rendezvous=rendezvous,
+            network=network,
+            checkpoints=checkpoints,
+            monitoring=monitoring,
+            environment=os.environ,
+        )
     if join:
         options = replace(options, rendezvous=replace(options.rendezvous, join=True))
     warn_of_unknown_variables(os.environ)
-    return open_session(load_core(), options)
+    with _telling_all(rendezvous, network):
+        core = load_core()
+    return open_session(core, options)
 
 
 def open_session(core: CoreModule, options: Options) -> Session:
@@ -206,12 +253,13 @@ def open_session(core: CoreModule, options: Options) -> Session:
         ValueError: the options do not go with the number of ranks, or a codec is unknown.
         RendezvousError: the store cannot be reached.
     """
-    check_sums(options)
-    given_local, options = options.local.mode, with_local(options)
-    if options.codec != RAW:
-        check_codecs(options.codec)
-    rank_info = _find_rank_info(options)
-    options.check_world(rank_info.world_size)
+    with _telling_all(options.rendezvous, options.network):
+        check_sums(options)
+        given_local, options = options.local.mode, with_local(options)
+        if options.codec != RAW:
+            check_codecs(options.codec)
+        rank_info = _find_rank_info(options)
+        options.check_world(rank_info.world_size)
     gives_up_nodes = given_local == AUTO and options.local.mode == OFF
     if gives_up_nodes and find_local_size(os.environ) > 1 and rank_info.rank == 0:
         log.info("each rank talks to the network by itself: %s", nodes_refusal(options))
@@ -262,8 +310,30 @@ def _find_rank_info(options: Options) -> RankInfo:
 def _assemble(core: CoreModule, options: Options, rank_info: RankInfo) -> Session:
     """Connect to the store and make the parts of a session."""
     network = options.network
-    secret = network.read_secret()
+    with _telling_all(options.rendezvous, network):
+        secret = network.read_secret()
     store = _open_store(options, rank_info, secret)
+    failures = StartFailures(store, rank_info)
+    try:
+        return _assemble_with(core, options, rank_info, secret, store, failures)
+    except Exception as error:
+        if not options.rendezvous.join:
+            failures.tell(f"rank {rank_info.rank} gave up: {describe_exception(error)}")
+        failures.stop()
+        store.close()
+        raise
+
+
+def _assemble_with(
+    core: CoreModule,
+    options: Options,
+    rank_info: RankInfo,
+    secret: str | None,
+    store: BoundedStore,
+    failures: StartFailures,
+) -> Session:
+    """Make the parts of a session whose store is open."""
+    network = options.network
     if options.rendezvous.join:
         deadline = SuspendAwareDeadline(network.connect_timeout_s)
         count = ranks_in_training(join_keys(store, rank_info.job), deadline)
@@ -273,7 +343,9 @@ def _assemble(core: CoreModule, options: Options, rank_info: RankInfo) -> Sessio
         )
     host, port = store_address(store.store, os.environ)
     registry = (
-        ServerRegistry(store, rank_info, network.connect_timeout_s) if rank_info.serving else None
+        ServerRegistry(store, rank_info, network.connect_timeout_s, failures)
+        if rank_info.serving
+        else None
     )
     folder = None if rank_info.serves else options.checkpoints.folder
     recorder = None if rank_info.serves else make_recorder(options, rank_info)
@@ -332,6 +404,7 @@ def _assemble(core: CoreModule, options: Options, rank_info: RankInfo) -> Sessio
         """Raise also if a rank is left out of the connections that are open: it does not come."""
         look()
         membership.check_complete()
+        failures.check()
 
     scopes = SessionScopes(
         store,
@@ -340,6 +413,7 @@ def _assemble(core: CoreModule, options: Options, rank_info: RankInfo) -> Sessio
         ctx.deadlocks,
         look_for_all,
         None if options.rendezvous.join else network.progress_timeout_s,
+        None if options.rendezvous.join else failures,
     )
     if registry is not None:
         registry.presence = scopes.presence

@@ -13,8 +13,12 @@ from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.incarnation import incarnation_of
 from gradlane.training.rendezvous.presence import Presence
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.rendezvous.start_failures import TELL_S, StartFailures
 
 log = logging.getLogger("gradlane")
+
+_LAST_WORD_S = 2.0
+"""Longest time that a rank waits for others to hear that the ranks have not met."""
 
 _sessions: dict[tuple[str, int, int], int] = {}
 """Sessions opened so far by (job, restart, rank), counted alike on all ranks."""
@@ -33,6 +37,7 @@ class SessionScopes:
         deadlocks: DeadlockDetector,
         look: Callable[[], object],
         longest_s: float | None = None,
+        failures: StartFailures | None = None,
     ) -> None:
         """Open nothing yet.
 
@@ -43,6 +48,7 @@ class SessionScopes:
             longest_s: how long for ranks that give signs of life; None: none are given.
             deadlocks: learns the name of the start.
             look: called while waiting; raises when the session has failed.
+            failures: of ranks that do not get as far as being connected; None: nobody tells.
         """
         self._store = store
         self._rank_info = rank_info
@@ -51,6 +57,7 @@ class SessionScopes:
         self._look = look
         self.presence: Presence | None = None
         """Signs of life of the ranks until they are connected."""
+        self._failures = failures
         self._opened: list[RendezvousScope] = []
         key = (rank_info.job, rank_info.restart, rank_info.rank)
         number = _sessions[key] = _sessions.get(key, 0) + 1
@@ -65,6 +72,8 @@ class SessionScopes:
         )
         if store.ends_with_rank_0 and rank_info.rank > 0:
             self._arrivals.set(str(rank_info.rank), "")
+        if failures is not None:
+            failures.listen(lambda: any(scope.is_connected for scope in self._opened))
 
     @property
     def has_met(self) -> bool:
@@ -75,7 +84,18 @@ class SessionScopes:
         """Open the next scope."""
         rank_info = self._rank_info
         key = (rank_info.job, rank_info.restart, rank_info.rank)
-        start = incarnation_of(self._store, rank_info, self._timeout_s, self._look, self.presence)
+        request = None if self._failures is None else self._failures.request
+        try:
+            start = incarnation_of(
+                self._store, rank_info, self._timeout_s, self._look, self.presence, request
+            )
+        except RendezvousError as error:
+            if self._failures is not None:
+                # Ranks that were there have heard it from rank 0, or do so at once.
+                self._failures.tell(str(error), _LAST_WORD_S)
+                # The store may have ended with the rank that has failed.
+                self._failures.check()
+            raise
         if not self._opened:
             self._deadlocks.use_incarnation(start.name)
         number = _channels.get(key, 0)
@@ -122,7 +142,19 @@ class SessionScopes:
             if not scope.has_deleted_keys:
                 scope.delete_keys()
 
-    def give_up(self, reason: str) -> None:
-        """Tell the ranks that wait in the last scope why this rank does not come."""
+    def give_up(self, reason: str, limit_s: float = TELL_S) -> None:
+        """Tell the ranks that are not connected yet why this rank does not come.
+
+        Args:
+            reason: one line.
+            limit_s: longest time that this rank waits for them to hear it, in seconds.
+        """
         if self._opened and self._opened[-1].is_open:
             self._opened[-1].abort(reason)
+        if self._failures is not None and not any(scope.is_connected for scope in self._opened):
+            self._failures.tell(reason, limit_s)
+
+    def stop(self) -> None:
+        """Look for no more failures of other ranks."""
+        if self._failures is not None:
+            self._failures.stop()

@@ -871,6 +871,7 @@ class Session:
         self._ctx.deadlocks.close()
         self._stop_serving()
         parts = self._parts()
+        self._scopes.stop()
         if parts and all(part.has_parted for part in parts):
             self._scopes.leave()
         self._scopes.wait_for_arrivals()
@@ -899,6 +900,7 @@ class Session:
         if not self._parts():
             # The others have no channel to hear of it through.
             self._scopes.give_up(f"rank {self.rank} gave up: {reason}")
+        self._scopes.stop()
         self._ctx.deadlocks.close()
         self._stop_serving(reason)
         self._write_reports(self._ended)
@@ -925,6 +927,8 @@ class Session:
             if any(part.in_step for part in self._parts()):
                 self.abort("the program ended between backward() and optimizer.step()")
             else:
+                if not self._scopes.has_met:
+                    self._scopes.give_up(f"rank {self.rank}'s program ended before prepare()", 0.0)
                 self.close()
         except GradlaneError as error:
             log.error("rank %d: %s", self.rank, error)
