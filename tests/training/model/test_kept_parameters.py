@@ -233,18 +233,19 @@ class Copied(nn.Parameter):
 
     meanwhile: Callable[[], None] | None = None
 
-    def _let_others(self) -> None:
+    def let_others(self) -> None:
+        """Run something else to its end."""
         if Copied.meanwhile is not None:
             thread = threading.Thread(target=Copied.meanwhile)
             thread.start()
             thread.join(20)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        self._let_others()
+        self.let_others()
         return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._let_others()
+        self.let_others()
         return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
@@ -293,7 +294,7 @@ def test_gradients_are_means_while_another_thread_copies(monkeypatch: pytest.Mon
         thread.start()
         thread.join(20)
 
-    monkeypatch.setattr(Copied, "_let_others", let_others)
+    monkeypatch.setattr(Copied, "let_others", let_others)
     assert run_ranks(2, run) == [[1.5], [1.5]]
 
 
