@@ -177,6 +177,9 @@ its update of a parameter needs nothing of another parameter, give the class an 
 that has its own `step()` counts as another class. The attribute of a class does not speak for a
 `step` that the program has wrapped on the optimizer itself: that is stepped whole.
 
+An optimizer that steps another one, such as a look-ahead, is prepared itself and steps whole; or
+the one inside is prepared, steps as gradients arrive, and the outer one waits for what it reads.
+
 ## Options
 
 | option | what happens |

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from gradlane.errors import UsageError
 from gradlane.training.model.lazy_list import install_lazy_groups, remove_lazy_groups
 from gradlane.training.model.lazy_state import LazyState, install_lazy_state, remove_lazy_state
-from gradlane.training.model.optimizers import is_torchs
+from gradlane.training.model.optimizers import written_step
 from gradlane.training.model.step_machine import StepMachine
 from gradlane.training.modules.compiled import compile_disabled
 
@@ -28,6 +28,9 @@ class OptimizerHooks:
             number: the optimizer's, among those of the model.
             on_step_end: called whenever a training step has ended for all of them.
         """
+        if hasattr(optimizer, "_patch_step_function"):
+            # torch has the class call step hooks: as late as here where `__init__` was not called.
+            optimizer._patch_step_function()
         self.step_whole: Callable[..., Any] = optimizer.step
         self.ended_steps = 0
         """Calls of `step()`."""
@@ -135,7 +138,7 @@ class OptimizerHooks:
         now = type(self._optimizer).step
         if self._had_own_step or now is self._class_step:
             return
-        if is_torchs(now) and is_torchs(self._class_step):
+        if written_step(now) is written_step(self._class_step):
             return  # torch.compile wraps those of some classes when it is used first.
         raise UsageError(
             f"{type(self._optimizer).__name__}.step is another function than when the optimizer "

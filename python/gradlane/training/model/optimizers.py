@@ -152,13 +152,16 @@ _REPLACEABLE = {
 
 def is_torchs(step: Callable[..., Any]) -> bool:
     """Return whether nothing but torch, or gradlane, has written or wrapped a `step`."""
+    return _module(written_step(step)).startswith("torch.optim.")
+
+
+def written_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function inside all that torch, or gradlane, has wrapped around a `step`."""
     while True:
         step = getattr(step, "__func__", step)
-        if not _is_written_by_torch(step):
-            return False
-        wrapped = _wrapped(step)
+        wrapped = _wrapped(step) if _is_written_by_torch(step) else None
         if wrapped is None:
-            return _module(step).startswith("torch.optim.")
+            return step
         step = wrapped
 
 
