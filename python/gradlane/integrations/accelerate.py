@@ -20,7 +20,9 @@ def attach(accelerator: Accelerator, session: Session) -> Accelerator:
 
     Call it before `accelerator.prepare(...)`, on every rank; prepare the model and its optimizer in
     the session as well. `accelerator.clip_grad_norm_` then is `session.clip_grad_norm_`, which
-    waits for no mean, and `accelerator.no_sync` and `accumulate` are `session.no_sync`.
+    waits for no mean, and `accelerator.no_sync` and `accumulate` are `session.no_sync`. Its
+    `save_state` and `load_state` take the session's models along, also those that
+    `accelerator.prepare` was not given: these come last.
 
     Args:
         accelerator: without FSDP or DeepSpeed.
@@ -70,6 +72,24 @@ def attach(accelerator: Accelerator, session: Session) -> Accelerator:
         """Let gradients add up on this rank."""
         return session.no_sync()
 
+    def left_out(models: list[nn.Module]) -> list[nn.Module]:
+        """Return the session's models that the accelerator does not know."""
+        known = {id(accelerator.unwrap_model(model)) for model in models}
+        return [
+            model for model in session.models if id(accelerator.unwrap_model(model)) not in known
+        ]
+
+    def save_others(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        """Save the session's other models as well."""
+        weights += [model.state_dict() for model in left_out(models)]
+
+    def load_others(models: list[nn.Module], folder: str) -> None:
+        """Load the session's other models as well."""
+        models += left_out(models)
+
+    accelerator.register_save_state_pre_hook(save_others)
+    accelerator.register_load_state_pre_hook(load_others)
+    session.has_accelerator = True
     accelerator.prepare_model = prepare_unwrapped
     accelerator.clip_grad_norm_ = clip_by_session
     accelerator.no_sync = no_sync

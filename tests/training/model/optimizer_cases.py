@@ -171,11 +171,13 @@ gradlane: parameters and optimizer state, with each step in two parts.
 
 MIDDLE = """
 
-Any other class steps whole: `step()` waits for all averaged gradients, and a warning says so. If
-its update of a parameter needs nothing of another parameter, give the class an attribute
-`steps_per_parameter = True`, or pass `defer=True` to `prepare()`. A subclass of one of torch's
-that has its own `step()` counts as another class. The attribute of a class does not speak for a
-`step` that the program has wrapped on the optimizer itself: that is stepped whole.
+`Adafactor` of transformers and of timm, and `Lion` of timm and of lion-pytorch, step as gradients
+arrive from their second step on. Any other class steps whole: `step()` waits for all averaged
+gradients, and a warning says so. If its update of a parameter needs nothing of another parameter,
+give the class an attribute `steps_per_parameter = True`, or pass `defer=True` to `prepare()`. A
+subclass of one of torch's that has its own `step()` counts as another class. The attribute of a
+class does not speak for a `step` that the program has wrapped on the optimizer itself: that is
+stepped whole.
 
 An optimizer that steps another one, such as a look-ahead, is prepared itself and steps whole; or
 the one inside is prepared, steps as gradients arrive, and the outer one waits for what it reads.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
+from types import FrameType
 
 import torch
 
@@ -15,7 +17,12 @@ _OWN = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
     for path in (torch.__file__, sys.modules["gradlane"].__file__ or "gradlane")
 )
-"""Where torch and gradlane lie: their lines are none of the program's."""
+"""Where torch and gradlane lie."""
+_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
+"""Where Python's own modules lie."""
+_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+"""What the paths of installed packages contain."""
+_BY_VALUE = torch.nn.utils.clip_grad_value_.__name__
 
 
 class FullWaitWarning:
@@ -27,12 +34,13 @@ class FullWaitWarning:
         self._steps = 0
         self._was_told = False
 
-    def note(self, step: int, why: str) -> None:
+    def note(self, step: int, why: str, *, clips: bool) -> None:
         """Note that a line of the program, which called this, waits for all means of a step.
 
         Args:
             step: number of the step.
             why: what the line does, in words that follow its name.
+            clips: whether the session clips the step, so that there is no need to advise it.
         """
         if self._was_told or step == self._last_step:
             return
@@ -40,16 +48,41 @@ class FullWaitWarning:
         self._last_step = step
         if self._steps == _STEPS:
             self._was_told = True
+            frames = _frames()
+            advice = "; to clip by the global norm without that wait: session.clip_grad_norm_()"
+            if any(frame.f_code.co_name == _BY_VALUE for frame in frames):
+                why, advice = "clips by value, which needs all of them", ""
             log.info(
-                "each step waits for all gradients before it updates any: %s %s; to clip by "
-                "the global norm without that wait: session.clip_grad_norm_() (said once)",
-                _line_of_program(),
+                "each step waits for all gradients before it updates any: %s %s%s (said once)",
+                _line_of_program(frames),
                 why,
+                "" if clips else advice,
             )
 
 
-def _line_of_program() -> str:
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_OWN, "<")):
+def _frames() -> list[FrameType]:
+    """Return what called `note`, the innermost first."""
+    frames = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        frames.append(frame)
         frame = frame.f_back
+    return frames
+
+
+def _line_of_program(frames: list[FrameType]) -> str:
+    """Return the line of the program, and that of a library which it has called for it."""
+    others = [one for one in frames if not one.f_code.co_filename.startswith((*_OWN, "<"))]
+    inner = others[0] if others else frames[-1]
+    program = next((one for one in others if not _is_installed(one)), inner)
+    via = "" if program is inner else f", in {_place(inner)},"
+    return f"{_place(program)}{via}"
+
+
+def _is_installed(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    return path.startswith(_INSTALLED) or any(part in path for part in _PACKAGES)
+
+
+def _place(frame: FrameType) -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -66,11 +66,20 @@ OPTIMIZER_SUPPORT: dict[str, OptimizerSupport] = {
 """Every class of `torch.optim` by name; a class that is not here steps whole at the barrier."""
 
 
+OF_PACKAGES: dict[str, tuple[str, ...]] = {
+    "lion_pytorch.lion_pytorch": ("Lion",),
+    "timm.optim.adafactor": ("Adafactor",),
+    "timm.optim.lion": ("Lion",),
+    "transformers.optimization": ("Adafactor",),
+}
+"""Classes of other packages that step per parameter, by module."""
+
+
 def steps_per_parameter(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is known, or says, to step per parameter.
 
-    Those of `torch.optim` are known. Any other class says so with an attribute
-    `steps_per_parameter = True`, but not of a `step` that the program has wrapped.
+    Those of `torch.optim` are known, and some of other packages. Any other class says so with an
+    attribute `steps_per_parameter = True`, but not of a `step` that the program has wrapped.
     """
     members = members_of(optimizer)
     if len(members) > 1:
@@ -79,7 +88,14 @@ def steps_per_parameter(optimizer: Optimizer) -> bool:
     if declared is not None:
         says_itself = "steps_per_parameter" in vars(optimizer)
         return bool(declared) and (says_itself or step_of_class(optimizer) is not None)
-    return is_known(optimizer)
+    return is_known(optimizer) or _is_of_package(optimizer)
+
+
+def _is_of_package(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is one of `OF_PACKAGES`, neither derived from nor replaced."""
+    kind, step = type(optimizer), step_of_class(optimizer)
+    listed = kind.__name__ in OF_PACKAGES.get(kind.__module__, ())
+    return listed and step is not None and _module(inspect.unwrap(step)) == kind.__module__
 
 
 def is_known(optimizer: Optimizer) -> bool:

@@ -353,7 +353,7 @@ class StepMachine:
     def _note_full_wait(self, why: str) -> None:
         self.reads_averages = True
         if self._update.defers():
-            self._full_wait_warning.note(self.step, why)
+            self._full_wait_warning.note(self.step, why, clips=self.clips)
 
     def _refuse_late_gradient(self, index: int) -> NoReturn:
         refusal = UsageError(

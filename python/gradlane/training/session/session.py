@@ -46,6 +46,7 @@ from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.membership import MembershipChange
 from gradlane.training.rendezvous.serving import ServedStats, Server
 from gradlane.training.session import lifecycle
+from gradlane.training.session.accelerators import warn_of_accelerator
 from gradlane.training.session.models import ModelType, OptimizerType, PreparedModels
 from gradlane.training.session.pace import BatchType, at_pace
 from gradlane.training.session.scopes import SessionScopes
@@ -97,6 +98,8 @@ class Session:
         self._world = world
         self._store = store
         self._models = models
+        self.has_accelerator = False
+        """Whether a Hugging Face accelerator leaves models to this session."""
         self._arrays = arrays
         self._checkpoints = checkpoints
         self._server = server
@@ -274,6 +277,8 @@ class Session:
             RendezvousError: a rank did not appear or cannot be reached.
         """
         self._check_open()
+        if not self.has_accelerator:
+            warn_of_accelerator()
         return self._models.prepare(model, optimizer, defer=defer, buffers=buffers, plan=plan)
 
     @property
