@@ -44,6 +44,9 @@ COUNT ?= 200
 faults: build
 	$(BIN)/python -m tests.faults --seed $(SEED) --count $(COUNT)
 	$(BIN)/python -m tests.faults --going-on --seed $(SEED) --count $(COUNT)
+	$(BIN)/python -m tests.faults --starting --seed $(SEED) --count $(COUNT)
+	$(BIN)/python -m tests.faults --store --seed $(SEED) --count $(COUNT)
+	$(BIN)/python -m tests.faults --options --seed $(SEED) --count $(COUNT)
 
 # Clusters in virtual time whose ranks are killed, stopped and cut off at any moment: as many seeds, and every
 # kill point of a small one.

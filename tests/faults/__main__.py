@@ -23,10 +23,30 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from gradlane.lab.cluster.privilege import why_no_namespaces
 from tests.faults.campaign import Campaign, Result
 from tests.faults.going_on import scenario as going_on
-from tests.faults.going_on.campaign import GoingOnCampaign
-from tests.faults.scenario import FAULTS, JOINING, MOMENTS
+from tests.faults.going_on import starting
+from tests.faults.going_on.campaign import GoingOnCampaign, StartingCampaign
+from tests.faults.on_options import scenario as on_options
+from tests.faults.on_options.campaign import OptionsCampaign
+from tests.faults.on_store import scenario as on_store
+from tests.faults.on_store.campaign import StoreCampaign
+from tests.faults.scenario import BEFORE_CONNECTED, FAULTS, JOINING, MOMENTS, PREPARING
 from tests.faults.verdict import KINDS
 from tests.forked_programs import ForkedPrograms
+
+_CAMPAIGNS: dict[str, type[Campaign]] = {
+    "ending": Campaign,
+    "going-on": GoingOnCampaign,
+    "starting": StartingCampaign,
+    "store": StoreCampaign,
+    "options": OptionsCampaign,
+}
+_FAULTS: dict[str, Sequence[str]] = {
+    "ending": FAULTS,
+    "going-on": going_on.FAULTS,
+    "starting": starting.FAULTS,
+    "store": on_store.FAULTS,
+    "options": on_options.FAULTS,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,17 +60,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"no network namespaces ({why_not}): cut links and partitions are skipped")
     with (
         contextlib.closing(ForkedPrograms()) as programs,
-        (GoingOnCampaign if options.going_on else Campaign)(
-            programs, why_not, options.keep
-        ) as campaign,
+        _CAMPAIGNS[options.campaign](programs, why_not, options.keep) as campaign,
     ):
         if isinstance(campaign, GoingOnCampaign):
             campaign.local_size = options.local_size
         for result in campaign.run_all(seeds, options.jobs):
             results.append(result)
-            _show(result, len(results), len(seeds), bool(options.only))
+            _show(result, len(results), len(seeds), options)
     summary = summarize(results, time.monotonic() - began_s)
-    print("\n" + (table(results, going_on.FAULTS) if options.going_on else table(results)))
+    print("\n" + table(results, _FAULTS[options.campaign]))
     print(_closing(summary))
     if options.json:
         rows = [result.to_json() for result in results]
@@ -58,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if summary["failed"] else 0
 
 
-def _show(result: Result, number: int, count: int, all_errors: bool) -> None:
+def _show(result: Result, number: int, count: int, options: argparse.Namespace) -> None:
     scenario = result.scenario
     where = "namespaces" if scenario.namespaces else "loopback"
     print(
@@ -70,12 +88,11 @@ def _show(result: Result, number: int, count: int, all_errors: bool) -> None:
     if result.problems:
         for problem in result.problems:
             print(f"            {problem}", flush=True)
-        mode = ""
-        if isinstance(scenario, going_on.GoingOnScenario):
-            size = f"--local-size {scenario.local_size} " if scenario.local_size > 1 else ""
-            mode = f"--going-on {size}"
-        print(f"            repeat with: python -m tests.faults {mode}--only {scenario.seed}")
-    if all_errors:
+        mode = "" if options.campaign == "ending" else f"--{options.campaign} "
+        size = f"--local-size {options.local_size} " if options.local_size > 1 else ""
+        again = f"{mode}{size}--only {scenario.seed}"
+        print(f"            repeat with: python -m tests.faults {again}")
+    if options.only:
         for rank, error in enumerate(result.errors):
             print(f"            rank {rank}: {error or 'no error'}", flush=True)
 
@@ -128,10 +145,14 @@ def _closing(summary: dict[str, Any]) -> str:
     )
 
 
+def _order(result: Result) -> int:
+    return (*BEFORE_CONNECTED, *PREPARING, *MOMENTS, *JOINING).index(result.scenario.moment)
+
+
 def table(results: list[Result], faults: Sequence[str] = FAULTS) -> str:
     """Return a table of faults by moments: how many ran, and how many of them failed."""
     lines = ["moment".ljust(12) + "".join(fault.rjust(18) for fault in faults)]
-    for moment in (*MOMENTS, *JOINING):
+    for moment in dict.fromkeys(one.scenario.moment for one in sorted(results, key=_order)):
         cells = []
         for fault in faults:
             here = [
@@ -148,9 +169,18 @@ def table(results: list[Result], faults: Sequence[str] = FAULTS) -> str:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="of the first; they are consecutive")
+    parser.set_defaults(campaign="ending")
+    chosen: dict[str, Any] = {"action": "store_const", "dest": "campaign"}
     parser.add_argument(
-        "--going-on", action="store_true", help="trainings that go on without lost ranks"
+        "--going-on", const="going-on", help="trainings that go on without lost ranks", **chosen
     )
+    parser.add_argument(
+        "--starting", const="starting", help="in init(), prepare() and step 1 of these", **chosen
+    )
+    parser.add_argument(
+        "--store", const="store", help="attackers and faults of the rendezvous store", **chosen
+    )
+    parser.add_argument("--options", const="options", help="ranks whose options differ", **chosen)
     parser.add_argument(
         "--local-size", type=int, default=1, help="with --going-on: ranks of a node, which add up"
     )

@@ -10,15 +10,18 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from gradlane.lab.cluster.namespaces import EmulatedCluster
+from tests.faults.connections import connection_between
 from tests.faults.going_on.scenario import GoingOnScenario
 from tests.faults.outcome import Outcome, RankEnd, complete_checkpoints
 from tests.faults.ports import Listener, own_loopback
@@ -41,6 +44,7 @@ _POLL_S = 0.01
 _PATIENT_S = 90.0
 """Time-outs of runs without a fault, which only a machine that stands still reaches."""
 _START_S = 120.0
+_CONNECTED_WITHIN_S = 5.0
 RATE_BPS = 10**9
 _asking = threading.Lock()
 """Held while the process that forks is asked: requests are lines of one pipe."""
@@ -167,12 +171,29 @@ class Run:
         self._switch = switch
         self._pids: dict[str, int] = {}
         self._codes: dict[str, int] = {}
+        self._job = folder
         self.outcome = Outcome([RankEnd(rank) for rank in range(self._processes)])
         folder.mkdir(parents=True)
 
     @contextlib.contextmanager
-    def running(self, options: dict[str, Any], checkpoint: Path, last_step: int) -> Iterator[None]:
-        """Run all processes while the context lasts, then kill those that have not ended."""
+    def running(
+        self,
+        options: dict[str, Any],
+        checkpoint: Path,
+        last_step: int,
+        *,
+        digests: bool = False,
+        own: Mapping[int, dict[str, Any]] = MappingProxyType({}),
+    ) -> Iterator[None]:
+        """Run all processes while the context lasts, then kill those that have not ended.
+
+        Args:
+            options: of `gradlane.init`.
+            checkpoint: folder of checkpoints.
+            last_step: the last training step.
+            digests: whether ranks write a digest of the model after each step.
+            own: options of one rank alone, by rank.
+        """
         scenario, size = self._scenario, self._training.local_size
         nodes = [rank // size for rank in range(self._processes)]
         if self._training.serving:
@@ -186,13 +207,14 @@ class Run:
             "options": {**self._training.options, **options, "checkpoint_folder": str(checkpoint)},
             "close_timeout_s": CLOSE_TIMEOUT_S if scenario is not None else _PATIENT_S,
             "last_step": last_step,
-            "digests": scenario is None,
+            "digests": digests or scenario is None,
+            "own": dict(own),
             "port": port,
             # The agent that hosts the store is on a node of its own.
             "nodes": [*nodes, nodes[-1] + 1],
             "namespaces": self._namespaces(namespace, nodes[-1] + 2),
         }
-        path = self._folder / "job.json"
+        path = self._job = self._folder / "job.json"
         path.write_text(json.dumps(job))
         hosts = ["127.0.0.1"] * (nodes[-1] + 2)
         if self._switch is not None:
@@ -215,10 +237,10 @@ class Run:
                 self._start("agent", "tests.faults.store_host", path, common)
                 assert eventually((self._folder / "store-is-up").exists, _START_S)
             for rank in range(self._processes):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank % size)}
-                own["ADVERTISE"] = hosts[nodes[rank]]
+                variables = {"RANK": str(rank), "LOCAL_RANK": str(rank % size)}
+                variables["ADVERTISE"] = hosts[nodes[rank]]
                 name = f"rank-{rank}"
-                self._start(name, self._program, path, common | own)
+                self._start(name, self._program, path, common | variables)
             yield
         finally:
             self._end_all()
@@ -243,6 +265,18 @@ class Run:
         self.outcome.is_reached = reached.exists()
         self.outcome.is_late = reached.exists() and reached.read_text() == LATE
 
+    def start(self, name: str, program: str) -> None:
+        """Start a process beside the ranks, with the job's file as argument."""
+        self._start(name, program, self._job, {})
+
+    def signal(self, name: str, number: int) -> None:
+        """Send a process a signal: `agent`, `rank-0` or another one by its name."""
+        self._signal(name, number)
+
+    def code_of(self, name: str) -> int | None:
+        """Return the exit status of a process, or None: it has not ended."""
+        return self._codes.get(name) if self._has_ended(name) else None
+
     def has_ended(self, rank: int) -> bool:
         """Return whether a rank has ended."""
         return self._has_ended(f"rank-{rank}")
@@ -258,6 +292,8 @@ class Run:
         elif fault == "partition":
             assert self._switch is not None
             self._switch.cut_pair(*(rank // self._training.local_size for rank in victims))
+        elif fault in ("hang up", "garble"):
+            self._disturb_connection(fault, victims)
         elif fault == "freeze the store":
             if self._switch is None:
                 self._signal("agent", signal.SIGSTOP)
@@ -266,13 +302,30 @@ class Run:
         self.outcome.fault_s = min(self.outcome.fault_s, time.monotonic())
         (self._folder / "acted").touch()
 
+    def _disturb_connection(self, fault: str, victims: Sequence[int]) -> None:
+        """Shut a connection of two ranks down, or send a byte on it that is none of theirs."""
+        pids = [self._pids[f"rank-{rank}"] for rank in victims]
+        deadline_s = time.monotonic() + _CONNECTED_WITHIN_S
+        while (connection := connection_between(*pids)) is None:
+            if time.monotonic() > deadline_s:
+                return
+            time.sleep(_POLL_S)
+        with connection, contextlib.suppress(OSError):
+            if fault == "hang up":
+                connection.shutdown(socket.SHUT_RDWR)
+            else:
+                connection.send(b"\x5a")
+
     def wait(self, ranks: Sequence[int], deadline_s: float) -> None:
         """Wait until ranks have ended; of those that have not, note where they stand."""
-        for rank in ranks:
-            end = self.outcome.ends[rank]
-            while not self._has_ended(f"rank-{rank}") and time.monotonic() < deadline_s:
-                time.sleep(_POLL_S)
-            end.after_s = time.monotonic() - self.outcome.fault_s
+        left = list(ranks)
+        while left:
+            now_s = time.monotonic()
+            for rank in list(left):
+                if self._has_ended(f"rank-{rank}") or now_s >= deadline_s:
+                    self.outcome.ends[rank].after_s = now_s - self.outcome.fault_s
+                    left.remove(rank)
+            time.sleep(_POLL_S)
         for rank in ranks:
             if not self._has_ended(f"rank-{rank}"):
                 self._signal(f"rank-{rank}", signal.SIGUSR1)
@@ -290,7 +343,7 @@ class Run:
         assert self._scenario is not None
         # A process that is killed cannot remove its own, nor end its children.
         unable = self._scenario.silenced
-        pids = {pid for name, pid in self._pids.items() if name != "agent"}
+        pids = {pid for name, pid in self._pids.items() if name.startswith("rank-")}
         children_of = {self._pids[f"rank-{rank}"] for rank in unable}
         for process, leader in _processes_of_sessions(pids).items():
             if leader not in children_of:

@@ -7,6 +7,7 @@ what it restored, digests of the model, and how it ended.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import json
@@ -22,11 +23,14 @@ import torch
 from torch import Tensor, nn
 
 import gradlane
+from gradlane.training.carrier import DirectCarrier
 from gradlane.training.options.options import keywords_of
 from tests.faults.isolation import isolate
 from tests.faults.trigger import Trigger
 
 _STEP_S = 0.01
+_PAUSE_S = 4.0
+"""For which a rank is busy in one step where its scenario says so."""
 WIDTH = 96
 
 
@@ -86,12 +90,34 @@ def reach_in_core(trigger: Trigger) -> None:
     core.Channel = before("connecting", core.Channel)
 
 
+def reach_in_preparing(trigger: Trigger) -> None:
+    """Reach the moments of `prepare()` where it compares the ranks and spreads rank 0's values."""
+    setup: Any = importlib.import_module("gradlane.training.model.channel_setup")
+    reach_before(setup, "verify_model_across_ranks", trigger, "checking")
+    reach_before(DirectCarrier, "broadcast_initial", trigger, "spreading")
+
+
+def reach_before(owner: Any, name: str, trigger: Trigger, moment: str) -> None:
+    """Reach a moment at each call of a function."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        trigger.reach(moment)
+        return function(*arguments, **options)
+
+    setattr(owner, name, call)
+
+
 def train(job: dict[str, Any], rank: int, log: Log) -> None:
     """Train from the last checkpoint to the job's last step."""
     trigger = Trigger(Path(job["folder"]), job, rank)
     reach_in_core(trigger)
+    reach_in_preparing(trigger)
     trigger.reach("start")
-    session = gradlane.init(**keywords_of(**job["options"], advertise=os.environ["ADVERTISE"]))
+    options = {**job["options"], **job["own"].get(str(rank), {})}
+    of_prepare = {name: options.pop(name) for name in ("buffers",) if name in options}
+    session = gradlane.init(**keywords_of(**options, advertise=os.environ["ADVERTISE"]))
     if job["scenario"] is not None and job["scenario"]["call"] % 2:
         # Half of the time the program stands between its two calls, half of it in the engine's.
         trigger.reach("rendezvous")
@@ -101,7 +127,8 @@ def train(job: dict[str, Any], rank: int, log: Log) -> None:
     torch.manual_seed(1)
     model: nn.Module = Model(trigger.module())
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model, optimizer = session.prepare(model, optimizer)
+    trigger.reach("prepare")
+    model, optimizer = session.prepare(model, optimizer, **of_prepare)
     trigger.reach("restore")
     begun = session.restore()
     log.write("restored", step=begun)
@@ -112,6 +139,8 @@ def train(job: dict[str, Any], rank: int, log: Log) -> None:
         trigger.step = step
         generator = torch.Generator().manual_seed(1000 * step + rank)
         loss = (model(torch.randn(4, WIDTH, generator=generator)) - 1.0).square().mean()
+        if (job["scenario"] or {}).get("pauses") and rank == job["scenario"]["announcer"]:
+            time.sleep(_PAUSE_S if step == job["scenario"]["step"] else 0.0)
         loss.backward()
         trigger.reach("pushing")
         if job["options"].get("update") == "server":

@@ -61,6 +61,8 @@ TRAININGS = {
 }
 
 BEFORE_CONNECTED = ("start", "rendezvous", "connecting")
+PREPARING = ("prepare", "checking", "spreading")
+"""Before `prepare()`, as it compares settings, and as it spreads rank 0's values."""
 IN_STEPS = ("forward", "backward", "pushing", "waiting", "update", "broadcast")
 JOINING = ("asking", "handing over", "deciding", "moving", "joined")
 """Moments of a rank that joins a training, and of those that let it in."""

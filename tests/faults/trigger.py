@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
-from tests.faults.scenario import JOINING
+from tests.faults.scenario import JOINING, PREPARING
 
 _WAIT_S = 60.0
 _POLL_S = 0.002
+EXIT = 3
+"""Status of a program that ends itself."""
 LATE = "late"
 """In the file `reached` where the program did not come by the moment."""
 
@@ -68,7 +71,7 @@ class Trigger:
             self._fire()
 
     def _is_due(self) -> bool:
-        early = ("start", "rendezvous", "connecting", "restore", *JOINING)
+        early = ("start", "rendezvous", "connecting", "restore", *PREPARING, *JOINING)
         return self._scenario["moment"] in early or self.step >= self._scenario["step"]
 
     def _fire(self) -> None:
@@ -85,6 +88,8 @@ class Trigger:
         self._announce()
         if self._scenario["fault"] == "raise":
             raise UserError(f"raised at {self._scenario['moment']}")
+        if self._scenario["fault"] == "exit":
+            sys.exit(EXIT)
         deadline_s = time.monotonic() + _WAIT_S
         while not (self._folder / "acted").exists() and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)

@@ -24,6 +24,9 @@ KINDS = (
     "foreign error",
     "silent",
     "ended",
+    "late",
+    "unnamed",
+    "split",
     "lost step",
     "lost checkpoint",
     "other bits",
@@ -39,10 +42,11 @@ _ASIDE = re.compile(
     r"\((?:reported|noticed)[^()]*\)"  # who said so, and at which call
     r"|; in step \d+, [^;]* outstanding[^;]*; waiting for [^;]*"  # what a step still lacks
 )
-_OR_LINK = re.compile(r", or the (link between \w+ \d+ and \w+ \d+) is cut")
+OR_LINK = re.compile(r", or the (link between \w+ \d+ and \w+ \d+) is cut")
 """What else silence may mean, where no third rank is there to tell."""
 _REPORTER = re.compile(
-    r"\brank \d+ (?:is not connected|could not connect|cannot reach|waited|waits|lost the)"
+    r"\brank \d+ (?:is not connected|could not connect|cannot reach|waited|waits"
+    r"|lost the|lost(?= rank))"
     r"|(?:^|(?<=: ))rank \d+: "
 )
 """A rank that says what it saw, itself or in the words of another."""
@@ -152,7 +156,7 @@ def may_succeed(scenario: Scenario, outcome: Outcome) -> bool:
 def _misnamed(scenario: Scenario, end: RankEnd) -> Iterator[Problem]:
     assert end.error is not None
     said, culprit = end.error["text"], end.error["culprit"]
-    text = _OR_LINK.sub("", said)
+    text = OR_LINK.sub("", said)
     named = named_ranks(text)
     victims = set(scenario.victims)
     shown = f"(error.rank {culprit}) {end.error['type']}: {said[:400]}"
@@ -165,7 +169,7 @@ def _misnamed(scenario: Scenario, end: RankEnd) -> Iterator[Problem]:
         if scenario.hides_link and named == far_end:
             return
         # Who closes after all others has nobody left to ask which of two ranks is alive.
-        other = _OR_LINK.search(said)
+        other = OR_LINK.search(said)
         if end.last_step == scenario.last_step and other and named_ranks(other[1]) == victims:
             return
         if named != victims:

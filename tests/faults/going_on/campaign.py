@@ -9,18 +9,17 @@ from pathlib import Path
 
 from tests.faults.campaign import Campaign, Result
 from tests.faults.cluster import RATE_BPS, Run, Switch, new_folder
+from tests.faults.going_on import starting
 from tests.faults.going_on.scenario import (
     CHECKPOINT_EVERY,
-    CONNECT_TIMEOUT_S,
     STEPS,
     GoingOnScenario,
     Second,
     draw,
 )
-from tests.faults.going_on.verdict import BOUND_S, judge, took_part
+from tests.faults.going_on.verdict import bound_s, judge, took_part
 from tests.faults.outcome import Outcome, complete_checkpoints
 from tests.faults.scenario import (
-    PROGRESS_TIMEOUT_S,
     SILENCE_TIMEOUT_S,
     Scenario,
 )
@@ -76,9 +75,9 @@ class GoingOnCampaign(Campaign):
             joiners=scenario.processes - scenario.world_size,
         )
         options = {
-            "connect_timeout_s": CONNECT_TIMEOUT_S,
+            "connect_timeout_s": scenario.connect_timeout_s,
             "silence_timeout_s": SILENCE_TIMEOUT_S,
-            "progress_timeout_s": PROGRESS_TIMEOUT_S,
+            "progress_timeout_s": scenario.progress_timeout_s,
             "checkpoint_keep": _KEEP_ALL,
             "checkpoint_every": CHECKPOINT_EVERY,
         }
@@ -92,9 +91,17 @@ class GoingOnCampaign(Campaign):
             if scenario.second is not None:
                 _follow(run, folder, scenario, scenario.second)
             ends = [rank for rank in range(scenario.processes) if rank not in scenario.silenced]
-            run.wait(ends, run.outcome.fault_s + BOUND_S)
+            run.wait(ends, run.outcome.fault_s + bound_s(scenario))
         run.look_for_left_over()
         return run.outcome
+
+
+class StartingCampaign(GoingOnCampaign):
+    """Runs faults of trainings that go on and have not begun."""
+
+    def draw(self, seed: int) -> GoingOnScenario:
+        """Draw a scenario."""
+        return starting.draw(seed)
 
 
 def _follow(run: Run, folder: Path, scenario: GoingOnScenario, second: Second) -> None:

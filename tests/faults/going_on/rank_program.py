@@ -7,7 +7,6 @@ mean that an update takes with its checksum, new members, and the end.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import itertools
 import os
@@ -28,7 +27,16 @@ from gradlane.training.options.options import keywords_of
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.join_requests import JoinRequest, JoinRequests
 from gradlane.training.rendezvous.membership import Membership
-from tests.faults.rank_program import WIDTH, Log, Model, digest, reach_in_core, run_rank
+from tests.faults.rank_program import (
+    WIDTH,
+    Log,
+    Model,
+    digest,
+    reach_before,
+    reach_in_core,
+    reach_in_preparing,
+    run_rank,
+)
 from tests.faults.trigger import Trigger
 
 STEP_S = 0.01
@@ -119,26 +127,16 @@ def reach_in_joining(trigger: Trigger, joins: bool) -> None:
     requests: Any = importlib.import_module("gradlane.training.rendezvous.join_requests")
     requests._LOOK_EVERY_S = _LOOK_EVERY_S
 
-    def reach(owner: Any, name: str, moment: str) -> None:
-        function = getattr(owner, name)
-
-        @functools.wraps(function)
-        def call(*arguments: Any, **options: Any) -> Any:
-            trigger.reach(moment)
-            return function(*arguments, **options)
-
-        setattr(owner, name, call)
-
-    reach(model, "_hand_over", "handing over")
-    reach(session.Joins, "_move", "moving")
+    reach_before(model, "_hand_over", trigger, "handing over")
+    reach_before(session.Joins, "_move", trigger, "moving")
     if joins:
-        reach(JoinRequest, "wait_for_invitation", "asking")
-        reach(JoinRequest, "wait_for_outcome", "deciding")
-        reach(session.FirstStepState, "take", "joined")
+        reach_before(JoinRequest, "wait_for_invitation", trigger, "asking")
+        reach_before(JoinRequest, "wait_for_outcome", trigger, "deciding")
+        reach_before(session.FirstStepState, "take", trigger, "joined")
     else:
-        reach(session.Joins, "_answer", "asking")
-        reach(JoinRequests, "settle", "deciding")
-        reach(PreparedModel, "moved_to", "joined")
+        reach_before(session.Joins, "_answer", trigger, "asking")
+        reach_before(JoinRequests, "settle", trigger, "deciding")
+        reach_before(PreparedModel, "moved_to", trigger, "joined")
 
 
 def wait_for_file(path: Path) -> None:
@@ -164,6 +162,7 @@ def train(job: dict[str, Any], rank: int, log: Log) -> None:
     joins = rank == job["scenario"]["world_size"]
     reach_in_core(trigger)
     reach_in_joining(trigger, joins)
+    reach_in_preparing(trigger)
     log_agreements(log)
     trigger.reach("start")
     limit = {"connect_timeout_s": _JOIN_LIMIT_S} if joins else {}
@@ -171,6 +170,7 @@ def train(job: dict[str, Any], rank: int, log: Log) -> None:
     session = gradlane.init(**options, join=joins)
     if job["scenario"]["call"] % 2:
         trigger.reach("rendezvous")
+    trigger.reach("prepare")
     model, optimizer = model_of(trigger.module())
     log_means(model, log)
     step = 0

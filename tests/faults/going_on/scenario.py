@@ -14,6 +14,8 @@ from tests.faults.scenario import (
     IN_STEPS,
     JOINING,
     NETWORK_FAULTS,
+    PREPARING,
+    PROGRESS_TIMEOUT_S,
     SIGNALS,
     SILENCE_TIMEOUT_S,
     Training,
@@ -23,6 +25,9 @@ STEPS = 24
 CHECKPOINT_EVERY = 4
 CONNECT_TIMEOUT_S = 40.0
 """Ranks have to come to their moment first, on a busy machine too."""
+STARTING_CONNECT_TIMEOUT_S = 20.0
+STARTING_PROGRESS_TIMEOUT_S = 900.0
+"""As by default longer than the bound: nobody is to wait so long for a rank that is lost."""
 TRAININGS = {
     name: Training({"strategy": name, "going_on": True}) for name in ("p3", "slicing", "wfbp")
 }
@@ -30,6 +35,9 @@ MOMENTS = (*BEFORE_CONNECTED, "restore", *IN_STEPS, "checkpoint", "close")
 _MOMENT_WEIGHTS = (1, 1, 1, 2, *(3,) * len(IN_STEPS), 6, 3)
 FAULTS = ("kill", "kill the group", "stop", "cut", "partition")
 _WEIGHTS = (8, 3, 4, 4, 2)
+OF_LINKS = ("partition", "hang up", "garble")
+"""Faults between two ranks: no packet passes; or of their connection, which is shut down, or gets a
+byte that none of them has sent."""
 _SECOND_FAULTS = ("kill", "stop", "cut")
 AFTER = ("the first", "agreement", "the change")
 """What a second fault follows: the first one, new members agreed on, or their coming into force."""
@@ -62,7 +70,7 @@ class GoingOnScenario:
         world_size: number of ranks.
         fault: one of `FAULTS`.
         moment: one of `MOMENTS`.
-        victims: the rank at fault; of a partition, both ends.
+        victims: the rank at fault; of `OF_LINKS`, both ends.
         announcer: the rank whose program reaches the moment.
         step: training step of the moment.
         delay_ms: time from the moment to the fault while the announcer goes on; None: the announcer
@@ -94,11 +102,23 @@ class GoingOnScenario:
     agent: bool = True
     """A process that outlives all ranks hosts the store."""
     listener: str = ""
+    starting: bool = False
+    """Whether it was drawn by `starting`."""
 
     @property
     def kind(self) -> Training:
         """Return the training's options."""
         return replace(TRAININGS[self.training], local_size=self.local_size)
+
+    @property
+    def connect_timeout_s(self) -> float:
+        """Return the ranks' option."""
+        return STARTING_CONNECT_TIMEOUT_S if self.starting else CONNECT_TIMEOUT_S
+
+    @property
+    def progress_timeout_s(self) -> float:
+        """Return the ranks' option."""
+        return STARTING_PROGRESS_TIMEOUT_S if self.starting else PROGRESS_TIMEOUT_S
 
     @property
     def processes(self) -> int:
@@ -123,7 +143,7 @@ class GoingOnScenario:
         return tuple(
             rank
             for fault, victims in self.faults
-            for victim in (victims[1:] if fault == "partition" else victims)
+            for victim in (victims[1:] if fault in OF_LINKS else victims)
             for rank in range(
                 self.node_of(victim) * self.local_size,
                 (self.node_of(victim) + 1) * self.local_size,
@@ -143,7 +163,9 @@ class GoingOnScenario:
         yet none goes on. A majority has to be left, or half: the store then decides for it. A rank
         that joins may be there by then, or not.
         """
-        if self.moment in BEFORE_CONNECTED or (self.moment == "restore" and 0 in self.lost):
+        if self.moment in (*BEFORE_CONNECTED, *PREPARING):
+            return False
+        if (self.moment == "restore" or self.step == 1) and 0 in self.lost:
             return False
         left = self.survivors
         there_before = [rank for rank in left if rank < self.world_size]

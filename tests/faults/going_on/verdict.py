@@ -17,7 +17,7 @@ from tests.faults.going_on.replay import (
 )
 from tests.faults.going_on.scenario import (
     CHECKPOINT_EVERY,
-    CONNECT_TIMEOUT_S,
+    OF_LINKS,
     STEPS,
     GoingOnScenario,
 )
@@ -25,16 +25,25 @@ from tests.faults.outcome import Outcome, RankEnd
 from tests.faults.scenario import (
     CLOSE_TIMEOUT_S,
     NETWORK_FAULTS,
-    PROGRESS_TIMEOUT_S,
     SILENCE_TIMEOUT_S,
 )
-from tests.faults.verdict import SLACK_S, Problem, last_frames, unnamed_files
+from tests.faults.verdict import OR_LINK, SLACK_S, Problem, last_frames, named_ranks, unnamed_files
 
-BOUND_S = (
-    2 * SILENCE_TIMEOUT_S + 1.25 * PROGRESS_TIMEOUT_S + CONNECT_TIMEOUT_S + CLOSE_TIMEOUT_S
-) + SLACK_S
-"""Seconds from the first fault within which every rank that is able to has to end: two are noticed
-one after the other, and a rank that is left out may wait for its last checkpoint."""
+
+def bound_s(scenario: GoingOnScenario) -> float:
+    """Return the seconds from the first fault within which every rank that is able to has to end.
+
+    Two faults are noticed one after the other, and a rank that is left out may wait for its last
+    checkpoint. Nobody waits for the progress of a rank that is lost before training has begun.
+    """
+    limit_s = 2 * SILENCE_TIMEOUT_S + scenario.connect_timeout_s + CLOSE_TIMEOUT_S
+    if not scenario.starting:
+        limit_s += 1.25 * scenario.progress_timeout_s
+    return limit_s + SLACK_S
+
+
+OWN_ENDS = {"raise": "UserError", "exit": "SystemExit"}
+"""Errors with which a program ends itself."""
 
 
 def judge(
@@ -56,7 +65,7 @@ def judge(
     problems = [Problem("left over", None, one) for one in outcome.left_over]
     for end in outcome.ends:
         if end.rank not in scenario.silenced:
-            problems += _check_end(end)
+            problems += _check_end(scenario, end)
     left = [
         end for end in outcome.ends if end.rank in scenario.survivors and took_part(scenario, end)
     ]
@@ -64,6 +73,8 @@ def judge(
     for end in left:
         if end.error is None:
             continue
+        if scenario.starting:
+            problems += _check_culprit(scenario, end)
         said = f"{end.error['type']}: {end.error['text'][:400]}"
         if scenario.must_go_on and not _may_end(scenario, end):
             problems.append(Problem("ended", end.rank, said))
@@ -88,7 +99,22 @@ def took_part(scenario: GoingOnScenario, end: RankEnd) -> bool:
     return end.rank < scenario.world_size or bool(_events(end, "moved"))
 
 
-def _check_end(end: RankEnd) -> Iterator[Problem]:
+def _check_culprit(scenario: GoingOnScenario, end: RankEnd) -> Iterator[Problem]:
+    """Check that a rank that is left blames no rank but those at fault."""
+    assert end.error is not None
+    blamed = named_ranks(OR_LINK.sub("", end.error["text"]))
+    if end.error["culprit"] is not None:
+        blamed.add(end.error["culprit"])
+    at_fault = {victim for _, victims in scenario.faults for victim in victims}
+    cut = any(fault in ("cut", *OF_LINKS) for fault, _ in scenario.faults)
+    # One of two ranks cannot tell which is cut off.
+    possible = at_fault | ({0, 1} if cut and scenario.world_size == 2 else set())
+    if not blamed <= possible or not blamed:
+        shown = f"(error.rank {end.error['culprit']}) {end.error['type']}"
+        yield Problem("misnamed", end.rank, f"not the victim: {shown}: {end.error['text'][:400]}")
+
+
+def _check_end(scenario: GoingOnScenario, end: RankEnd) -> Iterator[Problem]:
     if end.code is None:
         where = last_frames(end.traces)
         yield Problem("hang", end.rank, f"not ended after the bound; {where}")
@@ -98,6 +124,10 @@ def _check_end(end: RankEnd) -> Iterator[Problem]:
         )
     elif end.error is None and not (end.code == 0 and end.is_done):
         yield Problem("silent", end.rank, f"ended with {end.code}: {end.errors[-300:]}")
+    elif scenario.fault in OWN_ENDS and end.rank in scenario.victims:
+        if end.error is None or end.error["type"] != OWN_ENDS[scenario.fault]:
+            text = f"{end.error} in place of the program's own"
+            yield Problem("misnamed", end.rank, text)
     elif end.error is not None and not end.error["ours"]:
         text = f"{end.error['type']}: {end.error['text'][:400]}"
         yield Problem("foreign error", end.rank, text)
@@ -108,7 +138,8 @@ def _may_end(scenario: GoingOnScenario, end: RankEnd) -> bool:
 
     Two ranks of a link that breaks in their last step cannot both know of each other's end.
     """
-    is_silent = any(fault in ("cut", "partition", "stop") for fault, _ in scenario.faults)
+    silent = ("cut", "stop", *OF_LINKS)
+    is_silent = any(fault in silent for fault, _ in scenario.faults)
     return is_silent and end.last_step == STEPS
 
 
