@@ -15,18 +15,15 @@ import torch
 from torch import nn
 
 import gradlane
+from gradlane.training.session import models
 
 FAR_S = 300.0
 """Beyond what any test takes."""
 
 
-def raise_at_meeting(session: gradlane.Session) -> None:
-    """Have `prepare` fail where the ranks would agree."""
-
-    def meet() -> Any:
-        raise KeyError("meeting")
-
-    session._models._meet = meet
+def fail_to_agree(*arguments: Any) -> Any:
+    """Stand for what `prepare` does where the ranks would agree."""
+    raise KeyError("meeting")
 
 
 def main() -> None:
@@ -65,7 +62,7 @@ def main() -> None:
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if fails and moment == "in prepare":
-            raise_at_meeting(session)
+            setattr(models, "agree_on_plan", fail_to_agree)  # noqa: B010
         session.prepare(model, optimizer)
         print(f"rank {rank} is connected")
 
