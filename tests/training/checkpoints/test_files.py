@@ -24,6 +24,7 @@ from gradlane.training.checkpoints.folder import (
     folder_of,
     newest,
     prune,
+    withdraw,
 )
 from gradlane.training.checkpoints.shard import read_shard, write_shard
 
@@ -103,6 +104,44 @@ def test_links_and_pipes_are_no_files(tmp_path: Path) -> None:
     for name in ("link", "pipe"):
         with pytest.raises(CheckpointError, match=f"{name} cannot be read"):
             read_shard(tmp_path / name)
+
+
+def test_nothing_is_written_through_a_link_in_the_place_of_a_folder(tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "folder"
+    outside.mkdir()
+    folder.symlink_to(outside)
+    with pytest.raises(OSError, match="is a link to another place"):
+        write_shard(folder / "one.safetensors", [Piece("a", 0, torch.ones(9))], {"step": 1})
+    assert names(outside) == []
+    (outside / "file").touch()
+    with pytest.raises(OSError, match="Not a directory"):
+        write_shard(tmp_path / "outside" / "file" / "one", [], {"step": 1})
+
+
+@pytest.mark.parametrize("name", ["one.safetensors", "manifest.json"])
+def test_a_link_in_the_place_of_a_file_is_replaced(tmp_path: Path, name: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("the user's")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / name).symlink_to(elsewhere)
+    write_shard(folder / name, [Piece("a", 0, torch.ones(9))], {"step": 1})
+    assert elsewhere.read_text() == "the user's"
+    assert not (folder / name).is_symlink() and read_shard(folder / name)
+
+
+def test_a_link_in_the_place_of_a_folder_keeps_its_manifest(tmp_path: Path) -> None:
+    """Also where it takes that place between a look and the removal."""
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    complete(root, 1).rename(outside)
+    planted = folder_of(root, 1, 1)
+    planted.symlink_to(outside)
+    withdraw(planted)
+    for step in (2, 3):
+        complete(root, step)
+    prune(root, 1, "a", 1)
+    assert len(names(outside)) == 3
 
 
 # ---- which are there
@@ -323,3 +362,29 @@ def test_a_folder_that_leads_elsewhere_is_neither_read_nor_emptied(tmp_path: Pat
         complete(root, step)
     prune(root, 1, "a", 1)
     assert len(names(outside)) == 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "incarnation-999999999999999999",
+        "incarnation-1000000000",
+        "step-000000001-incarnation-999999999999999999",
+        "incarnation-" + "9" * 200,
+    ],
+)
+def test_numbers_that_no_start_can_have_stop_no_start(tmp_path: Path, name: str) -> None:
+    planted = tmp_path / name
+    if name.startswith("step"):
+        planted.mkdir()
+    else:
+        planted.touch()
+    assert [claim(tmp_path), claim(tmp_path)] == [1, 2]
+    check_claim(tmp_path, 2)
+    assert newest(tmp_path) is None and name in names(tmp_path)
+
+
+def test_the_last_number_of_all_is_named(tmp_path: Path) -> None:
+    (tmp_path / "incarnation-999999999").touch()
+    with pytest.raises(OSError, match=r"incarnation 999999999, which no start can be: remove it"):
+        claim(tmp_path)

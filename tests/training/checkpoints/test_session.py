@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import decimal
 import enum
 import errno
+import os
 import re
 import shutil
+import subprocess
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +155,77 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_written(
     assert any("step 3 is not complete" in str(one.message) for one in caught)
     found = newest(tmp_path)
     assert found is not None and found.step == 6
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: int) -> Iterator[None]:
+    """Mount a file system in memory of a few bytes."""
+    options = ["-o", f"size={size},nr_inodes=60"]
+    subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a file system")
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_checkpoints_that_fail_on_a_full_disk_leave_nothing_and_later_ones_are_complete(
+    tmp_path: Path, ranks: int
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk, 1 << 20):
+        root, ballast = disk / "run", disk / "ballast"
+        seen: list[str] = []
+
+        def make_room(step: int) -> None:
+            if step == 6 and ballast.exists():
+                seen.extend(names(root))
+                ballast.unlink()
+
+        root.mkdir()
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(root, ranks, 9, {"checkpoint_every": 2}, after_step=make_room)
+        assert any("No space left" in str(one.message) for one in caught)
+        folders = [name for name in names(root) if name.startswith("step-")]
+        assert all((root / name / "manifest.json").exists() for name in folders), folders
+        assert any("step-000000008" in name for name in folders)
+        # One may be under way.
+        assert len([name for name in seen if name.startswith("step-")]) <= 1
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "file"])
+def test_what_was_planted_in_the_place_of_a_checkpoint_is_not_written_through(
+    tmp_path: Path, kind: str
+) -> None:
+    root, outside = tmp_path / "run", tmp_path / "outside"
+    planted = root / "step-000000006-incarnation-1"
+
+    def plant(step: int) -> None:
+        # The number of the start is known from its first checkpoint.
+        # Several ranks of this process come here.
+        with contextlib.suppress(FileExistsError):
+            if step == 5 and kind == "file":
+                with planted.open("x") as file:
+                    file.write("the user's")
+            elif step == 5:
+                planted.symlink_to(outside)
+
+    if kind == "link":
+        outside.mkdir()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(root, 2, 10, {}, after_step=plant)
+    assert any("step 6 is not complete" in str(one.message) for one in caught)
+    assert names(outside) == [] if kind == "link" else not outside.exists()
+    found = newest(root)
+    assert found is not None and found.step == 9
+    assert kind != "file" or planted.read_text() == "the user's"
 
 
 @pytest.mark.parametrize("late_s", [0.0, 1.0])

@@ -178,6 +178,19 @@ def test_a_secret_that_others_can_read_is_refused_with_the_remedy(
         secret_file(path, SECRET.encode(), mode).read_secret()
 
 
+def test_a_secret_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = secret_file(tmp_path / "secret", SECRET.encode())
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 7)
+    if os.getuid() == 0:
+        # Root's is taken by all, such as a secret that an orchestrator has mounted.
+        assert network.read_secret() == SECRET
+        os.chown(tmp_path / "secret", 7777, -1)
+    with pytest.raises(ValueError, match=r"belongs to user \d+, and this process runs as user"):
+        network.read_secret()
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

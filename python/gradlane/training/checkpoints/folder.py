@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 import shutil
 import stat
@@ -37,6 +38,7 @@ from gradlane.formats.serialization.container import (
 from gradlane.formats.serialization.strict_json import FormatError
 from gradlane.training.checkpoints.shard import (
     damaged,
+    open_folder,
     open_regular,
     refused,
     sync_folder,
@@ -46,9 +48,10 @@ from gradlane.training.checkpoints.shard import (
 _MANIFEST = "manifest.json"
 _MANIFEST_BYTES_MAX = 1 << 26
 _MAC = "hmac"
-_FOLDER = re.compile(r"step-([0-9]{9,18})(?:-incarnation-([0-9]{1,18}))?")
+_INCARNATION_MAX = 999_999_999
+_FOLDER = re.compile(r"step-([0-9]{9,18})(?:-incarnation-([0-9]{1,9}))?")
 """Without an incarnation it is one of version 1. Other names are the user's, and not touched."""
-_CLAIM = re.compile(r"incarnation-([0-9]{1,18})")
+_CLAIM = re.compile(r"incarnation-([0-9]{1,9})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CLAIMS_TRIED = 20
 
@@ -82,6 +85,19 @@ def file_name(rank: int, world_size: int) -> str:
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
+def make_folder(root: Path, step: int, incarnation: int) -> Path:
+    """Make the folder of a step's checkpoint, which the other ranks find there.
+
+    Raises:
+        OSError: it cannot be made; or what is there is none that this start has made.
+    """
+    folder = folder_of(root, step, incarnation)
+    # A step that is taken again, after a failure, finds its folder where it was not removed.
+    folder.mkdir(exist_ok=True)
+    with open_folder(folder):
+        return folder
+
+
 def named_folder(root: Path, name: Any) -> Path:
     """Return the folder of a checkpoint that another rank has named.
 
@@ -109,6 +125,13 @@ def claim(root: Path) -> int:
     """
     for _ in range(_CLAIMS_TRIED):
         number = _latest(root) + 1
+        if number > _INCARNATION_MAX:
+            raise OSError(
+                errno.ERANGE,
+                f"something in it is of incarnation {_INCARNATION_MAX}, which no start can be: "
+                "remove it",
+                str(root),
+            )
         with contextlib.suppress(FileExistsError):
             (root / f"incarnation-{number}").open("xb").close()
             # A later start may have claimed more in between, and removed the file of this number.
@@ -386,8 +409,7 @@ def _latest(root: Path) -> int:
 
 def _remove(folder: Path) -> None:
     # First it stops being complete, so that no reader finds half of it.
-    if folder.is_symlink():
-        return
-    with contextlib.suppress(OSError):
-        (folder / _MANIFEST).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError), open_folder(folder) as descriptor:
+        os.unlink(_MANIFEST, dir_fd=descriptor)
+    # It leaves links alone.
     shutil.rmtree(folder, ignore_errors=True)

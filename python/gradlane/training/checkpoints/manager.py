@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import threading
 import time
@@ -84,7 +85,7 @@ class CheckpointManager:
                 `warning`.
 
         Raises:
-            ValueError: the folder cannot be made.
+            ValueError: the folder cannot be made or written.
         """
         with contextlib.suppress(OSError):
             root = root.resolve()
@@ -92,6 +93,8 @@ class CheckpointManager:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"checkpoint is {root}, which cannot be made: {error}") from error
+        if not os.access(root, os.W_OK | os.X_OK):
+            raise ValueError(f"checkpoint is {root}, which this account may not write")
         self._root = root
         self._every = every
         self._keep = keep
@@ -373,7 +376,6 @@ class CheckpointManager:
         folder: Path | None = None
         try:
             folder = self._agreed_folder(step, scope, members[0])
-            folder.mkdir(parents=True, exist_ok=True)
             name = folders.file_name(rank, len(members))
             facts = {"run": self._run, "step": step, "rank": rank, "world_size": len(members)}
             word: dict[str, Any] = {
@@ -412,22 +414,30 @@ class CheckpointManager:
             if self._incarnation:
                 folders.check_claim(self._root, self._incarnation)
             else:
+                # Somebody may have removed it.
+                self._root.mkdir(parents=True, exist_ok=True)
                 self._incarnation = folders.claim(self._root)
+            folder = folders.make_folder(self._root, step, self._incarnation)
         except (CheckpointError, OSError) as error:
             self._tell(scope, key, {"error": f"rank {first}: {error}"})
             raise
-        folder = folders.folder_of(self._root, step, self._incarnation)
         self._tell(scope, key, {"folder": folder.name})
         return folder
 
     def _complete(self, step: int, scope: RendezvousScope, members: tuple[int, ...]) -> None:
         keys = [f"checkpoint/{step}/{number}" for number in members]
-        words = [
-            self._hear(scope, key, number, "written its file")
-            for number, key in zip(members, keys, strict=True)
-        ]
+        words: list[dict[str, Any]] = []
+        failed: CheckpointError | None = None
+        for number, key in zip(members, keys, strict=True):
+            try:
+                words.append(self._hear(scope, key, number, "written its file"))
+            except CheckpointError as error:
+                # The others still write: what they leave is removed with the rest.
+                failed = failed or error
         for key in (*keys, f"checkpoint/{step}/folder"):
             scope.delete(key)
+        if failed is not None:
+            raise failed
         files = [(word["file"], word["bytes"]) for word in words]
         folders.commit(self._root, step, self._incarnation, self._run, files, self._key)
         folders.prune(self._root, self._keep, self._run, self._incarnation, self._key)

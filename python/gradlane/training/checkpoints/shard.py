@@ -5,15 +5,16 @@ Its format is `serialization.container`'s, so other tools can look into it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import secrets
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from gradlane.errors import CheckpointError
-from gradlane.formats.atomic_io import atomic_write
 from gradlane.formats.serialization.container import (
     Piece,
     SignatureError,
@@ -48,10 +49,9 @@ def write_shard(
     parts = encode_container(pieces, facts, key)
     size = sum(map(len, parts))
 
-    def check(partial: Path) -> None:
+    def check(file: IO[bytes]) -> None:
         try:
-            with partial.open("rb") as file:
-                check_container(file, os.fstat(file.fileno()).st_size)
+            check_container(file, os.fstat(file.fileno()).st_size)
         except FormatError as error:
             raise OSError(errno.EIO, f"what was written reads back differently: {error}") from error
 
@@ -117,31 +117,58 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def write_synced(
-    path: Path, parts: Iterable[Any], check: Callable[[Path], None] = lambda partial: None
+    path: Path, parts: Iterable[Any], check: Callable[[IO[bytes]], None] = lambda file: None
 ) -> None:
     """Write a file beside its place, have it on the disk, and put it there.
 
     Args:
-        path: the file.
+        path: the file. Its folder must be one: nothing is written through a link in its place.
         parts: buffers, in order.
         check: raises if the file, which is on the disk, is not as it should be.
 
     Raises:
         OSError: it cannot be written; nothing of it is left.
     """
+    partial = f".{path.name}.{secrets.token_hex(4)}.tmp"
+    with open_folder(path.parent) as folder:
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with os.fdopen(os.open(partial, flags, 0o666, dir_fd=folder), "w+b") as file:
+                for part in parts:
+                    file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+                # What is read back then comes from the disk, where the file system has one.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                file.seek(0)
+                check(file)
+            os.rename(partial, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(partial, dir_fd=folder)
+            raise
+        os.fsync(folder)
 
-    def write(partial: Path) -> None:
-        with partial.open("wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-            # What is read back then comes from the disk, where the file system has one.
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        check(partial)
 
-    atomic_write(path, write)
-    sync_folder(path.parent)
+@contextlib.contextmanager
+def open_folder(path: Path) -> Iterator[int]:
+    """Open a folder; a link, which may lead anywhere, is none.
+
+    Raises:
+        OSError: it is not there, or no folder.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if path.is_symlink():
+            text = "it is a link to another place, which no start has made: remove it"
+            raise OSError(errno.ELOOP, text, str(path)) from error
+        raise
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:

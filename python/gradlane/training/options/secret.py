@@ -61,14 +61,16 @@ def read_secret_file(path: Path, name: str = "secret_file") -> str:
         name: of the option, for errors.
 
     Raises:
-        ValueError: it cannot be read, others than its owner can read it, or it holds no secret.
+        ValueError: it cannot be read, others than its owner can read it, it is another user's, or
+            it holds no secret.
     """
     shown = f"{name} is {path}"
     try:
         # A pipe would block here.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
-            mode = os.fstat(descriptor).st_mode
+            found = os.fstat(descriptor)
+            mode = found.st_mode
             content = file.read(_FILE_BYTES_MAX + 1) if stat.S_ISREG(mode) else b""
     except OSError as error:
         raise ValueError(f"{shown}, which cannot be read: {error.strerror}; {_REMEDY}") from error
@@ -78,6 +80,12 @@ def read_secret_file(path: Path, name: str = "secret_file") -> str:
         raise ValueError(
             f"{shown}, which others than its owner may read or write (mode "
             f"{stat.S_IMODE(mode):04o}): chmod 600 {path}"
+        )
+    if found.st_uid not in (0, os.geteuid()):
+        # Its owner could read it, and put another one there.
+        raise ValueError(
+            f"{shown}, which belongs to user {found.st_uid}, and this process runs as user "
+            f"{os.geteuid()}: give it a file of its own user or of root"
         )
     if len(content) > _FILE_BYTES_MAX:
         raise ValueError(f"{shown}, which has more than {_FILE_BYTES_MAX} bytes; {_REMEDY}")
