@@ -573,7 +573,7 @@ class FakeChannel:
             return taken
 
     def all_connected(self) -> None:
-        self._check()
+        """Nothing is checked here."""
 
     def switch_priorities(self, priorities: list[int]) -> None:
         assert self.rank == 0

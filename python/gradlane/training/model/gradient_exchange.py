@@ -205,7 +205,10 @@ class GradientExchange:
         priorities = order.priorities(layout.table_size + layout.extras)
         # Statuses are asked for before any update, and buffers by the first module that has some.
         priorities[layout.table_size :] = [0] * layout.extras
-        self._channel.switch_priorities(priorities)
+        try:
+            self._channel.switch_priorities(priorities)
+        except self._core.ChannelError as error:
+            self._raise_failed(error, "telling the order of the forward")
 
     def hold_factors(self, index: int, part: Part) -> None:
         """Take factors of a part of a parameter's gradient."""

@@ -204,7 +204,8 @@ class PreparedModel:
         )
         if self._barrier is not None and self._updates is not None:
             # From now on this rank updates its own slices, also before its own first step.
-            self.channel.set_optimizer(0, self._updates.checked_rows())
+            with self._translating("preparing the model"):
+                self.channel.set_optimizer(0, self._updates.checked_rows())
 
         ctx.membership.training_step_of = self.steps.training_step_of
         self.has_parted = False

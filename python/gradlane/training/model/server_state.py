@@ -133,7 +133,8 @@ class ServerState:
                 )
         if self._due is not None:
             due, self._due = self._due, None
-            self._hand_over(due)
+            with self._translating("handing the optimizer's state to the servers"):
+                self._hand_over(due)
 
     def bring_home(self) -> None:
         """Put all state into the optimizer on every rank; a collective call.

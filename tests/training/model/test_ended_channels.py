@@ -1,0 +1,124 @@
+"""Any call of the core may be the first to meet the end of a session; its error is translated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradlane
+from tests.training.model.fake_core import ChannelError, FakeCore
+from tests.training.model.ranks import run_ranks
+
+STEPS = 2
+NEVER_RAISE = {
+    *("abort", "all_connected", "forget_in_child", "has_measurable_squares", "metrics_json"),
+    *("next_changes", "participation", "residual_squares", "take_timeline", "take_trace"),
+    "waited_ns",
+}
+"""Calls that take no error of the session, or whose thread ends with it."""
+
+
+class EndingChannel:
+    """A channel whose session ends as its rank makes the fatal call."""
+
+    def __init__(self, channel: Any, core: EndingCore) -> None:
+        self._channel = channel
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._channel, name)
+        if name in NEVER_RAISE or not callable(found) or self._channel.rank != 0:
+            return found
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self._core.calls.append(name)
+            if len(self._core.calls) >= self._core.fatal:
+                self._channel.abort("the link was cut")
+                raise ChannelError("rank 1 was lost: the link was cut", None, 1)
+            return found(*arguments, **options)
+
+        return call
+
+
+class EndingCore(FakeCore):
+    """A core whose rank 0 meets the end of the session at a call."""
+
+    def __init__(self, fatal: float) -> None:
+        super().__init__()
+        self.fatal = fatal
+        self.calls: list[str] = []
+
+    def Channel(self, *arguments: Any, **options: Any) -> Any:  # noqa: N802
+        return EndingChannel(super().Channel(*arguments, **options), self)
+
+
+def train(session: Any, optimizer: Callable[..., Any], *, clips: bool = False) -> None:
+    """Train a small model, and read what a program reads."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    held = optimizer(model.parameters(), lr=0.1)
+    session.prepare(model, held)
+    for step in range(STEPS):
+        model(torch.ones(2, 3) * (step + session.rank)).sum().backward()
+        if clips:
+            session.clip_grad_norm_(1.0)
+        held.step()
+        held.zero_grad()
+        next(model.parameters()).sum().item()
+    session.synchronize()
+    model.state_dict()
+    held.state_dict()
+    session.state_dict()
+    session.metrics()
+    session.take_trace()
+
+
+def plain(session: Any) -> None:
+    train(session, torch.optim.SGD)
+
+
+def clipped(session: Any) -> None:
+    train(session, torch.optim.AdamW, clips=True)
+
+
+def shut(session: Any) -> None:
+    train(session, torch.optim.SGD)
+    session.close()
+
+
+def arrays(session: Any) -> None:
+    session.register("values", (4,), np.float32)
+    session.spread({"values": np.ones(4, np.float32)})
+    for _ in range(STEPS):
+        session.push("values", np.ones(4, np.float32))
+        session.wait("values")
+
+
+@pytest.mark.parametrize(
+    ("body", "options"),
+    [
+        (plain, {}),
+        (clipped, {}),
+        (shut, {"update": "server"}),
+        (arrays, {}),
+    ],
+)
+def test_no_error_of_the_core_comes_through(
+    body: Callable[[Any], None], options: dict[str, Any]
+) -> None:
+    core = EndingCore(float("inf"))
+    run_ranks(2, body, core=core, summary=False, **options)
+    assert len(core.calls) > 10
+    for fatal, name in enumerate(core.calls, 1):
+        if core.calls[: fatal - 1].count(name) >= 2:
+            # Later ones are made from the same places.
+            continue
+        errors = run_ranks(
+            2, body, core=EndingCore(fatal), summary=False, expect_errors=True, **options
+        )
+        for error in errors:
+            assert error is None or isinstance(error, gradlane.GradlaneError), (fatal, name, error)
