@@ -34,6 +34,7 @@ from gradlane.training.rendezvous import addresses
 from gradlane.training.rendezvous.connecting import connect_channel, wait_until_all_are_connected
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
 from gradlane.training.rendezvous.environment import RankInfo, own_processors
+from gradlane.training.rendezvous.half_register import HalfRegister
 from gradlane.training.rendezvous.membership import Membership
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.serving import JobAnnouncement, JobAnnouncements
@@ -132,11 +133,14 @@ def open_channel(
     """
     if not goes_on:
         ctx = replace(ctx, options=replace(ctx.options, going_on=GoingOn(on=False)))
+    register = HalfRegister(scope)
+    if ctx.rank_info.ranks > 1 and ctx.options.going_on.on:
+        register.open()
     channel = _open(ctx, scope, rows, layout, update, first, gradients)
     if ctx.rank_info.ranks > 1:
         if ctx.options.going_on.on:
             # From the first moment on half of the ranks may ask for the word of the store.
-            ctx.membership.follow(ctx.core, channel, scope)
+            ctx.membership.follow(ctx.core, channel, scope, register)
             scope.loss_of = functools.partial(ctx.membership.loss_of, world=scope.rank_info.job)
         wait_until_all_are_connected(ctx.core, channel, scope)
     limit_s = ctx.options.network.progress_timeout_s

@@ -187,8 +187,8 @@ def test_half_of_the_ranks_asks_the_store() -> None:
 def test_half_of_the_ranks_ends_where_the_other_half_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scope = "gradlane.training.rendezvous.rendezvous.RendezvousScope.claim"
-    monkeypatch.setattr(scope, lambda self, key, value: "[0]")
+    register = "gradlane.training.rendezvous.half_register.HalfRegister.claim"
+    monkeypatch.setattr(register, lambda self, generation, value: "[0]")
     results = run_ranks(
         2, lambda one: train(one, (0,), "before"), expect_errors=True, going_on=True
     )
@@ -198,11 +198,10 @@ def test_half_of_the_ranks_ends_where_the_other_half_goes_on(
 def test_a_lost_store_is_told_and_answers_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def claim(self: Any, key: str, value: str) -> str:
+    def claim(self: Any, generation: int, value: str) -> str:
         raise gradlane.RendezvousError("rank 1 lost the store")
 
-    scope = "gradlane.training.rendezvous.rendezvous.RendezvousScope.claim"
-    monkeypatch.setattr(scope, claim)
+    monkeypatch.setattr("gradlane.training.rendezvous.half_register.HalfRegister.claim", claim)
     results = run_ranks(
         2, lambda one: train(one, (0,), "before"), expect_errors=True, going_on=True
     )

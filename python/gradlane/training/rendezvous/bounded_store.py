@@ -276,6 +276,37 @@ class BoundedStore:
         stored: bytes = self._run(lambda store: store.compare_set(path, "", signed), limit_s, None)
         return self._signer.check(path, stored, None).decode()
 
+    def replace(self, key: str, old: bytes, new: str) -> bytes | None:
+        """Write a key, which any rank may write, if it has an old value; return its value then.
+
+        Args:
+            key: the key.
+            old: the value that it is to have.
+            new: the value that it gets; another one than the old.
+
+        Returns:
+            The new value, or what is there instead; None if the key is not there.
+
+        Raises:
+            StoreLostError: the store is gone or does not respond.
+            StoreValueRefusedError: the value is not signed as the job's secret signs it.
+        """
+        path = self._prefix + key
+        stored: bytes | None = self._run(
+            lambda store: bytes(store.get(path)) if store.check([path]) else None, None, None
+        )
+        if stored is None:
+            return None
+        found = self._signer.check(path, stored, None)
+        if found != old:
+            return found
+        signed = self._signer.sign(path, new)
+        now: bytes = self._run(
+            lambda store: store.compare_set(path, stored.decode(), signed.decode()), None, None
+        )
+        # A store returns what it was to find where it finds nothing.
+        return None if now == stored else self._signer.check(path, now, None)
+
     def increment(self, key: str, *, on_poll: PollHook | None = None) -> int:
         """Add one to a counter that starts at 0, and is not signed; return it.
 

@@ -21,6 +21,7 @@ from gradlane.errors import RendezvousError, SessionFailedError
 from gradlane.training.core import Channel, CoreModule
 from gradlane.training.log import log
 from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.half_register import HalfRegister
 
 if TYPE_CHECKING:
     from gradlane.training.rendezvous.rendezvous import RendezvousScope
@@ -126,6 +127,7 @@ class Membership:
         """Name of the world whose connections are in force."""
         self._numbers = {rank_info.job: {number: number for number in self.members}}
         """By world: the numbers that its ranks have in the one in force, by those there."""
+        self._registers: list[HalfRegister] = []
         self._early: list[tuple[str, int, tuple[int, ...], int, str]] = []
         """Changes in worlds that are not in force yet, with their names."""
         # Listeners of what has happened may ask.
@@ -202,39 +204,63 @@ class Membership:
         core: CoreModule,
         channel: Channel,
         scope: RendezvousScope,
+        register: HalfRegister,
     ) -> None:
         """Learn of changes on a channel from now on, in a thread that ends with it.
 
         Args:
             core: where the channel's errors come from.
             channel: tells the changes.
-            scope: of the channel; a world that breaks in halves decides in its store.
+            scope: of the channel.
+            register: of its world, which decides in it where exactly half of the ranks are left.
         """
         world = scope.rank_info.job
+        self._registers.append(register)
+        left = scope.rank_info.world_size
 
         def run() -> None:
+            nonlocal left
             try:
                 while True:
                     for kind, generation, members, step, text in channel.next_changes(wait=True):
                         if kind == "claim":
-                            channel.answer_claim(generation, self._claim(scope, generation, text))
-                        else:
-                            self.hear(world, generation, tuple(members), step, text)
+                            channel.answer_claim(
+                                generation, self._claim(register, generation, text)
+                            )
+                            continue
+                        self.hear(world, generation, tuple(members), step, text)
+                        if 2 * len(members) <= left:
+                            # The register has decided.
+                            register.watch(generation, channel.abort)
+                        left = len(members)
             except core.ChannelError:
                 return  # The session is over; its waits raise the reason.
+            finally:
+                register.close()
 
         threading.Thread(target=run, name="gradlane-members", daemon=True).start()
 
-    def _claim(self, scope: RendezvousScope, generation: int, value: str) -> str | None:
+    def _claim(self, register: HalfRegister, generation: int, value: str) -> str | None:
         """Return what the job's store holds for a generation: this value if it held none."""
         try:
-            return scope.claim(f"members/{generation}", value)
+            return register.claim(generation, value)
         except RendezvousError as error:
             self._say(
                 f"{error}: half of the ranks are left, and the store alone could tell whether "
                 "the other half goes on"
             )
             return None
+
+    def leave_registers(self) -> None:
+        """Check for the last time that no other half of the ranks goes on, where this one does.
+
+        Raises:
+            RendezvousError: one does, or the store was changed.
+        """
+        for register in self._registers:
+            register.close()
+        for register in self._registers:
+            register.check()
 
     def hear(
         self, world: str, change: int, members: tuple[int, ...], step: int, reason: str

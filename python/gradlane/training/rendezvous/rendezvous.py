@@ -294,13 +294,25 @@ class RendezvousScope:
         self._store.set(key, value, on_poll=self.on_poll)
         self._written.add(key)
 
-    def claim(self, key: str, value: str) -> str:
-        """Write a key, which any rank may write, unless it exists; return its value.
+    def put_lasting(self, key: str, value: str) -> None:
+        """Write a key that stays in the store when the session is closed; errors as for `put`."""
+        self._store.set(key, value, on_poll=self.on_poll)
+
+    def replace(self, key: str, old: bytes, new: str) -> bytes | None:
+        """Write a key, which any rank may write, if it has an old value; return its value then.
+
+        Args:
+            key: the key.
+            old: the value that it is to have.
+            new: the value that it gets.
+
+        Returns:
+            The new value, or what is there instead; None if the key is not there.
 
         Raises:
             RendezvousError: the store is gone or does not answer.
         """
-        return self._store.set_if_absent(key, value)
+        return self._store.replace(key, old, new)
 
     def mark_connected(self, timeout_s: float, on_poll: Callable[[], object]) -> None:
         """Record that the ranks are connected: waits now raise `ProgressTimeoutError`.
@@ -579,8 +591,12 @@ class RendezvousScope:
             done.set()
             thread.join()
 
-    def peek(self, key: str, rank: int) -> bytes | None:
+    def peek(self, key: str, rank: int | None) -> bytes | None:
         """Return the value of a key that a rank writes, without waiting; None if it is not there.
+
+        Args:
+            key: the key.
+            rank: the rank; None: any.
 
         Raises:
             RendezvousError: the store is gone or does not answer.

@@ -866,6 +866,10 @@ class Session:
                 self.rank,
             )
         errors: list[GradlaneError] = []
+        try:
+            self._ctx.membership.leave_registers()
+        except GradlaneError as error:
+            errors.append(error)
         for part in self._parts():
             try:
                 part.close(timeout_s)
