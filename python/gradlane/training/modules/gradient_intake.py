@@ -39,6 +39,11 @@ def _owners(tensor: Tensor) -> int | None:
     return _count_owners(storage._cdata)
 
 
+def _lies_in(tensor: Tensor, memory: int) -> bool:
+    """Whether a tensor's memory is the one that begins at an address."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == memory
+
+
 def _sole_references() -> int:
     tensor = torch.empty(1, dtype=torch.float32, device="cpu")
     return sys.getrefcount(tensor)
@@ -88,10 +93,13 @@ class GradientIntake:
         self._copies: dict[int, Tensor] = {}
         self._watched: dict[int, Tensor | None] = {}
         """Those of this step that the program looks at, by tensor number; None: not taken yet."""
+        self._kept_memory: set[int] = set()
+        """Addresses of memory that the program keeps, as found in this step."""
 
     def begin_step(self) -> None:
         """Forget which gradients of the last step were watched."""
         self._watched.clear()
+        self._kept_memory.clear()
 
     @property
     def is_watched(self) -> bool:
@@ -125,11 +133,24 @@ class GradientIntake:
     def _is_shared(self, index: int, gradient: Tensor) -> bool:
         """Whether others have the memory of a gradient that backward has added to, such as one that
         was zeroed in place. That of a gradient just made may be shared by autograd alone."""
-        if gradient.layout is not torch.strided or not gradient._version:
+        if gradient.layout is not torch.strided or not gradient._version or _ALONE is None:
             return False
         copy = self._copies.get(index)
         own = int(copy is not None and copy.data_ptr() == gradient.data_ptr())
-        return _ALONE is not None and _owners(gradient) != _ALONE + own
+        expected = _ALONE + own
+        if _owners(gradient) == expected:
+            return False
+        memory = gradient.untyped_storage().data_ptr()
+        if memory not in self._kept_memory:
+            # Autograd gives several parameters views of one memory, as where they are joined.
+            found = (raw_grad(entry.tensor) for entry in self._trained)
+            expected += sum(
+                one is not gradient and _lies_in(one, memory) for one in found if one is not None
+            )
+            if _owners(gradient) == expected:
+                return False
+            self._kept_memory.add(memory)
+        return True
 
     def take(self, index: int, parameter: Tensor) -> Tensor:
         """Return a gradient in memory of its own, laid out like its table entry.
