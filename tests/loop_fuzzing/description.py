@@ -46,11 +46,14 @@ class Model:
         blocks: in the order of the forward.
         extras: which odd parameters the model has, see `models.EXTRAS`.
         dtype: of all parameters.
+        classes: which classes of the program's own its parameters have, see
+            `models.PARAMETER_CLASSES`; in turn with plain ones.
     """
 
     blocks: tuple[Block, ...]
     extras: tuple[str, ...] = ()
     dtype: str = "float32"
+    classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Optimizer:
         wrapped: (how, what it does): a wrapper of the object's `step`, made before `prepare`.
         derived: (how, what it does): a class derived from `kind` with a `step` of its own.
         counts: where an `oddities.Counts`, in place of `kind`, counts its steps.
+        outer: (how, which is prepared): a look-ahead around it, see `look_ahead.py`.
     """
 
     kind: str
@@ -76,6 +80,7 @@ class Optimizer:
     wrapped: tuple[str, str] | None = None
     derived: tuple[str, str] | None = None
     counts: str | None = None
+    outer: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -156,11 +161,18 @@ def _model(data: dict[str, Any]) -> Model:
         Block(**{**one, "when": tuple(one["when"]) if one.get("when") else None})
         for one in data["blocks"]
     )
-    return Model(**{**data, "blocks": blocks, "extras": tuple(data.get("extras", ()))})
+    return Model(
+        **{
+            **data,
+            "blocks": blocks,
+            "extras": tuple(data.get("extras", ())),
+            "classes": tuple(data.get("classes", ())),
+        }
+    )
 
 
 def _optimizer(data: dict[str, Any]) -> Optimizer:
-    pairs = {name: tuple(data[name]) for name in ("wrapped", "derived") if data.get(name)}
+    pairs = {name: tuple(data[name]) for name in ("wrapped", "derived", "outer") if data.get(name)}
     return Optimizer(**{**data, **pairs})
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tests.loop_fuzzing import description as d
+from tests.loop_fuzzing.kept_loops import add_kept
 from tests.loop_fuzzing.models import EXTRAS, KINDS, NORMS, OLD_NORMS, TIES
 from tests.loop_fuzzing.odd_loops import add_oddities
 from tests.loop_fuzzing.optimizers import SCHEDULERS
@@ -564,7 +565,7 @@ def generate(seed: int, ranks: tuple[int, ...] = (2, 3), *, odd: bool = True) ->
     Args:
         seed: any integer that is not negative.
         ranks: world sizes to choose from.
-        odd: whether it may have what only few programs do, see `odd_loops.py`.
+        odd: whether it may have what only few programs do, see `odd_loops.py` and `kept_loops.py`.
     """
     loop = Generator(seed, ranks).loop()
-    return add_oddities(loop) if odd else loop
+    return add_kept(add_oddities(loop)) if odd else loop

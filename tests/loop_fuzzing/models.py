@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -409,6 +410,24 @@ def _call(how: str, module: nn.Module, hidden: Tensor) -> Tensor:
     return module(hidden)  # type: ignore[no-any-return]
 
 
+class OwnParameter(nn.Parameter):
+    """A parameter of a class of the program's."""
+
+
+class AskedParameter(nn.Parameter):
+    """One that torch asks what its operations do."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+PARAMETER_CLASSES: dict[str, type[nn.Parameter]] = {"own": OwnParameter, "asked": AskedParameter}
+
+
 def build_model(described: description.Model, seed: int) -> Stranger:
     """Build a model; the same seed gives the same values.
 
@@ -434,6 +453,10 @@ def build_model(described: description.Model, seed: int) -> Stranger:
             for hook in module._forward_pre_hooks.values():
                 if isinstance(hook, WeightNorm):
                     setattr(module, hook.name, hook.compute_weight(module))
+    names = [*described.classes, ""] if described.classes else []
+    for parameter, name in zip(model.parameters(), itertools.cycle(names), strict=False):
+        if name:
+            parameter.__class__ = PARAMETER_CLASSES[name]
     return model if DEVICE.type == "cpu" else model.to(DEVICE)
 
 

@@ -40,6 +40,9 @@ _ODD = (
     "backward_twice",
     "write_buffer",
     "look_at_buffer",
+    "meet",
+    "look_at_cache",
+    "drift",
 )
 
 
@@ -64,6 +67,8 @@ def labels(loop: Loop) -> tuple[str, ...]:
     """Return what is odd in a loop, each once."""
     found = {_label(action) for action in loop.actions if _is_odd(action)}
     found.update(span.label for span in _of_loop(loop))
+    found.update(f"class {name}" for model in loop.models for name in model.classes)
+    found.update(f"outer {'.'.join(one.outer)}" for one in loop.optimizers if one.outer)
     found.update("early scheduler" for one in loop.optimizers if one.early_scheduler)
     return tuple(sorted(found))
 
@@ -130,6 +135,8 @@ def _is_listed(action: Action) -> bool:
     how, via = given.get("how"), given.get("via")
     if action.thread:
         return False
+    if action.do in ("meet", "look_at_cache", "drift"):
+        return True
     if action.do == "look_at_kept":
         return via in _LISTED
     if action.do == "follow_kept":

@@ -10,6 +10,7 @@ import copy
 import ctypes
 import functools
 import io
+import itertools
 import pickle
 import threading
 import types
@@ -209,6 +210,45 @@ def _change(how: str, one: Tensor) -> None:
         raise KeyError(how)
 
 
+def _added(program: Program, kept: list[Tensor]) -> list[Tensor]:
+    return [one.flatten()[:1] + other.flatten()[:1] for one, other in itertools.pairwise(kept)]
+
+
+def _averaged(program: Program, kept: list[Tensor]) -> list[Tensor]:
+    if [one.shape for one in program.meeting] != [one.shape for one in kept]:
+        program.meeting = [torch.zeros_like(one) for one in kept]
+    torch._foreach_lerp_(program.meeting, [one.detach() for one in kept], 0.5)
+    torch._foreach_mul_(program.meeting, 0.5)
+    for mean, one in zip(program.meeting, kept, strict=True):
+        mean.add_(one, alpha=0.25)
+    return program.meeting
+
+
+def _copied(_: Program, kept: list[Tensor]) -> list[Tensor]:
+    copies = [torch.zeros_like(one) for one in kept]
+    torch._foreach_copy_(copies, kept)
+    return copies
+
+
+MEETINGS: dict[str, Callable[[Program, list[Tensor]], list[Tensor]]] = {
+    "norms": lambda _, kept: list(torch._foreach_norm([*kept], float("inf"))),
+    "maximum": lambda _, kept: [torch.maximum(kept[0].real.max(), kept[-1].real.max())],
+    "cat": lambda _, kept: [torch.cat([one.flatten() for one in kept])],
+    "vector": lambda _, kept: [nn.utils.parameters_to_vector(kept)],
+    "where": lambda _, kept: [
+        torch.where(torch.tensor(True), kept[-1], kept[0].flatten()[0].to(kept[-1].dtype))
+    ],
+    "total": lambda _, kept: [nn.utils.get_total_norm(kept)],
+    "meshed": lambda _, kept: list(torch.cartesian_prod(kept[0].flatten(), kept[-1].flatten())),
+    "kron": lambda _, kept: [torch.kron(kept[0], kept[-1])],
+    "add": _added,
+    "average": _averaged,
+    "copy": _copied,
+    "deepcopy": lambda _, kept: list(copy.deepcopy({"kept": (*kept,)})["kept"]),
+    "pickle": lambda _, kept: [one.detach() for one in pickle.loads(pickle.dumps(kept))],
+}
+"""How a program gives many parameters to one operation."""
+
 CHANGES = (
     "assign",
     "none",
@@ -376,6 +416,8 @@ class Oddities:
         self.calls = [0 for _ in self.models]
         self.hooks: list[Any] = []
         self.threads: list[tuple[threading.Thread, list[str]]] = []
+        self.meeting: list[Tensor] = []
+        self.caches: dict[int, list[tuple[int, Tensor]]] = {}
 
     def _via(self, via: str, model: int, only: int | None = None) -> list[Tensor]:
         program: Any = self
@@ -541,6 +583,33 @@ class Oddities:
             self._noting("follow.norms", lambda: list(norms))
         kept = average
         self._noting(f"follow.{how}", lambda: kept)
+
+    @torch.no_grad()
+    def meet(self, model: int, *, how: str) -> None:
+        """Give kept parameters of all models to one operation."""
+        kept = [one for each in self.kept_lists for one in each if one.numel() > 0]
+        if model:
+            kept = kept[::-1]
+        program: Any = self
+        self._noting(f"meet.{how}", lambda: MEETINGS[how](program, kept))
+
+    @torch.no_grad()
+    def look_at_cache(self, model: int) -> None:
+        """Look at copies of kept parameters that are made anew where `_version` has moved."""
+        cache = self.caches.setdefault(model, [])
+        for place, one in enumerate(self.kept_lists[model]):
+            if place == len(cache):
+                cache.append((one._version, one.detach().clone()))
+            elif cache[place][0] != one._version:
+                cache[place] = (one._version, one.detach().clone())
+        self._noting("cache", lambda: [value for _, value in cache])
+
+    @torch.no_grad()
+    def drift(self, model: int, *, via: str, factor: float) -> None:
+        """Change frozen parameters, alike on all ranks."""
+        for one in self._via(via, model):
+            if not one.requires_grad:
+                one.mul_(factor)
 
     @torch.no_grad()
     def write_kept(self, model: int, *, via: str, how: str) -> None:

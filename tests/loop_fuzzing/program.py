@@ -24,6 +24,7 @@ from gradlane.training.core import load_core
 from gradlane.training.model.clipping import exact_norm
 from tests.device import DEVICE
 from tests.loop_fuzzing.description import Action, Loop
+from tests.loop_fuzzing.look_ahead import look_ahead
 from tests.loop_fuzzing.models import BATCH, TOKENS, WIDTH, Stranger, build_model
 from tests.loop_fuzzing.oddities import Oddities
 from tests.loop_fuzzing.optimizers import build_optimizer, build_scheduler
@@ -78,6 +79,13 @@ class Program(Oddities):
             if optimizer.wrapped is not None:
                 how, inside = optimizer.wrapped
                 self.wrap_step(number, how=how, inside=inside)
+        self.prepared = list(self.optimizers)
+        for number, optimizer in enumerate(loop.optimizers):
+            if optimizer.outer is not None:
+                how, prepared = optimizer.outer
+                self.optimizers[number] = look_ahead(self.prepared[number], how)
+                if prepared == "outer":
+                    self.prepared[number] = self.optimizers[number]
         self.averages: dict[int, AveragedModel] = {}
         self.weights: dict[int, int | None] = {}
         self.kept: dict[int, dict[str, Tensor]] = {}

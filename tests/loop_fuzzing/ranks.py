@@ -81,7 +81,7 @@ class RankProgram(Program):
         with self.default_device("prepare"):
             self.session.prepare(
                 self.models[model],
-                self.optimizers[model],
+                self.prepared[model],
                 defer=self.loop.defer,
                 buffers=self.loop.buffers,
             )

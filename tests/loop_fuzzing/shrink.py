@@ -176,6 +176,8 @@ def _smaller_model(model: Model) -> Iterator[Model]:
                 yield dataclasses.replace(model, blocks=blocks)
     if model.dtype != "float32":
         yield dataclasses.replace(model, dtype="float32")
+    if model.classes:
+        yield dataclasses.replace(model, classes=())
 
 
 def _smaller_optimizers(loop: Loop) -> Iterator[Loop]:
@@ -188,6 +190,7 @@ def _smaller_optimizers(loop: Loop) -> Iterator[Loop]:
             dataclasses.replace(optimizer, wrapped=None),
             dataclasses.replace(optimizer, derived=None),
             dataclasses.replace(optimizer, counts=None),
+            dataclasses.replace(optimizer, outer=None),
             *(
                 dataclasses.replace(
                     optimizer,

@@ -7,6 +7,7 @@ nothing is left out. Prints what is wrong, and with `--all` also what is right o
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.loop_fuzzing import oddities
 from tests.loop_fuzzing.description import Action, Block, Loop, Model, Optimizer
+from tests.loop_fuzzing.look_ahead import OUTERS
 from tests.loop_fuzzing.models import ODD_BUFFERS
 from tests.loop_fuzzing.verdict import judge
 
@@ -75,6 +77,25 @@ def siblings() -> Iterator[tuple[str, Loop]]:
     yield from _of_optimizers()
     yield from _of_hooks_and_threads()
     yield from _of_buffers_and_defaults()
+    yield from _of_what_is_kept()
+
+
+def _of_what_is_kept() -> Iterator[tuple[str, Loop]]:
+    frozen = Model((Block("linear"), Block("linear_no_bias", frozen=True)))
+    for how in oddities.MEETINGS:
+        for kinds in ((), ("own",), ("asked",), ("own", "asked")):
+            model = dataclasses.replace(_MODEL, classes=kinds)
+            meet = _do("meet", how=how)
+            yield f"one operation: {how} of {kinds}", _loop(*_around(after=meet), model=model)
+    look = _do("look_at_cache")
+    for options in ({}, {"update": "server"}):
+        yield f"cache by version {options}", _loop(look, *_around(after=look), options=options)
+        drift = _do("drift", via="kept", factor=0.5)
+        yield f"drift {options}", _loop(*_around(after=drift), model=frozen, options=options)
+    for how in OUTERS:
+        for prepared in ("outer", "base") if how != "bare" else ("base",):
+            outer = dataclasses.replace(_SGD, outer=(how, prepared))
+            yield f"look-ahead {how}, {prepared} prepared", _loop(*_around(), optimizer=outer)
 
 
 def _of_gradients() -> Iterator[tuple[str, Loop]]:
