@@ -120,13 +120,41 @@ def test_a_session_with_momentum_is_the_papers(defer: bool | None, parts: int) -
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("update", ["worker", "server"])
-def test_the_codec_brings_momentum_where_the_optimizer_has_none(update: str) -> None:
-    codec = CODEC.replace("broadcast_ratio=1,", "") if update == "server" else CODEC
+def test_the_codec_brings_momentum_where_the_servers_have_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    codec = CODEC.replace("broadcast_ratio=1,", "")
     expected = trained_by_the_paper(decays_before_momentum=False)
-    for found in run(lambda session: train(session, 0.0), codec=codec, update=update):
+    caplog.set_level("INFO", "gradlane")
+    for found in run(lambda session: train(session, 0.0), codec=codec, update="server"):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    words = f"applies a momentum of {MOMENTUM:g}, and SGD has none"
+    assert [one.getMessage() for one in caplog.records if words in one.getMessage()], caplog.text
+
+
+@pytest.mark.parametrize("codec", ["dgc", CODEC, {"*": "dgc:momentum=0.5"}])
+def test_sgd_without_momentum_does_not_train_with_that_of_the_codec(codec: Any) -> None:
+    def body(session: Any) -> None:
+        model = nn.Linear(30, 30)
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    found = refusal(body, codec=codec)
+    assert "has momentum=0, and codec 'dgc" in found
+    assert "in the group" in found and "or begin with dgc:momentum=0" in found
+
+
+def test_sgd_that_loses_its_momentum_while_training() -> None:
+    def body(session: Any) -> None:
+        model = nn.Linear(30, 30)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=MOMENTUM)
+        session.prepare(model, optimizer)
+        optimizer.param_groups[0]["momentum"] = 0.0
+        loss: Any = model(torch.ones(1, 30)).sum()
+        loss.backward()
+        optimizer.step()
+
+    assert "has momentum=0, and codec 'dgc" in refusal(body)
 
 
 def test_the_oracle_tells_what_is_left_out() -> None:

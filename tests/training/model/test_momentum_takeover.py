@@ -115,8 +115,7 @@ def test_other_tensors_of_a_group_keep_the_momentum_of_sgd() -> None:
 
 
 @pytest.mark.parametrize("buffers", ["broadcast", "average", "local"])
-@pytest.mark.parametrize("momentum", [0.0, MOMENTUM])
-def test_a_model_with_buffers_trains_under_the_codec(buffers: str, momentum: float) -> None:
+def test_a_model_with_buffers_trains_under_the_codec(buffers: str) -> None:
     """The packed buffers go the same way as gradients, and belong to no parameter."""
 
     def body(session: Any) -> list[Tensor]:
@@ -124,7 +123,7 @@ def test_a_model_with_buffers_trains_under_the_codec(buffers: str, momentum: flo
             lambda: nn.Sequential(nn.Linear(8, 50), nn.BatchNorm1d(50), nn.Linear(50, 2))
         )
         optimizer = torch.optim.SGD(
-            model.parameters(), lr=0.1, momentum=momentum, weight_decay=DECAY
+            model.parameters(), lr=0.1, momentum=MOMENTUM, weight_decay=DECAY
         )
         session.prepare(model, optimizer, buffers=buffers)
         for step in range(4):

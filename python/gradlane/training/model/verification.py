@@ -19,6 +19,7 @@ from gradlane.training.factors.factored_weights import (
     without_codecs,
 )
 from gradlane.training.factors.rows import RowSparse, choose_row_sparse
+from gradlane.training.log import log
 from gradlane.training.model.optimizers import (
     check_optimizer,
     check_server_optimizer,
@@ -35,7 +36,7 @@ from gradlane.training.options.codec_choice import (
     local_clip,
     unused_codec_option,
 )
-from gradlane.training.options.momentum import check_momentum, keeps_momentum
+from gradlane.training.options.momentum import check_momentum, keeps_momentum, momentum_of
 from gradlane.training.options.strategy import RING, ring_ranks
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.tensor_table import (
@@ -172,6 +173,14 @@ def _checked(
         check_momentum(member, spec.momentum_codecs, may_take_over=may_take_over)
     if ctx.options.update == "server":
         check_server_optimizer(optimizer, entries)
+        if ctx.rank_info.rank == 0 and ctx.rank_info.ranks > 1:
+            for codec in sorted(set(spec.momentum_codecs.values())):
+                log.info(
+                    "codec %r applies a momentum of %g, and %s has none: it trains with that",
+                    codec,
+                    momentum_of(codec),
+                    type(optimizer).__name__,
+                )
         _check_apart(trained)
         options["optimizer_state"] = check_taken_over(optimizer, trained)
     return spec

@@ -47,10 +47,10 @@ def adding_up(codecs: Iterable[str]) -> str:
 def check_momentum(
     optimizer: Any, codecs: Mapping[int, str], *, may_take_over: bool = False
 ) -> None:
-    """Check that no parameter gets momentum from its codec and from the optimizer.
+    """Check that no parameter gets momentum twice, or another one than the program asks for.
 
-    `torch.optim.SGD` with `momentum=0` passes, and so do optimizers from outside torch with
-    `momentum` 0 in their groups.
+    Where the codec may not take over, `torch.optim.SGD` with `momentum=0` passes: the codec's is in
+    force then. Optimizers from outside torch pass with `momentum` 0 in their groups.
 
     Args:
         optimizer: with `param_groups`.
@@ -58,12 +58,15 @@ def check_momentum(
         may_take_over: whether the codec may apply the momentum of torch's SGD in its place.
 
     Raises:
-        UsageError: a parameter gets both; the message names group, setting and codec.
+        UsageError: a parameter does; the message names group, setting and codec.
     """
     if not codecs:
         return
     for number, group in enumerate(optimizer.param_groups):
         reason = _own_momentum(optimizer, group)
+        if not reason and may_take_over and type(optimizer) is torch.optim.SGD:
+            # The program has asked for none, and would train with the codec's.
+            reason = "has momentum=0"
         if not reason:
             continue
         for parameter in list.__iter__(group["params"]):

@@ -183,7 +183,14 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     ),
 }
 MOMENTUM: dict[str, tuple[Callable[[bool | None], None], str | None]] = {
-    "`SGD` without momentum": (momentum(lambda model: sgd(model.parameters(), lr=0.1)), None),
+    "`SGD` without momentum": (
+        momentum(lambda model: sgd(model.parameters(), lr=0.1)),
+        "group 0 of the optimizer (SGD) has momentum=0, and codec 'dgc:",
+    ),
+    '`SGD` without momentum and `update="server"`': (
+        momentum(lambda model: sgd(model.parameters(), lr=0.1), update="server"),
+        None,
+    ),
     "`SGD` with the codec's momentum, 0.9": (
         momentum(lambda model: sgd(model.parameters(), lr=0.1, momentum=0.9)),
         None,
@@ -217,13 +224,13 @@ MOMENTUM: dict[str, tuple[Callable[[bool | None], None], str | None]] = {
     ),
     "`SGD` with momentum, for none of its tensors": (
         momentum(
-            lambda model: sgd(biased(model), lr=0.1),
+            lambda model: sgd(biased(model), lr=0.1, momentum=0.9),
             codec={"weight": "dgc", "*": "raw"},
         ),
         None,
     ),
     "`OneCycleLR`, which gives `SGD` momentum later": (
-        momentum(lambda model: sgd(model.parameters(), lr=0.1), cycled),
+        momentum(lambda model: sgd(model.parameters(), lr=0.1, momentum=0.9), cycled),
         "group 0 of the optimizer (SGD) has momentum=0.95, and codec 'dgc:",
     ),
     'the same with `update="server"`': (
