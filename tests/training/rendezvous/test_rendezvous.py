@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,7 +17,7 @@ import gradlane
 from gradlane.errors import PeerLostError, ProgressTimeoutError, RendezvousError
 from gradlane.training.options.option_fields import with_environment
 from gradlane.training.options.options import Options
-from gradlane.training.rendezvous import addresses
+from gradlane.training.rendezvous import addresses, rendezvous
 from gradlane.training.rendezvous.environment import (
     RankInfo,
     find_rank_info,
@@ -413,3 +414,55 @@ def test_a_port_range_and_a_busy_port() -> None:
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     session.close()
     assert socket.gethostname()
+
+
+def prepared_with_versions(
+    monkeypatch: pytest.MonkeyPatch, versions: list[dict[str, str]], body: Any = None
+) -> list[Any]:
+    """Prepare a model, or call a body, on ranks of these versions, by rank."""
+    turn = threading.Lock()
+    by_thread: dict[int, dict[str, str]] = {}
+
+    def of_thread() -> dict[str, str]:
+        with turn:
+            return by_thread[threading.get_ident()]
+
+    def prepare(session: Any) -> None:
+        with turn:
+            by_thread[threading.get_ident()] = versions[session.rank]
+        if body is not None:
+            body(session)
+            return
+        model = nn.Linear(2, 2)
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    monkeypatch.setattr(rendezvous, "_versions", of_thread)
+    return run_ranks(len(versions), prepare, expect_errors=True, summary=False)
+
+
+def pushes(session: Any) -> None:
+    """Average an array, without a model."""
+    session.register("a", (2,), "float32")
+    session.push("a", torch.zeros(2).numpy())
+    session.wait("a")
+
+
+@pytest.mark.parametrize("body", [None, pushes])
+def test_another_version_of_gradlane_is_refused_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, body: Any
+) -> None:
+    versions = [{"gradlane": one, "torch": "2.5"} for one in ("0.1.0", "0.1.0", "0.2.0")]
+    for error in prepared_with_versions(monkeypatch, versions, body):
+        assert isinstance(error, gradlane.RanksDifferError)
+        words = "rank 0 has gradlane 0.1.0, rank 2 has 0.2.0: install one version on all ranks"
+        assert str(error).startswith(words)
+
+
+def test_another_version_of_torch_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    versions = [{"gradlane": "0.1.0", "torch": one} for one in ("2.5.1", "2.5.1", "2.4.0")]
+    assert prepared_with_versions(monkeypatch, versions) == [None] * 3
+    told = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert [one for one in told if one.startswith("rank 2 has torch 2.4.0 and rank 0 has 2.5.1")]
+    assert len(told) == 1

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
+import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from gradlane.errors import (
@@ -32,6 +33,7 @@ from gradlane.errors import (
     SessionFailedError,
     UsageError,
 )
+from gradlane.formats.version import __version__
 from gradlane.training.log import log
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous import addresses
@@ -608,6 +610,8 @@ class RendezvousScope:
     def agree(self, table: dict[str, Any]) -> None:
         """Compare this rank's table with rank 0's, and raise the first difference on all ranks.
 
+        Another version of gradlane is a difference, too; one of torch is a warning on this rank.
+
         Args:
             table: JSON-serializable; `{"options": {...}, "tensors": [{...}, ...]}`.
 
@@ -618,14 +622,16 @@ class RendezvousScope:
         rank, world_size = self.rank_info.rank, self.rank_info.world_size
         own_verdict = ""
         if rank == 0:
-            self.put("table", json.dumps(table))
+            self.put("table", json.dumps({**table, "versions": _versions()}))
             verdicts = self.get_all({other: f"verdict/{other}" for other in range(1, world_size)})
             differences = [verdict.decode() for verdict in verdicts if verdict]
             self.put("verdict", differences[0] if differences else "ok")
         else:
             first = json.loads(self.get("table", 0))
-            own = json.loads(json.dumps(table))
-            own_verdict = "" if "refused" in first else first_difference(first, own, rank)
+            if "refused" not in first:
+                own = json.loads(json.dumps(table))
+                own_verdict = _compare_versions(first.pop("versions", {}), rank)
+                own_verdict = own_verdict or first_difference(first, own, rank)
             self.put(f"verdict/{rank}", own_verdict)
         verdict = self.get("verdict", 0).decode()
         if verdict == "ok" and own_verdict:
@@ -769,6 +775,31 @@ class RendezvousScope:
                     self.delete(f"{prefix}{other}")
         self._store.drain()
         self.has_deleted_keys = True
+
+
+def _versions() -> dict[str, str]:
+    return {"gradlane": __version__, "torch": str(torch.__version__)}
+
+
+def _compare_versions(first: dict[str, str], rank: int) -> str:
+    """Return in one sentence that rank 0 has another gradlane; warn of another torch."""
+    own = _versions()
+    theirs = first.get("gradlane", "an older one")
+    if theirs != own["gradlane"]:
+        return (
+            f"rank 0 has gradlane {theirs}, rank {rank} has {own['gradlane']}: install one version "
+            "on all ranks"
+        )
+    if first.get("torch") != own["torch"]:
+        log.warning(
+            "rank %d has torch %s and rank 0 has %s: the same step may give other bits, so that "
+            "the ranks' parameters part; install one version on all ranks, or compare parameters "
+            "with check_every",
+            rank,
+            own["torch"],
+            first.get("torch"),
+        )
+    return ""
 
 
 def first_difference(first: dict[str, Any], own: dict[str, Any], rank: int) -> str:
