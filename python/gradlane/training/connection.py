@@ -76,6 +76,7 @@ class SessionContext:
         schemes: aggregation schemes of a plan, by tensor name; other tensors use the strategy's.
         announcements: of channels to dedicated servers, on rank 0, or None.
         membership: the ranks that train.
+        fitting_patterns: patterns of codecs that fit a tensor of some model.
     """
 
     core: CoreModule
@@ -91,6 +92,7 @@ class SessionContext:
     recorder: SessionRecorder | None = None
     schemes: Mapping[str, str] = field(default_factory=dict)
     announcements: JobAnnouncements | None = None
+    fitting_patterns: set[str] = field(default_factory=set)
 
 
 def node_layout(ctx: SessionContext, scope: RendezvousScope) -> NodeLayout | None:

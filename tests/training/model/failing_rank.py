@@ -72,6 +72,10 @@ def end(ending: str) -> None:
         time.sleep(60)
     if ending == "finish-early":
         sys.exit(0)
+    if ending == "exit-early":
+        sys.exit(3)
+    if ending == "exit-early-in-words":
+        sys.exit("no more data")
 
 
 if __name__ == "__main__":

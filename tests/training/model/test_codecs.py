@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -416,3 +417,25 @@ def test_momentum_of_one_rank_does_not_go_round_a_ring(codec: Any) -> None:
 
     for text in run_ranks(2, body, core=CORE, codec=codec, strategy="ring"):
         assert "topk" in text and "dgc" in text
+
+
+@pytest.mark.parametrize("pattern", ["*.wieght", "1.weight", "head.*"])
+def test_a_pattern_that_fits_no_parameter_is_refused_with_what_is_near(pattern: str) -> None:
+    def body(session: Any) -> None:
+        model = nn.Sequential(nn.Linear(3, 3))
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    words = rf"codec pattern {re.escape(repr(pattern))} fits no parameter .* '0\.weight'"
+    for error in run_ranks(2, body, codec={pattern: "raw", "*": "f16"}, expect_errors=True):
+        assert re.search(words, str(error)), error
+
+
+def test_patterns_may_fit_frozen_parameters_and_other_models() -> None:
+    def body(session: Any) -> None:
+        first: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        first[1].requires_grad_(False)
+        session.prepare(first, torch.optim.SGD(first[0].parameters(), lr=0.1))
+        second = nn.Linear(3, 3)
+        session.prepare(second, torch.optim.SGD(second.parameters(), lr=0.1))
+
+    run_ranks(2, body, codec={"1.*": "raw", "*": "f16"})

@@ -74,6 +74,8 @@ class Run:
         ("sigterm", "rank 2 gave up: received SIGTERM"),
         ("interrupt", "rank 2 gave up: KeyboardInterrupt"),
         ("finish-early", "rank 2"),
+        ("exit-early", "rank 2 gave up: its program ended with exit status 3"),
+        ("exit-early-in-words", "rank 2 gave up: its program ended with exit status 1 (no more"),
     ],
 )
 def test_others_name_the_rank(

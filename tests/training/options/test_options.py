@@ -159,6 +159,18 @@ def secret_file(path: Path, content: bytes, mode: int = 0o600) -> gradlane.Netwo
     return gradlane.Network(secret_file=path)
 
 
+@pytest.mark.parametrize(
+    "variable",
+    ["GRADLANE_CONNECT_TIMEOUT_S", "GRADLANE_SILENCE_TIMEOUT_S", "GRADLANE_PROGRESS_TIMEOUT_S"],
+)
+@pytest.mark.parametrize("text", ["inf", "1e400", "1e30"])
+def test_a_time_without_an_end_is_refused_by_its_variable(variable: str, text: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{variable} is (inf|1e\+30); it must be at most 1e\+09 s"
+    ):
+        Options.of(environment={variable: text})
+
+
 def test_a_secret_is_read_from_its_file_and_never_shown(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     with pytest.raises(ValueError, match=r"secret_file is .*No such file.*secret new PATH"):

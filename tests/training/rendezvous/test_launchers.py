@@ -14,11 +14,17 @@ from torch import nn
 
 from gradlane.training.options.option_fields import with_environment
 from gradlane.training.options.option_groups import Rendezvous
-from gradlane.training.rendezvous.environment import RankInfo, find_rank_info, find_store_address
+from gradlane.training.rendezvous.environment import (
+    RankInfo,
+    ending_survivors,
+    find_rank_info,
+    find_store_address,
+)
 from tests.built import needs_core
 from tests.forked_programs import ForkedPrograms
 from tests.ports import reserve_port
 from tests.torch_versions import NO_DIST
+from tests.training.model.ranks import run_ranks
 
 CHECKPOINTS: Any = torch.distributed.checkpoint
 PROGRAM = "tests.training.model.launched_rank"
@@ -81,6 +87,46 @@ def test_half_of_a_launcher_is_refused(given: dict[str, str]) -> None:
     """Rank 0 would train alone, and nobody would notice."""
     with pytest.raises(ValueError, match="set both, or start the program with torchrun"):
         find_rank_info(given)
+
+
+@pytest.mark.parametrize(
+    ("environment", "by_node", "words"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": "4"}, True, "--nproc-per-node 1"),
+        ({"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": "2"}, False, "--nproc-per-node 1"),
+        ({"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": "2"}, True, ""),
+        ({"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": "1"}, False, ""),
+        ({"SLURM_PROCID": "0", "SLURM_KILL_BAD_EXIT": "1"}, False, "--kill-on-bad-exit=0"),
+        ({"SLURM_PROCID": "0", "SLURM_KILL_BAD_EXIT": "0"}, False, ""),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, False, "--enable-recovery"),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_MCA_orte_enable_recovery": "1"}, False, ""),
+        ({"PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}, False, "start each rank by itself"),
+        ({}, False, ""),
+    ],
+)
+def test_launchers_that_end_survivors(
+    environment: dict[str, str], by_node: bool, words: str
+) -> None:
+    found = ending_survivors(environment, 4, by_node=by_node)
+    assert words in found and bool(words) == bool(found)
+
+
+def test_going_on_says_that_the_launcher_ends_survivors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for going_on, told in ((True, 1), (False, 0)):
+        caplog.clear()
+        run_ranks(2, lambda session: None, going_on=going_on, summary=False)
+        found = [one for one in caplog.records if "going_on will not help" in one.getMessage()]
+        assert len(found) == told
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "99999", "-1"])
+def test_a_port_that_is_none_is_refused_by_its_variable(port: str) -> None:
+    with pytest.raises(ValueError, match=f"MASTER_PORT={port} is no port, which is 1 to 65535"):
+        find_store_address({"MASTER_ADDR": "host", "MASTER_PORT": port})
 
 
 def test_stores() -> None:

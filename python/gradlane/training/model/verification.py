@@ -35,6 +35,7 @@ from gradlane.training.options.codec_choice import (
     choose_codecs,
     local_clip,
     unused_codec_option,
+    unused_pattern,
 )
 from gradlane.training.options.momentum import check_momentum, keeps_momentum, momentum_of
 from gradlane.training.options.strategy import RING, ring_ranks
@@ -164,7 +165,9 @@ def _checked(
     codecs = choose_codecs(ctx.options.codec, coded, ranks)
     spec = ModelSpec(entries, row_sparse | with_dtypes(factored, codecs), codecs)
     has_ring = ranks is not None or RING in ctx.schemes.values()
-    unused = unused_codec_option(ctx.options.codec, has_ring=has_ring)
+    unused = unused_codec_option(ctx.options.codec, has_ring=has_ring) or unused_pattern(
+        ctx.options.codec, [entry.name for entry in entries], ctx.fitting_patterns
+    )
     if unused:
         raise ValueError(unused)
     _check_all_clipped(spec)

@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -222,6 +223,29 @@ def unused_codec_option(
                 f"codec {text!r} where means are not encoded (update='server', asgd, gathering "
                 "hooks): broadcast_ratio is theirs; leave it out"
             )
+    return ""
+
+
+def unused_pattern(rules: CodecRules, names: Sequence[str], fitting: set[str]) -> str:
+    """Return which pattern fits no tensor, with names that are near; empty if each fits some.
+
+    A pattern that fits what one before it has decided fits.
+
+    Args:
+        rules: checked.
+        names: of all tensors; frozen ones may be trained later.
+        fitting: patterns that have fit tensors of the session's other models; this one's are added.
+    """
+    for pattern, _ in () if isinstance(rules, str) else rules:
+        if any(fnmatchcase(name, pattern) for name in names):
+            fitting.add(pattern)
+        if pattern in fitting:
+            continue
+        near = get_close_matches(pattern, names, n=3, cutoff=0.5) or list(names[:3])
+        return (
+            f"codec pattern {pattern!r} fits no parameter of the model, which has "
+            f"{', '.join(map(repr, near))}: mend the pattern, or leave it out"
+        )
     return ""
 
 

@@ -6,11 +6,14 @@ variables and `docs/options.md` are made from these fields.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 _RULES = "option"
+_LONGEST_S = 1e9
+"""The longest time that an option may be, in seconds; clocks count no longer ones."""
 _PREFIX = "GRADLANE_"
 _YES, _NO = ("1", "yes", "on", "true"), ("", "0", "no", "off", "false")
 
@@ -164,6 +167,10 @@ def check_options(options: Any, named: Callable[[str], str] = str) -> None:
             )
         if rules.limits and not rules.allows(value):
             raise ValueError(f"{name} is {value}; it must be {rules.limits}")
+        most = _LONGEST_S if rules.unit == "s" else sys.float_info.max
+        if isinstance(value, (int, float)) and value > most:
+            limit = f"at most {most:g} s" if rules.unit == "s" else "finite"
+            raise ValueError(f"{name} is {value}; it must be {limit}")
 
 
 def agreed_options(options: Any) -> dict[str, Any]:

@@ -163,6 +163,35 @@ def find_local_size(environment: Mapping[str, str]) -> int:
     return 1
 
 
+def ending_survivors(environment: Mapping[str, str], ranks: int, *, by_node: bool) -> str:
+    """Return how the launcher ends the ranks that are left when one is lost; empty if not known.
+
+    Args:
+        environment: the launcher's variables.
+        ranks: number of all ranks.
+        by_node: whether the ranks of a machine are lost together anyway.
+    """
+    local_size = find_local_size(environment)
+    if environment.get("TORCHELASTIC_RUN_ID") and local_size > 1:
+        if by_node and local_size < ranks:
+            return ""
+        return (
+            f"torchrun ends all {local_size} ranks of its machine when one of them fails: start "
+            "one torchrun a rank, with --nproc-per-node 1 and --max-restarts 0"
+        )
+    if environment.get("SLURM_KILL_BAD_EXIT", "0") not in ("", "0"):
+        return (
+            "srun ends all tasks when one fails (SLURM_KILL_BAD_EXIT="
+            f"{environment['SLURM_KILL_BAD_EXIT']}): start it with --no-kill --kill-on-bad-exit=0"
+        )
+    recovers = environment.get("OMPI_MCA_orte_enable_recovery", "0") not in ("", "0", "false")
+    if environment.get("OMPI_COMM_WORLD_SIZE") and not recovers:
+        return "mpirun ends all ranks when one fails: start it with --enable-recovery"
+    if environment.get("MPI_LOCALNRANKS") or environment.get("MV2_COMM_WORLD_SIZE"):
+        return "mpiexec ends all ranks when one fails: start each rank by itself"
+    return ""
+
+
 def own_processors(environment: Mapping[str, str]) -> int:
     """Return this rank's even share of the processors that this process may run on."""
     return len(os.sched_getaffinity(0)) // find_local_size(environment)
@@ -195,7 +224,10 @@ def find_store_address(environment: Mapping[str, str]) -> tuple[str, int]:
         # Jobs that share a node, and steps of one job, must not meet in one store.
         step = environment.get("SLURM_STEP_ID", "")
         default += (int(environment["SLURM_JOB_ID"]) + 97 * int(step or 0)) % 10_000
-    return host, _integer(environment, "MASTER_PORT", default=default)
+    port = _integer(environment, "MASTER_PORT", default=default)
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"environment variable MASTER_PORT={port} is no port, which is 1 to 65535")
+    return host, port
 
 
 def first_slurm_node(node_list: str) -> str:

@@ -35,6 +35,7 @@ from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
 from gradlane.training.rendezvous.environment import (
     RankInfo,
+    ending_survivors,
     find_local_size,
     find_rank_info,
     own_processors,
@@ -260,6 +261,11 @@ def open_session(core: CoreModule, options: Options) -> Session:
             check_codecs(options.codec)
         rank_info = _find_rank_info(options)
         options.check_world(rank_info.world_size)
+    if options.going_on.on and rank_info.rank == 0 and rank_info.ranks > 1:
+        by_node = options.local.mode != OFF
+        ending = ending_survivors(os.environ, rank_info.ranks, by_node=by_node)
+        if ending:
+            log.warning("going_on will not help: %s; see docs/launching.md", ending)
     gives_up_nodes = given_local == AUTO and options.local.mode == OFF
     if gives_up_nodes and find_local_size(os.environ) > 1 and rank_info.rank == 0:
         log.info("each rank talks to the network by itself: %s", nodes_refusal(options))

@@ -27,6 +27,7 @@ from gradlane.training.plans.agreement import PlanArgument, agree_on_plan
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.planning_wing import Book, measure_links, open_book
 from gradlane.training.rendezvous.bounded_store import BoundedStore
+from gradlane.training.session import after_close
 from gradlane.training.session.joining import Joins
 from gradlane.training.session.world import World
 
@@ -178,6 +179,8 @@ class PreparedModels:
         if residuals is not None:
             prepared.residuals.load_state_dict(prepared.residuals.fitting(residuals))
         self.prepared.append(prepared)
+        for member in members_of(optimizer):
+            after_close.forget(member)
         if ctx.options.going_on.on and rank_info.world_size > 1:
             self.joins.follow(prepared)
         if links is not None:

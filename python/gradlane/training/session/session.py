@@ -35,6 +35,7 @@ from gradlane.training.connection import SessionContext
 from gradlane.training.log import log
 from gradlane.training.model.joining import Stateful
 from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
+from gradlane.training.model.several_optimizers import members_of
 from gradlane.training.model.uneven_data import Join
 from gradlane.training.monitoring.metrics import Metrics
 from gradlane.training.monitoring.tensorboard import ScalarFunction, ScalarWriter
@@ -45,7 +46,7 @@ from gradlane.training.plans.planning_wing import ChosenScheme
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.membership import MembershipChange
 from gradlane.training.rendezvous.serving import ServedStats, Server
-from gradlane.training.session import lifecycle
+from gradlane.training.session import after_close, lifecycle
 from gradlane.training.session.accelerators import warn_of_accelerator
 from gradlane.training.session.models import ModelType, OptimizerType, PreparedModels
 from gradlane.training.session.pace import BatchType, at_pace
@@ -875,6 +876,10 @@ class Session:
                 part.close(timeout_s)
             except GradlaneError as error:
                 errors.append(error)
+        if self.world_size > 1:
+            for prepared in self._models.prepared:
+                for one in members_of(prepared.optimizer):
+                    after_close.watch(one, prepared.steps.step, self.world_size)
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._ctx.deadlocks.close()
@@ -924,8 +929,11 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close, or, if an exception comes through, give up with its text."""
-        if error is None:
+        """Close, or, if an exception comes through, give up with its text.
+
+        `sys.exit()` with status 0 closes.
+        """
+        if error is None or not lifecycle.failed(error):
             self.close()
         else:
             self.abort(lifecycle.describe_exception(error))
