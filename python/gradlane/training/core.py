@@ -10,6 +10,7 @@ import importlib
 from typing import Protocol, cast
 
 from gradlane.errors import GradlaneError, PeerLostError, ProgressTimeoutError, SessionFailedError
+from gradlane.formats.longer_waits import with_variables
 
 MembershipRow = tuple[str, int, list[int], int, str]
 """(kind, generation, members, step, text): see `Channel.next_changes`."""
@@ -408,6 +409,7 @@ def translate_error(core: CoreModule, error: Exception, where: str) -> SessionFa
     message = str(arguments[0]) if arguments else str(error)
     last_complete_step = arguments[1] if len(arguments) > 1 else None
     rank = arguments[2] if len(arguments) > 2 else None
+    message = with_variables(message)
     text = f"{message} (noticed while {where}); restart from the last checkpoint"
     if isinstance(error, core.ChannelTimeout):
         return ProgressTimeoutError(text, last_complete_step)

@@ -109,7 +109,7 @@ def listening(answer: bytes | None) -> Iterator[int]:
 
 @pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
 def test_a_listener_that_is_no_store_is_named_in_time(
-    answer: bytes | None, monkeypatch: pytest.MonkeyPatch
+    answer: bytes | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with listening(answer) as port:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -124,6 +124,7 @@ def test_a_listener_that_is_no_store_is_named_in_time(
                 ),
             )
         assert "does not answer as a store does" in str(told.value)
+        assert "frame #" not in capfd.readouterr().err
         assert time.monotonic() - begun_s < PATIENCE_S
 
 

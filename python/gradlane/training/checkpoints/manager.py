@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from gradlane.errors import CheckpointError, GradlaneError, UsageError
+from gradlane.formats.longer_waits import CONNECT
 from gradlane.formats.serialization.container import Piece
 from gradlane.formats.serialization.pieces import assemble, find_structure, structure_piece
 from gradlane.formats.serialization.strict_json import FormatError
@@ -476,7 +477,8 @@ class CheckpointManager:
             if after_failure is not None:
                 is_late |= after_failure.is_over(_POLL_S)
             if self._stopping.is_set() or is_late:
-                raise CheckpointError(f"rank {rank} has not {missing}")
+                limit = "" if self._stopping.is_set() else f" (longer waits: {CONNECT})"
+                raise CheckpointError(f"rank {rank} has not {missing}{limit}")
             time.sleep(_POLL_S)
         word: dict[str, Any] = json.loads(said)
         if "error" in word:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from gradlane.errors import ProgressTimeoutError, RanksDifferError
+from gradlane.formats.longer_waits import PROGRESS
 from gradlane.training.core import Channel
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
@@ -104,7 +105,7 @@ class Barrier:
                         f"{call} "
                         f"for ranks {', '.join(map(str, missing))}, which neither came there nor "
                         'trained: with strategy="asgd" all ranks have to call it (where they '
-                        "evaluate, save or load for longer than that: progress_timeout_s)",
+                        f"evaluate, save or load for longer than that: {PROGRESS})",
                         None,
                     )
             self._sleep(pause_s)

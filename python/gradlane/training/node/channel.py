@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from gradlane.formats.longer_waits import PROGRESS, SILENCE
 from gradlane.training.core import CoreChannel, CoreModule, MembershipRow, SquareSum
 from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.devices import ON_HOST, SumBackend
@@ -330,7 +331,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             Failure(
                 f"no progress for {self._timeout_s:g} s: rank {self._rank} waits for {awaited}; a "
                 "rank of its node, or another node, does not take part (if it evaluates, saves or "
-                "loads for longer than that: progress_timeout_s, on all ranks)",
+                f"loads for longer than that: {PROGRESS}, on all ranks)",
                 self._landed.last_complete,
                 None,
                 timed_out=True,
@@ -470,7 +471,10 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             ranks = ", ".join(
                 str(self._layout.rank_of(self._layout.node, one)) for one in remaining
             )
-            text = f"ranks {ranks} of this node did not close within {timeout_s:g} s"
+            text = (
+                f"ranks {ranks} of this node did not close within {timeout_s:g} s (longer waits: "
+                "session.close(timeout_s=...))"
+            )
             self.abort(text)
             raise self._core.ChannelTimeout(text, self._landed.last_complete, None)
         if self._leader is not None:
@@ -589,7 +593,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             rank = self._layout.rank_of(self._layout.node, silent)
             text = (
                 f"rank {rank} was lost: silent for {self._keepalive.timeout_s:g} s, so its process "
-                "stands still (longer pauses of it: silence_timeout_s)"
+                f"stands still (longer pauses of it: {SILENCE})"
             )
             self.fail(Failure(text, self._landed.last_complete, rank))
 

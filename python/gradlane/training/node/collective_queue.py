@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from gradlane.errors import RendezvousError
+from gradlane.formats.longer_waits import CONNECT
 from gradlane.training.node.device_order import CollectiveCancelledError, order_on
 from gradlane.training.node.failure import Failure
 from gradlane.training.node.group import Group
@@ -161,7 +162,7 @@ class CollectiveQueue:
             self.cancel()
             raise RendezvousError(
                 f"rank {rank} waited {timeout_s:g} s for the ranks of its node to open a group for "
-                'collectives (connect_timeout_s); or use local_sums="host"'
+                f'collectives (longer waits: {CONNECT}); or use local_sums="host"'
             )
         if self._refusal is not None:
             raise RendezvousError(

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradlane.errors import RendezvousError
+from gradlane.formats.longer_waits import CONNECT
 from gradlane.training.core import CoreModule
 from gradlane.training.node.layout import NodeLayout
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
@@ -252,7 +253,7 @@ def connect(
         named = f" (without rank {', '.join(map(str, missing))})" if missing else ""
         raise scope.abort(
             f"rank {scope.rank_info.rank} could not connect to the other ranks of its "
-            f"node{named} in {timeout_s:g} s: {error}",
+            f"node{named} in {timeout_s:g} s: {error} (longer waits: {CONNECT})",
             missing,
         ) from error
     finally:

@@ -20,9 +20,10 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from gradlane.errors import RendezvousError
+from gradlane.formats.longer_waits import SILENCE
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.signatures import StoreSigner
-from gradlane.training.rendezvous.torch_warnings import hidden_warnings
+from gradlane.training.rendezvous.torch_reports import hidden_reports
 
 _SLICE_S = 0.1
 _LIMIT_MIN_S = 1.0
@@ -90,7 +91,7 @@ class _Worker:
 def _run_calls(calls: queue.SimpleQueue[_Call | None]) -> None:
     while (call := calls.get()) is not None:
         try:
-            with hidden_warnings():
+            with hidden_reports():
                 call.result = call.operation()
         except Exception as error:
             call.error = error
@@ -366,7 +367,8 @@ class BoundedStore:
             raise StoreLostError(
                 f"rank {self._rank}: the rendezvous store {self._where}, does not answer (waited "
                 f"{limit_s:g} s): its process or host stands still, or the network to it is cut; "
-                "look there, and restart from the last checkpoint"
+                "look there, and restart from the last checkpoint (longer pauses of it: "
+                f"{SILENCE}, of which it has a quarter more)"
             )
         if call.error is None:
             return call.result

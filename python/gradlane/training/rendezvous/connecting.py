@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradlane.errors import RendezvousError
+from gradlane.formats.longer_waits import CONNECT
 from gradlane.training.core import Channel, CoreChannel, CoreModule, Listener
 from gradlane.training.rendezvous.bounded_store import StoreLostError
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
@@ -65,6 +66,8 @@ def connect_channel(
     except core.ChannelError as error:
         message, missing = to_world_ranks(error, ranks)
         text = f"rank {scope.rank_info.rank} could not connect: {message}"
+        if isinstance(error, core.ChannelTimeout):
+            text += f" (longer waits: {CONNECT})"
         if missing is None or not isinstance(error, core.ChannelTimeout):
             raise scope.abort(text) from error
         raise scope.abort_unreachable(missing, text) from error

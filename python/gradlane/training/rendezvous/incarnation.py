@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradlane.errors import RendezvousError, UsageError
+from gradlane.formats.longer_waits import CONNECT
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.presence import BUSY_TEXT, Presence, RankDeadline
@@ -226,5 +227,5 @@ def _timeout_text(rank_info: RankInfo, missing: list[int], deadline: RankDeadlin
         return f"{waited}, {BUSY_TEXT}"
     return (
         f"{waited}; is every rank running, and does it call gradlane.init and prepare as often as "
-        "the others, or serve? (longer waits for ranks to appear: connect_timeout_s)"
+        f"the others, or serve? (longer waits for ranks to appear: {CONNECT})"
     )

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gradlane.errors import RendezvousError, UsageError
+from gradlane.formats.longer_waits import CONNECT
 from gradlane.training.log import log
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
@@ -279,7 +280,7 @@ class JoinRequest:
                 raise RendezvousError(
                     f"this rank has waited {deadline.limit_s:g} s to be invited to join: {state}; "
                     "is a training under way, with going_on, two ranks or more, and the same job "
-                    "and store?"
+                    f"and store? (longer waits: {CONNECT})"
                 )
             time.sleep(_POLL_S)
 
@@ -338,6 +339,7 @@ def ranks_in_training(store: BoundedStore, deadline: SuspendAwareDeadline) -> in
         if deadline.is_over(_LOOK_EVERY_S):
             raise RendezvousError(
                 f"no training that can be joined was found in {deadline.limit_s:g} s: it runs with "
-                "going_on and two ranks or more, under the same job name, and in the same store"
+                "going_on and two ranks or more, under the same job name, and in the same store "
+                f"(longer waits: {CONNECT})"
             )
         time.sleep(_POLL_S)

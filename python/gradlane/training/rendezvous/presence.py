@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection
 
 from gradlane.errors import RendezvousError
+from gradlane.formats.longer_waits import PROGRESS
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 
@@ -22,7 +23,7 @@ _LOOKS_PER_LIMIT = 4
 _LOOK_MAX_S = 5.0
 BUSY_TEXT = (
     "which is alive and busy before that call; if it reads data, evaluates or loads for longer, "
-    "give all ranks a larger progress_timeout_s"
+    f"give all ranks a larger {PROGRESS}"
 )
 """What a rank does that gives signs of life, and does not come."""
 

@@ -33,6 +33,7 @@ from gradlane.errors import (
     SessionFailedError,
     UsageError,
 )
+from gradlane.formats.longer_waits import CONNECT, PROGRESS
 from gradlane.formats.version import __version__
 from gradlane.training.log import log
 from gradlane.training.options.options import Options
@@ -154,7 +155,7 @@ def open_store(
             ) from error
         opened, reason = None, _first_line(error)
     else:
-        reason = f"no answer in {timeout_s:g} s"
+        reason = f"no answer in {timeout_s:g} s (longer waits: {CONNECT})"
     if opened is None:
         if agent_hosts_store and given is None and addresses.names_loopback(host):
             remedy += (
@@ -445,10 +446,14 @@ class RendezvousScope:
             calls = "gradlane.init and prepare as often as the others"
             if rank >= self.rank_info.world_size > 0:
                 calls = "session.serve(), or runs it `gradlane serve`"
-            return self.abort(f"{waited}; is it running, and does it call {calls}?", [rank])
+            return self.abort(
+                f"{waited}; is it running, and does it call {calls}? (longer waits for ranks to "
+                f"appear: {CONNECT})",
+                [rank],
+            )
         return ProgressTimeoutError(
             f"{waited}, which is connected and does not take part; if it evaluates, saves or loads "
-            "for longer than that, give all ranks a larger progress_timeout_s"
+            f"for longer than that, give all ranks a larger {PROGRESS}"
         )
 
     def _loss_error(self, key: str, rank: int, loss: str) -> GradlaneError:

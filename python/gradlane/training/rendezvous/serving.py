@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gradlane.errors import GradlaneError, PeerLostError, RanksDifferError, RendezvousError
+from gradlane.formats.longer_waits import PROGRESS
 from gradlane.formats.version import __version__
 from gradlane.training.core import Channel, CoreModule, Listener, translate_error
 from gradlane.training.options.codec_choice import CodecChoice
@@ -345,7 +346,8 @@ class Server:
                     raise RendezvousError(
                         f"rank {rank_info.rank} serves, and the ranks that train have opened "
                         "nothing "
-                        f"for {self._idle_timeout_s:g} s: do they run, and do they call prepare?"
+                        f"for {self._idle_timeout_s:g} s: do they run, and do they call prepare? "
+                        f"(longer waits: {PROGRESS})"
                     )
                 else:
                     time.sleep(_TICK_S)

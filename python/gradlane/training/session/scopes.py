@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from gradlane.errors import RendezvousError
+from gradlane.formats.longer_waits import CONNECT
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
 from gradlane.training.rendezvous.environment import RankInfo
@@ -131,9 +132,10 @@ class SessionScopes:
                 if self._arrivals.read(str(rank), rank) is None:
                     log.warning(
                         "rank %d has not opened the session in the %g s that rank 0 waited to end "
-                        "its own: look at that rank's log",
+                        "its own: look at that rank's log (longer waits: %s)",
                         rank,
                         self._timeout_s,
+                        CONNECT,
                     )
 
     def leave(self) -> None:

@@ -1,4 +1,4 @@
-"""Torch's own warnings of a lost store, which are C++ frames, kept from the terminal.
+"""Torch's own reports of a lost store, which are C++ frames, kept from the terminal.
 
 Torch logs them before it raises the error, which names the store in a sentence. Its level of
 logging is one number of the process, so it is changed while a call on a store is made only.
@@ -15,27 +15,30 @@ from pathlib import Path
 
 import torch
 
-_WARNING, _ERROR = 1, 2
+_INFO, _FATAL = 0, 3
 _lock = threading.Lock()
 _calls = 0
+_before = _FATAL
 
 
 @contextlib.contextmanager
-def hidden_warnings() -> Iterator[None]:
-    """Hide torch's C++ warnings inside, unless `TORCH_CPP_LOG_LEVEL=INFO` asks for everything."""
-    global _calls
+def hidden_reports() -> Iterator[None]:
+    """Hide torch's C++ reports inside, unless `TORCH_CPP_LOG_LEVEL=INFO` asks for everything."""
+    global _calls, _before
     level = _level()
     with _lock:
         _calls += 1
-        if _calls == 1 and level.value == _WARNING:
-            level.value = _ERROR
+        if _calls == 1:
+            _before = level.value
+            if _before != _INFO:
+                level.value = _FATAL
     try:
         yield
     finally:
         with _lock:
             _calls -= 1
-            if _calls == 0 and level.value == _ERROR:
-                level.value = _WARNING
+            if _calls == 0 and level.value == _FATAL:
+                level.value = _before
 
 
 @functools.cache
@@ -45,4 +48,4 @@ def _level() -> ctypes.c_int:
     try:
         return ctypes.c_int.in_dll(ctypes.CDLL(str(path)), "FLAGS_caffe2_log_level")
     except (OSError, ValueError):
-        return ctypes.c_int(_ERROR)
+        return ctypes.c_int(_FATAL)
