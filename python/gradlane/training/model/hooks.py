@@ -37,13 +37,22 @@ from gradlane.training.modules.compiled import (
     only_inlined,
     register_pre_hook_first,
 )
+from gradlane.training.modules.graph_splits import GraphSplits
 from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 
 class ForwardWait:
     """Forward pre-hook: waits for the updates of the parameters that a module uses."""
 
-    __slots__ = ("_below", "_flags_below", "_indices", "_stale_flag", "_steps", "_wait_for_all")
+    __slots__ = (
+        "_below",
+        "_flags_below",
+        "_indices",
+        "_splits",
+        "_stale_flag",
+        "_steps",
+        "_wait_for_all",
+    )
 
     def __init__(
         self,
@@ -52,6 +61,7 @@ class ForwardWait:
         below: tuple[int, ...],
         stale_flag: StaleFlag,
         flags_below: list[StaleFlag],
+        splits: GraphSplits | None,
     ) -> None:
         """Wait for the tensors that a module uses by itself.
 
@@ -61,20 +71,28 @@ class ForwardWait:
             below: numbers of the tensors of the module and all modules in it.
             stale_flag: the module's flag for compiled code.
             flags_below: the flags of the module and all modules in it.
+            splits: splits the graphs of the module where it is compiled as a whole; None: it is no
+                whole.
         """
         self._steps = steps
         self._indices = indices
         self._below = below
         self._stale_flag = stale_flag
         self._flags_below = flags_below
+        self._splits = splits
         self._wait_for_all = compile_disabled(self._wait_below)
 
     @only_inlined
     def __call__(self, module: nn.Module, arguments: Any) -> None:
         """Wait, unless nothing is under way."""
-        if is_tracing() or enters_compiled_code():
-            if self._stale_flag.stale and (self._steps.reads_wait or not is_tracing()):
+        if is_tracing():
+            if self._stale_flag.stale and self._steps.reads_wait:
                 self._wait_for_all(module.training)
+        elif enters_compiled_code():
+            if self._stale_flag.stale:
+                self._wait_for_all(module.training)
+            if self._splits is not None:
+                self._splits.begin()
         elif self._steps.reads_wait:
             self._steps.before_forward(self._indices, module.training)
 
@@ -91,6 +109,8 @@ class ForwardWait:
         )
 
     def _wait_below(self, training: bool) -> None:
+        if self._splits is not None and self._steps.reads_wait and training:
+            self._splits.note_wait()
         self._steps.before_forward(self._below, training)
         for stale_flag in self._flags_below:
             stale_flag.stale = False
@@ -178,6 +198,8 @@ class HookManager:
         optimizer: Optimizer,
         entries: Sequence[TensorEntry],
         buffer_owners: Set[int],
+        *,
+        splits_graphs: bool,
     ) -> None:
         """Remember what the model and the optimizer look like before anything is changed.
 
@@ -186,7 +208,9 @@ class HookManager:
             optimizer: the user's.
             entries: the tensor table.
             buffer_owners: modules with buffers that are kept alike, by `id`.
+            splits_graphs: whether gradients are sent, so that a graph of the whole model is split.
         """
+        self._splits_graphs = splits_graphs
         self._buffer_owners = buffer_owners
         self._step_listeners: list[Callable[[], None]] = []
         self._gradient_hooks: GradientHooks | None = None
@@ -227,9 +251,16 @@ class HookManager:
         refuse_wrapping()
         self._steps = steps
         self._used_by = {module: self._indices_used(module, steps) for module in self._modules}
+        bytes_of = [entry.tensor.nbytes for entry in self._trained]
         for module in self._modules:
             below = self._indices_below(module)
             if below:
+                held = sum(bytes_of[index] for index in below if 0 <= index < len(bytes_of))
+                splits = None
+                # Alone, a rank sends nothing; a part of the model is compiled as it is.
+                if self._splits_graphs and sum(bytes_of) // 2 < held:
+                    splits = GraphSplits(module, held)
+                    self._handles.append(splits)
                 scripted = isinstance(module, torch.jit.ScriptModule)
                 hook = ForwardWait(
                     steps,
@@ -238,6 +269,7 @@ class HookManager:
                     below,
                     self._stale_flag[module],
                     [self._stale_flag[one] for one in module.modules()],
+                    splits,
                 )
                 self._handles.append(register_pre_hook_first(module, hook))
         self._gradient_hooks = GradientHooks(

@@ -154,7 +154,11 @@ class PreparedModel:
         )
         pack = self._layout.buffers
         self.hook_manager = HookManager(
-            model, optimizer, self._entries, pack.owners if pack is not None else set()
+            model,
+            optimizer,
+            self._entries,
+            pack.owners if pack is not None else set(),
+            splits_graphs=rank_info.ranks > 1,
         )
         self._takeover = None
         self._local_limit = local_limit(

@@ -42,7 +42,7 @@ is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
 def enters_compiled_code() -> bool:
     """Whether functions that are called now, in this thread, would be compiled."""
-    callback = _frame_callback()
+    callback = frame_callback()
     return callback is not None and callback is not False
 
 
@@ -90,6 +90,6 @@ def _nothing(*_: Any) -> None:
     return None
 
 
-_frame_callback: Callable[[], Any] = getattr(
+frame_callback: Callable[[], Any] = getattr(
     torch._C._dynamo.eval_frame, "get_eval_frame_callback", _nothing
 )

@@ -162,7 +162,8 @@ CONSTRUCTS = [
         "`torch.compile(model)` after `prepare`",
         section=RUNS,
         arrange=compiled,
-        note="one graph; it waits where it begins for the parameters of its module",
+        note="one graph, or, with gradients of more than 1 MB, several, as under DDP, so that they "
+        "leave during the backward; it waits where it begins for the parameters of its module",
     ),
     reads(
         "`torch.compile(model, fullgraph=True)`",
