@@ -5,7 +5,6 @@ torch wraps `step` of their class when it first sees an instance, often after `p
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import gradlane
+from tests.loop_fuzzing.look_ahead import look_ahead
 from tests.training.model.loops import loss_of
 from tests.training.model.models import Attention, seeded
 from tests.training.model.ranks import run_ranks
@@ -24,58 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:step.. of Lookahead writes"),
     pytest.mark.filterwarnings("ignore:Seems like `optimizer.step"),  # In the reference.
 ]
-HOOKS = [
-    f"_optimizer_{call}_{when}_hooks"
-    for call in ("step", "state_dict", "load_state_dict")
-    for when in ("pre", "post")
-]
-
-
-def look_ahead(base: Any, how: str) -> Any:
-    """Return a look-ahead over an optimizer, of a class that no other test has used.
-
-    Args:
-        base: steps first.
-        how: `"timm"`: torch's `__init__` is not called, and its hooks are made by hand; `"bare"`:
-            nor are they; `"torch"`: it is called.
-    """
-
-    class Lookahead(torch.optim.Optimizer):
-        def __init__(self) -> None:
-            if how == "torch":
-                super().__init__(
-                    [one for group in base.param_groups for one in group["params"]], {}
-                )
-            elif how == "timm":
-                for name in HOOKS:
-                    setattr(self, name, OrderedDict())
-            self.base, self.param_groups, self.defaults = base, base.param_groups, base.defaults
-            self.state: Any = defaultdict(dict)
-            self.steps = 0
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            loss = self.base.step(closure)
-            self.steps += 1
-            for group in self.param_groups:
-                for fast in group["params"]:
-                    if fast.grad is None:
-                        continue
-                    state = self.state[fast]
-                    if "slow" not in state:
-                        state["slow"] = fast.detach().clone()
-                    if self.steps % 2 == 0:
-                        state["slow"].add_(fast.detach() - state["slow"], alpha=0.5)
-                        fast.copy_(state["slow"])
-            return loss
-
-        def zero_grad(self, set_to_none: bool = True) -> None:
-            if how == "bare":
-                self.base.zero_grad(set_to_none)
-            else:
-                super().zero_grad(set_to_none)
-
-    return Lookahead()
 
 
 def train(session: Any, how: str, prepared: str, after: Callable[[Any], Any]) -> list[Tensor]:

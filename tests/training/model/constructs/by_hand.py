@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.loop_fuzzing.look_ahead import look_ahead
 from tests.training.model.constructs import Construct
 from tests.training.model.late_core import LateCore
 from tests.training.model.ranks import run_ranks
@@ -423,6 +424,15 @@ def assign_class(optimizer: Any) -> None:
     patch_class(optimizer)
 
 
+def stepped_by_a_look_ahead(one: Training) -> None:
+    outer = look_ahead(one.optimizer, "timm")
+    for expected in (-1.5, -2.25):
+        one.backward()
+        outer.step()
+        outer.zero_grad()
+        assert one.kept[0].item() == expected
+
+
 def stepped_by_another(one: Training) -> None:
     other = torch.optim.SGD(one.kept, lr=1.0)
     one.backward()
@@ -509,6 +519,12 @@ CONSTRUCTS = [
     *(
         Construct("Steps by hand", name, _steps_otherwise(before, after), refused=refused)
         for name, (before, after, refused) in _STEPS.items()
+    ),
+    Construct(
+        "Steps by hand",
+        "an optimizer that steps the prepared one, as a look-ahead",
+        _on_two(stepped_by_a_look_ahead),
+        note="so is one that is prepared itself; see [optimizers](optimizers.md)",
     ),
     Construct(
         "Steps by hand",
