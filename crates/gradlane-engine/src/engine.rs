@@ -815,18 +815,22 @@ impl Engine {
     }
 
     /// A peer broke the protocol or sent a payload with a wrong checksum: the session fails, naming
-    /// it.
+    /// it. Where training goes on without lost ranks, either of the two may be at fault: their link is cut, and the
+    /// ranks agree on who leaves.
     pub fn reject_peer(&mut self, peer: Rank, reason: &str) {
+        if self.membership.is_some() {
+            return self.drop_peer(peer, reason);
+        }
         self.fail(Blame::Rank(peer), reason, false);
     }
 
     fn peer_aborted(&mut self, peer: Rank, payload: &[u8]) {
         let (blame, text) = Blame::read(&self.cx.plan, payload);
-        if self.membership.is_some() {
+        if self.membership.is_some() && blame != Blame::All {
             return self.part_with(peer, &text);
         }
         match blame {
-            Blame::Link => self.fail(Blame::Link, &text, false),
+            Blame::Link | Blame::All => self.fail(blame, &text, false),
             // A rank that was given up, and goes on, is told so as well.
             Blame::Rank(culprit) if culprit != peer => {
                 self.fail(blame, &format!("{text} (reported by {peer})"), false);

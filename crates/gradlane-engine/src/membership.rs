@@ -61,6 +61,8 @@ pub(crate) struct Membership {
     members: RankSet,
     /// Members that this rank has lost its connection to, and why.
     lost: BTreeMap<Rank, String>,
+    /// By member: links of it that were cut in earlier changes, in which the other end left.
+    cut_before: BTreeMap<Rank, u32>,
     change: Option<Change>,
     has_ended: bool,
     /// Whether this rank has said goodbye.
@@ -81,6 +83,7 @@ impl Membership {
             generation: 0,
             members: RankSet::all(world_size),
             lost: BTreeMap::new(),
+            cut_before: BTreeMap::new(),
             change: None,
             has_ended: false,
             is_through: false,

@@ -64,11 +64,15 @@ impl Engine {
 
     /// A member gives up, and says why.
     pub(super) fn part_with(&mut self, peer: Rank, reason: &str) {
-        if !self.goes_on_without(peer) {
-            return;
+        self.drop_peer(peer, &format!("it gave up: {reason}"));
+    }
+
+    /// This rank goes on without its connection to a member.
+    pub(super) fn drop_peer(&mut self, peer: Rank, reason: &str) {
+        if self.goes_on_without(peer) {
+            self.cx.events.push_back(Event::Disconnect(peer));
+            self.lose_member(peer, reason);
         }
-        self.cx.events.push_back(Event::Disconnect(peer));
-        self.lose_member(peer, &format!("it gave up: {reason}"));
     }
 
     /// Takes a frame of the ranks that agree on a membership or prepare for one.
@@ -247,7 +251,7 @@ impl Engine {
                 "{}; before another rank had all values to start from: start again",
                 change.reason
             );
-            return self.fail(Blame::Nobody, &reason, false);
+            return self.fail(Blame::All, &reason, false);
         }
         if findings.lacks_result {
             let reason = format!(
@@ -255,7 +259,7 @@ impl Engine {
                  others may have ended with them",
                 change.reason, findings.step
             );
-            return self.fail(Blame::Nobody, &reason, false);
+            return self.fail(Blame::All, &reason, false);
         }
         change.phase = Phase::Resuming;
         change.step = findings.step;

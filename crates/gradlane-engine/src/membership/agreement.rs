@@ -87,7 +87,7 @@ impl Membership {
         }
         let collect_end = now + self.options.collect;
         self.change = Some(Change {
-            links: Links::new(self.world_size, self.members.clone()),
+            links: Links::new(self.world_size, self.members.clone(), self.cut_before.clone()),
             voter: Voter::new(self.is_through),
             round: None,
             highest: 0,
@@ -336,7 +336,9 @@ impl Membership {
         }
         let Value { members, reason, is_through, .. } = value;
         self.generation += 1;
-        self.change = None;
+        if let Some(change) = self.change.take() {
+            self.cut_before = change.links.cut_before(&members);
+        }
         self.lost.retain(|&rank, _| members.contains(rank));
         self.members = members.clone();
         let generation = self.generation;

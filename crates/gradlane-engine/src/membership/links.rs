@@ -17,11 +17,28 @@ pub(super) struct Links {
     lost: BTreeMap<Rank, RankSet>,
     /// By lost rank: the lowest rank that has lost it, and why.
     reasons: BTreeMap<Rank, (Rank, String)>,
+    /// By member: links of it that were cut in earlier changes, in which the other end left.
+    before: BTreeMap<Rank, u32>,
 }
 
 impl Links {
-    pub(super) fn new(world_size: u32, members: RankSet) -> Links {
-        Links { members, world_size, lost: BTreeMap::new(), reasons: BTreeMap::new() }
+    pub(super) fn new(world_size: u32, members: RankSet, before: BTreeMap<Rank, u32>) -> Links {
+        Links { members, world_size, lost: BTreeMap::new(), reasons: BTreeMap::new(), before }
+    }
+
+    /// By member of the next membership: its links that were cut so far, and whose other end has left. A member
+    /// that all have lost was dead, and says nothing of them.
+    pub(super) fn cut_before(&self, members: &RankSet) -> BTreeMap<Rank, u32> {
+        let mut cut = self.before.clone();
+        cut.retain(|&rank, _| members.contains(rank));
+        for leaving in self.members.iter().filter(|&rank| !members.contains(rank)) {
+            let ends: Vec<Rank> =
+                members.iter().filter(|&rank| self.is_cut(rank, leaving)).collect();
+            if (ends.len() as u32) < members.len() {
+                ends.into_iter().for_each(|rank| *cut.entry(rank).or_default() += 1);
+            }
+        }
+        cut
     }
 
     /// Notes that `by` has lost a member; false when it was known.
@@ -72,16 +89,17 @@ impl Links {
         cuts
     }
 
-    /// Ranks of a set that are all connected to each other: the rank with most lost connections leaves (the
-    /// highest of several), until none is lost. Ranks that are `through` leave last: they alone may have all
-    /// results of the last step.
+    /// Ranks of a set that are all connected to each other: the rank with most lost connections leaves (of several
+    /// the one with most in earlier changes, then the highest), until none is lost. Ranks that are `through` leave
+    /// last: they alone may have all results of the last step.
     pub(super) fn clique(&self, among: &RankSet, through: &RankSet) -> RankSet {
         let mut clique = among.clone();
         let mut cuts = self.cuts(among);
-        while let Some((&leaving, _)) = cuts
-            .iter()
-            .filter(|(_, &count)| count > 0)
-            .max_by_key(|&(&rank, &count)| (!through.contains(rank), count, rank))
+        while let Some((&leaving, _)) =
+            cuts.iter().filter(|(_, &count)| count > 0).max_by_key(|&(&rank, &count)| {
+                let before = self.before.get(&rank).copied().unwrap_or(0);
+                (!through.contains(rank), count, before, rank)
+            })
         {
             cuts.remove(&leaving);
             clique.remove(leaving);

@@ -10,6 +10,7 @@ pub(crate) const REASON_BYTES_MAX: usize = 2048;
 
 const NOBODY: u32 = u32::MAX;
 const LINK: u32 = u32::MAX - 1;
+const ALL: u32 = u32::MAX - 2;
 
 /// The culprit of a failed session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,6 +20,8 @@ pub(crate) enum Blame {
     Rank(Rank),
     /// The link between two ranks, which the reason names.
     Link,
+    /// Training cannot go on, whoever is left: all ranks end, where a loss else ends none.
+    All,
 }
 
 impl Blame {
@@ -26,7 +29,7 @@ impl Blame {
     pub(crate) fn rank(self) -> Option<Rank> {
         match self {
             Blame::Rank(rank) => Some(rank),
-            Blame::Nobody | Blame::Link => None,
+            Blame::Nobody | Blame::Link | Blame::All => None,
         }
     }
 
@@ -36,6 +39,7 @@ impl Blame {
             Blame::Nobody => NOBODY,
             Blame::Rank(rank) => rank.0,
             Blame::Link => LINK,
+            Blame::All => ALL,
         };
         let mut payload = code.to_le_bytes().to_vec();
         let mut end = reason.len().min(REASON_BYTES_MAX);
@@ -52,6 +56,7 @@ impl Blame {
         let code = <[u8; 4]>::try_from(code).map_or(NOBODY, u32::from_le_bytes);
         let blame = match code {
             LINK => Blame::Link,
+            ALL => Blame::All,
             code if code < plan.world_size => Blame::Rank(Rank(code)),
             _ => Blame::Nobody,
         };

@@ -35,6 +35,9 @@ pub(crate) struct PrioritySwitch {
     pending: Option<Pending>,
 }
 
+/// Steps from a rank's own to the one from which new priorities are in force, at most.
+const STEPS_AHEAD_MAX: u64 = 3;
+
 /// Whether ranks take up new priorities each at a step of its own.
 fn is_independent(plan: &Plan) -> bool {
     plan.strategy.synchrony != Synchrony::Bulk
@@ -116,10 +119,12 @@ impl PrioritySwitch {
         };
         let step = Step(u64::from(low) | u64::from(high) << 32);
         let (newest, newest_from) = cx.priorities.newest();
-        let next = header.plan_version == newest + 1;
+        let next = Some(header.plan_version) == newest.checked_add(1);
         let independent = is_independent(&cx.plan);
+        // Rank 0 is in this rank's step, or in one beside it.
+        let far = step.0 > cx.worker.step().0.saturating_add(STEPS_AHEAD_MAX);
         let late = step <= cx.worker.step() || step <= newest_from;
-        if from != Rank(0) || !next || (late && !independent) {
+        if from != Rank(0) || !next || ((late || far) && !independent) {
             return violation(format!(
                 "priorities of version {} from {step}; this rank has version {newest} and is in {}",
                 header.plan_version,
@@ -179,8 +184,8 @@ mod tests {
     use crate::{Engine, EngineOptions, Input, Plan, Strategy, TensorKind, TensorSpec, Update};
     use gradlane_units::Dtype;
 
-    #[test]
-    fn versions_run_out_in_words() {
+    /// An engine of one tensor in its first step.
+    fn engine(rank: u32) -> Engine {
         let spec = TensorSpec {
             name: "weight".to_string(),
             numel: 1,
@@ -190,8 +195,44 @@ mod tests {
         let strategy = Strategy::named("p3", None, 0).expect("a strategy");
         let plan = Plan::build(alloc::vec![spec], strategy, Update::Worker, 2);
         let plan = alloc::sync::Arc::new(plan.expect("a plan"));
-        let options = EngineOptions::new(Rank(0));
-        let mut engine = Engine::after_initial(options, plan, alloc::vec![Priority(0)]);
+        Engine::after_initial(EngineOptions::new(Rank(rank)), plan, alloc::vec![Priority(0)])
+    }
+
+    #[test]
+    fn priorities_of_steps_that_no_rank_is_near_are_refused() {
+        for step in [u64::MAX, u64::MAX - 1, 5] {
+            let mut engine = engine(1);
+            engine.handle(Input::StepBegin(Step(1))).expect("it begins");
+            let mut payload = step.to_le_bytes().to_vec();
+            payload.extend_from_slice(&7_i32.to_le_bytes());
+            let length = payload.len() as u32;
+            let header = FrameHeader {
+                kind: FrameKind::PlanSwitch,
+                form: gradlane_wire::PayloadForm::Raw,
+                flags: gradlane_wire::FrameFlags::NONE,
+                step: Step(1),
+                generation: 0,
+                plan_version: 1,
+                tensor: TensorId(0),
+                slice: gradlane_units::SliceId(0),
+                priority: Priority(0),
+                sender: Rank(0),
+                offset: 0,
+                length,
+                block_bytes: 0,
+                hop: 0,
+                payload_checksum: 0,
+            };
+            engine.handle_header(Rank(0), &header).expect("its form is right");
+            let refused = engine.handle_control(Rank(0), &header, &payload);
+            let error = refused.expect_err("no rank is near that step");
+            assert!(error.to_string().contains("priorities of version 1"), "{error}");
+        }
+    }
+
+    #[test]
+    fn versions_run_out_in_words() {
+        let mut engine = engine(0);
         engine.priorities_mut().set_version(u32::MAX);
         let refused = engine.handle(Input::SwitchPriorities(alloc::vec![Priority(1)]));
         assert!(refused.is_err_and(|error| error.to_string().contains("4294967295 times")));

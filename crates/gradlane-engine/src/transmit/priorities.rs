@@ -69,7 +69,7 @@ impl PriorityTable {
 
     /// The version that begins with this step, if one does. Versions before the last step's go.
     pub(crate) fn enter(&mut self, step: Step) -> Option<u32> {
-        while self.versions.len() > 1 && self.versions[1].from.next() <= step {
+        while self.versions.len() > 1 && self.versions[1].from < step {
             self.versions.remove(0);
         }
         let beginning =

@@ -7,6 +7,7 @@
 
 mod world;
 
+use gradlane_units::Rng;
 use world::{Fault, Setting, World};
 
 /// Chooses the form that a drawn cluster's tensors are sent in, by the seed.
@@ -112,6 +113,42 @@ fn seeds_that_found_faults() {
     ];
     for (form, seed) in found {
         World::with_drawn_faults(&form(Setting::drawn(seed), seed), seed).run_and_check(seed);
+    }
+}
+
+/// Rank 0 is killed, stands still or gives up while its values spread, perhaps with the store.
+#[test]
+fn swarm_of_starts_without_rank_0() {
+    for seed in 0..number("GRADLANE_SWARM").unwrap_or(1_000) {
+        let drawn = Setting::drawn(seed);
+        let sizes = drawn.sizes.iter().map(|size| 4 * size).collect();
+        let setting = Setting { sizes, steps: 1, ..drawn };
+        let mut rng = Rng::new(seed ^ 0x5742);
+        let at = u64::from(rng.below(1_500));
+        let fault = [Fault::Kill(0), Fault::Stop(0), Fault::GiveUp(0)][rng.below(3) as usize];
+        let mut world = World::new(&setting, seed);
+        if rng.below(3) == 0 {
+            world.lose_store();
+        }
+        world.plan_fault(at, fault);
+        world.run();
+        world.check_start(seed);
+    }
+}
+
+/// From some moment on everything that one rank sends of slices is corrupted.
+#[test]
+fn swarm_of_ranks_that_send_corrupted_payloads() {
+    for seed in 0..number("GRADLANE_SWARM").unwrap_or(1_000) {
+        let mut rng = Rng::new(seed ^ 0x5b01);
+        let drawn = Setting::drawn(seed);
+        let sizes = drawn.sizes.iter().map(|size| 8 + size).collect();
+        let setting = Setting { sizes, ranks: 4 + rng.below(3), steps: 5, ..drawn };
+        let spoiled = rng.below(setting.ranks);
+        let mut world = World::new(&setting, seed);
+        world.plan_fault(u64::from(300 + rng.below(1_000)), Fault::Spoil(spoiled));
+        world.run();
+        world.check_spoiled(seed, spoiled);
     }
 }
 

@@ -36,18 +36,23 @@ impl Core {
                 Ok(())
             }
             Command::Contribute(memory, input) => {
-                match input {
+                let (tensor, step) = match input {
                     Input::GradientReady(tensor, step) | Input::TensorAbsent(tensor, step) => {
-                        self.memory.set_gradient(tensor, memory);
-                        self.note_own_contribution(tensor, step);
+                        (tensor, Some(step))
                     }
                     // The root's own block goes nowhere: its result takes the place.
                     Input::BlockReady(tensor, ..) | Input::RootResultReady(tensor, ..) => {
-                        self.memory.set_gradient(tensor, memory);
+                        (tensor, None)
                     }
-                    _ => {}
+                    input => return self.engine.handle(input),
+                };
+                // A call that is refused must not move the memory that frames are read from.
+                self.engine.handle(input)?;
+                self.memory.set_gradient(tensor, memory);
+                if let Some(step) = step {
+                    self.note_own_contribution(tensor, step);
                 }
-                self.engine.handle(input)
+                Ok(())
             }
             Command::ReleaseBlocks(tensor, step, scratch) => {
                 scratch.into_iter().for_each(|buffer| self.memory.recycle(buffer));

@@ -21,7 +21,7 @@ use crate::sys::poller::Interest;
 use crate::sys::socket::Socket;
 use crate::sys::suspend_aware_clock::SuspendAwareClock;
 use gradlane_engine::{
-    Event, JournaledEngine, Payload, ProtocolError, Region, Synchrony, Transmit,
+    Event, Failure, JournaledEngine, Payload, ProtocolError, Region, Synchrony, Transmit,
 };
 use gradlane_units::{Rank, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
@@ -132,8 +132,13 @@ impl Core {
 
     /// Whether an I/O thread has nothing to do until a socket reports.
     pub(super) fn is_idle(&self, thread: usize) -> bool {
+        let serves = |rank: &Rank| {
+            let peer = self.peers.get(rank.index()).and_then(Option::as_ref);
+            peer.is_some_and(|peer| peer.open && peer.thread == thread)
+        };
         self.shutdown.is_none()
             && self.chosen[thread].is_empty()
+            && !self.to_disconnect.iter().any(serves)
             && (thread > 0 || lock(&self.shared.commands).is_empty() && !self.jobs.has_finished())
     }
 
@@ -208,8 +213,28 @@ impl Core {
                 completion.publish_change(changed);
             }
             Event::Closed => self.end(ShutdownCause::Closed),
-            Event::Failed(failure) => self.end(ShutdownCause::Failed(failure)),
+            Event::Failed(failure) => {
+                let failure = self.with_own_standstill(failure);
+                self.end(ShutdownCause::Failed(failure));
+            }
         }
+    }
+
+    /// Names this rank in a failure that it meets as it goes on after a stop, in which the others have lost it.
+    fn with_own_standstill(&self, failure: Failure) -> Failure {
+        let silence = self.options.silence_timeout();
+        let Some(stood) = self.clock.stood_still().filter(|&stood| stood >= silence / 2) else {
+            return failure;
+        };
+        let own = self.engine.rank();
+        let reason = format!(
+            "{own} stood still for {:.1} s (its process was stopped, or its machine was suspended), and others \
+             lose a rank that is silent for {} s (silence_timeout_s): {}",
+            stood.as_secs_f64(),
+            silence.as_secs_f64(),
+            failure.reason
+        );
+        Failure { peer: Some(own), reason, ..failure }
     }
 
     /// Stores gathered blocks until the application takes them.

@@ -17,7 +17,7 @@ use crate::sys::syscall::{EpollEvents, EpollReport};
 use gradlane_engine::Transmit;
 use gradlane_units::{Rank, Time};
 use gradlane_wire::FrameHeader;
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::panic::{catch_unwind, resume_unwind, AssertUnwindSafe};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -31,6 +31,15 @@ pub(super) struct Sleep {
     pub(super) at_most: Duration,
     /// The part of it in which sockets are ignored.
     pub(super) pause: Duration,
+}
+
+/// Unwinds an I/O thread that would go on with what another one was updating when it panicked.
+pub(super) struct HalfUpdated;
+
+/// Locks the core; where another thread has panicked in the middle of an update, this one ends, and that one
+/// says why.
+pub(super) fn lock_whole(core: &Mutex<Core>) -> MutexGuard<'_, Core> {
+    core.lock().unwrap_or_else(|_| resume_unwind(Box::new(HalfUpdated)))
 }
 
 /// An I/O thread while it runs.
@@ -72,13 +81,15 @@ impl<'a> IoThread<'a> {
         let shared = Arc::clone(&self.shared);
         let _count = shared.metrics.count_this_thread("io");
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.run_loop())) {
-            self.core().end(ShutdownCause::Panicked(panic_text(&*panic)));
+            if !panic.is::<HalfUpdated>() {
+                lock(self.core).end(ShutdownCause::Panicked(panic_text(&*panic)));
+            }
         }
         self.connections
     }
 
     pub(super) fn core(&self) -> MutexGuard<'a, Core> {
-        lock(self.core)
+        lock_whole(self.core)
     }
 
     fn run_loop(&mut self) {

@@ -3,11 +3,10 @@
 use super::core::Core;
 use super::frame_reader::Fault;
 use super::frame_writer::Flushed;
-use super::io_thread::IoThread;
+use super::io_thread::{lock_whole, IoThread};
 use super::receive::ReceivedFrames;
 use crate::flow::Pacer;
 use crate::metrics::counters::count;
-use crate::sys::lock;
 use crate::sys::poller::Interest;
 use gradlane_units::Rank;
 use std::io;
@@ -36,7 +35,7 @@ impl IoThread<'_> {
         }
         connection.flow.sent(socket, total);
         let takes_more = matches!(result, Ok(Flushed::All)) && !connection.flow.is_full();
-        let mut core = lock(core);
+        let mut core = lock_whole(core);
         if total > 0 {
             connection.last_sent = core.now;
         }
@@ -138,7 +137,7 @@ impl IoThread<'_> {
         let Some(Some(connection)) = self.connections.get_mut(rank.index()) else {
             return 0;
         };
-        if !lock(core).is_open(rank) {
+        if !lock_whole(core).is_open(rank) {
             return 0;
         }
         let mut frames = ReceivedFrames {
@@ -153,7 +152,7 @@ impl IoThread<'_> {
         if bytes == 0 && result.is_ok() {
             return 0;
         }
-        let mut core = lock(core);
+        let mut core = lock_whole(core);
         if bytes > 0 {
             core.heard(rank);
             count(&self.shared.metrics.peers[rank.index()].received_bytes, bytes as u64);
@@ -162,7 +161,12 @@ impl IoThread<'_> {
             Ok(()) => {}
             Err(Fault::Lost(reason)) => self.lose(&mut core, rank, &reason),
             Err(Fault::ProtocolViolation(what)) => {
-                core.engine.reject_peer(rank, &format!("{rank} {what}"));
+                let reason = format!("{rank} {what}");
+                core.engine.reject_peer(rank, &reason);
+                if core.goes_on() {
+                    // Nothing that follows on this connection can be read.
+                    self.lose(&mut core, rank, &reason);
+                }
             }
             Err(Fault::Internal(what)) => core.engine.abort(&what),
         }

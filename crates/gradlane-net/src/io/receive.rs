@@ -2,9 +2,9 @@
 
 use super::core::Core;
 use super::frame_reader::{Fault, FrameSink, PayloadTarget};
+use super::io_thread::lock_whole;
 use crate::channel::shared::Shared;
 use crate::memory::WriteSpan;
-use crate::sys::lock;
 use gradlane_engine::{PayloadDest, ProtocolError};
 use gradlane_units::Rank;
 use gradlane_wire::{FrameHeader, FrameKind};
@@ -26,7 +26,7 @@ impl FrameSink for ReceivedFrames<'_> {
     fn on_header(&mut self, header: &FrameHeader) -> Result<PayloadTarget, Fault> {
         self.shared.trace.announced(self.peer);
         let located = {
-            let mut core = lock(self.core);
+            let mut core = lock_whole(self.core);
             let dest = core.engine.handle_header(self.peer, header);
             match dest.map_err(|error| violation(&error))? {
                 PayloadDest::Control => return Ok(PayloadTarget::Control),
@@ -48,11 +48,13 @@ impl FrameSink for ReceivedFrames<'_> {
     fn on_frame(&mut self, header: &FrameHeader, control: Option<&[u8]>) -> Result<(), Fault> {
         self.shared.trace.received(self.peer, header);
         *self.heard_goodbye |= header.kind == FrameKind::Goodbye;
-        lock(self.core).frame_arrived(self.peer, header, control).map_err(|error| violation(&error))
+        lock_whole(self.core)
+            .frame_arrived(self.peer, header, control)
+            .map_err(|error| violation(&error))
     }
 
     fn describe(&self, header: &FrameHeader) -> String {
-        let core = lock(self.core);
+        let core = lock_whole(self.core);
         let plan = core.engine.plan();
         let name = plan.tensors.get(header.tensor.index()).map_or("", |it| it.spec.name.as_str());
         let FrameHeader { kind, slice, step, offset, length, .. } = header;

@@ -2,7 +2,7 @@
 
 use super::core::Core;
 use super::driver::{Driver, PeerLink, ShutdownCause};
-use super::io_thread::IoThread;
+use super::io_thread::{HalfUpdated, IoThread};
 use super::samples::{Job, JOB};
 use crate::channel::completion::WaitTarget;
 use crate::channel::shared::{Command, Shared};
@@ -441,4 +441,84 @@ fn a_peer_that_closes_is_lost_at_once() {
     let failure = rank.failure();
     assert!(failure.contains("rank 1") && failure.contains("closed the connection"), "{failure}");
     assert_eq!(lock(rank.core).engine.rank(), Rank(0));
+}
+
+#[test]
+fn a_rank_that_stood_still_names_itself() {
+    let [mut rank, peer] = two_ranks(100, &[8]);
+    assert!(rank.turn(Some(Duration::ZERO)));
+    // The other one has given it up meanwhile, and has closed the connection.
+    assert!(rank.turn(Some(Duration::from_secs(90))));
+    peer.sockets[0].as_ref().expect("a peer").end_stream().expect("ended");
+    while rank.turn(Some(Duration::ZERO)) {}
+    let failure = rank.failure();
+    assert!(failure.starts_with("rank 0 stood still for "), "{failure}");
+    assert!(
+        failure.contains("silence_timeout_s") && failure.contains("rank 1 was lost"),
+        "{failure}"
+    );
+}
+
+#[test]
+fn a_rank_that_stood_still_long_ago_names_the_lost_one() {
+    let [mut rank, peer] = two_ranks(100, &[8]);
+    assert!(rank.turn(Some(Duration::ZERO)));
+    assert!(rank.turn(Some(Duration::from_secs(90))));
+    assert!(rank.turn(Some(Duration::from_secs(5))));
+    peer.sockets[0].as_ref().expect("a peer").end_stream().expect("ended");
+    while rank.turn(Some(Duration::ZERO)) {}
+    assert!(rank.failure().starts_with("rank 1 was lost"));
+}
+
+#[test]
+fn a_call_that_is_refused_leaves_memory_where_it_was() {
+    let mut ranks = two_ranks(100_000, &[100]);
+    for rank in &ranks {
+        rank.call(Input::StepBegin(Step(0)));
+    }
+    let mut other = vec![9.0_f32; 100];
+    let address = other.as_mut_ptr().expose_provenance();
+    ranks[0].contribute(0, 0, 1.0);
+    // SAFETY: it stays until the end of the test.
+    let memory = unsafe { UserMemory::new(address, other.len() * 4) };
+    let twice = Input::GradientReady(TensorId(0), Step(0));
+    ranks[0].shared.command(Command::Contribute(memory, twice));
+    ranks[1].contribute(0, 0, 2.0);
+    let target = WaitTarget::Tensor(TensorId(0), Step(0));
+    for _ in 0..100 {
+        ranks.iter_mut().for_each(|rank| assert!(rank.turn(Some(Duration::ZERO))));
+    }
+    assert!(ranks[1].has(target));
+    assert_eq!(ranks[1].tensors[0], vec![1.0; 100]);
+}
+
+#[test]
+fn a_thread_does_not_sleep_while_a_connection_is_to_be_closed() {
+    let [mut rank, _peer] = two_ranks(100, &[8]);
+    assert!(rank.turn(Some(Duration::ZERO)));
+    let mut core = lock(rank.core);
+    assert!(core.is_idle(0));
+    core.to_disconnect.push(Rank(1));
+    assert!(!core.is_idle(0));
+    // It is closed already.
+    core.lose(Rank(1), "closed");
+    assert!(core.is_idle(0));
+}
+
+#[test]
+fn no_thread_goes_on_with_what_another_one_was_updating_in_a_panic() {
+    let [mut rank, _peer] = two_ranks(100, &[8]);
+    assert!(rank.turn(Some(Duration::ZERO)));
+    let core = rank.core;
+    let panicked = std::thread::scope(|scope| {
+        let half = scope.spawn(|| {
+            let _core = lock(core);
+            std::panic::resume_unwind(Box::new("in the middle of an update"));
+        });
+        half.join().is_err()
+    });
+    assert!(panicked);
+    let turn = std::panic::AssertUnwindSafe(|| rank.turn(Some(Duration::ZERO)));
+    let unwound = std::panic::catch_unwind(turn).expect_err("the thread ends");
+    assert!(unwound.is::<HalfUpdated>());
 }

@@ -232,7 +232,9 @@ impl Metrics {
     }
 
     fn is_for_this_root(&self, header: &FrameHeader) -> bool {
-        header.kind == FrameKind::Block && self.is_root[header.tensor.index()]
+        // Frames of a membership that is over are counted, and never checked against the plan.
+        let is_root = self.is_root.get(header.tensor.index());
+        header.kind == FrameKind::Block && is_root.is_some_and(|&it| it)
     }
 
     /// Notes a frame that the kernel has; the last one of a message counts its bytes.
@@ -384,7 +386,44 @@ impl Drop for ThreadCount<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::is_logged;
+    use super::{is_logged, Metrics};
+    use gradlane_engine::{Plan, Strategy, TensorKind, TensorSpec, Update};
+    use gradlane_units::{Dtype, Priority, Rank, SliceId, Step, TensorId};
+    use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
+
+    #[test]
+    fn a_block_of_a_tensor_that_the_plan_has_not_is_counted_as_any_frame() {
+        let spec = TensorSpec {
+            name: "weight".to_owned(),
+            numel: 1,
+            dtype: Dtype::F32,
+            kind: TensorKind::Parameter,
+        };
+        let strategy = Strategy::named("p3", None, 0).expect("a strategy");
+        let plan = Plan::build(vec![spec], strategy, Update::Worker, 2).expect("a plan");
+        let metrics = Metrics::new(Rank(0), &plan);
+        let header = FrameHeader {
+            kind: FrameKind::Block,
+            form: PayloadForm::Raw,
+            flags: FrameFlags::LAST,
+            step: Step(1),
+            generation: 0,
+            plan_version: 0,
+            tensor: TensorId(0xFFFF),
+            slice: SliceId(0xFFFF),
+            priority: Priority(0),
+            sender: Rank(1),
+            offset: 0,
+            length: 8,
+            block_bytes: 8,
+            hop: 0,
+            payload_checksum: 0,
+        };
+        metrics.received(Rank(1), &header);
+        metrics.sent(Rank(1), &header);
+        let peer = &metrics.snapshot(&plan).peers[1];
+        assert_eq!((peer.rx_frames, peer.tx_frames), (1, 1));
+    }
 
     #[test]
     fn a_caller_every_second_for_three_weeks_is_a_page_of_lines() {

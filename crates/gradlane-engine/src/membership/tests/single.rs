@@ -8,6 +8,7 @@ use crate::membership::message::{LOSS_BYTES_MAX, REASON_BYTES_MAX, ROUNDS_MAX};
 use crate::membership::{Decision, Membership};
 use crate::rank_set::RankSet;
 use crate::session::Blame;
+use alloc::collections::BTreeMap;
 use alloc::string::{String, ToString};
 use alloc::vec::Vec;
 use core::time::Duration;
@@ -266,7 +267,7 @@ proptest! {
         cuts in proptest::collection::vec((0..9_u32, 0..9_u32), 0..30),
         through in proptest::collection::vec(0..9_u32, 0..3),
     ) {
-        let mut links = Links::new(9, RankSet::all(9));
+        let mut links = Links::new(9, RankSet::all(9), BTreeMap::new());
         for &(by, peer) in cuts.iter().filter(|(by, peer)| by != peer) {
             links.cut(Rank(by), Rank(peer), "reset");
         }
@@ -318,11 +319,41 @@ fn the_rank_with_most_lost_connections_leaves_and_of_several_the_highest() {
         ),
     ];
     for (cuts, through, members, reason) in cases {
-        let mut links = Links::new(WORLD, RankSet::all(WORLD));
+        let mut links = Links::new(WORLD, RankSet::all(WORLD), BTreeMap::new());
         cuts.iter().for_each(|&(by, peer)| {
             links.cut(Rank(by), Rank(peer), "reset");
         });
         let value = links.propose(Rank(0), &RankSet::all(WORLD), &set(WORLD, through));
         assert_eq!((value.members, &value.reason[..]), (set(WORLD, members), reason));
     }
+}
+
+#[test]
+fn a_rank_whose_links_are_cut_one_by_one_evicts_one_other_at_most() {
+    let mut cut_before = BTreeMap::new();
+    let mut members = set(6, &[0, 1, 2, 3, 4, 5]);
+    let mut left = Vec::new();
+    // Links of rank 0 alone are cut, each before the next one is used.
+    for peer in [3, 1, 2] {
+        let mut links = Links::new(6, members.clone(), cut_before);
+        links.cut(Rank(peer), Rank(0), "rank 0 sent a corrupted payload");
+        let next = links.clique(&members, &RankSet::empty(6));
+        left.extend(members.iter().filter(|&rank| !next.contains(rank)));
+        cut_before = links.cut_before(&next);
+        members = next;
+        if !members.contains(Rank(0)) {
+            break;
+        }
+    }
+    assert_eq!(left, [Rank(3), Rank(0)]);
+}
+
+#[test]
+fn a_dead_rank_says_nothing_of_the_links_of_others() {
+    let members = set(WORLD, &[0, 1, 2, 3]);
+    let mut links = Links::new(WORLD, members, BTreeMap::new());
+    [0, 1, 2].iter().for_each(|&rank| {
+        links.cut(Rank(rank), Rank(3), "closed");
+    });
+    assert!(links.cut_before(&set(WORLD, &[0, 1, 2])).is_empty());
 }

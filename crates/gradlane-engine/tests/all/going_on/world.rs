@@ -5,8 +5,8 @@ use crate::common::node::Residuals;
 use crate::common::toy::Toy;
 use crate::common::{round, tensors, Node};
 use gradlane_engine::{
-    CodecSizes, EngineOptions, Event, GoingOn, Input, Payload, PayloadDest, Plan, RingBytes,
-    Scheme, Strategy, TensorSetting, Update,
+    CodecSizes, EngineOptions, Event, GoingOn, Input, PayloadDest, Plan, RingBytes, Scheme,
+    Strategy, TensorSetting, Update,
 };
 use gradlane_units::{Rank, Rng, SliceId, Step, TensorId, Time};
 use gradlane_wire::{FrameHeader, FrameKind};
@@ -26,6 +26,10 @@ pub enum Fault {
     Stop(u32),
     /// The connection between two ranks breaks.
     Cut(u32, u32),
+    /// The rank's program ends with an error.
+    GiveUp(u32),
+    /// From now on what the rank sends of slices is corrupted, and refused by those that it goes to.
+    Spoil(u32),
 }
 
 /// The size of a cluster and of its training.
@@ -192,6 +196,10 @@ pub struct World {
     may_end: BTreeSet<u32>,
     /// By generation: the register in the job's store.
     register: BTreeMap<u32, Vec<u8>>,
+    /// Whether the store was lost, too.
+    lost_store: bool,
+    /// The rank whose slices are corrupted.
+    spoiled: Option<u32>,
     faults: VecDeque<(u64, Fault)>,
     /// Faults that have struck.
     struck: u32,
@@ -238,6 +246,8 @@ impl World {
             stopped: BTreeSet::new(),
             may_end: BTreeSet::new(),
             register: BTreeMap::new(),
+            lost_store: false,
+            spoiled: None,
             faults: VecDeque::new(),
             struck: 0,
             taken: 0,
@@ -281,6 +291,52 @@ impl World {
 
     pub fn mix_memberships(&mut self) {
         self.mixes = true;
+    }
+
+    /// Checks that a rank that sends what is corrupted has evicted one other at most, and was then left.
+    pub fn check_spoiled(&self, seed: u64, spoiled: u32) {
+        let failed: Vec<u32> = (0..self.setting.ranks)
+            .filter(|&rank| rank != spoiled && !self.nodes[rank as usize].closed)
+            .collect();
+        let text = self.describe();
+        if text.contains("before another rank had all values to start from") {
+            assert_eq!(failed.len(), self.nodes.len() - 1, "seed {seed}: some went on {text}");
+            return;
+        }
+        assert!(failed.len() < 2, "seed {seed}: ranks {failed:?} were evicted {text}");
+        assert!(failed.is_empty() || !self.nodes[spoiled as usize].closed, "seed {seed} {text}");
+        let memberships = self.memberships();
+        for step in 1..=self.setting.steps {
+            for tensor in 0..self.setting.sizes.len() {
+                self.check_means(seed, &memberships, step, tensor);
+            }
+        }
+    }
+
+    /// The store is lost, as with its host, rank 0.
+    pub fn lose_store(&mut self) {
+        self.lost_store = true;
+    }
+
+    /// Checks the end of a session whose rank 0 was lost while its values spread: whoever is left goes on, if any
+    /// of them has all values, or all end with the same words, which name rank 0.
+    pub fn check_start(&self, seed: u64) {
+        let left: Vec<&Node> = self.nodes[1..].iter().filter(|node| !node.dead).collect();
+        if left.iter().any(|node| node.closed) {
+            return self.check(seed);
+        }
+        let mut texts = BTreeSet::new();
+        for node in &left {
+            let failure = node.failure.as_ref();
+            let failure =
+                failure.unwrap_or_else(|| panic!("seed {seed}: no end {}", self.describe()));
+            assert!(!failure.timed_out, "seed {seed}: {failure}");
+            assert!(failure.peer.is_none_or(|it| it == Rank(0)), "seed {seed}: {failure}");
+            texts.insert(failure.reason.clone());
+        }
+        let first = texts.first().expect("somebody is left");
+        let names = first.starts_with("rank 0 was lost") || self.lost_store;
+        assert!(texts.len() == 1 && names, "seed {seed}: {texts:#?} {}", self.describe());
     }
 
     pub fn hide_results(&mut self) {
@@ -369,6 +425,17 @@ impl World {
                     self.wires.entry((it, rank)).or_default().push_back(Item::Closed);
                 });
             }
+            Fault::Spoil(rank) => {
+                self.spoiled = Some(rank);
+            }
+            Fault::GiveUp(rank) => {
+                if self.is_alive(rank) {
+                    self.may_end.insert(rank);
+                    self.nodes[rank as usize].engine.abort("ValueError in its program");
+                    self.listen(rank);
+                    self.leave_if_ended(rank);
+                }
+            }
             Fault::Cut(one, other) => {
                 self.may_end.insert(one);
                 self.may_end.insert(other);
@@ -415,13 +482,9 @@ impl World {
         if node.failure.is_none() && !node.closed {
             return;
         }
-        let last: Vec<_> = std::iter::from_fn(|| node.engine.poll_transmit()).collect();
-        for transmit in last {
-            let payload = match transmit.payload {
-                Payload::Inline(bytes) => bytes,
-                Payload::None => Vec::new(),
-                Payload::Region(_) => continue,
-            };
+        while let Some(transmit) = node.unsent.pop_front().or_else(|| node.engine.poll_transmit()) {
+            let payload = node.payload(&transmit.payload);
+            node.engine.handle_sent(&transmit);
             if !self.cut.contains(&(rank, transmit.peer.0)) {
                 let wire = self.wires.entry((rank, transmit.peer.0)).or_default();
                 wire.push_back(Item::Frame(transmit.header, payload));
@@ -532,6 +595,14 @@ impl World {
                 return true;
             }
             match self.wires.entry((from, rank)).or_default().pop_front() {
+                Some(Item::Frame(header, _))
+                    if self.spoiled == Some(from) && !header.kind.is_control() =>
+                {
+                    let reason = format!("{} sent a corrupted payload", Rank(from));
+                    self.nodes[rank as usize].engine.reject_peer(Rank(from), &reason);
+                    self.lose(rank, from);
+                    return true;
+                }
                 Some(Item::Frame(header, payload)) => {
                     self.announce(from, rank, header, payload);
                     return true;
@@ -658,8 +729,10 @@ impl World {
         let claims = std::mem::take(&mut self.nodes[index].membership);
         for event in claims {
             if let Event::ClaimNeeded { generation, value } = &event {
-                let held = self.register.entry(*generation).or_insert_with(|| value.clone());
-                let answer = Input::ClaimAnswered(*generation, Some(held.clone()));
+                let held = (!self.lost_store).then(|| {
+                    self.register.entry(*generation).or_insert_with(|| value.clone()).clone()
+                });
+                let answer = Input::ClaimAnswered(*generation, held);
                 self.nodes[index].engine.handle(answer).expect("an answer");
                 self.nodes[index].take_events();
             }
