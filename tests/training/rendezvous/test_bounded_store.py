@@ -314,6 +314,33 @@ except Exception as error:
 """
 
 
+LEAVES = """
+import threading
+from tests.training.rendezvous.stores import bounded
+store = bounded()
+for number in range(200):
+    threading.Thread(target=store.set, args=(f"key {number}", "1"), daemon=True).start()
+raise SystemExit(7)
+"""
+
+
+def test_a_process_that_ends_with_calls_under_way_ends_as_it_wants(
+    programs: ForkedPrograms, tmp_path: Path
+) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    for number in range(5):
+        name = f"{tmp_path}-{number}"
+        programs.start(
+            name,
+            program=str(tmp_path / "leaves.py"),
+            arguments=[],
+            output=str(tmp_path / "output"),
+            errors=str(tmp_path / "errors"),
+            environment={},
+        )
+        assert programs.wait(name, PATIENCE_S) == 7, (tmp_path / "errors").read_text()
+
+
 def test_a_host_that_stands_still_holds_up_no_process(
     programs: ForkedPrograms, tmp_path: Path
 ) -> None:

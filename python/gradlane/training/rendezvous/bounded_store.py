@@ -10,9 +10,11 @@ No other module calls a store; `test_bounded_store.py` checks the sources for th
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -50,11 +52,23 @@ class _Call:
         self.error: Exception | None = None
 
 
+_workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
+"""Threads that may be inside a call."""
+
+
+@atexit.register
+def _stop_workers() -> None:
+    """End all threads before the interpreter does: one that came back later would abort."""
+    for worker in list(_workers):
+        worker.stop()
+
+
 class _Worker:
     """The thread that waits for the store in place of its callers; it ends with this object."""
 
     def __init__(self) -> None:
         self.is_stuck = False
+        _workers.add(self)
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_run_calls, args=(self._calls,), name="gradlane-store", daemon=True

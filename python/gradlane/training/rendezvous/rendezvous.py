@@ -68,6 +68,7 @@ _ABORT_KEY = "reason"
 _ABORT_POLL_S = 0.25
 """Interval at which a connecting rank polls for another rank's abort."""
 _PROBE_S = 0.5
+_OPEN_GRACE_S = 1.0
 _REPORT_S = 2.0
 """Longest time that an aborting rank waits for the store, and rank 0 for its readers."""
 _ALIKE_S = 10.0
@@ -146,7 +147,8 @@ def open_store(
         return TCPStore(host, port, **arguments)
 
     try:
-        opened = bounded.connect(connect, timeout_s)
+        # Torch's own limit comes first: a thread that it ends later may meet the process's end.
+        opened = bounded.connect(connect, timeout_s + _OPEN_GRACE_S)
     except (RuntimeError, TimeoutError) as error:
         if is_host:
             raise RendezvousError(
