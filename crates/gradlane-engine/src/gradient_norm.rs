@@ -6,7 +6,7 @@
 
 use crate::api::{Event, UsageError};
 use crate::cx::Cx;
-use crate::plan::{Plan, Synchrony};
+use crate::plan::{Plan, Synchrony, Update};
 use crate::rank_set::RankSet;
 use crate::transmit::Body;
 use crate::violation::{violation, Validated};
@@ -74,7 +74,7 @@ impl Plan {
         }
         let why = if self.strategy.synchrony != Synchrony::Bulk {
             "steps do not wait for all ranks"
-        } else if self.updates_on_server(Step(1)) {
+        } else if self.update == Update::Server {
             "updates run on the servers"
         } else if self.dedicated_servers > 0 {
             "dedicated servers own the slices"

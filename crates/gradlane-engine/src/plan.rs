@@ -30,7 +30,7 @@ use crate::api::{Memory, Region};
 use crate::rank_set::RankSet;
 use alloc::vec::Vec;
 use core::ops::Range;
-use gradlane_units::{Rank, SliceId, Step, TensorId};
+use gradlane_units::{Dtype, Rank, SliceId, Step, TensorId};
 use serde::{Deserialize, Serialize};
 
 /// A tensor in the plan.
@@ -143,10 +143,13 @@ impl Plan {
         self.strategy.synchrony.stragglers().is_some() && !step.is_initial()
     }
 
-    /// Whether the owners of slices update parameters in a step.
+    /// Whether the owners of a tensor's slices update it in a step. They have kernels for f32, f16
+    /// and bf16; a tensor of f64 is averaged, as with updates on the ranks.
     #[must_use]
-    pub fn updates_on_server(&self, step: Step) -> bool {
-        self.update == Update::Server && !step.is_initial()
+    pub fn updates_on_server(&self, step: Step, tensor: TensorId) -> bool {
+        self.update == Update::Server
+            && !step.is_initial()
+            && self.tensor(tensor).spec.dtype != Dtype::F64
     }
 
     /// How many ranks contribute to a step, if none is left out: rank 0 alone in step 0.

@@ -428,7 +428,7 @@ impl ParameterServer {
         let is_result = cx.others().is_empty()
             && counted.iter().all(|&(_, it)| it.form() != Some(PayloadForm::Encoded))
             && !cx.worker.sends_raw()
-            && !cx.plan.updates_on_server(step)
+            && !cx.plan.updates_on_server(step, cx.plan.slice(slice).tensor)
             && cx.plan.strategy.synchrony != Synchrony::Async;
         if counted.iter().all(|&(_, it)| it == Contribution::Absent) {
             self.deliver(cx, slice, step, None, PayloadForm::Raw, false);
@@ -480,7 +480,7 @@ fn start_reduce(
     let (absent, divisor) = (inputs.len() < counted.len(), counted.len() as u32);
     let mut spent: Vec<BufferRef> = counted.iter().filter_map(|(_, it)| it.buffer()).collect();
     let encoded = counted.iter().any(|(_, it)| it.form() == Some(PayloadForm::Encoded));
-    let apply = cx.plan.updates_on_server(step);
+    let apply = cx.plan.updates_on_server(step, cx.plan.slice(slice).tensor);
     let form = if encoded && !apply { PayloadForm::Encoded } else { PayloadForm::Raw };
     cx.forget_kept(slice);
     let reused = !encoded && !spent.is_empty();

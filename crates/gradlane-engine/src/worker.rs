@@ -289,7 +289,7 @@ impl Worker {
     /// Where a slice's result may be written in the tensor's own memory, if it may be now.
     pub(crate) fn open_region(&self, plan: &Plan, slice: SliceId) -> Option<Region> {
         let tensor = plan.slice(slice).tensor;
-        if plan.updates_on_server(self.step) {
+        if plan.updates_on_server(self.step, tensor) {
             return self.ended.then(|| plan.region(Memory::Parameter(tensor), slice));
         }
         let open =

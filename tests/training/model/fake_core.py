@@ -187,7 +187,9 @@ class World:
         held = self.claims or (step > 0 and tensor in self.held)
         if held or any(rank not in lent for rank in self.alive):
             return
-        serves = self.plan["update"] == "server" and step > 0
+        serves = (
+            self.plan["update"] == "server" and step > 0 and self.dtype(tensor) is not torch.float64
+        )
         if tensor not in current.ready:
             current.ready[tensor] = all(one.values is None for one in lent.values())
             if self.gathers(tensor):

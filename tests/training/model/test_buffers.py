@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradlane
+from gradlane.training.core import load_core
+from gradlane.training.model.buffers import BufferPack
+from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.membership import Membership
+from tests.built import needs_core
 from tests.training.model import test_training
 from tests.training.model.models import SmallCnn, seeded
 from tests.training.model.ranks import run_ranks
@@ -47,10 +53,15 @@ class Counting(nn.Module):
         return self.norm(self.layer(values))  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("update", ["worker", "server"])
 @pytest.mark.parametrize("mode", ["broadcast", "average", "local"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("build", [Counting, SmallCnn])
-def test_buffers_equal_the_reference(mode: str, world_size: int, build: type[nn.Module]) -> None:
+def test_buffers_equal_the_reference(
+    mode: str, world_size: int, build: type[nn.Module], update: str
+) -> None:
+    serves = update == "server"
+
     def body(session: Any) -> list[list[Tensor]]:
         model = seeded(build)
         optimizer = sgd(model)
@@ -62,9 +73,9 @@ def test_buffers_equal_the_reference(mode: str, world_size: int, build: type[nn.
             else:
                 loss: Any = model(batch((4, 3), session.rank, step)).square().sum()
                 loss.backward()
-            if step == 3:
+            if step == 3 and not serves:
                 nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-            if step == 4:
+            if step == 4 and not serves:
                 optimizer.zero_grad()  # a step that is not taken counts, too
             else:
                 optimizer.step()
@@ -79,9 +90,87 @@ def test_buffers_equal_the_reference(mode: str, world_size: int, build: type[nn.
         return seen
 
     expected = run_reference(world_size, body)
-    for rank, states in enumerate(run_ranks(world_size, body)):
+    for rank, states in enumerate(run_ranks(world_size, body, update=update)):
         for state, right in zip(states, expected[rank], strict=True):
             assert same_bits(state, right)
+
+
+@needs_core
+@pytest.mark.parametrize("mode", ["broadcast", "average"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"update": "server", "codec": "onebit"},
+        {"stragglers": "backup=1"},
+        {"stragglers": "drop", "late": "carry"},
+    ],
+    ids=["server", "backup", "drop"],
+)
+def test_all_ranks_end_with_the_same_buffers(mode: str, options: dict[str, Any]) -> None:
+    """Also around steps that are none of training, which carry state of optimizers and codecs."""
+
+    def body(session: Any) -> list[Tensor]:
+        model = seeded(Counting)
+        optimizer = sgd(model)
+        session.prepare(model, optimizer, buffers=mode)
+        for step in range(STEPS):
+            model(batch((4, 3), session.rank, step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2 and "stragglers" not in options:
+                optimizer.load_state_dict(optimizer.state_dict())
+                session.load_state_dict(session.state_dict())
+        session.synchronize()
+        return [buffer.clone() for buffer in model.buffers()]
+
+    found = run_ranks(3, body, core=load_core(), summary=False, **options)  # type: ignore[arg-type]
+    for other in found[1:] if options.get("stragglers") is None else found[2:]:
+        # With stragglers rank 0 may be the one that the last step went on without.
+        assert same_bits(found[-1], other)
+    assert found[0][0].abs().sum() > 0
+
+
+def test_values_that_a_step_went_on_without_are_sent_again() -> None:
+    model = Counting()
+    membership = Membership(RankInfo(0, 2, "job", 0))
+    pack = BufferPack(model, "broadcast", membership)
+    pack.start()
+    assert pack.pack(silent=False) is None, "nothing has changed"
+    pack.land(None)
+    model.mask[0] = False
+    for mean in (None, torch.zeros_like(pack.tensor)):
+        sent = pack.pack(silent=False)
+        assert sent is not None
+        pack.land(mean)
+    sent = pack.pack(silent=False)
+    assert sent is not None
+    pack.land(sent / 2)
+    assert pack.pack(silent=False) is None, "the others have it"
+
+
+@needs_core
+def test_asynchronous_ranks_say_that_buffers_stay_their_own() -> None:
+    def body(session: Any) -> None:
+        model = seeded(Counting)
+        session.prepare(model, sgd(model))
+
+    def average(session: Any) -> None:
+        model = seeded(Counting)
+        with pytest.raises(ValueError, match='"average" with strategy="asgd"'):
+            session.prepare(model, sgd(model), buffers="average")
+
+    def local(session: Any) -> None:
+        model = seeded(Counting)
+        session.prepare(model, sgd(model), buffers="local")
+
+    options: Any = {"core": load_core(), "summary": False, "strategy": "asgd", "update": "server"}
+    # Counting has a buffer of f64 values, which no server has to have a kernel for.
+    with pytest.warns(UserWarning, match=r"'seen' and all other buffers stay"):
+        run_ranks(2, body, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_ranks(2, local, **options)
+        run_ranks(2, average, **options)
 
 
 def test_direct_reads_of_buffers_wait() -> None:

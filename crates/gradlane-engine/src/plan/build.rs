@@ -4,8 +4,8 @@ use crate::api::PlanError;
 use crate::plan::placement::{Dealt, LeastLoaded, Placer};
 use crate::plan::ring_chunks::{encoded_chunk_elems, RingPlacer};
 use crate::plan::{
-    CodecPlan, Granularity, Plan, Roles, Scheme, Slice, Strategy, TensorKind, TensorPlan,
-    TensorSetting, TensorSpec, Update, RING_CHUNK_ELEMS,
+    CodecPlan, Granularity, Plan, Roles, Scheme, Slice, Strategy, Synchrony, TensorKind,
+    TensorPlan, TensorSetting, TensorSpec, Update, RING_CHUNK_ELEMS,
 };
 use crate::rank_set::RankSet;
 use alloc::format;
@@ -76,7 +76,7 @@ impl Plan {
         for (index, tensor) in tensors.into_iter().enumerate() {
             let TensorSetting { spec, scheme, codec } = tensor.into();
             let scheme = scheme.unwrap_or(plan.strategy.scheme);
-            check_tensor(&spec, update)?;
+            check_tensor(&spec, plan.strategy.synchrony)?;
             scheme.check(&spec, &plan.strategy, update, workers)?;
             if let Some(codec) = &codec {
                 check_coding(&spec, scheme, codec.as_ref())?;
@@ -169,17 +169,17 @@ impl Granularity {
     }
 }
 
-fn check_tensor(spec: &TensorSpec, update: Update) -> Result<(), PlanError> {
+fn check_tensor(spec: &TensorSpec, synchrony: Synchrony) -> Result<(), PlanError> {
     if spec.kind == TensorKind::Parameter && spec.dtype == Dtype::U8 {
         return Err(PlanError::new(format!(
             "tensor {:?} holds plain bytes and cannot be trained",
             spec.name
         )));
     }
-    if spec.kind == TensorKind::Parameter && spec.dtype == Dtype::F64 && update == Update::Server {
+    let is_async = synchrony == Synchrony::Async;
+    if spec.kind == TensorKind::Parameter && spec.dtype == Dtype::F64 && is_async {
         return Err(PlanError::new(format!(
-            "tensor {:?} is f64: update=server has kernels for f32, f16 and bf16; use \
-             update=worker",
+            "tensor {:?} is f64: asynchronous servers have kernels for f32, f16 and bf16",
             spec.name
         )));
     }

@@ -160,6 +160,10 @@ class BufferPack:
         self._slots_of: dict[nn.Module, list[tuple[int, _Slot]]] = {}
         for number, slot in enumerate(self._copied):
             self._slots_of.setdefault(slot.module, []).append((number, slot))
+        self._awaits_own = False
+        """Whether this rank has sent its values in the step that is under way."""
+        self._resends = False
+        """Whether the others lack the values that this rank has sent last."""
         self._unexamined: set[nn.Module] = set()
         self._changed: dict[int, int] = {}
         devices = {slot.current().device for slot in slots}
@@ -217,6 +221,7 @@ class BufferPack:
             torch._foreach_copy_(self._views, [slot.current() for slot in self._copied])
             if not self._averages and self._is_unchanged():
                 return None
+            self._awaits_own = True
             words = self.tensor.detach()[self._first_word :]
             words.copy_(self._words).add_(_OFFSET).mul_(self._world_size)
         elif self._averages:
@@ -243,6 +248,10 @@ class BufferPack:
         # Before any is written: views count their writes together.
         for slot in self._landing():
             slot.check_unwritten()
+        if self._awaits_own and self._device.type == "cpu":
+            # Steps may go on without this rank: then the others still lack its values.
+            self._resends = mean is None or not bool((mean[self._first_word :] != 0).all())
+        self._awaits_own = False
         if mean is not None:
             words = mean[self._first_word :]
             # On an accelerator nothing waits for the answer.
@@ -323,7 +332,7 @@ class BufferPack:
         """Return whether the first rank has nothing new; an accelerator is not waited for."""
         if self._device.type != "cpu":
             return False
-        if torch.equal(self._words, self._sent):
+        if torch.equal(self._words, self._sent) and not self._resends:
             return True
         self._sent.copy_(self._words)
         return False

@@ -136,17 +136,18 @@ def connect(
     if nodes is not None:
         spec = _for_nodes(spec, nodes, ctx.rank_info.rank)
     serves = ctx.options.update == "server"
-    # Whatever takes part in a step is updated by servers, so nothing but parameters may; and
-    # statuses and buffers of ranks that are left out of a step would be missing.
-    alone = serves or ctx.options.stragglers.leaves_out
+    # Servers update a step's parameters before they have read statuses; and those of ranks that are
+    # left out of a step would be missing.
+    has_statuses = not (serves or ctx.options.stragglers.leaves_out)
     extras, layout = build_step_layout(
         model,
         spec.entries,
         spec.factored,
         ctx.rank_info,
         ctx.membership,
-        buffers,
-        alone=alone,
+        # Ranks that are in different steps have no values in common.
+        "local" if ctx.options.is_asynchronous else buffers,
+        has_statuses=has_statuses,
         status_lanes=STATUS_LANES if ctx.options.going_on.on else STATUS_LANES_LEAST,
     )
     trained = spec.trained
@@ -177,7 +178,7 @@ def connect(
         channel,
         recording,
         _carrier(ctx, opened, channel, spec, extras, staging.tell),
-        ServedParameters(channel, trained, ctx.rank_info) if serves else None,
+        ServedParameters(channel, trained, ctx.rank_info, layout.beside) if serves else None,
         staging,
         ranks_each_of(opened),
     )

@@ -346,6 +346,11 @@ def check_server_optimizer(optimizer: Optimizer, entries: Sequence[TensorEntry])
                 f'update="server" writes parameters in place: {entry.name!r} must be dense and on '
                 'the CPU; use update="worker" instead'
             )
+        if entry.trained and entry.dtype in (torch.float64, torch.complex128):
+            raise ValueError(
+                f'parameter {entry.name!r} has {entry.dtype}: update="server" has kernels for f32, '
+                'f16 and bf16; use update="worker"'
+            )
 
 
 def server_rows(

@@ -539,7 +539,8 @@ class PreparedModel:
     @property
     def per_rank_buffers(self) -> set[str]:
         """Names of the buffers that differ from rank to rank, as in the model's state."""
-        if self._layout.buffers is not None:
+        may_lack = self._ctx.options.stragglers.leaves_out
+        if self._layout.buffers is not None and not may_lack:
             return set()
         return {name for name, _ in self.model.named_buffers()}
 

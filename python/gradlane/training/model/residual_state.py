@@ -403,10 +403,7 @@ class ResidualState:
         """
         layout, channel = self._layout, self._channel
         others = {index: entry.tensor for index, entry in enumerate(layout.trained)}
-        if layout.status is not None:
-            others[layout.status_index] = layout.status.tensor
-        if layout.buffers is not None:
-            others[layout.buffers_index] = layout.buffers.tensor
+        others |= layout.beside
         # If this breaks off, the core may still write there.
         self._lent = list(memory.values())
 

@@ -7,6 +7,7 @@ handed what the program has changed here, such as by loading a checkpoint, befor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -25,7 +26,11 @@ class ServedParameters:
     """Tells the core where the trained parameters of a model are."""
 
     def __init__(
-        self, channel: Channel, trained: Sequence[TensorEntry], rank_info: RankInfo
+        self,
+        channel: Channel,
+        trained: Sequence[TensorEntry],
+        rank_info: RankInfo,
+        beside: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
         """Begin without any memory known.
 
@@ -33,7 +38,9 @@ class ServedParameters:
             channel: the channel that updates them.
             trained: table entries of the trained parameters, by tensor number.
             rank_info: this rank.
+            beside: what takes part in training steps beside them, by tensor number.
         """
+        self._beside = beside
         self._channel = channel
         self._trained = trained
         self._rank = rank_info.rank
@@ -180,10 +187,17 @@ class ServedParameters:
                 self._channel.gradient_ready(index, step, pointer, entry.nbytes)
             else:
                 self._channel.tensor_absent(index, step, entry.tensor.data_ptr(), entry.nbytes)
+        self.leave_out_others(step)
         self._channel.step_end(step)
         self._channel.wait_step(step)
         self._channel.take_ready(step)
         self._lent = []
+
+    def leave_out_others(self, step: int) -> None:
+        """Contribute nothing but parameters to a step that is none of training."""
+        for index, tensor in self._beside.items():
+            # No rank has any: nothing is written there.
+            self._channel.tensor_absent(index, step, tensor.data_ptr(), tensor.nbytes)
 
     def _note_versions(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():

@@ -265,6 +265,7 @@ class ServerState:
                 )
                 broadcast_state = channel.gradient_ready if gives else channel.tensor_absent
                 broadcast_state(index, step, entry.tensor.data_ptr(), entry.nbytes)
+            self._parameters.leave_out_others(step)
             channel.step_end(step)
             channel.wait_step(step)
             channel.take_ready(step)

@@ -25,7 +25,8 @@ class StepLayout:
         trained: table entries of the trained parameters, by tensor number.
         table_size: number of entries of the table, which the extras follow.
         extras: number of tensors that travel beside the table.
-        status: how all ranks ended their steps, or None where updates run on the servers.
+        status: how all ranks ended their steps, or None where updates run on the servers, or steps
+            go on without late ranks.
         status_index: its tensor number.
         buffers: buffers that are kept alike, or None.
         buffers_index: their tensor number.
@@ -48,6 +49,16 @@ class StepLayout:
         """Those parameters whose layers give factors in backward; all others have a `.grad`."""
         return {index: one for index, one in self.factored.items() if one.layers}
 
+    @property
+    def beside(self) -> dict[int, Tensor]:
+        """The tensors that take part beside parameters, by their numbers."""
+        found = {}
+        if self.status is not None:
+            found[self.status_index] = self.status.tensor
+        if self.buffers is not None:
+            found[self.buffers_index] = self.buffers.tensor
+        return found
+
     def needs_sparse(self, index: int) -> bool:
         """Return whether a parameter's optimizer takes sparse gradients alone."""
         one = self.factored.get(index)
@@ -69,7 +80,7 @@ def build_step_layout(
     membership: Membership,
     buffers: str,
     *,
-    alone: bool,
+    has_statuses: bool,
     status_lanes: int,
 ) -> tuple[list[TensorEntry], StepLayout]:
     """Number everything that takes part in each step.
@@ -81,19 +92,20 @@ def build_step_layout(
         rank_info: this rank.
         membership: the ranks that train.
         buffers: how they are kept: `"broadcast"`, `"average"` or `"local"`.
-        alone: nothing but gradients may take part.
+        has_statuses: whether all ranks' statuses travel with each step.
         status_lanes: numbers of each rank's status.
 
     Returns:
         The entries that follow the table, and the layout.
     """
     trained = [entry for entry in entries if entry.trained]
-    if alone:
-        return [], StepLayout(trained, len(entries))
     pack = pack_buffers(model, buffers, membership) if rank_info.world_size > 1 else None
-    status = StatusTensor(rank_info.rank, rank_info.world_size, pack, status_lanes)
+    status = None
     index = len(entries)
-    extras = [extra_entry("gradlane's rank statuses", status.tensor)]
+    extras = []
+    if has_statuses:
+        status = StatusTensor(rank_info.rank, rank_info.world_size, pack, status_lanes)
+        extras.append(extra_entry("gradlane's rank statuses", status.tensor))
     if pack is not None:
         extras.append(extra_entry("the packed buffers", pack.tensor))
     # Blocks are of training steps alone: something else carries the weights in step 0.
@@ -103,9 +115,9 @@ def build_step_layout(
         index,
         len(extras),
         status,
-        index,
+        index if has_statuses else -1,
         pack,
-        index + 1 if pack is not None else -1,
+        index + has_statuses if pack is not None else -1,
         form_of(model, buffers, rank_info.world_size),
         factored,
     )

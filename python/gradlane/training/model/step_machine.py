@@ -1122,6 +1122,7 @@ class StepMachine:
             self._on_step_begin(self.step + 1)
             exchange.begin(self._consistency.status_for(None), passes=True)
             exchange.submit_rest(discards=True)
+            exchange.submit_buffers(shadow=True)
             self.exempt.run(lambda: self._update.record_first(0))
             self._update.reset(None, set_to_none=True)
             if self._update.defers():

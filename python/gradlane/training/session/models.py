@@ -185,6 +185,16 @@ class PreparedModels:
             self.joins.follow(prepared)
         if links is not None:
             self.plans.learn(prepared, links, agreed.rule)
+        if ctx.options.is_asynchronous and rank_info.world_size > 1 and buffers != "local":
+            own = [name for name, _ in model.named_buffers()]
+            if own:
+                warnings.warn(
+                    f'buffers={buffers!r} with strategy="asgd": the ranks are in different steps, '
+                    f"so that {own[0]!r} and all other buffers stay each rank's own; give "
+                    'buffers="local" to say that this is meant',
+                    UserWarning,
+                    stacklevel=3,
+                )
         unknown = [one for one in members_of(optimizer) if not steps_per_parameter(one)]
         if defer is None and unknown and self._ctx.options.update == "worker":
             names = dict.fromkeys(type(one).__name__ for one in unknown)
@@ -200,6 +210,12 @@ class PreparedModels:
     def _check_buffers(self, buffers: str) -> None:
         if buffers not in MODES:
             raise ValueError(f"unknown buffers {buffers!r}; known are {', '.join(MODES)}")
+        if buffers == "average" and self._ctx.options.is_asynchronous:
+            raise ValueError(
+                'buffers="average" with strategy="asgd": the ranks are in different steps, and '
+                'there is no mean of their buffers; give buffers="local", and exchange them where '
+                "all ranks meet"
+            )
 
     def _check_goes_on(self, model: nn.Module, buffers: str, plan: PlanArgument) -> None:
         """Check that a model can be prepared in a session that goes on when ranks are lost.

@@ -257,9 +257,10 @@ class Session:
                 `torch.optim`, and classes with an attribute `steps_per_parameter = True`).
             buffers: the treatment of buffers, such as the statistics of batch norm, in each step:
                 `"broadcast"`: every rank gets rank 0's; `"average"`: floating-point ones are
-                averaged over the ranks, others are rank 0's; `"local"`: none. With
-                `update="server"` buffers stay as they are, too. A program that changes buffers
-                between steps changes them alike on all ranks.
+                averaged over the ranks, others are rank 0's; `"local"`: none. A step that goes on
+                without rank 0 has no new ones of it. With `strategy="asgd"` buffers stay each
+                rank's own. A program that changes buffers between steps changes them alike on all
+                ranks.
             plan: settings for this model in place of the session's: a plan or the path of a plan
                 file, which only rank 0 needs to have; `"auto"`: measure the links, record some
                 steps of this training, simulate, and switch to faster settings, if there are any
