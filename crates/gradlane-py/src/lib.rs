@@ -44,6 +44,9 @@ mod _core {
     #[pymodule_init]
     fn init(_module: &pyo3::Bound<'_, pyo3::types::PyModule>) -> pyo3::PyResult<()> {
         crate::log_to_stderr::install();
+        // A mistyped variable would else be ignored by the kernels.
+        gradlane_codec::InstructionSet::from_environment()
+            .map_err(|error| pyo3::exceptions::PyValueError::new_err(error.to_string()))?;
         Ok(())
     }
 }

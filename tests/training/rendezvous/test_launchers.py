@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -205,3 +208,24 @@ def test_mpirun_on_one_node(programs: ForkedPrograms, tmp_path: Path) -> None:
     ]
     printed = programs.run_all(tmp_path, PROGRAM, [], environments)
     check(sorted(line for output in printed for line in output.splitlines()))
+
+
+@needs_core
+@pytest.mark.parametrize(
+    ("name", "is_known"), [("avx9", False), ("AVX2 ", False), ("scalar", True)]
+)
+def test_an_instruction_set_that_is_none_is_refused_by_its_variable(
+    name: str, is_known: bool
+) -> None:
+    program = "from gradlane.training.core import load_core; load_core()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "GRADLANE_SIMD": name},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode == 0) is is_known, done.stderr
+    words = (
+        f'ValueError: no kernels for instruction set "{name}" on this machine: set GRADLANE_SIMD'
+    )
+    assert is_known or words in done.stderr, done.stderr
