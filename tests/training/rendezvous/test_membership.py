@@ -32,6 +32,19 @@ def test_a_lost_rank_is_known_by_its_number_of_each_world() -> None:
     assert [(one.rank, one.step) for one in membership.lost] == [(1, 5), (2, 10)]
 
 
+def test_each_lost_rank_has_the_reason_of_its_own_loss() -> None:
+    membership = members_of_four()
+    assert membership.loss_of(0, OLD) is None and membership.loss_of(2, NEW) is None
+    membership.note(1, (1, 2, 3), 5, "rank 0 was lost")
+    membership.note(2, (1, 3), 5, "rank 2 gave up: rank 0 was lost")
+    reasons = [membership.loss_of(number, OLD) for number in range(4)]
+    assert reasons == ["rank 0 was lost", None, "rank 2 gave up: rank 0 was lost", None]
+    # A world that is being connected.
+    membership.hear(NEW, 1, (0, 1), 0, "rank 2 was lost there")
+    assert membership.loss_of(2, NEW) == "rank 2 was lost there"
+    assert membership.loss_of(1, NEW) is None
+
+
 def test_a_rank_that_is_lost_while_worlds_change_is_lost_once() -> None:
     """The old world's last change is not in force any more; the new one makes its own."""
     membership = members_of_four()

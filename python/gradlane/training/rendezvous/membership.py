@@ -194,7 +194,12 @@ class Membership:
         """
         with self._lock:
             if world in self._numbers:
-                return self._newest.reason if self.has_lost(number, world) else None
+                if not self.has_lost(number, world):
+                    return None
+                # Others may have been lost since, for want of this one.
+                now = self._numbers[world].get(number)
+                of_rank = (one.reason for one in reversed(self.lost) if one.rank == now)
+                return next(of_rank, self._newest.reason)
             early = (one for one in reversed(self._early) if one[0] == world)
             _, _, members, _, reason = next(early, ("", 0, (number,), 0, ""))
             return None if number in members else reason
