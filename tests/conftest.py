@@ -85,3 +85,9 @@ def programs() -> Iterator[ForkedPrograms]:
     process = ForkedPrograms()
     yield process
     process.close()
+
+
+@pytest.fixture
+def each_gradient_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no gradients of this process travel together: the test holds tensors by number."""
+    monkeypatch.setattr("gradlane.training.model.joined_gradients.MEMBER_BYTES_MAX", 0)

@@ -489,8 +489,9 @@ class FakeChannel:
     def wait_norm(self, step: int, blocks: core.SquareSum | None = None) -> float:
         count, measured = self.measured
         assert step == measured
-        tensors = [tensor for tensor in range(count) if not self.world.gathers(tensor)]
-        assert (len(tensors) < count) == (blocks is not None)
+        measured_ones = [one for one in self.world.members(step) if one < count]
+        tensors = [tensor for tensor in measured_ones if not self.world.gathers(tensor)]
+        assert (len(tensors) < len(measured_ones)) == (blocks is not None)
         with self.world.changed:
             lent, ranks = self.world.round(step).lent, self.world.world_size
             self._wait_for(lambda: all(len(lent.get(tensor, ())) == ranks for tensor in tensors))

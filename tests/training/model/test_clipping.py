@@ -106,6 +106,7 @@ def test_means_that_are_not_in_rank_order_are_clipped_alike_as_they_arrive_and_w
         assert same_bits(one[0], other[0]) and same_bits(one[1], other[1])
 
 
+@pytest.mark.usefixtures("each_gradient_alone")
 def test_step_waits_for_the_norm_alone_and_the_norm_for_no_mean() -> None:
     def begin(session: Any, optimizer: torch.optim.Optimizer) -> TrainStep:
         def train_step(loss: Tensor, after_backward: Callable[[], object]) -> Tensor:

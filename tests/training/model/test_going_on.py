@@ -114,6 +114,7 @@ def train(
     return state, [buffer.clone() for buffer in model.buffers()], changes, places
 
 
+@pytest.mark.usefixtures("each_gradient_alone")
 @pytest.mark.parametrize("tears", [False, True])
 @pytest.mark.parametrize("moment", ["before", "backward", "after backward", "after step"])
 @pytest.mark.parametrize("victims", [(0,), (2,)])
@@ -155,6 +156,7 @@ def test_survivors_equal_the_reference(
     assert "3 of 4 ranks go on" in lines[0]
 
 
+@pytest.mark.usefixtures("each_gradient_alone")
 def test_ranks_are_lost_one_after_the_other() -> None:
     core = FakeCore()
 
@@ -173,6 +175,7 @@ def test_ranks_are_lost_one_after_the_other() -> None:
         assert places[-1] == ((1, 2, 4).index(rank), 3)
 
 
+@pytest.mark.usefixtures("each_gradient_alone")
 def test_half_of_the_ranks_asks_the_store() -> None:
     core = FakeCore()
     results = run_ranks(

@@ -180,9 +180,10 @@ def test_overlap_comes_back_in_the_second_step(defer: bool | None) -> None:
 
     (sent,) = run_ranks(1, body, core=core)
     before = sent[0]
-    # Everything of step 1, and of step 2 with its statuses, has left when its backward is over.
-    assert sent[1] == before + 8 + 9
-    assert sent[2] == sent[1] + 9
+    # All eight gradients of step 1 and of step 2, each time as one, and the statuses of step 2 have
+    # left when its backward is over.
+    assert sent[1] == before + 1 + 2
+    assert sent[2] == sent[1] + 2
 
 
 def test_two_losses_with_a_common_trunk() -> None:
@@ -498,6 +499,7 @@ def test_reads_through_the_groups_of_the_optimizer() -> None:
     assert_equals_the_reference(body)
 
 
+@pytest.mark.usefixtures("each_gradient_alone")
 def test_groups_are_plain_in_copies_and_afterwards() -> None:
     core = FakeCore()
     kept = []
@@ -546,6 +548,7 @@ class Views(nn.Module):
         return (self.low * values).square() + self.alone * values + self.high.exp()
 
 
+@pytest.mark.usefixtures("each_gradient_alone")
 def test_parameters_that_share_storage() -> None:
     core = FakeCore()
 

@@ -35,6 +35,9 @@ CASES = optimizer_cases.cases()
 CUDA_CASES = {**CASES, **optimizer_cases.capturable_cases()}
 
 
+pytestmark = pytest.mark.usefixtures("each_gradient_alone")
+
+
 class Several(nn.Module):
     """Matrices of unlike shapes, which is what Muon takes; the last two are used in turns."""
 

@@ -29,6 +29,8 @@ compiles = pytest.mark.skipif(
     torch_release() <= (2, 4), reason="torch 2.4 cannot compile a prepared model"
 )
 
+pytestmark = pytest.mark.usefixtures("each_gradient_alone")
+
 
 class Probe:
     """A model with an update due that a test can let arrive when it wants."""

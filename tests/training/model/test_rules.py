@@ -421,6 +421,7 @@ def test_zero_grad_between_backward_and_step_forgets_the_gradients(whose: str) -
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+@pytest.mark.usefixtures("each_gradient_alone")
 def test_zero_grad_never_waits() -> None:
     core = FakeCore()
 

@@ -171,6 +171,7 @@ def two_optimizers(model: Any) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(weights, lr=0.1), torch.optim.AdamW(biases, lr=0.1, fused=True)]
 
 
+@pytest.mark.usefixtures("each_gradient_alone")
 @pytest.mark.parametrize("clips", [True, False])
 @pytest.mark.parametrize(
     "make",

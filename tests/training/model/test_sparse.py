@@ -151,6 +151,7 @@ def test_a_port_sends_the_rows_alone(pool: RankPool) -> None:
         assert other["sent"] >= 2 * 3 / 4 * 200_000 * 64 * 4 * 0.98
 
 
+@pytest.mark.usefixtures("each_gradient_alone")
 def test_the_norm_waits_for_rows_and_for_no_dense_mean() -> None:
     core = FakeCore()
     may_go_on = threading.Barrier(3)

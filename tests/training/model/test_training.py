@@ -390,8 +390,9 @@ def test_forward_order_is_observed_on_rank_0() -> None:
             optimizer.zero_grad()
 
     run_ranks(2, body, core=core)
-    # The last one is the statuses' tensor: it is asked for before any update.
-    assert core.world.priorities == [[-2, -3, 0, -1, 0]]
+    # The last three are what all four travel in, as urgent as the most urgent one, and two tensors
+    # that are asked for before any update: absences and statuses.
+    assert core.world.priorities == [[-2, -3, 0, -1, 0, 0, 0]]
 
 
 def test_several_models_share_a_session() -> None:

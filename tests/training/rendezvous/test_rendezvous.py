@@ -364,6 +364,7 @@ def test_an_exception_in_one_rank_reaches_all_others() -> None:
         assert "rank 1 gave up: KeyError: 'no such file'" in str(error)
 
 
+@pytest.mark.usefixtures("each_gradient_alone")
 def test_a_timeout_is_a_timeout_error() -> None:
     core = FakeCore(timeout_s=0.2)
 

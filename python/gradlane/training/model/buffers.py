@@ -398,6 +398,8 @@ class BufferForm:
         """Return whether all buffers are the same objects as before, of the same shapes."""
         for module, buffers, shapes in self._seen:
             mapping = module._buffers
+            if not buffers and not len(mapping):
+                continue
             now = dict.values(mapping) if isinstance(mapping, dict) else mapping.values()
             if len(now) != len(buffers) or not all(map(operator.is_, now, buffers)):
                 return False

@@ -6,7 +6,7 @@ When `connect` returns, all ranks have rank 0's parameters and buffers; nothing 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from gradlane.training.connection import (
 from gradlane.training.core import Channel, CoreModule, check_connected, translate_error
 from gradlane.training.factors.rows import RowSparse
 from gradlane.training.log import log
+from gradlane.training.model.joined_gradients import choose_groups
 from gradlane.training.model.served_parameters import ServedParameters
 from gradlane.training.model.staging import carrier_for
 from gradlane.training.model.step_layout import StepLayout, build_step_layout
@@ -33,6 +34,7 @@ from gradlane.training.node.collective_carrier import CollectiveCarrier
 from gradlane.training.node.layout import NodeLayout
 from gradlane.training.node.opening import rows_obstacle
 from gradlane.training.options.codec_choice import CodecChoice, rows_with_codecs
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.going_on import STATUS_LANES, STATUS_LANES_LEAST
 from gradlane.training.options.strategy import FACTOR_SCHEMES, RING
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
@@ -139,6 +141,9 @@ def connect(
     # Servers update a step's parameters before they have read statuses; and those of ranks that are
     # left out of a step would be missing.
     has_statuses = not (serves or ctx.options.stragglers.leaves_out)
+    groups = []
+    if has_statuses and nodes is None:
+        groups = choose_groups(spec.trained, _lonely(ctx, spec))
     extras, layout = build_step_layout(
         model,
         spec.entries,
@@ -149,11 +154,12 @@ def connect(
         "local" if ctx.options.is_asynchronous else buffers,
         has_statuses=has_statuses,
         status_lanes=STATUS_LANES if ctx.options.going_on.on else STATUS_LANES_LEAST,
+        groups=groups,
     )
     trained = spec.trained
     codecs = spec.codecs
     check_codecs_served(codecs, ctx.rank_info)
-    rows = _plan_rows(spec, extras)
+    rows = _plan_rows(spec, extras, layout.joined)
     opened = channel = open_channel(
         ctx,
         scope,
@@ -186,9 +192,33 @@ def connect(
     return connected
 
 
-def _plan_rows(spec: ModelSpec, extras: Sequence[TensorEntry] = ()) -> list[dict[str, Any]]:
-    """Return the plan's tensors: the table, and what follows it."""
+def _lonely(ctx: SessionContext, spec: ModelSpec) -> Collection[int]:
+    """Return the trained parameters whose gradients travel in no group.
+
+    Round a ring the order of a sum follows from where an element lies; codecs look at the tensor as
+    a whole, and keep residuals by its number; factors and rows are blocks.
+    """
+    if any(choice.codec != RAW for choice in spec.codecs):
+        return range(len(spec.trained))
+    if ctx.options.strategy.name == RING:
+        return range(len(spec.trained))
+    schemes = schemes_of(ctx, spec)
+    return {index for index, entry in enumerate(spec.trained) if schemes[entry.name] != "ps"}
+
+
+def _plan_rows(
+    spec: ModelSpec, extras: Sequence[TensorEntry] = (), joined: Collection[int] = ()
+) -> list[dict[str, Any]]:
+    """Return the plan's tensors: the table, and what follows it.
+
+    Args:
+        spec: the model.
+        extras: what follows its table.
+        joined: trained parameters that take part in step 0 alone: their gradients are in groups.
+    """
     rows = [entry.plan_row() for entry in (*spec.entries, *extras)]
+    for index in joined:
+        rows[index] = spec.entries[index].bytes_row()
     for index, one in spec.factored.items():
         rows[index] = one.plan_row()
     return rows_with_codecs(rows, [entry.coded() for entry in spec.trained], spec.codecs)

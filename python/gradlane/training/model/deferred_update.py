@@ -72,6 +72,8 @@ class DeferredUpdate:
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._groups: list[dict[str, Any]] = []
         self._place: dict[int, tuple[int, int]] = {}
+        self._listed: list[tuple[Tensor, ...]] = []
+        """The parameters of each group that `_place` is of."""
         self._state: MutableMapping[Any, Any] = {}
         self._states_before = 0
         """How many entries the state had at the recorded step."""
@@ -98,11 +100,40 @@ class DeferredUpdate:
             UsageError: the optimizer was given a parameter that the model did not have.
         """
         groups: list[dict[str, Any]] = []
+        listed: list[tuple[Tensor, ...]] = []
+        for group in self._optimizer.param_groups:
+            groups.append({key: _kept(value) for key, value in group.items() if key != "params"})
+            listed.append(tuple(list.__iter__(group["params"])))
+        if not self._is_placed(listed):
+            self._place_all(listed)
+        self._groups, self._empty_due = groups, self._empty
+        if self._log is not None:
+            self._log.begin(groups)
+        self._state = plain_state(self._optimizer)
+        self._states_before = len(self._state)
+        own = vars(self._optimizer)
+        # The scaler takes them off again after `step`, and writes its scale in `update`.
+        self._scaler = {name: _kept(own[name]) for name in _BY_SCALER if name in own}
+        self.expect_step()
+
+    def _is_placed(self, listed: list[tuple[Tensor, ...]]) -> bool:
+        """Return whether these groups are the last ones, with nothing but trained parameters."""
+        return (
+            len(listed) == len(self._listed)
+            and sum(map(len, listed)) == len(self._place)
+            and all(map(_are_same, listed, self._listed))
+        )
+
+    def _place_all(self, listed: list[tuple[Tensor, ...]]) -> None:
+        """Note where each parameter is in the groups.
+
+        Raises:
+            UsageError: one was not there when the model was prepared.
+        """
         place: dict[int, tuple[int, int]] = {}
         empty: list[tuple[int, int, Tensor]] = []
-        for number, group in enumerate(self._optimizer.param_groups):
-            groups.append({key: _kept(value) for key, value in group.items() if key != "params"})
-            for position, parameter in enumerate(list.__iter__(group["params"])):
+        for number, group in enumerate(listed):
+            for position, parameter in enumerate(group):
                 index = self._index_of.get(id(parameter))
                 if index is not None:
                     place[index] = (number, position)
@@ -115,15 +146,7 @@ class DeferredUpdate:
                         f"{tuple(parameter.shape)} that was not trained when the model was "
                         "prepared: call session.prepare(model, optimizer) again, on all ranks"
                     )
-        self._groups, self._place, self._empty, self._empty_due = groups, place, empty, empty
-        if self._log is not None:
-            self._log.begin(groups)
-        self._state = plain_state(self._optimizer)
-        self._states_before = len(self._state)
-        own = vars(self._optimizer)
-        # The scaler takes them off again after `step`, and writes its scale in `update`.
-        self._scaler = {name: _kept(own[name]) for name in _BY_SCALER if name in own}
-        self.expect_step()
+        self._place, self._empty, self._listed = place, empty, listed
 
     def expect_step(self) -> None:
         """Have means stay in `.grad` until the next recorded step, or until they are reset."""
@@ -147,6 +170,14 @@ class DeferredUpdate:
                 if self._leaves_zeros:
                     mean = torch.zeros_like(mean)
                 set_raw_grad(parameter, mean if fresh is None else sum_of(mean, fresh))
+
+    @property
+    def drops_means(self) -> bool:
+        """Whether the recorded step leaves no mean in `.grad`, and nothing keeps one.
+
+        Optimizers of others may keep gradients in their state, and a log does.
+        """
+        return self._leaves_none and self._is_known and self._log is None
 
     def holds(self, index: int) -> bool:
         """Return whether the recorded step has a parameter."""
@@ -316,15 +347,20 @@ class DeferredUpdate:
         """
         members: dict[int, list[tuple[int, Tensor]]] = {}
         stepped: list[tuple[int, Tensor, Tensor | None]] = []
+        places, parameters, log = self._place, self._parameters, self._log
+        number, of_group = -1, []
         for index, gradient in arrived:
-            place = self._place.get(index)
+            place = places.get(index)
             if place is not None:
-                parameter = self._parameters[index]
-                if self._log is not None:
-                    self._log.note(index, gradient)
+                parameter = parameters[index]
+                if log is not None:
+                    log.note(index, gradient)
                 stepped.append((index, parameter, raw_grad(parameter)))
                 set_raw_grad(parameter, gradient)
-                members.setdefault(place[0], []).append((place[1], parameter))
+                if place[0] != number:
+                    number = place[0]
+                    of_group = members.setdefault(number, [])
+                of_group.append((place[1], parameter))
         if not stepped:
             return
         # Nothing of these is exchanged, but the optimizer keeps state of them, too.
@@ -353,8 +389,9 @@ class DeferredUpdate:
                             f"{_writes(self._optimizer, written)}; pass defer=False to prepare()"
                         )
         finally:
+            leaves_none = self._leaves_none
             for index, parameter, local in stepped:
-                if self._leaves_none or local is not None or index in self._written:
+                if leaves_none or local is not None or index in self._written:
                     set_raw_grad(parameter, local)
                 elif self._leaves_zeros:
                     self._zero(parameter)
@@ -415,6 +452,10 @@ def undisturbed() -> ExitStack:
         torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
         stack.callback(torch._C._set_tracing_state, tracing)  # type: ignore[attr-defined]
     return stack
+
+
+def _are_same(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def own_values(optimizer: Optimizer) -> dict[str, Any]:

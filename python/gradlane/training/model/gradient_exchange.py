@@ -31,6 +31,7 @@ from gradlane.training.model.consistency_check import (
     Statuses,
 )
 from gradlane.training.model.failure_latch import FailureLatch
+from gradlane.training.model.joined_gradients import JoinedGradients
 from gradlane.training.model.late_gradients import LateGradientBuffer
 from gradlane.training.model.local_clipping import LocalClipping
 from gradlane.training.model.momentum_takeover import MomentumTakeover
@@ -108,6 +109,14 @@ class GradientExchange:
         self._captured = layout.captured
         self._steps_before = steps_before
         self._intake = GradientIntake(layout.trained)
+        self._joined = JoinedGradients(
+            layout.groups,
+            layout.absences,
+            layout.table_size,
+            layout.trained,
+            carrier,
+            self._intake,
+        )
         self._factors = FactorExchange(core, channel, layout.factored, rank, self.training_step_of)
         # Eight bytes for each, and there may be some for every checkpoint.
         self._spent_steps = array("q")
@@ -121,7 +130,7 @@ class GradientExchange:
         self._statuses: Statuses = {}
         self._judged_step = 0
         self.step = 0
-        self.may_measure = channel.has_measurable_squares(len(layout.trained))
+        self.may_measure = channel.has_measurable_squares(layout.means)
         """Whether the norm of all gradients can be had before their means."""
         self.measures = False
         """Whether it can in this step."""
@@ -186,7 +195,7 @@ class GradientExchange:
             self._unmeasured = set(self._factored) if measures else set()
             self._weight = status.weight
             if measures:
-                self._channel.measure_squares(len(self._trained), self.step)
+                self._channel.measure_squares(self._layout.means, self.step)
             if optimizer is not None:
                 self._channel.set_optimizer(self.step, optimizer)
             if self._layout.status is not None:
@@ -197,6 +206,7 @@ class GradientExchange:
         except self._core.ChannelError as error:
             self._raise_failed(error, "beginning a step")
         self._gradients = [None] * len(self._trained)
+        self._joined.begin()
         self._factors.begin()
 
     def switch_priorities(self, order: ForwardOrder) -> None:
@@ -205,6 +215,8 @@ class GradientExchange:
         priorities = order.priorities(layout.table_size + layout.extras)
         # Statuses are asked for before any update, and buffers by the first module that has some.
         priorities[layout.table_size :] = [0] * layout.extras
+        for number, group in enumerate(layout.groups, layout.table_size):
+            priorities[number] = max(priorities[index] for index in group.members)
         try:
             self._channel.switch_priorities(priorities)
         except self._core.ChannelError as error:
@@ -220,6 +232,12 @@ class GradientExchange:
 
     def submit(self, index: int) -> None:
         """Submit a parameter's gradient: its factors, or its `.grad`."""
+        if self._joined.group_of[index] >= 0:
+            self.is_submitted[index] = True
+            self.pushes[index] += 1
+            if self._joined.note(index):
+                self._submit_group(index)
+            return
         factored = index in self._factored
         if factored and index not in self._captured:
             self._factors.hold(index, self._take_rows(index))
@@ -239,6 +257,13 @@ class GradientExchange:
             self._clipping.hold(index, gradient)
             if all(self.is_submitted):
                 self._hand_over_held()
+
+    def _submit_group(self, index: int) -> None:
+        """Submit the group of a tensor, which is whole."""
+        try:
+            self._joined.submit(index, self.step, self._weight)
+        except self._core.ChannelError as error:
+            self._raise_failed(error, "handing over", index)
 
     def _hand_over_held(self) -> None:
         if self._clipping is not None:
@@ -279,6 +304,7 @@ class GradientExchange:
 
     def is_watched(self) -> bool:
         """Whether the program looks at the memory of any gradient of this step."""
+        self._joined.look()
         return self._intake.is_watched
 
     def look(self, index: int) -> None:
@@ -298,8 +324,15 @@ class GradientExchange:
         return self.is_submitted[index] or self._factors.holds(index)
 
     def unsubmitted_tensors(self) -> list[int]:
-        """Return the tensors that were not submitted in this step, also to another thread."""
-        held = [index for index, submitted in enumerate(self.is_submitted) if not submitted]
+        """Return the channel's numbers of what was not submitted in this step, also to another
+        thread."""
+        joined = self._joined
+        held = [
+            index
+            for index, submitted in enumerate(self.is_submitted)
+            if not submitted and joined.group_of[index] < 0
+        ]
+        held += joined.unsubmitted()
         if self._clipping is not None:
             held += self._clipping.held
         return held if self._submitted_buffers else [*held, self._layout.buffers_index]
@@ -329,7 +362,10 @@ class GradientExchange:
         self._hand_over_held()
         try:
             for index in absent:
-                if index in self._factored:
+                if self._joined.group_of[index] >= 0:
+                    if self._joined.note_absent(index):
+                        self._submit_group(index)
+                elif index in self._factored:
                     self._factors.submit_absent(index, self.step)
                 else:
                     self._gradients[index] = self._carrier.submit_absent(index, self.step)
@@ -413,7 +449,8 @@ class GradientExchange:
             lanes = status.write_numbers(generation, size, part)
             channel.step_begin(step)
             channel.gradient_ready(layout.status_index, step, lanes.data_ptr(), lanes.nbytes)
-            for index in range(len(self._trained)):
+            alone = (one for one, group in enumerate(self._joined.group_of) if group < 0)
+            for index in (*alone, *self._joined.numbers):
                 lent.append(self._carrier.submit_absent(index, step))
             if layout.buffers is not None:
                 lent.append(self._carrier.submit_absent(layout.buffers_index, step))
@@ -431,7 +468,9 @@ class GradientExchange:
 
     # ---- from the channel
 
-    def take(self, needed: list[int] | None, *, discards: bool = False) -> ArrivedGradients:
+    def take(
+        self, needed: list[int] | None, *, discards: bool = False, lends: bool = False
+    ) -> ArrivedGradients:
         """Wait for some tensors, or for the whole step, and take everything that is there.
 
         All ranks' statuses of the step are in, and were found alike, before anything is returned.
@@ -439,8 +478,11 @@ class GradientExchange:
         Args:
             needed: tensor numbers, or None for the step.
             discards: the gradients are not wanted.
+            lends: they are done with before the next step begins.
         """
-        layout = self._layout
+        layout, joined = self._layout, self._joined
+        if needed is not None:
+            needed = list(dict.fromkeys(map(joined.number_of, needed)))
         try:
             with WAIT_NOTIFIER, self._waiting(self.step, needed):
                 if needed is None:
@@ -453,7 +495,7 @@ class GradientExchange:
         except self._core.ChannelError as error:
             self._raise_failed(error, "waiting for averaged gradients")
         arrived = ArrivedGradients([], [], [])
-        rebuilt = []
+        rebuilt, groups = [], []
         for index, absent in ready:
             if index < len(self._trained):
                 gradient = self._gradients[index]
@@ -470,6 +512,10 @@ class GradientExchange:
                     rebuilt += [] if mean is None or discards else [(index, mean)]
                 elif gradient is not None and not absent and not discards:
                     arrived.gradients.append((index, gradient))
+            elif index in joined.numbers and index != joined.absences_index:
+                arrived.indices += joined.members(index)
+                if not absent and not discards:
+                    groups.append(index)
             elif index == layout.buffers_index and layout.buffers is not None:
                 arrived.indices.append(index)
                 packed, self._packed_buffers = self._packed_buffers, None
@@ -478,9 +524,19 @@ class GradientExchange:
                 self._land_buffers(layout.buffers, None if absent else packed)
         if arrived.gradients:
             self._carrier.collect(arrived.gradients)
+        if groups:
+            arrived.gradients += joined.take(groups, self._wait_for, lends=lends)
         arrived.gradients += rebuilt
         self._match_layouts(arrived)
         return arrived
+
+    def _wait_for(self, number: int) -> None:
+        """Wait for one tensor of the channel."""
+        try:
+            with WAIT_NOTIFIER, self._waiting(self.step, [number]):
+                self._channel.wait([number], self.step)
+        except self._core.ChannelError as error:
+            self._raise_failed(error, "waiting for averaged gradients")
 
     def _land_buffers(self, buffers: BufferPack, mean: Tensor | None) -> None:
         """Write the values that all ranks share after a step into the buffers."""

@@ -32,6 +32,7 @@ from gradlane.training.model.validation import refuse_assignment, refuse_wrappin
 from gradlane.training.modules.compiled import (
     StaleFlag,
     compile_disabled,
+    compile_disabled_hook,
     enters_compiled_code,
     is_tracing,
     only_inlined,
@@ -134,12 +135,12 @@ class GradientHooks:
             parameters: by tensor number.
             take: called with number and parameter once a gradient is in `.grad`.
         """
-        self._take = take
+        self._take = compile_disabled(take)
         self._hooks: list[tuple[dict[int, Any], int]] = []
         self._handles: list[Any] = []
         for index, parameter in enumerate(parameters):
             register: Any = parameter.register_post_accumulate_grad_hook
-            handle = register(functools.partial(take, index))
+            handle = register(compile_disabled_hook(take, index))
             hooks = getattr(parameter, "_post_accumulate_grad_hooks")  # noqa: B009
             self._handles.append(handle)
             self._hooks.append((hooks, handle.id))
@@ -273,7 +274,7 @@ class HookManager:
                 )
                 self._handles.append(register_pre_hook_first(module, hook))
         self._gradient_hooks = GradientHooks(
-            [entry.tensor for entry in self._trained], compile_disabled(steps.take_gradient)
+            [entry.tensor for entry in self._trained], steps.take_gradient
         )
         self._handles.append(self._gradient_hooks)
         for hooks in self._optimizer_hooks:
@@ -406,6 +407,8 @@ class HookManager:
 
 
 def _same(mapping: dict[str, Any], expected: tuple[Any, ...]) -> bool:
+    if not expected:
+        return not len(mapping)
     # The children of a scripted module are in no dictionary of Python's.
     values = dict.values(mapping) if isinstance(mapping, dict) else mapping.values()
     return len(values) == len(expected) and all(map(operator.is_, values, expected))

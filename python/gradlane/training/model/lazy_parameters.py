@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from gradlane.training.modules.compiled import is_read_by_compiler
+from gradlane.training.modules.compiled import compile_disabled, is_read_by_compiler
 from gradlane.training.modules.gradient_intake import raw_grad
 
 _Result = TypeVar("_Result")
@@ -195,7 +195,7 @@ def _classes_for(own: type[Tensor], guard: AccessGuard) -> tuple[type[Tensor], t
             **common,
             "as_subclass": as_subclass,
             "__torch_function__": waiting_function,
-            _WAIT: staticmethod(guard.before_operation),
+            _WAIT: staticmethod(compile_disabled(guard.before_operation)),
         },
     )
     stand_ins = (gradient_due, update_due)

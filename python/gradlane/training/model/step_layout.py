@@ -12,6 +12,7 @@ from gradlane.training.factors.factored_weights import Factored
 from gradlane.training.factors.rows import RowSparse
 from gradlane.training.model.buffers import BufferForm, BufferPack, form_of, pack_buffers
 from gradlane.training.model.consistency_check import StatusTensor
+from gradlane.training.model.joined_gradients import GradientGroup, absences_entry
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.membership import Membership
 from gradlane.training.rendezvous.tensor_table import TensorEntry, extra_entry
@@ -32,6 +33,9 @@ class StepLayout:
         buffers_index: their tensor number.
         form: the form that buffers were prepared in, or None where they are left alone.
         factored: trained parameters that travel as factors or rows, by tensor number.
+        groups: small trained parameters whose gradients travel together; their numbers follow the
+            table's.
+        absences: tells which gradients of groups are missing; its number follows theirs.
     """
 
     trained: Sequence[TensorEntry]
@@ -43,6 +47,18 @@ class StepLayout:
     buffers_index: int = -1
     form: BufferForm | None = None
     factored: Mapping[int, Factored] = field(default_factory=dict)
+    groups: Sequence[GradientGroup] = ()
+    absences: TensorEntry | None = None
+
+    @property
+    def joined(self) -> set[int]:
+        """Those parameters whose gradients travel in groups."""
+        return {index for group in self.groups for index in group.members}
+
+    @property
+    def means(self) -> int:
+        """Number of leading tensors of the channel among which all means of gradients are."""
+        return self.table_size + len(self.groups) if self.groups else len(self.trained)
 
     @property
     def captured(self) -> dict[int, Factored]:
@@ -82,6 +98,7 @@ def build_step_layout(
     *,
     has_statuses: bool,
     status_lanes: int,
+    groups: Sequence[GradientGroup] = (),
 ) -> tuple[list[TensorEntry], StepLayout]:
     """Number everything that takes part in each step.
 
@@ -94,6 +111,7 @@ def build_step_layout(
         buffers: how they are kept: `"broadcast"`, `"average"` or `"local"`.
         has_statuses: whether all ranks' statuses travel with each step.
         status_lanes: numbers of each rank's status.
+        groups: trained parameters whose gradients travel together.
 
     Returns:
         The entries that follow the table, and the layout.
@@ -101,8 +119,11 @@ def build_step_layout(
     trained = [entry for entry in entries if entry.trained]
     pack = pack_buffers(model, buffers, membership) if rank_info.world_size > 1 else None
     status = None
-    index = len(entries)
-    extras = []
+    extras = [group.entry for group in groups]
+    absences = absences_entry(groups) if groups else None
+    if absences is not None:
+        extras.append(absences)
+    index = len(entries) + len(extras)
     if has_statuses:
         status = StatusTensor(rank_info.rank, rank_info.world_size, pack, status_lanes)
         extras.append(extra_entry("gradlane's rank statuses", status.tensor))
@@ -112,7 +133,7 @@ def build_step_layout(
     extras += [one.first_values() for one in factored.values()]
     return extras, StepLayout(
         trained,
-        index,
+        len(entries),
         len(extras),
         status,
         index if has_statuses else -1,
@@ -120,4 +141,6 @@ def build_step_layout(
         index + has_statuses if pack is not None else -1,
         form_of(model, buffers, rank_info.world_size),
         factored,
+        groups,
+        absences,
     )

@@ -44,7 +44,7 @@ from gradlane.training.model.lazy_parameters import Exemption, LazyParameters
 from gradlane.training.model.local_gradients import LocalGradients
 from gradlane.training.model.server_updates import ServerUpdates
 from gradlane.training.model.update_set import UpdateSet
-from gradlane.training.modules.forward_order import ForwardOrder, inside_backward
+from gradlane.training.modules.forward_order import ForwardOrder, graph_task_id, inside_backward
 from gradlane.training.modules.gradient_intake import (
     raw_grad,
     set_raw_grad,
@@ -269,9 +269,16 @@ class StepMachine:
                 "give such an optimizer a closure, or call backward() before step()"
             )
         with self._lock:
-            if self._note_backward() and self._hooks.move_last(index, parameter):
+            if graph_task_id() not in self._running_backwards and (
+                self._note_backward() and self._hooks.move_last(index, parameter)
+            ):
                 return
-            self._check_in_time(index)
+            if (
+                self._phase is not Phase.BACKWARD
+                or self._scalings
+                or self._exchange.is_submitted[index]
+            ):
+                self._check_in_time(index)
             if self.accumulates:
                 gradient = raw_grad(parameter)
                 if gradient is not None:
@@ -327,7 +334,7 @@ class StepMachine:
 
     def _note_backward(self) -> bool:
         """Note the backward that this thread is in, until it ends; returns whether it is new."""
-        task = torch._C._current_graph_task_id()
+        task = graph_task_id()
         if task in self._running_backwards or task == -1:
             return False
         self._hooks.check_still_frozen()
@@ -1225,7 +1232,9 @@ class StepMachine:
             self._refresh()
 
     def _take_and_apply(self, needed: list[int] | None) -> None:
-        arrived = self._exchange.take(needed, discards=self._discards or self.serves)
+        arrived = self._exchange.take(
+            needed, discards=self._discards or self.serves, lends=self._update.drops_means
+        )
         self._scale_arrived(arrived.gradients)
         if self._server is not None:
             for index in arrived.averaged:
@@ -1301,12 +1310,15 @@ class StepMachine:
         self._failure.raise_failure()
         if self._order is not None:
             self._order.note(indices, training=training is not False)
-        if training and self._servers_update and torch.is_grad_enabled() and not inside_backward():
-            self._refuse_begun_update("a forward after backward() and before optimizer.step()")
-        if training and self._awaits_step and torch.is_grad_enabled() and not inside_backward():
-            # Another backward before optimizer.step(): its gradients add up on the clipped means.
-            self.attach()
-        if self._pending:
+        if training and self._phase is Phase.BACKWARD:
+            if self._servers_update and torch.is_grad_enabled() and not inside_backward():
+                self._refuse_begun_update("a forward after backward() and before optimizer.step()")
+            if self._awaits_step and torch.is_grad_enabled() and not inside_backward():
+                # Another backward before optimizer.step(): its gradients add up on the clipped
+                # means.
+                self.attach()
+        # Numbers leave the set after the update of their parameters.
+        if not self._pending.isdisjoint(indices):
             self._settle_some(indices)
 
     def before_list(self, parameters: Iterable[Tensor | None]) -> None:

@@ -70,6 +70,11 @@ class UpdateSet:
             if owner != but
         )
 
+    @property
+    def drops_means(self) -> bool:
+        """Whether nothing has a mean any more once it was applied."""
+        return self.is_single and self._updates[0].drops_means
+
     def begin(self) -> None:
         """Begin another step: what is in `.grad` goes on adding up there."""
         self._open.clear()

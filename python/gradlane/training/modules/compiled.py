@@ -13,7 +13,7 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 _REASON = (
@@ -21,6 +21,7 @@ _REASON = (
     "compile the module, not a function around it, or call session.synchronize() first"
 )
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+Hook = Callable[[Tensor], None]
 
 
 class StaleFlag:
@@ -54,6 +55,25 @@ def compile_disabled(function: _Function) -> _Function:
     except TypeError:  # torch before 2.7 takes no reason.
         opaque_function = disable(function)
     return opaque_function
+
+
+def compile_disabled_hook(take: Callable[[int, Tensor], None], index: int) -> Hook:
+    """Return a gradient hook that torch.compile neither traces nor compiles; where it does neither,
+    the hook costs no more than a call.
+
+    Args:
+        take: called with the index and the parameter.
+        index: of the parameter.
+    """
+
+    @only_inlined
+    def hook(parameter: Tensor) -> None:
+        if is_tracing() or enters_compiled_code():
+            compile_disabled(take)(index, parameter)
+        else:
+            take(index, parameter)
+
+    return hook
 
 
 def only_inlined(function: _Function) -> _Function:

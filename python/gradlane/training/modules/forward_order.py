@@ -7,14 +7,17 @@ counts, the last one, for parameters that are not used in any other way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
+
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the backward that this thread is in, or -1."""
 
 
 def inside_backward() -> bool:
     """Whether this thread is inside backward, as in a gradient hook or a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task_id() != -1
 
 
 class ForwardOrder:

@@ -12,8 +12,8 @@ watched, and gets the mean itself before backward returns, as with DDP.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def _lies_in(tensor: Tensor, memory: int) -> bool:
 
 def _sole_references() -> int:
     tensor = torch.empty(1, dtype=torch.float32, device="cpu")
-    return sys.getrefcount(tensor)
+    return getrefcount(tensor)
 
 
 _SOLE_REFERENCES = _sole_references()
@@ -124,15 +124,21 @@ class GradientIntake:
         if raw_grad(parameter) is None:
             return
         gradient = self._fetch(index, parameter)
-        is_held = sys.getrefcount(gradient) > _SOLE_REFERENCES
+        is_held = getrefcount(gradient) > _SOLE_REFERENCES
         set_raw_grad(parameter, gradient)
         check_gradient(self._trained[index], gradient)
         if is_held or self._is_shared(index, gradient):
             self._watched[index] = None
 
-    def _is_shared(self, index: int, gradient: Tensor) -> bool:
+    def _is_shared(self, index: int, gradient: Tensor, taken: Sequence[Tensor] = ()) -> bool:
         """Whether others have the memory of a gradient that backward has added to, such as one that
-        was zeroed in place. That of a gradient just made may be shared by autograd alone."""
+        was zeroed in place. That of a gradient just made may be shared by autograd alone.
+
+        Args:
+            index: its tensor number.
+            gradient: the gradient.
+            taken: others, which are in `.grad` no more.
+        """
         if gradient.layout is not torch.strided or not gradient._version or _ALONE is None:
             return False
         copy = self._copies.get(index)
@@ -145,7 +151,9 @@ class GradientIntake:
             # Autograd gives several parameters views of one memory, as where they are joined.
             found = (raw_grad(entry.tensor) for entry in self._trained)
             expected += sum(
-                one is not gradient and _lies_in(one, memory) for one in found if one is not None
+                one is not gradient and _lies_in(one, memory)
+                for one in (*found, *taken)
+                if one is not None
             )
             if _owners(gradient) == expected:
                 return False
@@ -162,7 +170,7 @@ class GradientIntake:
         """
         gradient = self._fetch(index, parameter)
         entry = self._trained[index]
-        if sys.getrefcount(gradient) > _SOLE_REFERENCES or self._is_shared(index, gradient):
+        if getrefcount(gradient) > _SOLE_REFERENCES or self._is_shared(index, gradient):
             # One reference more, so that it is copied.
             self._watched[index] = gradient
         if gradient.layout is not torch.strided:
@@ -172,12 +180,48 @@ class GradientIntake:
             gradient = gradient.resolve_conj().resolve_neg()
         if (
             is_alone(gradient)
-            and sys.getrefcount(gradient) <= _SOLE_REFERENCES
+            and getrefcount(gradient) <= _SOLE_REFERENCES
             and same_layout(gradient, entry.stride)
         ):
             return gradient
         with torch.no_grad():
             return self._copy_for(index, gradient).copy_(gradient)
+
+    def take_for_copy(self, indices: Iterable[int]) -> list[Tensor]:
+        """Return gradients that are copied at once; `.grad` of each is None afterwards.
+
+        Args:
+            indices: their tensor numbers.
+
+        Raises:
+            UsageError: one cannot be averaged; the message names the parameter.
+        """
+        trained, strided = self._trained, torch.strided
+        found: list[Tensor] = []
+        for index in indices:
+            entry = trained[index]
+            parameter = entry.tensor
+            gradient = raw_grad(parameter)
+            if gradient is None:
+                gradient = self._fetch(index, parameter)
+            else:
+                set_raw_grad(parameter, None)
+            if getrefcount(gradient) > _SOLE_REFERENCES or (
+                gradient._version and self._is_shared(index, gradient, found)
+            ):
+                self._watched[index] = gradient
+            if gradient.layout is not strided:
+                gradient = _densified(entry, gradient)
+            # As in `check_gradient`, without a call: this is done for each gradient.
+            if (
+                gradient.dtype is not entry.dtype
+                or gradient.shape != entry.shape
+                or gradient.device != entry.device
+                or gradient.requires_grad
+            ):
+                check_gradient(entry, gradient)
+            found.append(gradient)
+        return found
 
     def take_rows(self, index: int, parameter: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the numbers of the rows of a sparse gradient (i64, ascending), and their values.

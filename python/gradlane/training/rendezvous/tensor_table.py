@@ -58,6 +58,10 @@ class TensorEntry:
         with torch.inference_mode(False):
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
 
+    def device_memory(self) -> Tensor:
+        """Return new memory of the entry's device with its shape, dtype and strides."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
     def row(self) -> dict[str, Any]:
         """Return the JSON-serializable row that ranks compare and that the plan is built from."""
         return {
