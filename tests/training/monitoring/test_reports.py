@@ -80,9 +80,12 @@ def test_a_rank_that_is_last_as_often_as_chance_has_it_is_not_named() -> None:
 def test_a_report_that_is_none_is_left_out(report: bytes) -> None:
     """A store holds whatever anybody writes into it, and no word there ends a training."""
     store = BoundedStore.wrapping(HashStore(), 0, "this process", 5.0)
-    scope = RendezvousScope(store, RankInfo(rank=0, world_size=3, job="a", restart=0), 1, 5.0)
-    scope.put("metrics/1", report)
-    scope.put("metrics/2", json.dumps(reports(10, 80)[0]))
+    scope, first, second = (
+        RendezvousScope(store.as_rank(rank), RankInfo(rank, 3, job="a", restart=0), 1, 5.0)
+        for rank in range(3)
+    )
+    first.put("metrics/1", report)
+    second.put("metrics/2", json.dumps(reports(10, 80)[0]))
     watch = ModelWatch(1, lambda watch, step: None)
     watch.collect_lateness(scope)
     assert watch.peer_reports == reports(10, 80)

@@ -69,7 +69,8 @@ def agreed(options: Options, gradients: list[torch.Tensor]) -> Any:
     store = HashStore()
     layout = NodeLayout(1, 2, 0, 0, 1)
     scopes = [
-        RendezvousScope(bounded(store), RankInfo(rank, 2, "job", 0), 0, 1.0) for rank in range(2)
+        RendezvousScope(bounded(store, rank), RankInfo(rank, 2, "job", 0), 0, 1.0)
+        for rank in range(2)
     ]
     cpu = '{"devices": ["cpu"], "accelerator": "", "backends": ["gloo"]}'
     scopes[1].put("local/device/1", cpu)

@@ -80,7 +80,7 @@ def agreed(launched: list[tuple[int, int]], local: str, machines: list[str]) -> 
     """Let every rank find its layout, one after the other."""
     store = HashStore()
     scopes = [
-        RendezvousScope(bounded(store), RankInfo(rank, len(launched), "job", 0), 0, 1.0)
+        RendezvousScope(bounded(store, rank), RankInfo(rank, len(launched), "job", 0), 0, 1.0)
         for rank in range(len(launched))
     ]
     for rank, (local_rank, size) in enumerate(launched):

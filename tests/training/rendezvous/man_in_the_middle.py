@@ -1,8 +1,9 @@
 """A man in the middle: changes what ranks read from the store, and relays what they say.
 
 A proxy stands between the ranks and the store. In every answer of the store it puts a port of its
-own in the place of each port that a rank has published, with as many digits. Behind each of these
-ports a relay passes all bytes to the rank and back: hello, proof of the secret, and frames.
+own in the place of each port that a rank has published, with as many digits. Where the job has no
+secret he makes the value's code anew. Behind each of these ports a relay passes all bytes to the
+rank and back: hello, proof of the secret, and frames.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+from gradlane.training.rendezvous.signatures import StoreSigner
 from tests.ports import reserve_port
 
 _PORT = re.compile(rb'"port": ([0-9]{5})')
+_KEY = re.compile(rb"gradlane/[\w./-]+/address/\d+")
+_UNSIGNED = re.compile(rb"gradlane-value 1 (\d+) [0-9a-f]{64} (\{[^}]*\})")
 _READ_BYTES = 1 << 16
 
 
@@ -30,6 +34,7 @@ class ManInTheMiddle:
         self._relays: dict[bytes, bytes] = {}
         self._sockets: list[socket.socket] = []
         self._lock = threading.Lock()
+        self._keys: set[str] = set()
         self.port = self._listen(store_port, learn=self._learn, change=self._change)
 
     def __enter__(self) -> ManInTheMiddle:
@@ -48,6 +53,7 @@ class ManInTheMiddle:
 
     def _learn(self, data: bytes) -> bytes:
         """See which ports ranks publish."""
+        self._keys |= {key.decode() for key in _KEY.findall(data)}
         for port in _PORT.findall(data):
             with self._lock:
                 if port not in self._relays:
@@ -57,8 +63,17 @@ class ManInTheMiddle:
 
     def _change(self, data: bytes) -> bytes:
         return _PORT.sub(
-            lambda found: b'"port": ' + self._relays.get(found.group(1), found.group(1)), data
+            lambda found: b'"port": ' + self._relays.get(found.group(1), found.group(1)),
+            _UNSIGNED.sub(self._forge, data),
         )
+
+    def _forge(self, found: re.Match[bytes]) -> bytes:
+        """Change a value of a job without a secret, for the key that it is of."""
+        signer = StoreSigner.of(int(found[1]), None, "", "")
+        for key in list(self._keys):
+            if signer.sign(key, found[2]) == found[0]:
+                return signer.sign(key, self._change(found[2]))
+        return found[0]
 
     def _count(self, data: bytes) -> bytes:
         self.relayed_bytes += len(data)

@@ -25,6 +25,7 @@ from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLostEr
 from gradlane.training.rendezvous.deadlock import DeadlockDetector
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import RendezvousScope, open_store
+from gradlane.training.rendezvous.signatures import StoreSigner
 from gradlane.training.session.init import open_session
 from tests.forked_programs import SOURCES, ForkedPrograms
 from tests.paths import PACKAGE, ROOT
@@ -282,11 +283,12 @@ def test_an_earlier_key_written_meanwhile_comes_first(monkeypatch: pytest.Monkey
 
     def then_write(self: HashStore, keys: list[str]) -> bool:
         found = bool(check(self, keys))
-        self.set("verdict", "why")
-        self.set("reason", "closed")
+        for key, value in (("verdict", "why"), ("reason", "closed")):
+            self.set(key, signer.sign(key, value).decode())
         return found
 
     store = bounded()
+    signer = StoreSigner.of(0, None, "", "in memory")
     monkeypatch.setattr(HashStore, "check", then_write)
     assert store.read_first({"verdict": 0, "reason": None}) == ("verdict", b"why")
     store.close()

@@ -93,7 +93,8 @@ def test_a_scope_leaves_no_keys_in_the_store() -> None:
     """A store lives as long as a job; sessions come and go in it."""
     store = HashStore()
     scopes = [
-        RendezvousScope(bounded(store), RankInfo(rank, 3, "job", 0), 0, 5.0) for rank in range(3)
+        RendezvousScope(bounded(store, rank), RankInfo(rank, 3, "job", 0), 0, 5.0)
+        for rank in range(3)
     ]
     for rank, scope in enumerate(scopes):
         scope.put(f"address/{rank}", "here")
@@ -172,7 +173,7 @@ def starts_of(store: Any, rank_infos: list[RankInfo], timeout_s: float = 10.0) -
 
     def one(rank_info: RankInfo) -> Any:
         try:
-            return agree_on_incarnation(bounded(store), rank_info, timeout_s)
+            return agree_on_incarnation(bounded(store, rank_info.rank), rank_info, timeout_s)
         except RendezvousError as error:
             return error
 
@@ -206,7 +207,7 @@ def test_a_rank_missing_at_the_start_is_named() -> None:
 def scopes(count: int, timeout_s: float = 5.0) -> list[RendezvousScope]:
     store = HashStore()
     return [
-        RendezvousScope(bounded(store), RankInfo(rank, count, "job", 0), 0, timeout_s)
+        RendezvousScope(bounded(store, rank), RankInfo(rank, count, "job", 0), 0, timeout_s)
         for rank in range(count)
     ]
 
@@ -243,6 +244,13 @@ def test_differences_are_named() -> None:
     assert first_difference(base, table(nn.Linear(3, 4), strategy="p3"), 1) == ""
     assert "strategy='p3', rank 1 has 'wfbp'" in first_difference(
         base, table(nn.Linear(3, 4), strategy="wfbp"), 1
+    )
+    alike = {"local": "off", "servers": 1}
+    assert "has servers=None, rank 1 has 1" in first_difference(
+        table(nn.Linear(3, 4), local="auto", servers=None), table(nn.Linear(3, 4), **alike), 1
+    )
+    assert "has local='auto', rank 1 has 'off'" in first_difference(
+        table(nn.Linear(3, 4), local="auto", servers=1), table(nn.Linear(3, 4), **alike), 1
     )
     assert "('weight') has shape [4, 3] on rank 0" in first_difference(
         base, table(nn.Linear(3, 5), strategy="p3"), 1

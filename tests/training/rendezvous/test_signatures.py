@@ -109,6 +109,22 @@ def test_a_rank_without_a_secret_takes_no_signed_value() -> None:
         signer(0, None).check("path", signer().sign("path", b"value"), 1)
 
 
+@pytest.mark.parametrize(
+    "stored",
+    [
+        *(b"", b"\0", b"null", b"{}", b"gradlane-value 1 1"),
+        signer(1, None).sign("other path", b"value"),
+        signer(2, None).sign("path", b"value"),
+        signer(1, None).sign("path", b"value")[:-1],
+    ],
+)
+def test_without_a_secret_what_others_leave_is_refused_by_name(stored: bytes) -> None:
+    with pytest.raises(StoreValueRefusedError, match="another process has written") as told:
+        signer(0, None).check("path", stored, 1)
+    assert "the value of 'path', which rank 1 writes" in str(told.value)
+    assert signer(0, None).check("path", signer(1, None).sign("path", b""), 1) == b""
+
+
 def altered(store: Store, key: str) -> None:
     store.set(key, store.get(key).decode().replace("5", "6"))
 

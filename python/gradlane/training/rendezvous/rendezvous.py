@@ -811,7 +811,8 @@ def _compare_versions(first: dict[str, str], rank: int) -> str:
 
 def first_difference(first: dict[str, Any], own: dict[str, Any], rank: int) -> str:
     """Describe in one sentence the first difference from rank 0's table; empty if there is none."""
-    for name, value in first["options"].items():
+    # Where `local` is "auto" it follows from the others, and may differ since one of them does.
+    for name, value in sorted(first["options"].items(), key=lambda one: one[0] == "local"):
         if own["options"].get(name) != value:
             return f"rank 0 has {name}={value!r}, rank {rank} has {own['options'].get(name)!r}"
     for index, (theirs, mine) in enumerate(zip(first["tensors"], own["tensors"], strict=False)):
