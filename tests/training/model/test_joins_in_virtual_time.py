@@ -12,6 +12,7 @@ import pytest
 
 from gradlane.training.rendezvous import incarnation, join_requests, rendezvous
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
+from gradlane.training.rendezvous.presence import RankDeadline
 from gradlane.training.session import joining
 from tests.training.model.virtual_joins import Cluster, Connected, Context, Optimizer, Prepared
 
@@ -33,6 +34,7 @@ def run(seed: int, monkeypatch: pytest.MonkeyPatch, *, is_unreachable: bool = Fa
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(join_requests, "threading", clock)
     monkeypatch.setattr(SuspendAwareDeadline.__init__, "__defaults__", (clock.monotonic,))
+    monkeypatch.setattr(RankDeadline.__init__, "__defaults__", (None, 0.0, clock.monotonic))
     monkeypatch.setattr(joining, "connect_to_join", cluster.connect_to_join)
     monkeypatch.setattr(joining, "PrecopyTarget", cluster.precopy_target)
     monkeypatch.setattr(joining, "attributes_of", lambda optimizer: {})

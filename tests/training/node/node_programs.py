@@ -291,7 +291,7 @@ def refused(store: Any, rank: int, world_size: int, job: str, **options: Any) ->
     try:
         with opened(store, rank, world_size, job, **options) as session:
             model = nn.Linear(2000, 3)
-            session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
     return "opened"

@@ -121,8 +121,9 @@ impl PrioritySwitch {
         let (newest, newest_from) = cx.priorities.newest();
         let next = Some(header.plan_version) == newest.checked_add(1);
         let independent = is_independent(&cx.plan);
-        // Rank 0 is in this rank's step, or in one beside it.
-        let far = step.0 > cx.worker.step().0.saturating_add(STEPS_AHEAD_MAX);
+        // Rank 0 is in this rank's step, or in one beside it; a rank that trains nothing is in none.
+        let far = !cx.is_dedicated_server()
+            && step.0 > cx.worker.step().0.saturating_add(STEPS_AHEAD_MAX);
         let late = step <= cx.worker.step() || step <= newest_from;
         if from != Rank(0) || !next || ((late || far) && !independent) {
             return violation(format!(

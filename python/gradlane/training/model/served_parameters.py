@@ -134,8 +134,9 @@ class ServedParameters:
                 self.give(step, values)
 
             spend_step(run)
+            # Torch has counted the program's own change. Another count in the middle of a backward,
+            # which this may be, would have autograd refuse the tensors that forward saved.
             for index in changed:
-                self.note_written(index)
                 self.note_values(index)
 
     def note_written(self, index: int) -> None:

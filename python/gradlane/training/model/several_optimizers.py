@@ -186,6 +186,10 @@ def as_one(given: Any) -> Any:
     return SeveralOptimizers(members, given if isinstance(given, Optimizer) else None)
 
 
+_NO_OPTIMIZERS = ("state", "param_groups")
+"""Attributes of an optimizer that hold none; a prepared one's may not be read at any time."""
+
+
 class _Found:
     """Collects the optimizers in an object that step by themselves."""
 
@@ -201,7 +205,9 @@ class _Found:
         is_container = isinstance(given, (list, tuple, Mapping))
         held = _Found()
         held._seen = self._seen
-        for value in [given] if is_container else getattr(given, "__dict__", {}).values():
+        attributes = getattr(given, "__dict__", {})
+        values = [value for name, value in attributes.items() if name not in _NO_OPTIMIZERS]
+        for value in [given] if is_container else values:
             inside = value.values() if isinstance(value, Mapping) else value
             for one in inside if isinstance(value, (list, tuple, Mapping)) else (value,):
                 if isinstance(one, Optimizer):
