@@ -8,7 +8,7 @@
 
 use std::collections::VecDeque;
 
-/// The kind of an event of a rank, or of a port.
+/// The kind of an event of a rank, of a port or of a line between ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EventKind {
     /// The port may send the next piece.
@@ -33,6 +33,8 @@ pub(crate) enum EventKind {
     Pace,
     /// It looks at its clock.
     Clock,
+    /// The line between ports may carry the next piece.
+    Line,
 }
 
 /// An event: time, kind, rank.

@@ -1,4 +1,5 @@
-//! The host of a rank: the I/O thread, which does one thing after another, and the work threads.
+//! The host of a rank: the I/O threads, each of which does one thing after another, and the work
+//! threads.
 
 use crate::event_queue::EventKind;
 use crate::node::IoTask;
@@ -14,45 +15,69 @@ use std::cmp::Reverse;
 const SERVER_COMMAND_BYTES: usize = 60;
 
 impl Run {
-    /// A task for the I/O thread: done at once, or after the task that it is doing.
+    /// A task for an I/O thread: done at once, or after the task that it is doing.
     pub(crate) fn hear(&mut self, rank: u32, input: IoTask) {
         let now = self.now;
-        let io = &mut self.nodes[rank as usize].io;
+        let thread = self.thread_of(rank, input);
+        let io = &mut self.nodes[rank as usize].io[thread as usize];
         if io.inbox.is_empty() && io.busy_until <= now {
-            self.handle(rank, input);
+            self.handle(rank, thread, input);
             return;
         }
         io.inbox.push_back(input);
         if !std::mem::replace(&mut io.will_listen, true) {
-            self.events.at(io.busy_until, EventKind::Listen, rank);
+            let listener = rank * self.io_threads + thread;
+            self.events.at(io.busy_until, EventKind::Listen, listener);
         }
     }
 
-    pub(crate) fn listen(&mut self, rank: u32) {
-        let io = &mut self.nodes[rank as usize].io;
+    /// The thread that hears of a task: the peer's, or the first.
+    fn thread_of(&self, rank: u32, input: IoTask) -> u32 {
+        if self.io_threads == 1 {
+            return 0;
+        }
+        match input {
+            IoTask::Header(number) | IoTask::Frame(number, _) => {
+                self.thread_of_peer(rank, self.frames.get(number).sender.0)
+            }
+            IoTask::Writable(peer) => self.thread_of_peer(rank, peer),
+            _ => 0,
+        }
+    }
+
+    /// The thread that has the connection to a peer: the peers are dealt out.
+    pub(crate) fn thread_of_peer(&self, rank: u32, peer: u32) -> u32 {
+        let own = self.channels.topology.member(rank);
+        (peer - u32::from(peer > own)) % self.io_threads
+    }
+
+    /// A thread looks into its inbox; `listener` counts the threads of all ranks.
+    pub(crate) fn listen(&mut self, listener: u32) {
+        let (rank, thread) = (listener / self.io_threads, listener % self.io_threads);
+        let io = &mut self.nodes[rank as usize].io[thread as usize];
         if io.busy_until > self.now {
-            // It was stopped meanwhile.
-            return self.events.at(io.busy_until, EventKind::Listen, rank);
+            // It was stopped meanwhile, or has sent what another thread decided.
+            return self.events.at(io.busy_until, EventKind::Listen, listener);
         }
         io.will_listen = false;
-        while let Some(input) = self.nodes[rank as usize].io.inbox.pop_front() {
-            self.handle(rank, input);
-            let io = &mut self.nodes[rank as usize].io;
+        while let Some(input) = self.nodes[rank as usize].io[thread as usize].inbox.pop_front() {
+            self.handle(rank, thread, input);
+            let io = &mut self.nodes[rank as usize].io[thread as usize];
             if io.busy_until > self.now {
                 if !io.inbox.is_empty() {
                     io.will_listen = true;
-                    self.events.at(io.busy_until, EventKind::Listen, rank);
+                    self.events.at(io.busy_until, EventKind::Listen, listener);
                 }
                 return;
             }
         }
     }
 
-    /// The I/O thread hears something now, tells the engine and does what it asks for. What it does
+    /// An I/O thread hears something now, tells the engine and does what it asks for. What it does
     /// to the outside happens when its time has passed.
-    fn handle(&mut self, rank: u32, input: IoTask) {
+    fn handle(&mut self, rank: u32, thread: u32, input: IoTask) {
         let begin = self.now;
-        let (charges, leaves_out) = (self.charges, self.leaves_out());
+        let (charges, leaves_out) = (*self.charges_of(rank), self.leaves_out());
         let frames = &mut self.frames;
         let node = &mut self.nodes[rank as usize];
         let engine = &mut node.engine;
@@ -146,16 +171,16 @@ impl Run {
             return;
         }
         if let IoTask::Writable(peer) = input {
-            time = self.flush(rank, peer, time);
+            time = self.flush(rank, thread, peer, time);
         }
-        time = self.pump(rank, time);
+        time = self.pump(rank, thread, time);
         self.meters.io_ns += time - begin;
-        self.nodes[rank as usize].io.busy_until = time;
+        self.nodes[rank as usize].io[thread as usize].busy_until = time;
         self.schedule_clock(rank);
     }
 
     /// Does what the engine asks for until it asks for nothing; the time when that is done.
-    fn pump(&mut self, rank: u32, mut time: u64) -> u64 {
+    fn pump(&mut self, rank: u32, thread: u32, mut time: u64) -> u64 {
         let index = rank as usize;
         loop {
             let mut progressed = false;
@@ -165,7 +190,7 @@ impl Run {
             }
             while let Some(transmit) = self.nodes[index].engine.poll_transmit() {
                 progressed = true;
-                time = self.offer(rank, transmit, time);
+                time = self.offer(rank, thread, transmit, time);
             }
             while let Some(event) = self.nodes[index].engine.poll_event() {
                 progressed = true;
@@ -253,7 +278,7 @@ impl Run {
 
     /// The time of a job, where `copies` ranks stand for one.
     fn job_ns(&self, rank: u32, job: &Job, copies: f64) -> f64 {
-        let charges = &self.charges;
+        let charges = self.charges_of(rank);
         // Codecs cost by the values' bytes, whatever the encoding's length.
         let raw = self.channels.plan(rank).slice_bytes(job.slice) as f64;
         let (encode, decode) = (charges.encode_byte * raw, charges.decode_byte * raw);

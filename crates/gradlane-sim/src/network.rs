@@ -21,7 +21,7 @@ const ACKNOWLEDGEMENTS_NS: u64 = 20_000;
 
 impl Run {
     /// Gives a frame that the engine has chosen to the kernel, or keeps it until that takes more.
-    pub(crate) fn offer(&mut self, rank: u32, transmit: Transmit, time: u64) -> u64 {
+    pub(crate) fn offer(&mut self, rank: u32, thread: u32, transmit: Transmit, time: u64) -> u64 {
         let peer = transmit.peer.0;
         if self.connections[(rank, peer)].behind {
             let unsent = &mut self.nodes[rank as usize].unsent;
@@ -29,7 +29,7 @@ impl Run {
             self.mark_busy(rank, peer);
             return time;
         }
-        self.send(rank, transmit, time)
+        self.send(rank, thread, transmit, time)
     }
 
     /// The connection takes no more for now.
@@ -39,7 +39,7 @@ impl Run {
     }
 
     /// Gives the kernel what waited for a connection to take more.
-    pub(crate) fn flush(&mut self, rank: u32, peer: u32, mut time: u64) -> u64 {
+    pub(crate) fn flush(&mut self, rank: u32, thread: u32, peer: u32, mut time: u64) -> u64 {
         if !std::mem::take(&mut self.connections[(rank, peer)].behind) {
             return time;
         }
@@ -56,7 +56,7 @@ impl Run {
                 unsent.remove(&peer);
             }
             if let Some(transmit) = transmit {
-                time = self.send(rank, transmit, time);
+                time = self.send(rank, thread, transmit, time);
             }
         }
         let waits = self.nodes[rank as usize].unsent.contains_key(&peer);
@@ -64,13 +64,24 @@ impl Run {
         time
     }
 
-    /// Begins a frame.
-    fn send(&mut self, rank: u32, transmit: Transmit, time: u64) -> u64 {
+    /// Begins a frame. Where the peer's connection is another thread's, that one sends it as soon as
+    /// it can; the time when the present thread may go on.
+    fn send(&mut self, rank: u32, thread: u32, transmit: Transmit, time: u64) -> u64 {
         let peer = transmit.peer.0;
         let bytes = self.charges.frame_bytes(transmit.header.length);
         let weight = self.groups.weights[peer as usize];
-        let cost = self.charges.send_frame + self.charges.send_byte * f64::from(bytes);
-        let time = time + (cost * f64::from(weight)) as u64;
+        let charges = self.charges_of(rank);
+        let cost = charges.send_frame + charges.send_byte * f64::from(bytes);
+        let cost = (cost * f64::from(weight)) as u64;
+        let sender = self.thread_of_peer(rank, peer);
+        let (goes_on, sent) = if sender == thread {
+            (time + cost, time + cost)
+        } else {
+            let io = &mut self.nodes[rank as usize].io[sender as usize];
+            io.busy_until = io.busy_until.max(time) + cost;
+            self.meters.io_ns += cost;
+            (time, io.busy_until)
+        };
         self.meters.frames += 1;
         self.meters.sent_bytes += u64::from(bytes);
         let to = self.channels.topology.peer(rank, peer);
@@ -79,8 +90,8 @@ impl Run {
             *passed += u64::from(bytes) * u64::from(weight);
         }
         let number = self.frames.insert(&transmit);
-        self.push(rank, peer, Partial { number, bytes, rest: bytes, transmit }, time);
-        time
+        self.push(rank, peer, Partial { number, bytes, rest: bytes, transmit }, sent);
+        goes_on
     }
 
     /// Gives the kernel as much of a frame as it takes: it begins a packet as long as the buffer has
@@ -148,21 +159,85 @@ impl Run {
         let (out, into) = topology.ports(piece.from, piece.to);
         // Between ranks of one node there is neither a wire nor what shapes it.
         let outside = topology.is_outside(out);
-        let (ns_per_byte, latency, burst) = if outside {
-            (self.ns_per_byte, self.latency, self.burst_ns)
-        } else {
-            (self.local_ns_per_byte, 0, 0)
-        };
-        let weights = &self.groups.weights;
-        let occupies =
-            |weight: u32| ceiling(f64::from(piece.bytes) * ns_per_byte * f64::from(weight));
-        let out_ns = occupies(weights[piece.to as usize]);
-        let in_ns = occupies(weights[piece.from as usize]);
+        let burst = if outside { self.burst_ns } else { 0 };
+        let out_ns = self.port_ns(out, &piece, piece.to);
         let now = self.now;
         self.ports[out as usize].out.line.occupy(now, out_ns, burst);
         let left_at = now + out_ns;
+        if outside {
+            self.meters.tx.add(now, left_at);
+        }
+        self.note_piece(&piece, piece.from, piece.to, now, left_at);
+        match self.fabric.first_line(out, into) {
+            Some(line) => self.enter_line(line, piece, left_at),
+            None => self.reach(piece, left_at),
+        }
+        if matches!(piece.content, Content::Frame { .. }) {
+            let peer = topology.member(piece.to);
+            let connection = &mut self.connections[(rank, peer)];
+            connection.waiting_bytes -= piece.bytes;
+            self.wake_if_writable(rank, peer);
+        }
+    }
+
+    /// Time that a port takes for a piece to or from a rank at the other end.
+    fn port_ns(&self, port: u32, piece: &Piece, other: u32) -> u64 {
+        let ns_per_byte = if self.channels.topology.is_outside(port) {
+            self.fabric.ns_per_byte(port)
+        } else {
+            self.local_ns_per_byte
+        };
+        let weight = self.groups.weights[other as usize];
+        ceiling(f64::from(piece.bytes) * ns_per_byte * f64::from(weight))
+    }
+
+    /// A piece comes to a line between ports, which carries one after the other; all of it is there
+    /// at `whole_at`.
+    fn enter_line(&mut self, line: u32, piece: Piece, whole_at: u64) {
+        let now = self.now;
+        let entered = &mut self.fabric.lines[line as usize];
+        if entered.queue.is_empty() && entered.free_at <= now {
+            return self.pass_line(line, piece, whole_at);
+        }
+        entered.queue.push_back((piece, whole_at));
+        if entered.queue.len() == 1 {
+            self.events.at(entered.free_at, EventKind::Line, line);
+        }
+    }
+
+    /// A line has carried what it was given.
+    pub(crate) fn leave_line(&mut self, line: u32) {
+        let Some((piece, whole_at)) = self.fabric.lines[line as usize].queue.pop_front() else {
+            return;
+        };
+        self.pass_line(line, piece, whole_at);
+        let left = &self.fabric.lines[line as usize];
+        if !left.queue.is_empty() {
+            self.events.at(left.free_at, EventKind::Line, line);
+        }
+    }
+
+    /// A piece begins to leave a line now, and so comes to the next line, or to the port.
+    fn pass_line(&mut self, line: u32, piece: Piece, whole_at: u64) {
+        let passed = &mut self.fabric.lines[line as usize];
+        passed.free_at = self.now + ceiling(f64::from(piece.bytes) * passed.ns_per_byte);
+        let whole_at = whole_at.max(passed.free_at);
+        let (out, into) = self.channels.topology.ports(piece.from, piece.to);
+        match self.fabric.next_line(line, out, into) {
+            Some(next) => self.enter_line(next, piece, whole_at),
+            None => self.reach(piece, whole_at),
+        }
+    }
+
+    /// A piece comes to the port of its receiver; all of it has left what is before that port at
+    /// `left_at`.
+    fn reach(&mut self, piece: Piece, left_at: u64) {
+        let (_, into) = self.channels.topology.ports(piece.from, piece.to);
+        let outside = self.channels.topology.is_outside(into);
+        let (latency, burst) = if outside { (self.latency, self.burst_ns) } else { (0, 0) };
+        let in_ns = self.port_ns(into, &piece, piece.from);
         let target = &mut self.ports[into as usize].into;
-        let begins_at = target.line.free_at.max(now + latency);
+        let begins_at = target.line.free_at.max(self.now + latency);
         let whole_at = if burst > 0 {
             target.line.occupy(begins_at, in_ns, burst);
             begins_at
@@ -174,28 +249,28 @@ impl Run {
         if target.queue.len() == 1 {
             self.events.at(whole_at, EventKind::Arrive, into);
         }
+        let begin = whole_at.saturating_sub(in_ns);
         if outside {
-            self.meters.tx.add(now, left_at);
-            self.meters.rx.add(whole_at.saturating_sub(in_ns), whole_at);
+            self.meters.rx.add(begin, whole_at);
         }
+        self.note_piece(&piece, piece.to, piece.from, begin, whole_at);
+    }
+
+    /// Keeps the span of a piece at one of its two ranks, where a trace was asked for.
+    fn note_piece(&mut self, piece: &Piece, rank: u32, peer: u32, begin: u64, end: u64) {
         let Content::Frame { number, .. } = piece.content else {
             return;
         };
-        if self.trace.is_some() {
-            let header = self.frames.get(number);
-            let (kind, slice, priority) = (Some(header.kind), header.slice, header.priority);
-            let tensor = self.channels.tensor(rank, self.channels.plan(rank).slice(slice).tensor);
-            let bytes = piece.bytes;
-            let subject = |peer| Subject::Slice { kind, tensor, slice, peer, bytes, priority };
-            let lane = Lane::of(header.kind);
-            self.span(rank, lane, header.step, subject(piece.to), now, left_at);
-            let (subject, begin) = (subject(rank), whole_at.saturating_sub(in_ns));
-            self.span(piece.to, Lane::Receive, header.step, subject, begin, whole_at);
+        if self.trace.is_none() {
+            return;
         }
-        let peer = topology.member(piece.to);
-        let connection = &mut self.connections[(rank, peer)];
-        connection.waiting_bytes -= piece.bytes;
-        self.wake_if_writable(rank, peer);
+        let header = self.frames.get(number);
+        let (kind, slice, priority) = (Some(header.kind), header.slice, header.priority);
+        let sender = piece.from;
+        let tensor = self.channels.tensor(sender, self.channels.plan(sender).slice(slice).tensor);
+        let subject = Subject::Slice { kind, tensor, slice, peer, bytes: piece.bytes, priority };
+        let lane = if rank == sender { Lane::of(header.kind) } else { Lane::Receive };
+        self.span(rank, lane, header.step, subject, begin, end);
     }
 
     /// Pieces are whole at their receiver.
@@ -236,10 +311,11 @@ impl Run {
     }
 
     /// The receiving kernel tells the sending one, through the queues of the way back. Less than a
-    /// full packet is told with what comes next; that it frees is so little that it is freed now.
+    /// full packet is told with what comes next; that it frees is so little that it is freed now. A
+    /// switch that adds up is part of the network: what it sends back is all that there is to tell.
     fn acknowledge(&mut self, rank: u32, piece: &Piece) {
         let held_bytes = piece.bytes + PACKET_OVERHEAD_BYTES;
-        if piece.bytes <= SMALL_PIECE_BYTES {
+        if piece.bytes <= SMALL_PIECE_BYTES || self.is_switch(rank) || self.is_switch(piece.from) {
             let peer = self.channels.topology.member(rank);
             let connection = &mut self.connections[(piece.from, peer)];
             connection.held_bytes -= held_bytes;

@@ -1,6 +1,6 @@
 //! One rank: its engine, the I/O thread that drives it, its work threads and its accelerator.
 //!
-//! The I/O thread does one thing after another, as `gradlane-net`'s does: what it hears while it is
+//! An I/O thread does one thing after another, as `gradlane-net`'s does: what it hears while it is
 //! busy waits in its inbox.
 
 use crate::accelerator::Accelerator;
@@ -38,7 +38,7 @@ pub(crate) enum IoTask {
     Clock,
 }
 
-/// The thread that drives the engine: one event touches one line of the cache.
+/// A thread that drives the engine: one event touches one line of the cache.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub(crate) struct IoThread {
@@ -59,7 +59,9 @@ pub(crate) struct Node {
     pub(crate) partial: BTreeMap<u32, Partial>,
     /// Frames behind them that the engine has chosen, by rank.
     pub(crate) unsent: BTreeMap<u32, VecDeque<Transmit>>,
-    pub(crate) io: IoThread,
+    /// Threads that drive the sockets, each those of its part of the peers; the first hears the
+    /// application, too.
+    pub(crate) io: Vec<IoThread>,
     /// When each work thread has done all that it was given.
     pub(crate) work_until: Vec<u64>,
     /// Jobs with their ends, the first to end first.

@@ -17,7 +17,7 @@ impl Run {
             plans.map(|plan| self.port_bytes_of(plan, scenario.ranks(), serves)).sum::<f64>()
         };
         let trains = of(false) + self.result_bytes();
-        if scenario.serving > 0 {
+        if scenario.serving > 0 && !scenario.switch_sums {
             trains.max(of(true))
         } else {
             trains
@@ -141,7 +141,10 @@ impl Run {
             tx_bytes_per_step_mean: tx_mean,
             tx_bytes_per_step_max: self.meters.port_bytes.iter().map(per_step).fold(0.0, f64::max),
             tx_utilization: tx_mean * self.ns_per_byte * steps as f64 / (all * 1e9),
-            io_utilization: self.meters.io_ns as f64 / speakers / (all * 1e9),
+            io_utilization: self.meters.io_ns as f64
+                / speakers
+                / f64::from(self.io_threads)
+                / (all * 1e9),
             work_utilization: self.meters.work_ns as f64 / speakers / (all * 1e9),
             steps_s,
             utilization,

@@ -4,6 +4,7 @@
 use crate::coded_tensors::{self, CodedTensor};
 use crate::costs::{Costs, GOODPUT_SHARE, SEND_BUFFER_FLOOR_BYTES, SHARE_SPREAD};
 use crate::error::SimError;
+use crate::fabric::Paths;
 use crate::nodes::Nodes;
 use crate::profile::{nanos, Profile};
 use crate::schemes::{self, TensorScheme};
@@ -235,6 +236,12 @@ pub struct Scenario {
     pub plan: Option<Plan>,
     /// The network.
     pub network: Network,
+    /// Ports and ways that differ from the network's.
+    #[serde(default)]
+    pub paths: Paths,
+    /// Whether the ranks that only serve are switches, which add up at any rate and take no time.
+    #[serde(default)]
+    pub switch_sums: bool,
     /// The host.
     #[serde(default)]
     pub costs: Costs,
@@ -250,7 +257,10 @@ pub struct Scenario {
     /// Jobs handed out at once.
     #[serde(default = "default_work_depth")]
     pub work_depth: usize,
-    /// Threads that execute them.
+    /// Threads that drive the sockets of a rank, each those of its part of the peers.
+    #[serde(default = "default_io_threads")]
+    pub io_threads: u32,
+    /// Threads that execute jobs.
     #[serde(default = "default_work_threads")]
     pub work_threads: usize,
     /// Steps.
@@ -283,6 +293,9 @@ fn default_frame_bytes() -> u32 {
 fn default_work_depth() -> usize {
     2
 }
+fn default_io_threads() -> u32 {
+    1
+}
 fn default_work_threads() -> usize {
     1
 }
@@ -309,11 +322,14 @@ impl Scenario {
             schemes: BTreeMap::new(),
             plan: None,
             network,
+            paths: Paths::default(),
+            switch_sums: false,
             costs: Costs::default(),
             seal: false,
             frame_bytes: default_frame_bytes(),
             credit_bytes: 0,
             work_depth: default_work_depth(),
+            io_threads: default_io_threads(),
             work_threads: default_work_threads(),
             steps: default_steps(),
             seed: 0,
@@ -357,6 +373,13 @@ impl Scenario {
             nodes.validate(self)?;
         }
         self.validate_serving()?;
+        self.paths.validate(self)?;
+        if self.switch_sums && self.serving == 0 {
+            return refuse("switch_sums needs ranks that only serve: use serving 1".into());
+        }
+        if self.io_threads == 0 || self.io_threads > 64 {
+            return refuse(format!("io_threads is {}: use 1 to 64", self.io_threads));
+        }
         if self.work_threads == 0 || self.work_threads > 256 {
             return refuse(format!("work_threads is {}: use 1 to 256", self.work_threads));
         }

@@ -4,9 +4,10 @@
 
 use crate::accelerator::{Accelerator, Turn};
 use crate::connections::Connections;
-use crate::costs::PACKET_BYTES;
+use crate::costs::{Costs, PACKET_BYTES};
 use crate::error::SimError;
 use crate::event_queue::{EventKind, EventQueue};
+use crate::fabric::Fabric;
 use crate::frame_table::FrameTable;
 use crate::intra_node::{IntraNode, LocalCharges};
 use crate::node::{IoTask, IoThread, Node};
@@ -76,6 +77,13 @@ pub(crate) struct Run {
     /// By tensor number, of those that have a root.
     pub(crate) root_tensors: Vec<Option<RootTensor>>,
     pub(crate) charges: Charges,
+    /// Of a switch that adds up.
+    free_charges: Charges,
+    /// The first rank that is such a switch; none is where there are not so many ranks.
+    first_switch: u32,
+    /// Threads of a rank that drive its sockets.
+    pub(crate) io_threads: u32,
+    pub(crate) fabric: Fabric,
     pub(crate) groups: RankGroups,
     pub(crate) clipping: Option<Clipping>,
     /// Number of tensors of blocks.
@@ -205,7 +213,11 @@ impl Run {
         Ok(Run {
             script: Script::new(&scenario.profile).under_schemes(scenario),
             root_tensors: root_tensors(scenario),
-            charges: Charges::new(scenario),
+            charges: Charges::new(scenario, &scenario.costs),
+            free_charges: Charges::new(scenario, &Costs::FREE),
+            first_switch: if scenario.switch_sums { scenario.workers } else { u32::MAX },
+            io_threads: scenario.io_threads,
+            fabric: Fabric::new(scenario, topology.nodes()),
             ranks: scenario.ranks(),
             ns_per_byte,
             local_ns_per_byte: LocalCharges::new(scenario).ns_per_byte(),
@@ -269,6 +281,7 @@ impl Run {
                 EventKind::Stop => self.stop(rank),
                 EventKind::Pace => self.keep_pace(rank),
                 EventKind::Clock => self.look_at_clock(rank),
+                EventKind::Line => self.leave_line(rank),
             }
             if let Some(failure) = self.failure.take() {
                 return Err(failure);
@@ -289,6 +302,20 @@ impl Run {
         };
         let step = node.accelerator.step;
         Err(SimError::Stuck { rank: rank as u32, step, waits_for })
+    }
+
+    /// Returns the costs of a rank's host; a switch has none.
+    pub(crate) fn charges_of(&self, rank: u32) -> &Charges {
+        if self.is_switch(rank) {
+            &self.free_charges
+        } else {
+            &self.charges
+        }
+    }
+
+    /// Whether a rank is a switch that adds up.
+    pub(crate) fn is_switch(&self, rank: u32) -> bool {
+        rank >= self.first_switch
     }
 
     pub(crate) fn draw_slowness(&mut self, rank: u32) -> f64 {
@@ -465,8 +492,7 @@ impl Run {
 }
 
 impl Charges {
-    fn new(scenario: &Scenario) -> Charges {
-        let costs = &scenario.costs;
+    fn new(scenario: &Scenario, costs: &Costs) -> Charges {
         let sealed = |byte_s: f64| if scenario.seal { byte_s * 1e9 } else { 0.0 };
         Charges {
             seal: scenario.seal,
@@ -522,7 +548,7 @@ fn new_node(
         window_bytes: 0.0,
         partial: BTreeMap::new(),
         unsent: BTreeMap::new(),
-        io: IoThread::default(),
+        io: (0..scenario.io_threads).map(|_| IoThread::default()).collect(),
         work_until: vec![0; scenario.work_threads],
         jobs: BinaryHeap::new(),
         root_requests: VecDeque::new(),

@@ -179,7 +179,9 @@ impl Run {
         let now = self.now;
         let node = &mut self.nodes[rank as usize];
         node.stopped_until = now + burst_ns;
-        node.io.busy_until = node.io.busy_until.max(now) + burst_ns;
+        for io in &mut node.io {
+            io.busy_until = io.busy_until.max(now) + burst_ns;
+        }
         node.accelerator.stand_still(burst_ns);
         self.schedule_stop(rank);
     }

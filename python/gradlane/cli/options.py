@@ -76,6 +76,31 @@ def profile_of(text: str, batch_time_s: float | None) -> Profile:
         return find_profile(text, batch_time_s)
 
 
+def accumulated_profile(text: str, batch_time: str | None) -> Profile:
+    """Return the profile of a file or a model whose step is as long as is given.
+
+    Args:
+        text: the file or the model's name.
+        batch_time: seconds of a batch, `4x0.05` for four whose gradients are added up; None: the
+            profile's own.
+
+    Raises:
+        ValueError: the time is none.
+    """
+    batches, is_several, seconds = (batch_time or "").rpartition("x")
+    try:
+        count = int(batches) if is_several else 1
+        batch_time_s = float(seconds) if batch_time is not None else None
+    except ValueError:
+        count, batch_time_s = 0, None
+    if not 1 <= count <= 100_000:
+        raise ValueError(
+            f"batch-time-s is {batch_time!r}; write seconds, such as 0.2, or 4x0.05 for four "
+            "batches of 0.05 s before each exchange"
+        )
+    return profile_of(text, batch_time_s).accumulated(count)
+
+
 def costs_of(path: Path | None) -> MachineCosts | None:
     """Return the constants of a file; None without a file."""
     from gradlane.planning.simulation.costs import read_costs

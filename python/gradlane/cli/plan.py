@@ -17,7 +17,7 @@ from gradlane.planning.schemes.costs import SCHEMES
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.report.console import print_written
-from gradlane.training.monitoring.summary import beside_ddp
+from gradlane.training.monitoring.summary import WORTH_A_MOVE, beside_ddp
 from gradlane.training.options.codec_choice import (
     check_codecs,
     codec_rules,
@@ -88,19 +88,22 @@ def run_plan(
         print_schemes(console, coordinator)
     if rules != RAW:
         print_codecs(console, plan)
-    console.print(plan.summary, highlight=False)
-    if text := _beside_ddp(plan.prediction):
-        console.print(text, highlight=False)
+    console.print(answer_of(plan.prediction, plan.summary), highlight=False)
     print_written(console, path)
     return plan
 
 
-def _beside_ddp(prediction: Mapping[str, Any]) -> str:
-    """Return what DDP would take; empty where the plan has no figures."""
+def answer_of(prediction: Mapping[str, Any], summary: str) -> str:
+    """Return what a plan gives, behind the advice to stay with DDP where that is as fast."""
     ddp_s, step_s = prediction.get("ddp_step_s"), prediction.get("step_s")
     if ddp_s is None or step_s is None:
-        return ""
-    return f"{beside_ddp(ddp_s, step_s)}."
+        return summary
+    if ddp_s >= WORTH_A_MOVE * step_s:
+        return f"{summary} {beside_ddp(ddp_s, step_s)}."
+    return (
+        f"For speed alone stay with DDP: it would take {ddp_s * 1e3:.1f} ms a step with its best "
+        f"bucket size, this plan {step_s * 1e3:.1f} ms. Among gradlane's own settings: {summary}"
+    )
 
 
 def print_schemes(console: Console, coordinator: Coordinator) -> None:

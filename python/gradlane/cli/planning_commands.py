@@ -12,6 +12,7 @@ from gradlane.cli.options import (
     CostsPath,
     HtmlPath,
     JsonPath,
+    accumulated_profile,
     costs_of,
     given_options,
     profile_of,
@@ -70,8 +71,10 @@ def whatif(
     local_rate: Annotated[
         str | None,
         typer.Option(
-            help="Rate between the workers of a node, such as NCCL's; shared memory, as measured, "
-            "if absent (1000gbit for ring-fused)."
+            help="Rate between the workers of a node, as of NCCL's sums there, or memory: sums by "
+            "their processors in shared memory. If absent 160gbit, NCCL's over PCIe, with "
+            "--ranks-per-node, memory for a profile of processors, and 1000gbit for ring-fused "
+            "without nodes."
         ),
     ] = None,
     additions: Annotated[
@@ -79,6 +82,45 @@ def whatif(
         typer.Option(help="CSV of measured additions (elements,seconds), of ring-fused."),
     ] = None,
     latency_s: Annotated[float, typer.Option(help="One-way time between two ports.")] = 0.0,
+    port: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A machine whose port has another rate, by its number: 3=1gbit; several, each "
+            "after --port. Dedicated servers come after the workers."
+        ),
+    ] = None,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A link between two machines that is slower than their ports: 0-2=1gbit; several, "
+            "each after --link."
+        ),
+    ] = None,
+    racks: Annotated[
+        str | None,
+        typer.Option(
+            help="Machines of a rack and what its line to the others carries: 4=10gbit, or 4=3x "
+            "where its ports together carry 3 times as much (oversubscription)."
+        ),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="Processors of a rank, such as 16, by which a session takes its threads; or the "
+            "threads, io=2,work=3. 12 if absent."
+        ),
+    ] = None,
+    measured_step: Annotated[
+        str | None,
+        typer.Option(
+            help="A step as measured on the cluster, such as 2.4s: finds the rate of the link that "
+            "would explain it, or says that none does."
+        ),
+    ] = None,
+    measured_single: Annotated[
+        str | None,
+        typer.Option(help="A step as measured on one machine, in place of --batch-time-s."),
+    ] = None,
     slice_elems: Annotated[int | None, typer.Option(help="Elements a slice at most.")] = None,
     stragglers: Annotated[
         str,
@@ -122,7 +164,11 @@ def whatif(
         ),
     ] = None,
     batch_time_s: Annotated[
-        float | None, typer.Option(help="Compute time of a batch, in place of the profile's.")
+        str | None,
+        typer.Option(
+            help="Compute time of a batch, in place of the profile's; 4x0.05 where gradients of "
+            "four batches of 0.05 s are added up before they are exchanged."
+        ),
     ] = None,
     clip: Annotated[
         bool,
@@ -145,10 +191,12 @@ def whatif(
     every combination of workers, rate, strategy and compression.
     """
     from gradlane.cli import whatif as command
-    from gradlane.formats.rates import parse_rate
+    from gradlane.formats.durations import parse_duration_s
     from gradlane.planning.simulation import lists
     from gradlane.planning.simulation.costs import MachineCosts
     from gradlane.planning.simulation.faults import parse_faults
+    from gradlane.planning.simulation.hosts import USUAL_PROCESSORS, host_with, parse_host
+    from gradlane.planning.simulation.paths import parse_paths
     from gradlane.planning.simulation.scenarios import LATE_JITTER, LATE_STEPS, STRATEGIES, Cluster
     from gradlane.planning.simulation.straggler import parse_straggler
     from gradlane.report.console import wide_console
@@ -178,8 +226,15 @@ def whatif(
         check_codecs(codec_rules(text))
     with remedied("it is a CSV file with lines of elements,seconds"):
         added = () if additions is None else lists.read_additions(additions)
+    threads = host_with(USUAL_PROCESSORS) if host is None else parse_host(host)
+    if measured_single is not None and batch_time_s is not None:
+        raise ValueError("--measured-single and --batch-time-s say the same: leave one out")
+    if measured_single is not None and measured_step is None:
+        raise ValueError("--measured-single has no effect without --measured-step: add it")
+    batch_time_s = batch_time_s or (measured_single and str(parse_duration_s(measured_single)))
+    read = accumulated_profile(profile, batch_time_s)
     command.run_whatif(
-        profile_of(profile, batch_time_s),
+        read,
         workers=numbers,
         rates_bps=lists.parse_rates(rate),
         strategies=lists.parse_names(strategy or by_default, STRATEGIES, "strategy"),
@@ -199,7 +254,10 @@ def whatif(
             free_host=free_host,
             costs=costs_of(costs) or MachineCosts(),
             workers_per_node=workers_per_node,
-            local_rate_bps=None if local_rate is None else parse_rate(local_rate),
+            local_rate_bps=_local_rate_bps(local_rate, max(node_sizes), read.device),
+            paths=parse_paths(port or (), link or (), racks),
+            io_threads=threads.io_threads,
+            work_threads=threads.work_threads,
             additions=added,
         ),
         console=wide_console(),
@@ -207,10 +265,25 @@ def whatif(
         ranks_per_node=node_sizes,
         rules=rules,
         faults=faults,
+        host=threads,
+        is_host_given=host is not None,
+        measured_step_s=None if measured_step is None else parse_duration_s(measured_step),
         trace_path=trace,
         html_path=html_path,
         json_path=json_path,
     )
+
+
+def _local_rate_bps(text: str | None, node_size: int, device: str | None) -> float | None:
+    """Return the rate of sums on a node; None: by its processors in shared memory."""
+    from gradlane.formats.rates import parse_rate
+    from gradlane.planning.simulation.scenarios import NCCL_RATE_BPS
+
+    if text == "memory":
+        return None
+    if text is not None:
+        return float(parse_rate(text))
+    return NCCL_RATE_BPS if node_size > 1 and device != "cpu" else None
 
 
 def profile(

@@ -70,7 +70,7 @@ def run_profile(
         if is_first:
             console.print(text, style="dim", highlight=False)
 
-    tell(f"running {target}; recording {steps} steps after {warmup} of warm-up")
+    tell(f"running {target}; recording {steps} steps at most, after {warmup} of warm-up")
     try:
         with _hard_exit_ends_script():
             found = run_script(
@@ -81,9 +81,6 @@ def run_profile(
                 is_module=is_module,
                 run_to_end=to_the_end,
                 batch_size=batch_size,
-                on_step=lambda recorded: (
-                    tell(f"recorded {steps} steps") if recorded == steps else None
-                ),
             )
     except LauncherMissingError as error:
         tell(f"{error}\nrunning it again as the only rank, as torchrun --nproc-per-node 1 would")
@@ -106,7 +103,7 @@ def run_profile(
             "the batch size is unknown and counts as 1: give --batch-size for samples a second"
         )
     if is_first:
-        _print(console, profile, found)
+        _print(console, profile, found, steps)
         profile.save(path)
         console.print(f"wrote {path}; ask it:", highlight=False, soft_wrap=True)
         console.print(
@@ -174,7 +171,7 @@ def unsteady(batch: BatchTime | None) -> str | None:
     )
 
 
-def _print(console: Console, profile: Profile, found: RecordedScript) -> None:
+def _print(console: Console, profile: Profile, found: RecordedScript, steps: int) -> None:
     """Print what matters of a profile."""
 
     def say(text: str) -> None:
@@ -201,5 +198,21 @@ def _print(console: Console, profile: Profile, found: RecordedScript) -> None:
     unused = [tensor.name for tensor in profile.tensors if tensor.gradients == 0]
     if unused:
         say(f"without a gradient: {', '.join(unused[:5])}{', …' if len(unused) > 5 else ''}")
-    for note in found.notes:
+    for note in (
+        *notes_on_steps(profile.batch, found.recorder.recorded_steps, steps),
+        *found.notes,
+    ):
         say(f"note: {note}")
+
+
+def notes_on_steps(batch: BatchTime | None, recorded: int, steps: int) -> list[str]:
+    """Return how many steps the times are of, where that is not the number asked for."""
+    if batch is None:
+        return []
+    notes = []
+    if batch.steps < steps:
+        reasons = [f"the script ended after {recorded}"] if recorded < steps else []
+        if batch.steps < recorded:
+            reasons.append(f"{recorded - batch.steps} evaluated as well, or had no gradient")
+        notes.append(f"times are of {batch.steps} steps in place of {steps}: {', '.join(reasons)}")
+    return notes

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from gradlane.cli.late_progress import LateProgress
 from gradlane.cli.options import write_json
 from gradlane.formats.rates import format_rate
 from gradlane.formats.timeline.chrome import write_chrome
@@ -19,21 +19,41 @@ from gradlane.planning.advice.advice import (
     ClusterAdvice,
     RequiredLink,
     advise,
+    baselines,
+    missing_goal,
     required_links,
     text_of_required_links,
+    without_link,
 )
-from gradlane.planning.advice.causes import find_cause, limit_beyond_link
+from gradlane.planning.advice.causes import (
+    find_cause,
+    find_place,
+    first_variants,
+    limit_beyond_link,
+    unlimited_link,
+    with_free_host,
+)
 from gradlane.planning.advice.faults import COLUMNS, cells_of, faults_json
+from gradlane.planning.advice.measured import MeasuredStep, explain_step
 from gradlane.planning.advice.pictures import Picture, clusters_with_pictures, picture_of
+from gradlane.planning.advice.variants import Variant, Variants
+from gradlane.planning.advice.verdict import offer_name
+from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.faults import FaultSettings, fault_cost
 from gradlane.planning.simulation.grid import SimulatedRow, clusters_of, evaluate
+from gradlane.planning.simulation.hosts import Host
 from gradlane.planning.simulation.ignored_options import check_effects
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.scenarios import FORMULAS, Cluster, run_scenario, scenario_of
+from gradlane.planning.simulation.threads import usual_threads
 from gradlane.planning.simulation.timeline import simulated_timeline
 from gradlane.report.console import print_written
+from gradlane.training.monitoring.summary import WORTH_A_MOVE
 from gradlane.training.options.codec_options import RAW
-from gradlane.training.options.stragglers import WAIT
+from gradlane.training.options.stragglers import LEAVES_OUT, WAIT
+
+DROP = "drop"
+"""The rule for stragglers that is simulated beside waiting."""
 
 
 def run_whatif(
@@ -50,6 +70,9 @@ def run_whatif(
     ranks_per_node: Sequence[int] = (1,),
     rules: Sequence[str] = (WAIT,),
     faults: FaultSettings | None = None,
+    host: Host | None = None,
+    is_host_given: bool = True,
+    measured_step_s: float | None = None,
     trace_path: Path | None = None,
     html_path: Path | None = None,
     json_path: Path | None = None,
@@ -70,6 +93,9 @@ def run_whatif(
             `workers` are left out there.
         rules: what happens to ranks that are late.
         faults: how often machines are lost; None: what faults cost is not computed.
+        host: threads of a rank, of which `base` has the numbers; None: they are not said.
+        is_host_given: whether the user gave them.
+        measured_step_s: a step as measured, which a link may explain or not.
         trace_path: where the timeline of the only combination goes, for Perfetto or Chrome.
         html_path: where an interactive page goes.
         json_path: where `profile` (its figures), `rows`, `answers` and `needs` go, and `faults`
@@ -113,28 +139,46 @@ def run_whatif(
     traced = clusters_with_pictures(clusters) if html_path is not None else ()
     pictures: list[Picture] = []
     keep = partial(_keep_picture, pictures, profile, clusters)
-    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn())
-    quiet = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
-        task = progress.add_task("", total=len(clusters))
+    threads = usual_threads()
+    with LateProgress(console, "simulating") as progress:
+        progress.expect(len(clusters))
         rows = evaluate(
-            profile, clusters, lambda _: progress.advance(task), traced=traced, on_trace=keep
+            profile,
+            clusters,
+            lambda _: progress.advance(),
+            traced=traced,
+            on_trace=keep,
+            threads=threads,
         )
-    # What is said about networks holds where nobody is late.
-    cluster_of = {id(row): cluster for row, cluster in zip(rows, clusters, strict=True)}
-    punctual = [row for row in rows if row.left_out_share is None]
-    # On what is no terminal a status is an empty line.
-    with nullcontext() if quiet else console.status("finding what steps wait for"):
+        # What is said about networks holds where nobody is late.
+        cluster_of = {id(row): cluster for row, cluster in zip(rows, clusters, strict=True)}
+        punctual = [row for row in rows if row.left_out_share is None]
+        variants = Variants(profile, threads, progress.advance)
+        wanted = [
+            *(unlimited_link(cluster_of[id(row)]) for row in without_link(punctual)),
+            *(
+                variant
+                for row in missing_goal(punctual)
+                for variant in first_variants(cluster_of[id(row)])
+            ),
+        ]
+        progress.expect(len(wanted))
+        variants.simulate(wanted)
         needs = required_links(
-            punctual, lambda row: limit_beyond_link(profile, cluster_of[id(row)])
+            punctual, lambda row: limit_beyond_link(variants, cluster_of[id(row)])
         )
         answers = advise(
             punctual,
             needs,
             lambda row, link_is_enough: find_cause(
-                profile, cluster_of[id(row)], row, link_is_enough=link_is_enough
+                variants, cluster_of[id(row)], row, link_is_enough=link_is_enough
             ),
+            lambda row: find_place(variants, cluster_of[id(row)], row),
+            lambda row: variants.saved_s(row, Variant(with_free_host(cluster_of[id(row)]))),
         )
+        hints = _drop_hints(variants, [cluster_of[id(row)] for row in rows])
+        measured = _explain_measured(variants, measured_step_s, punctual, cluster_of)
+    notes = _assumptions(profile, clusters, host, is_host_given)
     content: dict[str, Any] = {
         "profile": {
             "model": profile.model,
@@ -147,7 +191,10 @@ def run_whatif(
         "rows": [row.to_json() for row in rows],
         "answers": [answer.to_json() for answer in answers],
         "needs": [need.to_json() for need in needs],
+        "assumptions": notes,
     }
+    if measured:
+        content["measured"] = [one.to_json() for one in measured]
     if faults is not None:
         content["faults"] = faults_json(
             faults, [fault_cost(faults, row, profile.size_bytes) for row in rows]
@@ -158,9 +205,92 @@ def run_whatif(
         report_from_whatif({**content, **_pictures_json(profile, pictures)}, html_path)
     write_json(json_path, content)
     _print(console, profile, rows, answers, needs)
+    for sentence in (*hints, *(one.text for one in measured), *notes):
+        console.print(sentence, highlight=False)
     if faults is not None:
         _print_faults(console, content["faults"])
     print_written(console, html_path, json_path)
+
+
+def _drop_hints(variants: Variants, clusters: Sequence[Cluster]) -> list[str]:
+    """Return what leaving a stopped rank out would give, where steps wait for it."""
+    waiting = [
+        cluster
+        for cluster in clusters
+        if cluster.straggler is not None
+        and cluster.stragglers == WAIT
+        and cluster.strategy in LEAVES_OUT
+        and replace(cluster, stragglers=DROP) not in clusters
+    ]
+    hints = []
+    for cluster in waiting:
+        waits, drops = variants.simulate(
+            [Variant(cluster), Variant(replace(cluster, stragglers=DROP))]
+        )
+        if waits.step_s < WORTH_A_MOVE * drops.step_s:
+            continue
+        shares = drops.left_out_share or []
+        hints.append(
+            f'With stragglers="{DROP}" {cluster.strategy} would take the other ranks '
+            f"{drops.step_s * 1e3:.0f} ms a step in place of {waits.step_s * 1e3:.0f}; late ranks "
+            f"are left out of {sum(shares):.0%} of the steps, which changes what is learned."
+        )
+    return hints
+
+
+def _explain_measured(
+    variants: Variants,
+    measured_step_s: float | None,
+    rows: Sequence[SimulatedRow],
+    cluster_of: Mapping[int, Cluster],
+) -> list[MeasuredStep]:
+    """Return what a measured step says about the link, for each cluster."""
+    if measured_step_s is None:
+        return []
+    found = []
+    for row in baselines(rows):
+        cluster = cluster_of[id(row)]
+
+        def step_at(rate_bps: float, cluster: Cluster = cluster) -> float:
+            (other,) = variants.simulate([Variant(replace(cluster, rate_bps=rate_bps))])
+            return other.step_s
+
+        found.append(
+            explain_step(
+                measured_step_s,
+                single_s=row.compute_s,
+                rate_bps=row.rate_bps,
+                strategy=offer_name(row),
+                step_at=step_at,
+            )
+        )
+    return found
+
+
+def _assumptions(
+    profile: Profile, clusters: Sequence[Cluster], host: Host | None, is_host_given: bool
+) -> list[str]:
+    """Return what the figures stand on that the user may not have thought of."""
+    notes = []
+    first = clusters[0]
+    if host is not None and not first.free_host:
+        source = "the machine of --costs"
+        if first.costs == MachineCosts():
+            source = "the machine that the simulator's constants are of (--costs)"
+        assumed = "Host" if is_host_given else "Assumed (--host says another)"
+        notes.append(f"{assumed}: {host}, each as fast as on {source}.")
+    if any(cluster.ranks_per_node > 1 for cluster in clusters):
+        rate = first.local_rate_bps
+        where = "in shared memory, by processors" if rate is None else f"at {format_rate(rate)}"
+        notes.append(f"Sums on a node {where} (--local-rate).")
+    if first.paths:
+        notes.append(f"Not alike: {first.paths}.")
+    if profile.device == "cpu":
+        notes.append(
+            "The profile was recorded on a CPU: with an accelerator steps compute a fraction of "
+            "the time and the network counts for more; --batch-time-s says its batch time."
+        )
+    return notes
 
 
 def _has_late(cluster: Cluster) -> bool:

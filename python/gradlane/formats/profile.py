@@ -192,6 +192,27 @@ class Profile:
             ),
         )
 
+    def accumulated(self, batches: int) -> Profile:
+        """Return the profile of steps that add up the gradients of several batches.
+
+        Forward of the first batch waits for parameters, and backward of the last has gradients
+        ready; nothing is exchanged between.
+        """
+        if batches == 1:
+            return self
+        before_s = (batches - 1) * self.compute_s
+        return replace(
+            self,
+            batch_size=batches * self.batch_size,
+            compute_s=batches * self.compute_s,
+            flops=None if self.flops is None else batches * self.flops,
+            tensors=tuple(
+                replace(tensor, ready_s=before_s + tensor.ready_s) for tensor in self.tensors
+            ),
+            batch=None,
+            modules=(),
+        )
+
     def to_scenario(self) -> dict[str, Any]:
         """Return the profile in the compiled core's format."""
         return {

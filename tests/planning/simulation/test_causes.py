@@ -21,6 +21,7 @@ from gradlane.planning.advice.advice import (
     workers_on_nodes,
 )
 from gradlane.planning.advice.causes import GOAL, find_cause, limit_beyond_link
+from gradlane.planning.advice.variants import Variants
 from gradlane.planning.simulation.costs import HOST_CONSTANTS, MachineCosts
 from gradlane.planning.simulation.grid import SimulatedRow, clusters_of, evaluate
 from gradlane.planning.simulation.profiles import Profile, synthetic_profile
@@ -95,12 +96,13 @@ def verdict(
     """Return the advice for clusters, and the links that they need, as the command finds them."""
     rows = evaluate(profile, clusters)
     cluster_of = {id(row): cluster for row, cluster in zip(rows, clusters, strict=True)}
-    needs = required_links(rows, lambda row: limit_beyond_link(profile, cluster_of[id(row)]))
+    variants = Variants(profile)
+    needs = required_links(rows, lambda row: limit_beyond_link(variants, cluster_of[id(row)]))
     answers = advise(
         rows,
         needs,
         lambda row, link_is_enough: find_cause(
-            profile, cluster_of[id(row)], row, link_is_enough=link_is_enough
+            variants, cluster_of[id(row)], row, link_is_enough=link_is_enough
         ),
     )
     assert_no_contradiction(rows, answers, needs)
@@ -218,10 +220,13 @@ def test_fewer_bytes_are_explained_over_any_link(strategy: str) -> None:
     """A formula multiplies the rate by the compression; an unlimited link stays within limits."""
     cluster = Cluster(workers=4, rate_bps=1e7, strategy=strategy, compression=8.0)
     (row,) = evaluate(SMALL, [cluster])
-    cause = find_cause(SMALL, cluster, row, link_is_enough=False)
+    cause = find_cause(Variants(SMALL), cluster, row, link_is_enough=False)
     assert cause.bottleneck == "network"
     assert cause.saved_together_s == pytest.approx(cause.waiting_s, rel=0.01)
-    assert limit_beyond_link(SMALL, replace(cluster, free_host=strategy != RING_FUSED)) == "none"
+    assert (
+        limit_beyond_link(Variants(SMALL), replace(cluster, free_host=strategy != RING_FUSED))
+        == "none"
+    )
 
 
 def test_one_worker_is_one() -> None:

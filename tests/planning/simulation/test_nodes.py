@@ -11,6 +11,7 @@ import pytest
 
 from gradlane.planning.advice.advice import advise, required_links, text_of_required_links
 from gradlane.planning.advice.causes import Cause, find_cause
+from gradlane.planning.advice.variants import Variants
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.simulation.bound import port_bytes
 from gradlane.planning.simulation.grid import SimulatedRow, clusters_of, evaluate
@@ -58,7 +59,7 @@ def test_the_answer_is_to_add_up_in_the_node_first(
 
     def explain(row: SimulatedRow, link_is_enough: bool) -> Cause:
         cluster = replace(BASE, strategy=row.strategy)
-        return find_cause(profile, cluster, row, link_is_enough=link_is_enough)
+        return find_cause(Variants(profile), cluster, row, link_is_enough=link_is_enough)
 
     (answer,) = advise(list(rows.values()), needs, explain)
     assert answer.ranks_per_node == 4 and answer.bottleneck == "network"

@@ -2,6 +2,7 @@
 
 mod cluster;
 mod codecs;
+mod fabric;
 mod golden;
 mod nodes;
 mod ring_fused;

@@ -23,23 +23,29 @@ from gradlane.planning.advice.causes import (
     RANKS,
     Cause,
     Explain,
+    Place,
+)
+from gradlane.planning.advice.verdict import (
+    OTHER_ROUNDINGS,
+    SLOWER,
+    Recommendation,
+    offer_name,
+    own_exact,
+    verdict_on,
 )
 from gradlane.planning.simulation.grid import SimulatedRow
-from gradlane.planning.simulation.scenarios import DDP, RING_FUSED, SCHEME_STRATEGIES
-from gradlane.training.monitoring.summary import WORTH_A_MOVE
+from gradlane.planning.simulation.scenarios import DDP, FORMULAS, IN_NETWORK, RING_FUSED
 from gradlane.training.node.rules import NODE_STRATEGIES
 from gradlane.training.options.codec_options import RAW
-from gradlane.training.options.strategy import ASGD, RING
+from gradlane.training.options.strategy import ASGD
 
 WORTHWHILE = 0.01
 """The least gain in scaling factor that counts."""
-OTHER_ROUNDINGS = (RING, *SCHEME_STRATEGIES, *NODE_STRATEGIES)
-"""Strategies whose sums differ from those of servers in the last bits only."""
 BASELINES = (
     DDP,
     *("wfbp", "slicing", "kvstore", "deferred-pull", "p3"),
     *OTHER_ROUNDINGS,
-    *(RING_FUSED, ASGD),
+    *(IN_NETWORK, RING_FUSED, ASGD),
 )
 """Strategies that stand for a training without gradlane's scheduling: the first simulated one."""
 
@@ -81,6 +87,7 @@ class Change:
     compression: float
     scaling_factor: float
     """The scaling factor with the change."""
+    codec: str = RAW
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,10 @@ class ClusterAdvice:
     """Other kinds of change that reach the goal, the cheapest of each kind."""
     not_worth: list[str]
     """Changes without a gain."""
+    verdict: Recommendation | None
+    """The fastest of all that was asked for; None where only a formula was."""
+    place: Place | None
+    """The port or way that most of the waiting is for, where machines are not alike."""
     text: str
     """The advice in words."""
 
@@ -147,23 +158,38 @@ def required_links(
         limit_beyond_link: what keeps the cluster of a row from the goal over a link of unlimited
             rate; asked where no simulated rate reaches it.
     """
-    groups: dict[_NeedKey, list[SimulatedRow]] = {}
-    for row in rows:
-        groups.setdefault(_need_key(row), []).append(row)
     needs = []
-    for key, group in groups.items():
-        # From the fastest link that reaches it down: a single slow one that does is chance.
-        reached: SimulatedRow | None = None
-        for row in sorted(group, key=lambda it: -it.rate_bps):
-            if row.scaling_factor >= GOAL:
-                reached = row
-            elif reached is not None:
-                break
+    for key, group in _by_need(rows).items():
+        reached = _least_link(group)
         slowest = min(row.rate_bps for row in group)
         rate_bps = None if reached is None else reached.rate_bps
         beyond = NONE if reached is not None else limit_beyond_link(group[0])
         needs.append(RequiredLink(*key, rate_bps, rate_bps == slowest, beyond == NONE, beyond))
     return needs
+
+
+def without_link(rows: Sequence[SimulatedRow]) -> list[SimulatedRow]:
+    """Return the rows that `required_links` asks the limit of."""
+    return [group[0] for group in _by_need(rows).values() if _least_link(group) is None]
+
+
+def _by_need(rows: Sequence[SimulatedRow]) -> dict[_NeedKey, list[SimulatedRow]]:
+    groups: dict[_NeedKey, list[SimulatedRow]] = {}
+    for row in rows:
+        groups.setdefault(_need_key(row), []).append(row)
+    return groups
+
+
+def _least_link(group: Sequence[SimulatedRow]) -> SimulatedRow | None:
+    """Return the row with the slowest link that reaches the goal, of rows that differ in links."""
+    # From the fastest link that reaches it down: a single slow one that does is chance.
+    reached: SimulatedRow | None = None
+    for row in sorted(group, key=lambda it: -it.rate_bps):
+        if row.scaling_factor >= GOAL:
+            reached = row
+        elif reached is not None:
+            break
+    return reached
 
 
 def text_of_required_links(needs: Sequence[RequiredLink]) -> list[str]:
@@ -213,7 +239,11 @@ def _rate_text(need: RequiredLink) -> str:
 
 
 def advise(
-    rows: Sequence[SimulatedRow], needs: Sequence[RequiredLink], explain: Explain
+    rows: Sequence[SimulatedRow],
+    needs: Sequence[RequiredLink],
+    explain: Explain,
+    find_place: Callable[[SimulatedRow], Place | None] = lambda row: None,
+    host_part_s: Callable[[SimulatedRow], float] = lambda row: 0.0,
 ) -> list[ClusterAdvice]:
     """Return the advice for each number of workers and rate, in the order of the rows.
 
@@ -222,17 +252,47 @@ def advise(
         needs: the links that the strategies of these rows need.
         explain: finds what a row waits for; asked for the baseline of each cluster that does not
             reach the goal.
+        find_place: finds the port or way that a row waits for, where machines are not alike.
+        host_part_s: finds how much shorter a row's step is with a host that costs nothing; asked
+            where DDP is faster.
     """
-    cells = dict.fromkeys((row.workers, row.ranks_per_node, row.rate_bps) for row in rows)
     return [
         _advise_cluster(
             [row for row in rows if (row.workers, row.ranks_per_node) == (workers, each)],
             rate,
             {_need_key(need): need.any_link for need in needs},
             explain,
+            find_place,
+            host_part_s,
         )
-        for workers, each, rate in cells
+        for workers, each, rate in _cells(rows)
     ]
+
+
+def missing_goal(rows: Sequence[SimulatedRow]) -> list[SimulatedRow]:
+    """Return the rows that `advise` asks the cause of."""
+    return [row for row in baselines(rows) if row.scaling_factor < GOAL]
+
+
+def baselines(rows: Sequence[SimulatedRow]) -> list[SimulatedRow]:
+    """Return the row of each cluster that changes are compared with."""
+    return [
+        _baseline([row for row in rows if (row.workers, row.ranks_per_node, row.rate_bps) == cell])
+        for cell in _cells(rows)
+    ]
+
+
+def _cells(rows: Sequence[SimulatedRow]) -> list[tuple[int, int, float]]:
+    return list(dict.fromkeys((row.workers, row.ranks_per_node, row.rate_bps) for row in rows))
+
+
+def _baseline(rows_here: Sequence[SimulatedRow]) -> SimulatedRow:
+    """Return the row that changes are compared with, of those of one cluster and rate."""
+    # A strategy with other results is none, unless only that was simulated.
+    rows_here = [row for row in rows_here if row.strategy != ASGD] or rows_here
+    least = min(row.compression for row in rows_here)
+    plain = [row for row in rows_here if row.compression == least]
+    return min(plain, key=lambda row: BASELINES.index(row.strategy))
 
 
 def _need_key(it: SimulatedRow | RequiredLink) -> _NeedKey:
@@ -244,20 +304,39 @@ def _advise_cluster(
     rate_bps: float,
     link_is_enough: Mapping[_NeedKey, bool],
     explain: Explain,
+    find_place: Callable[[SimulatedRow], Place | None],
+    host_part_s: Callable[[SimulatedRow], float],
 ) -> ClusterAdvice:
     """Return the advice for one rate; `rows` are all with the same workers on the same nodes."""
+    asked = [row for row in rows if row.rate_bps == rate_bps]
     # A strategy with other results is no advice, unless only that was simulated.
     rows = [row for row in rows if row.strategy != ASGD] or rows
     rows_here = [row for row in rows if row.rate_bps == rate_bps]
-    least = min(row.compression for row in rows_here)
-    plain = [row for row in rows_here if row.compression == least]
-    baseline = min(plain, key=lambda row: BASELINES.index(row.strategy))
+    baseline = _baseline(rows_here)
+    plain = [row for row in rows_here if row.compression == baseline.compression]
     changes = _possible_changes(rows, rows_here, baseline)
     enough = [change for change in changes if change.scaling_factor >= GOAL]
     cause = None
     if baseline.scaling_factor < GOAL:
         cause = explain(baseline, link_is_enough[_need_key(baseline)])
     not_worth = _not_worth(rows, plain, baseline)
+    whole = [row for row in asked if row.codec != RAW or row.compression == baseline.compression]
+    verdict = verdict_on(whole)
+    own = own_exact(whole)
+    slower = []
+    place = None
+    for row in (baseline, *([] if own is None or own is baseline else [own])):
+        if row.scaling_factor < GOAL and place is None and row.strategy not in FORMULAS:
+            place = find_place(row)
+    if place is not None:
+        slower.append(place.text)
+    if own is not None and verdict is not None and verdict.beside_ddp == SLOWER:
+        part_s = host_part_s(own)
+        if part_s >= WORTHWHILE * own.step_s:
+            slower.append(
+                f"With a host that costs nothing {offer_name(own)} would take "
+                f"{_ms(own.step_s - part_s)} a step."
+            )
     return ClusterAdvice(
         workers=baseline.workers,
         ranks_per_node=baseline.ranks_per_node,
@@ -269,7 +348,9 @@ def _advise_cluster(
         cheapest=enough[0] if enough else None,
         alternatives=enough[1:],
         not_worth=not_worth,
-        text=_text(baseline, plain, cause, changes, enough, not_worth),
+        verdict=verdict,
+        place=place,
+        text=_text(baseline, verdict, cause, changes, enough, not_worth, slower),
     )
 
 
@@ -327,7 +408,9 @@ def _cheapest_change(kind: str, candidates: list[SimulatedRow]) -> Change:
     """Return the cheapest row that reaches the goal, else the one that gets closest."""
     enough = [row for row in candidates if row.scaling_factor >= GOAL]
     best = min(enough, key=_cost) if enough else max(candidates, key=lambda row: row.scaling_factor)
-    return Change(kind, best.strategy, best.rate_bps, best.compression, best.scaling_factor)
+    return Change(
+        kind, best.strategy, best.rate_bps, best.compression, best.scaling_factor, best.codec
+    )
 
 
 def _cost(row: SimulatedRow) -> tuple[float, float, bool, float]:
@@ -362,63 +445,59 @@ def _not_worth(
 
 def _text(
     baseline: SimulatedRow,
-    others: Sequence[SimulatedRow],
+    verdict: Recommendation | None,
     cause: Cause | None,
     changes: list[Change],
     enough: list[Change],
     not_worth: list[str],
+    further: list[str],
 ) -> str:
     nodes = workers_on_nodes(baseline.workers, baseline.ranks_per_node)
-    where = f"{nodes} at {format_rate(baseline.rate_bps)}"
+    where = f"{nodes} at {format_rate(baseline.rate_bps)}: "
     reached = _percent(baseline.scaling_factor)
+    sentences = []
+    if verdict is not None and verdict.text:
+        sentences = [f"{where}{verdict.text}."]
+        where = ""
     if cause is None:
-        sentences = [
-            f"{where}: the network is not the bottleneck; {_strategy_name(baseline)} reaches "
+        waits = _sentence(
+            f"{where}the network is not the bottleneck; {_strategy_name(baseline)} reaches "
             f"{reached}."
-        ]
+        )
+        sentences.append(waits)
     else:
-        sentences = [
-            f"{where}: {_CAUSES[cause.bottleneck]}; {_strategy_name(baseline)} reaches {reached}, "
-            f"{_ms(cause.waiting_s)} of a step of {_ms(baseline.step_s)} are waiting.",
+        waits = _sentence(
+            f"{where}{_CAUSES[cause.bottleneck]}; {_strategy_name(baseline)} reaches {reached}, "
+            f"{_ms(cause.waiting_s)} of a step of {_ms(baseline.step_s)} are waiting."
+        )
+        sentences += [
+            waits,
             f"Of these {_ms(cause.saved_by_faster_link_s)} go with a link {FASTER:g} times as "
             f"fast, {_ms(cause.saved_by_free_host_s)} with a host that costs nothing, "
             f"{_ms(cause.saved_by_fewer_bytes_s)} with {FASTER:g} times fewer bytes, "
             f"{_ms(cause.saved_together_s)} with {_TOGETHER[cause.bottleneck]}.",
         ]
-        if cause.bottleneck in (HOST, BOTH):
-            sentences.append(
-                "What is simulated has one I/O thread; a rank with eight processors or more takes "
-                "two or three."
-            )
         if enough:
             sentences.append(
                 f"The cheapest change that reaches {_percent(GOAL)}: {_change_text(enough[0])}."
             )
             if len(enough) > 1:
-                further = "; ".join(_change_text(change) for change in enough[1:])
-                sentences.append(f"So would: {further}.")
+                others = "; ".join(_change_text(change) for change in enough[1:])
+                sentences.append(f"So would: {others}.")
         else:
             best = max(changes, key=lambda change: change.scaling_factor)
             most = f"; the most is {_change_text(best)}"
             if best.kind == "nothing":
                 most = f", or more than {_strategy_name(baseline)}"
             sentences.append(f"Nothing simulated here reaches {_percent(GOAL)}{most}.")
-    if baseline.strategy == DDP:
-        sentences.append(_beside_ddp(baseline, others))
+    sentences += further
     if not_worth:
         sentences.append(f"Not worth it: {'; '.join(not_worth)}.")
     return " ".join(sentences)
 
 
-def _beside_ddp(baseline: SimulatedRow, others: Sequence[SimulatedRow]) -> str:
-    """Return what gradlane's strategies gain over DDP with the same bytes and link."""
-    best = max(others, key=lambda row: row.scaling_factor, default=baseline)
-    if baseline.step_s / best.step_s < WORTH_A_MOVE:
-        return "Stay with DDP: nothing exact simulated here is 2 % faster over this link."
-    return (
-        f"DDP takes {_ms(baseline.step_s)} a step, {_strategy_name(best)} {_ms(best.step_s)}, "
-        f"{baseline.step_s / best.step_s:.2f}x faster."
-    )
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _change_text(change: Change) -> str:
@@ -436,7 +515,8 @@ def _change_text(change: Change) -> str:
     link = f"a link of {format_rate(change.rate_bps)}"
     fewer = f"{change.compression:g} times fewer bytes"
     what = {"link": link, "compression": fewer}.get(change.kind, f"{link} and {fewer}")
-    return f"{what} with {change.strategy} {reaches}"
+    coded = "" if change.codec == RAW else f" in {change.codec}"
+    return f"{what} with {change.strategy}{coded} {reaches}"
 
 
 def _strategy_name(row: SimulatedRow) -> str:

@@ -9,11 +9,12 @@ training?" (2020).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from gradlane.planning.simulation.grid import SimulatedRow, evaluate
-from gradlane.planning.simulation.profiles import Profile
+from gradlane.planning.advice.variants import Variant, Variants, changes_many
+from gradlane.planning.simulation.grid import SimulatedRow
+from gradlane.planning.simulation.paths import Paths, PortRate
 from gradlane.planning.simulation.scenarios import SCHEME_STRATEGIES, Cluster
 
 GOAL = 0.95
@@ -48,63 +49,134 @@ class Cause:
     and where `ranks` or `other` is with equal ranks as well."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """The port or way that a row mostly waits for, where machines are not alike."""
+
+    name: str
+    saved_s: float
+    """Seconds by which a step is shorter where it is no limit."""
+    text: str
+
+
 Explain = Callable[[SimulatedRow, bool], Cause]
 """Finds the cause for a row, given whether a faster link alone reaches the goal."""
 
 
+def first_variants(cluster: Cluster) -> list[Variant]:
+    """Return what `find_cause` simulates of every cluster that misses the goal."""
+    faster = replace(
+        cluster,
+        rate_bps=min(FASTER * cluster.rate_bps, _unlimited_bps(cluster)),
+        paths=cluster.paths.faster(FASTER),
+    )
+    return [
+        Variant(with_free_host(cluster)),
+        Variant(faster),
+        _with_fewer_bytes(cluster),
+        Variant(_ideals(cluster)[HOST]),
+    ]
+
+
+def unlimited_link(cluster: Cluster) -> Variant:
+    """Return the cluster over a link of unlimited rate, by which `limit_beyond_link` begins."""
+    return Variant(replace(cluster, rate_bps=_unlimited_bps(cluster), paths=Paths()))
+
+
 def find_cause(
-    profile: Profile, cluster: Cluster, row: SimulatedRow, *, link_is_enough: bool
+    variants: Variants, cluster: Cluster, row: SimulatedRow, *, link_is_enough: bool
 ) -> Cause:
     """Simulate the cluster of a row again, without the host's costs, with a faster link, with
     fewer bytes, and with several of these at once.
 
     Args:
-        profile: of a step.
+        variants: simulates them.
         cluster: what was simulated; nobody is late in it.
         row: its result.
         link_is_enough: whether a faster link alone reaches the goal. The network is named then,
             whatever else is in the way, so that no verdict denies what a faster link brings.
     """
-
-    def saved_s(other: Cluster) -> float:
-        (changed,) = evaluate(profile, [other])
-        return row.step_s - changed.step_s
-
+    wanted = first_variants(cluster)
+    variants.simulate(wanted)
     waiting_s = row.step_s - row.compute_s
-    faster = replace(cluster, rate_bps=min(FASTER * cluster.rate_bps, _unlimited_bps(cluster)))
-    by_host_s, by_link_s = saved_s(_with_free_host(cluster)), saved_s(faster)
-    (fewer,) = evaluate(*_with_fewer_bytes(profile, cluster))
-    by_bytes_s = row.step_s - fewer.step_s
+    by_host_s, by_link_s, by_bytes_s, together_s = (
+        variants.saved_s(row, variant) for variant in wanted
+    )
     enough_s = ENOUGH * waiting_s
     is_network = link_is_enough or by_link_s >= enough_s
     is_host = by_host_s >= enough_s
     ideals = _ideals(cluster)
-    together_s = saved_s(ideals[HOST])
     if is_network or is_host:
         bottleneck = BOTH if is_network and is_host else NETWORK if is_network else HOST
     elif together_s >= enough_s:
         bottleneck = BOTH
     else:
-        together_s = saved_s(ideals[LATENCY])
+        together_s = variants.saved_s(row, Variant(ideals[LATENCY]))
         bottleneck = LATENCY
         if together_s < enough_s:
-            together_s = saved_s(ideals[RANKS])
+            together_s = variants.saved_s(row, Variant(ideals[RANKS]))
             bottleneck = RANKS if together_s >= enough_s else OTHER
     return Cause(bottleneck, waiting_s, by_host_s, by_link_s, by_bytes_s, together_s)
 
 
-def limit_beyond_link(profile: Profile, cluster: Cluster) -> str:
+def limit_beyond_link(variants: Variants, cluster: Cluster) -> str:
     """Return what keeps a cluster from the goal over a link of unlimited rate: `none` (the link
     is enough), `host`, `latency`, `ranks` or `other`, by the same rule as `find_cause`."""
-    (row,) = evaluate(profile, [replace(cluster, rate_bps=_unlimited_bps(cluster))])
+    (row,) = variants.simulate([unlimited_link(cluster)])
     if row.scaling_factor >= GOAL:
         return NONE
     enough_s = ENOUGH * (row.step_s - row.compute_s)
     for limit, ideal in _ideals(cluster).items():
-        (changed,) = evaluate(profile, [ideal])
-        if row.step_s - changed.step_s >= enough_s:
+        if variants.saved_s(row, Variant(ideal)) >= enough_s:
             return limit
     return OTHER
+
+
+def find_place(variants: Variants, cluster: Cluster, row: SimulatedRow) -> Place | None:
+    """Find the port or way that is no limit elsewhere and that most of the waiting is for."""
+    enough_s = ENOUGH * (row.step_s - row.compute_s)
+    for name, other in _places(cluster):
+        saved_s = variants.saved_s(row, Variant(other))
+        if saved_s >= enough_s:
+            text = (
+                f"{row.strategy} waits for {name}: without that limit a step takes "
+                f"{(row.step_s - saved_s) * 1e3:.0f} ms."
+            )
+            return Place(name, saved_s, text)
+    return None
+
+
+def _places(cluster: Cluster) -> list[tuple[str, Cluster]]:
+    """Return each port or way that may be narrower than others, and the cluster without it."""
+    found = []
+    serve = range(cluster.workers, cluster.workers + cluster.serving)
+    if cluster.servers is not None and cluster.servers < cluster.workers:
+        serve = range(cluster.servers)
+    if serve:
+        which = f"the port of the one server, rank {serve[0]}"
+        if len(serve) > 1:
+            which = f"the ports of the {len(serve)} servers, ranks {serve[0]} to {serve[-1]}"
+        paths = cluster.paths
+        others = [port for port in paths.ports if port.machine not in serve]
+        wide = [PortRate(machine, _unlimited_bps(cluster)) for machine in serve]
+        found.append((which, replace(cluster, paths=replace(paths, ports=(*others, *wide)))))
+    slow = [port for port in cluster.paths.ports if port.rate_bps < cluster.rate_bps]
+    if slow:
+        which = _each("the port of machine", "the ports of machines", [it.machine for it in slow])
+        paths = replace(cluster.paths, ports=())
+        found.append((which, replace(cluster, paths=paths)))
+    if cluster.paths.links:
+        ends = [f"{link.one} and {link.other}" for link in cluster.paths.links]
+        which = _each("the link between machines", "the links between machines", ends)
+        found.append((which, replace(cluster, paths=replace(cluster.paths, links=()))))
+    if cluster.paths.racks is not None:
+        which = "the racks' lines to each other"
+        found.append((which, replace(cluster, paths=replace(cluster.paths, racks=None))))
+    return found
+
+
+def _each(one: str, several: str, names: Sequence[object]) -> str:
+    return f"{one if len(names) == 1 else several} {', '.join(map(str, names))}"
 
 
 def _unlimited_bps(cluster: Cluster) -> float:
@@ -116,7 +188,13 @@ def _unlimited_bps(cluster: Cluster) -> float:
 def _ideals(cluster: Cluster) -> dict[str, Cluster]:
     """Return the cluster over an unlimited link, without the costs of its host, then without
     latency, then with equal ranks: each without all before it."""
-    host = replace(_with_free_host(cluster), rate_bps=_unlimited_bps(cluster))
+    # Where nothing takes time for a frame, few large ones take as long as many small ones.
+    host = replace(
+        with_free_host(cluster),
+        rate_bps=_unlimited_bps(cluster),
+        paths=Paths(),
+        large_frames=changes_many(cluster),
+    )
     latency = replace(host, latency_s=0.0)
     return {
         HOST: host,
@@ -125,18 +203,15 @@ def _ideals(cluster: Cluster) -> dict[str, Cluster]:
     }
 
 
-def _with_fewer_bytes(profile: Profile, cluster: Cluster) -> tuple[Profile, list[Cluster]]:
-    """Return what is simulated where the same compute has smaller gradients."""
+def _with_fewer_bytes(cluster: Cluster) -> Variant:
+    """Return the variant in which the same compute has smaller gradients."""
     if cluster.schemes or cluster.strategy in SCHEME_STRATEGIES:
         # Factors follow from the shapes of layers; `compression` spares the link alone.
-        return profile, [replace(cluster, compression=cluster.compression * FASTER)]
-    tensors = tuple(
-        replace(tensor, shape=(max(1, int(tensor.numel / FASTER)),)) for tensor in profile.tensors
-    )
-    return replace(profile, tensors=tensors), [cluster]
+        return Variant(replace(cluster, compression=cluster.compression * FASTER))
+    return Variant(cluster, smaller=FASTER)
 
 
-def _with_free_host(cluster: Cluster) -> Cluster:
+def with_free_host(cluster: Cluster) -> Cluster:
     """Return the cluster with hosts that take no time for frames, sums, copies and codecs."""
     costs = replace(cluster.costs, codecs=dict.fromkeys(cluster.costs.codecs, (0.0, 0.0)))
     return replace(cluster, free_host=True, costs=costs, additions=())

@@ -124,7 +124,10 @@ def summary_of(found: SearchResult, facts: ClusterFacts, bound: Bound) -> str:
         head = f"The settings stay as they are: nothing that was simulated is faster ({reached})"
     else:
         gain = _percent(found.base_step_s / step_s - 1.0)
-        head = f"The plan gives {reached}, {gain} faster than without ({_ms(found.base_step_s)})"
+        head = (
+            f"The plan gives {reached}, {gain} faster than a session without one "
+            f"({_ms(found.base_step_s)})"
+        )
     limit = f"nothing exact can be faster than {_ms(bound.step_s)}"
     if compute_binds:
         return f"{head}; the compute is the bound: {limit}."

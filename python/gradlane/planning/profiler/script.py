@@ -229,10 +229,6 @@ class _ScriptRecorder:
                 f"{target} ended after {self._taken_steps} steps, all of which were warm-up "
                 f"(--warmup {self._warmup}): let it take more"
             )
-        if self._found.recorder.recorded_steps < self._steps:
-            self._found.notes.append(
-                f"the script ended after {self._found.recorder.recorded_steps} recorded steps"
-            )
         return self._found
 
     # ---- hooks

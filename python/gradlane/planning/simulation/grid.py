@@ -9,12 +9,15 @@ from typing import Any
 from gradlane.planning.simulation.bound import bound_step_s, port_bytes
 from gradlane.planning.simulation.codec_costs import codecs_in, wire_bytes
 from gradlane.planning.simulation.ddp import ddp_step_s
+from gradlane.planning.simulation.paths import Paths
 from gradlane.planning.simulation.profiles import Profile, timings_in
 from gradlane.planning.simulation.scenarios import (
     DDP,
+    IN_NETWORK,
     RING_FUSED,
     Cluster,
     local_sums,
+    machines_of,
     narrow_tensors,
     nodes_refusal,
     ring_node_size,
@@ -22,10 +25,17 @@ from gradlane.planning.simulation.scenarios import (
     scenario_of,
     tensor_schemes,
 )
+from gradlane.planning.simulation.threads import in_threads
 from gradlane.training.options.codec_choice import CodecChoice, codec_rules
 from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.stragglers import LEAVES_OUT, WAIT
-from gradlane.training.options.strategy import FACTOR_SCHEMES, RING, ring_ranks
+from gradlane.training.options.strategy import (
+    ADAM,
+    FACTOR_SCHEMES,
+    RING,
+    SPLITTING_STRATEGIES,
+    ring_ranks,
+)
 
 TensorSchemes = Mapping[str, Mapping[str, Any]]
 """Schemes of tensors, as scenarios have them."""
@@ -53,6 +63,8 @@ class SimulatedRow:
     scaling_factor: float
     """Compute time over step time, 0 to 1."""
     step_s: float
+    first_step_s: float
+    """The first simulated step, which variants of large clusters are compared by."""
     compute_s: float
     bound_step_s: float
     """Lower bound for exact strategies of the same scheme."""
@@ -151,32 +163,46 @@ def evaluate(
     *,
     traced: Collection[int] = (),
     on_trace: Callable[[int, dict[str, Any]], None] = lambda number, trace: None,
+    threads: int = 1,
 ) -> list[SimulatedRow]:
-    """Simulate all clusters, one after another.
+    """Simulate all clusters.
 
     Args:
         profile: of a step.
         clusters: to simulate.
-        on_row: called with each row.
+        on_row: called with each row, in their order.
         traced: numbers of clusters whose first rank is traced.
         on_trace: called with the number and the trace of each of these.
+        threads: simulations at a time; the rows are the same with any number.
 
     Raises:
         ValueError: a cluster makes no sense.
     """
+
+    def result_of(number: int) -> tuple[SimulatedRow, dict[str, Any] | None]:
+        return simulate(profile, clusters[number], is_traced=number in traced)
+
     rows = []
-    for number, cluster in enumerate(clusters):
-        if cluster.strategy == DDP:
-            result = {"report": _ddp_report(profile, cluster)}
-        else:
-            is_traced = number in traced
-            result = run_scenario(scenario_of(profile, cluster, trace=is_traced, trace_ranks=1))
-        if "trace" in result:
-            on_trace(number, result["trace"])
-        row = _row(profile, cluster, result["report"])
+    for number, (row, trace) in enumerate(in_threads(result_of, range(len(clusters)), threads)):
+        if trace is not None:
+            on_trace(number, trace)
         rows.append(row)
         on_row(row)
     return rows
+
+
+def simulate(
+    profile: Profile, cluster: Cluster, *, is_traced: bool = False
+) -> tuple[SimulatedRow, dict[str, Any] | None]:
+    """Simulate a cluster; return its row, and the trace of its first rank where asked for.
+
+    Raises:
+        ValueError: the cluster makes no sense.
+    """
+    if cluster.strategy == DDP:
+        return _row(profile, cluster, _ddp_report(profile, cluster)), None
+    result = run_scenario(scenario_of(profile, cluster, trace=is_traced, trace_ranks=1))
+    return _row(profile, cluster, result["report"]), result.get("trace")
 
 
 def _ddp_report(profile: Profile, cluster: Cluster) -> dict[str, Any]:
@@ -196,10 +222,12 @@ def _ddp_report(profile: Profile, cluster: Cluster) -> dict[str, Any]:
     share = cluster.costs.network.get("goodput_share", GOODPUT_SHARE)
     # Every step waits for the slowest rank.
     slowest = profile.scaled(1.0 + cluster.compute_spread)
+    cluster.paths.check(machines_of(cluster))
+    rate_bps = cluster.paths.ring_bps(machines_of(cluster), cluster.rate_bps)
     step_s = ddp_step_s(
         slowest,
         workers=cluster.workers,
-        goodput_bps=cluster.rate_bps * share * (1.0 - cluster.background_share),
+        goodput_bps=rate_bps * share * (1.0 - cluster.background_share),
         latency_s=cluster.latency_s,
         compression=cluster.compression,
         free_host=cluster.free_host,
@@ -233,6 +261,7 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Simulate
         compression=_compression(profile, cluster),
         scaling_factor=profile.compute_s / step_s,
         step_s=step_s,
+        first_step_s=float(report["steps_s"][0] if "steps_s" in report else step_s),
         compute_s=profile.compute_s,
         bound_step_s=bound_s,
         bound_scaling_factor=profile.compute_s / bound_s,
@@ -289,15 +318,32 @@ def _server_bound_s(profile: Profile, cluster: Cluster) -> float:
     return bound_step_s(
         timings_in(profile),
         workers=cluster.workers,
-        goodput_bps=cluster.rate_bps * GOODPUT_SHARE,
+        goodput_bps=_even_bps(cluster) * GOODPUT_SHARE,
         compute_s=profile.compute_s + rebuild_s(schemes),
         wire_bytes=[bytes_ / cluster.compression for bytes_ in travelling],
         schemes=kinds,
         servers=cluster.servers,
-        serving=cluster.serving,
+        # Through a switch that adds up, each port carries the gradients once each way.
+        serving=cluster.workers if cluster.strategy == IN_NETWORK else cluster.serving,
         local_ranks=cluster.ranks_per_node,
         clips=cluster.clip,
     ).step_s
+
+
+def _even_bps(cluster: Cluster) -> float:
+    """Return the rate of equal ports for the bound of a cluster whose paths may differ."""
+    if not cluster.paths:
+        return cluster.rate_bps
+    machines = machines_of(cluster)
+    if cluster.strategy in (RING, DDP):
+        return cluster.paths.ring_bps(machines, cluster.rate_bps)
+    uneven = (IN_NETWORK, ADAM, *SPLITTING_STRATEGIES)
+    if cluster.servers is None and not cluster.serving and cluster.strategy not in uneven:
+        return cluster.paths.all_to_all_bps(machines, cluster.rate_bps)
+    # Who sends how much where is not even: only the ports of workers are sure to carry all.
+    workers = [port for port in cluster.paths.ports if port.machine < cluster.workers]
+    is_even = cluster.servers is None
+    return Paths(tuple(workers) if is_even else ()).slowest_port_bps(cluster.rate_bps)
 
 
 def rebuild_s(schemes: TensorSchemes) -> float:

@@ -74,6 +74,7 @@ def check_effects(
             has_nodes or is_hierarchical,
             "--ranks-per-node",
         ),
+        ("--port, --link or --racks", bool(base.paths), knows_hosts, any_engine),
         ("--latency-s", base.latency_s != 0.0, knows_hosts, any_engine),
         ("--clip", base.clip, knows_hosts, any_engine),
         ("--free-host", base.free_host, knows_hosts, any_engine),

@@ -19,6 +19,7 @@ from gradlane.planning.schemes.layers import (
 )
 from gradlane.planning.simulation.codec_costs import CodecCost, codecs_in, mean_cost
 from gradlane.planning.simulation.costs import HOST_CONSTANTS, MachineCosts
+from gradlane.planning.simulation.paths import Paths
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.straggler import StragglerSpec
 from gradlane.training.node.parts import cut_into_parts
@@ -43,10 +44,16 @@ FORMULAS = (RING_FUSED, DDP)
 """Strategies that are formulas, without a timeline."""
 SCHEME_STRATEGIES = SCHEME_RULES
 """`p3` with factors for the layers that a rule names: Poseidon's formula, or all that have any."""
-STRATEGIES = (*ENGINE_STRATEGIES, *SCHEME_STRATEGIES, *NODE_STRATEGIES, *FORMULAS)
+IN_NETWORK = "in-network"
+"""`p3` through a switch that adds gradients up (SwitchML): each travels once up and once down."""
+STRATEGIES = (*ENGINE_STRATEGIES, *SCHEME_STRATEGIES, *NODE_STRATEGIES, IN_NETWORK, *FORMULAS)
 """All strategies that can be simulated."""
 LATENCY_MAX_S = 10.0
 """Longest one-way time between two ports that is simulated."""
+NCCL_RATE_BPS = 160e9
+"""Rate between the workers of a node that `gradlane whatif` takes: the bus bandwidth of NCCL's
+all-reduce where GPUs meet over PCIe 4 (20 GB/s: NVIDIA/nccl-tests issues 44 and 178). With NVLink
+it is ten times as much."""
 LOCAL_RATE_BPS = 1e12
 """Default rate between the workers of a node of the hierarchical ring."""
 FREE_HOST = dict.fromkeys(HOST_CONSTANTS, 0.0)
@@ -57,6 +64,10 @@ LATE_JITTER = 0.01
 """`compute_jitter` with stragglers: exactly equal ranks would always arrive in the same order."""
 REPRESENTATIVES = 8
 """Simulated ranks in place of many ranks that own no slice."""
+
+
+LARGE_FRAME_BYTES = 4 << 20
+"""The largest frame of the wire, of `large_frames`."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,12 @@ class Cluster:
     local: str = "off"
     """Sums on nodes, as in `gradlane.init`; `NODE_STRATEGIES` imply theirs."""
     latency_s: float = 0.0
+    paths: Paths = field(default_factory=Paths)
+    """Ports and ways between machines that are not all alike."""
+    io_threads: int = 1
+    """Threads of a rank that drive its sockets."""
+    work_threads: int = 1
+    """Threads of a rank that add gradients up."""
     slice_elems: int | None = None
     steps: int = 3
     clip: bool = False
@@ -88,6 +105,9 @@ class Cluster:
     does, or, of DDP, torch's own function."""
     seal: bool = False
     """True if connections are sealed, as with a secret: tags travel, and bytes are encrypted."""
+    large_frames: bool = False
+    """True if a slice goes in few large frames and packets, which makes fewer events: right where
+    neither host nor link takes time."""
     free_host: bool = False
     """True if the host takes no time for frames and reductions."""
     costs: MachineCosts = field(default_factory=MachineCosts)
@@ -131,13 +151,18 @@ class Cluster:
 
 def engine_strategy(strategy: str) -> str:
     """Return the engine's strategy behind one of `STRATEGIES`."""
-    named = strategy in SCHEME_STRATEGIES or strategy in NODE_STRATEGIES
+    named = strategy in (*SCHEME_STRATEGIES, *NODE_STRATEGIES, IN_NETWORK)
     return strategies.Strategy.name if named else strategy
 
 
 def local_sums(cluster: Cluster) -> str:
     """Return the cluster's sums on nodes."""
     return NODE_STRATEGIES.get(cluster.strategy, cluster.local)
+
+
+def machines_of(cluster: Cluster) -> int:
+    """Return the number of machines, those of dedicated servers included."""
+    return cluster.workers // cluster.ranks_per_node + cluster.serving
 
 
 def nodes_refusal(cluster: Cluster) -> str:
@@ -147,6 +172,8 @@ def nodes_refusal(cluster: Cluster) -> str:
         return f"{workers} workers do not fill nodes of {node_size}"
     if node_size > 1 and workers == node_size:
         return f"{workers} workers are one node of {node_size}, which needs no network"
+    if node_size > 1 and cluster.strategy == IN_NETWORK:
+        return f"{IN_NETWORK} is simulated with one worker a port"
     if node_size == 1 and local_sums(cluster) != "off":
         return f"{cluster.strategy} adds up on nodes, and each has one rank"
     return ""
@@ -254,6 +281,8 @@ def scenario_of(
             f"{cluster.strategy} has no servers, and {cluster.serving} ranks are only to serve: "
             "leave out --servers, or simulate p3, slicing, wfbp or kvstore"
         )
+    if cluster.strategy == IN_NETWORK and (cluster.serving or cluster.servers is not None):
+        raise ValueError(f"{IN_NETWORK} has a switch in place of servers: leave out --servers")
     rules = codec_rules(cluster.codec)
     if cluster.strategy == RING_FUSED:
         if rules != RAW:
@@ -285,7 +314,21 @@ def scenario_of(
         "clips": cluster.clip,
         "seal": cluster.seal,
         "outputs": {"trace": trace, "trace_ranks": trace_ranks},
+        "work_threads": cluster.work_threads,
     }
+    if cluster.io_threads > 1:
+        scenario["io_threads"] = cluster.io_threads
+    if cluster.strategy == IN_NETWORK:
+        scenario["serving"] = 1
+        scenario["switch_sums"] = True
+        # The switch lies halfway between two ports.
+        scenario["network"]["latency_s"] = cluster.latency_s / 2.0
+    if cluster.paths:
+        cluster.paths.check(machines_of(cluster))
+        scenario["paths"] = cluster.paths.to_scenario(cluster.rate_bps, cluster.compression)
+    if cluster.large_frames:
+        scenario["frame_bytes"] = LARGE_FRAME_BYTES
+        scenario["network"]["piece_bytes"] = 2 * LARGE_FRAME_BYTES
     if cluster.free_host:
         scenario["costs"] = {**FREE_HOST, "encode_byte_s": 0.0, "decode_byte_s": 0.0}
     cluster.costs.apply_to(scenario)
@@ -315,7 +358,8 @@ def scenario_of(
                 "decode_byte_s": cost.decode_byte_s,
             }
     late = cluster.straggler is not None or cluster.stragglers != WAIT
-    alike = cluster.ranks_per_node == 1 and not (late or schemes or cluster.serving)
+    differs = late or schemes or cluster.serving or cluster.paths
+    alike = cluster.ranks_per_node == 1 and not differs
     if cluster.workers > 1000 and alike and cluster.strategy in ("p3", "slicing", "wfbp"):
         scenario["representatives"] = REPRESENTATIVES
     return scenario
