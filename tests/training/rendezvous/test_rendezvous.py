@@ -445,7 +445,7 @@ def prepared_with_versions(
         model = nn.Linear(2, 2)
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    monkeypatch.setattr(rendezvous, "_versions", of_thread)
+    monkeypatch.setattr(rendezvous, "software_versions", of_thread)
     return run_ranks(len(versions), prepare, expect_errors=True, summary=False)
 
 

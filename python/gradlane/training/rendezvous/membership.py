@@ -21,9 +21,9 @@ from gradlane.errors import RendezvousError, SessionFailedError
 from gradlane.training.core import Channel, CoreModule
 from gradlane.training.log import log
 from gradlane.training.rendezvous.environment import RankInfo
-from gradlane.training.rendezvous.half_register import HalfRegister
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # Metrics know members, and need no torch.
+    from gradlane.training.rendezvous.half_register import HalfRegister
     from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 

@@ -629,7 +629,7 @@ class RendezvousScope:
         rank, world_size = self.rank_info.rank, self.rank_info.world_size
         own_verdict = ""
         if rank == 0:
-            self.put("table", json.dumps({**table, "versions": _versions()}))
+            self.put("table", json.dumps({**table, "versions": software_versions()}))
             verdicts = self.get_all({other: f"verdict/{other}" for other in range(1, world_size)})
             differences = [verdict.decode() for verdict in verdicts if verdict]
             self.put("verdict", differences[0] if differences else "ok")
@@ -784,13 +784,14 @@ class RendezvousScope:
         self.has_deleted_keys = True
 
 
-def _versions() -> dict[str, str]:
+def software_versions() -> dict[str, str]:
+    """Return the versions of this process that ranks compare."""
     return {"gradlane": __version__, "torch": str(torch.__version__)}
 
 
 def _compare_versions(first: dict[str, str], rank: int) -> str:
     """Return in one sentence that rank 0 has another gradlane; warn of another torch."""
-    own = _versions()
+    own = software_versions()
     theirs = first.get("gradlane", "an older one")
     if theirs != own["gradlane"]:
         return (

@@ -39,7 +39,7 @@ _open: set[OpenSession] = set()
 """Sessions that are not closed. They stay alive, since the core's threads use their memory."""
 
 _installed = False
-_exit: tuple[SystemExit, list[int]] | None = None
+_last_exit: tuple[SystemExit, list[int]] | None = None
 """The last `sys.exit` of the main thread, and the steps that the open sessions had taken then."""
 
 
@@ -71,10 +71,10 @@ def abort_all(error: BaseException) -> None:
 
 def _at_exit() -> None:
     sessions = list(_open)
-    if _exit is not None and _exit[1] == [session.step for session in sessions]:
+    if _last_exit is not None and _last_exit[1] == [session.step for session in sessions]:
         # The program has not gone on since, so it was not caught.
         for session in sessions:
-            session.abort(describe_exception(_exit[0]))
+            session.abort(describe_exception(_last_exit[0]))
     for session in list(_open):
         session.close_at_exit()
 
@@ -115,10 +115,10 @@ def _wrap_exit() -> None:
 
     @functools.wraps(previous)
     def exit(status: Any = None, /) -> NoReturn:
-        global _exit
+        global _last_exit
         error = SystemExit(status)
         if threading.current_thread() is threading.main_thread():
-            _exit = (error, [session.step for session in _open]) if failed(error) else None
+            _last_exit = (error, [session.step for session in _open]) if failed(error) else None
         previous(status)
 
     sys.exit = exit
