@@ -157,6 +157,26 @@ def test_an_operation_waits_for_all_of_its_parameters(classes: str) -> None:
     on_late(check, *TOGETHER[classes])
 
 
+def test_an_operation_waits_where_only_a_class_of_the_programs_is_asked() -> None:
+    """Its parameter has its update already, or its gradient is due; the other's update is due."""
+
+    def check(late: Late) -> None:
+        first, second = late.kept
+        late.step()
+        assert first.sum().item() == -2
+        assert type(first + second) is Mark
+        late.step()
+        assert first.sum().item() == -4
+        assert torch.equal(torch.stack([first, second]).as_subclass(Tensor), -2 * torch.ones(2, 2))
+        late.step()
+        first.sum().backward()
+        assert torch.equal((first + second).as_subclass(Tensor), -6 * torch.ones(2))
+        late.session.close()
+        assert type(first) is Marked and type(second) is nn.Parameter
+
+    on_late(check, [Marked], [nn.Parameter])
+
+
 def test_a_cache_by_version_is_renewed() -> None:
     def check(late: Late) -> None:
         weight = late.kept[0]

@@ -97,8 +97,13 @@ _set_class: Callable[[Tensor, type[Tensor]], None] = _CLASS.__set__
 """Set an object's class, past its property of that name."""
 
 
-def _classes_for(own: type[Tensor], guard: AccessGuard) -> tuple[type[Tensor], type[Tensor]]:
-    """Return the two classes that stand in for a parameter's own.
+def _classes_for(
+    own: type[Tensor], guard: AccessGuard
+) -> tuple[type[Tensor], type[Tensor], type[Tensor]]:
+    """Return the class of a parameter while nothing is under way, and two that stand in for it.
+
+    The first one is the parameter's own, unless that has its own `__torch_function__`: torch may
+    ask that alone about an operation with parameters of other models, whose updates may be due.
 
     No call, such as a copy, puts them aside: other threads may touch the parameter meanwhile.
     """
@@ -158,7 +163,10 @@ def _classes_for(own: type[Tensor], guard: AccessGuard) -> tuple[type[Tensor], t
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _call_as_own(function, types, args, kwargs or {})
+        kwargs = kwargs or {}
+        if function not in _METADATA:
+            _wait_for_all((*args, *kwargs.values()))
+        return _call_as_own(function, types, args, kwargs)
 
     @classmethod  # type: ignore[misc]
     def waiting_function(
@@ -176,8 +184,8 @@ def _classes_for(own: type[Tensor], guard: AccessGuard) -> tuple[type[Tensor], t
                 return function(*args, **kwargs)
         return _call_as_own(function, types, args, kwargs)
 
+    grad = property(get_grad, set_grad, delete_grad, "The gradient; waits for the mean.")
     common = {
-        "grad": property(get_grad, set_grad, delete_grad, "The gradient; waits for the mean."),
         "__class__": property(own_class, change_class),
         "__new__": make_own,
         "__deepcopy__": deepcopy,
@@ -187,18 +195,24 @@ def _classes_for(own: type[Tensor], guard: AccessGuard) -> tuple[type[Tensor], t
     }
     make: Any = type(own)
     own_operations = {} if is_unguarded else {"__torch_function__": own_function}
-    gradient_due: type[Tensor] = make(own.__name__, (own,), {**common, **own_operations})
+    settled: type[Tensor] = (
+        own if is_unguarded else make(own.__name__, (own,), {**common, **own_operations})
+    )
+    gradient_due: type[Tensor] = make(
+        own.__name__, (own,), {**common, "grad": grad, **own_operations}
+    )
     update_due: type[Tensor] = make(
         own.__name__,
         (own,),
         {
             **common,
+            "grad": grad,
             "as_subclass": as_subclass,
             "__torch_function__": waiting_function,
             _WAIT: staticmethod(compile_disabled(guard.before_operation)),
         },
     )
-    stand_ins = (gradient_due, update_due)
+    stand_ins = (settled, gradient_due, update_due)
     for lazy in stand_ins:
         lazy.__module__, lazy.__qualname__ = own.__module__, own.__qualname__
     return stand_ins
@@ -265,7 +279,7 @@ class LazyParameters:
     """Switches the classes of a model's trained parameters."""
 
     def __init__(self, parameters: Sequence[Tensor], guard: AccessGuard) -> None:
-        """Leave every parameter as it is.
+        """Have operations of no parameter wait yet.
 
         Args:
             parameters: by tensor number.
@@ -274,8 +288,14 @@ class LazyParameters:
         made = {own: _classes_for(own, guard) for own in {*map(type, parameters)}}
         self._parameters = parameters
         self._own = [*map(type, parameters)]
-        self._gradient_due = [made[own][0] for own in self._own]
-        self._update_due = [made[own][1] for own in self._own]
+        self._settled, self._gradient_due, self._update_due = (
+            [made[own][number] for own in self._own] for number in range(3)
+        )
+        self.settle()
+
+    def restore(self) -> None:
+        """Give all parameters their own classes, for good."""
+        self._switch(self._own, None)
 
     def expect_gradients(self, indices: Iterable[int] | None = None) -> None:
         """Have `.grad` of some parameters, or of all, wait."""
@@ -286,8 +306,8 @@ class LazyParameters:
         self._switch(self._update_due, None)
 
     def settle(self, indices: Iterable[int] | None = None) -> None:
-        """Give some parameters, or all, their own class again."""
-        self._switch(self._own, indices)
+        """Have some parameters, or all, wait no more."""
+        self._switch(self._settled, indices)
 
     def _switch(self, classes: list[type[Tensor]], indices: Iterable[int] | None) -> None:
         if indices is None:

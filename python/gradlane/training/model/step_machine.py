@@ -1171,7 +1171,7 @@ class StepMachine:
 
     def release(self) -> None:
         """Give the parameters their own classes again."""
-        self._lazy.settle()
+        self._lazy.restore()
 
     # ---- results as they arrive
 
