@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ import torch
 from gradlane.training import carrier
 from gradlane.training.model import deferred_update as updates
 from gradlane.training.model import hooks, step_machine
+from gradlane.training.model import joined_gradients as joined
 from gradlane.training.model import lazy_list as waiting
 from gradlane.training.model import lazy_parameter_dict as guard
 from gradlane.training.modules import gradient_intake as gradients
@@ -35,11 +37,13 @@ class Mutation:
         name: what is wrong then.
         breaks: makes it so while its context lasts.
         seed: a loop shortly after this one shows it.
+        joins: small gradients travel together in its loops; else each travels alone.
     """
 
     name: str
     breaks: Callable[[], AbstractContextManager[Any]]
     seed: int = 0
+    joins: bool = True
 
 
 def _no_wait_before_forward() -> AbstractContextManager[Any]:
@@ -86,6 +90,17 @@ def _gradients_left_behind() -> AbstractContextManager[Any]:
 
 def _gradients_lent_though_shared() -> AbstractContextManager[Any]:
     return mock.patch.object(gradients, "is_alone", lambda _: True)
+
+
+@contextlib.contextmanager
+def _means_left_in_groups() -> Iterator[None]:
+    take = joined.JoinedGradients.take
+
+    def left(self: Any, numbers: Any, wait: Any, *, lends: bool) -> Any:
+        return take(self, numbers, wait, lends=True)
+
+    with mock.patch.object(joined.JoinedGradients, "take", left):
+        yield
 
 
 def _layouts_ignored() -> AbstractContextManager[Any]:
@@ -135,10 +150,11 @@ def _released_early() -> Iterator[None]:
     land = reluctant_core.ReluctantWorld.write_result
 
     def early(self: Any, current: Any, rank: int, step: int, tensor: int) -> None:
-        if rank == 0 or tensor != 0 or step < 2:
-            land(self, current, rank, step, tensor)
-        else:
-            current.ready.setdefault(tensor, False)
+        land(self, current, rank, step, tensor)
+        if rank != 0 and tensor == self.members(step)[0] and step >= 2:
+            # What lies there from when it was lent.
+            lent = current.lent[tensor][rank]
+            ctypes.memset(lent.pointer, 0xFF, lent.nbytes)
 
     with mock.patch.object(reluctant_core.ReluctantWorld, "write_result", early):
         yield
@@ -152,7 +168,13 @@ def _absent_as_zeros() -> Iterator[None]:
         self._channel.gradient_ready(index, step, landing.data_ptr(), entry.nbytes)
         return landing
 
-    with mock.patch.object(carrier.DirectCarrier, "submit_absent", zeros):
+    def none_absent(self: Any, _: Any) -> list[float]:
+        return [0.0] * len(self._slot)
+
+    with (
+        mock.patch.object(carrier.DirectCarrier, "submit_absent", zeros),
+        mock.patch.object(joined.JoinedGradients, "_wait_for_absences", none_absent),
+    ):
         yield
 
 
@@ -185,14 +207,20 @@ def _later_parts_dropped() -> Iterator[None]:
 
 
 MUTATIONS = (
-    Mutation("no wait before a module's forward", _no_wait_before_forward, seed=33),
-    Mutation("no wait when a parameter is read as an attribute", _no_wait_in_attributes, seed=1),
+    Mutation("no wait before a module's forward", _no_wait_before_forward, seed=129),
+    Mutation("no wait when a parameter is read as an attribute", _no_wait_in_attributes, seed=67),
     Mutation("no wait when parameters are listed", _no_wait_in_lists, seed=3),
     Mutation("no wait when a gradient is touched", _no_wait_for_gradients, seed=1),
     Mutation("hyper-parameters of a later moment", _late_hyper_parameters, seed=1),
     Mutation("gradients left behind after the update", _gradients_left_behind, seed=21),
-    Mutation("gradients lent though others read them", _gradients_lent_though_shared, seed=10),
-    Mutation("memory layouts of gradients ignored", _layouts_ignored, seed=6139),
+    Mutation(
+        "gradients lent though others read them",
+        _gradients_lent_though_shared,
+        seed=10,
+        joins=False,
+    ),
+    Mutation("memory layouts of gradients ignored", _layouts_ignored, seed=6139, joins=False),
+    Mutation("means left where the next step's gradients go", _means_left_in_groups, seed=0),
     Mutation("the optimizer's state read early", _state_read_early, seed=55),
     Mutation(
         "updates under the reader's inference mode", _updates_under_the_readers_modes, seed=37
@@ -217,12 +245,14 @@ def loops_to_find(mutation: Mutation, first_seed: int, most: int) -> tuple[int, 
     Returns:
         How many it took and the verdict, or None. Loops that fail by themselves do not count.
     """
-    for count in range(1, most + 1):
-        loop = generate(first_seed + count - 1, odd=False)
-        with mutation.breaks():
-            verdict = judge(loop)
-        if not verdict.is_right and judge(loop).is_right:
-            return count, verdict
+    most_joined = joined.MEMBER_BYTES_MAX if mutation.joins else 0
+    with mock.patch.object(joined, "MEMBER_BYTES_MAX", most_joined):
+        for count in range(1, most + 1):
+            loop = generate(first_seed + count - 1, odd=False)
+            with mutation.breaks():
+                verdict = judge(loop)
+            if not verdict.is_right and judge(loop).is_right:
+                return count, verdict
     return None
 
 
