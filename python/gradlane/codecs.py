@@ -21,6 +21,7 @@ from gradlane.training.options.codec_options import (
     Bf16,
     CodecOptions,
     Dgc,
+    Fp8,
     Int8,
     OneBit,
     Qsgd,
@@ -39,6 +40,7 @@ __all__ = [
     "Codec",
     "CodecOptions",
     "Dgc",
+    "Fp8",
     "Int8",
     "OneBit",
     "Qsgd",
@@ -57,7 +59,8 @@ class Codec:
 
     Args:
         spec: the codec, as an object such as `Qsgd(bits=4)`, or its text: `f32`, `bf16`, `f16`,
-            `onebit`, `qsgd:bits=4`, `int8`, `topk:ratio=0.001`, `dgc:ratio=0.001,momentum=0.9`.
+            `onebit`, `qsgd:bits=4`, `int8`, `fp8`, `topk:ratio=0.001`,
+            `dgc:ratio=0.001,momentum=0.9`.
         shape: sizes of the tensor in storage order, if the codec depends on them
             (`onebit` by columns).
 

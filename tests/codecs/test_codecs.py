@@ -16,6 +16,7 @@ SPECS = (
     "f32",
     "bf16",
     "f16",
+    "fp8",
     "qsgd:bits=8",
     "qsgd:bits=2,norm=l2,levels=uniform",
     "topk:ratio=0.1",
@@ -61,6 +62,30 @@ def test_what_was_sent_and_what_is_kept_are_what_there_was(spec: str) -> None:
         codec.decode_add(codec.encode(values, residual=residual, step=step), sent)
         given += values
     torch.testing.assert_close(sent + residual, given, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "largest"),
+    [
+        ("fp8:bucket=32", torch.float8_e4m3fn, 448.0),
+        ("fp8:format=e5m2,bucket=64", torch.float8_e5m2, 57344.0),
+    ],
+)
+def test_fp8_is_torchs_type_times_a_power_of_two(
+    text: str, dtype: torch.dtype, largest: float
+) -> None:
+    codec = Codec(text)
+    size = codec.granule
+    # Magnitudes over the range of a bucket, zeros of both signs, values between two numbers.
+    values = gradient(200 * size) * torch.exp2(torch.randint(-24, 1, (200 * size,)).float())
+    values[::7], values[3::11] = 0.0, -0.0
+    values[5::13] = torch.round(values[5::13] * 2**12) / 2**12 + 2**-5
+    decoded = codec.decode(codec.encode(values), len(values))
+    found_buckets = torch.as_tensor(decoded).reshape(-1, size)
+    for bucket, found in zip(values.reshape(-1, size), found_buckets, strict=True):
+        scale = torch.exp2(torch.ceil(torch.log2(bucket.abs().max().double() / largest))).float()
+        expected = (bucket / scale).to(dtype).float() * scale
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
 def test_draws_depend_on_the_place_alone() -> None:

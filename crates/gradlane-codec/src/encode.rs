@@ -19,6 +19,7 @@ mod bucket_quantizer;
 mod cast;
 mod codec_text;
 mod draw;
+mod fp8;
 mod int8;
 mod lanes;
 mod memory;
@@ -34,7 +35,8 @@ use thiserror::Error;
 
 pub(crate) use codec_text::Options;
 pub use codec_text::{
-    Bucket, CodecSpec, CodecSpecError, Levels, Method, Norm, Packing, QsgdOptions, RingSums,
+    Bucket, CodecSpec, CodecSpecError, Fp8Format, Levels, Method, Norm, Packing, QsgdOptions,
+    RingSums,
 };
 pub use memory::{narrow, widen};
 pub use qsgd::IntegerSums;
@@ -223,6 +225,12 @@ pub fn build_with(
             spec,
             bucket.elements(shape),
             int8::Int8,
+        )),
+        Method::Fp8(format, bucket) => Arc::new(BucketQuantizer::new(
+            instruction_set,
+            spec,
+            bucket.elements(shape),
+            fp8::Fp8::new(*format),
         )),
         Method::Topk(options) => Arc::new(Topk::new(instruction_set, spec, *options)),
         Method::Dgc(options) => Arc::new(Dgc::new(instruction_set, spec, *options)),

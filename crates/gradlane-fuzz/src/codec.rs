@@ -20,6 +20,8 @@ const TEXTS: &[&str] = &[
     "qsgd:bits=8,ring=integer",
     "qsgd:bits=2,bucket=96,ring=integer",
     "int8",
+    "fp8:bucket=32",
+    "fp8:format=e5m2",
     "topk:ratio=0.1",
     "dgc:ratio=0.01,clip=1",
 ];

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import gradlane
-from gradlane.codecs import F16, Bf16, Codec, CodecOptions, Dgc, Int8, OneBit, Qsgd, TopK
+from gradlane.codecs import F16, Bf16, Codec, CodecOptions, Dgc, Fp8, Int8, OneBit, Qsgd, TopK
 from gradlane.training.options.codec_choice import codec_rules
 from gradlane.training.options.codec_options import CODECS, parse_codec
 from gradlane.training.options.option_fields import option_rules
@@ -22,6 +22,7 @@ EVERY_OPTION: dict[type[CodecOptions], dict[str, Any]] = {
     F16: {"residual": True},
     Qsgd: {"bits": 8, "bucket": 64, "norm": "l2", "levels": "uniform", "residual": True},
     OneBit: {"bucket": "tensor", "packing": "cntk", "residual": False},
+    Fp8: {"format": "e5m2", "bucket": "tensor", "residual": True},
     Int8: {"bucket": "column", "residual": True},
     TopK: {"ratio": 1e-05, "broadcast_ratio": 0.5, "residual": False},
     Dgc: {"ratio": 0.25, "broadcast_ratio": 1.0, "momentum": 0.5, "clip": 2.5, "warmup": 40},
@@ -80,6 +81,7 @@ def test_values_that_an_option_has_anyway_change_nothing() -> None:
         (OneBit, {"bucket": "row"}, "OneBit.bucket is 'row'; it must be 'column', 'tensor' or"),
         (OneBit, {"packing": "bits"}, "known are bytes, cntk"),
         (Int8, {"bucket": 0}, "Int8.bucket is 0"),
+        (Fp8, {"format": "e3m4"}, "unknown Fp8.format 'e3m4'"),
         (TopK, {"ratio": 0}, "TopK.ratio is 0; it must be above 0, at most 1"),
         (TopK, {"ratio": float("nan")}, "TopK.ratio is nan"),
         (TopK, {"broadcast_ratio": 1.5}, "TopK.broadcast_ratio is 1.5"),

@@ -11,7 +11,7 @@ use serde_json::json;
 use super::median;
 
 /// Codecs that are measured, at their default buckets.
-const SPECS: [&str; 13] = [
+const SPECS: [&str; 15] = [
     "f32",
     "bf16",
     "f16",
@@ -22,6 +22,8 @@ const SPECS: [&str; 13] = [
     "onebit:bucket=64",
     "onebit:bucket=512",
     "int8",
+    "fp8",
+    "fp8:format=e5m2",
     "topk:ratio=0.001",
     "topk:ratio=0.01",
     "dgc:ratio=0.001",

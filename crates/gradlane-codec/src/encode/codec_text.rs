@@ -109,6 +109,16 @@ impl QsgdOptions {
     }
 }
 
+/// How eight bits are a float.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Fp8Format {
+    /// Four bits of exponent and three of mantissa: finer.
+    #[default]
+    E4M3,
+    /// Five bits of exponent and two of mantissa: a wider range.
+    E5M2,
+}
+
 /// The method of a codec, with all its options.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Method {
@@ -124,6 +134,8 @@ pub enum Method {
     Qsgd(QsgdOptions),
     /// Eight bits between the least and the greatest value of every bucket.
     Int8(Bucket),
+    /// Floats of eight bits, scaled by bucket.
+    Fp8(Fp8Format, Bucket),
     /// The largest values alone (Aji and Heafield 2017).
     Topk(TopkOptions),
     /// The largest values, with momentum taken before (Lin et al. 2018).
@@ -140,6 +152,7 @@ impl Method {
             Method::OneBit(..) => "onebit",
             Method::Qsgd(_) => "qsgd",
             Method::Int8(_) => "int8",
+            Method::Fp8(..) => "fp8",
             Method::Topk(_) => "topk",
             Method::Dgc(_) => "dgc",
         }
@@ -150,7 +163,8 @@ impl Method {
     pub const fn keeps_residual_by_default(&self) -> bool {
         match self {
             Method::OneBit(..) => true,
-            Method::F32 | Method::Bf16 | Method::F16 | Method::Qsgd(_) | Method::Int8(_) => false,
+            Method::F32 | Method::Bf16 | Method::F16 => false,
+            Method::Qsgd(_) | Method::Int8(_) | Method::Fp8(..) => false,
             Method::Topk(_) | Method::Dgc(_) => true,
         }
     }
@@ -198,6 +212,14 @@ impl fmt::Display for CodecSpec {
             }
             Method::Int8(bucket) => {
                 write!(formatter, ":bucket={bucket}")?;
+                separator = ",";
+            }
+            Method::Fp8(format, bucket) => {
+                let format = match format {
+                    Fp8Format::E4M3 => "e4m3",
+                    Fp8Format::E5M2 => "e5m2",
+                };
+                write!(formatter, ":format={format},bucket={bucket}")?;
                 separator = ",";
             }
             Method::Qsgd(QsgdOptions { bits, bucket, norm, levels, ring }) => {
@@ -282,13 +304,16 @@ pub enum CodecSpecError {
 }
 
 /// Every codec's name, for messages.
-const NAMES: &str = "f32, bf16, f16, onebit, qsgd, int8, topk, dgc";
+const NAMES: &str = "f32, bf16, f16, fp8, onebit, qsgd, int8, topk, dgc";
 /// The most values that may share a scale.
 const BUCKET_MAX: u32 = 1 << 20;
 const QSGD_BUCKET: &str = "a multiple of 32 from 32 to 1048576";
 const BUCKET: &str = "column, tensor, or a multiple of 32 from 32 to 1048576";
 /// Values that share ends unless the text says otherwise: as many as share a scale in 8-bit QSGD.
 const INT8_BUCKET: Bucket = Bucket::Elements(512);
+
+/// Values that share a scale of `fp8` unless the text says otherwise.
+const FP8_BUCKET: Bucket = Bucket::Elements(128);
 
 impl FromStr for CodecSpec {
     type Err = CodecSpecError;
@@ -323,6 +348,14 @@ impl FromStr for CodecSpec {
                 let mut options = Options::split("int8", rest)?;
                 let bucket = options.parsed("bucket", BUCKET, parse_bucket)?;
                 (Method::Int8(bucket.unwrap_or(INT8_BUCKET)), options)
+            }
+            "fp8" => {
+                let mut options = Options::split("fp8", rest)?;
+                let formats = [("e4m3", Fp8Format::E4M3), ("e5m2", Fp8Format::E5M2)];
+                let format = options.choice("format", "e4m3 or e5m2", &formats)?;
+                let bucket = options.parsed("bucket", BUCKET, parse_bucket)?;
+                let bucket = bucket.unwrap_or(FP8_BUCKET);
+                (Method::Fp8(format.unwrap_or_default(), bucket), options)
             }
             _ => return Err(CodecSpecError::UnknownName { found: name.to_owned() }),
         };

@@ -17,6 +17,9 @@ fn error_bound(text: &str, bucket: &[f32]) -> f64 {
         // An average lies among the values of one sign.
         Some("onebit") => largest,
         Some("int8") => largest * 2.0 / 255.0 / 2.0,
+        // Half the distance of two numbers between the largest power of two and the next one.
+        Some("fp8") if text.contains("e5m2") => largest / 8.0,
+        Some("fp8") => largest / 16.0,
         _ => {
             let bits = text.split("bits=").nth(1).and_then(|rest| rest.split(',').next());
             scale / half(bits.expect("bits").parse().expect("a number"))
@@ -74,7 +77,9 @@ fn residuals_conserve_what_was_to_be_sent() {
 #[test]
 fn over_many_steps_residuals_bring_everything_across() {
     let length = 700;
-    for text in ["onebit:bucket=64", "onebit:bucket=tensor", "qsgd:bits=2,residual=on", "int8"] {
+    for text in
+        ["onebit:bucket=64", "onebit:bucket=tensor", "qsgd:bits=2,residual=on", "int8", "fp8"]
+    {
         let codec = codec(InstructionSet::active(), text, &[length as u64]);
         let mut residual = vec![0.0; length];
         let (mut wanted, mut arrived) = (vec![0.0_f64; length], vec![0.0_f64; length]);
@@ -253,6 +258,7 @@ fn ratios_are_those_of_the_layouts() {
         ("onebit", 4.0 * 1000.0 / (8.0 + 125.0)),
         ("onebit:packing=cntk", 4.0 * 1000.0 / (8.0 + 128.0)),
         ("int8", 4.0 * 512.0 / (8.0 + 512.0)),
+        ("fp8", 4.0 * 128.0 / (1.0 + 128.0)),
     ] {
         assert!((ratio(text) / expected - 1.0).abs() < 1e-4, "{text}: {}", ratio(text));
     }

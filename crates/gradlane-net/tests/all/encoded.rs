@@ -49,6 +49,7 @@ fn columns_buckets_and_minima() {
     trains("onebit:bucket=64", Dtype::F32, "p3", 5_000, 3);
     trains("onebit:bucket=64", Dtype::Bf16, "kvstore", 5_000, 2);
     trains("int8:bucket=64,residual=on", Dtype::F32, "p3", 1_000, 2);
+    trains("fp8:bucket=64,residual=on", Dtype::F32, "p3", 1_000, 2);
 }
 
 /// Tensors are one slice each here: what is sent is chosen slice by slice.

@@ -44,6 +44,7 @@ fn five_ranks_hop_by_hop_in_short_floats() {
 fn seven_ranks_hop_by_hop() {
     trains("qsgd:bits=2,bucket=96,levels=uniform", Dtype::F32, 50_000, 7);
     trains("int8:bucket=64,residual=on", Dtype::F32, 50_000, 7);
+    trains("fp8:format=e5m2,bucket=64", Dtype::Bf16, 50_000, 7);
 }
 
 #[test]

@@ -16,6 +16,7 @@ from gradlane.training.options.codec_options import (
     F16,
     Bf16,
     Dgc,
+    Fp8,
     Int8,
     OneBit,
     Qsgd,
@@ -49,6 +50,8 @@ def largest_error(codec: str) -> float | None:
             return 2.0**-10
         case Int8():
             return 2.0 / 255.0
+        case Fp8(format=format):
+            return 2.0**-4 if format == "e4m3" else 2.0**-3
         case Qsgd(bits=bits, levels=levels, norm=norm) as qsgd:
             step = 2.0 / (2.0**bits - 1) if levels == "uniform" else 1.0 / (2.0 ** (bits - 1) - 1)
             # The 2-norm of a bucket is at most this many times its largest magnitude.

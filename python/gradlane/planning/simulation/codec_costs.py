@@ -27,6 +27,7 @@ from gradlane.training.options.codec_options import RAW
 CALIBRATED_CODECS = (
     "bf16",
     "f16",
+    "fp8:format=e4m3,bucket=128",
     "int8",
     "onebit:bucket=64",
     "qsgd:bits=2,bucket=128,norm=max,levels=sign",
@@ -56,6 +57,7 @@ class CodecCost:
 USUAL_COSTS: Mapping[str, CodecCost] = {
     "bf16": CodecCost(0.08e-9, 0.08e-9),
     "f16": CodecCost(0.09e-9, 0.08e-9),
+    "fp8": CodecCost(0.12e-9, 0.08e-9),
     "int8": CodecCost(0.08e-9, 0.06e-9),
     "onebit": CodecCost(0.18e-9, 0.07e-9),
     "qsgd": CodecCost(0.19e-9, 0.08e-9),

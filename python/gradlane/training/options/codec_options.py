@@ -198,6 +198,25 @@ class Int8(_Bucketed):
 
 
 @dataclass(frozen=True, repr=False)
+class Fp8(_Bucketed):
+    """Floats of eight bits, rounded to nearest even, times a power of two for each bucket."""
+
+    name = "fp8"
+    format: str = option(
+        "e4m3",
+        "`e4m3`: four bits of exponent and three of mantissa; `e5m2`: five and two.",
+        known=("e4m3", "e5m2"),
+    )
+    bucket: int | str = option(
+        128,
+        "Consecutive values that share a scale: `column`, `tensor`, or a multiple of 32 up to "
+        "1048576.",
+        read=_read_bucket,
+    )
+    residual: bool = _residual(False)
+
+
+@dataclass(frozen=True, repr=False)
 class _Sparse(CodecOptions):
     """The options of codecs that send the largest values alone."""
 
@@ -260,7 +279,7 @@ class Dgc(_Sparse):
 
 
 CODECS: dict[str, type[CodecOptions]] = {
-    kind.name: kind for kind in (Bf16, F16, Qsgd, OneBit, Int8, TopK, Dgc)
+    kind.name: kind for kind in (Bf16, F16, Qsgd, OneBit, Int8, Fp8, TopK, Dgc)
 }
 """The codecs by the names of their texts."""
 

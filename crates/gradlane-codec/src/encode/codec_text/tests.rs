@@ -19,6 +19,11 @@ fn texts_have_one_canonical_form() {
     assert_eq!(canonical("onebit:residual=off"), "onebit:bucket=column,residual=off");
     assert_eq!(canonical("int8"), "int8:bucket=512");
     assert_eq!(canonical("int8:bucket=tensor"), "int8:bucket=tensor");
+    assert_eq!(canonical("fp8"), "fp8:format=e4m3,bucket=128");
+    assert_eq!(
+        canonical("fp8: bucket=column, format=e5m2, residual=on"),
+        "fp8:format=e5m2,bucket=column,residual=on"
+    );
     assert_eq!(canonical("qsgd"), "qsgd:bits=4,bucket=512,norm=max,levels=sign");
     assert_eq!(canonical("qsgd:bits=2"), "qsgd:bits=2,bucket=128,norm=max,levels=sign");
     assert_eq!(canonical("qsgd:bits=16"), "qsgd:bits=16,bucket=8192,norm=max,levels=sign");
@@ -35,6 +40,7 @@ fn errors_say_what_would_do() {
     assert!(message("qsgd:bits=3").contains("2, 4, 8 or 16"));
     assert!(message("qsgd:bucket=100").contains("multiple of 32"));
     assert!(message("qsgd:bukket=64").contains("bits, bucket, norm, levels"));
+    assert!(message("fp8:format=e3m4").contains("e4m3 or e5m2"));
     assert!(message("qsgd:4").contains("key=value"));
     assert!(message("f32:residual=on").contains("none"));
     assert_eq!(

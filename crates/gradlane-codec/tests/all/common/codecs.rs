@@ -28,6 +28,9 @@ pub const SPECS: &[&str] = &[
     "int8",
     "int8:bucket=32",
     "int8:bucket=tensor",
+    "fp8",
+    "fp8:format=e5m2,bucket=64",
+    "fp8:format=e4m3,bucket=tensor",
 ];
 
 /// A key in the middle of a job.
