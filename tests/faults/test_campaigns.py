@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from gradlane.lab.cluster.privilege import why_no_namespaces
+from gradlane.training.options.option_fields import agreed_options
+from gradlane.training.options.options import Options
 from tests.built import needs_core
 from tests.faults.campaign import Campaign
 from tests.faults.going_on import starting
@@ -26,7 +28,7 @@ _AT_ONCE = 4
 SEEDS: dict[type[Campaign], tuple[int, ...]] = {
     StartingCampaign: (9, 30, 43, 149, 182),
     StoreCampaign: (1, 2, 3, 10, 11),
-    OptionsCampaign: (2, 8, 13, 19, 23),
+    OptionsCampaign: (2, 4, 8, 13, 19, 23),
 }
 
 
@@ -44,6 +46,10 @@ def test_a_seed_draws_the_same_again_and_all_faults_are_drawn(module: Any) -> No
     drawn = [module.draw(seed) for seed in range(300)]
     assert drawn == [module.draw(seed) for seed in range(300)]
     assert {one.fault for one in drawn} == set(module.FAULTS)
+
+
+def test_no_option_that_ranks_compare_is_drawn_as_one_that_may_differ() -> None:
+    assert not on_options.APART.keys() & agreed_options(Options()).keys()
 
 
 def error(text: str, **changes: Any) -> dict[str, Any]:

@@ -39,14 +39,25 @@ def store(
     # The store's threads must not take the signals, and one that comes early must not be lost.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     try:
-        # Each connection is an open file. Torch would print its own errors with C++ frames.
+        # Each connection is an open file.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-        from gradlane.training.rendezvous import addresses
-        from gradlane.training.rendezvous.store_server import bind_store, host_store
+        from gradlane.training.rendezvous.store_server import bind_store
 
-        hosted = host_store(bind_store(host, port))
+        _serve(host, bind_store(host, port), ends, as_json)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _serve(host: str, bound: socket.socket, ends: set[signal.Signals], as_json: bool) -> None:
+    """Host a store at a bound socket, and say where, until one of the signals comes."""
+    from gradlane.training.rendezvous import addresses
+    from gradlane.training.rendezvous.store_server import host_store
+    from gradlane.training.rendezvous.torch_reports import hidden_reports
+
+    # Also those of requests that are none, which any process that reaches the port can send.
+    with hidden_reports():
+        hosted = host_store(bound)
         is_everywhere = host in ("0.0.0.0", "::")
         reached = socket.gethostname() if is_everywhere else host
         at = addresses.endpoint(reached, hosted.port)
@@ -63,5 +74,3 @@ def store(
             # Its end would wait for the rest of every request that has begun.
             os._exit(0)
         del hosted
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -27,19 +27,19 @@ ALIKE: dict[str, tuple[Any, ...]] = {
     "seal": (True, False),
     "secret": (None, *_SECRETS),
     "checkpoint_every": (2, 3),
+    "checkpoint_keep": (1, 2),
     "buffers": ("broadcast", "average", "local"),
+    "silence_timeout_s": (1.5, 30.0, 300.0),
+    "progress_timeout_s": (30.0, 1800.0),
 }
 """Options that are the same on all ranks, or are refused by name."""
 APART: dict[str, tuple[Any, ...]] = {
-    "silence_timeout_s": (1.5, 30.0, 300.0),
-    "progress_timeout_s": (30.0, 1800.0),
     "connect_timeout_s": (30.0, 60.0, 300.0),
     "low_water_bytes": (1, 65_536, 1 << 20),
     "send_buffer_bytes": (0, 4096, 1 << 20),
     "pacing": (True, False),
     "work_threads": (0, 1, 3),
     "io_threads": (1, 2),
-    "checkpoint_keep": (1, 2),
     "trace": (None, "trace.json"),
 }
 """Options that ranks may give as each likes."""

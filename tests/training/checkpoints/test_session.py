@@ -178,11 +178,14 @@ def test_checkpoints_that_fail_on_a_full_disk_leave_nothing_and_later_ones_are_c
     with small_disk(disk, 1 << 20):
         root, ballast = disk / "run", disk / "ballast"
         seen: list[str] = []
+        one_rank_at_a_time = threading.Lock()
 
         def make_room(step: int) -> None:
-            if step == 6 and ballast.exists():
-                seen.extend(names(root))
-                ballast.unlink()
+            # Several ranks of this process come here.
+            with one_rank_at_a_time:
+                if step == 6 and ballast.exists():
+                    seen.extend(names(root))
+                    ballast.unlink()
 
         root.mkdir()
         with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:

@@ -110,7 +110,9 @@ def test_ranks_with_different_secrets_are_told_so_at_once(
     programs: ForkedPrograms, tmp_path: Path, other: str | None
 ) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    (first, told), (second, also_told) = run_ranks(programs, tmp_path, store.port, [SECRET, other])
-    assert (first, second) == (3, 3)
-    assert "start/asked/1', which rank 1 writes" in told and "GRADLANE_SECRET_FILE" in told
-    assert "start/told/1', which rank 0 writes" in also_told
+    for status, text in run_ranks(programs, tmp_path, store.port, [SECRET, other]):
+        assert status == 3, text
+        # A rank refuses the other's value itself, or hears from the other rank that it has.
+        refused = ("start/asked/1', which rank 1 writes", "start/told/1', which rank 0 writes")
+        assert any(one in text for one in refused), text
+        assert "set GRADLANE_SECRET_FILE to the same secret on every rank" in text
