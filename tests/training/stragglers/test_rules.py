@@ -156,7 +156,7 @@ def _left_out(*, goes_on: bool, meets: bool = False) -> StepMachine:
     consistency.compares_after.return_value = meets
     steps = StepMachine(
         exchange,
-        mock.Mock(),
+        mock.Mock(stepped=[]),
         consistency,
         FailureLatch(),
         Exemption(),
