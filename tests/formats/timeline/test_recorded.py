@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from gradlane.formats.timeline.spans import Span, Timeline
 from gradlane.training.core import load_core
 from gradlane.training.monitoring.recorded import Mark, rank_path, recorded_timeline
 from tests.command_line import run
+from tests.formats.timeline.names import named
 from tests.formats.timeline.test_simulated import check_codec_spans
 from tests.training.model.ranks import run_ranks
 
@@ -144,9 +145,11 @@ def test_each_step_computes_once_and_in_order(timelines: list[Timeline]) -> None
             backward = [span for span in own if span.lane == "backward"]
             assert forward and backward
             assert max(it.end_ns for it in forward) <= min(it.begin_ns for it in backward)
-            pushed = {span.name for span in own if span.lane == "push"}
-            received = {span.name for span in own if span.lane == "receive"}
-            assert {"first.weight", "last.weight"} <= pushed & received
+            pushed = named(span for span in own if span.lane == "push")
+            received = named(span for span in own if span.lane == "receive")
+            # Biases and the last weight are small, and travel together.
+            layers = {f"{one}.{kind}" for one in ("first", "last") for kind in ("weight", "bias")}
+            assert layers <= pushed & received
             first_push = min(span.begin_ns for span in own if span.lane == "push")
             assert first_push >= min(it.begin_ns for it in backward), (rank, step)
         # Evaluation and copies are no training.
@@ -311,7 +314,8 @@ def test_the_command_joins_files(
 
 class Record:
     def __init__(self, marks: list[Mark], rows: list[Any], dropped: int = 0) -> None:
-        self.names: Sequence[str] = ["a", "b"]
+        self.names: Sequence[str] = ["a", "b", "c and 1 more"]
+        self.members: Mapping[int, Sequence[str]] = {2: ["c", "d"]}
         self._taken = marks, rows, dropped
 
     def take_spans(self) -> Any:
@@ -325,13 +329,15 @@ def test_waits_and_updates_interrupt_forward() -> None:
         Mark("forward", 0, 100, 2),
         Mark("wait", 90, 120, 1, (0, 1)),
         Mark("wait", 200, 220, 1),
+        Mark("wait", 230, 240, 1, (0, 2)),
     ]
     timeline = recorded_timeline(3, [Record(marks, [], dropped=4)], {})
     forward = [(span.begin_ns, span.end_ns) for span in timeline.spans if span.lane == "forward"]
     assert forward == [(0, 20), (35, 90)]
     waits = [span for span in timeline.spans if span.lane == "wait"]
-    assert [span.name for span in waits] == ["b", "a", "step 1"]
+    assert [span.name for span in waits] == ["b", "a", "step 1", "a"]
     assert waits[1].arguments["tensors"] == ["a", "b"]
+    assert waits[3].arguments["tensors"] == ["a", "c", "d"]
     assert timeline.dropped == 4 and any("4 spans" in note for note in timeline.notes)
 
 
@@ -342,6 +348,7 @@ def test_frames_are_in_the_lane_of_their_kind() -> None:
     ]
     rows.append(((3, 4), "rx", "push", 1, 5, (0, 2, 64), 50, 0))
     rows.append(((5, 6), "work", "reduce", 0, 5, (1, 7, 0), 900, 0))
+    rows.append(((7, 8), "tx", "push", 1, 5, (2, 8, 0), 8, 0))
     spans: list[Span] = list(recorded_timeline(0, [Record([], rows)], {}).spans)
     found = [(span.lane, span.name) for span in spans]
     assert found == [
@@ -351,5 +358,7 @@ def test_frames_are_in_the_lane_of_their_kind() -> None:
         ("control", "goodbye"),
         ("receive", "a"),
         ("reduce", "b"),
+        ("push", "c and 1 more"),
     ]
+    assert spans[6].arguments["tensors"] == ["c", "d"] and "tensors" not in spans[0].arguments
     assert spans[0].arguments["priority"] == -3 and spans[4].arguments["offset"] == 64

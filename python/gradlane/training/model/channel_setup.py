@@ -171,7 +171,11 @@ def connect(
     )
     recording = None
     if ctx.recorder is not None:
-        recording = ctx.recorder.record(channel, [str(row["name"]) for row in rows])
+        members = {
+            number: [trained[index].name for index in group.members]
+            for number, group in enumerate(groups, len(spec.entries))
+        }
+        recording = ctx.recorder.record(channel, [str(row["name"]) for row in rows], members)
         channel = recording.channel
     staging = StagingFailures()
     connected = Connected(

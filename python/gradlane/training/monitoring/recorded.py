@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,8 @@ _SLICED = (*_FRAME_LANES, "notify", "pull")
 """Kinds of frames that concern a slice."""
 _JOB_LANES = {"encode": "encode", "decode": "decode"}
 """Lanes of jobs by kind; other kinds are in `reduce`."""
+_NAMES_MAX = 64
+"""Most tensors that a row names."""
 NOTES = (
     "recorded: what leaves is shown from when the engine chose it until the kernel had all of it, "
     "what arrives from its header to its last byte; counters spread bytes over that time",
@@ -48,6 +51,8 @@ class SpanSource(Protocol):
 
     names: Sequence[str]
     """Names of tensors by their number."""
+    members: Mapping[int, Sequence[str]]
+    """Names of the gradients that travel together, by their group's number."""
 
     def take_spans(self) -> tuple[Sequence[Mark], Sequence[CoreRow], int]:
         """Return and clear the program's marks, the core's rows, and the number of dropped rows."""
@@ -68,8 +73,8 @@ def recorded_timeline(
     for recording in recordings:
         marks, rows, missing = recording.take_spans()
         dropped += missing
-        spans += _program_spans(rank, marks, recording.names)
-        spans += _engine_spans(rank, rows, recording.names)
+        spans += _program_spans(rank, marks, recording)
+        spans += _engine_spans(rank, rows, recording)
     notes = list(NOTES)
     if dropped:
         notes.append(f"rank {rank}: {dropped} spans at the beginning were not kept")
@@ -97,7 +102,7 @@ def host_boot_id() -> str:
         return platform.node()
 
 
-def _program_spans(rank: int, marks: Sequence[Mark], names: Sequence[str]) -> Iterator[Span]:
+def _program_spans(rank: int, marks: Sequence[Mark], source: SpanSource) -> Iterator[Span]:
     """Yield the program's spans; waits and updates interrupt forward and backward."""
     breaks = sorted(
         (mark.begin_ns, mark.end_ns) for mark in marks if mark.lane in ("wait", "update")
@@ -106,14 +111,20 @@ def _program_spans(rank: int, marks: Sequence[Mark], names: Sequence[str]) -> It
         arguments: dict[str, Any] = {"step": mark.step}
         name = f"step {mark.step}"
         if mark.tensors:
-            name = arguments["tensor"] = names[mark.tensors[0]]
-        if len(mark.tensors) > 1:
-            arguments["tensors"] = [names[tensor] for tensor in mark.tensors[:16]]
+            name = arguments["tensor"] = source.names[mark.tensors[0]]
+            arguments |= _several(source, mark.tensors)
         pieces = [(mark.begin_ns, mark.end_ns)]
         if mark.lane in ("forward", "backward"):
             pieces = list(_subtract_breaks(mark.begin_ns, mark.end_ns, breaks))
         for begin_ns, end_ns in pieces:
             yield Span(rank, mark.lane, name, begin_ns, end_ns, arguments)
+
+
+def _several(source: SpanSource, tensors: Iterable[int]) -> dict[str, Any]:
+    """Return the argument that names what a row is about; none where it is one tensor."""
+    named = (source.members.get(one, (source.names[one],)) for one in tensors)
+    names = list(itertools.islice(itertools.chain.from_iterable(named), _NAMES_MAX))
+    return {"tensors": names} if len(names) > 1 else {}
 
 
 def _subtract_breaks(
@@ -132,7 +143,7 @@ def _subtract_breaks(
         yield begin_ns, end_ns
 
 
-def _engine_spans(rank: int, rows: Sequence[CoreRow], names: Sequence[str]) -> Iterator[Span]:
+def _engine_spans(rank: int, rows: Sequence[CoreRow], source: SpanSource) -> Iterator[Span]:
     for (begin_ns, end_ns), way, kind, peer, step, position, size_bytes, priority in rows:
         tensor, slice_number, offset = position
         if kind == "heartbeat":
@@ -143,7 +154,7 @@ def _engine_spans(rank: int, rows: Sequence[CoreRow], names: Sequence[str]) -> I
         elif way == "tx":
             lane = _FRAME_LANES.get(kind, "control")
         about_slice = way == "work" or kind in _SLICED
-        name = names[tensor] if about_slice else kind
+        name = source.names[tensor] if about_slice else kind
         arguments = {
             "step": step,
             "tensor": name if about_slice else None,
@@ -155,4 +166,6 @@ def _engine_spans(rank: int, rows: Sequence[CoreRow], names: Sequence[str]) -> I
         }
         if way != "work":
             arguments["offset"] = offset
+        if about_slice:
+            arguments |= _several(source, (tensor,))
         yield Span(rank, lane, name, begin_ns, end_ns, arguments)

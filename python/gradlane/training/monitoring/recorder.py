@@ -10,8 +10,9 @@ import functools
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -48,14 +49,20 @@ class SessionRecorder:
         self._facts = facts
         self._recordings: list[ModelRecording] = []
 
-    def record(self, channel: Channel, names: Sequence[str]) -> ModelRecording:
+    def record(
+        self,
+        channel: Channel,
+        names: Sequence[str],
+        members: Mapping[int, Sequence[str]] = MappingProxyType({}),
+    ) -> ModelRecording:
         """Start to record a model.
 
         Args:
             channel: the model's.
             names: of its tensors, by number.
+            members: names of the gradients that travel together, by their group's number.
         """
-        recording = ModelRecording(channel, names)
+        recording = ModelRecording(channel, names, members)
         self._recordings.append(recording)
         return recording
 
@@ -89,9 +96,12 @@ def make_recorder(options: Options, rank_info: RankInfo) -> SessionRecorder | No
 class ModelRecording:
     """Records one model."""
 
-    def __init__(self, channel: Channel, names: Sequence[str]) -> None:
+    def __init__(
+        self, channel: Channel, names: Sequence[str], members: Mapping[int, Sequence[str]]
+    ) -> None:
         """Wrap a channel."""
         self.names = names
+        self.members = members
         self.channel = cast(Channel, _RecordingChannel(channel, self))
         self._core = channel
         self._marks: deque[Mark] = deque(maxlen=MARKS_MAX)
