@@ -29,6 +29,7 @@ ALLOWED = {
     ("tests/faults/going_on/rank_program.py", "_move"): _KILLS,
     ("tests/loop_fuzzing/mutations.py", "_before_list"): _BREAKS,
     ("tests/loop_fuzzing/mutations.py", "_wait"): _BREAKS,
+    ("tests/loop_fuzzing/mutations.py", "_wait_for_absences"): _BREAKS,
     ("tests/training/rendezvous/test_join_requests.py", "_ANSWER_S"): _WAITS,
     ("tests/training/rendezvous/test_join_requests.py", "_LOOK_EVERY_S"): _WAITS,
 }
