@@ -1,9 +1,9 @@
 """A rank of a training that goes on when ranks are lost: `python -m ... JOB.json`, with `RANK` set.
 
 The job has `port` of the store, `folder`, `world_size`, `steps`, `options`, `ends`: by rank, how,
-in which step and at which moment it ends, `numbers`: by rank, the one whose batches it has, and
-`asks`: steps after which all ask for the session's state. Writes the state after each step to
-`rank-R.pt`.
+in which step and at which moment it ends, `numbers`: by rank, the one whose batches it has,
+`asks`: steps after which all ask for the session's state, and perhaps `waits`: a file, and the step
+before which ranks wait for it. Writes the state after each step to `rank-R.pt`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,10 @@ def main() -> None:
     begun = session.restore() if "checkpoint_folder" in job["options"] else 0
     if begun:
         asked.append(session.state_dict())
+    awaited, awaited_before = job.get("waits", ("", 0))
     for step in range(begun + 1, job["steps"] + 1):
+        if step == awaited_before:
+            assert eventually(Path(awaited).exists, 120.0)
         reached("forward")
         loss = loss_of(model, job["numbers"][own], step)
         loss.backward()
