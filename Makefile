@@ -123,6 +123,7 @@ $(STAMP): .cache/tools pyproject.toml $(CONSTRAINTS) scripts/make-venv $(CHOICE)
 	@touch $@
 
 .cache/tools: scripts/check-tools
+	@PYTHON="$(PYTHON)" bash scripts/check-tools python || { : >$(CHOICE); exit 1; }
 	@PYTHON="$(PYTHON)" bash scripts/check-tools
 	@mkdir -p .cache && touch $@
 

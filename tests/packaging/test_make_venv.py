@@ -38,8 +38,8 @@ def add(site: Path, name: str, *requires: str, version: str = "1.0", module: str
     )
 
 
-def make(folder: Path, python: Path) -> str:
-    """Run the script in a folder as the Makefile does, with a maturin that builds nothing."""
+def clone(folder: Path) -> None:
+    """Lay out what the Makefile and the script need, with a maturin that builds nothing."""
     wheels = folder / "wheels"
     wheels.mkdir(parents=True)
     with zipfile.ZipFile(wheels / "maturin-1.16.0-py3-none-any.whl", "w") as wheel:
@@ -51,23 +51,34 @@ def make(folder: Path, python: Path) -> str:
         wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr(f"{about}/entry_points.txt", "[console_scripts]\nmaturin = maturin:main\n")
         wheel.writestr(f"{about}/RECORD", "")
-    (folder / "scripts").symlink_to(ROOT / "scripts")
-    (folder / ".cache").mkdir()
-    (folder / ".cache" / "choice").write_text("chosen\n")
+    for name in ("Makefile", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+    for name in (".cache/tools", "pyproject.toml", "Cargo.toml"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    (folder / "crates").mkdir()
     (folder / "constraints.txt").write_text("torch==2.15.0\nmaturin==1.16.0\n")
-    done = subprocess.run(
-        ["bash", "scripts/make-venv", ".venv", "constraints.txt", ".cache/choice"],
+
+
+def run_make(
+    folder: Path, python: str | Path | None = None, path: str = PATH
+) -> subprocess.CompletedProcess[str]:
+    """Make the environment, with a Python that is named or not."""
+    given = {} if python is None else {"PYTHON": str(python)}
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder / "wheels")}
+    return subprocess.run(
+        ["make", ".venv/.installed"],
         cwd=folder,
-        env={
-            "PATH": PATH,
-            "HOME": str(folder),
-            "PYTHON": str(python),
-            "PIP_NO_INDEX": "1",
-            "PIP_FIND_LINKS": str(wheels),
-        },
+        env={"PATH": path, "HOME": str(folder), **offline, **given},
         capture_output=True,
         text=True,
     )
+
+
+def make(folder: Path, python: Path) -> str:
+    """Make the environment in a new folder; returns what is printed."""
+    clone(folder)
+    done = run_make(folder, python)
     assert done.returncode == 0, done.stderr
     assert "maturin develop" in done.stdout
     return done.stdout
@@ -155,12 +166,19 @@ def test_torch_and_what_it_requires_is_seen(
         assert imported(clone, code) == "[None, None]"
 
 
-def test_torch_of_a_virtual_environment_is_used(tmp_path: Path) -> None:
-    python = in_one_place(tmp_path)
-    printed = make(tmp_path / "clone", python)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder in which the environment is made, with the torch of another one."""
+    folder = tmp_path_factory.mktemp("made")
+    python = in_one_place(folder)
+    printed = make(folder / "clone", python)
     assert f"using the torch of {python}" in printed and "installing torch" not in printed
-    assert imported(tmp_path / "clone", "import torch; print(torch.version)") == "2.9.1"
-    assert "torch==" not in (tmp_path / "clone" / ".venv" / "constraints.txt").read_text()
+    return folder / "clone"
+
+
+def test_torch_of_a_virtual_environment_is_used(made: Path) -> None:
+    assert imported(made, "import torch; print(torch.version)") == "2.9.1"
+    assert "torch==" not in (made / ".venv" / "constraints.txt").read_text()
 
 
 def test_a_torch_that_works_in_its_own_place_only_is_named(tmp_path: Path) -> None:
@@ -170,3 +188,55 @@ def test_a_torch_that_works_in_its_own_place_only_is_named(tmp_path: Path) -> No
     printed = make(tmp_path / "clone", python)
     assert f"the torch of {python} does not work" in printed
     assert "No module named 'other'" in printed and "installing torch" in printed
+
+
+def its_own(made: Path) -> str:
+    return str(made / ".venv" / "bin" / "python")
+
+
+def its_own_by_another_path(made: Path) -> str:
+    link = made.parent / "linked"
+    if not link.is_symlink():
+        link.symlink_to(made)
+    return str(link / ".venv" / "bin" / "python3")
+
+
+def absent(made: Path) -> str:
+    return str(made / "nowhere" / "python")
+
+
+def too_old(made: Path) -> str:
+    python = made.parent / "old-python"
+    python.write_text("#!/bin/sh\necho Python 3.8.0\nexit 1\n")
+    python.chmod(0o755)
+    return str(python)
+
+
+@pytest.mark.parametrize("wrong", [its_own, its_own_by_another_path, absent, too_old])
+def test_a_python_that_cannot_make_it_is_refused_before_anything_is_deleted(
+    wrong: Callable[[Path], str], made: Path
+) -> None:
+    before = (made / ".cache" / "choice").read_text()
+    done = run_make(made, wrong(made))
+    assert done.returncode != 0
+    assert ".venv is as it was" in done.stderr and "make PYTHON=" in done.stderr
+    assert wrong(made) in done.stderr
+    assert imported(made, "import torch; print(torch.version)") == "2.9.1"
+    assert (made / ".cache" / "choice").read_text() == before
+    again = run_make(made)
+    assert again.returncode == 0, again.stderr
+
+
+def test_the_python_of_an_active_environment_does_not_make_it_anew(made: Path) -> None:
+    (made / "pyproject.toml").touch()
+    done = run_make(made, "python3", f"{made / '.venv' / 'bin'}:{PATH}")
+    assert done.returncode != 0 and "deactivate" in done.stderr
+    assert imported(made, "import torch; print(torch.version)") == "2.9.1"
+
+
+def test_a_python_that_is_absent_from_the_start_is_not_remembered(tmp_path: Path) -> None:
+    clone(tmp_path)
+    (tmp_path / ".cache" / "tools").unlink()
+    done = run_make(tmp_path, absent(tmp_path))
+    assert done.returncode != 0 and f"no {absent(tmp_path)} here" in done.stderr
+    assert absent(tmp_path) not in (tmp_path / ".cache" / "choice").read_text()
