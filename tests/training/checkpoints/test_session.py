@@ -157,6 +157,26 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_written(
     assert found is not None and found.step == 6
 
 
+@pytest.mark.parametrize("lost", ["checkpoint/2/2", "checkpoint/2/folder"])
+def test_words_that_are_gone_from_the_store_end_a_checkpoint_and_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """Somebody deletes them; whoever waits is waited for in the next step."""
+    put = RendezvousScope.put
+
+    def deleted(self: RendezvousScope, key: str, value: bytes | str) -> None:
+        if key != lost:
+            put(self, key, value)
+
+    monkeypatch.setattr(RendezvousScope, "put", deleted)
+    options = {"progress_timeout_s": 5.0, "connect_timeout_s": 30.0, "checkpoint_every": 2}
+    with pytest.warns(RuntimeWarning, match=r"step 2 is not complete.*progress_timeout_s"):
+        results = run(tmp_path, 3, 5, options)
+    assert [len(losses) for _, losses in results] == [5, 5, 5]
+    found = newest(tmp_path)
+    assert found is not None and found.step == 4
+
+
 @contextlib.contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[None]:
     """Mount a file system in memory of a few bytes."""

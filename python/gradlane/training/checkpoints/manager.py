@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from gradlane.errors import CheckpointError, GradlaneError, UsageError
-from gradlane.formats.longer_waits import CONNECT
+from gradlane.formats.longer_waits import CONNECT, PROGRESS
 from gradlane.formats.serialization.container import Piece
 from gradlane.formats.serialization.pieces import assemble, find_structure, structure_piece
 from gradlane.formats.serialization.strict_json import FormatError
@@ -69,7 +69,8 @@ class CheckpointManager:
         every: int,
         keep: int,
         membership: Membership,
-        timeout_s: float,
+        connect_timeout_s: float,
+        progress_timeout_s: float,
         secret: str | None,
         on_event: Callable[[str, str], None],
     ) -> None:
@@ -80,7 +81,9 @@ class CheckpointManager:
             every: training steps from one checkpoint to the next.
             keep: how many complete ones are kept.
             membership: the ranks that train.
-            timeout_s: how long the first rank waits for the other ranks' files.
+            connect_timeout_s: how long a rank waits for the other ranks' words and files, in
+                seconds; half of the progress timeout at most, since training may wait for it.
+            progress_timeout_s: how long ranks wait for one that takes no part in a step.
             secret: of the user, which signs checkpoints; None: they are not signed.
             on_event: called, also in another thread, with what has happened and `info` or
                 `warning`.
@@ -100,7 +103,8 @@ class CheckpointManager:
         self._every = every
         self._keep = keep
         self._membership = membership
-        self._timeout_s = timeout_s
+        self._timeout_s = min(connect_timeout_s, progress_timeout_s / 2)
+        self._limited_by = CONNECT if self._timeout_s == connect_timeout_s else PROGRESS
         self._key = None if secret is None else checkpoint_key(secret)
         self._on_event = on_event
         self._prepared: PreparedModel | None = None
@@ -409,7 +413,8 @@ class CheckpointManager:
         """
         key = f"checkpoint/{step}/folder"
         if scope.rank_info.rank != first:
-            word = self._hear(scope, key, first, "said where to write")
+            deadline = SuspendAwareDeadline(self._timeout_s)
+            word = self._hear(scope, key, first, "said where to write", deadline)
             return folders.named_folder(self._root, word["folder"])
         try:
             if self._incarnation:
@@ -429,9 +434,10 @@ class CheckpointManager:
         keys = [f"checkpoint/{step}/{number}" for number in members]
         words: list[dict[str, Any]] = []
         failed: CheckpointError | None = None
+        deadline = SuspendAwareDeadline(self._timeout_s)
         for number, key in zip(members, keys, strict=True):
             try:
-                words.append(self._hear(scope, key, number, "written its file"))
+                words.append(self._hear(scope, key, number, "written its file", deadline))
             except CheckpointError as error:
                 # The others still write: what they leave is removed with the rest.
                 failed = failed or error
@@ -452,13 +458,19 @@ class CheckpointManager:
             old, its_key = self._told.popleft()
             old.delete(its_key)
 
-    def _hear(self, scope: RendezvousScope, key: str, rank: int, missing: str) -> dict[str, Any]:
+    def _hear(
+        self,
+        scope: RendezvousScope,
+        key: str,
+        rank: int,
+        missing: str,
+        deadline: SuspendAwareDeadline,
+    ) -> dict[str, Any]:
         """Return what a rank says, waiting for it.
 
         Raises:
             CheckpointError: it has failed, is lost, or does not say anything in time.
         """
-        deadline = SuspendAwareDeadline(self._timeout_s)
         after_failure: SuspendAwareDeadline | None = None
         while True:
             # Before the look: it may have been lost after it had said so.
@@ -477,7 +489,7 @@ class CheckpointManager:
             if after_failure is not None:
                 is_late |= after_failure.is_over(_POLL_S)
             if self._stopping.is_set() or is_late:
-                limit = "" if self._stopping.is_set() else f" (longer waits: {CONNECT})"
+                limit = "" if self._stopping.is_set() else f" (longer waits: {self._limited_by})"
                 raise CheckpointError(f"rank {rank} has not {missing}{limit}")
             time.sleep(_POLL_S)
         word: dict[str, Any] = json.loads(said)

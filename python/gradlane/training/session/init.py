@@ -366,6 +366,7 @@ def _assemble_with(
             options.checkpoints.keep,
             membership,
             network.connect_timeout_s,
+            network.progress_timeout_s,
             secret,
             observer.add_event,
         )
