@@ -11,7 +11,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from gradlane.training.node.group import open_node_store
 from gradlane.training.node.layout import NodeLayout
+from gradlane.training.rendezvous import addresses, torch_reports
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import RendezvousScope, open_store
 from gradlane.training.rendezvous.store_server import bind_store, host_store
@@ -156,6 +157,8 @@ PARTIAL_REQUESTS = {
     + b"half",
     "another protocol": b"GET / HTTP/1.1\r\n\r\n",
 }
+TOO_LONG = b"\0\xce\xf7\x85\x3c\1" + struct.pack("<Q", 1 << 60)
+ERRORS_ALONE = 2
 ATTACKERS = 300
 
 
@@ -167,10 +170,10 @@ def client_of(port: int) -> TCPStore:
 
 
 @contextlib.contextmanager
-def unfinished(port: int, requests: list[bytes]) -> Iterator[None]:
+def unfinished(port: int, requests: list[bytes], clients: int = ATTACKERS) -> Iterator[None]:
     """Hold many connections to a store that have sent a part of a request."""
     with contextlib.ExitStack() as held:
-        for index in range(ATTACKERS):
+        for index in range(clients):
             caller = held.enter_context(socket.create_connection(("127.0.0.1", port)))
             caller.sendall(requests[index % len(requests)])
         yield
@@ -208,10 +211,31 @@ def test_drawn_bytes_end_no_store(hosted: HostedStore, seed: int) -> None:
         assert client.get("number") == str(number).encode()
 
 
-@pytest.mark.parametrize("opens", ["rank 0", "a node's first rank", "the command"])
-def test_every_store_that_gradlane_hosts_answers_beside_unfinished_requests(opens: str) -> None:
+@pytest.fixture
+def torch_warns() -> Iterator[Callable[[], int]]:
+    """Have torch log warnings; returns the level from which on it logs."""
+    level = torch_reports._level()
+    before, level.value = level.value, 1
+    yield lambda: level.value
+    level.value = before
+
+
+@pytest.mark.parametrize(
+    "opens", ["rank 0", "rank 0 for other machines", "a node's first rank", "the command"]
+)
+def test_every_store_that_gradlane_hosts_answers_beside_unfinished_requests_and_logs_none(
+    opens: str,
+    torch_warns: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     store: Any
-    if opens == "rank 0":
+    clients = ATTACKERS
+    if opens.startswith("rank 0"):
+        if opens != "rank 0":
+            # Torch looks up the names of all clients of a port that is open to other machines.
+            clients = len(PARTIAL_REQUESTS)
+            monkeypatch.setattr(addresses, "names_loopback", lambda host: False)
         port = reserve_port()
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         store = open_store(RankInfo(0, 2, "job", 0), environment, PATIENCE_S, PATIENCE_S).store
@@ -221,12 +245,20 @@ def test_every_store_that_gradlane_hosts_answers_beside_unfinished_requests(open
         scope = RendezvousScope(bounded(), RankInfo(0, 2, "job", 0), 0, PATIENCE_S)
         layout = NodeLayout(nodes=1, local_size=2, node=0, local_rank=0, leaders=1)
         store = open_node_store(layout, scope, PATIENCE_S)
-    with unfinished(store.port, list(PARTIAL_REQUESTS.values())):
+    with unfinished(store.port, list(PARTIAL_REQUESTS.values()), clients):
         client_of(store.port).set("word", "1")
         assert store.get("word") == b"1"
+        with socket.create_connection(("127.0.0.1", store.port)) as caller:
+            caller.sendall(TOO_LONG)
+            # Closed once it is refused, and so reported.
+            caller.settimeout(PATIENCE_S)
+            assert caller.recv(1) == b""
+        assert torch_warns() == ERRORS_ALONE
         begun_s = time.monotonic()
         del store
         assert time.monotonic() - begun_s < PATIENCE_S
+    assert eventually(lambda: torch_warns() == 1, PATIENCE_S)
+    assert capfd.readouterr().err == ""
 
 
 @needs_core

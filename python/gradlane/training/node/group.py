@@ -21,6 +21,7 @@ from gradlane.training.node.layout import NodeLayout
 from gradlane.training.rendezvous.addresses import bind
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.store_server import serve_on
+from gradlane.training.rendezvous.torch_reports import hidden_reports
 
 _LOOPBACK = "127.0.0.1"
 _NEVER = datetime.timedelta(days=1)
@@ -66,7 +67,8 @@ def open_node_store(layout: NodeLayout, scope: RendezvousScope, timeout_s: float
     key = f"local/store/{layout.node}"
     if layout.local_rank > 0:
         port = int(scope.get(key, layout.rank_of(layout.node, 0)))
-        return TCPStore(_LOOPBACK, port, is_master=False, timeout=limit, wait_for_workers=False)
+        with hidden_reports():
+            return TCPStore(_LOOPBACK, port, is_master=False, timeout=limit, wait_for_workers=False)
     listener = bind(_LOOPBACK, 0)
     port = listener.getsockname()[1]
     store = serve_on(
@@ -88,7 +90,8 @@ class NodeGroup:
             layout: of the ranks on nodes.
         """
         make = _nccl if backend == NCCL else _gloo
-        self._group: Any = make(store, layout.local_rank, layout.local_size)
+        with hidden_reports():
+            self._group: Any = make(store, layout.local_rank, layout.local_size)
 
     def reduce(self, values: Tensor, root: int) -> Work:
         """Replace the root's values by the sum; those of the other ranks become undefined."""

@@ -44,6 +44,7 @@ from gradlane.training.rendezvous.incarnation import Incarnation
 from gradlane.training.rendezvous.presence import BUSY_TEXT, Presence, RankDeadline
 from gradlane.training.rendezvous.signatures import StoreValueRefusedError
 from gradlane.training.rendezvous.store_server import serve_on
+from gradlane.training.rendezvous.torch_reports import hide_reports_of
 
 
 class PublishedAddress(TypedDict):
@@ -144,7 +145,10 @@ def open_store(
             with contextlib.suppress(OSError):
                 bound = addresses.bind(host, port)
                 return serve_on(bound, host, port, **arguments)
-        return TCPStore(host, port, **arguments)
+        store = TCPStore(host, port, **arguments)
+        if is_host:
+            hide_reports_of(store)
+        return store
 
     try:
         # Torch's own limit comes first: a thread that it ends later may meet the process's end.

@@ -79,10 +79,14 @@ def serve_on(bound: socket.socket, host: str, port: int, **options: Any) -> TCPS
     """
     from torch._C._distributed_c10d import TCPStore
 
+    from gradlane.training.rendezvous.torch_reports import hide_reports_of
+
     options["master_listen_fd"] = bound.detach()
     try:
-        return TCPStore(host, port, use_libuv=True, **options)
+        store = TCPStore(host, port, use_libuv=True, **options)
     except RuntimeError as error:
         if "libuv" not in str(error):
             raise
-        return TCPStore(host, port, use_libuv=False, **options)
+        store = TCPStore(host, port, use_libuv=False, **options)
+    hide_reports_of(store)
+    return store

@@ -1,7 +1,9 @@
-"""Torch's own reports of a lost store, which are C++ frames, kept from the terminal.
+"""Torch's own reports of a store, which are C++ frames, kept from the terminal.
 
-Torch logs them before it raises the error, which names the store in a sentence. Its level of
-logging is one number of the process, so it is changed while a call on a store is made only.
+A client logs them before it raises the error, which names the store in a sentence. A server logs
+each request that is none, which any process that reaches its port can send. Torch's level of
+logging is one number of the process: it is changed while a call on a store is made, and less far
+while this process hosts one, where errors of torch's other parts stay visible.
 """
 
 from __future__ import annotations
@@ -10,35 +12,55 @@ import contextlib
 import ctypes
 import functools
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-_INFO, _FATAL = 0, 3
-_lock = threading.Lock()
-_calls = 0
+_INFO, _ERROR, _FATAL = 0, 2, 3
+_lock = threading.RLock()
+"""A store may be released, and its reports be shown again, wherever Python collects garbage."""
+_active: list[int] = []
+"""Levels that somebody needs now; the highest is in force."""
 _before = _FATAL
 
 
 @contextlib.contextmanager
 def hidden_reports() -> Iterator[None]:
     """Hide torch's C++ reports inside, unless `TORCH_CPP_LOG_LEVEL=INFO` asks for everything."""
-    global _calls, _before
-    level = _level()
-    with _lock:
-        _calls += 1
-        if _calls == 1:
-            _before = level.value
-            if _before != _INFO:
-                level.value = _FATAL
+    _hide(_FATAL)
     try:
         yield
     finally:
-        with _lock:
-            _calls -= 1
-            if _calls == 0 and level.value == _FATAL:
-                level.value = _before
+        _show(_FATAL)
+
+
+def hide_reports_of(hosted: object) -> None:
+    """Hide a hosted store's reports, which are warnings, until it is released."""
+    _hide(_ERROR)
+    # Not at the end of the process, which ends the store as well.
+    weakref.finalize(hosted, _show, _ERROR).atexit = False
+
+
+def _hide(at: int) -> None:
+    global _before
+    with _lock:
+        if not _active:
+            _before = _level().value
+        _active.append(at)
+        _apply()
+
+
+def _show(at: int) -> None:
+    with _lock:
+        _active.remove(at)
+        _apply()
+
+
+def _apply() -> None:
+    if _before != _INFO:
+        _level().value = max([_before, *_active])
 
 
 @functools.cache
