@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gradlane.errors import RendezvousError
+from gradlane.formats.longer_waits import with_variables
 from gradlane.training.core import (
     Channel,
     CoreChannel,
@@ -340,7 +341,8 @@ def shutdown_channel(
         watch.publish_lateness(scope)
     try:
         channel.finish(timeout_s)
-    except ctx.core.ChannelTimeout:
+    except ctx.core.ChannelTimeout as error:
+        log.warning("%s", with_variables(str(error.args[0])))
         return False
     except ctx.core.ChannelError as error:
         raise translate_error(ctx.core, error, "closing the session") from error

@@ -9,12 +9,13 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 from torch._C._distributed_c10d import HashStore
 
 import gradlane
 from gradlane.errors import GradlaneError
-from gradlane.formats.longer_waits import CONNECT, PROGRESS, SILENCE, with_variables
-from gradlane.training.core import translate_error
+from gradlane.formats.longer_waits import CLOSE, CONNECT, PROGRESS, SILENCE, with_variables
+from gradlane.training.core import load_core, translate_error
 from gradlane.training.options.option_fields import option_rules
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
@@ -22,7 +23,9 @@ from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.incarnation import agree_on_incarnation
 from gradlane.training.rendezvous.join_requests import JoinRequest, join_keys, ranks_in_training
 from gradlane.training.rendezvous.rendezvous import RendezvousScope, open_store
+from tests.built import needs_core
 from tests.training.model.fake_core import FakeCore
+from tests.training.model.ranks import run_ranks
 from tests.training.rendezvous.stores import bounded
 
 SHORT_S = 0.05
@@ -95,3 +98,29 @@ def test_a_wait_that_ends_names_its_option(wait: str) -> None:
     with pytest.raises(GradlaneError) as told:
         call()
     assert named in str(told.value)
+
+
+@needs_core
+def test_a_close_that_is_not_waited_for_names_its_argument_on_all_ranks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    core: Any = load_core()
+    is_told = threading.Event()
+
+    def train(session: gradlane.Session) -> str:
+        model = torch.nn.Linear(2, 2)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if session.rank == 0:
+            session.close(SHORT_S)
+            is_told.set()
+            return caplog.text
+        assert is_told.wait(60.0)
+        with pytest.raises(GradlaneError) as told:
+            for _ in range(3):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+        raise told.value
+
+    logged, error = run_ranks(2, train, core=core, expect_errors=True)
+    for text in (logged, str(error)):
+        assert f"did the same within {SHORT_S} s (longer waits: {CLOSE})" in text

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from gradlane.formats.longer_waits import PROGRESS, SILENCE
+from gradlane.formats.longer_waits import CLOSE, PROGRESS, SILENCE
 from gradlane.training.core import CoreChannel, CoreModule, MembershipRow, SquareSum
 from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.devices import ON_HOST, SumBackend
@@ -473,7 +473,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             )
             text = (
                 f"ranks {ranks} of this node did not close within {timeout_s:g} s (longer waits: "
-                "session.close(timeout_s=...))"
+                f"{CLOSE})"
             )
             self.abort(text)
             raise self._core.ChannelTimeout(text, self._landed.last_complete, None)
