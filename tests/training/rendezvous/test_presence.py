@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -121,7 +122,19 @@ def exchange(session: Any, busy: Callable[[], None]) -> None:
     assert session.exchange(session.rank) == [0, 1]
 
 
-@pytest.mark.parametrize("call", [first, again, second_model, exchange])
+def spread(session: Any, busy: Callable[[], None]) -> None:
+    busy()
+    session.register("values", (4,), np.float32)
+    found = session.spread({"values": np.full(4, session.rank, np.float32)})
+    assert found["values"].sum() == 0.0
+
+
+def probe(session: Any, busy: Callable[[], None]) -> None:
+    busy()
+    assert len(session.probe(window_s=0.05, directions=False).ports) == 2
+
+
+@pytest.mark.parametrize("call", [first, again, second_model, exchange, spread, probe])
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_busy_rank_is_waited_for(call: Callable[..., None], late: int) -> None:
     def body(session: Any) -> None:

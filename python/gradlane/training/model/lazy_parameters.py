@@ -156,19 +156,6 @@ def _classes_for(
         return methods.as_subclass(self, other)  # type: ignore[no-any-return]
 
     @classmethod  # type: ignore[misc]
-    def own_function(
-        cls: type[Tensor],
-        function: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function not in _METADATA:
-            _wait_for_all((*args, *kwargs.values()))
-        return _call_as_own(function, types, args, kwargs)
-
-    @classmethod  # type: ignore[misc]
     def waiting_function(
         cls: type[Tensor],
         function: Callable[..., Any],
@@ -194,7 +181,7 @@ def _classes_for(
         _OWN: own,
     }
     make: Any = type(own)
-    own_operations = {} if is_unguarded else {"__torch_function__": own_function}
+    own_operations = {} if is_unguarded else {"__torch_function__": waiting_function}
     settled: type[Tensor] = (
         own if is_unguarded else make(own.__name__, (own,), {**common, **own_operations})
     )
@@ -228,15 +215,15 @@ def _wait_for_all(values: Iterable[Any]) -> bool:
     """Wait for the updates of all parameters among an operation's arguments, of whatever model.
 
     Returns:
-        Whether they all have their own classes again; not so in an update itself.
+        Whether there were any, and none is due any more; not so in an update itself.
     """
-    settled = True
+    waited, settled = False, True
     for value in _tensors_in(values):
         wait = getattr(type(value), _WAIT, None)
         if wait is not None:
             wait(value)
-            settled = settled and not hasattr(type(value), _WAIT)
-    return settled
+            waited, settled = True, settled and not hasattr(type(value), _WAIT)
+    return waited and settled
 
 
 def _call_as_own(
