@@ -151,6 +151,30 @@ def open_channel(
     return channel
 
 
+def open_column(
+    ctx: SessionContext,
+    scope: RendezvousScope,
+    rows: Sequence[Mapping[str, Any]],
+    ranks: Sequence[int],
+) -> CoreChannel:
+    """Connect some of the ranks, while all others connect in the same way; collective for all.
+
+    Args:
+        ctx: of the session.
+        scope: of all ranks.
+        rows: the plan's tensors, those of these ranks.
+        ranks: of the channel, in its order; this one is among them.
+
+    Raises:
+        RendezvousError: ranks cannot reach each other; the same text on all.
+    """
+    channel = _connect(ctx, scope, scope.secret(ctx.secret), "worker", rows, ranks)
+    wait_until_all_are_connected(ctx.core, channel, scope)
+    limit_s = ctx.options.network.progress_timeout_s
+    scope.mark_connected(limit_s, functools.partial(check_connected, ctx.core, channel))
+    return channel
+
+
 def ranks_in_errors(ctx: SessionContext, channel: Channel, first: int) -> list[int]:
     """Return the world ranks by their number in a channel's errors.
 

@@ -24,11 +24,7 @@ _WRAPPERS = {
     ),
     "FullyShardedDataParallel": (
         "is sharded by FullyShardedDataParallel; gradlane keeps whole parameters on every rank: "
-        "prepare the bare model"
-    ),
-    "FSDPModule": (
-        "is sharded by fully_shard(); gradlane keeps whole parameters on every rank: prepare the "
-        "bare model"
+        "prepare the bare model, or shard it by fully_shard() within the node"
     ),
 }
 

@@ -88,9 +88,10 @@ def open_store(
 ) -> BoundedStore:
     """Open the store at the given address, or torch.distributed's, or the one torchrun would use.
 
-    No rank hosts the store at a given address. Rank 0 hosts torchrun's, unless torchrun's agent
-    does: on the loopback interface alone where `MASTER_ADDR` is a loopback address or `localhost`,
-    else on all addresses.
+    torch.distributed's is left alone where its group has fewer ranks than the job, as those of a
+    node have that are a group by themselves: the others would never be there. No rank hosts the
+    store at a given address. Rank 0 hosts torchrun's, unless torchrun's agent does: on the loopback
+    interface alone where `MASTER_ADDR` is a loopback address or `localhost`, else on all addresses.
 
     Args:
         rank_info: this rank.
@@ -116,7 +117,7 @@ def open_store(
     if given is not None:
         host_text = "which a process of its own keeps"
         remedy = "check GRADLANE_STORE or store=, and that `gradlane store` is running there"
-    elif dist.is_available() and dist.is_initialized():
+    elif dist.is_available() and dist.is_initialized() and dist.get_world_size() >= rank_info.ranks:
         from torch.distributed import distributed_c10d
 
         store = distributed_c10d._get_default_store()

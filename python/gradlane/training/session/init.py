@@ -56,6 +56,7 @@ from gradlane.training.session.models import PreparedModels
 from gradlane.training.session.scopes import SessionScopes
 from gradlane.training.session.session import Session
 from gradlane.training.session.world import World
+from gradlane.training.sharded.model import ShardedModel
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -400,7 +401,10 @@ def _assemble_with(
 
     def look() -> None:
         """Raise if a model or the arrays have lost a rank."""
-        parts: list[PreparedModel | ArrayExchange] = [*models.prepared]
+        parts: list[PreparedModel | ShardedModel | ArrayExchange] = [
+            *models.prepared,
+            *models.sharded,
+        ]
         if arrays.exchange is not None:
             parts.append(arrays.exchange)
         for part in parts:

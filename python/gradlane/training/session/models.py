@@ -30,6 +30,9 @@ from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.session import after_close
 from gradlane.training.session.joining import Joins
 from gradlane.training.session.world import World
+from gradlane.training.sharded.fsdp import ShardedUnit, is_sharded
+from gradlane.training.sharded.model import ShardedModel, read_sharded
+from gradlane.training.sharded.refusals import argument_refusal, option_refusal, refuse_call
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 OptimizerType = TypeVar("OptimizerType")
@@ -56,6 +59,7 @@ class PreparedModels:
         self._world = world
         self._meet = world.meet
         self.prepared: list[PreparedModel] = []
+        self.sharded: list[ShardedModel] = []
         self.joins = Joins(world, store, self.prepared, look)
         self._links: LinkReport | None = None
         self.plans = ActivePlan(world.ctx.options, world.meet, self.prepared, abort)
@@ -106,6 +110,9 @@ class PreparedModels:
     ) -> tuple[ModelType, OptimizerType]:
         """Connect a model and its optimizer, or optimizers, to all ranks."""
         optimizer: Any = as_one(given)
+        if is_sharded(model):
+            self._prepare_sharded(model, optimizer, defer, buffers, plan)
+            return model, given
         if self._ctx.membership.lacks_ranks:
             # On all ranks alike, and the lost ones come to no meeting.
             raise UsageError(
@@ -207,6 +214,46 @@ class PreparedModels:
             )
         return model, given
 
+    def _prepare_sharded(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        defer: bool | None,
+        buffers: str,
+        plan: PlanArgument,
+    ) -> None:
+        """Connect a model that `fully_shard` has sharded within the node."""
+        ctx = self._ctx
+        units: list[ShardedUnit] = []
+        unable: ValueError | GradlaneError | None = None
+        try:
+            check_arguments(model, optimizer)
+            self._check_buffers(buffers)
+            why = option_refusal(ctx.options, ctx.rank_info.serving)
+            why = why or argument_refusal(defer, buffers, plan)
+            if why:
+                raise UsageError(f"prepare() of a model that fully_shard has sharded, with {why}")
+            units = read_sharded(ctx, model, optimizer)
+        except (GradlaneError, ValueError) as error:
+            if ctx.options.rendezvous.join:
+                # The members are at no meeting.
+                raise
+            unable = error
+        agree_on_plan(self._meet(), None, {}, unable)
+        self.sharded.append(ShardedModel(ctx, self._meet(), model, optimizer, units))
+        for member in members_of(optimizer):
+            after_close.forget(member)
+        saved = model.state_dict().keys()
+        own = [name for name, _ in model.named_buffers() if name in saved]
+        if own and buffers != "local" and ctx.rank_info.world_size > 1:
+            warnings.warn(
+                f"buffers={buffers!r} with a model that fully_shard has sharded: FSDP leaves "
+                f"{own[0]!r} and all other buffers to each rank, and so does gradlane after "
+                'prepare(); give buffers="local" to say that this is meant',
+                UserWarning,
+                stacklevel=4,
+            )
+
     def _check_buffers(self, buffers: str) -> None:
         if buffers not in MODES:
             raise ValueError(f"unknown buffers {buffers!r}; known are {', '.join(MODES)}")
@@ -240,6 +287,15 @@ class PreparedModels:
         rule = plan if isinstance(plan, str) and plan in PLAN_RULES else ""
         check_plan_goes_on(ctx.options.going_on, rule, {})
 
+    def refuse_sharded(self, call: str) -> None:
+        """Refuse a call for all models where some are sharded.
+
+        Raises:
+            UsageError: some are.
+        """
+        if self.sharded:
+            refuse_call(call)
+
     def find(self, model: nn.Module | None, call: str) -> PreparedModel:
         """Return a prepared model.
 
@@ -250,6 +306,9 @@ class PreparedModels:
         Raises:
             UsageError: it was not prepared, or none or several were.
         """
+        sharded = [one for one in self.sharded if model is None or one.model is model]
+        if sharded and (model is not None or not self.prepared):
+            refuse_call(call)
         if model is None and len(self.prepared) == 1:
             return self.prepared[0]
         if model is None:

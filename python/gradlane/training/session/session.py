@@ -53,6 +53,7 @@ from gradlane.training.session.pace import BatchType, at_pace
 from gradlane.training.session.scopes import SessionScopes
 from gradlane.training.session.staleness import StalenessSums
 from gradlane.training.session.world import World
+from gradlane.training.sharded.model import ShardedModel
 
 _STATE_VERSION = 1
 _TOLD_EVERY_S = 0.5
@@ -116,7 +117,7 @@ class Session:
         return self._world.scopes
 
     def __repr__(self) -> str:
-        models = f", models={len(self._models.prepared)}" if self._models.prepared else ""
+        models = f", models={len(self.models)}" if self.models else ""
         strategy = self._ctx.options.strategy.name
         state = self._ended or "open"
         role = ", serves" if self.serves else ""
@@ -140,7 +141,7 @@ class Session:
     def step(self) -> int:
         """Training steps of the first model that have ended; 0 before there is one."""
         if not self._models.prepared:
-            return 0
+            return next((one.step for one in self._models.sharded), 0)
         first = self._models.prepared[0]
         return first.steps.step - int(first.in_step)
 
@@ -240,6 +241,9 @@ class Session:
         learns how many come and sends their sum with the last. In the first step everything is
         sent at `step()`. Where the number grows later, use `no_sync`.
 
+        A model that `fully_shard` has sharded within the node is averaged shard by shard between
+        the nodes; its gradients are the means when `backward()` returns (`docs/sharded.md`).
+
         Call it again, on all ranks between two steps, when parameters are frozen, unfrozen, added
         or removed: it connects the model anew.
 
@@ -285,8 +289,9 @@ class Session:
 
     @property
     def models(self) -> list[nn.Module]:
-        """The prepared models, in the order of `prepare`."""
-        return [prepared.model for prepared in self._models.prepared]
+        """The prepared models, in the order of `prepare`; sharded ones come last."""
+        whole = [prepared.model for prepared in self._models.prepared]
+        return [*whole, *(sharded.model for sharded in self._models.sharded)]
 
     @property
     def codecs(self) -> list[CodecChoice]:
@@ -418,6 +423,7 @@ class Session:
         models of the session. What is sent are sums over batches: divide each loss by their number.
         """
         self._check_open()
+        self._models.refuse_sharded("no_sync()")
         before = [
             (prepared.steps, prepared.steps.accumulates) for prepared in self._models.prepared
         ]
@@ -455,6 +461,8 @@ class Session:
         )
         if not (isinstance(samples, int) and 0 <= samples <= _SAMPLES_MAX):
             raise ValueError(f"weight({samples!r}): give a number of samples, 0 to 2^46")
+        if model is None:
+            self._models.refuse_sharded("weight()")
         found = self._models.prepared
         if model is not None or not found:
             found = [self._models.find(model, "weight()")]
@@ -519,6 +527,7 @@ class Session:
                 backward without `optimizer.step()` or `zero_grad()`.
         """
         self._check_open()
+        self._models.refuse_sharded("join()")
         self._refuse_going_on(
             "join()", "the rank whose values all others get at its end may be lost"
         )
@@ -881,6 +890,9 @@ class Session:
             for prepared in self._models.prepared:
                 for one in members_of(prepared.optimizer):
                     after_close.watch(one, prepared.steps.step, self.world_size)
+            for sharded in self._models.sharded:
+                for one in members_of(sharded.optimizer):
+                    after_close.watch(one, sharded.step, self.world_size)
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._ctx.deadlocks.close()
@@ -958,10 +970,11 @@ class Session:
         for part in self._parts():
             part.forget_in_child()
 
-    def _parts(self) -> list[PreparedModel | ArrayExchange]:
+    def _parts(self) -> list[PreparedModel | ShardedModel | ArrayExchange]:
         """Return the parts with a channel of their own: models, and the arrays if there are any."""
         exchange = self._arrays.exchange
-        return [*self._models.prepared, *([exchange] if exchange is not None else [])]
+        arrays = [] if exchange is None else [exchange]
+        return [*self._models.prepared, *self._models.sharded, *arrays]
 
     def _write_reports(self, ending: str) -> None:
         found = self.plan.prediction.get("ddp_step_s") if self.plan is not None else None

@@ -1,0 +1,1 @@
+"""Models that `fully_shard` has sharded within a node, averaged shard by shard between nodes."""

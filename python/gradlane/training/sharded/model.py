@@ -1,0 +1,355 @@
+"""One sharded model and its optimizer on the channel of a column, from `prepare` to `close`.
+
+The ranks of a node hold a shard each. A *column* is the ranks of all nodes with the same shard: it
+has a channel of its own, between all columns nothing is sent. Parameters, gradients and optimizer
+stay torch's; after `close` they are plain again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from gradlane.errors import GradlaneError, SessionClosedError, SessionFailedError, UsageError
+from gradlane.training.connection import SessionContext, open_column, shutdown_channel
+from gradlane.training.core import Channel, translate_error
+from gradlane.training.model.optimizers import check_optimizer
+from gradlane.training.model.several_optimizers import members_of, name_of
+from gradlane.training.options.codec_choice import (
+    CodecChoice,
+    choose_codecs,
+    rows_with_codecs,
+    unused_codec_option,
+)
+from gradlane.training.options.strategy import RING, ring_ranks
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.rendezvous.tensor_table import TensorEntry, extra_entry, state_entry
+from gradlane.training.sharded.column import ColumnCalls, ColumnChannel, column_of
+from gradlane.training.sharded.fsdp import (
+    ShardedUnit,
+    local_of,
+    parameters_outside,
+    read_units,
+)
+from gradlane.training.sharded.refusals import keeps_residual
+from gradlane.training.sharded.rounds import GradientRounds
+from gradlane.training.sharded.status import StatusLanes
+
+_STATUS = "(status)"
+
+
+def read_sharded(ctx: SessionContext, model: nn.Module, optimizer: Optimizer) -> list[ShardedUnit]:
+    """Return a sharded model's units, checked on this rank.
+
+    Raises:
+        UsageError: torch lacks what is needed, or the model is sharded in a way that cannot be
+            averaged between nodes; the message says what to write.
+        ValueError: the optimizer does not fit the model.
+    """
+    units = read_units(model)
+    if not units:
+        raise UsageError(
+            "the sharded model has no trained parameter (requires_grad=True): train one, or do "
+            "without prepare()"
+        )
+    for unit in units:
+        _check_unit(ctx, unit)
+    outside = parameters_outside(model, units)
+    if outside:
+        raise UsageError(
+            f"parameter {outside[0]!r} is in no unit of fully_shard, so that torch averages its "
+            "gradient on no rank: call fully_shard on the whole model, too, and give it no "
+            "ignored_params that are trained"
+        )
+    entries = [extra_entry(one.name, one.parameter) for unit in units for one in unit.trained]
+    check_optimizer(optimizer, entries)
+    return units
+
+
+def _check_unit(ctx: SessionContext, unit: ShardedUnit) -> None:
+    mesh, rank_info = unit.mesh, ctx.rank_info
+    if unit.replicates or mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        within = f"mesh[{names[-1]!r}]" if names else 'mesh["shard"], of named dimensions'
+        raise UsageError(
+            f"unit {unit.name!r} is on a mesh of {mesh.ndim} dimensions ({mesh}): torch would "
+            "average between nodes, or shard in two ways; call fully_shard(module, mesh="
+            f"{within}), the dimension within the node, and gradlane averages between nodes"
+        )
+    shards = mesh.size()
+    if rank_info.world_size % shards or mesh.get_local_rank() != rank_info.rank % shards:
+        raise UsageError(
+            f"unit {unit.name!r} is sharded over {shards} ranks, of which rank {rank_info.rank} of "
+            f"{rank_info.world_size} is number {mesh.get_local_rank()}: give fully_shard the mesh "
+            'of the consecutive ranks of one node, such as init_device_mesh("cpu", (nodes, '
+            'ranks_per_node), mesh_dim_names=("node", "shard"))["shard"]'
+        )
+    if unit.is_hooked:
+        raise UsageError(
+            f"unit {unit.name!r} has an all-reduce hook already, of another session or of the "
+            "program (set_all_reduce_hook): close that session, or leave the hook out"
+        )
+    devices = {local_of(one.parameter).device.type for one in unit.parameters}
+    if devices != {"cpu"}:
+        raise UsageError(
+            f"unit {unit.name!r} is on {', '.join(sorted(devices))}: sharded models are averaged "
+            "on the CPU so far; use native HSDP there (a mesh of two dimensions, without "
+            "session.prepare)"
+        )
+
+
+class ShardedModel:
+    """A connected sharded model."""
+
+    def __init__(
+        self,
+        ctx: SessionContext,
+        scope: RendezvousScope,
+        model: nn.Module,
+        optimizer: Optimizer,
+        units: Sequence[ShardedUnit],
+    ) -> None:
+        """Agree with all ranks, connect this rank's column, and give it the first node's shards.
+
+        Args:
+            ctx: the session's.
+            scope: where all ranks agree.
+            model: the user's.
+            optimizer: the user's.
+            units: as `read_sharded` has returned them.
+
+        Raises:
+            ValueError, UsageError: a codec is invalid, or keeps a residual.
+            GradlaneError: the ranks differ, or cannot reach each other.
+        """
+        self._ctx = ctx
+        self._scope = scope
+        self.model = model
+        self.optimizer = optimizer
+        self._units = units
+        self.step = 0
+        """Training steps that have ended."""
+        rank_info = ctx.rank_info
+        shards = units[0].mesh.size()
+        self._column = column_of(rank_info.rank, rank_info.world_size, shards)
+        dtypes = [unit.reduce_dtype for unit in units]
+        buffers = [
+            extra_entry(unit.name, torch.empty(unit.elements, dtype=dtype))
+            for unit, dtype in zip(units, dtypes, strict=True)
+        ]
+        initial = _initial_entries(model, units)
+        try:
+            self.codecs = self._choose_codecs(buffers)
+        except (ValueError, UsageError) as error:
+            scope.refuse(str(error))
+            raise
+        self._agree(dtypes, shards)
+        status = StatusLanes([one.name for unit in units for one in unit.trained])
+        rows = [
+            *rows_with_codecs(
+                [entry.plan_row() for entry in buffers],
+                [entry.coded() for entry in buffers],
+                self.codecs,
+            ),
+            {"name": _STATUS, "numel": status.count, "dtype": "f64", "role": "parameter"},
+            *(entry.bytes_row() for entry in initial),
+        ]
+        opened = open_column(ctx, scope, rows, self._column)
+        self.channel: Channel = ColumnChannel(ctx.core, opened, self._column, rank_info.world_size)
+        names = [str(row["name"]) for row in rows]
+        if ctx.recorder is not None:
+            self.channel = ctx.recorder.record(self.channel, names).channel
+        self._name = f"{scope.name}/{self._column[0]}"
+        self._calls = ColumnCalls(ctx, self.channel, self._name)
+        self.rounds = GradientRounds(
+            self.channel,
+            units,
+            dtypes,
+            status,
+            len(self._column),
+            ctx.options.check_every,
+            self._calls,
+            self._on_begin,
+        )
+        self._broadcast_initial(buffers, initial)
+        self._watch = ctx.observer.watch(
+            model, self.channel, self, name=self._name, tensors=names, codecs=self.codecs
+        )
+        self._begun = 0
+        self.has_parted = False
+        """Whether every rank of the column has said goodbye."""
+        ctx.deadlocks.watch(self._name, self.rounds, self._on_deadlock)
+        self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward)]
+        for member in members_of(optimizer):
+            self._handles.append(member.register_step_pre_hook(self._before_step))
+        last = members_of(optimizer)[-1]
+        self._handles.append(last.register_step_post_hook(self._after_step))
+        for number, unit in enumerate(units):
+            unit.set_hook(self.rounds.hook_of(number))
+
+    @property
+    def in_step(self) -> bool:
+        """Whether gradients of this step were sent, and no optimizer has stepped yet."""
+        return self._calls.failure.error is None and self._begun > self.step
+
+    def training_step_of(self, step: int) -> int:
+        """Return the training step of an exchange: of the current one, the others are not kept."""
+        return self._begun if step >= self.rounds.step else min(step, self._begun)
+
+    def close(self, timeout_s: float) -> None:
+        """Unhook the model and close the channel.
+
+        Args:
+            timeout_s: how long to wait for the other ranks' goodbyes; it is no error if they do
+                not come.
+
+        Raises:
+            GradlaneError: the session has failed.
+        """
+        try:
+            self._calls.check()
+            self.rounds.check_whole()
+        except GradlaneError as error:
+            self.abort(f"closed after an error: {error}")
+            raise
+        self._ctx.deadlocks.unwatch(self._name)
+        self._remove_hooks()
+        self._calls.failure.fail(SessionClosedError("the session was closed"))
+        if shutdown_channel(self._ctx, self.channel, self._watch, self._scope, timeout_s):
+            self._scope.delete_keys()
+            self.has_parted = True
+
+    def abort(self, reason: str) -> None:
+        """Give up and tell all ranks why."""
+        self._calls.failure.fail(SessionClosedError(f"the session was given up: {reason}"))
+        with contextlib.suppress(self._ctx.core.ChannelError):
+            self.channel.abort(reason)
+        self.rounds.forget()
+
+    def forget_in_child(self) -> None:
+        """Drop the connections in a forked child."""
+        self.channel.forget_in_child()
+        self._calls.failure.fail(
+            SessionClosedError("this session belongs to the parent of this forked child")
+        )
+
+    # ---- inside
+
+    def _choose_codecs(self, buffers: Sequence[TensorEntry]) -> list[CodecChoice]:
+        options = self._ctx.options
+        ranks = ring_ranks(options.strategy.name, len(self._column))
+        choices = choose_codecs(options.codec, [entry.coded() for entry in buffers], ranks)
+        for choice in choices:
+            if choice.facts is not None and choice.facts.residual_width > 0:
+                raise keeps_residual(choice.codec)
+        unused = unused_codec_option(options.codec, has_ring=options.strategy.name == RING)
+        if unused:
+            raise ValueError(unused)
+        return choices
+
+    def _agree(self, dtypes: Sequence[torch.dtype], shards: int) -> None:
+        """Compare the model, the units and the options of all ranks, also of other columns."""
+        options = {
+            **self._ctx.options.agreed(),
+            "world_size": self._ctx.rank_info.world_size,
+            "optimizer": name_of(self.optimizer),
+            "shards": shards,
+            "units": [[unit.name, str(one)] for unit, one in zip(self._units, dtypes, strict=True)],
+        }
+        tensors = [
+            {**extra_entry(one.name, one.parameter).row(), "unit": unit.name}
+            for unit in self._units
+            for one in unit.trained
+        ]
+        self._scope.agree({"options": options, "tensors": tensors})
+
+    def _broadcast_initial(
+        self, buffers: Sequence[TensorEntry], initial: Sequence[TensorEntry]
+    ) -> None:
+        """Run step 0: this column gets the values of its first rank."""
+        channel, status = self.channel, self.rounds.status.mean
+        lent = [_dense(entry) for entry in initial]
+        scratch = [entry.tensor for entry in buffers]
+        try:
+            channel.step_begin(0)
+            for index, tensor in enumerate((*scratch, status)):
+                nbytes = tensor.numel() * tensor.element_size()
+                channel.tensor_absent(index, 0, tensor.data_ptr(), nbytes)
+            first = len(scratch) + 1
+            for index, (entry, tensor) in enumerate(zip(initial, lent, strict=True), first):
+                channel.gradient_ready(index, 0, tensor.data_ptr(), entry.nbytes)
+            channel.step_end(0)
+            with self._calls.waiting(0):
+                channel.wait_step(0)
+        except BaseException as error:
+            with contextlib.suppress(self._ctx.core.ChannelError):
+                channel.abort(f"{type(error).__name__} while spreading the model: {error}")
+            if isinstance(error, self._ctx.core.ChannelError):
+                where = "spreading the first node's values"
+                raise translate_error(self._ctx.core, error, where) from error
+            raise
+        if self._ctx.rank_info.rank == self._column[0]:
+            return
+        with torch.no_grad():
+            for entry, tensor in zip(initial, lent, strict=True):
+                if tensor.data_ptr() != entry.tensor.data_ptr():
+                    entry.tensor.copy_(tensor)
+                else:
+                    # The core wrote there, and torch has not counted that.
+                    increment_version(entry.tensor)
+
+    def _on_begin(self) -> int:
+        if self._begun == self.step:
+            self._begun += 1
+            self._watch.step_begins(self._begun)
+        return self.step
+
+    def _before_forward(self, *_: Any) -> None:
+        self._calls.check()
+        self.rounds.check_whole()
+
+    def _before_step(self, *_: Any) -> None:
+        self._calls.check()
+        self.rounds.check_whole()
+
+    def _after_step(self, *_: Any) -> None:
+        self.step = self._begun
+
+    def _on_deadlock(self, reason: str) -> None:
+        """Fail here and tell all ranks; called while this rank waits."""
+        self._calls.failure.fail(SessionFailedError(reason, self.step))
+        with contextlib.suppress(self._ctx.core.ChannelError):
+            self.channel.abort(reason)
+
+    def _remove_hooks(self) -> None:
+        for unit in self._units:
+            unit.set_hook(None)
+        for handle in self._handles:
+            handle.remove()
+
+
+def _initial_entries(model: nn.Module, units: Sequence[ShardedUnit]) -> list[TensorEntry]:
+    """Return what step 0 broadcasts: shards of this rank, parameters in no unit, and buffers."""
+    shards = {id(one.parameter) for unit in units for one in unit.parameters}
+    found = [
+        state_entry(one.name, local_of(one.parameter)) for unit in units for one in unit.parameters
+    ]
+    others = [*model.named_parameters(), *model.named_buffers()]
+    found += [
+        state_entry(name, local_of(tensor)) for name, tensor in others if id(tensor) not in shards
+    ]
+    return [entry for entry in found if entry.nbytes]
+
+
+def _dense(entry: TensorEntry) -> Tensor:
+    """Return a tensor's memory, or a dense copy of one with gaps."""
+    tensor = entry.tensor
+    if tuple(tensor.stride()) == entry.stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, entry.stride, dtype=tensor.dtype).copy_(tensor)

@@ -1,0 +1,1 @@
+"""Tests of models that `fully_shard` has sharded within nodes."""

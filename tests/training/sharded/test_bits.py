@@ -1,0 +1,113 @@
+"""Sharded models train to the bits of torch's HSDP, in processes as torchrun starts them.
+
+With two nodes the reference is torch's own, over Gloo; with four it is FSDP with a hook that
+averages in the order of ranks, as sums of four depend on their order.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.built import needs_core
+from tests.forked_programs import ForkedPrograms
+from tests.paths import ROOT
+from tests.ports import reserve_port
+from tests.training.sharded.fsdp2 import needs_fsdp2
+
+pytestmark = [needs_core, needs_fsdp2]
+PROGRAM = "tests.training.sharded.programs"
+
+
+def start(
+    programs: ForkedPrograms,
+    folder: Path,
+    program: str,
+    arguments: list[str],
+    nodes: int = 2,
+    local: int = 2,
+) -> list[str]:
+    """Run a program on nodes of ranks, as torchrun starts them; returns what each has printed."""
+    common = {
+        **{"WORLD_SIZE": str(nodes * local), "LOCAL_WORLD_SIZE": str(local)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())},
+        **{"GLOO_SOCKET_IFNAME": "lo"},
+        "CHECKPOINTS": str(folder / "checkpoints"),
+        "NODE_PORTS": ",".join(str(reserve_port()) for _ in range(nodes)),
+    }
+    environments = [
+        {**common, "RANK": str(rank), "LOCAL_RANK": str(rank % local)}
+        for rank in range(nodes * local)
+    ]
+    return programs.run_all(folder, program, arguments, environments, timeout_s=250)
+
+
+def run(
+    programs: ForkedPrograms, folder: Path, scenarios: list[str], nodes: int = 2
+) -> dict[str, list[str]]:
+    """Run scenarios on nodes of two ranks; returns what each rank found, by scenario."""
+    printed = start(programs, folder, PROGRAM, scenarios, nodes)
+    found: dict[str, list[str]] = {}
+    for output in printed:
+        for line in output.splitlines():
+            name, _, result = line.partition(": ")
+            found.setdefault(name, []).append(result)
+    return found
+
+
+BITS = (
+    *("adamw", "sgd", "clipped", "ring", "accumulated", "accumulated_in_node", "several"),
+    *("seldom", "bf16", "bf16_f32", "bf16_default", "f64_reduced", "tied", "checkpointing"),
+    *("reentrant", "checkpoints"),
+)
+CODECS = ("codec_bf16", "codec_qsgd")
+
+
+@pytest.fixture(scope="module")
+def two_nodes(
+    programs: ForkedPrograms, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[str]]:
+    """Return what each rank of two nodes has found, by scenario; all run in the same processes."""
+    return run(programs, tmp_path_factory.mktemp("two"), [*BITS, *CODECS])
+
+
+@pytest.mark.parametrize("scenario", BITS)
+def test_two_nodes_have_the_bits_of_hsdp(two_nodes: dict[str, list[str]], scenario: str) -> None:
+    lines = two_nodes[scenario]
+    assert [one[:5] for one in lines] == ["same "] * 4, lines
+    # A shard is the same on both nodes, and another one than its neighbour.
+    assert lines[0] == lines[2] != lines[1] == lines[3]
+
+
+@pytest.mark.parametrize(("scenario", "least", "most"), [(CODECS[0], 1.5, 2), (CODECS[1], 2, 4)])
+def test_codecs_between_nodes(
+    two_nodes: dict[str, list[str]], scenario: str, least: float, most: float
+) -> None:
+    sums = [line.split()[-1] for line in two_nodes[scenario]]
+    assert sums[0] == sums[2] != sums[1] == sums[3]
+    assert not any(line.startswith("same") for line in two_nodes[scenario])
+    # Of a model this small, what the ranks compare is a good part of all bytes.
+    assert all(least < float(ratio) < most for ratio in two_nodes[f"{scenario} ratio"])
+
+
+def test_four_nodes_average_in_the_order_of_ranks(programs: ForkedPrograms, tmp_path: Path) -> None:
+    found = run(programs, tmp_path, ["adamw", "bf16"], nodes=4)
+    assert [line[:5] for lines in found.values() for line in lines] == ["same "] * 16
+
+
+def test_nodes_may_be_groups_by_themselves(
+    two_nodes: dict[str, list[str]], programs: ForkedPrograms, tmp_path: Path
+) -> None:
+    found = run(programs, tmp_path, ["node_groups", "adamw"])
+    assert found["adamw"] == two_nodes["adamw"]
+
+
+def test_the_example_learns_what_hsdp_learns(programs: ForkedPrograms, tmp_path: Path) -> None:
+    path = str(ROOT / "examples" / "fsdp2.py")
+    losses = []
+    for engine in ("gradlane", "hsdp"):
+        printed = start(programs, tmp_path, path, ["--engine", engine, "--steps", "3"])
+        losses.append([line for text in printed for line in text.splitlines()])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
