@@ -11,6 +11,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from gradlane.errors import RendezvousError
+from gradlane.training.rendezvous import start_failures
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.start_failures import StartFailures
 from tests.built import needs_core
@@ -154,6 +155,45 @@ def test_an_answer_to_another_request_is_none(secrets: tuple[str | None, str | N
     with pytest.raises(RendezvousError, match="of this start"):
         late.check()
     late.stop()
+
+
+def late_rank(store: HashStore) -> StartFailures:
+    """Return a rank that opens its session when nobody tells of a failure any more."""
+    hears, tells = pair(store, (None, None))
+    tells.tell("rank 1 gave up: no such file", 0.0)
+    return hears
+
+
+def looked(hears: StartFailures) -> StartFailures:
+    """Have a rank look for failures, and stop."""
+    hears.listen(lambda: True)
+    hears.stop()
+    return hears
+
+
+def test_a_rank_that_comes_when_nobody_tells_any_more_hears_of_a_failure() -> None:
+    with pytest.raises(RendezvousError, match=r"no such file \(\d s before rank 0 came\)"):
+        looked(late_rank(HashStore())).check()
+
+
+def test_a_process_that_is_younger_than_a_failure_or_knows_it_hears_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = HashStore()
+    restarted = late_rank(store)
+    with monkeypatch.context() as patched:
+        patched.setattr(start_failures, "_process_age_s", lambda: 0.0)
+        looked(restarted).check()
+    with pytest.raises(RendezvousError):
+        looked(pair(store, (None, None))[0]).check()
+    looked(pair(store, (None, None))[0]).check()
+
+
+def test_a_rank_that_comes_again_takes_its_failure_back() -> None:
+    store = HashStore()
+    hears = late_rank(store)
+    looked(pair(store, (None, None))[1])
+    looked(hears).check()
 
 
 @pytest.mark.parametrize("other", [None, SECRETS[1]])

@@ -6,6 +6,9 @@ the requests of all others with its reason. An answer to a request of an earlier
 thread of each session looks for an answer until the ranks are connected, also while the program
 reads its data.
 
+A rank that opens its session when nobody tells any more finds the last failure in the store, with
+its time. It is of this start if this rank's process ran then: a restart has new processes.
+
 A rank without the secret, whose file may be what is missing, answers unsigned. Such an answer ends
 the start as well, which any process that writes the store can do anyway; its words are marked.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import threading
 import time
@@ -36,6 +40,11 @@ TELL_S = 10.0
 _PAUSE_S = 0.02
 _QUIET_S = 1.0
 _REASON_CHARS_MAX = 2000
+_LAST_KEY = "last"
+_SKEW_S = 2.0
+"""Seconds that the clocks of two machines may be apart."""
+_heard: set[str] = set()
+"""Requests of ranks whose failures this process has heard of, also in an earlier session."""
 
 
 @dataclass
@@ -126,6 +135,8 @@ class StartFailures:
         failing: dict[int, str] = {}
         is_quiet = True
         with contextlib.suppress(RendezvousError):
+            failure = [time.time(), self._rank, reason, self.request]
+            self._store.set(_LAST_KEY, json.dumps(failure))
             while waiting:
                 for rank, hearer in list(waiting.items()):
                     if self._has_failed(rank, failing) or self._has_heard(rank, reason, hearer):
@@ -173,6 +184,8 @@ class StartFailures:
     def _listen(self, is_connected: Callable[[], bool]) -> None:
         looks = 0
         heard = ""
+        with contextlib.suppress(RendezvousError):
+            self._look_back()
         # It goes on once it has heard of one: other ranks that fail wait until it has heard them.
         while not (self._done.is_set() or is_connected()):
             try:
@@ -195,6 +208,29 @@ class StartFailures:
             return None
         if request != self.request:
             return None
+        self._note(rank, reason, teller, is_verified)
+        return str(teller)
+
+    def _look_back(self) -> None:
+        """Note the last failure that nobody tells any more, if it is of this start."""
+        claimed = self._store.read_claimed(_LAST_KEY, self._raise_if_done)
+        if claimed is None:
+            return
+        with contextlib.suppress(TypeError, ValueError):
+            at_s, rank, reason, teller = json.loads(claimed[0])
+            if rank == self._rank:
+                # It comes again.
+                self._store.delete(_LAST_KEY)
+                return
+            now_s = time.time()
+            ran = now_s - _process_age_s() + _SKEW_S < at_s < now_s + _SKEW_S
+            if ran and teller not in _heard:
+                late = f"{reason} ({max(0.0, now_s - at_s):.0f} s before rank {self._rank} came)"
+                self._note(rank, late, teller, claimed[1])
+
+    def _note(self, rank: object, reason: object, teller: object, is_verified: bool) -> None:
+        """Note a failure of a rank, to be raised by this one."""
+        _heard.add(str(teller))
         if not is_verified:
             words = escaped(str(reason), _REASON_CHARS_MAX)
             reason = (
@@ -203,8 +239,14 @@ class StartFailures:
                 "every rank"
             )
         self._reason = self._reason or str(reason)
-        return str(teller)
 
     def _raise_if_done(self) -> None:
         if self._done.is_set():
             raise RendezvousError("the start is over")
+
+
+def _process_age_s() -> float:
+    """Return how long this process has run, in seconds."""
+    with open("/proc/uptime", encoding="ascii") as uptime, open("/proc/self/stat") as stat:
+        started_ticks = int(stat.read().rpartition(")")[2].split()[19])
+        return float(uptime.read().split()[0]) - started_ticks / os.sysconf("SC_CLK_TCK")
