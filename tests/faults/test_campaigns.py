@@ -9,7 +9,7 @@ import pytest
 
 from gradlane.lab.cluster.privilege import why_no_namespaces
 from gradlane.training.options.option_fields import agreed_options
-from gradlane.training.options.options import Options
+from gradlane.training.options.options import Options, keywords_of
 from tests.built import needs_core
 from tests.faults.campaign import Campaign
 from tests.faults.going_on import starting
@@ -130,3 +130,10 @@ def test_options_that_differ_are_named_to_all_soon_or_are_none() -> None:
     half = through(8, "a", "a", "a")
     half.ends[0] = RankEnd(0, 1, events=[error(f"ranks differ in {name}")])
     assert kinds(options_campaign.judge(scenario, half)) == {"split"}
+
+
+@pytest.mark.parametrize("name", on_options.MISTAKES)
+def test_mistakes_are_refused_by_init_and_not_before_it(name: str) -> None:
+    """A rank that never calls it is waited for as one that is still to come."""
+    for value in on_options.MISTAKES[name]:
+        assert keywords_of(**{name: value})

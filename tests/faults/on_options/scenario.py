@@ -47,12 +47,12 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
     "strategy": ("p4",),
     "codec": ("qsgd:bits=5", "zip"),
     "servers": (0, 9),
-    "silence_timeout_s": (-1.0,),
+    "update": ("both",),
     "interface": ("eth77",),
     "secret_file": ("/nonexistent/secret",),
     "secret": ("short",),
 }
-"""Values that `init()` refuses on the rank that gives them."""
+"""Values that `init()` refuses on the rank that gives them, and not an object before it."""
 FAULTS = ("must be alike", "may be apart", "mistake")
 _WEIGHTS = (5, 4, 3)
 
