@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gradlane.planning.profiler.operations import synthetic_profile
     from gradlane.planning.profiler.recorder import Recorder
     from gradlane.training.options.going_on import GoingOn
+    from gradlane.training.options.local_updates import Local
     from gradlane.training.options.option_groups import Checkpoints, Monitoring, Network, Rendezvous
     from gradlane.training.options.stragglers import Stragglers
     from gradlane.training.options.strategy import LocalSums, Strategy
@@ -50,6 +51,7 @@ __all__ = [
     "ElasticSampler",
     "GoingOn",
     "GradlaneError",
+    "Local",
     "LocalSums",
     "MembershipChange",
     "Monitoring",
@@ -83,6 +85,7 @@ _MODULES = {
     "Coordinator": "planning.planner.coordinator",
     "ElasticSampler": "training.sampler.sampler",
     "GoingOn": "training.options.going_on",
+    "Local": "training.options.local_updates",
     "LocalSums": "training.options.strategy",
     "MembershipChange": "training.rendezvous.membership",
     "Monitoring": "training.options.option_groups",

@@ -207,7 +207,7 @@ def session_book(
         "addresses": tuple(it and endpoint(it["host"], it["port"]) for it in addresses),
         "nodes": tuple(it and it["node"] for it in addresses),
         "strategy": options.strategy.name,
-        "update": options.update,
+        "update": options.update_place,
         "model": type(booked.model).__name__,
         "gradient_bytes": sum(layer.size_bytes for layer in layers),
         "schemes": booked.schemes,

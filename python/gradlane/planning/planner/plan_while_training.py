@@ -155,7 +155,7 @@ class PlanLearning:
                 workers=self._links.workers,
                 rate_bps=self._links.rate_bps,
                 latency_s=self._links.latency_s,
-                update=self._options.update,
+                update=self._options.update_place,
                 servers=self._options.servers,
                 ranks_per_node=ranks_per_node,
                 stragglers=self._options.stragglers.rule,
@@ -184,7 +184,7 @@ class PlanLearning:
         facts = ClusterFacts(
             self._links.workers,
             self._links.rate_bps,
-            update=self._options.update,
+            update=self._options.update_place,
             servers=self._options.servers,
             stragglers=self._options.stragglers.rule,
         )

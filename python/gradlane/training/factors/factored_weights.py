@@ -127,7 +127,7 @@ def choose_factored(
     wanted = {index: scheme for index, scheme in given.items() if scheme in FACTOR_SCHEMES}
     if not wanted and not (options.strategy.factors and not schemes):
         return {}
-    why = factors_refusal(options.strategy.name, options.update)
+    why = factors_refusal(options.strategy.name, options.update_place)
     if why:
         index, scheme = next(iter(wanted.items()))
         raise ValueError(

@@ -142,7 +142,9 @@ def connect(
     # left out of a step would be missing.
     has_statuses = not (serves or ctx.options.stragglers.leaves_out)
     groups = []
-    if has_statuses and nodes is None:
+    # What each rank exchanges is told beside the differences.
+    is_local = ctx.options.local_updates is not None
+    if has_statuses and nodes is None and not is_local:
         groups = choose_groups(spec.trained, _lonely(ctx, spec))
     extras, layout = build_step_layout(
         model,
@@ -153,7 +155,7 @@ def connect(
         # Ranks that are in different steps have no values in common.
         "local" if ctx.options.is_asynchronous else buffers,
         has_statuses=has_statuses,
-        status_lanes=STATUS_LANES if ctx.options.going_on.on else STATUS_LANES_LEAST,
+        status_lanes=STATUS_LANES if ctx.options.going_on.on or is_local else STATUS_LANES_LEAST,
         groups=groups,
     )
     trained = spec.trained
@@ -165,8 +167,9 @@ def connect(
         scope,
         rows,
         nodes,
-        update=ctx.options.update,
-        gradients=[entry.tensor for entry in trained],
+        update=ctx.options.update_place,
+        # Differences are exchanged too rarely for collectives, which go by each step's order.
+        gradients=[] if is_local else [entry.tensor for entry in trained],
         goes_on=True,
     )
     recording = None

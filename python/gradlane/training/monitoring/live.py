@@ -168,7 +168,7 @@ class LiveView:
             "world_size": rank_info.world_size,
             "serving": rank_info.serving,
             "strategy": options.strategy.name,
-            "update": options.update,
+            "update": options.update_place,
             "stragglers": options.stragglers.rule,
             "uptime_s": now.at_s,
             "ending": self._ending,

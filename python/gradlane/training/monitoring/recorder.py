@@ -88,7 +88,7 @@ def make_recorder(options: Options, rank_info: RankInfo) -> SessionRecorder | No
         "workers": rank_info.world_size,
         "job": rank_info.job,
         "slice_elems": options.strategy.slice_elems,
-        "update": options.update,
+        "update": options.update_place,
     }
     return SessionRecorder(Path(options.monitoring.trace), rank_info.rank, facts)
 

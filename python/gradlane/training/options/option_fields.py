@@ -159,7 +159,7 @@ def check_options(options: Any, named: Callable[[str], str] = str) -> None:
     """
     for field_name, rules in option_rules(options).items():
         value, name = getattr(options, field_name), named(rules.name)
-        if value is None:
+        if value is None or isinstance(value, OptionGroup):
             continue
         if rules.known and value not in rules.known:
             raise ValueError(
@@ -179,6 +179,8 @@ def agreed_options(options: Any) -> dict[str, Any]:
     for one in fields(options):
         value, rules = getattr(options, one.name), one.metadata.get(_RULES)
         if isinstance(value, OptionGroup):
+            if rules is not None and rules.agreed:
+                agreed[rules.name or one.name] = type(value).__name__
             agreed.update(agreed_options(value))
         elif rules is not None and rules.agreed:
             agreed[rules.name or one.name] = value

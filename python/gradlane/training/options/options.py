@@ -15,6 +15,7 @@ from gradlane.training.options.codec_choice import (
 )
 from gradlane.training.options.codec_options import RAW, CodecOptions, Dgc, Qsgd, parse_codec
 from gradlane.training.options.going_on import GoingOn, check_going_on_world
+from gradlane.training.options.local_updates import Local
 from gradlane.training.options.option_fields import (
     OptionGroup,
     agreed_options,
@@ -53,10 +54,12 @@ class Options:
         "(`docs/low-precision.md`).",
         agreed=True,
     )
-    update: str = option(
+    update: str | Local = option(
         UPDATES[0],
         "Where the optimizer runs: `worker`: any optimizer, on every rank; `server`: SGD, Adam or "
-        "AdamW, on each slice's owner, which keeps the state (`docs/optimizers.md`).",
+        "AdamW, on each slice's owner, which keeps the state (`docs/optimizers.md`); `Local(...)`: "
+        "any optimizer, on every rank by itself, with an exchange every so many steps "
+        "(`docs/local-updates.md`).",
         known=UPDATES,
         agreed=True,
     )
@@ -108,6 +111,7 @@ class Options:
         *,
         strategy: str | Strategy | None = None,
         codec: CodecArgument = None,
+        update: str | Local = UPDATES[0],
         local: str | LocalSums | None = None,
         stragglers: str | Stragglers | None = None,
         going_on: bool | GoingOn = False,
@@ -123,6 +127,7 @@ class Options:
         Args:
             strategy: as for `gradlane.init`.
             codec: as for `gradlane.init`.
+            update: as for `gradlane.init`.
             local: as for `gradlane.init`.
             stragglers: as for `gradlane.init`.
             going_on: as for `gradlane.init`.
@@ -131,7 +136,7 @@ class Options:
             checkpoints: as for `gradlane.init`.
             monitoring: as for `gradlane.init`.
             environment: the variables, such as `os.environ`.
-            others: `update`, `servers`, `workers` and `check_every`.
+            others: `servers`, `workers` and `check_every`.
 
         Raises:
             ValueError: an option or a variable is out of its range, or does not go with another
@@ -141,6 +146,7 @@ class Options:
         return cls(
             strategy=_group("strategy", Strategy, strategy),
             codec=codec_rules(codec),
+            update=update if isinstance(update, str) else _group("update", Local, update),
             local=_group("local", LocalSums, local),
             stragglers=_group("stragglers", Stragglers, stragglers),
             going_on=GoingOn(on=going_on)
@@ -168,22 +174,25 @@ class Options:
         if self.strategy.name == ASGD:
             self._check_asgd()
         if self.strategy.factors:
-            why = factors_refusal(self.strategy.name, self.update)
+            why = factors_refusal(self.strategy.name, self.update_place)
             if why:
                 raise ValueError(f"scheme is {self.strategy.factors!r}, but {why}")
-        unused = unused_codec_option(self.codec, encodes_means=self.update == "worker")
+        unused = unused_codec_option(self.codec, encodes_means=self.update != "server")
         if unused:
             raise ValueError(unused)
         others: dict[str, object] = {
             "strategy": self.strategy.name,
             "scheme": self.strategy.factors,
-            "update": self.update,
+            "update": self.update_place,
         }
         check_stragglers(self.stragglers.rule, others)
         self._check_going_on()
+        refusal = local_refusal(self) if self.local_updates is not None else ""
+        if refusal:
+            raise ValueError(f"update is {self.update!r}, with {refusal}")
 
     def _check_ring(self) -> None:
-        why = ring_refusal(self.strategy.name, self.update)
+        why = ring_refusal(self.strategy.name, self.update_place)
         if why:
             raise ValueError(f"strategy is 'ring', but {why}")
         if self.servers is not None:
@@ -213,6 +222,16 @@ class Options:
         refusal = going_on_refusal(self) if self.going_on.on else ""
         if refusal:
             raise ValueError(f"going_on with {refusal}")
+
+    @property
+    def local_updates(self) -> Local | None:
+        """How each rank's optimizer runs by itself; None: all ranks average each gradient."""
+        return self.update if isinstance(self.update, Local) else None
+
+    @property
+    def update_place(self) -> str:
+        """Where the optimizer runs, `worker` or `server`."""
+        return self.update if isinstance(self.update, str) else UPDATES[0]
 
     @property
     def is_asynchronous(self) -> bool:
@@ -332,6 +351,64 @@ def going_on_refusal(options: Options) -> str:
     return ""
 
 
+def local_refusal(options: Options) -> str:
+    """Return the first option that excludes local updates, with why and what to do; else empty."""
+    if options.strategy.name == ASGD:
+        return (
+            f"strategy {ASGD!r}: it applies each gradient at once, and no gradient is sent here; "
+            "use p3"
+        )
+    if options.strategy.factors:
+        return (
+            f"scheme {options.strategy.factors!r}: a difference of several steps is no product of "
+            "one batch's factors; leave the scheme out"
+        )
+    rules = [("*", options.codec)] if isinstance(options.codec, str) else options.codec
+    for _, codec in rules:
+        if isinstance(parse_codec(codec), Dgc):
+            return (
+                f"codec {codec!r}: it applies the optimizer's momentum itself, and the optimizer "
+                "runs between two exchanges here; use topk, which also sends the largest values"
+            )
+    if options.local.where == "collective":
+        return (
+            'local_sums="collective": a node\'s collectives take all gradients of each step, and '
+            'differences are exchanged in turns; use where="host"'
+        )
+    if options.stragglers.leaves_out:
+        return (
+            f"stragglers={options.stragglers.rule!r}: what a late rank has learned in many steps "
+            'would be left out; use stragglers="wait"'
+        )
+    if options.going_on.on:
+        return (
+            "going_on: an exchange that a rank is lost in is not finished without it yet; leave it "
+            "out, and restart from a state that was saved after session.synchronize()"
+        )
+    if options.workers is not None:
+        return (
+            f"workers={options.workers}: no rank serves only, since the outer optimizer runs on "
+            "every rank; leave it out, or give servers="
+        )
+    if options.check_every:
+        return (
+            f"check_every={options.check_every}: the ranks' parameters differ between two "
+            "exchanges; leave it out, and a sample of the common values is compared"
+        )
+    if options.checkpoints.folder is not None:
+        return (
+            "checkpoints=: its files hold one model for all ranks, and each rank has its own here; "
+            "leave it out, and save the model, the optimizer and session.state_dict() on every "
+            "rank, or on one after session.synchronize()"
+        )
+    if options.monitoring.trace is not None:
+        return (
+            f"trace={options.monitoring.trace!r}: timelines are drawn from backward passes that "
+            "send gradients; leave it out, and see session.metrics()"
+        )
+    return ""
+
+
 def _ring_codec_refusal(codec: CodecOptions | None) -> str:
     """Return why a ring with a codec does not go on; empty if it does. The core checks plans."""
     if getattr(codec, "residual", False):
@@ -355,7 +432,11 @@ def rows_refusal(options: Options) -> str:
             f"local={options.local.mode!r}, where the ranks of a node add up first, which rows do "
             'not: use local="off"'
         )
-    return serverless_refusal(options.strategy.name, options.update, "rows are not added up there")
+    if options.local_updates is not None:
+        return "differences of several steps touch more rows than a batch"
+    return serverless_refusal(
+        options.strategy.name, options.update_place, "rows are not added up there"
+    )
 
 
 def keywords_of(**given: Any) -> dict[str, Any]:
@@ -398,6 +479,7 @@ def _group(name: str, kind: type[GroupType], given: str | GroupType | None) -> G
 
 GROUPS: dict[str, type[OptionGroup]] = {
     "strategy": Strategy,
+    "update": Local,
     "local": LocalSums,
     "stragglers": Stragglers,
     "going_on": GoingOn,

@@ -17,6 +17,7 @@ from gradlane.training.arrays.registered import RegisteredArrays
 from gradlane.training.checkpoints import manager as checkpointing
 from gradlane.training.connection import SessionContext, listen
 from gradlane.training.core import CoreModule, check_connected, load_core
+from gradlane.training.local_updates.local_model import LocalModel
 from gradlane.training.log import log
 from gradlane.training.model.prepared import PreparedModel
 from gradlane.training.monitoring.observer import make_observer
@@ -25,6 +26,7 @@ from gradlane.training.node.rules import AUTO, OFF, check_sums, nodes_refusal, w
 from gradlane.training.options.codec_choice import CodecArgument, check_codecs
 from gradlane.training.options.codec_options import CODECS, RAW
 from gradlane.training.options.going_on import GoingOn
+from gradlane.training.options.local_updates import Local
 from gradlane.training.options.option_fields import option_rules, with_environment
 from gradlane.training.options.option_groups import Checkpoints, Monitoring, Network, Rendezvous
 from gradlane.training.options.options import GROUPS, Options
@@ -151,7 +153,7 @@ def init(
     *,
     strategy: str | Strategy = Strategy.name,
     codec: CodecArgument = None,
-    update: str = Options.update,
+    update: str | Local = Options.update,
     local: str | LocalSums = LocalSums.mode,
     stragglers: str | Stragglers = Stragglers.rule,
     going_on: bool | GoingOn = False,
@@ -185,7 +187,9 @@ def init(
             `{"*.bias": None, "*": codecs.Qsgd(bits=4)}`, of which the first that fits a parameter's
             name counts. See `docs/low-precision.md`.
         update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, Adam or AdamW, on each
-            slice's owner, which keeps the state; see `docs/optimizers.md`.
+            slice's owner, which keeps the state; see `docs/optimizers.md`; `Local(...)`: any
+            optimizer, on every rank by itself, with an exchange every so many steps; see
+            `docs/local-updates.md`.
         local: what the ranks of a node do before anything goes to the network: `"auto"`: they add
             up where several nodes have several ranks, and the order of sums, so the last bits,
             follows from the layout; `"leader"` or `"shared"`: they do; `"off"`: each rank talks to
@@ -401,10 +405,12 @@ def _assemble_with(
 
     def look() -> None:
         """Raise if a model or the arrays have lost a rank."""
-        parts: list[PreparedModel | ShardedModel | ArrayExchange] = [
+        parts: list[PreparedModel | ShardedModel | LocalModel | ArrayExchange] = [
             *models.prepared,
             *models.sharded,
         ]
+        if models.local is not None:
+            parts.append(models.local)
         if arrays.exchange is not None:
             parts.append(arrays.exchange)
         for part in parts:

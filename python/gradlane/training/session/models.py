@@ -14,12 +14,14 @@ from torch.nn.parameter import is_lazy
 from gradlane.errors import GradlaneError, UsageError
 from gradlane.formats.link_report import LinkReport
 from gradlane.training.connection import SessionContext
+from gradlane.training.local_updates.local_model import LocalModel
 from gradlane.training.model.buffers import MODES
 from gradlane.training.model.optimizers import steps_per_parameter
 from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
 from gradlane.training.model.several_optimizers import as_one, members_of
 from gradlane.training.model.validation import check_arguments
 from gradlane.training.options.going_on import check_plan_goes_on
+from gradlane.training.options.local_updates import Local, call_refusal
 from gradlane.training.options.stragglers import check_schemes
 from gradlane.training.options.strategy import PLAN_RULES, SFB
 from gradlane.training.plans.active_plan import ActivePlan
@@ -60,6 +62,8 @@ class PreparedModels:
         self._meet = world.meet
         self.prepared: list[PreparedModel] = []
         self.sharded: list[ShardedModel] = []
+        self.local: LocalModel | None = None
+        """The model that each rank trains by itself, with `update=gradlane.Local(...)`."""
         self.joins = Joins(world, store, self.prepared, look)
         self._links: LinkReport | None = None
         self.plans = ActivePlan(world.ctx.options, world.meet, self.prepared, abort)
@@ -110,6 +114,10 @@ class PreparedModels:
     ) -> tuple[ModelType, OptimizerType]:
         """Connect a model and its optimizer, or optimizers, to all ranks."""
         optimizer: Any = as_one(given)
+        local = self._ctx.options.local_updates
+        if local is not None:
+            self._prepare_local(model, optimizer, local, defer=defer, buffers=buffers, plan=plan)
+            return model, given
         if is_sharded(model):
             self._prepare_sharded(model, optimizer, defer, buffers, plan)
             return model, given
@@ -254,6 +262,52 @@ class PreparedModels:
                 stacklevel=4,
             )
 
+    def _prepare_local(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        local: Local,
+        *,
+        defer: bool | None,
+        buffers: str,
+        plan: PlanArgument,
+    ) -> None:
+        """Connect the model that each rank trains by itself.
+
+        Raises:
+            UsageError: a call or an argument does not go with that.
+        """
+        refused = {
+            "prepare(plan=...)": plan is not None,
+            "prepare(defer=...)": defer is not None,
+            "prepare(buffers='average')": buffers == "average",
+            "prepare() of a sharded model": is_sharded(model),
+            "prepare() again": self.local is not None and self.local.model is model,
+            "prepare() of a second model": self.local is not None,
+        }
+        unable: ValueError | GradlaneError | None = None
+        try:
+            check_arguments(model, optimizer)
+            self._check_buffers(buffers)
+            for call, is_refused in refused.items():
+                if is_refused:
+                    raise UsageError(call_refusal(call))
+        except (GradlaneError, ValueError) as error:
+            # The others are on their way to the meeting, and hear of it there.
+            unable = error
+        agree_on_plan(self._meet(), None, {}, unable)
+        self.local = LocalModel(self._ctx, self._meet, model, optimizer, local)
+        for member in members_of(optimizer):
+            after_close.forget(member)
+        own = [name for name, _ in model.named_buffers()]
+        if own and buffers != "local" and self._ctx.rank_info.world_size > 1:
+            warnings.warn(
+                f"buffers={buffers!r} with update=gradlane.Local(...): {own[0]!r} and all other "
+                'buffers stay each rank\'s own; give buffers="local" to say that this is meant',
+                UserWarning,
+                stacklevel=4,
+            )
+
     def _check_buffers(self, buffers: str) -> None:
         if buffers not in MODES:
             raise ValueError(f"unknown buffers {buffers!r}; known are {', '.join(MODES)}")
@@ -306,6 +360,8 @@ class PreparedModels:
         Raises:
             UsageError: it was not prepared, or none or several were.
         """
+        if self.local is not None:
+            raise UsageError(call_refusal(call))
         sharded = [one for one in self.sharded if model is None or one.model is model]
         if sharded and (model is not None or not self.prepared):
             refuse_call(call)

@@ -32,6 +32,8 @@ from gradlane.training.arrays.exchange import ArrayExchange
 from gradlane.training.arrays.registered import RegisteredArrays
 from gradlane.training.checkpoints.manager import CheckpointManager
 from gradlane.training.connection import SessionContext
+from gradlane.training.local_updates.local_model import LocalModel
+from gradlane.training.local_updates.state import LOCAL
 from gradlane.training.log import log
 from gradlane.training.model.joining import Stateful
 from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
@@ -40,6 +42,7 @@ from gradlane.training.model.uneven_data import Join
 from gradlane.training.monitoring.metrics import Metrics
 from gradlane.training.monitoring.tensorboard import ScalarFunction, ScalarWriter
 from gradlane.training.options.codec_choice import CodecChoice
+from gradlane.training.options.local_updates import call_refusal
 from gradlane.training.plans.agreement import PlanArgument
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.planning_wing import ChosenScheme
@@ -140,6 +143,8 @@ class Session:
     @property
     def step(self) -> int:
         """Training steps of the first model that have ended; 0 before there is one."""
+        if self._models.local is not None:
+            return self._models.local.step
         if not self._models.prepared:
             return next((one.step for one in self._models.sharded), 0)
         first = self._models.prepared[0]
@@ -291,7 +296,8 @@ class Session:
     def models(self) -> list[nn.Module]:
         """The prepared models, in the order of `prepare`; sharded ones come last."""
         whole = [prepared.model for prepared in self._models.prepared]
-        return [*whole, *(sharded.model for sharded in self._models.sharded)]
+        local = [] if self._models.local is None else [self._models.local.model]
+        return [*whole, *local, *(sharded.model for sharded in self._models.sharded)]
 
     @property
     def codecs(self) -> list[CodecChoice]:
@@ -307,6 +313,8 @@ class Session:
         found: dict[str, str] = {}
         for prepared in self._models.prepared:
             found.update(prepared.schemes)
+        if self._models.local is not None:
+            found.update(self._models.local.schemes)
         return found
 
     @property
@@ -461,6 +469,10 @@ class Session:
         )
         if not (isinstance(samples, int) and 0 <= samples <= _SAMPLES_MAX):
             raise ValueError(f"weight({samples!r}): give a number of samples, 0 to 2^46")
+        local = self._models.local
+        if local is not None and model in (None, local.model):
+            local.weigh(samples)
+            return
         if model is None:
             self._models.refuse_sharded("weight()")
         found = self._models.prepared
@@ -531,6 +543,7 @@ class Session:
         self._refuse_going_on(
             "join()", "the rank whose values all others get at its end may be lost"
         )
+        self._refuse_local("join()")
         if self._ctx.options.stragglers.leaves_out:
             raise UsageError(
                 f"session.join() with stragglers={self._ctx.options.stragglers.rule!r}: steps "
@@ -542,7 +555,9 @@ class Session:
         """Wait until every parameter of every model has its update.
 
         With `strategy="asgd"` it is a collective call: it waits until all ranks have made it, and
-        then gives all of them the servers' parameters, so that they are the same everywhere.
+        then gives all of them the servers' parameters, so that they are the same everywhere. So it
+        is with `update=gradlane.Local(...)`: it ends the round on all ranks, and gives them the
+        values that they then have in common.
 
         Raises:
             GradlaneError: the session has failed or was closed.
@@ -550,6 +565,8 @@ class Session:
         self._check_open()
         for prepared in self._models.prepared:
             prepared.synchronize()
+        if self._models.local is not None:
+            self._models.local.synchronize()
 
     def staleness(self) -> list[dict[str, Any]]:
         """Return how stale gradients were, with `strategy="asgd"`; empty with all others.
@@ -587,6 +604,7 @@ class Session:
         """
         self._check_open()
         self._refuse_going_on("register()", "arrays do not learn which ranks are left")
+        self._refuse_local("register()")
         self._arrays.register(name, shape, dtype, position)
 
     def spread(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -701,10 +719,10 @@ class Session:
         self._check_open()
         for prepared in self._models.prepared:
             prepared.check_between_steps()
-        return {
-            "version": _STATE_VERSION,
-            "models": [prepared.residuals.state_dict() for prepared in self._models.prepared],
-        }
+        models = [prepared.residuals.state_dict() for prepared in self._models.prepared]
+        if self._models.local is not None:
+            models.append(self._models.local.state_dict())
+        return {"version": _STATE_VERSION, "models": models}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`; a collective call between steps.
@@ -729,12 +747,21 @@ class Session:
                 f"this is no state of a session (version {version!r}, expected {_STATE_VERSION}): "
                 "load what session.state_dict() returned"
             )
-        if len(models) != len(self._models.prepared):
+        if len(models) != len(self.models):
             raise ValueError(
-                f"the state is of {len(models)} models, and {len(self._models.prepared)} are "
+                f"the state is of {len(models)} models, and {len(self.models)} are "
                 "prepared: call prepare() for all of them first"
             )
+        if self._models.local is not None:
+            self._models.local.load_state_dict(models[0])
+            return
         for prepared, one in zip(self._models.prepared, models, strict=True):
+            if LOCAL in one:
+                raise ValueError(
+                    "this is the state of a session with update=gradlane.Local(...): to go on in "
+                    "exact training, load the model and the optimizer alone, as they were after "
+                    "session.synchronize()"
+                )
             prepared.residuals.load_state_dict(one)
 
     def restore(self) -> int:
@@ -887,12 +914,13 @@ class Session:
             except GradlaneError as error:
                 errors.append(error)
         if self.world_size > 1:
-            for prepared in self._models.prepared:
-                for one in members_of(prepared.optimizer):
-                    after_close.watch(one, prepared.steps.step, self.world_size)
-            for sharded in self._models.sharded:
-                for one in members_of(sharded.optimizer):
-                    after_close.watch(one, sharded.step, self.world_size)
+            stepped = [(one.optimizer, one.steps.step) for one in self._models.prepared]
+            stepped += [(one.optimizer, one.step) for one in self._models.sharded]
+            if self._models.local is not None:
+                stepped.append((self._models.local.optimizer, self._models.local.step))
+            for optimizer, steps in stepped:
+                for one in members_of(optimizer):
+                    after_close.watch(one, steps, self.world_size)
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._ctx.deadlocks.close()
@@ -970,11 +998,11 @@ class Session:
         for part in self._parts():
             part.forget_in_child()
 
-    def _parts(self) -> list[PreparedModel | ShardedModel | ArrayExchange]:
+    def _parts(self) -> list[PreparedModel | ShardedModel | LocalModel | ArrayExchange]:
         """Return the parts with a channel of their own: models, and the arrays if there are any."""
-        exchange = self._arrays.exchange
-        arrays = [] if exchange is None else [exchange]
-        return [*self._models.prepared, *self._models.sharded, *arrays]
+        others = (self._models.local, self._arrays.exchange)
+        there = [one for one in others if one is not None]
+        return [*self._models.prepared, *self._models.sharded, *there]
 
     def _write_reports(self, ending: str) -> None:
         found = self.plan.prediction.get("ddp_step_s") if self.plan is not None else None
@@ -997,6 +1025,11 @@ class Session:
         """Refuse a call in a session that goes on when ranks are lost."""
         if self.goes_on:
             raise UsageError(f"session.{call} with going_on: {why}; open the session without it")
+
+    def _refuse_local(self, call: str) -> None:
+        """Refuse a call in a session whose ranks train by themselves between exchanges."""
+        if self._ctx.options.local_updates is not None:
+            raise UsageError(call_refusal(call))
 
     def _refuse_lost(self, call: str) -> None:
         """Refuse a collective call that needs all connected ranks, once one was lost."""

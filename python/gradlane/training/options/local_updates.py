@@ -1,0 +1,124 @@
+"""Optimizers that run on each rank by itself and exchange rarely, and calls that they exclude.
+
+Needs no torch and no core: options are checked where they are given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradlane.training.options.option_fields import OptionGroup, option
+
+AVERAGE, SGD, NESTEROV = OUTER = ("average", "sgd", "nesterov")
+"""The outer optimizers."""
+
+
+@dataclass(frozen=True, repr=False)
+class Local(OptionGroup):
+    """Steps of each rank's own optimizer, with rare exchanges; see `docs/local-updates.md`."""
+
+    steps: int = option(
+        32,
+        "Steps of each rank's own optimizer from one exchange of a parameter to the next.",
+        name="local_steps",
+        unit="steps",
+        least=1,
+        agreed=True,
+    )
+    outer: str = option(
+        NESTEROV,
+        "What moves the values that all ranks have in common, by the mean difference of all ranks "
+        "to them: `average`: nothing more, so that they are the mean of the ranks' (Local SGD); "
+        "`sgd`: SGD with momentum; `nesterov`: SGD with Nesterov momentum (DiLoCo).",
+        known=OUTER,
+        agreed=True,
+    )
+    outer_lr: float = option(
+        0.7, "Learning rate of `sgd` and `nesterov`; `average` has none.", above=0, agreed=True
+    )
+    outer_momentum: float = option(
+        0.9,
+        "Momentum of `sgd` and `nesterov`; `average` has none.",
+        least=0,
+        below=1,
+        agreed=True,
+    )
+    fragments: int = option(
+        1,
+        "Parts of the model, of whole layers, that are exchanged in turn; each of them every "
+        "`steps` steps. 1: all at once.",
+        least=1,
+        agreed=True,
+    )
+    overlap_steps: int = option(
+        0,
+        "Steps that go on while an exchange is under way, before its result is used; at most "
+        "`steps` through `fragments`. 0: `optimizer.step()` waits for it.",
+        unit="steps",
+        least=0,
+        agreed=True,
+    )
+    mix: float = option(
+        1.0,
+        "Share of the common value in a parameter once a result is used; the rest is this rank's "
+        "own value, with the steps that it took meanwhile. 1: the common value alone.",
+        above=0,
+        most=1,
+        agreed=True,
+    )
+
+    def __post_init__(self) -> None:
+        """Check every option, and that they go together.
+
+        Raises:
+            ValueError: an option is out of its range, or does not go with another one.
+        """
+        super().__post_init__()
+        if self.fragments > self.steps:
+            raise ValueError(
+                f"fragments is {self.fragments} with steps={self.steps}: each fragment has a step "
+                "of its own for its exchange; give as many steps as fragments, or more"
+            )
+        if self.overlap_steps > self.steps // self.fragments:
+            raise ValueError(
+                f"overlap_steps is {self.overlap_steps} with steps={self.steps} and "
+                f"fragments={self.fragments}: an exchange ends before the next fragment's begins; "
+                f"give {self.steps // self.fragments} or fewer"
+            )
+        kind = type(self)
+        momentum_is_given = self.outer_momentum != kind.outer_momentum
+        if self.outer == AVERAGE and (self.outer_lr != kind.outer_lr or momentum_is_given):
+            raise ValueError(
+                f"outer is {AVERAGE!r}, which has neither a learning rate nor momentum: leave "
+                f"outer_lr and outer_momentum out, or use outer={SGD!r}"
+            )
+
+
+def call_refusal(call: str) -> str:
+    """Return why a call of the session does not go with local updates, and what to do.
+
+    Args:
+        call: as the program has written it.
+    """
+    why = _CALLS.get(call, "it is for models whose gradients are averaged in each step")
+    return f"session.{call} with update=gradlane.Local(...): {why}"
+
+
+_CALLS = {
+    "clip_grad_norm_()": "gradients are this rank's own, and are there when backward() returns; "
+    "call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
+    "join()": "a rank that has run out of data would have to exchange without steps of its own; "
+    "give every rank the same number of batches, such as by DataLoader(drop_last=True)",
+    "prepare(plan=...)": "plans are for gradients that are sent in each step; leave plan out",
+    "prepare(defer=...)": "no update waits for a mean; leave defer out",
+    "prepare(buffers='average')": 'buffers stay each rank\'s own; give buffers="local", and '
+    "average them where all ranks meet",
+    "prepare() of a second model": "two models would exchange at steps of their own; prepare one "
+    "module that holds both, such as nn.ModuleDict",
+    "prepare() of a sharded model": "differences are taken of whole parameters, and each rank of a "
+    "node has a shard; prepare the bare model, or leave update out",
+    "prepare() again": "the common values and the momentum of the parameters before would be lost; "
+    "close the session, and prepare the model in a new one",
+    "register()": "arrays are averaged in each step; open a session without it for arrays",
+}
+"""What does not go with local updates, by the call, with the remedy."""
