@@ -44,7 +44,6 @@ APART: dict[str, tuple[Any, ...]] = {
 }
 """Options that ranks may give as each likes."""
 MISTAKES: dict[str, tuple[Any, ...]] = {
-    "strategy": ("p4",),
     "codec": ("qsgd:bits=5", "zip"),
     "servers": (0, 9),
     "update": ("both",),
