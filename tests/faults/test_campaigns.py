@@ -110,6 +110,11 @@ def test_a_store_is_to_be_named_and_no_rank_and_nobody_splits() -> None:
     assert kinds(store_campaign.judge(scenario, through(steps, "a", "b", "a"))) == {"split"}
     harmless = replace(scenario, fault="hold a byte")
     assert kinds(store_campaign.judge(harmless, lost)) == {"ended"}
+    forged = replace(scenario, fault="replace keys", killed=None)
+    refused = ended(error("rank 0 gave up: rank 0 refuses a value in the store", culprit=0))
+    assert store_campaign.judge(forged, refused) == []
+    waited = ended(error("no progress for 16 s: waiting for rank 0", culprit=0))
+    assert kinds(store_campaign.judge(forged, waited)) == {"misnamed"}
 
 
 def test_options_that_differ_are_named_to_all_soon_or_are_none() -> None:

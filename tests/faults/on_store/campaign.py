@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.faults.campaign import Campaign, Result
 from tests.faults.cluster import Run, new_folder
@@ -147,8 +149,14 @@ def _check_end(scenario: StoreScenario, end: RankEnd) -> Iterator[Problem]:
             yield Problem("ended", end.rank, f"{shown}")
         elif scenario.fault in SILENT and ("store" not in said or named_ranks(said) - {0}):
             yield Problem("misnamed", end.rank, f"not the store: {shown}")
-        elif scenario.fault in FORGING and scenario.killed is None and culprit is not None:
+        elif scenario.fault in FORGING and scenario.killed is None and _blames(end.error):
             yield Problem("misnamed", end.rank, f"no rank is at fault: {shown}")
+
+
+def _blames(error: dict[str, Any]) -> bool:
+    """Return whether an error blames a rank, and not the store for which that rank gave up."""
+    gave_up = re.match(r"rank \d+ gave up: ", error["text"]) and "store" in error["text"]
+    return error["culprit"] is not None and not gave_up
 
 
 def _is_short(scenario: StoreScenario) -> bool:
