@@ -49,8 +49,8 @@ LINKS = LinkReport(
         (Plan("m", FACTS, "given", Settings()), ("Plan ", "'m'", "4 workers", "strategy='p3'")),
         (gradlane.Coordinator(SMALL, FACTS), ("Coordinator of <Profile", "rule 'auto'")),
         (
-            gradlane.Network(io_threads=2, secret="5ecre7" * 6),
-            ("Network(secret=..., io_threads=2)",),
+            gradlane.Network(lanes=2, secret="5ecre7" * 6),
+            ("Network(secret=..., lanes=2)",),
         ),
         (gradlane.Strategy("p3", scheme="ring"), ("Strategy(name='ring')",)),
     ],

@@ -177,7 +177,7 @@ class Channel:
             options_json: an object with `rank` and `world_size` and any of `job`, `generation`,
                 `frame_bytes`, `credit_bytes`, `low_water_bytes`, `send_buffer_bytes` (0: fitted to
                 the path), `pacing`, `receive_buffer_bytes` (0: the kernel's choice), `work_depth`,
-                `work_threads` (0: on the I/O threads), `io_threads`, `silence_timeout_s`,
+                `work_threads` (0: on the I/O threads), `lanes`, `silence_timeout_s`,
                 `progress_timeout_s`, `connect_timeout_s`, `trace`, `seed` (of codecs),
                 `encoded_ahead`.
             plan_json: what `plan_json` returned, the same on every rank.

@@ -844,15 +844,25 @@ impl Engine {
         if self.session.is_over() {
             return;
         }
+        // Parts of it come from other ranks and their programs, and it is printed on all.
+        let reason = escaped(reason.as_bytes(), REASON_BYTES_MAX);
         let failure = Failure {
             peer: blame.rank(),
-            // Parts of it come from other ranks and their programs, and it is printed on all.
-            reason: escaped(reason.as_bytes(), REASON_BYTES_MAX),
+            notice: blame.payload(&reason),
+            reason,
             outstanding: self.outstanding(),
             last_complete: self.last_complete(),
             timed_out,
         };
-        self.session.fail(&mut self.cx, blame, failure);
+        self.session.fail(&mut self.cx, &failure);
+        self.cx.events.push_back(Event::Failed(failure));
+    }
+
+    /// Another lane of this rank has failed: this one tells its peers the same, and ends without an event.
+    pub fn end_as(&mut self, failure: &Failure) {
+        if !self.session.is_over() {
+            self.session.fail(&mut self.cx, failure);
+        }
     }
 
     /// The last step that is behind this rank.

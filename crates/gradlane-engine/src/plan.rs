@@ -7,6 +7,7 @@
 
 mod build;
 mod encoded_sizes;
+mod lanes;
 mod members;
 mod placement;
 mod ring_chunks;
@@ -80,6 +81,9 @@ pub struct Plan {
     /// Ranks that were lost while training went on.
     #[serde(skip)]
     pub(crate) lost: RankSet,
+    /// In the plan of a lane: the numbers of its slices in the whole plan.
+    #[serde(skip)]
+    pub(crate) whole: Vec<SliceId>,
 }
 
 impl Plan {
@@ -120,11 +124,14 @@ impl Plan {
         slice.start * self.tensor(slice.tensor).spec.dtype.bytes()
     }
 
-    /// Whether a tensor takes part in a step: all but blocks in step 0, trained ones afterwards.
+    /// Whether a tensor takes part in a step: all but blocks in step 0, trained ones afterwards; in the plan of a
+    /// lane, those that it has slices of.
     #[must_use]
     pub fn takes_part(&self, tensor: TensorId, step: Step) -> bool {
         let tensor = self.tensor(tensor);
-        if step.is_initial() {
+        if tensor.slices.is_empty() {
+            false
+        } else if step.is_initial() {
             !tensor.scheme.has_blocks()
         } else {
             tensor.spec.kind == TensorKind::Parameter

@@ -61,6 +61,8 @@ pub fn samples() -> Vec<Vec<u8>> {
         rank: Rank(1),
         world_size: 2,
         generation: 0,
+        lane: 0,
+        lanes: 1,
         job_digest: [1; 32],
         table_digest: [2; 32],
         nonce: [3; 32],

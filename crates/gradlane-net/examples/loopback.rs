@@ -2,8 +2,8 @@
 //! CPU seconds per gigabyte of each kind of thread.
 //!
 //! `cargo run --release -p gradlane-net --example loopback -- [megabytes] [ranks] [steps] [frame
-//! bytes] [credit bytes] [low water bytes] [work threads] [receive buffer bytes] [trace] [I/O
-//! threads] [seal]`
+//! bytes] [credit bytes] [low water bytes] [work threads] [receive buffer bytes] [trace] [lanes]
+//! [seal]`
 
 use gradlane_engine::{Plan, Strategy, TensorKind, TensorSpec, Update};
 use gradlane_net::{Channel, ChannelOptions, Listener, MetricsSnapshot, UserMemory};
@@ -44,7 +44,7 @@ fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
             options.work_threads = argument(6, options.work_threads as u64) as usize;
             options.receive_buffer_bytes = argument(7, 0) as u32;
             options.trace = argument(8, 0) > 0;
-            options.io_threads = argument(9, options.io_threads as u64) as usize;
+            options.lanes = argument(9, options.lanes.into()) as u16;
             options.seal = argument(10, 0) > 0;
             let (plan, peers) = (plan.clone(), peers.clone());
             std::thread::spawn(move || run(listener, &options, &plan, &peers, steps))

@@ -8,7 +8,7 @@ mod mesh;
 
 pub(crate) use acceptor::{Acceptor, MeshStream};
 #[cfg(test)]
-pub(crate) use handshake::{accept, call, HandshakeError};
+pub(crate) use handshake::{accept, call, HandshakeError, Link};
 pub(crate) use handshake::{digest, FrameSeals, Identity};
 pub use listener::Listener;
 pub(crate) use mesh::{assemble, INTERRUPT_EVERY};

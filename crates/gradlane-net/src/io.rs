@@ -1,10 +1,9 @@
-//! The I/O threads: they give the engine its inputs and carry out its decisions.
+//! The lanes: they give their engines inputs and carry out their decisions.
 //!
-//! `core` is the engine with everything that its decisions are carried out with, one for all
-//! threads and behind a lock. Each thread (`io_thread`) has the connections of its part of the
-//! peers, and does system calls, copies and checksums outside of the lock. `commands` handles the
-//! application's calls, `peer_sockets` sends and receives, `keepalive` loses silent peers,
-//! `shutdown` ends a session.
+//! Each lane (`lane`) is a thread with an engine for its share of the slices, and a connection to each peer. `core`
+//! is the engine with everything that its decisions are carried out with but the connections.
+//! `commands` handles the application's calls, `peer_sockets` sends and receives, `keepalive` loses silent peers,
+//! `shutdown` ends a session, over all lanes.
 
 #[cfg(test)]
 #[path = "../tests/all/support/adversary.rs"]
@@ -16,8 +15,8 @@ mod core;
 mod driver;
 mod frame_reader;
 mod frame_writer;
-mod io_thread;
 mod keepalive;
+mod lane;
 mod peer_sockets;
 #[allow(unsafe_code, reason = "borrows memory for frames coming in")]
 mod receive;

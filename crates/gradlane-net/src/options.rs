@@ -53,7 +53,7 @@ pub struct ChannelOptions {
     /// Whether connections are paced to their part of this rank's port.
     #[serde(default = "yes")]
     pub pacing: bool,
-    /// Jobs (reductions, copies) handed out at once.
+    /// Jobs (reductions, copies) handed out at once, shared by the lanes.
     #[serde(default = "default_work_depth")]
     pub work_depth: usize,
     /// Slices for one owner that are encoded ahead of sending; each holds a buffer.
@@ -62,12 +62,14 @@ pub struct ChannelOptions {
     /// Seed of all random draws of codecs; the same on every rank.
     #[serde(default)]
     pub seed: u64,
-    /// Threads that run jobs; 0 runs them on the I/O threads.
+    /// Threads that run jobs, shared by the lanes, of which each has one at least; 0 runs them on the threads of
+    /// the lanes.
     #[serde(default = "one")]
     pub work_threads: usize,
-    /// Threads that drive sockets, each those of its part of the peers.
-    #[serde(default = "one")]
-    pub io_threads: usize,
+    /// Connections to each peer, each with a thread of its own and its share of the slices; the same number on
+    /// every rank.
+    #[serde(default = "one_lane")]
+    pub lanes: u16,
     /// A peer without bytes or heartbeats for this long is lost, in seconds.
     #[serde(default = "default_silence_timeout_s")]
     pub silence_timeout_s: f64,
@@ -130,6 +132,9 @@ fn default_encoded_ahead() -> usize {
 fn one() -> usize {
     1
 }
+fn one_lane() -> u16 {
+    1
+}
 fn yes() -> bool {
     true
 }
@@ -142,6 +147,9 @@ fn default_progress_timeout_s() -> f64 {
 fn default_connect_timeout_s() -> f64 {
     120.0
 }
+
+/// Most lanes of a channel.
+pub const LANES_MAX: u16 = 16;
 
 /// Longest timeout that is accepted: a hundred years, so that adding it to a clock cannot overflow.
 const TIMEOUT_MAX_S: f64 = 3.2e9;
@@ -168,7 +176,7 @@ impl ChannelOptions {
             encoded_ahead: default_encoded_ahead(),
             seed: 0,
             work_threads: one(),
-            io_threads: one(),
+            lanes: one_lane(),
             silence_timeout_s: default_silence_timeout_s(),
             progress_timeout_s: default_progress_timeout_s(),
             connect_timeout_s: default_connect_timeout_s(),
@@ -222,8 +230,14 @@ impl ChannelOptions {
         if self.work_threads > 256 {
             return refuse(format!("work_threads is {}: use 0 to 256", self.work_threads));
         }
-        if self.io_threads == 0 || self.io_threads > 64 {
-            return refuse(format!("io_threads is {}: use 1 to 64", self.io_threads));
+        if self.lanes == 0 || self.lanes > LANES_MAX {
+            return refuse(format!("lanes is {}: use 1 to {LANES_MAX}", self.lanes));
+        }
+        if self.lanes > 1 && self.going_on.is_some() {
+            return refuse(format!(
+                "lanes is {}, and training is to go on when ranks are lost: use one lane",
+                self.lanes
+            ));
         }
         let going_on = self.going_on.as_ref();
         if let Some(least) = going_on.map(|it| it.min_ranks).filter(|&it| it > self.world_size) {
@@ -274,7 +288,7 @@ mod tests {
             (r#"{"rank": 4, "world_size": 4}"#, "rank"),
             (r#"{"rank": 0, "world_size": 1, "frame_byte": 1}"#, "frame_byte"),
             (r#"{"rank": 0, "world_size": 1, "frame_bytes": 1}"#, "frame_bytes"),
-            (r#"{"rank": 0, "world_size": 1, "io_threads": 0}"#, "io_threads"),
+            (r#"{"rank": 0, "world_size": 1, "lanes": 0}"#, "lanes"),
             (r#"{"rank": 0, "world_size": 1, "silence_timeout_s": 0}"#, "silence_timeout_s"),
             (r#"{"rank": 0, "world_size": 1, "silence_timeout_s": 1e99}"#, "silence_timeout_s"),
         ] {

@@ -319,7 +319,7 @@ impl Channel {
             let row = row.rules().ok_or_else(|| refuse("not as many steps as tensors".into()))?;
             rules.extend(row);
         }
-        self.channel.set_optimizer(rules).map_err(translate)
+        self.channel.set_optimizer(&rules).map_err(translate)
     }
 
     /// Make the step that has just begun one that broadcasts optimizer state.
@@ -336,8 +336,8 @@ impl Channel {
 
     /// Make the step that has just begun one that hands parameters to dedicated servers.
     fn write_parameters(&self, tensors: Vec<u32>) -> PyResult<()> {
-        let tensors = tensors.into_iter().map(TensorId).collect();
-        self.channel.write_parameters(tensors).map_err(translate)
+        let tensors: Vec<TensorId> = tensors.into_iter().map(TensorId).collect();
+        self.channel.write_parameters(&tensors).map_err(translate)
     }
 
     /// Let this rank's contributions to the step that has just begun travel as they are.
@@ -474,8 +474,8 @@ impl Channel {
 
     /// On rank 0: another priority for every tensor, in force two steps later.
     fn switch_priorities(&self, priorities: Vec<i32>) -> PyResult<()> {
-        let priorities = priorities.into_iter().map(Priority).collect();
-        self.channel.switch_priorities(priorities).map_err(translate)
+        let priorities: Vec<Priority> = priorities.into_iter().map(Priority).collect();
+        self.channel.switch_priorities(&priorities).map_err(translate)
     }
 
     /// Counters as a JSON object. Asks the I/O thread for some of them, so without the GIL.

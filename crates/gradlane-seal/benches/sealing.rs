@@ -31,6 +31,8 @@ fn connect() -> [SealedPeer; 2] {
         rank: Rank(1),
         world_size: 2,
         generation: 0,
+        lane: 0,
+        lanes: 1,
         job_digest: [1; 32],
         table_digest: [2; 32],
         nonce: [3; 32],

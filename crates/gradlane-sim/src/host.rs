@@ -26,34 +26,24 @@ impl Run {
         }
         io.inbox.push_back(input);
         if !std::mem::replace(&mut io.will_listen, true) {
-            let listener = rank * self.io_threads + thread;
+            let listener = rank * self.lanes + thread;
             self.events.at(io.busy_until, EventKind::Listen, listener);
         }
     }
 
-    /// The thread that hears of a task: the peer's, or the first.
+    /// The thread that hears of a task: that of a frame's lane, or the first.
     fn thread_of(&self, rank: u32, input: IoTask) -> u32 {
-        if self.io_threads == 1 {
-            return 0;
-        }
         match input {
-            IoTask::Header(number) | IoTask::Frame(number, _) => {
-                self.thread_of_peer(rank, self.frames.get(number).sender.0)
+            IoTask::Header(number) | IoTask::Frame(number, _) if self.lanes > 1 => {
+                self.channels.lane_of(rank, &self.frames.get(number))
             }
-            IoTask::Writable(peer) => self.thread_of_peer(rank, peer),
             _ => 0,
         }
     }
 
-    /// The thread that has the connection to a peer: the peers are dealt out.
-    pub(crate) fn thread_of_peer(&self, rank: u32, peer: u32) -> u32 {
-        let own = self.channels.topology.member(rank);
-        (peer - u32::from(peer > own)) % self.io_threads
-    }
-
     /// A thread looks into its inbox; `listener` counts the threads of all ranks.
     pub(crate) fn listen(&mut self, listener: u32) {
-        let (rank, thread) = (listener / self.io_threads, listener % self.io_threads);
+        let (rank, thread) = (listener / self.lanes, listener % self.lanes);
         let io = &mut self.nodes[rank as usize].io[thread as usize];
         if io.busy_until > self.now {
             // It was stopped meanwhile, or has sent what another thread decided.

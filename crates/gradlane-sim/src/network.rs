@@ -64,7 +64,7 @@ impl Run {
         time
     }
 
-    /// Begins a frame. Where the peer's connection is another thread's, that one sends it as soon as
+    /// Begins a frame. Where its lane is another thread's, that one sends it as soon as
     /// it can; the time when the present thread may go on.
     fn send(&mut self, rank: u32, thread: u32, transmit: Transmit, time: u64) -> u64 {
         let peer = transmit.peer.0;
@@ -73,7 +73,7 @@ impl Run {
         let charges = self.charges_of(rank);
         let cost = charges.send_frame + charges.send_byte * f64::from(bytes);
         let cost = (cost * f64::from(weight)) as u64;
-        let sender = self.thread_of_peer(rank, peer);
+        let sender = self.channels.lane_of(rank, &transmit.header);
         let (goes_on, sent) = if sender == thread {
             (time + cost, time + cost)
         } else {

@@ -9,6 +9,7 @@ use crate::error::SimError;
 use crate::scenario::Scenario;
 use gradlane_engine::{Plan, Scheme, TensorSpec, Update};
 use gradlane_units::TensorId;
+use gradlane_wire::FrameHeader;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -188,6 +189,8 @@ pub(crate) struct Channels {
     plans: Vec<Arc<Plan>>,
     /// The profile's tensor that each of a plan's tensors is, or is a part of; by channel.
     tensors: Vec<Vec<TensorId>>,
+    /// By channel and slice.
+    lanes: Vec<Vec<u32>>,
 }
 
 impl Channels {
@@ -200,17 +203,26 @@ impl Channels {
         let whole = scenario.profile.specs();
         let all = || (0..whole.len() as u32).map(TensorId).collect();
         let Some(nodes) = scenario.nodes.as_ref().filter(|_| topology.adds_up()) else {
-            let plans = vec![Arc::new(scenario.plan(simulated, whole.clone())?)];
-            return Ok(Channels { topology, plans, tensors: vec![all()] });
+            let plan = scenario.plan(simulated, whole.clone())?;
+            let lanes = vec![plan.lanes_of_slices(scenario.lanes)];
+            return Ok(Channels {
+                topology,
+                plans: vec![Arc::new(plan)],
+                tensors: vec![all()],
+                lanes,
+            });
         };
-        let mut channels = Channels { topology, plans: Vec::new(), tensors: Vec::new() };
+        let mut channels =
+            Channels { topology, plans: Vec::new(), tensors: Vec::new(), lanes: Vec::new() };
         for carried in &nodes.carried {
             let part = |&(tensor, numel): &(u32, u64)| TensorSpec {
                 numel,
                 ..whole[tensor as usize].clone()
             };
             let specs = carried.iter().map(part).collect();
-            channels.plans.push(Arc::new(scenario.plan(topology.nodes(), specs)?));
+            let plan = scenario.plan(topology.nodes(), specs)?;
+            channels.lanes.push(plan.lanes_of_slices(scenario.lanes));
+            channels.plans.push(Arc::new(plan));
             channels.tensors.push(carried.iter().map(|it| TensorId(it.0)).collect());
         }
         Ok(channels)
@@ -219,6 +231,15 @@ impl Channels {
     /// The plan of a rank's channel; of one that carries nothing that of the first.
     pub(crate) fn plan(&self, rank: u32) -> &Arc<Plan> {
         self.plans.get(self.number(rank)).unwrap_or(&self.plans[0])
+    }
+
+    /// The lane that a rank sends a frame in, or hears it: control goes in the first.
+    pub(crate) fn lane_of(&self, rank: u32, header: &FrameHeader) -> u32 {
+        if header.kind.is_control() {
+            return 0;
+        }
+        let lanes = self.lanes.get(self.number(rank)).unwrap_or(&self.lanes[0]);
+        lanes.get(header.slice.index()).copied().unwrap_or(0)
     }
 
     /// The profile's tensor that a tensor of a rank's channel is, or is a part of.

@@ -257,9 +257,9 @@ pub struct Scenario {
     /// Jobs handed out at once.
     #[serde(default = "default_work_depth")]
     pub work_depth: usize,
-    /// Threads that drive the sockets of a rank, each those of its part of the peers.
-    #[serde(default = "default_io_threads")]
-    pub io_threads: u32,
+    /// Connections of a pair of ranks, each with a thread of its own at both ends and its share of the slices.
+    #[serde(default = "default_lanes")]
+    pub lanes: u32,
     /// Threads that execute jobs.
     #[serde(default = "default_work_threads")]
     pub work_threads: usize,
@@ -293,7 +293,7 @@ fn default_frame_bytes() -> u32 {
 fn default_work_depth() -> usize {
     2
 }
-fn default_io_threads() -> u32 {
+fn default_lanes() -> u32 {
     1
 }
 fn default_work_threads() -> usize {
@@ -329,7 +329,7 @@ impl Scenario {
             frame_bytes: default_frame_bytes(),
             credit_bytes: 0,
             work_depth: default_work_depth(),
-            io_threads: default_io_threads(),
+            lanes: default_lanes(),
             work_threads: default_work_threads(),
             steps: default_steps(),
             seed: 0,
@@ -377,8 +377,8 @@ impl Scenario {
         if self.switch_sums && self.serving == 0 {
             return refuse("switch_sums needs ranks that only serve: use serving 1".into());
         }
-        if self.io_threads == 0 || self.io_threads > 64 {
-            return refuse(format!("io_threads is {}: use 1 to 64", self.io_threads));
+        if self.lanes == 0 || self.lanes > 64 {
+            return refuse(format!("lanes is {}: use 1 to 64", self.lanes));
         }
         if self.work_threads == 0 || self.work_threads > 256 {
             return refuse(format!("work_threads is {}: use 1 to 256", self.work_threads));

@@ -81,8 +81,8 @@ pub(crate) struct Run {
     free_charges: Charges,
     /// The first rank that is such a switch; none is where there are not so many ranks.
     first_switch: u32,
-    /// Threads of a rank that drive its sockets.
-    pub(crate) io_threads: u32,
+    /// Connections of a pair of ranks, each with a thread of its own at both ends.
+    pub(crate) lanes: u32,
     pub(crate) fabric: Fabric,
     pub(crate) groups: RankGroups,
     pub(crate) clipping: Option<Clipping>,
@@ -216,7 +216,7 @@ impl Run {
             charges: Charges::new(scenario, &scenario.costs),
             free_charges: Charges::new(scenario, &Costs::FREE),
             first_switch: if scenario.switch_sums { scenario.workers } else { u32::MAX },
-            io_threads: scenario.io_threads,
+            lanes: scenario.lanes,
             fabric: Fabric::new(scenario, topology.nodes()),
             ranks: scenario.ranks(),
             ns_per_byte,
@@ -548,7 +548,7 @@ fn new_node(
         window_bytes: 0.0,
         partial: BTreeMap::new(),
         unsent: BTreeMap::new(),
-        io: (0..scenario.io_threads).map(|_| IoThread::default()).collect(),
+        io: (0..scenario.lanes).map(|_| IoThread::default()).collect(),
         work_until: vec![0; scenario.work_threads],
         jobs: BinaryHeap::new(),
         root_requests: VecDeque::new(),

@@ -5,7 +5,7 @@
 //! instead and closes.
 //!
 //! Hello (128 bytes): magic `GLNH` (4), wire version (1), reserved zero (3), rank (4), world size
-//! (4), generation (4), reserved zero (4), job digest (32), tensor-table digest (32), nonce (32),
+//! (4), generation (4), lane (2), number of lanes (2), job digest (32), tensor-table digest (32), nonce (32),
 //! reserved zero (8). Reject (256 bytes): magic `GLNR` (4), reason code (1), reserved (1), length of
 //! the text (2), text in UTF-8, zero padding up to byte 224, keyed hash (32): a refusal whose
 //! hash is wrong may come from anyone.
@@ -60,6 +60,10 @@ pub struct Hello {
     pub world_size: u32,
     /// Membership generation.
     pub generation: u32,
+    /// The lane that the connection is of.
+    pub lane: u16,
+    /// Number of lanes that the sender has.
+    pub lanes: u16,
     /// SHA-256 of the job id.
     pub job_digest: [u8; 32],
     /// SHA-256 of the tensor table and the plan.
@@ -78,6 +82,8 @@ impl Hello {
         bytes[8..12].copy_from_slice(&self.rank.0.to_le_bytes());
         bytes[12..16].copy_from_slice(&self.world_size.to_le_bytes());
         bytes[16..20].copy_from_slice(&self.generation.to_le_bytes());
+        bytes[20..22].copy_from_slice(&self.lane.to_le_bytes());
+        bytes[22..24].copy_from_slice(&self.lanes.to_le_bytes());
         bytes[24..56].copy_from_slice(&self.job_digest);
         bytes[56..88].copy_from_slice(&self.table_digest);
         bytes[88..120].copy_from_slice(&self.nonce);
@@ -99,7 +105,7 @@ impl Hello {
         if bytes[0..4] != HELLO_MAGIC {
             return None;
         }
-        let reserved = bytes[5..8].iter().chain(&bytes[20..24]).chain(&bytes[120..128]);
+        let reserved = bytes[5..8].iter().chain(&bytes[120..128]);
         if bytes[4] == WIRE_VERSION && reserved.into_iter().any(|&byte| byte != 0) {
             return None;
         }
@@ -108,6 +114,8 @@ impl Hello {
             rank: Rank(u32::from_le_bytes(array(bytes, 8))),
             world_size: u32::from_le_bytes(array(bytes, 12)),
             generation: u32::from_le_bytes(array(bytes, 16)),
+            lane: u16::from_le_bytes(array(bytes, 20)),
+            lanes: u16::from_le_bytes(array(bytes, 22)),
             job_digest: array(bytes, 24),
             table_digest: array(bytes, 56),
             nonce: array(bytes, 88),
@@ -178,10 +186,12 @@ pub enum RejectReason {
     Sealing = 8,
     /// An address other than the published one.
     Address = 9,
+    /// Another number of lanes.
+    Lanes = 10,
 }
 
 impl RejectReason {
-    const ALL: [RejectReason; 9] = [
+    const ALL: [RejectReason; 10] = [
         RejectReason::Version,
         RejectReason::Job,
         RejectReason::WorldSize,
@@ -191,6 +201,7 @@ impl RejectReason {
         RejectReason::Generation,
         RejectReason::Sealing,
         RejectReason::Address,
+        RejectReason::Lanes,
     ];
 }
 
@@ -247,9 +258,10 @@ mod tests {
     proptest! {
         #[test]
         fn hello_survives_the_wire(rank in any::<u32>(), world_size in any::<u32>(),
-                                   generation in any::<u32>(), fill in any::<u8>()) {
+                                   generation in any::<u32>(), lane in any::<u16>(),
+                                   lanes in any::<u16>(), fill in any::<u8>()) {
             let hello = Hello {
-                version: WIRE_VERSION, rank: Rank(rank), world_size, generation,
+                version: WIRE_VERSION, rank: Rank(rank), world_size, generation, lane, lanes,
                 job_digest: [fill; 32], table_digest: [!fill; 32], nonce: [fill ^ 0x55; 32],
             };
             prop_assert_eq!(Hello::decode(&hello.encode()), Some(hello));
@@ -276,7 +288,7 @@ mod tests {
         #[test]
         fn hostile_reject_lengths_never_panic(mut bytes in proptest::collection::vec(any::<u8>(), REJECT_BYTES)) {
             bytes[..4].copy_from_slice(&REJECT_MAGIC);
-            bytes[4] = bytes[4] % 9 + 1;
+            bytes[4] = bytes[4] % 10 + 1;
             bytes[7] = 0;
             let bytes: [u8; REJECT_BYTES] = array(&bytes, 0);
             let length = usize::from(bytes[6]);
@@ -293,6 +305,8 @@ mod tests {
             rank: Rank(1),
             world_size: 2,
             generation: 0,
+            lane: 0,
+            lanes: 1,
             job_digest: [0; 32],
             table_digest: [0; 32],
             nonce: [0; 32],

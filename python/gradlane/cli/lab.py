@@ -193,7 +193,7 @@ def lab_transport(
     repeat: Annotated[int, typer.Option(help="Turns of TCP streams, gradlane and Gloo.")] = 3,
     steps: Annotated[int, typer.Option(help="Measured steps of a turn.")] = 3,
     trials: Annotated[int, typer.Option(help="Urgent slices that each rank hands over.")] = 20,
-    io_threads: Annotated[int | None, session_option(Network, "io_threads")] = None,
+    lanes: Annotated[int | None, session_option(Network, "lanes")] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Measure goodput, processor time and urgency of exchanges without any compute."""
@@ -210,7 +210,7 @@ def lab_transport(
         repeat=repeat,
         steps=steps,
         urgent_trials=trials,
-        settings={"io_threads": io_threads},
+        settings={"lanes": lanes},
     )
     require_writable(json_path)
     ensure_namespaces(sys.argv[1:])

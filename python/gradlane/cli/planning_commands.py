@@ -107,7 +107,7 @@ def whatif(
         str | None,
         typer.Option(
             help="Processors of a rank, such as 16, by which a session takes its threads; or the "
-            "threads, io=2,work=3. 12 if absent."
+            "threads, lanes=2,work=3. 12 if absent."
         ),
     ] = None,
     measured_step: Annotated[
@@ -256,7 +256,7 @@ def whatif(
             workers_per_node=workers_per_node,
             local_rate_bps=_local_rate_bps(local_rate, max(node_sizes), read.device),
             paths=parse_paths(port or (), link or (), racks),
-            io_threads=threads.io_threads,
+            lanes=threads.lanes,
             work_threads=threads.work_threads,
             additions=added,
         ),

@@ -31,7 +31,7 @@ def serve(
     advertise: Annotated[str | None, session_option(Network, "advertise")] = None,
     ports: Annotated[str | None, session_option(Network, "ports")] = None,
     work_threads: Annotated[int | None, session_option(Network, "work_threads")] = None,
-    io_threads: Annotated[int | None, session_option(Network, "io_threads")] = None,
+    lanes: Annotated[int | None, session_option(Network, "lanes")] = None,
     connect_timeout_s: Annotated[float | None, session_option(Network, "connect_timeout_s")] = None,
     json_path: JsonPath = None,
 ) -> None:
@@ -55,7 +55,7 @@ def serve(
             advertise=advertise,
             ports=None if ports is None else read_ports(ports),
             work_threads=work_threads,
-            io_threads=io_threads,
+            lanes=lanes,
             connect_timeout_s=connect_timeout_s,
         ),
     )

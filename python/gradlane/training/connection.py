@@ -308,7 +308,7 @@ def _channel_options(
     ctx: SessionContext, job: str, generation: int, rank: int, world_size: int, *, ranks_each: int
 ) -> dict[str, Any]:
     options = ctx.options
-    work_threads, io_threads = options.network.thread_counts(own_processors(os.environ))
+    work_threads, lanes = options.network.thread_counts(own_processors(os.environ))
     # A core without this option still works where it is not used.
     going_on = options.going_on
     optional = {"going_on": going_on.core_options(ranks_each)} if going_on.on else {}
@@ -329,7 +329,7 @@ def _channel_options(
         "receive_buffer_bytes": 0,
         "work_depth": max(2, 2 * work_threads),
         "work_threads": work_threads,
-        "io_threads": io_threads,
+        "lanes": lanes if options.may_have_lanes else 1,
         "silence_timeout_s": options.network.silence_timeout_s,
         "progress_timeout_s": options.network.progress_timeout_s,
         "connect_timeout_s": options.network.connect_timeout_s,

@@ -39,7 +39,7 @@ APART: dict[str, tuple[Any, ...]] = {
     "send_buffer_bytes": (0, 4096, 1 << 20),
     "pacing": (True, False),
     "work_threads": (0, 1, 3),
-    "io_threads": (1, 2),
+    "lanes": (1, 2),
     "trace": (None, "trace.json"),
 }
 """Options that ranks may give as each likes."""

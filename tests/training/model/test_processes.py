@@ -74,7 +74,7 @@ def test_strategies_and_slice_sizes_give_the_same_bits(pool: RankPool) -> None:
     runs += [{"slice_elems": elems} for elems in (1_000, 50_000, 1_000_000)]
     runs += [{"strategy": "wfbp", "slice_elems": 1_000}, {"defer": False}, {"frame_bytes": 4096}]
     runs += [{"strategy": "kvstore", "seed": 5}, {"work_threads": 2}, {"work_threads": 0}]
-    runs += [{"io_threads": 2, "frame_bytes": 4096}]
+    runs += [{"lanes": 2, "frame_bytes": 4096}]
     results = pool.run("compare_with_ddp", ranks=3, runs=runs, model_name="wide", steps=5)
     assert len({digest for result in results for digest in result}) == 1
 

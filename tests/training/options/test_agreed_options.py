@@ -28,7 +28,7 @@ OWN = {
     *("secret", "secret_file"),
     # How long this rank waits for others to appear, and what its machine can do.
     *("connect_timeout_s", "low_water_bytes", "send_buffer_bytes", "pacing"),
-    *("work_threads", "io_threads"),
+    *("work_threads", "lanes"),
     # A shared folder may have another path on each machine.
     "checkpoint_folder",
     # What this rank reports.

@@ -87,10 +87,10 @@ def test_the_page_of_options_is_up_to_date() -> None:
 
 
 def test_options_by_their_own_names_stand_in_their_objects() -> None:
-    keywords = keywords_of(strategy="ring", slice_elems=9, io_threads=2, codec="bf16")
+    keywords = keywords_of(strategy="ring", slice_elems=9, lanes=2, codec="bf16")
     assert keywords == {
         "strategy": gradlane.Strategy("ring", slice_elems=9),
-        "network": gradlane.Network(io_threads=2),
+        "network": gradlane.Network(lanes=2),
         "codec": "bf16",
     }
     whole = {"strategy": gradlane.Strategy("wfbp")}
@@ -124,10 +124,10 @@ def test_variables_give_what_the_program_does_not() -> None:
         "GRADLANE_STORE": "10.0.0.1:29600",
     }
     # The default, but given.
-    network = gradlane.Network(io_threads=1)
+    network = gradlane.Network(lanes=1)
     options = Options.of(network=network, environment=environment)
     assert options.network == gradlane.Network(
-        io_threads=1, frame_bytes=4096, ports=(4000, 4010), pacing=False
+        lanes=1, frame_bytes=4096, ports=(4000, 4010), pacing=False
     )
     assert options.checkpoints == gradlane.Checkpoints(every=7)
     assert options.rendezvous == gradlane.Rendezvous(job="night", store="10.0.0.1:29600")
@@ -302,9 +302,9 @@ def test_what_ranks_agree_on_is_what_says_so() -> None:
         ({}, 0, (1, 1)),
         ({}, 8, (2, 2)),
         ({}, 96, (3, 3)),
-        ({"io_threads": 5}, 2, (5, 5)),
+        ({"lanes": 5}, 2, (5, 5)),
         ({"work_threads": 0}, 16, (0, 3)),
-        ({"work_threads": 4, "io_threads": 1}, 16, (4, 1)),
+        ({"work_threads": 4, "lanes": 1}, 16, (4, 1)),
     ],
 )
 def test_threads_follow_processors_unless_they_are_given(

@@ -94,6 +94,8 @@ pub struct Failure {
     pub last_complete: Option<Step>,
     /// Whether no progress in time was the reason.
     pub timed_out: bool,
+    /// What the other ranks are told: the payload of an abort frame.
+    pub notice: Vec<u8>,
 }
 
 /// Tensors, bytes and ranks that a rank waits for.

@@ -5,7 +5,8 @@
 //! journal, nothing is kept and nothing is paid but a branch a call.
 
 use crate::api::{
-    EngineOptions, Event, Input, Job, JobId, PayloadDest, ProtocolError, Transmit, UsageError,
+    EngineOptions, Event, Failure, Input, Job, JobId, PayloadDest, ProtocolError, Transmit,
+    UsageError,
 };
 use crate::engine::Engine;
 use crate::plan::Plan;
@@ -37,6 +38,7 @@ pub enum Call {
     BlameLink(Rank, Rank),
     RejectPeer(Rank, String),
     Abort(String),
+    EndAs(Failure),
     PollTransmit,
     PollJob,
     PollEvent,
@@ -150,6 +152,7 @@ fn note(engine: &mut Engine, call: &Call) {
         Call::BlameLink(one, other) => engine.blame_link(*one, *other),
         Call::RejectPeer(peer, reason) => engine.reject_peer(*peer, reason),
         Call::Abort(reason) => engine.abort(reason),
+        Call::EndAs(failure) => engine.end_as(failure),
         _ => unreachable!("{call:?} decides something"),
     }
 }
@@ -262,6 +265,7 @@ impl JournaledEngine {
         reject_peer(peer: Rank, reason: &str),
             Call::RejectPeer(peer, reason.to_string()), |&()| Decision::Done;
         abort(reason: &str), Call::Abort(reason.to_string()), |&()| Decision::Done;
+        end_as(failure: &Failure), Call::EndAs(failure.clone()), |&()| Decision::Done;
         poll_transmit() -> Option<Transmit>, Call::PollTransmit,
             |result: &Option<Transmit>| Decision::Transmit(result.clone());
         poll_job() -> Option<Job>, Call::PollJob,

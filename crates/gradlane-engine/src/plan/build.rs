@@ -70,8 +70,16 @@ impl Plan {
         let dedicated_servers = roles.dedicated_servers();
         let (slices, none) = (Vec::new(), Vec::new());
         let lost = RankSet::default();
-        let mut plan =
-            Plan { world_size, dedicated_servers, strategy, update, tensors: none, slices, lost };
+        let mut plan = Plan {
+            world_size,
+            dedicated_servers,
+            strategy,
+            update,
+            tensors: none,
+            slices,
+            lost,
+            whole: Vec::new(),
+        };
         plan.check_dedicated_servers()?;
         for (index, tensor) in tensors.into_iter().enumerate() {
             let TensorSetting { spec, scheme, codec } = tensor.into();

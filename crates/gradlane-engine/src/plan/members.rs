@@ -72,7 +72,7 @@ impl Plan {
     }
 
     /// The most bytes of a slice on the wire, as a placement counts them.
-    fn message_bytes(&self, slice: SliceId) -> u64 {
+    pub(super) fn message_bytes(&self, slice: SliceId) -> u64 {
         let form = match self.codec(slice) {
             Some(_) => PayloadForm::Encoded,
             None => PayloadForm::Raw,

@@ -34,7 +34,7 @@ impl Blame {
     }
 
     /// An abort frame's payload: the number of a rank, then the reason.
-    pub(super) fn payload(self, reason: &str) -> Vec<u8> {
+    pub(crate) fn payload(self, reason: &str) -> Vec<u8> {
         let code = match self {
             Blame::Nobody => NOBODY,
             Blame::Rank(rank) => rank.0,

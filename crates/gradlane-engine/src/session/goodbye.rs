@@ -1,7 +1,6 @@
 //! The end of a session: in good order (finish, goodbye, closed) or by a failure. A failure is reported
 //! once, with the outstanding tensors, and told to the other ranks, so that all name the same culprit.
 
-use super::Blame;
 use crate::api::{Event, Failure, UsageError};
 use crate::cx::Cx;
 use crate::plan::{Plan, Synchrony};
@@ -185,8 +184,8 @@ impl Session {
         Ok(())
     }
 
-    /// Ends the session: drops all queues, tells the other ranks, reports.
-    pub(crate) fn fail(&mut self, cx: &mut Cx, blame: Blame, failure: Failure) {
+    /// Ends the session: drops all queues, and tells the other ranks.
+    pub(crate) fn fail(&mut self, cx: &mut Cx, failure: &Failure) {
         self.ended = Some(failure.reason.clone());
         cx.tx.clear();
         cx.jobs.clear();
@@ -199,7 +198,6 @@ impl Session {
             others.remove(rank);
         }
         let header = cx.control_header(FrameKind::Abort);
-        cx.send_control(others, header, Body::Inline(blame.payload(&failure.reason)));
-        cx.events.push_back(Event::Failed(failure));
+        cx.send_control(others, header, Body::Inline(failure.notice.clone()));
     }
 }

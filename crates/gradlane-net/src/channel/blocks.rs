@@ -3,7 +3,7 @@
 //! Blocks of other ranks lie in scratch buffers, which leave the channel with them: they stay
 //! readable after the session, and return to its pool when they are dropped.
 
-use crate::channel::shared::{Command, Shared};
+use crate::channel::shared::{Command, LaneInbox, Shared};
 use crate::memory::{MemoryError, MemoryTable, ScratchBuffer};
 use crate::sys::lock;
 use gradlane_engine::{Memory, Region};
@@ -70,8 +70,13 @@ impl Drop for Blocks {
             GatheredBlock::Other(scratch, _) => Some(scratch),
             _ => None,
         });
-        let command = Command::ReleaseBlocks(self.tensor, self.step, scratch.collect());
-        self.shared.command(command);
+        let scratch: Vec<ScratchBuffer> = scratch.collect();
+        let command = Command::ReleaseBlocks(self.tensor, self.step, scratch);
+        // One lane carries all slices of a tensor with blocks.
+        let carries = |lane: &&LaneInbox| lane.plan.has_slices_of(self.tensor);
+        if let Some(lane) = self.shared.lanes.iter().find(carries) {
+            lane.command(command);
+        }
     }
 }
 

@@ -1,12 +1,13 @@
 //! Which tensors are ready in which step, and the threads that wait for them.
 //!
-//! I/O threads publish; application threads look and wait. A look is one atomic load; publishing
+//! Lanes publish; application threads look and wait. A look is one atomic load; publishing
 //! takes a lock only while a thread waits.
 
 use crate::sys::lock;
+use gradlane_engine::Plan;
 use gradlane_units::{Rank, SquareSum, Step, TensorId};
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -52,9 +53,23 @@ struct Waiter {
     signal: Arc<Condvar>,
 }
 
+/// A tensor's parts, each carried by a lane.
+#[derive(Debug, Default)]
+struct Parts {
+    count: u32,
+    /// Parts that are ready in the current step.
+    ready: AtomicU32,
+    /// Whether a rank has a gradient of one of these.
+    has_value: AtomicBool,
+}
+
 /// Completed tensors and steps.
 #[derive(Debug)]
 pub(crate) struct CompletionTable {
+    lanes: u32,
+    /// Lanes in which the current step is complete.
+    complete_lanes: AtomicU32,
+    parts: Vec<Parts>,
     /// By tensor: one more than the last step in which it became ready.
     tensors: Vec<AtomicU64>,
     /// The tensor that became ready last.
@@ -65,8 +80,8 @@ pub(crate) struct CompletionTable {
     decided: AtomicU64,
     /// One more than the last step whose squares are known.
     measured: AtomicU64,
-    /// That step, and the sum.
-    squares: Mutex<Option<(Step, SquareSum)>>,
+    /// That step, the sum, and the lanes that are in it.
+    squares: Mutex<Option<(Step, SquareSum, u32)>>,
     /// Not zero when the session is over.
     ended: AtomicU64,
     finished: Mutex<VecDeque<(Step, TensorId, bool)>>,
@@ -77,10 +92,21 @@ pub(crate) struct CompletionTable {
 }
 
 impl CompletionTable {
-    /// Makes a table on which nothing is complete.
-    pub(crate) fn new(tensors: usize) -> CompletionTable {
+    /// Makes a table on which nothing is complete, for lanes with these plans.
+    pub(crate) fn new<'a>(plans: impl Iterator<Item = &'a Plan>) -> CompletionTable {
+        let (mut parts, mut lanes) = (Vec::<Parts>::new(), 0);
+        for plan in plans {
+            lanes += 1;
+            parts.resize_with(plan.tensors.len(), Parts::default);
+            for (tensor, parts) in parts.iter_mut().enumerate() {
+                parts.count += u32::from(plan.has_slices_of(TensorId(tensor as u32)));
+            }
+        }
         CompletionTable {
-            tensors: (0..tensors).map(|_| AtomicU64::new(0)).collect(),
+            lanes,
+            complete_lanes: AtomicU32::new(0),
+            tensors: parts.iter().map(|_| AtomicU64::new(0)).collect(),
+            parts,
             newest: AtomicU32::new(0),
             complete: AtomicU64::new(0),
             decided: AtomicU64::new(0),
@@ -125,8 +151,17 @@ impl CompletionTable {
         TensorId(self.newest.load(Ordering::Relaxed))
     }
 
-    /// Publishes a tensor. Threads that see it also see the writes to its memory.
+    /// Notes that a lane's part of a tensor is ready, and publishes the tensor with the last one. Threads that
+    /// see it also see the writes to its memory.
     pub(crate) fn publish_tensor(&self, tensor: TensorId, step: Step, absent: bool) {
+        let parts = &self.parts[tensor.index()];
+        parts.has_value.fetch_or(!absent, Ordering::SeqCst);
+        if parts.ready.fetch_add(1, Ordering::SeqCst) + 1 < parts.count {
+            return;
+        }
+        // No lane is in the next step before this one is complete.
+        parts.ready.store(0, Ordering::SeqCst);
+        let absent = !parts.has_value.swap(false, Ordering::SeqCst);
         let mut finished = lock(&self.finished);
         // Entries that are never taken must not pile up; those of the step before may still be
         // wanted.
@@ -163,8 +198,12 @@ impl CompletionTable {
         lock(&self.membership).drain(..).collect()
     }
 
-    /// Publishes a complete step.
+    /// Notes that a step is complete in a lane, and publishes it with the last one.
     pub(crate) fn publish_step(&self, step: Step) {
+        if self.complete_lanes.fetch_add(1, Ordering::SeqCst) + 1 < self.lanes {
+            return;
+        }
+        self.complete_lanes.store(0, Ordering::SeqCst);
         self.complete.store(step.0 + 1, Ordering::SeqCst);
         self.signal(WaitTarget::Step(step));
     }
@@ -175,9 +214,18 @@ impl CompletionTable {
         self.signal(WaitTarget::Contributors(step));
     }
 
-    /// Publishes the sum of the squares of a step's gradients.
-    pub(crate) fn publish_squares(&self, step: Step, sum: SquareSum) {
-        *lock(&self.squares) = Some((step, sum));
+    /// Adds the squares of a step's gradients in a lane, and publishes the sum with the last one.
+    pub(crate) fn publish_squares(&self, step: Step, sum: &SquareSum) {
+        {
+            let mut known = lock(&self.squares);
+            let of_step = known.take().filter(|(at, ..)| *at == step);
+            let (_, mut all, lanes) = of_step.unwrap_or((step, SquareSum::default(), 0));
+            all.merge(sum);
+            *known = Some((step, all, lanes + 1));
+            if lanes + 1 < self.lanes {
+                return;
+            }
+        }
         self.measured.store(step.0 + 1, Ordering::SeqCst);
         self.signal(WaitTarget::Squares(step));
     }
@@ -185,7 +233,7 @@ impl CompletionTable {
     /// Returns the sum of the squares of a step's gradients, until the next step's is there.
     pub(crate) fn squares(&self, step: Step) -> Option<SquareSum> {
         let known = lock(&self.squares);
-        known.as_ref().filter(|(at, _)| *at == step).map(|(_, sum)| sum.clone())
+        known.as_ref().filter(|(at, ..)| *at == step).map(|(_, sum, _)| sum.clone())
     }
 
     /// Publishes the end of the session and wakes every thread that waits.
@@ -241,11 +289,62 @@ impl CompletionTable {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use gradlane_engine::{Strategy, TensorKind, TensorSpec, Update};
+    use gradlane_units::Dtype;
     use std::time::Instant;
+
+    /// A table of tensors of two slices.
+    fn table_of(tensors: usize, lanes: u32) -> CompletionTable {
+        let spec = |tensor: usize| TensorSpec {
+            name: tensor.to_string(),
+            numel: 4,
+            dtype: Dtype::F32,
+            kind: TensorKind::Parameter,
+        };
+        let strategy = Strategy::named("p3", Some(2), 0).expect("a strategy");
+        let specs = (0..tensors).map(spec).collect();
+        let plan = Plan::build(specs, strategy, Update::Worker, 1).expect("a plan");
+        let plans: Vec<Plan> = (0..lanes).map(|lane| plan.lane(lane, lanes)).collect();
+        CompletionTable::new(plans.iter())
+    }
+
+    #[test]
+    fn what_several_lanes_carry_is_ready_when_all_have_their_part() {
+        let table = table_of(1, 2);
+        for step in [Step(1), Step(2)] {
+            let (tensor, whole) = (WaitTarget::Tensor(TensorId(0), step), WaitTarget::Step(step));
+            table.publish_tensor(TensorId(0), step, step == Step(2));
+            table.publish_step(step);
+            assert!(!table.has(tensor) && !table.has(whole));
+            table.publish_tensor(TensorId(0), step, true);
+            table.publish_step(step);
+            assert!(table.has(tensor) && table.has(whole));
+            assert_eq!(table.take(step), vec![(TensorId(0), step == Step(2))]);
+        }
+    }
+
+    #[test]
+    fn squares_are_those_of_all_lanes() {
+        let table = table_of(1, 2);
+        let sum = |value: f32| {
+            let mut sum = SquareSum::default();
+            sum.add_square_of(f64::from(value));
+            sum
+        };
+        for step in [Step(1), Step(2)] {
+            table.publish_squares(step, &sum(2.0));
+            assert!(!table.has(WaitTarget::Squares(step)));
+            table.publish_squares(step, &sum(3.0));
+            assert!(table.has(WaitTarget::Squares(step)));
+            let mut both = sum(2.0);
+            both.merge(&sum(3.0));
+            assert_eq!(table.squares(step), Some(both));
+        }
+    }
 
     #[test]
     fn a_waiter_wakes_for_its_tensor_and_for_the_end_only() {
-        let table = Arc::new(CompletionTable::new(2));
+        let table = Arc::new(table_of(2, 1));
         let target = WaitTarget::Tensor(TensorId(1), Step(3));
         let waits = |table: &Arc<CompletionTable>| {
             let table = Arc::clone(table);
@@ -274,7 +373,7 @@ mod tests {
 
     #[test]
     fn a_waiter_for_news_wakes_for_any_tensor_of_its_step() {
-        let table = Arc::new(CompletionTable::new(2));
+        let table = Arc::new(table_of(2, 1));
         let waiter = {
             let table = Arc::clone(&table);
             std::thread::spawn(move || {
@@ -290,7 +389,7 @@ mod tests {
 
     #[test]
     fn news_that_nobody_takes_do_not_pile_up() {
-        let table = CompletionTable::new(2);
+        let table = table_of(2, 1);
         for step in 0..10_000 {
             table.publish_tensor(TensorId(0), Step(step), false);
             table.publish_tensor(TensorId(1), Step(step), false);
@@ -301,7 +400,7 @@ mod tests {
 
     #[test]
     fn questions_are_taken_once() {
-        let table = Arc::new(CompletionTable::new(2));
+        let table = Arc::new(table_of(2, 1));
         let waiter = {
             let table = Arc::clone(&table);
             std::thread::spawn(move || {
@@ -317,7 +416,7 @@ mod tests {
 
     #[test]
     fn a_wait_ends_when_the_time_is_up() {
-        let table = CompletionTable::new(1);
+        let table = table_of(1, 1);
         let start = Instant::now();
         table.wait(WaitTarget::Step(Step(0)), Duration::from_millis(5));
         assert!(start.elapsed() >= Duration::from_millis(5));

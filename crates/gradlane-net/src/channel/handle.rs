@@ -70,6 +70,11 @@ impl Channel {
         if options.going_on.is_some() {
             plan.check_goes_on()?;
         }
+        if options.lanes > 1 && plan.strategy.synchrony.stragglers().is_some() {
+            let lanes = options.lanes;
+            let text = format!("lanes is {lanes}, and stragglers are left out: use one lane");
+            return Err(ChannelError::Argument(text));
+        }
         if peers.len() != options.world_size as usize {
             return Err(ChannelError::Argument(format!(
                 "{} addresses of peers for a world of {} ranks",
@@ -86,6 +91,7 @@ impl Channel {
             rank,
             world_size: options.world_size,
             generation: options.generation,
+            lanes: options.lanes,
             job_digest: digest(options.job.as_bytes()),
             table_digest: digest(plan_json.as_bytes()),
             secret: secret.to_vec(),
@@ -93,20 +99,22 @@ impl Channel {
                 .to_vec(),
             seals: options.seal,
         };
-        let metrics = Arc::new(Metrics::new(rank, &plan));
+        let lanes = options.lanes;
+        let metrics = Arc::new(Metrics::new(rank, &plan, lanes.into()));
         let mesh = connect::assemble(listener, identity, peers, options, &metrics, interrupt)?;
         let system = |error| ChannelError::system("cannot start a channel", &error);
-        let threads = options.io_threads.clamp(1, peers.len().max(2) - 1);
-        let pollers: io::Result<Vec<Poller>> = (0..threads).map(|_| Poller::new()).collect();
+        let pollers: io::Result<Vec<Poller>> = (0..lanes).map(|_| Poller::new()).collect();
         let pollers = pollers.map_err(system)?;
         let shared = Arc::new(Shared::new(pollers, &plan, options, metrics));
         let link = |MeshStream { stream, seals }| {
             let socket: Arc<dyn Socket> = Arc::new(stream);
             PeerLink { socket, seals }
         };
-        let links = mesh.streams.into_iter().map(|stream| stream.map(link)).collect();
-        let driver = Driver::new(options.clone(), &plan, links, mesh.is_local, Arc::clone(&shared))
-            .map_err(system)?;
+        let lane = |streams: Vec<Option<MeshStream>>| {
+            streams.into_iter().map(|stream| stream.map(&link)).collect()
+        };
+        let links = mesh.streams.into_iter().map(lane).collect();
+        let driver = Driver::new(options, &plan, links, mesh.is_local, &shared).map_err(system)?;
         let io = std::thread::Builder::new()
             .name("gradlane-io".to_owned())
             .spawn({
@@ -156,7 +164,7 @@ impl Channel {
     /// [`ChannelError::Usage`] when it is not the next step or the previous one is not complete; an
     /// error when the session is over. The same for all calls below that name no errors.
     pub fn step_begin(&self, step: Step) -> Result<(), ChannelError> {
-        self.begin(step, Input::StepBegin(step))
+        self.begin(step, &Input::StepBegin(step))
     }
 
     /// Begins a step without this rank's contributions, after one that went on without them
@@ -165,7 +173,7 @@ impl Channel {
     /// # Errors
     /// As [`Channel::step_begin`]. A step that may not be passed is an error of the next call.
     pub fn step_pass(&self, step: Step) -> Result<(), ChannelError> {
-        self.begin(step, Input::StepPass(step))
+        self.begin(step, &Input::StepPass(step))
     }
 
     /// Begins a step that waits for every rank, whatever the plan's policy for stragglers. All
@@ -174,7 +182,7 @@ impl Channel {
     /// # Errors
     /// As [`Channel::step_begin`]. A session whose ranks disagree on it fails and names them.
     pub fn step_barrier(&self, step: Step) -> Result<(), ChannelError> {
-        self.begin(step, Input::StepBarrier(step))
+        self.begin(step, &Input::StepBarrier(step))
     }
 
     /// Returns whether a step counted this rank's contributions, where stragglers are left out, and
@@ -184,14 +192,14 @@ impl Channel {
         lock(&self.shared.metrics.participation).in_step(step)
     }
 
-    fn begin(&self, step: Step, input: Input) -> Result<(), ChannelError> {
+    fn begin(&self, step: Step, input: &Input) -> Result<(), ChannelError> {
         self.check()?;
         let mut guard = lock(&self.guard);
         let completion = &self.shared.completion;
         let is_complete = |step| completion.has(WaitTarget::Step(step));
         guard.step_begin(step, is_complete, |current| self.missing(current))?;
         // Commands are queued under the guard's lock: their order is that of the checks.
-        self.shared.command(Command::Engine(input));
+        self.shared.tell_all(|| Command::Engine(input.clone()));
         Ok(())
     }
 
@@ -215,7 +223,7 @@ impl Channel {
     pub fn measure_squares(&self, tensors: TensorId, step: Step) -> Result<(), ChannelError> {
         self.check()?;
         lock(&self.guard).measure_squares(&self.plan, tensors, step)?;
-        self.shared.command(Command::Engine(Input::MeasureSquares(tensors, step)));
+        self.shared.tell_all(|| Command::Engine(Input::MeasureSquares(tensors, step)));
         Ok(())
     }
 
@@ -235,7 +243,7 @@ impl Channel {
         let mut guard = lock(&self.guard);
         guard.contribute("gradient_ready", &self.plan, tensor, step, memory)?;
         let input = Input::GradientReady(tensor, step);
-        self.shared.command(Command::Contribute(memory, input));
+        self.shared.tell_lanes_of(tensor, || Command::Contribute(memory, input.clone()));
         Ok(())
     }
 
@@ -254,7 +262,7 @@ impl Channel {
         let mut guard = lock(&self.guard);
         guard.contribute("tensor_absent", &self.plan, tensor, step, memory)?;
         let input = Input::TensorAbsent(tensor, step);
-        self.shared.command(Command::Contribute(memory, input));
+        self.shared.tell_lanes_of(tensor, || Command::Contribute(memory, input.clone()));
         Ok(())
     }
 
@@ -278,7 +286,7 @@ impl Channel {
         let mut guard = lock(&self.guard);
         guard.contribute_block(&self.plan, tensor, step, memory.bytes())?;
         let input = Input::BlockReady(tensor, step, memory.bytes() as u64);
-        self.shared.command(Command::Contribute(memory, input));
+        self.shared.tell_lanes_of(tensor, || Command::Contribute(memory, input.clone()));
         Ok(())
     }
 
@@ -290,7 +298,8 @@ impl Channel {
         self.check()?;
         let mut guard = lock(&self.guard);
         guard.contribute_block(&self.plan, tensor, step, 0)?;
-        self.shared.command(Command::Engine(Input::TensorAbsent(tensor, step)));
+        let absent = || Command::Engine(Input::TensorAbsent(tensor, step));
+        self.shared.tell_lanes_of(tensor, absent);
         Ok(())
     }
 
@@ -314,7 +323,7 @@ impl Channel {
             return Err(UsageError::Argument(what).into());
         }
         let input = Input::RootResultReady(tensor, step, memory.bytes() as u64);
-        self.shared.command(Command::Contribute(memory, input));
+        self.shared.tell_lanes_of(tensor, || Command::Contribute(memory, input.clone()));
         Ok(())
     }
 
@@ -342,14 +351,14 @@ impl Channel {
         self.check()?;
         let guard = lock(&self.guard);
         guard.check_step("step_end", step)?;
-        self.shared.command(Command::Engine(Input::StepEnd(step)));
+        self.shared.tell_all(|| Command::Engine(Input::StepEnd(step)));
         Ok(())
     }
 
     /// Declares that all ranks are connected to all: from now on a peer that sends nothing is
     /// silent. Before, it has the connect timeout in addition.
     pub fn all_connected(&self) {
-        self.shared.command(Command::AllConnected);
+        self.shared.tell_all(|| Command::AllConnected);
     }
 
     /// Sets another priority for every tensor, in force on all ranks two steps later; on rank 0
@@ -358,7 +367,7 @@ impl Channel {
     /// # Errors
     /// [`ChannelError::Usage`] on another rank, for a vector of another length, or before any step.
     /// A switch while the last one is unfinished is an error of the next call.
-    pub fn switch_priorities(&self, priorities: Vec<Priority>) -> Result<(), ChannelError> {
+    pub fn switch_priorities(&self, priorities: &[Priority]) -> Result<(), ChannelError> {
         self.check()?;
         let refuse = |text: String| Err(ChannelError::Usage(UsageError::Argument(text)));
         if self.rank != Rank(0) {
@@ -368,7 +377,8 @@ impl Channel {
         if found != expected {
             return refuse(format!("{found} priorities for {expected} tensors"));
         }
-        self.shared.command(Command::Engine(Input::SwitchPriorities(priorities)));
+        let switch = || Command::Engine(Input::SwitchPriorities(priorities.to_vec()));
+        self.shared.tell_all(switch);
         Ok(())
     }
 
@@ -396,7 +406,7 @@ impl Channel {
             return self.check();
         }
         let start = Instant::now();
-        self.shared.command(Command::Engine(Input::Finish));
+        self.shared.tell_all(|| Command::Engine(Input::Finish));
         let mut timed_out = false;
         while self.shared.ended.get().is_none() {
             let left = timeout.saturating_sub(start.elapsed());
@@ -407,7 +417,7 @@ impl Channel {
                     self.rank,
                     timeout.as_secs_f64()
                 );
-                self.shared.command(Command::Abort(reason));
+                self.shared.tell_first(Command::Abort(reason));
             }
             let nap = if timed_out { INTERRUPT_EVERY } else { left.min(INTERRUPT_EVERY) };
             self.shared.completion.wait(WaitTarget::End, nap);
@@ -431,7 +441,7 @@ impl Channel {
     /// is touched and all threads are joined. A session that has ended is only joined.
     pub fn abort(&self, reason: &str) {
         if !self.forgotten.load(Ordering::Relaxed) {
-            self.shared.command(Command::Abort(reason.to_owned()));
+            self.shared.tell_first(Command::Abort(reason.to_owned()));
             self.join();
         }
     }
@@ -469,7 +479,7 @@ impl Drop for Channel {
     }
 }
 
-/// Runs the first I/O thread from start to end.
+/// Runs the lanes from start to end.
 fn drive(driver: Driver, shared: &Shared) {
     let result = catch_unwind(AssertUnwindSafe(|| driver.run()));
     if let Err(panic) = result {

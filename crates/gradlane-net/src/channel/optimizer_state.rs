@@ -22,7 +22,7 @@ impl Channel {
     pub fn set_parameter(&self, tensor: TensorId, memory: UserMemory) -> Result<(), ChannelError> {
         self.check()?;
         ApiGuard::check_memory(&self.plan, tensor, memory)?;
-        self.shared.command(Command::SetParameter(tensor, memory));
+        self.shared.tell_lanes_of(tensor, || Command::SetParameter(tensor, memory));
         Ok(())
     }
 
@@ -32,16 +32,16 @@ impl Channel {
     ///
     /// # Errors
     /// [`ChannelError::Usage`] for an unknown tensor or settings that torch refuses.
-    pub fn set_optimizer(&self, rows: Vec<(TensorId, UpdateRule)>) -> Result<(), ChannelError> {
+    pub fn set_optimizer(&self, rows: &[(TensorId, UpdateRule)]) -> Result<(), ChannelError> {
         self.check()?;
-        for (tensor, rule) in &rows {
+        for (tensor, rule) in rows {
             ApiGuard::check_tensor(&self.plan, *tensor)?;
             rule.validate().map_err(|error| {
                 let name = &self.plan.tensor(*tensor).spec.name;
                 UsageError::Argument(format!("optimizer settings of tensor {name:?}: {error}"))
             })?;
         }
-        self.shared.command(Command::SetOptimizer(rows));
+        self.shared.tell_all(|| Command::SetOptimizer(rows.to_vec()));
         Ok(())
     }
 
@@ -54,7 +54,7 @@ impl Channel {
     pub fn read_state(&self, read: StateRead) -> Result<(), ChannelError> {
         self.check()?;
         let guard = lock(&self.guard);
-        self.shared.command(Command::ReadState(read, guard.current()));
+        self.shared.tell_all(|| Command::ReadState(read, guard.current()));
         Ok(())
     }
 
@@ -67,7 +67,7 @@ impl Channel {
     pub fn write_state(&self, write: StateWrite) -> Result<(), ChannelError> {
         self.check_commands_servers("write_state")?;
         let guard = lock(&self.guard);
-        self.shared.command(Command::WriteState(write, guard.current()));
+        self.shared.tell_all(|| Command::WriteState(write, guard.current()));
         Ok(())
     }
 
@@ -77,11 +77,11 @@ impl Channel {
     ///
     /// # Errors
     /// [`ChannelError::Usage`] for an unknown tensor, or where no dedicated servers update parameters.
-    pub fn write_parameters(&self, tensors: Vec<TensorId>) -> Result<(), ChannelError> {
+    pub fn write_parameters(&self, tensors: &[TensorId]) -> Result<(), ChannelError> {
         self.check_commands_servers("write_parameters")?;
         tensors.iter().try_for_each(|tensor| ApiGuard::check_tensor(&self.plan, *tensor))?;
         let guard = lock(&self.guard);
-        self.shared.command(Command::WriteParameters(tensors, guard.current()));
+        self.shared.tell_all(|| Command::WriteParameters(tensors.to_vec(), guard.current()));
         Ok(())
     }
 
@@ -105,7 +105,7 @@ impl Channel {
         self.check()?;
         let guard = lock(&self.guard);
         guard.check_step("send_raw", step)?;
-        self.shared.command(Command::Engine(Input::SendRaw(step)));
+        self.shared.tell_all(|| Command::Engine(Input::SendRaw(step)));
         Ok(())
     }
 
@@ -121,15 +121,20 @@ impl Channel {
     ) -> Result<Vec<f32>, ChannelError> {
         self.check()?;
         ApiGuard::check_tensor(&self.plan, tensor)?;
-        let (reply, answer) = std::sync::mpsc::channel();
-        self.shared.command(Command::WorkerResidual(tensor, reply));
-        self.await_reply(&answer, interrupt)
+        let mut slices = Vec::new();
+        for lane in self.shared.lanes.iter().filter(|lane| lane.plan.has_slices_of(tensor)) {
+            let (reply, answer) = std::sync::mpsc::channel();
+            lane.command(Command::WorkerResidual(tensor, reply));
+            slices.extend(self.await_reply(&answer, interrupt)?);
+        }
+        slices.sort_by_key(|&(start, _)| start);
+        Ok(slices.into_iter().flat_map(|(_, values)| values).collect())
     }
 
     /// Returns the squared norms of the residuals of this rank's contributions, of the slices from
     /// `first` on, until about `elements_max` numbers are read; at any time and from any thread: a
-    /// misuse is left for the program's next call. A slice that is being encoded is left out. An I/O
-    /// thread reads the numbers, so more of them delay it for longer.
+    /// misuse is left for the program's next call. A slice that is being encoded is left out. A lane
+    /// reads the numbers, so more of them delay it for longer.
     ///
     /// # Errors
     /// [`ChannelError::Interrupted`] when asked, the reason of the end when the channel has ended.
@@ -142,12 +147,30 @@ impl Channel {
         if self.forgotten.load(Ordering::Relaxed) {
             return Err(ChannelError::Interrupted);
         }
-        let (reply, answer) = std::sync::mpsc::channel();
-        self.shared.command(Command::ResidualSquares(first, elements_max, reply));
-        self.await_reply(&answer, interrupt)
+        // `first` counts the slices lane by lane.
+        let mut before = 0;
+        for lane in &self.shared.lanes {
+            let count = lane.plan.slices.len() as u32;
+            if first.0 >= before + count {
+                before += count;
+                continue;
+            }
+            let (reply, answer) = std::sync::mpsc::channel();
+            lane.command(Command::ResidualSquares(SliceId(first.0 - before), elements_max, reply));
+            let mut found = self.await_reply(&answer, interrupt)?;
+            for (_, slice, _) in &mut found.rows {
+                *slice = lane.plan.in_whole_plan(*slice);
+            }
+            let is_whole = found.next == SliceId(0);
+            let next = if is_whole { before + count } else { before + found.next.0 };
+            let is_last = next as usize == self.plan.slices.len();
+            found.next = SliceId(if is_last { 0 } else { next });
+            return Ok(found);
+        }
+        Ok(ResidualSquares::default())
     }
 
-    /// Waits for the I/O thread's reply to a command.
+    /// Waits for a lane's reply to a command.
     fn await_reply<T>(
         &self,
         answer: &Receiver<T>,
@@ -172,7 +195,7 @@ impl Channel {
     /// As [`Channel::step_begin`].
     pub fn clear_state(&self) -> Result<(), ChannelError> {
         self.check()?;
-        self.shared.command(Command::ClearState);
+        self.shared.tell_all(|| Command::ClearState);
         Ok(())
     }
 
@@ -204,19 +227,18 @@ impl Channel {
                 spec.numel * width as u64
             ))));
         }
-        let owned: Vec<(SliceId, Vec<f32>)> = self
-            .plan
-            .slices_of(tensor)
-            .filter(|&slice| {
-                kind == StateKind::WorkerResidual || self.plan.slice(slice).owner == self.rank
-            })
-            .map(|id| {
-                let slice = self.plan.slice(id);
+        for lane in self.shared.lanes.iter().filter(|lane| lane.plan.has_slices_of(tensor)) {
+            let owned = |&slice: &SliceId| {
+                kind == StateKind::WorkerResidual || lane.plan.slice(slice).owner == self.rank
+            };
+            let part = |id: SliceId| {
+                let slice = lane.plan.slice(id);
                 let start = slice.start as usize * width;
                 (id, values[start..start + slice.length as usize * width].to_vec())
-            })
-            .collect();
-        self.shared.command(Command::LoadState(kind, owned));
+            };
+            let owned = lane.plan.slices_of(tensor).filter(owned).map(part).collect();
+            lane.command(Command::LoadState(kind, owned));
+        }
         Ok(())
     }
 }

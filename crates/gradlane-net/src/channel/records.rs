@@ -1,7 +1,7 @@
 //! Records of a channel: counters, traced frames and jobs, the engine's journal.
 
 use super::handle::Channel;
-use crate::channel::shared::Command;
+use crate::channel::shared::{Command, LaneInbox};
 use crate::metrics::trace::{JobEntry, TraceEntry};
 use crate::metrics::MetricsSnapshot;
 use crate::sys::lock;
@@ -9,12 +9,12 @@ use gradlane_engine::Journal;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Longest wait for the queue statistics of the I/O thread.
+/// Longest wait for the queue statistics of the lanes.
 const QUEUE_STATS_TIMEOUT: Duration = Duration::from_millis(100);
 
 impl Channel {
     /// Returns the counters, also after the end. Queue statistics are of this moment, or older if
-    /// the I/O thread is too busy.
+    /// a lane is too busy.
     #[must_use]
     pub fn metrics(&self) -> MetricsSnapshot {
         let shared = &self.shared;
@@ -22,7 +22,7 @@ impl Channel {
             shared
                 .metrics
                 .queue_stats
-                .request(QUEUE_STATS_TIMEOUT, || shared.command(Command::ReportQueueStats));
+                .request(QUEUE_STATS_TIMEOUT, || shared.tell_all(|| Command::ReportQueueStats));
         }
         shared.metrics.snapshot(&self.plan)
     }
@@ -33,27 +33,46 @@ impl Channel {
         self.shared.metrics.wait_ns.load(Ordering::Relaxed)
     }
 
-    /// Returns the frames recorded since the last call; none without the option `trace`.
+    /// Returns the frames recorded since the last call, in the order in which they were sent or had arrived; none
+    /// without the option `trace`.
     #[must_use]
     pub fn take_trace(&self) -> Vec<TraceEntry> {
-        self.shared.trace.take_frames()
+        let of_lane = |lane: &LaneInbox| {
+            let mut frames = lane.trace.take_frames();
+            for frame in &mut frames {
+                frame.header.slice = lane.plan.in_whole_plan(frame.header.slice);
+            }
+            frames
+        };
+        let mut frames: Vec<TraceEntry> = self.shared.lanes.iter().flat_map(of_lane).collect();
+        frames.sort_by_key(|frame| frame.time_ns);
+        frames
     }
 
-    /// Returns the jobs recorded since the last call; none without the option `trace`.
+    /// Returns the jobs recorded since the last call, in the order of their ends; none without the option `trace`.
     #[must_use]
     pub fn take_jobs(&self) -> Vec<JobEntry> {
-        self.shared.trace.take_jobs()
+        let of_lane = |lane: &LaneInbox| {
+            let mut jobs = lane.trace.take_jobs();
+            for job in &mut jobs {
+                job.slice = lane.plan.in_whole_plan(job.slice);
+            }
+            jobs
+        };
+        let mut jobs: Vec<JobEntry> = self.shared.lanes.iter().flat_map(of_lane).collect();
+        jobs.sort_by_key(|job| job.end_ns);
+        jobs
     }
 
     /// Returns the number of frames and jobs that fell out of the record before they were taken.
     #[must_use]
     pub fn trace_dropped(&self) -> u64 {
-        self.shared.trace.dropped()
+        self.shared.lanes.iter().map(|lane| lane.trace.dropped()).sum()
     }
 
-    /// Returns the engine's inputs and decisions, once, after the end of a session with the option
+    /// Returns the inputs and decisions of each lane's engine, once, after the end of a session with the option
     /// `journal`.
-    pub fn take_journal(&self) -> Option<Journal> {
-        lock(&self.shared.journal).take()
+    pub fn take_journals(&self) -> Vec<Journal> {
+        self.shared.lanes.iter().filter_map(|lane| lock(&lane.journal).take()).collect()
     }
 }

@@ -1,4 +1,4 @@
-//! State that the threads of a channel share: commands to the I/O threads, results from them.
+//! State that the threads of a channel share: commands to the lanes, results from them.
 
 use crate::channel::blocks::GatheredBlock;
 use crate::channel::completion::CompletionTable;
@@ -10,14 +10,14 @@ use crate::metrics::Metrics;
 use crate::options::ChannelOptions;
 use crate::sys::lock;
 use crate::sys::poller::Poller;
-use gradlane_engine::{Input, Journal, Plan, UsageError};
+use gradlane_engine::{Failure, Input, Journal, Plan, UsageError};
 use gradlane_units::{SliceId, Step, TensorId};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// A call of an application thread, for the I/O threads.
+/// A call of an application thread, for a lane.
 #[derive(Debug)]
 pub(crate) enum Command {
     /// For the engine as it is.
@@ -31,7 +31,8 @@ pub(crate) enum Command {
     ReadState(StateRead, Step),
     WriteState(StateWrite, Step),
     WriteParameters(Vec<TensorId>, Step),
-    WorkerResidual(TensorId, Sender<Vec<f32>>),
+    /// Replies with each slice's first element and values.
+    WorkerResidual(TensorId, Sender<Vec<(u64, Vec<f32>)>>),
     ResidualSquares(SliceId, usize, Sender<ResidualSquares>),
     ClearState,
     LoadState(StateKind, Vec<(SliceId, Vec<f32>)>),
@@ -50,55 +51,106 @@ pub(crate) enum SessionOutcome {
     Failed(ChannelFailure),
 }
 
+/// The end of all lanes but in good order.
+#[derive(Debug)]
+pub(crate) enum StopCause {
+    Failed(Failure),
+    /// A bug in this program, with the text of the panic.
+    Panicked(String),
+}
+
+/// What the thread of a lane shares with those of the application and of jobs.
+#[derive(Debug)]
+pub(crate) struct LaneInbox {
+    /// The part of the plan that the lane carries.
+    pub(crate) plan: Arc<Plan>,
+    /// Where the thread sleeps.
+    pub(crate) poller: Poller,
+    pub(crate) commands: Mutex<Vec<Command>>,
+    pub(crate) trace: Trace,
+    /// The engine's inputs and decisions, once the session has ended.
+    pub(crate) journal: Mutex<Option<Journal>>,
+}
+
+impl LaneInbox {
+    /// Queues a command.
+    pub(crate) fn command(&self, command: Command) {
+        lock(&self.commands).push(command);
+        self.poller.wake();
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct Shared {
-    /// By I/O thread: where it sleeps.
-    pub(crate) pollers: Vec<Poller>,
-    pub(crate) commands: Mutex<Vec<Command>>,
+    pub(crate) lanes: Vec<LaneInbox>,
     pub(crate) completion: CompletionTable,
     /// Complete blocks that were not taken yet.
     pub(crate) blocks: Mutex<BTreeMap<(TensorId, Step), Vec<GatheredBlock>>>,
     pub(crate) metrics: Arc<Metrics>,
-    pub(crate) trace: Trace,
-    /// The engine's inputs and decisions, once the session has ended.
-    pub(crate) journal: Mutex<Option<Journal>>,
+    /// Why all lanes stop, if they do before the ranks have said goodbye.
+    pub(crate) stop: OnceLock<StopCause>,
     pub(crate) ended: OnceLock<SessionOutcome>,
     /// The first misuse that only the engine has noticed, an error of the next call.
     pub(crate) usage: Mutex<Option<UsageError>>,
 }
 
 impl Shared {
-    /// Makes the state of a session before its first step, with a poller for each I/O thread.
+    /// Makes the state of a session before its first step, with a poller for each lane.
     pub(crate) fn new(
         pollers: Vec<Poller>,
         plan: &Plan,
         options: &ChannelOptions,
         metrics: Arc<Metrics>,
     ) -> Shared {
-        Shared {
-            pollers,
+        let count = pollers.len() as u32;
+        let lane = |(lane, poller)| LaneInbox {
+            plan: Arc::new(plan.lane(lane, count)),
+            poller,
             commands: Mutex::default(),
-            completion: CompletionTable::new(plan.tensors.len()),
-            blocks: Mutex::default(),
-            metrics,
             trace: Trace::new(options.trace),
             journal: Mutex::new(None),
+        };
+        let lanes: Vec<LaneInbox> = (0..).zip(pollers).map(lane).collect();
+        let plans = lanes.iter().map(|lane| &*lane.plan);
+        Shared {
+            completion: CompletionTable::new(plans),
+            lanes,
+            blocks: Mutex::default(),
+            metrics,
+            stop: OnceLock::new(),
             ended: OnceLock::new(),
             usage: Mutex::new(None),
         }
     }
 
-    /// Queues a command.
-    pub(crate) fn command(&self, command: Command) {
-        lock(&self.commands).push(command);
-        self.wake(0);
+    /// Queues a command for each lane.
+    pub(crate) fn tell_all(&self, command: impl Fn() -> Command) {
+        self.lanes.iter().for_each(|lane| lane.command(command()));
     }
 
-    /// Wakes an I/O thread that sleeps; 0 for the engine's needs.
-    pub(crate) fn wake(&self, io_thread: usize) {
-        if let Some(poller) = self.pollers.get(io_thread) {
-            poller.wake();
+    /// Queues a command for the first lane, for what concerns the whole session.
+    pub(crate) fn tell_first(&self, command: Command) {
+        if let Some(lane) = self.lanes.first() {
+            lane.command(command);
         }
+    }
+
+    /// Queues a command for each lane that carries a part of a tensor.
+    pub(crate) fn tell_lanes_of(&self, tensor: TensorId, command: impl Fn() -> Command) {
+        let carries = |lane: &&LaneInbox| lane.plan.has_slices_of(tensor);
+        self.lanes.iter().filter(carries).for_each(|lane| lane.command(command()));
+    }
+
+    /// Stops all lanes; the first cause stands.
+    pub(crate) fn stop(&self, cause: StopCause) {
+        // A second cause changes nothing.
+        let _ = self.stop.set(cause);
+        self.lanes.iter().for_each(|lane| lane.poller.wake());
+    }
+
+    /// Whether all lanes stop.
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.stop.get().is_some()
     }
 
     /// Keeps a misuse for the next call.

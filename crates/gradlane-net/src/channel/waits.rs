@@ -40,7 +40,7 @@ impl Channel {
             let current = guard.current();
             return Err(UsageError::WrongStep { call: "wait", step, current }.into());
         }
-        self.shared.command(Command::Needed(missing, step));
+        self.shared.tell_all(|| Command::Needed(missing.clone(), step));
         Ok(())
     }
 
@@ -236,7 +236,7 @@ impl Channel {
     /// Tells what the register of a generation holds in the job's store; `None`: the store does not
     /// answer.
     pub fn answer_claim(&self, generation: u32, value: Option<Vec<u8>>) {
-        self.shared.command(Command::Engine(Input::ClaimAnswered(generation, value)));
+        self.shared.tell_first(Command::Engine(Input::ClaimAnswered(generation, value)));
     }
 
     /// Returns them without a wait; there may be none.

@@ -1,4 +1,4 @@
-//! The threads that run jobs, so that I/O threads can go on.
+//! The threads that run the jobs of a lane, so that the lane can go on.
 //!
 //! Jobs start in the order in which they are given. After [`JobQueue::stop`] no job runs any more and
 //! all threads are joined.
@@ -38,17 +38,18 @@ pub(crate) struct JobQueue {
     queue: Arc<Queue>,
     threads: Vec<JoinHandle<()>>,
     shared: Arc<Shared>,
+    lane: usize,
 }
 
 impl JobQueue {
     /// Starts `threads` threads; with none, jobs run where they are given.
-    pub(crate) fn start(shared: &Arc<Shared>, threads: usize) -> io::Result<JobQueue> {
+    pub(crate) fn start(shared: &Arc<Shared>, lane: usize, threads: usize) -> io::Result<JobQueue> {
         let queue = Arc::new(Queue::default());
-        let mut jobs = JobQueue { queue, threads: Vec::new(), shared: Arc::clone(shared) };
+        let mut jobs = JobQueue { queue, threads: Vec::new(), shared: Arc::clone(shared), lane };
         for _ in 0..threads {
             let (queue, shared) = (Arc::clone(&jobs.queue), Arc::clone(shared));
             let builder = std::thread::Builder::new().name("gradlane-work".to_owned());
-            jobs.threads.push(builder.spawn(move || run_jobs(&queue, &shared))?);
+            jobs.threads.push(builder.spawn(move || run_jobs(&queue, &shared, lane))?);
         }
         Ok(jobs)
     }
@@ -57,7 +58,7 @@ impl JobQueue {
     pub(crate) fn give(&self, job: Job) -> Option<FinishedJob> {
         let quick = job.bytes <= INLINE_BYTES && !job.encodes();
         if self.threads.is_empty() || quick {
-            return Some(run_guarded(job, &self.shared.trace));
+            return Some(run_guarded(job, &self.shared.lanes[self.lane].trace));
         }
         lock(&self.queue.waiting).jobs.push_back(job);
         self.queue.available.notify_one();
@@ -95,8 +96,9 @@ impl Drop for JobQueue {
     }
 }
 
-fn run_jobs(queue: &Queue, shared: &Shared) {
+fn run_jobs(queue: &Queue, shared: &Shared, lane: usize) {
     let _count = shared.metrics.count_this_thread("work");
+    let lane = &shared.lanes[lane];
     loop {
         let job = {
             let mut waiting = lock(&queue.waiting);
@@ -110,9 +112,9 @@ fn run_jobs(queue: &Queue, shared: &Shared) {
                 waiting = queue.available.wait(waiting).unwrap_or_else(PoisonError::into_inner);
             }
         };
-        let finished = run_guarded(job, &shared.trace);
+        let finished = run_guarded(job, &lane.trace);
         lock(&queue.finished).push(finished);
-        shared.wake(0);
+        lane.poller.wake();
     }
 }
 

@@ -7,7 +7,7 @@ use super::state::ComputeState;
 use crate::channel::shared::Shared;
 use crate::memory::MemoryTable;
 use crate::options::ChannelOptions;
-use gradlane_engine::{JournaledEngine, Plan};
+use gradlane_engine::JournaledEngine;
 use gradlane_units::SliceId;
 use std::io;
 use std::sync::Arc;
@@ -31,18 +31,20 @@ pub(crate) struct JobRunner {
 }
 
 impl JobRunner {
-    /// Starts the threads.
+    /// Starts the threads of a lane.
     ///
     /// # Errors
     /// When a thread cannot start, or the plan has a codec that its tensor cannot have.
     pub(crate) fn new(
         shared: &Arc<Shared>,
-        plan: &Arc<Plan>,
+        lane: usize,
         options: &ChannelOptions,
     ) -> io::Result<JobRunner> {
+        let plan = &shared.lanes[lane].plan;
+        let work_threads = options.work_threads.div_ceil(shared.lanes.len());
         Ok(JobRunner {
             state: ComputeState::new(plan, options).map_err(io::Error::other)?,
-            queue: JobQueue::start(shared, options.work_threads)?,
+            queue: JobQueue::start(shared, lane, work_threads)?,
             finished: Vec::new(),
             in_flight: 0,
         })

@@ -127,19 +127,18 @@ impl ComputeState {
         self.states.iter_mut().flatten().for_each(SliceState::clear_optimizer);
     }
 
-    /// Returns the residual of this rank's contributions to a tensor in the order of its storage, between
-    /// steps.
-    pub(crate) fn worker_residual(&mut self, tensor: TensorId) -> Vec<f32> {
-        let mut values = Vec::new();
+    /// Returns the residual of this rank's contributions to a tensor, between steps: of each slice the first
+    /// element, and the values.
+    pub(crate) fn worker_residual(&mut self, tensor: TensorId) -> Vec<(u64, Vec<f32>)> {
         let width = self.plan.residual_width(tensor);
-        for slice in self.plan.slices_of(tensor) {
-            let length = self.plan.slice(slice).length as usize * width;
-            let state = self.state(slice);
-            let own = state.values(StateKind::WorkerResidual);
-            values.extend_from_slice(own);
-            values.resize(values.len() + length - own.len().min(length), 0.0);
-        }
-        values
+        let slices = self.plan.slices_of(tensor);
+        let of_slice = |slice: SliceId| {
+            let (start, length) = (self.plan.slice(slice).start, self.plan.slice(slice).length);
+            let mut values = self.state(slice).values(StateKind::WorkerResidual).clone();
+            values.resize(values.len().max(length as usize * width), 0.0);
+            (start, values)
+        };
+        slices.map(of_slice).collect()
     }
 
     /// Returns the squared norms of the residuals of this rank's contributions, of the slices from
@@ -259,7 +258,8 @@ mod tests {
             state.begin_step(Step(4));
             (0..=further).for_each(|steps| state.left_out(Step(4 + steps)));
             state.store_state(SliceId(0), JobState::WorkerResidual(encoded_in(Step(4))));
-            assert_eq!(state.worker_residual(TensorId(0)), [1.0], "{further} steps further");
+            let residual = state.worker_residual(TensorId(0));
+            assert_eq!(residual, [(0, vec![1.0])], "{further} steps further");
         }
     }
 
@@ -270,6 +270,6 @@ mod tests {
         state.left_out(Step(4));
         state.begin_step(Step(5));
         state.store_state(SliceId(0), JobState::WorkerResidual(encoded_in(Step(5))));
-        assert_eq!(state.worker_residual(TensorId(0)), [2.0]);
+        assert_eq!(state.worker_residual(TensorId(0)), [(0, vec![2.0])]);
     }
 }

@@ -5,7 +5,7 @@
 //! the addresses of ranks go before strangers, and places are shared between the networks that they
 //! call from, so that one network cannot keep another out.
 
-use crate::connect::handshake::{self, FrameSeals, HandshakeError, Identity};
+use crate::connect::handshake::{self, FrameSeals, HandshakeError, Identity, Link};
 use crate::metrics::counters::Metrics;
 use crate::sys::descriptors::ForkTracked;
 use crate::sys::lock;
@@ -41,10 +41,10 @@ pub(crate) struct MeshStream {
 /// The connections made so far.
 #[derive(Debug, Default)]
 pub(crate) struct MeshState {
-    /// By rank, until the mesh takes them.
-    pub(crate) streams: Vec<Option<MeshStream>>,
-    /// By rank: whether it is connected or about to be.
-    pub(crate) taken: Vec<bool>,
+    /// By lane and rank, until the mesh takes them.
+    pub(crate) streams: Vec<Vec<Option<MeshStream>>>,
+    /// By lane and rank: whether it is connected or about to be.
+    pub(crate) taken: Vec<Vec<bool>>,
     /// A refusal that ends the attempt to connect.
     pub(crate) fatal: Option<(Rank, Reject)>,
     /// By rank: the last error of an attempt that goes on.
@@ -152,10 +152,10 @@ impl PendingMesh {
         peers: &[String],
         metrics: Arc<Metrics>,
     ) -> io::Result<PendingMesh> {
-        let world_size = identity.world_size as usize;
+        let (world_size, lanes) = (identity.world_size as usize, usize::from(identity.lanes));
         let state = MeshState {
-            streams: (0..world_size).map(|_| None).collect(),
-            taken: vec![false; world_size],
+            streams: (0..lanes).map(|_| (0..world_size).map(|_| None).collect()).collect(),
+            taken: vec![vec![false; world_size]; lanes],
             fatal: None,
             last_errors: vec![None; world_size],
         };
@@ -178,15 +178,15 @@ impl PendingMesh {
     }
 
     /// Adds a connected stream.
-    pub(crate) fn deposit(&self, rank: Rank, stream: MeshStream) {
+    pub(crate) fn deposit(&self, link: Link, stream: MeshStream) {
         let mut state = lock(&self.state);
-        state.taken[rank.index()] = true;
-        state.streams[rank.index()] = Some(stream);
+        state.taken[usize::from(link.lane)][link.rank.index()] = true;
+        state.streams[usize::from(link.lane)][link.rank.index()] = Some(stream);
         self.changed.notify_all();
     }
 
-    fn reserve(self: &Arc<PendingMesh>, caller: Rank) -> Result<Reservation, Reject> {
-        let own = self.identity.rank;
+    fn reserve(self: &Arc<PendingMesh>, link: Link) -> Result<Reservation, Reject> {
+        let (own, caller) = (self.identity.rank, link.rank);
         let taken = |text| Err(Reject { reason: RejectReason::RankTaken, text });
         if caller == own {
             return taken(format!("{caller} is this rank itself: two processes have one rank"));
@@ -195,11 +195,12 @@ impl PendingMesh {
             return taken(format!("{own} connects to {caller} itself: the caller is a second one"));
         }
         let mut state = lock(&self.state);
-        if state.taken[caller.index()] {
+        let place = &mut state.taken[usize::from(link.lane)][caller.index()];
+        if *place {
             return taken(format!("{caller} is connected to {own} already"));
         }
-        state.taken[caller.index()] = true;
-        Ok(Reservation { pending: Arc::clone(self), rank: caller, kept: false })
+        *place = true;
+        Ok(Reservation { pending: Arc::clone(self), link, kept: false })
     }
 
     fn accept_peer(self: &Arc<PendingMesh>, caller: Caller, address: &str) {
@@ -207,16 +208,16 @@ impl PendingMesh {
         let deadline = caller.since + HANDSHAKE_TIMEOUT;
         let result = (|| {
             stream.get().set_nonblocking(false).map_err(HandshakeError::System)?;
-            let reserve = |rank| self.reserve(rank);
+            let reserve = |link| self.reserve(link);
             handshake::accept(stream.get(), &self.identity, deadline, &self.cancelled, reserve)
         })();
         let was_active = lock(&self.callers).remove(caller.number);
         match (result, Arc::into_inner(stream)) {
             // An evicted caller was refused already.
             _ if !was_active => {}
-            (Ok((rank, mut reservation, seals)), Some(stream)) => {
+            (Ok((link, mut reservation, seals)), Some(stream)) => {
                 reservation.kept = true;
-                self.deposit(rank, MeshStream { stream, seals });
+                self.deposit(link, MeshStream { stream, seals });
             }
             (Ok(_), None) => unreachable!("a removed caller's stream has no other holder"),
             (Err(HandshakeError::Cancelled), _) => {}
@@ -238,17 +239,18 @@ impl PendingMesh {
     }
 }
 
-/// A rank that is reserved for a caller; free again unless the connection was kept.
+/// A place that is reserved for a caller; free again unless the connection was kept.
 struct Reservation {
     pending: Arc<PendingMesh>,
-    rank: Rank,
+    link: Link,
     kept: bool,
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
         if !self.kept {
-            lock(&self.pending.state).taken[self.rank.index()] = false;
+            let Link { rank, lane } = self.link;
+            lock(&self.pending.state).taken[usize::from(lane)][rank.index()] = false;
         }
     }
 }

@@ -41,6 +41,8 @@ pub(crate) struct Identity {
     pub(crate) rank: Rank,
     pub(crate) world_size: u32,
     pub(crate) generation: u32,
+    /// Number of lanes.
+    pub(crate) lanes: u16,
     pub(crate) job_digest: [u8; 32],
     pub(crate) table_digest: [u8; 32],
     pub(crate) secret: Vec<u8>,
@@ -48,6 +50,13 @@ pub(crate) struct Identity {
     pub(crate) published: Vec<String>,
     /// Whether all that is sent is sealed.
     pub(crate) seals: bool,
+}
+
+/// The other end of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Link {
+    pub(crate) rank: Rank,
+    pub(crate) lane: u16,
 }
 
 /// The keys that seal and open the frames of a sealed connection.
@@ -92,7 +101,8 @@ pub(crate) fn digest(bytes: &[u8]) -> [u8; 32] {
 }
 
 impl Identity {
-    fn hello(&self) -> Result<Hello, HandshakeError> {
+    /// Returns the hello on a connection of a lane.
+    fn hello(&self, lane: u16) -> Result<Hello, HandshakeError> {
         let mut nonce = [0; NONCE_BYTES];
         crate::sys::syscall::fill_random(&mut nonce).map_err(HandshakeError::System)?;
         Ok(Hello {
@@ -100,6 +110,8 @@ impl Identity {
             rank: self.rank,
             world_size: self.world_size,
             generation: self.generation,
+            lane,
+            lanes: self.lanes,
             job_digest: self.job_digest,
             table_digest: self.table_digest,
             nonce,
@@ -130,9 +142,9 @@ impl Identity {
     }
 
     /// Returns the hello of a sealed handshake between two ranks.
-    fn sealed_hello(&self, preamble: &Preamble) -> Result<SealedHello, HandshakeError> {
+    fn sealed_hello(&self, preamble: &Preamble, lane: u16) -> Result<SealedHello, HandshakeError> {
         Ok(SealedHello {
-            hello: self.hello()?,
+            hello: self.hello(lane)?,
             caller_address: self.address_digest(preamble.caller),
             called_address: self.address_digest(preamble.called),
         })
@@ -209,6 +221,13 @@ impl Identity {
             );
             return reject(RejectReason::Generation, text);
         }
+        if other.lanes != self.lanes || other.lane >= self.lanes {
+            let (found, lanes) = (other.lanes, self.lanes);
+            let text = format!(
+                "{found} lanes do not fit the {lanes} of {own}: give lanes= alike on every rank"
+            );
+            return reject(RejectReason::Lanes, text);
+        }
         if other.table_digest != self.table_digest {
             let text = format!(
                 "another tensor table or plan than that of {own}: every rank must prepare the \
@@ -217,6 +236,21 @@ impl Identity {
             return reject(RejectReason::Table, text);
         }
         None
+    }
+}
+
+impl Link {
+    /// Returns why a hello is not of this end.
+    fn mismatch(self, hello: &Hello) -> Option<Reject> {
+        let Link { rank, lane } = self;
+        let text = if hello.rank != rank {
+            format!("{} answers where {rank} was expected", hello.rank)
+        } else if hello.lane != lane {
+            format!("{rank} answers for lane {} where {lane} was called", hello.lane)
+        } else {
+            return None;
+        };
+        Some(Reject { reason: RejectReason::RankTaken, text })
     }
 }
 
@@ -334,12 +368,12 @@ fn secret_refusal(text: String) -> Reject {
     Reject { reason: RejectReason::Secret, text }
 }
 
-/// Runs the caller's side, on a stream to `expected`. Returns what frames are sealed with, where they
+/// Runs the caller's side, on a stream to `expected`, for its lane. Returns what frames are sealed with, where they
 /// are.
 pub(crate) fn call(
     stream: &TcpStream,
     identity: &Identity,
-    expected: Rank,
+    expected: Link,
     deadline: Instant,
     cancelled: &AtomicBool,
 ) -> Result<Option<FrameSeals>, HandshakeError> {
@@ -351,9 +385,9 @@ pub(crate) fn call(
     }
 }
 
-fn call_plain(mut timed: TimedStream<'_>, expected: Rank) -> Result<(), HandshakeError> {
+fn call_plain(mut timed: TimedStream<'_>, expected: Link) -> Result<(), HandshakeError> {
     let identity = timed.identity;
-    let own = identity.hello()?.encode();
+    let own = identity.hello(expected.lane)?.encode();
     timed.write(&own)?;
     let mut theirs = [0; HELLO_BYTES];
     timed.read_or_reject(&mut theirs, &own, |start| *start == own[..4])?;
@@ -361,9 +395,8 @@ fn call_plain(mut timed: TimedStream<'_>, expected: Rank) -> Result<(), Handshak
     if let Some(reject) = identity.mismatch(&hello) {
         return Err(timed.refuse(&own, reject));
     }
-    if hello.rank != expected {
-        let text = format!("{} answers where {expected} was expected", hello.rank);
-        return Err(timed.refuse(&own, Reject { reason: RejectReason::RankTaken, text }));
+    if let Some(reject) = expected.mismatch(&hello) {
+        return Err(timed.refuse(&own, reject));
     }
     let proof = identity.proof(CALLER_LABEL, &own, &theirs).finalize().into_bytes();
     timed.write(&proof)?;
@@ -375,24 +408,24 @@ fn call_plain(mut timed: TimedStream<'_>, expected: Rank) -> Result<(), Handshak
         *start == answer[..4] || !Reject::begins(start)
     })?;
     identity.proof(ACCEPTER_LABEL, &own, &theirs).verify_slice(&answered).map_err(|_| {
-        let text = format!("{expected} does not know the secret of {}", identity.rank);
+        let text = format!("{} does not know the secret of {}", expected.rank, identity.rank);
         timed.refuse(&own, secret_refusal(text))
     })
 }
 
-fn call_sealed(mut timed: TimedStream<'_>, expected: Rank) -> Result<FrameSeals, HandshakeError> {
+fn call_sealed(mut timed: TimedStream<'_>, expected: Link) -> Result<FrameSeals, HandshakeError> {
     let identity = timed.identity;
-    let preamble = Preamble { version: WIRE_VERSION, caller: identity.rank, called: expected };
-    let hello = identity.sealed_hello(&preamble)?;
+    let preamble = Preamble { version: WIRE_VERSION, caller: identity.rank, called: expected.rank };
+    let hello = identity.sealed_hello(&preamble, expected.lane)?;
     let (caller, own) = Caller::new(&identity.pre_shared_key(), preamble, &hello)?;
     timed.write(&own)?;
     let mut theirs = [0; SEALED_HELLO_BYTES];
     timed.read_or_reject(&mut theirs, &own, Preamble::begins)?;
     let altered = |timed: &mut TimedStream<'_>| {
         let text = format!(
-            "the answer of {expected} does not open on {}: it was altered on the way, or made \
+            "the answer of {} does not open on {}: it was altered on the way, or made \
              without the secret",
-            identity.rank
+            expected.rank, identity.rank
         );
         timed.refuse(&own, secret_refusal(text))
     };
@@ -403,9 +436,8 @@ fn call_sealed(mut timed: TimedStream<'_>, expected: Rank) -> Result<FrameSeals,
     if let Some(reject) = identity.sealed_mismatch(&preamble, &hello) {
         return Err(timed.refuse(&own, reject));
     }
-    if hello.hello.rank != expected {
-        let text = format!("{} answers where {expected} was expected", hello.hello.rank);
-        return Err(timed.refuse(&own, Reject { reason: RejectReason::RankTaken, text }));
+    if let Some(reject) = expected.mismatch(&hello.hello) {
+        return Err(timed.refuse(&own, reject));
     }
     timed.write(&sealer.prove(&preamble))?;
     let mut proof = [0; SEALED_PROOF_BYTES];
@@ -417,14 +449,14 @@ fn call_sealed(mut timed: TimedStream<'_>, expected: Rank) -> Result<FrameSeals,
 }
 
 /// Runs the accepting side. `reserve` is called after the caller has proved the secret: it holds
-/// the caller's rank, or refuses it. Returns also what frames are sealed with, where they are.
+/// the caller's place, or refuses it. Returns also what frames are sealed with, where they are.
 pub(crate) fn accept<R>(
     stream: &TcpStream,
     identity: &Identity,
     deadline: Instant,
     cancelled: &AtomicBool,
-    reserve: impl FnOnce(Rank) -> Result<R, Reject>,
-) -> Result<(Rank, R, Option<FrameSeals>), HandshakeError> {
+    reserve: impl FnOnce(Link) -> Result<R, Reject>,
+) -> Result<(Link, R, Option<FrameSeals>), HandshakeError> {
     let mut timed = TimedStream { identity, stream, deadline, cancelled };
     let mut start = [0; 4];
     timed.read(&mut start)?;
@@ -448,22 +480,22 @@ pub(crate) fn accept<R>(
         return Err(timed.refuse(&message[..length], reject));
     }
     if is_sealed {
-        let (rank, reservation, seals) = accept_sealed(timed, &message, reserve)?;
-        return Ok((rank, reservation, Some(seals)));
+        let (link, reservation, seals) = accept_sealed(timed, &message, reserve)?;
+        return Ok((link, reservation, Some(seals)));
     }
     let hello = message.first_chunk().expect("a hello is shorter than a sealed one");
-    let (rank, reservation) = accept_plain(timed, hello, reserve)?;
-    Ok((rank, reservation, None))
+    let (link, reservation) = accept_plain(timed, hello, reserve)?;
+    Ok((link, reservation, None))
 }
 
 fn accept_plain<R>(
     mut timed: TimedStream<'_>,
     theirs: &[u8; HELLO_BYTES],
-    reserve: impl FnOnce(Rank) -> Result<R, Reject>,
-) -> Result<(Rank, R), HandshakeError> {
+    reserve: impl FnOnce(Link) -> Result<R, Reject>,
+) -> Result<(Link, R), HandshakeError> {
     let identity = timed.identity;
-    let own = identity.hello()?.encode();
     let hello = Hello::decode(theirs).ok_or(HandshakeError::NotGradlane)?;
+    let own = identity.hello(hello.lane)?.encode();
     if let Some(reject) = identity.mismatch(&hello) {
         return Err(timed.refuse(theirs, reject));
     }
@@ -478,17 +510,18 @@ fn accept_plain<R>(
         let text = format!("another secret than that of {}", identity.rank);
         return Err(timed.refuse(theirs, secret_refusal(text)));
     }
-    let reservation = reserve(hello.rank).map_err(|reject| timed.refuse(theirs, reject))?;
+    let link = Link { rank: hello.rank, lane: hello.lane };
+    let reservation = reserve(link).map_err(|reject| timed.refuse(theirs, reject))?;
     let proof = identity.proof(ACCEPTER_LABEL, theirs, &own).finalize().into_bytes();
     timed.write(&proof)?;
-    Ok((hello.rank, reservation))
+    Ok((link, reservation))
 }
 
 fn accept_sealed<R>(
     mut timed: TimedStream<'_>,
     theirs: &[u8; SEALED_HELLO_BYTES],
-    reserve: impl FnOnce(Rank) -> Result<R, Reject>,
-) -> Result<(Rank, R, FrameSeals), HandshakeError> {
+    reserve: impl FnOnce(Link) -> Result<R, Reject>,
+) -> Result<(Link, R, FrameSeals), HandshakeError> {
     let identity = timed.identity;
     let preamble = theirs.first_chunk().and_then(Preamble::decode);
     let preamble = preamble.ok_or(HandshakeError::NotGradlane)?;
@@ -521,7 +554,7 @@ fn accept_sealed<R>(
         return Err(HandshakeError::RefusedRank { rank: preamble.caller, reject });
     }
     let (SealedPeer { mut sealer, mut opener, .. }, reply) =
-        accepter.reply(&identity.sealed_hello(&preamble)?)?;
+        accepter.reply(&identity.sealed_hello(&preamble, hello.hello.lane)?)?;
     timed.write(&reply)?;
     let mut proof = [0; SEALED_PROOF_BYTES];
     timed.read_or_reject(&mut proof, theirs, Preamble::begins)?;
@@ -533,9 +566,10 @@ fn accept_sealed<R>(
         // Without a proof: nor must whoever alters or repeats calls.
         return Err(timed.refuse_unproven(secret_refusal(text)));
     }
-    let reservation = reserve(hello.hello.rank).map_err(|reject| timed.refuse(theirs, reject))?;
+    let link = Link { rank: hello.hello.rank, lane: hello.hello.lane };
+    let reservation = reserve(link).map_err(|reject| timed.refuse(theirs, reject))?;
     timed.write(&sealer.prove(&preamble))?;
-    Ok((hello.hello.rank, reservation, FrameSeals { sealer, opener }))
+    Ok((link, reservation, FrameSeals { sealer, opener }))
 }
 
 #[cfg(test)]
@@ -548,6 +582,7 @@ mod tests {
             rank: Rank(0),
             world_size: 1,
             generation: 0,
+            lanes: 1,
             job_digest: [0; 32],
             table_digest: [0; 32],
             secret: b"a secret".to_vec(),

@@ -1,11 +1,11 @@
-//! Connections between all ranks: each rank calls every lower rank and accepts every higher one.
+//! Connections between all ranks: each rank calls every lower rank, once a lane, and accepts every higher one.
 //!
 //! Peers may start late: calls are repeated until the timeout. A refusal by a rank of this job,
 //! which proves that it knows the secret, ends the attempt at once, with its text. Any other answer
 //! at a rank's address ends nothing: the address is called again, and named at the timeout.
 
 use crate::connect::acceptor::{Acceptor, MeshStream, PendingMesh};
-use crate::connect::handshake::{self, HandshakeError, Identity, ADDRESS_BYTES_MAX};
+use crate::connect::handshake::{self, HandshakeError, Identity, Link, ADDRESS_BYTES_MAX};
 use crate::connect::listener::Listener;
 use crate::error::ChannelError;
 use crate::metrics::counters::Metrics;
@@ -32,8 +32,8 @@ pub(crate) const INTERRUPT_EVERY: Duration = Duration::from_millis(50);
 
 /// All connections of a rank, and the acceptor that refuses late callers.
 pub(crate) struct Mesh {
-    /// By rank; `None` for this rank itself. Non-blocking, with all options set.
-    pub(crate) streams: Vec<Option<MeshStream>>,
+    /// By lane and rank; `None` for this rank itself. Non-blocking, with all options set.
+    pub(crate) streams: Vec<Vec<Option<MeshStream>>>,
     /// Whether all peers are on this machine.
     pub(crate) is_local: bool,
     pub(crate) acceptor: Acceptor,
@@ -60,7 +60,12 @@ pub(crate) fn assemble(
         let thread = std::thread::Builder::new()
             .name("gradlane-call".to_owned())
             .stack_size(512 << 10)
-            .spawn(move || call_until_connected(&pending, rank, &address, deadline))
+            .spawn(move || {
+                // One after the other: a rank that many call has not more callers at once with more lanes.
+                for lane in 0..pending.identity.lanes {
+                    call_until_connected(&pending, Link { rank, lane }, &address, deadline);
+                }
+            })
             .map_err(system)?;
         call_threads.threads.push(thread);
     }
@@ -71,8 +76,8 @@ pub(crate) fn assemble(
     }
     drop(call_threads);
     result?;
-    let mut streams = std::mem::take(&mut lock(&pending.state).streams);
-    for (rank, stream) in streams.iter_mut().enumerate() {
+    let streams = std::mem::take(&mut lock(&pending.state).streams);
+    for (rank, stream) in streams.iter().flat_map(|lane| lane.iter().enumerate()) {
         if let Some(stream) = stream {
             set_options(stream.stream.get(), options).map_err(|error| {
                 ChannelError::system(format!("options of the connection to rank {rank}"), &error)
@@ -81,7 +86,7 @@ pub(crate) fn assemble(
     }
     let is_loopback =
         |stream: &MeshStream| stream.stream.get().peer_addr().is_ok_and(|it| it.ip().is_loopback());
-    let is_local = streams.iter().flatten().all(is_loopback);
+    let is_local = streams.iter().flatten().flatten().all(is_loopback);
     Ok(Mesh { streams, is_local, acceptor })
 }
 
@@ -120,7 +125,8 @@ fn wait_for_all(
         }
         let missing: Vec<Rank> = (0..options.world_size)
             .map(Rank)
-            .filter(|&rank| rank != own && state.streams[rank.index()].is_none())
+            .filter(|&rank| rank != own)
+            .filter(|rank| state.streams.iter().any(|lane| lane[rank.index()].is_none()))
             .collect();
         let Some(&first) = missing.first() else {
             return Ok(());
@@ -154,14 +160,15 @@ fn wait_for_all(
     }
 }
 
-/// Calls a lower rank until it is connected, on a thread of its own.
-fn call_until_connected(pending: &Arc<PendingMesh>, rank: Rank, address: &str, deadline: Instant) {
+/// Calls a lower rank until a lane is connected.
+fn call_until_connected(pending: &Arc<PendingMesh>, link: Link, address: &str, deadline: Instant) {
+    let rank = link.rank;
     let mut pause = PAUSE_FIRST;
     let mut is_logged = false;
     while !pending.cancelled.load(Ordering::SeqCst) && Instant::now() < deadline {
-        match call_once(pending, rank, address, deadline) {
+        match call_once(pending, link, address, deadline) {
             Ok(stream) => {
-                pending.deposit(rank, stream);
+                pending.deposit(link, stream);
                 return;
             }
             Err(HandshakeError::Cancelled) => return,
@@ -199,7 +206,7 @@ fn call_until_connected(pending: &Arc<PendingMesh>, rank: Rank, address: &str, d
 
 fn call_once(
     pending: &PendingMesh,
-    rank: Rank,
+    link: Link,
     address: &str,
     deadline: Instant,
 ) -> Result<MeshStream, HandshakeError> {
@@ -214,7 +221,7 @@ fn call_once(
                 let stream = ForkTracked::new(stream);
                 let (identity, cancelled) = (&pending.identity, &pending.cancelled);
                 // A peer may listen long before it accepts: it has until the deadline.
-                let seals = handshake::call(stream.get(), identity, rank, deadline, cancelled)?;
+                let seals = handshake::call(stream.get(), identity, link, deadline, cancelled)?;
                 return Ok(MeshStream { stream, seals });
             }
             Err(error) => last_error = error,

@@ -10,7 +10,7 @@ use gradlane_units::{Rank, Step, TensorId};
 impl Core {
     /// Handles all calls that wait.
     pub(super) fn handle_commands(&mut self) {
-        std::mem::swap(&mut self.commands, &mut *lock(&self.shared.commands));
+        std::mem::swap(&mut self.commands, &mut *lock(&self.shared.lanes[self.lane].commands));
         let mut commands = std::mem::take(&mut self.commands);
         for command in commands.drain(..) {
             if let Err(error) = self.handle_command(command) {
@@ -116,7 +116,8 @@ impl Core {
                 Ok(())
             }
             Command::ReportQueueStats => {
-                self.shared.metrics.queue_stats.reply(self.engine.queue_stats());
+                let stats = self.engine.queue_stats();
+                self.shared.metrics.queue_stats.reply(self.lane, stats);
                 Ok(())
             }
         }

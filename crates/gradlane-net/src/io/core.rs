@@ -1,13 +1,10 @@
-//! The engine with everything that its decisions are carried out with: one for all I/O threads of a
-//! rank, behind one lock. The lock is held while the engine handles an input or decides, never
-//! while bytes are copied to or from a socket or checksums are computed.
+//! The engine of a lane with everything that its decisions are carried out with, but for the connections.
 
 use super::connection::Connection;
-use super::driver::ShutdownCause;
 use super::frame_writer::{OutgoingFrame, OutgoingPayload};
 use crate::channel::blocks;
 use crate::channel::completion::MembershipEvent;
-use crate::channel::shared::{Command, Shared};
+use crate::channel::shared::{Command, LaneInbox, Shared, StopCause};
 use crate::compute::job_runner::JobRunner;
 use crate::compute::server_command::ServerCommand;
 use crate::flow::Pacer;
@@ -15,17 +12,19 @@ use crate::flow::PortPacing;
 use crate::memory::MemoryTable;
 use crate::metrics::counters::count;
 use crate::metrics::straggler_stats::ContributionTimes;
-use crate::options::ChannelOptions;
+use crate::options::{ChannelOptions, GoingOnOptions};
 use crate::sys::lock;
 use crate::sys::poller::Interest;
 use crate::sys::socket::Socket;
 use crate::sys::suspend_aware_clock::SuspendAwareClock;
 use gradlane_engine::{
-    Event, Failure, JournaledEngine, Payload, ProtocolError, Region, Synchrony, Transmit,
+    EngineOptions, Event, Failure, JournaledEngine, Payload, ProtocolError, Region, Synchrony,
+    Transmit,
 };
 use gradlane_units::{Rank, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
 use std::collections::VecDeque;
+use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -33,11 +32,9 @@ use std::time::{Duration, Instant};
 /// Longest wait for another rank to report that it hears a silent peer.
 const SUSPECT_REPLY_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The state of a peer that all I/O threads see.
+/// The state of a peer.
 #[derive(Debug)]
 pub(super) struct Peer {
-    /// The I/O thread of its connection.
-    pub(super) thread: usize,
     pub(super) socket: Arc<dyn Socket>,
     pub(super) pacer: Pacer,
     /// Whether bytes can still arrive.
@@ -49,15 +46,14 @@ pub(super) struct Peer {
     pub(super) last_received: Option<Time>,
     /// Deadline for other ranks to report that they hear this silent peer.
     pub(super) suspected_until: Option<Time>,
-    /// Frames that the engine has chosen and the peer's thread has not taken.
+    /// Frames that the engine has chosen and its connection has not taken.
     outbox: VecDeque<OutgoingFrame>,
 }
 
 impl Peer {
     /// Makes a peer with a new connection.
-    pub(super) fn new(thread: usize, socket: Arc<dyn Socket>) -> Peer {
+    pub(super) fn new(socket: Arc<dyn Socket>) -> Peer {
         Peer {
-            thread,
             socket,
             pacer: Pacer::default(),
             open: true,
@@ -70,9 +66,11 @@ impl Peer {
     }
 }
 
-/// The state that the I/O threads share.
+/// The state of a lane.
 #[derive(Debug)]
 pub(super) struct Core {
+    /// The lane's number.
+    pub(super) lane: usize,
     pub(super) engine: JournaledEngine,
     /// By rank; `None` for this rank itself.
     pub(super) peers: Vec<Option<Peer>>,
@@ -90,19 +88,58 @@ pub(super) struct Core {
     pub(super) commands: Vec<Command>,
     /// On a dedicated server: the command that is carried out, its step and the rank that sent it first.
     pub(super) server_command: Option<(Step, Rank, ServerCommand)>,
-    /// By I/O thread: its peers with frames in their outbox, the most urgent first.
-    pub(super) chosen: Vec<Vec<Rank>>,
-    /// Peers that the other ranks go on without, and whose connections their threads have to close.
+    /// Peers with frames in their outbox, the most urgent first.
+    pub(super) chosen: Vec<Rank>,
+    /// Peers that the other ranks go on without, and whose connections are to be closed.
     pub(super) to_disconnect: Vec<Rank>,
-    /// Set once; then all threads stop.
-    pub(super) shutdown: Option<ShutdownCause>,
+    /// Whether all ranks have said goodbye in this lane, or it has failed.
+    is_over: bool,
 }
 
 impl Core {
+    /// Makes a lane's state before step 0, without peers.
+    pub(super) fn new(
+        lane: usize,
+        options: ChannelOptions,
+        paced_peers: Option<usize>,
+        shared: Arc<Shared>,
+    ) -> io::Result<Core> {
+        let plan = Arc::clone(&shared.lanes[lane].plan);
+        let engine_options = EngineOptions {
+            rank: Rank(options.rank),
+            frame_bytes: options.frame_bytes,
+            credit_bytes: options.credit_bytes,
+            job_depth: options.work_depth.div_ceil(shared.lanes.len()),
+            encoded_ahead: options.encoded_ahead,
+            progress_timeout: options.progress_timeout(),
+            generation: options.generation,
+            going_on: options.going_on.as_ref().map(GoingOnOptions::for_engine),
+        };
+        Ok(Core {
+            lane,
+            engine: JournaledEngine::new(engine_options, Arc::clone(&plan), options.journal),
+            peers: Vec::with_capacity(plan.world_size as usize),
+            memory: MemoryTable::new(plan.tensors.len()),
+            jobs: JobRunner::new(&shared, lane, &options)?,
+            shared,
+            contribution_times: ContributionTimes::new(&plan, Rank(options.rank)),
+            pacing: paced_peers.map(|peers| PortPacing::new(peers, options.frame_bytes)),
+            clock: SuspendAwareClock::new(Instant::now(), options.silence_timeout()),
+            options,
+            now: Time::ZERO,
+            connected_at: None,
+            commands: Vec::new(),
+            server_command: None,
+            chosen: Vec::new(),
+            to_disconnect: Vec::new(),
+            is_over: false,
+        })
+    }
+
     /// Carries out the engine's decisions until there are none. Frames to send lie in outboxes
     /// then.
     pub(super) fn pump(&mut self) {
-        while self.shutdown.is_none() {
+        while !self.has_ended() {
             let mut progressed = self.run_jobs();
             while let Some(transmit) = self.engine.poll_transmit() {
                 self.stage(transmit);
@@ -117,29 +154,23 @@ impl Core {
         }
     }
 
-    /// Ends the session; the first cause stands.
-    pub(super) fn end(&mut self, shutdown: ShutdownCause) {
-        self.shutdown.get_or_insert(shutdown);
-        for thread in 0..self.chosen.len() {
-            self.shared.wake(thread);
-        }
+    /// What this lane shares with other threads.
+    pub(super) fn inbox(&self) -> &LaneInbox {
+        &self.shared.lanes[self.lane]
     }
 
-    /// Takes the cause of the end, once all I/O threads have stopped.
-    pub(super) fn take_shutdown(&mut self) -> ShutdownCause {
-        self.shutdown.take().unwrap_or(ShutdownCause::Closed)
+    /// Whether the lane is over, or all stop.
+    pub(super) fn has_ended(&self) -> bool {
+        self.is_over || self.shared.is_stopping()
     }
 
-    /// Whether an I/O thread has nothing to do until a socket reports.
-    pub(super) fn is_idle(&self, thread: usize) -> bool {
-        let serves = |rank: &Rank| {
-            let peer = self.peers.get(rank.index()).and_then(Option::as_ref);
-            peer.is_some_and(|peer| peer.open && peer.thread == thread)
-        };
-        self.shutdown.is_none()
-            && self.chosen[thread].is_empty()
-            && !self.to_disconnect.iter().any(serves)
-            && (thread > 0 || lock(&self.shared.commands).is_empty() && !self.jobs.has_finished())
+    /// Whether the lane has nothing to do until a socket reports.
+    pub(super) fn is_idle(&self) -> bool {
+        !self.has_ended()
+            && self.chosen.is_empty()
+            && self.to_disconnect.is_empty()
+            && lock(&self.inbox().commands).is_empty()
+            && !self.jobs.has_finished()
     }
 
     /// Advances the time after a turn that slept for at most `sleep`.
@@ -151,7 +182,8 @@ impl Core {
     /// Reports finished jobs and starts new ones.
     fn run_jobs(&mut self) -> bool {
         let result = self.jobs.advance(&mut self.engine, &mut self.memory);
-        self.shared.metrics.jobs_in_flight.store(self.jobs.in_flight(), Ordering::Relaxed);
+        let gauge = &self.shared.metrics.lanes[self.lane].jobs_in_flight;
+        gauge.store(self.jobs.in_flight(), Ordering::Relaxed);
         result.unwrap_or_else(|error| {
             self.engine.abort(&error.to_string());
             true
@@ -171,7 +203,7 @@ impl Core {
                 self.store_blocks(tensor, step, &blocks);
                 self.shared.completion.publish_root_request(tensor, step);
             }
-            Event::SquaresReady { step, sum } => completion.publish_squares(step, sum),
+            Event::SquaresReady { step, sum } => completion.publish_squares(step, &sum),
             Event::StepComplete { step } => completion.publish_step(step),
             Event::Applied { rank, staleness, .. } => {
                 lock(&self.shared.metrics.staleness).note(rank, staleness);
@@ -186,12 +218,12 @@ impl Core {
                 }
             }
             Event::PlanSwitched { version, .. } => {
-                let current = &self.shared.metrics.plan_version;
+                let current = &self.shared.metrics.lanes[self.lane].plan_version;
                 current.store(u64::from(version), Ordering::Relaxed);
             }
             Event::BufferFree(buffer) => {
                 self.memory.free(buffer);
-                let scratch = &self.shared.metrics.scratch_bytes;
+                let scratch = &self.shared.metrics.lanes[self.lane].scratch_bytes;
                 scratch.store(self.memory.scratch_bytes(), Ordering::Relaxed);
             }
             Event::Suspected { by, suspect } => {
@@ -199,12 +231,7 @@ impl Core {
                     self.engine.blame_link(by, suspect);
                 }
             }
-            Event::Disconnect(rank) => {
-                self.to_disconnect.push(rank);
-                if let Some(Some(peer)) = self.peers.get(rank.index()) {
-                    self.shared.wake(peer.thread);
-                }
-            }
+            Event::Disconnect(rank) => self.to_disconnect.push(rank),
             Event::ClaimNeeded { generation, value } => {
                 completion.publish_change(MembershipEvent::ClaimNeeded { generation, value });
             }
@@ -212,10 +239,10 @@ impl Core {
                 let changed = MembershipEvent::Changed { generation, members, step, reason };
                 completion.publish_change(changed);
             }
-            Event::Closed => self.end(ShutdownCause::Closed),
+            Event::Closed => self.is_over = true,
             Event::Failed(failure) => {
-                let failure = self.with_own_standstill(failure);
-                self.end(ShutdownCause::Failed(failure));
+                self.is_over = true;
+                self.shared.stop(StopCause::Failed(self.with_own_standstill(failure)));
             }
         }
     }
@@ -268,7 +295,7 @@ impl Core {
         };
         if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
             peer.said_goodbye |= header.kind == FrameKind::Goodbye;
-            self.shared.trace.chosen(rank);
+            self.inbox().trace.chosen(rank);
             count(&self.shared.metrics.outgoing_frames, 1);
             self.enqueue(rank, OutgoingFrame::new(header, payload, Some(transmit)));
         }
@@ -278,9 +305,8 @@ impl Core {
     pub(super) fn enqueue(&mut self, rank: Rank, frame: OutgoingFrame) {
         if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
             peer.outbox.push_back(frame);
-            let chosen = &mut self.chosen[peer.thread];
-            if !chosen.contains(&rank) {
-                chosen.push(rank);
+            if !self.chosen.contains(&rank) {
+                self.chosen.push(rank);
             }
         }
     }
@@ -421,9 +447,8 @@ impl Core {
         self.options.going_on.is_some()
     }
 
-    /// Loses a peer: nothing can arrive from it any more. Only the thread of its connection may
-    /// call this, since it reads no more of the peer's bytes; where the session goes on it has dropped
-    /// the connection with all borrows of memory.
+    /// Loses a peer: nothing can arrive from it any more. Where the session goes on, its connection was dropped
+    /// with all borrows of memory.
     pub(super) fn lose(&mut self, rank: Rank, reason: &str) {
         let Some(Some(peer)) = self.peers.get_mut(rank.index()) else {
             return;
@@ -435,7 +460,7 @@ impl Core {
         let dropped = peer.outbox.drain(..).filter(|frame| frame.is_counted()).count() as u64;
         self.shared.metrics.outgoing_frames.fetch_sub(dropped, Ordering::Relaxed);
         // The socket is closed later; an unwatched one is in order.
-        let poller = &self.shared.pollers[peer.thread];
+        let poller = &self.shared.lanes[self.lane].poller;
         let _ = peer.socket.watch(poller, u64::from(rank.0), Interest::End);
         self.engine.handle_writable(rank, false);
         self.engine.handle_peer_lost(rank, reason);

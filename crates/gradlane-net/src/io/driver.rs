@@ -1,37 +1,21 @@
-//! Starts the I/O threads with their connections and waits for them.
+//! Starts the lanes of a rank with their connections and waits for them.
 
-use super::connection::{Connection, Connections};
+use super::connection::Connection;
 use super::core::{Core, Peer};
-use super::io_thread::IoThread;
+use super::lane::Lane;
 use super::shutdown::SessionShutdown;
-use crate::channel::shared::Shared;
-use crate::compute::job_runner::JobRunner;
+use crate::channel::shared::{Command, Shared};
 use crate::connect::FrameSeals;
-use crate::flow::{ConnectionFlow, PortPacing};
-use crate::memory::MemoryTable;
-use crate::metrics::straggler_stats::ContributionTimes;
-use crate::options::{ChannelOptions, GoingOnOptions};
-use crate::sys::lock;
+use crate::flow::ConnectionFlow;
+use crate::options::ChannelOptions;
 use crate::sys::poller::Interest;
 use crate::sys::socket::Socket;
-use crate::sys::suspend_aware_clock::SuspendAwareClock;
-use gradlane_engine::{EngineOptions, Failure, JournaledEngine, Plan};
-use gradlane_units::{Rank, Time};
+use gradlane_engine::Plan;
+use gradlane_units::Rank;
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::ScopedJoinHandle;
-use std::time::Instant;
+use std::sync::Arc;
 
-/// Why a session ends, as the I/O threads find it.
-#[derive(Debug)]
-pub(super) enum ShutdownCause {
-    Closed,
-    Failed(Failure),
-    /// A bug in this program, with the text of the panic.
-    Panicked(String),
-}
-
-/// A connected peer.
+/// A connection to a peer.
 #[derive(Debug)]
 pub(crate) struct PeerLink {
     pub(crate) socket: Arc<dyn Socket>,
@@ -39,112 +23,69 @@ pub(crate) struct PeerLink {
     pub(crate) seals: Option<FrameSeals>,
 }
 
-/// The engine and the connections at the start of the I/O threads.
+/// The lanes of a rank, before they run.
 #[derive(Debug)]
 pub(crate) struct Driver {
-    pub(super) core: Mutex<Core>,
-    /// By I/O thread.
-    pub(super) connections: Vec<Connections>,
+    pub(super) lanes: Vec<Lane>,
 }
 
 impl Driver {
-    /// Makes a driver with all connections, before step 0, and with a thread for each poller.
-    /// `is_local` tells whether all peers are on this machine, where ports are not paced.
+    /// Makes the lanes with all connections (`links`, by lane and rank), before step 0. `is_local` tells
+    /// whether all peers are on this machine, where ports are not paced.
     pub(crate) fn new(
-        options: ChannelOptions,
-        plan: &Arc<Plan>,
-        links: Vec<Option<PeerLink>>,
+        options: &ChannelOptions,
+        plan: &Plan,
+        links: Vec<Vec<Option<PeerLink>>>,
         is_local: bool,
-        shared: Arc<Shared>,
+        shared: &Arc<Shared>,
     ) -> io::Result<Driver> {
-        let engine_options = EngineOptions {
-            rank: Rank(options.rank),
-            frame_bytes: options.frame_bytes,
-            credit_bytes: options.credit_bytes,
-            job_depth: options.work_depth,
-            encoded_ahead: options.encoded_ahead,
-            progress_timeout: options.progress_timeout(),
-            generation: options.generation,
-            going_on: options.going_on.as_ref().map(GoingOnOptions::for_engine),
-        };
-        let mut engine = JournaledEngine::new(engine_options, Arc::clone(plan), options.journal);
         let sent_to = plan.peers_sent_to(Rank(options.rank)) as usize;
         let paced = options.pacing && sent_to > 1 && !is_local;
-        let threads = shared.pollers.len();
-        let mut connections: Vec<Connections> = (0..threads).map(|_| Vec::new()).collect();
-        let mut peers = Vec::with_capacity(links.len());
-        for (rank, link) in links.into_iter().enumerate() {
-            connections.iter_mut().for_each(|connections| connections.push(None));
-            let Some(PeerLink { socket, seals }) = link else {
-                peers.push(None);
-                continue;
-            };
-            let thread = peers.iter().flatten().count() % threads;
-            socket.watch(&shared.pollers[thread], rank as u64, Interest::Begin)?;
-            engine.handle_writable(Rank(rank as u32), true);
-            let flow = ConnectionFlow::new(&*socket, &options, sent_to)?;
-            peers.push(Some(Peer::new(thread, Arc::clone(&socket))));
-            connections[thread][rank] = Some(Connection::new(socket, seals, flow));
-        }
-        let jobs = JobRunner::new(&shared, plan, &options)?;
-        let core = Core {
-            engine,
-            peers,
-            memory: MemoryTable::new(plan.tensors.len()),
-            jobs,
-            shared,
-            contribution_times: ContributionTimes::new(plan, Rank(options.rank)),
-            pacing: paced.then(|| PortPacing::new(sent_to, options.frame_bytes)),
-            clock: SuspendAwareClock::new(Instant::now(), options.silence_timeout()),
-            options,
-            now: Time::ZERO,
-            connected_at: None,
-            commands: Vec::new(),
-            server_command: None,
-            chosen: vec![Vec::new(); threads],
-            to_disconnect: Vec::new(),
-            shutdown: None,
+        let lane = |(lane, links): (usize, Vec<Option<PeerLink>>)| {
+            let paced_peers = paced.then_some(sent_to);
+            let mut core = Core::new(lane, options.clone(), paced_peers, Arc::clone(shared))?;
+            let mut connections = Vec::with_capacity(links.len());
+            for (rank, link) in links.into_iter().enumerate() {
+                let Some(PeerLink { socket, seals }) = link else {
+                    core.peers.push(None);
+                    connections.push(None);
+                    continue;
+                };
+                socket.watch(&shared.lanes[lane].poller, rank as u64, Interest::Begin)?;
+                core.engine.handle_writable(Rank(rank as u32), true);
+                let flow = ConnectionFlow::new(&*socket, options, sent_to)?;
+                core.peers.push(Some(Peer::new(Arc::clone(&socket))));
+                connections.push(Some(Connection::new(socket, seals, flow)));
+            }
+            Ok(Lane::new(core, connections))
         };
-        Ok(Driver { core: Mutex::new(core), connections })
+        let lanes: io::Result<_> = links.into_iter().enumerate().map(lane).collect();
+        Ok(Driver { lanes: lanes? })
     }
 
     /// Runs the session until its end, also the exchange of reasons after a failure, on this thread and
-    /// one for each other poller.
+    /// one for each further lane.
     pub(crate) fn run(self) {
-        self.run_threads().run();
-    }
-
-    /// Runs all I/O threads. Afterwards no thread uses a connection.
-    fn run_threads(self) -> SessionShutdown {
-        let Driver { core, connections } = self;
-        let mut threads = connections.into_iter().enumerate();
-        let merged = std::thread::scope(|scope| {
-            let first =
-                threads.next().map(|(index, connections)| IoThread::new(index, &core, connections));
-            let others: Vec<ScopedJoinHandle<'_, Connections>> = threads
-                .filter_map(|(index, connections)| {
-                    let thread = IoThread::new(index, &core, connections);
+        let mut lanes = self.lanes.into_iter();
+        let ended = std::thread::scope(|scope| {
+            let first = lanes.next();
+            let others: Vec<_> = lanes
+                .filter_map(|lane| {
+                    let shared = Arc::clone(&lane.shared);
                     let builder = std::thread::Builder::new().name("gradlane-io".to_owned());
-                    let spawned = builder.spawn_scoped(scope, move || thread.run());
+                    let spawned = builder.spawn_scoped(scope, move || lane.run());
                     let refused = |error| {
-                        let mut core = lock(&core);
-                        core.engine.abort(&format!("cannot start I/O thread {index}: {error}"));
+                        let reason = format!("cannot start the thread of a lane: {error}");
+                        shared.tell_first(Command::Abort(reason));
                     };
                     spawned.map_err(refused).ok()
                 })
                 .collect();
-            let mut merged = first.map_or_else(Vec::new, IoThread::run);
-            for handle in others {
-                // Their loops are guarded: the threads themselves do not panic.
-                for (slot, connection) in merged.iter_mut().zip(handle.join().unwrap_or_default()) {
-                    if connection.is_some() {
-                        *slot = connection;
-                    }
-                }
-            }
-            merged
+            let mut ended: Vec<Lane> = first.map(Lane::run).into_iter().collect();
+            // Their loops are guarded: the threads themselves do not panic.
+            ended.extend(others.into_iter().filter_map(|thread| thread.join().ok()));
+            ended
         });
-        let core = core.into_inner().unwrap_or_else(PoisonError::into_inner);
-        SessionShutdown::new(core, merged)
+        SessionShutdown::new(ended).run();
     }
 }

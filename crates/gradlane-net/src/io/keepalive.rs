@@ -1,16 +1,16 @@
 //! Keepalive: heartbeats to peers that would hear nothing otherwise, and the loss of silent peers.
 
 use super::frame_writer::{OutgoingFrame, OutgoingPayload};
-use super::io_thread::IoThread;
+use super::lane::Lane;
 use crate::options::ChannelOptions;
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 use std::time::Duration;
 
-impl IoThread<'_> {
-    /// Sends heartbeats to this thread's peers, and loses those that are silent.
+impl Lane {
+    /// Sends heartbeats to peers, and loses those that are silent.
     pub(super) fn check_keepalive(&mut self) {
-        let mut core = self.core();
+        let core = &mut self.core;
         let now = core.now;
         if now < self.next_keepalive_check {
             return;
@@ -58,7 +58,7 @@ impl IoThread<'_> {
             }
         }
         for (rank, reason) in silent {
-            self.lose(&mut core, rank, &reason);
+            self.lose(rank, &reason);
         }
         // At most once a millisecond, the resolution of the poller.
         self.next_keepalive_check = next.max(now + Duration::from_millis(1));

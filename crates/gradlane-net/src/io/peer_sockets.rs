@@ -1,9 +1,8 @@
 //! The sockets of peers: sending, receiving, and their loss.
 
-use super::core::Core;
 use super::frame_reader::Fault;
 use super::frame_writer::Flushed;
-use super::io_thread::{lock_whole, IoThread};
+use super::lane::Lane;
 use super::receive::ReceivedFrames;
 use crate::flow::Pacer;
 use crate::metrics::counters::count;
@@ -15,14 +14,14 @@ use std::sync::atomic::Ordering;
 /// Bytes read from one connection before others get their turn.
 const RECEIVE_TURN_BYTES: usize = 512 << 10;
 
-impl IoThread<'_> {
+impl Lane {
     /// Sends the frames that wait for a peer and returns the bytes that its socket took.
     pub(super) fn flush(&mut self, rank: Rank) -> usize {
-        let core = self.core;
+        let core = &mut self.core;
         let Some(Some(connection)) = self.connections.get_mut(rank.index()) else {
             return 0;
         };
-        let (trace, sent) = (&self.shared.trace, &mut self.sent);
+        let (trace, sent) = (&self.shared.lanes[core.lane].trace, &mut self.sent);
         let mut total = 0;
         let socket = &*connection.socket;
         let result = connection.writer.flush(socket, &mut total, |header, transmit| {
@@ -35,7 +34,6 @@ impl IoThread<'_> {
         }
         connection.flow.sent(socket, total);
         let takes_more = matches!(result, Ok(Flushed::All)) && !connection.flow.is_full();
-        let mut core = lock_whole(core);
         if total > 0 {
             connection.last_sent = core.now;
         }
@@ -46,10 +44,9 @@ impl IoThread<'_> {
         connection.flow.set_paced_by_thread(core.pacer(rank).is_some_and(Pacer::by_thread));
         let writable = takes_more && core.may_send(rank);
         if let Err(error) = result {
-            drop(core);
             self.on_send_error(rank, &error);
         } else {
-            self.set_writable(&mut core, rank, writable);
+            self.set_writable(rank, writable);
         }
         total
     }
@@ -57,44 +54,42 @@ impl IoThread<'_> {
     /// Loses a peer whose socket fails, after reading it: a peer that gives up says why and closes.
     fn on_send_error(&mut self, rank: Rank, error: &io::Error) {
         while self.receive(rank) > 0 {}
-        self.lose(&mut self.core(), rank, &format!("connection failed: {error}"));
+        self.lose(rank, &format!("connection failed: {error}"));
     }
 
     /// Loses a peer. Where the session goes on, its connection ends, and with it all borrows of memory.
-    pub(super) fn lose(&mut self, core: &mut Core, rank: Rank, reason: &str) {
-        if core.goes_on() {
+    pub(super) fn lose(&mut self, rank: Rank, reason: &str) {
+        if self.core.goes_on() {
             if let Some(connection) = self.connections[rank.index()].take() {
                 // The peer may still be there, and is to notice.
                 let _ = connection.socket.end_stream();
                 let dropped = connection.writer.counted_frames();
-                core.shared.metrics.outgoing_frames.fetch_sub(dropped, Ordering::Relaxed);
+                self.shared.metrics.outgoing_frames.fetch_sub(dropped, Ordering::Relaxed);
             }
         }
-        core.lose(rank, reason);
+        self.core.lose(rank, reason);
     }
 
-    /// Closes the connections of this thread's peers that the other ranks go on without.
+    /// Closes the connections of peers that the other ranks go on without.
     pub(super) fn disconnect(&mut self) {
-        let mut core = self.core();
-        let all = std::mem::take(&mut core.to_disconnect);
-        let (own, others): (Vec<Rank>, Vec<Rank>) =
-            all.into_iter().partition(|rank| self.connections[rank.index()].is_some());
-        core.to_disconnect = others.into_iter().filter(|&rank| core.is_open(rank)).collect();
-        for rank in own {
-            self.lose(&mut core, rank, "the other ranks go on without it");
+        for rank in std::mem::take(&mut self.core.to_disconnect) {
+            if self.connections[rank.index()].is_some() {
+                self.lose(rank, "the other ranks go on without it");
+            }
         }
     }
 
-    fn set_writable(&mut self, core: &mut Core, rank: Rank, writable: bool) {
-        core.set_writable(rank, writable);
+    fn set_writable(&mut self, rank: Rank, writable: bool) {
+        self.core.set_writable(rank, writable);
         if !writable {
-            self.arm(core, rank, true);
+            self.arm(rank, true);
         }
     }
 
     /// Makes the poller report when the socket takes more, or stops that. It goes on while there is more
     /// to send, and ends only when a report finds nothing to do.
-    fn arm(&mut self, core: &mut Core, rank: Rank, armed: bool) {
+    fn arm(&mut self, rank: Rank, armed: bool) {
+        let core = &mut self.core;
         let Some(Some(connection)) = self.connections.get_mut(rank.index()) else {
             return;
         };
@@ -102,7 +97,7 @@ impl IoThread<'_> {
             return;
         }
         connection.armed = armed;
-        let (socket, poller) = (&connection.socket, &self.shared.pollers[self.index]);
+        let (socket, poller) = (&connection.socket, &self.shared.lanes[core.lane].poller);
         let interest = if armed { Interest::Writable } else { Interest::Readable };
         if let Err(error) = socket.watch(poller, u64::from(rank.0), interest) {
             core.engine.abort(&format!("cannot wait for the socket of {rank}: {error}"));
@@ -114,58 +109,52 @@ impl IoThread<'_> {
             return;
         };
         let nothing_waits = connection.writer.is_empty();
-        let mut core = self.core();
-        if !core.is_open(rank) {
+        if !self.core.is_open(rank) {
             return;
         }
-        if core.is_writable(rank) {
-            self.arm(&mut core, rank, false);
+        if self.core.is_writable(rank) {
+            self.arm(rank, false);
         } else if nothing_waits {
             // A frame that is not due yet is reported again in the next turn.
-            if core.may_send(rank) {
-                self.set_writable(&mut core, rank, true);
+            if self.core.may_send(rank) {
+                self.set_writable(rank, true);
             }
         } else {
-            drop(core);
             self.flush(rank);
         }
     }
 
     /// Reads from a peer's socket and returns the number of bytes.
     pub(super) fn receive(&mut self, rank: Rank) -> usize {
-        let core = self.core;
+        let core = &mut self.core;
         let Some(Some(connection)) = self.connections.get_mut(rank.index()) else {
             return 0;
         };
-        if !lock_whole(core).is_open(rank) {
+        if !core.is_open(rank) {
             return 0;
         }
-        let mut frames = ReceivedFrames {
-            core,
-            shared: &self.shared,
-            peer: rank,
-            heard_goodbye: &mut connection.heard_goodbye,
-        };
+        let mut frames =
+            ReceivedFrames { core, peer: rank, heard_goodbye: &mut connection.heard_goodbye };
         let (bytes, result) =
             connection.reader.receive(&*connection.socket, RECEIVE_TURN_BYTES, &mut frames);
         self.coalescer.count(bytes);
         if bytes == 0 && result.is_ok() {
             return 0;
         }
-        let mut core = lock_whole(core);
+        let core = &mut self.core;
         if bytes > 0 {
             core.heard(rank);
             count(&self.shared.metrics.peers[rank.index()].received_bytes, bytes as u64);
         }
         match result {
             Ok(()) => {}
-            Err(Fault::Lost(reason)) => self.lose(&mut core, rank, &reason),
+            Err(Fault::Lost(reason)) => self.lose(rank, &reason),
             Err(Fault::ProtocolViolation(what)) => {
                 let reason = format!("{rank} {what}");
                 core.engine.reject_peer(rank, &reason);
                 if core.goes_on() {
                     // Nothing that follows on this connection can be read.
-                    self.lose(&mut core, rank, &reason);
+                    self.lose(rank, &reason);
                 }
             }
             Err(Fault::Internal(what)) => core.engine.abort(&what),

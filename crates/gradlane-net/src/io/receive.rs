@@ -2,18 +2,14 @@
 
 use super::core::Core;
 use super::frame_reader::{Fault, FrameSink, PayloadTarget};
-use super::io_thread::lock_whole;
-use crate::channel::shared::Shared;
 use crate::memory::WriteSpan;
 use gradlane_engine::{PayloadDest, ProtocolError};
 use gradlane_units::Rank;
 use gradlane_wire::{FrameHeader, FrameKind};
-use std::sync::Mutex;
 
 /// The frames that one connection receives.
 pub(super) struct ReceivedFrames<'a> {
-    pub(super) core: &'a Mutex<Core>,
-    pub(super) shared: &'a Shared,
+    pub(super) core: &'a mut Core,
     pub(super) peer: Rank,
     pub(super) heard_goodbye: &'a mut bool,
 }
@@ -24,15 +20,12 @@ fn violation(error: &ProtocolError) -> Fault {
 
 impl FrameSink for ReceivedFrames<'_> {
     fn on_header(&mut self, header: &FrameHeader) -> Result<PayloadTarget, Fault> {
-        self.shared.trace.announced(self.peer);
-        let located = {
-            let mut core = lock_whole(self.core);
-            let dest = core.engine.handle_header(self.peer, header);
-            match dest.map_err(|error| violation(&error))? {
-                PayloadDest::Control => return Ok(PayloadTarget::Control),
-                PayloadDest::Nothing => return Ok(PayloadTarget::Memory(WriteSpan::empty())),
-                PayloadDest::Region(region) => core.memory.locate(region),
-            }
+        self.core.inbox().trace.announced(self.peer);
+        let dest = self.core.engine.handle_header(self.peer, header);
+        let located = match dest.map_err(|error| violation(&error))? {
+            PayloadDest::Control => return Ok(PayloadTarget::Control),
+            PayloadDest::Nothing => return Ok(PayloadTarget::Memory(WriteSpan::empty())),
+            PayloadDest::Region(region) => self.core.memory.locate(region),
         };
         match located {
             // SAFETY: the engine lends this region to this frame until `handle_frame`, or until the
@@ -46,16 +39,13 @@ impl FrameSink for ReceivedFrames<'_> {
     }
 
     fn on_frame(&mut self, header: &FrameHeader, control: Option<&[u8]>) -> Result<(), Fault> {
-        self.shared.trace.received(self.peer, header);
+        self.core.inbox().trace.received(self.peer, header);
         *self.heard_goodbye |= header.kind == FrameKind::Goodbye;
-        lock_whole(self.core)
-            .frame_arrived(self.peer, header, control)
-            .map_err(|error| violation(&error))
+        self.core.frame_arrived(self.peer, header, control).map_err(|error| violation(&error))
     }
 
     fn describe(&self, header: &FrameHeader) -> String {
-        let core = lock_whole(self.core);
-        let plan = core.engine.plan();
+        let plan = self.core.engine.plan();
         let name = plan.tensors.get(header.tensor.index()).map_or("", |it| it.spec.name.as_str());
         let FrameHeader { kind, slice, step, offset, length, .. } = header;
         let end = offset.saturating_add(u64::from(*length));

@@ -6,7 +6,7 @@ use super::adversary::{cases, each_case, Adversary, Change, Foreign};
 use super::samples::{piece_bytes, HANDSHAKE_BYTES, PREAMBLE, SECRET};
 use super::tests::{connected, TestRank, TestSocket};
 use crate::channel::completion::WaitTarget;
-use crate::connect::{accept, call, digest, FrameSeals, HandshakeError, Identity};
+use crate::connect::{accept, call, digest, FrameSeals, HandshakeError, Identity, Link};
 use crate::sys::descriptors::ForkTracked;
 use crate::sys::lock;
 use crate::sys::poller::{Interest, Poller};
@@ -217,6 +217,7 @@ fn identity(rank: u32, job: &str, generation: u32) -> Identity {
         rank: Rank(rank),
         world_size: 2,
         generation,
+        lanes: 1,
         job_digest: digest(job.as_bytes()),
         table_digest: [2; 32],
         secret: SECRET.to_vec(),
@@ -251,7 +252,8 @@ fn shake_hands(
             end(called, accepted.map(|(_, (), seals)| seals.expect("it seals")))
         });
         let connected = scope.spawn(|| {
-            let connected = call(caller, to_call, Rank(0), deadline, &never);
+            let connected =
+                call(caller, to_call, Link { rank: Rank(0), lane: 0 }, deadline, &never);
             end(caller, connected.map(|seals| seals.expect("it seals")))
         });
         relay.run_until(|| left.load(Ordering::SeqCst) == 0);
@@ -417,9 +419,7 @@ fn train(
     ranks.map(|rank| {
         rank.check_memory(index);
         index += 1;
-        let ending = Ending { failure: rank.rank.ending(), released: rank.released };
-        rank.rank.end();
-        ending
+        Ending { failure: rank.rank.ending(), released: rank.released }
     })
 }
 
@@ -628,7 +628,13 @@ fn a_recorded_connection_is_refused_by_name() {
             let accepted = accept(&rank, &identity(0, "a job", 0), deadline, &never, |_| Ok(()));
             accepted.map(|_| ()).expect_err("a recorded call is taken")
         } else {
-            let connected = call(&rank, &identity(1, "a job", 0), Rank(0), deadline, &never);
+            let connected = call(
+                &rank,
+                &identity(1, "a job", 0),
+                Link { rank: Rank(0), lane: 0 },
+                deadline,
+                &never,
+            );
             connected.map(|_| ()).expect_err("a recorded answer is taken")
         };
         let expected = ["does not open on rank 1", "does not hold the keys"][way];

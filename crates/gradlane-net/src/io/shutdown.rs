@@ -1,12 +1,13 @@
-//! The end of a session, on the first I/O thread alone.
+//! The end of a session, on the thread of the first lane alone.
 //!
 //! The borrows of application memory end first; only then does the application learn of the end.
-//! After a failure the other ranks are told the reason, for at most a second.
+//! After a failure the other ranks are told the reason in every lane, for at most a second: whichever lane of
+//! theirs ends first knows it.
 
-use super::connection::{Connection, Connections};
+use super::connection::Connection;
 use super::core::Core;
-use super::driver::ShutdownCause;
-use crate::channel::shared::{SessionOutcome, Shared};
+use super::lane::Lane;
+use crate::channel::shared::{SessionOutcome, Shared, StopCause};
 use crate::error::ChannelFailure;
 use crate::sys::lock;
 use crate::sys::poller::Interest;
@@ -21,54 +22,33 @@ use std::time::{Duration, Instant};
 /// Longest time for sending the reason and receiving the others' last bytes.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// A session whose I/O threads have stopped.
+/// A lane whose thread has stopped.
 #[derive(Debug)]
-pub(super) struct SessionShutdown {
+struct EndedLane {
     core: Core,
     /// Connections on which bytes can still arrive.
     open: Vec<(Rank, Connection)>,
 }
 
-impl SessionShutdown {
-    /// Takes the state that the I/O threads leave behind.
-    pub(super) fn new(core: Core, connections: Connections) -> SessionShutdown {
+impl EndedLane {
+    fn new(lane: Lane) -> EndedLane {
+        let Lane { core, connections, .. } = lane;
         let open = connections
             .into_iter()
             .enumerate()
             .filter_map(|(index, connection)| Some((Rank(index as u32), connection?)))
             .filter(|(rank, _)| core.is_open(*rank))
             .collect();
-        SessionShutdown { core, open }
+        EndedLane { core, open }
     }
 
-    /// Ends the session for the application and the other ranks.
-    pub(super) fn run(mut self) {
-        let shared = Arc::clone(&self.core.shared);
+    /// Lets no job and no frame that arrives touch memory from now on.
+    fn stop(&mut self) {
         self.core.jobs.stop();
         for (_, connection) in &mut self.open {
             connection.reader.release_memory();
         }
-        *lock(&shared.journal) = self.core.engine.take_journal();
-        match self.core.take_shutdown() {
-            ShutdownCause::Closed => {
-                for (_, connection) in &self.open {
-                    // A peer that has closed needs no end of stream.
-                    let _ = connection.socket.end_stream();
-                }
-                shared.end(SessionOutcome::Closed);
-            }
-            ShutdownCause::Failed(failure) => {
-                self.release_memory();
-                self.send_abort_reasons();
-                shared.end(SessionOutcome::Failed(channel_failure(&failure)));
-                self.linger(&shared, Instant::now() + LINGER);
-            }
-            ShutdownCause::Panicked(text) => {
-                // The engine may be in any state: peers only see their connections close.
-                drop(self);
-                shared.end_by_panic(&text);
-            }
-        }
+        *lock(&self.core.inbox().journal) = self.core.engine.take_journal();
     }
 
     fn release_memory(&mut self) {
@@ -101,6 +81,81 @@ impl SessionShutdown {
         });
     }
 
+    /// Has one poller watch the connections, each under a number of its own.
+    fn watch_by(&self, shared: &Shared) {
+        let own = &self.core.inbox().poller;
+        for (rank, connection) in &self.open {
+            let (socket, key) = (&connection.socket, u64::from(rank.0));
+            // A socket that is gone needs no change, and one that cannot be watched is polled by the timeout.
+            let _ = socket.watch(own, key, Interest::End);
+            let _ = socket.watch(&shared.lanes[0].poller, key, Interest::Begin);
+        }
+    }
+
+    /// Sends, reads and drops what it can.
+    fn linger(&mut self, shared: &Shared, shut: &mut Vec<(usize, Rank)>) {
+        self.send_abort_reasons();
+        let lane = self.core.lane;
+        self.open.retain(|(rank, connection)| {
+            if connection.writer.is_empty() && !shut.contains(&(lane, *rank)) {
+                shut.push((lane, *rank));
+                // A peer that has closed needs no end of stream.
+                let _ = connection.socket.end_stream();
+            }
+            let goes_on = discard(&*connection.socket);
+            if !goes_on {
+                // The socket is closed in a moment; an error changes nothing.
+                let poller = &shared.lanes[0].poller;
+                let _ = connection.socket.watch(poller, u64::from(rank.0), Interest::End);
+            }
+            goes_on
+        });
+    }
+}
+
+/// A session whose lanes have stopped.
+#[derive(Debug)]
+pub(super) struct SessionShutdown {
+    lanes: Vec<EndedLane>,
+}
+
+impl SessionShutdown {
+    /// Takes the state that the lanes leave behind.
+    pub(super) fn new(lanes: Vec<Lane>) -> SessionShutdown {
+        SessionShutdown { lanes: lanes.into_iter().map(EndedLane::new).collect() }
+    }
+
+    /// Ends the session for the application and the other ranks.
+    pub(super) fn run(mut self) {
+        let Some(shared) = self.lanes.first().map(|lane| Arc::clone(&lane.core.shared)) else {
+            return;
+        };
+        self.lanes.iter_mut().for_each(EndedLane::stop);
+        match shared.stop.get() {
+            None => {
+                for (_, connection) in self.lanes.iter().flat_map(|lane| &lane.open) {
+                    // A peer that has closed needs no end of stream.
+                    let _ = connection.socket.end_stream();
+                }
+                shared.end(SessionOutcome::Closed);
+            }
+            Some(StopCause::Failed(failure)) => {
+                for lane in &mut self.lanes {
+                    lane.release_memory();
+                    lane.core.engine.end_as(failure);
+                    lane.send_abort_reasons();
+                }
+                shared.end(SessionOutcome::Failed(channel_failure(failure)));
+                self.linger(&shared, Instant::now() + LINGER);
+            }
+            Some(StopCause::Panicked(text)) => {
+                // An engine may be in any state: peers only see their connections close.
+                drop(self);
+                shared.end_by_panic(text);
+            }
+        }
+    }
+
     /// Sends the rest and reads until the others have closed too: closing with unread bytes would
     /// destroy bytes that they have not read yet.
     fn linger(&mut self, shared: &Shared, deadline: Instant) {
@@ -109,36 +164,15 @@ impl SessionShutdown {
         let mut shut = Vec::new();
         // One poller takes all connections over. Readiness to send is polled by the timeout below:
         // reported all the time, it would keep this thread busy.
-        let poller = &shared.pollers[0];
-        for (rank, connection) in &self.open {
-            let (socket, key) = (&connection.socket, u64::from(rank.0));
-            for former in &shared.pollers {
-                // Only one of them knows the socket, and a socket that is gone needs no change.
-                let _ = socket.watch(former, key, Interest::End);
-            }
-            // A socket that cannot be watched is polled by the timeout below.
-            let _ = socket.watch(poller, key, Interest::Begin);
-        }
+        self.lanes.iter().for_each(|lane| lane.watch_by(shared));
         loop {
-            self.send_abort_reasons();
-            self.open.retain(|(rank, connection)| {
-                if connection.writer.is_empty() && !shut.contains(rank) {
-                    shut.push(*rank);
-                    // A peer that has closed needs no end of stream.
-                    let _ = connection.socket.end_stream();
-                }
-                let goes_on = discard(&*connection.socket);
-                if !goes_on {
-                    // The socket is closed in a moment; an error changes nothing.
-                    let _ = connection.socket.watch(poller, u64::from(rank.0), Interest::End);
-                }
-                goes_on
-            });
+            self.lanes.iter_mut().for_each(|lane| lane.linger(shared, &mut shut));
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || self.open.is_empty() {
+            if left.is_zero() || self.lanes.iter().all(|lane| lane.open.is_empty()) {
                 return;
             }
             let nap = Some(left.min(Duration::from_millis(20)));
+            let poller = &shared.lanes[0].poller;
             if poller.wait(&mut events, nap, || true, &mut reports).is_err() {
                 return;
             }

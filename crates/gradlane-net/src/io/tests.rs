@@ -1,11 +1,10 @@
-//! The I/O threads over sockets in memory and a clock of the test's own: no threads, no sleeps.
+//! Lanes over sockets in memory and a clock of the test's own: no threads, no sleeps.
 
-use super::core::Core;
-use super::driver::{Driver, PeerLink, ShutdownCause};
-use super::io_thread::{HalfUpdated, IoThread};
+use super::driver::{Driver, PeerLink};
+use super::lane::Lane;
 use super::samples::{Job, JOB};
 use crate::channel::completion::WaitTarget;
-use crate::channel::shared::{Command, Shared};
+use crate::channel::shared::{Command, Shared, StopCause};
 use crate::connect::FrameSeals;
 use crate::memory::UserMemory;
 use crate::metrics::Metrics;
@@ -155,9 +154,7 @@ type TestPeer<S> = (Arc<S>, Option<FrameSeals>);
 
 /// One rank, driven turn by turn.
 pub(super) struct TestRank<S = MemorySocket> {
-    owned: *mut Mutex<Core>,
-    core: &'static Mutex<Core>,
-    thread: IoThread<'static>,
+    lane: Lane,
     shared: Arc<Shared>,
     pub(super) sockets: Vec<Option<Arc<S>>>,
     pub(super) tensors: Vec<Vec<f32>>,
@@ -173,26 +170,21 @@ impl<S: TestSocket> TestRank<S> {
             ..ChannelOptions::new(rank, plan.world_size)
         };
         let pollers = vec![Poller::new().expect("a poller")];
-        let metrics = Arc::new(Metrics::new(Rank(rank), plan));
+        let metrics = Arc::new(Metrics::new(Rank(rank), plan, 1));
         let shared = Arc::new(Shared::new(pollers, plan, &options, metrics));
         let socket = |it: &Option<TestPeer<S>>| it.as_ref().map(|(socket, _)| Arc::clone(socket));
         let sockets = peers.iter().map(socket).collect();
         let link = |(socket, seals): TestPeer<S>| PeerLink { socket, seals };
         let links = peers.into_iter().map(|peer| peer.map(link)).collect();
-        let driver = Driver::new(options, plan, links, true, shared.clone());
-        let Driver { core, mut connections } = driver.expect("a driver");
-        // A thread borrows its core for longer than this value can: `end` frees it.
-        let owned = Box::into_raw(Box::new(core));
-        // SAFETY: it stays until `end`, or for good.
-        let core: &'static Mutex<Core> = unsafe { &*owned };
-        let thread = IoThread::new(0, core, connections.remove(0));
+        let driver = Driver::new(&options, plan, vec![links], true, &shared);
+        let lane = driver.expect("a driver").lanes.remove(0);
         let tensors = plan.tensors.iter().map(|it| vec![0.0; it.spec.numel as usize]).collect();
         let now = Instant::now();
-        TestRank { owned, core, thread, shared, sockets, tensors, now }
+        TestRank { lane, shared, sockets, tensors, now }
     }
 
     pub(super) fn call(&self, input: Input) {
-        self.shared.command(Command::Engine(input));
+        self.shared.tell_first(Command::Engine(input));
     }
 
     /// Contributes `value` in every element.
@@ -215,7 +207,7 @@ impl<S: TestSocket> TestRank<S> {
         // SAFETY: the rank keeps the tensor, and leaves it alone until it is complete.
         let memory = unsafe { UserMemory::new(address, elements.len() * 4) };
         let input = Input::GradientReady(TensorId(tensor), Step(step));
-        self.shared.command(Command::Contribute(memory, input));
+        self.shared.tell_first(Command::Contribute(memory, input));
     }
 
     pub(super) fn has(&self, target: WaitTarget) -> bool {
@@ -225,23 +217,15 @@ impl<S: TestSocket> TestRank<S> {
     /// One turn, after a sleep of `elapsed` or as long as the thread asks for. Returns `false` when the
     /// session has ended.
     pub(super) fn turn(&mut self, elapsed: Option<Duration>) -> bool {
-        let Some(sleep) = self.thread.send() else {
+        let Some(sleep) = self.lane.send() else {
             return false;
         };
         self.now += elapsed.unwrap_or(sleep.at_most);
         let sockets = self.sockets.iter().enumerate();
         let reports = sockets.filter_map(|(rank, it)| it.as_ref()?.report(rank as u64));
         let reports: Vec<_> = reports.collect();
-        self.thread.handle_reports(self.now, sleep, &reports);
+        self.lane.handle_reports(self.now, sleep, &reports);
         true
-    }
-
-    /// Frees everything, for tests with thousands of ranks.
-    pub(super) fn end(self) {
-        let TestRank { owned, thread, .. } = self;
-        drop(thread);
-        // SAFETY: it came from `Box::into_raw`, and the thread was the last that borrowed it.
-        drop(unsafe { Box::from_raw(owned) });
     }
 
     fn failure(&self) -> String {
@@ -250,10 +234,10 @@ impl<S: TestSocket> TestRank<S> {
 
     /// Returns why the session has failed; `None` where it has ended in good order.
     pub(super) fn ending(&self) -> Option<String> {
-        match lock(self.core).take_shutdown() {
-            ShutdownCause::Closed => None,
-            ShutdownCause::Failed(failure) => Some(failure.to_string()),
-            ShutdownCause::Panicked(text) => panic!("{text}"),
+        match self.shared.stop.get() {
+            None => None,
+            Some(StopCause::Failed(failure)) => Some(failure.to_string()),
+            Some(StopCause::Panicked(text)) => panic!("{text}"),
         }
     }
 }
@@ -285,7 +269,7 @@ pub(super) fn connected<S: TestSocket>(
         TestRank::new(&plan, 1, vec![Some((Arc::new(other), caller)), None]),
     ];
     for rank in &ranks {
-        rank.shared.command(Command::AllConnected);
+        rank.shared.tell_first(Command::AllConnected);
     }
     ranks
 }
@@ -335,8 +319,7 @@ fn frames_that_are_cut_anywhere_give_the_mean() {
     }
 }
 
-/// What ranks without a secret send each other, to the byte: the digests are of the code before there
-/// were sealed connections.
+/// What ranks without a secret send each other, to the byte.
 #[test]
 fn frames_that_are_not_sealed_have_the_bytes_of_the_protocol() {
     let mut ranks = two_ranks(5_000, &[300, 1, 40]);
@@ -352,7 +335,7 @@ fn frames_that_are_not_sealed_have_the_bytes_of_the_protocol() {
     };
     assert_eq!(
         [sent(0), sent(1)],
-        [(4_860, "7d62d177".to_owned()), (3_532, "0ca6ad97".to_owned())]
+        [(4_860, "088e4159".to_owned()), (3_532, "feead6c0".to_owned())]
     );
 }
 
@@ -440,7 +423,7 @@ fn a_peer_that_closes_is_lost_at_once() {
     while rank.turn(Some(Duration::ZERO)) {}
     let failure = rank.failure();
     assert!(failure.contains("rank 1") && failure.contains("closed the connection"), "{failure}");
-    assert_eq!(lock(rank.core).engine.rank(), Rank(0));
+    assert_eq!(rank.lane.core.engine.rank(), Rank(0));
 }
 
 #[test]
@@ -482,7 +465,7 @@ fn a_call_that_is_refused_leaves_memory_where_it_was() {
     // SAFETY: it stays until the end of the test.
     let memory = unsafe { UserMemory::new(address, other.len() * 4) };
     let twice = Input::GradientReady(TensorId(0), Step(0));
-    ranks[0].shared.command(Command::Contribute(memory, twice));
+    ranks[0].shared.tell_first(Command::Contribute(memory, twice));
     ranks[1].contribute(0, 0, 2.0);
     let target = WaitTarget::Tensor(TensorId(0), Step(0));
     for _ in 0..100 {
@@ -496,29 +479,12 @@ fn a_call_that_is_refused_leaves_memory_where_it_was() {
 fn a_thread_does_not_sleep_while_a_connection_is_to_be_closed() {
     let [mut rank, _peer] = two_ranks(100, &[8]);
     assert!(rank.turn(Some(Duration::ZERO)));
-    let mut core = lock(rank.core);
-    assert!(core.is_idle(0));
-    core.to_disconnect.push(Rank(1));
-    assert!(!core.is_idle(0));
-    // It is closed already.
-    core.lose(Rank(1), "closed");
-    assert!(core.is_idle(0));
-}
-
-#[test]
-fn no_thread_goes_on_with_what_another_one_was_updating_in_a_panic() {
-    let [mut rank, _peer] = two_ranks(100, &[8]);
-    assert!(rank.turn(Some(Duration::ZERO)));
-    let core = rank.core;
-    let panicked = std::thread::scope(|scope| {
-        let half = scope.spawn(|| {
-            let _core = lock(core);
-            std::panic::resume_unwind(Box::new("in the middle of an update"));
-        });
-        half.join().is_err()
-    });
-    assert!(panicked);
-    let turn = std::panic::AssertUnwindSafe(|| rank.turn(Some(Duration::ZERO)));
-    let unwound = std::panic::catch_unwind(turn).expect_err("the thread ends");
-    assert!(unwound.is::<HalfUpdated>());
+    assert!(rank.lane.core.is_idle());
+    for _again in 0..2 {
+        rank.lane.core.to_disconnect.push(Rank(1));
+        assert!(!rank.lane.core.is_idle());
+        rank.lane.disconnect();
+        // The second time it is closed already.
+        assert_eq!(rank.lane.core.to_disconnect, []);
+    }
 }

@@ -51,14 +51,8 @@ impl PeerCounters {
     }
 }
 
-/// Adds to a counter that one thread writes.
+/// Adds to a counter.
 pub(crate) fn count(counter: &AtomicU64, amount: u64) {
-    let sum = counter.load(Ordering::Relaxed).wrapping_add(amount);
-    counter.store(sum, Ordering::Relaxed);
-}
-
-/// Adds to a counter that several threads write.
-fn count_shared(counter: &AtomicU64, amount: u64) {
     counter.fetch_add(amount, Ordering::Relaxed);
 }
 
@@ -85,8 +79,8 @@ struct WaitStats {
 
 impl WaitStats {
     fn note(&self, step: Step, waited_ns: u64) {
-        count_shared(&self.count, 1);
-        count_shared(&self.sum_ns, waited_ns);
+        count(&self.count, 1);
+        count(&self.sum_ns, waited_ns);
         self.last_step.store(step.0, Ordering::Relaxed);
         if self.max_ns.fetch_max(waited_ns, Ordering::Relaxed) < waited_ns {
             self.max_step.store(step.0, Ordering::Relaxed);
@@ -101,20 +95,27 @@ struct ThreadCpu {
     final_ns: u64,
 }
 
+/// What one lane has at a time.
+#[derive(Debug, Default)]
+pub(crate) struct LaneGauges {
+    /// Version of the priority vector in force.
+    pub(crate) plan_version: AtomicU64,
+    /// Jobs handed out and not yet done.
+    pub(crate) jobs_in_flight: AtomicU64,
+    /// Bytes of scratch buffers.
+    pub(crate) scratch_bytes: AtomicU64,
+}
+
 /// The counters.
 #[derive(Debug)]
 pub(crate) struct Metrics {
     pub(crate) peers: Vec<PeerCounters>,
     /// Time that application threads have waited.
     pub(crate) wait_ns: AtomicU64,
-    /// Version of the priority vector in force.
-    pub(crate) plan_version: AtomicU64,
+    /// By lane.
+    pub(crate) lanes: Vec<LaneGauges>,
     /// Frames chosen and not yet in the kernel's hands.
     pub(crate) outgoing_frames: AtomicU64,
-    /// Jobs handed out and not yet done.
-    pub(crate) jobs_in_flight: AtomicU64,
-    /// Bytes of scratch buffers.
-    pub(crate) scratch_bytes: AtomicU64,
     /// Turns of the I/O threads.
     pub(crate) turns: AtomicU64,
     /// Staleness of the pushes that this rank has applied one by one.
@@ -142,7 +143,7 @@ pub(crate) struct Metrics {
 
 impl Metrics {
     /// Makes counters at zero.
-    pub(crate) fn new(rank: Rank, plan: &Plan) -> Metrics {
+    pub(crate) fn new(rank: Rank, plan: &Plan, lanes: usize) -> Metrics {
         let (world_size, tensors) = (plan.world_size, plan.tensors.len());
         let is_root = |tensor| plan.root(TensorId(tensor)) == Some(rank);
         Metrics {
@@ -152,15 +153,13 @@ impl Metrics {
             owned_bytes: owned_bytes(plan),
             peers: (0..world_size).map(|_| PeerCounters::default()).collect(),
             wait_ns: AtomicU64::new(0),
-            plan_version: AtomicU64::new(0),
+            lanes: (0..lanes).map(|_| LaneGauges::default()).collect(),
             outgoing_frames: AtomicU64::new(0),
-            jobs_in_flight: AtomicU64::new(0),
-            scratch_bytes: AtomicU64::new(0),
             turns: AtomicU64::new(0),
             staleness: Mutex::new(Staleness::new(world_size)),
             stragglers: StragglerStats::new(world_size),
             participation: Mutex::new(ParticipationStats::new(rank, world_size)),
-            queue_stats: StatsQuery::default(),
+            queue_stats: StatsQuery::new(lanes),
             waits: (0..tensors).map(|_| WaitStats::default()).collect(),
             raw_bytes: AtomicU64::new(0),
             encoded_bytes: AtomicU64::new(0),
@@ -193,7 +192,7 @@ impl Metrics {
     /// Notes the wait of a thread; of a whole step, `last` is the tensor that completed it.
     pub(crate) fn note_wait(&self, target: WaitTarget, last: TensorId, waited: Duration) {
         let waited_ns = u64::try_from(waited.as_nanos()).unwrap_or(u64::MAX);
-        count_shared(&self.wait_ns, waited_ns);
+        count(&self.wait_ns, waited_ns);
         match target {
             WaitTarget::Tensor(tensor, step) => {
                 if let Some(waits) = self.waits.get(tensor.index()) {
@@ -202,8 +201,8 @@ impl Metrics {
             }
             WaitTarget::Step(_) => {
                 if let Some(waits) = self.waits.get(last.index()) {
-                    count_shared(&waits.step_count, 1);
-                    count_shared(&waits.step_sum_ns, waited_ns);
+                    count(&waits.step_count, 1);
+                    count(&waits.step_sum_ns, waited_ns);
                 }
             }
             WaitTarget::AnyTensor(_)
@@ -302,10 +301,11 @@ impl Metrics {
             work_cpu_s: self.cpu_s("work"),
             acceptor_cpu_s: self.cpu_s("acceptor"),
             wait_s: seconds(load(&self.wait_ns)),
-            plan_version: load(&self.plan_version),
+            // New priorities are in force once they are in every lane.
+            plan_version: self.lanes.iter().map(|it| load(&it.plan_version)).min().unwrap_or(0),
             outgoing_frames: load(&self.outgoing_frames),
-            jobs_in_flight: load(&self.jobs_in_flight),
-            scratch_bytes: load(&self.scratch_bytes),
+            jobs_in_flight: self.lanes.iter().map(|it| load(&it.jobs_in_flight)).sum(),
+            scratch_bytes: self.lanes.iter().map(|it| load(&it.scratch_bytes)).sum(),
             turns: load(&self.turns),
             staleness: staleness_snapshots(&lock(&self.staleness)),
             refused_connections: refusals.0,
@@ -401,7 +401,7 @@ mod tests {
         };
         let strategy = Strategy::named("p3", None, 0).expect("a strategy");
         let plan = Plan::build(vec![spec], strategy, Update::Worker, 2).expect("a plan");
-        let metrics = Metrics::new(Rank(0), &plan);
+        let metrics = Metrics::new(Rank(0), &plan, 1);
         let header = FrameHeader {
             kind: FrameKind::Block,
             form: PayloadForm::Raw,

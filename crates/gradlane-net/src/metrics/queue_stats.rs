@@ -1,31 +1,43 @@
 //! Statistics of the engine's queues, on request of application threads.
 //!
-//! Only the I/O thread sees the engine, and counting takes it some time: so it counts on request
-//! alone.
+//! Only a lane sees its engine, and counting takes it some time: so it counts on request alone.
 
 use crate::sys::lock;
 use gradlane_engine::QueueStats;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
+/// Statistics of one lane's queues.
+#[derive(Clone, Debug, Default)]
+struct LaneReply {
+    /// Queries that the statistics answer.
+    replied_to: u64,
+    stats: QueueStats,
+}
+
 #[derive(Debug, Default)]
 struct QueryState {
     /// Queries so far.
     requested: u64,
-    /// Queries that the statistics below answer.
-    replied_to: u64,
-    stats: QueueStats,
+    lanes: Vec<LaneReply>,
     closed: bool,
 }
 
-/// Queries and the last reply.
-#[derive(Debug, Default)]
+/// Queries and the last replies.
+#[derive(Debug)]
 pub(crate) struct StatsQuery {
     state: Mutex<QueryState>,
     replied: Condvar,
 }
 
 impl StatsQuery {
+    /// Makes the queries of so many lanes.
+    pub(crate) fn new(lanes: usize) -> StatsQuery {
+        let state =
+            QueryState { lanes: vec![LaneReply::default(); lanes], ..QueryState::default() };
+        StatsQuery { state: Mutex::new(state), replied: Condvar::new() }
+    }
+
     /// Sends a query by `notify` and waits for the reply, or until the timeout.
     pub(crate) fn request(&self, timeout: Duration, notify: impl FnOnce()) {
         let mut state = lock(&self.state);
@@ -36,16 +48,17 @@ impl StatsQuery {
         let query = state.requested;
         drop(state);
         notify();
-        let waits = |state: &mut QueryState| state.replied_to < query && !state.closed;
+        let waits = |state: &mut QueryState| {
+            state.lanes.iter().any(|lane| lane.replied_to < query) && !state.closed
+        };
         let result = self.replied.wait_timeout_while(lock(&self.state), timeout, waits);
         drop(result.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Replies to all queries so far.
-    pub(crate) fn reply(&self, stats: QueueStats) {
+    /// Replies to all queries so far, for a lane.
+    pub(crate) fn reply(&self, lane: usize, stats: QueueStats) {
         let mut state = lock(&self.state);
-        state.replied_to = state.requested;
-        state.stats = stats;
+        state.lanes[lane] = LaneReply { replied_to: state.requested, stats };
         self.replied.notify_all();
     }
 
@@ -53,13 +66,23 @@ impl StatsQuery {
     pub(crate) fn close(&self) {
         let mut state = lock(&self.state);
         state.closed = true;
-        state.stats = QueueStats::default();
+        state.lanes.clear();
         self.replied.notify_all();
     }
 
-    /// Returns the last reply.
+    /// Returns the sums of the last replies of all lanes.
     pub(crate) fn latest(&self) -> QueueStats {
-        lock(&self.state).stats.clone()
+        let mut all = QueueStats::default();
+        for LaneReply { stats, .. } in &lock(&self.state).lanes {
+            all.jobs += stats.jobs;
+            all.peers.resize_with(all.peers.len().max(stats.peers.len()), Default::default);
+            for (sum, peer) in all.peers.iter_mut().zip(&stats.peers) {
+                sum.messages += peer.messages;
+                sum.bytes += peer.bytes;
+                sum.in_flight_bytes += peer.in_flight_bytes;
+            }
+        }
+        all
     }
 }
 
@@ -70,12 +93,12 @@ mod tests {
 
     #[test]
     fn whoever_asks_gets_an_answer_given_after_the_question() {
-        let state = Arc::new(StatsQuery::default());
-        state.reply(QueueStats { peers: Vec::new(), jobs: 1 });
+        let state = Arc::new(StatsQuery::new(1));
+        state.reply(0, QueueStats { peers: Vec::new(), jobs: 1 });
         let replying = Arc::clone(&state);
         state.request(Duration::from_secs(60), move || {
             std::thread::spawn(move || {
-                replying.reply(QueueStats { peers: Vec::new(), jobs: 2 });
+                replying.reply(0, QueueStats { peers: Vec::new(), jobs: 2 });
             });
         });
         assert_eq!(state.latest().jobs, 2);
@@ -83,8 +106,8 @@ mod tests {
 
     #[test]
     fn after_the_end_nobody_waits_and_nothing_is_queued() {
-        let state = StatsQuery::default();
-        state.reply(QueueStats { peers: Vec::new(), jobs: 3 });
+        let state = StatsQuery::new(1);
+        state.reply(0, QueueStats { peers: Vec::new(), jobs: 3 });
         state.close();
         state.request(Duration::from_secs(60), || unreachable!("nobody is left to replied"));
         assert_eq!(state.latest(), QueueStats::default());

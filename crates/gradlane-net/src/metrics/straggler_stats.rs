@@ -119,8 +119,7 @@ impl StragglerStats {
         };
         count(&row.last_count, 1);
         count(&row.late_ns, late_ns);
-        if late_ns > load(&row.late_ns_max) {
-            row.late_ns_max.store(late_ns, Ordering::Relaxed);
+        if row.late_ns_max.fetch_max(late_ns, Ordering::Relaxed) < late_ns {
             row.late_step_max.store(step.0, Ordering::Relaxed);
         }
     }

@@ -25,11 +25,11 @@ fn journals(strategy: &'static str) -> Vec<Journal> {
         options.frame_bytes = 7_000;
         options.credit_bytes = 7_000;
     });
-    each_rank(channels, move |channel| {
+    let journals = each_rank(channels, move |channel| {
         for step in 0..5 {
             if step == 2 && channel.rank().0 == 0 {
                 let order = vec![Priority(-2), Priority(0), Priority(-1)];
-                channel.switch_priorities(order).expect("a switch");
+                channel.switch_priorities(&order).expect("a switch");
             }
             let tensors = run_step(&channel, step).expect("a step");
             if strategy == "ring" {
@@ -39,8 +39,9 @@ fn journals(strategy: &'static str) -> Vec<Journal> {
             }
         }
         channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
-        channel.take_journal().expect("it was asked for")
-    })
+        channel.take_journals()
+    });
+    journals.into_iter().flatten().collect()
 }
 
 fn conforms(strategy: &'static str) {
@@ -98,13 +99,14 @@ fn a_replay_of_encoded_tensors_decides_the_same() {
             run_step(&channel, step).expect("a step");
         }
         channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
-        channel.take_journal().expect("it was asked for")
+        channel.take_journals()
     });
-    for journal in journals {
-        let encoded = journal.entries().iter().filter(|it| matches!(it.0, Call::Encoded(..)));
+    for of_rank in journals {
+        let encoded = of_rank.iter().flat_map(Journal::entries);
+        let encoded = encoded.filter(|it| matches!(it.0, Call::Encoded(..)));
         // Fifteen slices of at most 19 buckets, three steps: contributions, and the five it owns.
         assert_eq!(encoded.count(), 3 * (15 + 5));
-        journal.replay().unwrap_or_else(|divergence| panic!("{divergence}"));
+        replay(&of_rank);
     }
 }
 
@@ -118,6 +120,7 @@ fn a_replay_of_steps_that_leave_an_encoding_rank_out_decides_the_same() {
     let strategy = Strategy { synchrony: ready, ..strategy };
     let plan = plan_encoded_by(tensors, codec, strategy, WORLD, Update::Worker);
     let channels = world_with("127.0.0.1", WORLD, &plan, |options| {
+        options.lanes = 1;
         options.journal = true;
         options.frame_bytes = 2_000;
         options.credit_bytes = 2_000;
@@ -149,15 +152,15 @@ fn a_replay_of_steps_that_leave_an_encoding_rank_out_decides_the_same() {
             assert_eq!(channel.participation(number).participated, Some(!late));
         }
         channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
-        channel.take_journal().expect("it was asked for")
+        channel.take_journals()
     });
-    for journal in journals {
-        let gathered = journal
-            .entries()
+    for of_rank in journals {
+        let gathered = of_rank
             .iter()
+            .flat_map(Journal::entries)
             .filter(|it| matches!(it.0, Call::Handle(Input::StepBarrier(_))));
         assert_eq!(gathered.count(), 1);
-        journal.replay().unwrap_or_else(|divergence| panic!("{divergence}"));
+        replay(&of_rank);
     }
 }
 
@@ -185,8 +188,14 @@ fn the_end_of_a_failed_session_is_replayed_too() {
             assert!(ended.is_err(), "rank 2 never contributed");
         }
         assert!(channel.failure().is_some());
-        channel.take_journal().expect("it was asked for")
+        channel.take_journals()
     });
+    for of_rank in journals {
+        replay(&of_rank);
+    }
+}
+
+fn replay(journals: &[Journal]) {
     for journal in journals {
         journal.replay().unwrap_or_else(|divergence| panic!("{divergence}"));
     }

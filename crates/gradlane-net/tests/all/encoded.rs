@@ -249,8 +249,8 @@ fn updates_on_the_servers_take_encoded_gradients_and_give_exact_parameters() {
             nesterov: false,
             maximize: false,
         };
-        let rows = (0..2).map(|it| (TensorId(it), UpdateRule::Sgd(options))).collect();
-        channel.set_optimizer(rows).expect("settings");
+        let rows: Vec<_> = (0..2).map(|it| (TensorId(it), UpdateRule::Sgd(options))).collect();
+        channel.set_optimizer(&rows).expect("settings");
         let _gradients = run_step(&channel, 1).expect("a step");
         for (index, spec) in specs.iter().enumerate() {
             for element in 0..spec.numel {

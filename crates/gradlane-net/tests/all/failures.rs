@@ -200,12 +200,19 @@ fn strangers_are_refused_while_training_goes_on() {
     });
 }
 
+#[test]
+fn another_number_of_lanes_is_refused() {
+    refused_for(|joining| joining.options.lanes = 5, "give lanes= alike on every rank");
+}
+
 fn hello(version: u8, rank: u32, world_size: u32) -> [u8; HELLO_BYTES] {
     Hello {
         version,
         rank: Rank(rank),
         world_size,
         generation: 0,
+        lane: 0,
+        lanes: 1,
         job_digest: [0; 32],
         table_digest: [0; 32],
         nonce: [0; 32],
@@ -243,7 +250,9 @@ fn connects_behind(answers: Vec<Vec<u8>>) {
     let (listeners, mut addresses) = listeners("127.0.0.1", 2);
     addresses[0] = stranger_before(&addresses[0], answers);
     let plan = plan(model(), "p3", 1_000, 2);
-    each_rank(world_at(listeners, &addresses, &plan, |_| {}), |channel| {
+    // The stranger puts one connection through.
+    let channels = world_at(listeners, &addresses, &plan, |options| options.lanes = 1);
+    each_rank(channels, |channel| {
         run_step(&channel, 0).expect("a step");
         channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
     });
@@ -432,6 +441,15 @@ fn a_rank_that_is_dropped_in_a_step_is_named_by_all_others() {
 
 #[test]
 fn a_connection_that_is_cut_is_an_error_at_once() {
+    for lanes in 1..=3 {
+        for cut in 0..lanes {
+            cut_one_of(lanes, cut);
+        }
+    }
+}
+
+/// Cuts the connection of a lane; the others stay.
+fn cut_one_of(lanes: u16, cut: u16) {
     let (listeners, addresses) = listeners("127.0.0.1", 2);
     let (caught, caller) = mpsc::channel();
     let front = TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -439,17 +457,26 @@ fn a_connection_that_is_cut_is_an_error_at_once() {
     seen[0] = front.local_addr().expect("an address").to_string();
     let target = addresses[0].clone();
     std::thread::spawn(move || {
-        let (from, _) = front.accept().expect("a caller");
-        let to = TcpStream::connect(target).expect("a connection");
-        for (mut from, mut to) in [
-            (from.try_clone().expect("a socket"), to.try_clone().expect("a socket")),
-            (to.try_clone().expect("a socket"), from.try_clone().expect("a socket")),
-        ] {
-            std::thread::spawn(move || std::io::copy(&mut from, &mut to));
+        for lane in 0..lanes {
+            let (from, _) = front.accept().expect("a caller");
+            let to = TcpStream::connect(&target).expect("a connection");
+            for (mut from, mut to) in [
+                (from.try_clone().expect("a socket"), to.try_clone().expect("a socket")),
+                (to.try_clone().expect("a socket"), from.try_clone().expect("a socket")),
+            ] {
+                std::thread::spawn(move || {
+                    // What one end closes the other one hears of.
+                    let _ = std::io::copy(&mut from, &mut to);
+                    let _ = to.shutdown(std::net::Shutdown::Write);
+                });
+            }
+            if lane == cut {
+                caught.send((from, to)).expect("the test waits");
+            }
         }
-        caught.send((from, to)).expect("the test waits");
     });
-    let channels = world_at(listeners, &seen, &plan(model(), "p3", 1_000, 2), |_| {});
+    let plan = plan(model(), "p3", 1_000, 2);
+    let channels = world_at(listeners, &seen, &plan, |options| options.lanes = lanes);
     let (from, to) = caller.recv().expect("a connection");
     let cutter = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(300));
@@ -463,6 +490,7 @@ fn a_connection_that_is_cut_is_an_error_at_once() {
             run_step(&channel, step).map(drop)
         }));
         assert_eq!(failure.peer, Some(Rank(1 - channel.rank().0)), "{failure}");
+        assert!(failure.message.contains("lost"), "{failure}");
     });
     cutter.join().expect("the cutter");
 }

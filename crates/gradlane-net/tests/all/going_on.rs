@@ -18,6 +18,7 @@ use std::time::Duration;
 const STEPS: u64 = 12;
 
 fn goes_on(options: &mut ChannelOptions) {
+    options.lanes = 1;
     options.going_on = Some(GoingOnOptions { min_ranks: 1, collect_s: 0.2, answer_s: 5.0 });
 }
 
@@ -367,6 +368,7 @@ fn the_last_rank_has_what_it_has_held_back_of_means() {
 fn what_cannot_go_on_is_refused_by_name() {
     let options = ChannelOptions {
         going_on: Some(GoingOnOptions { min_ranks: 1, collect_s: 0.2, answer_s: 5.0 }),
+        lanes: 1,
         ..options(0, 2)
     };
     let refusal = |codec: &str| {

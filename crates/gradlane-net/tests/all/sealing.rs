@@ -23,7 +23,6 @@ fn joining(rank: u32, change: impl FnOnce(&mut ChannelOptions)) -> Joining {
     let mut options = ChannelOptions {
         seal: true,
         connect_timeout_s: 3.0,
-        io_threads: 1,
         frame_bytes: 1_024,
         ..options(rank, 2)
     };

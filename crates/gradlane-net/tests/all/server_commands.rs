@@ -94,8 +94,8 @@ impl Rank {
         let gradient =
             |(index, spec)| (index != 2 || rank == 1, support::gradient(rank, step, index, spec));
         let given = specs.iter().enumerate().map(gradient).collect();
-        let rows = (0..3).rev().map(|tensor| (TensorId(tensor), rule)).collect();
-        self.step(|channel| channel.set_optimizer(rows), given)
+        let rows: Vec<_> = (0..3).rev().map(|tensor| (TensorId(tensor), rule)).collect();
+        self.step(|channel| channel.set_optimizer(&rows), given)
     }
 
     fn room(&self) -> Vec<Tensor> {
@@ -127,13 +127,13 @@ impl Rank {
             tensors.iter().map(|it| (first, Tensor { bytes: it.bytes.clone() })).collect()
         };
         if self.dedicated {
-            let tensors = (0..3).map(TensorId).collect();
+            let tensors: Vec<_> = (0..3).map(TensorId).collect();
             let values = given(&self.parameters);
             // Ranks other than 0 get its values.
             if !first {
                 self.parameters.iter_mut().for_each(|it| it.bytes.fill(3));
             }
-            self.step(|channel| channel.write_parameters(tensors), values).expect("parameters");
+            self.step(|channel| channel.write_parameters(&tensors), values).expect("parameters");
             let mut clear = true;
             for (kind, parts) in states {
                 for (part, values) in parts.iter().enumerate() {
@@ -269,7 +269,7 @@ fn state_is_written_to_dedicated_servers_alone() {
         let state = StateRead { kind: StateKind::ExpAvg, part: 0 };
         let refused = [
             channel.write_state(StateWrite { state, clear: false }),
-            channel.write_parameters(vec![TensorId(0)]),
+            channel.write_parameters(&[TensorId(0)]),
         ];
         for error in refused {
             let text = error.expect_err("refused").to_string();

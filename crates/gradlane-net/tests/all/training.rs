@@ -210,8 +210,8 @@ fn priorities_are_switched_on_all_ranks_while_training() {
         let specs = specs(&channel);
         for step in 0..6 {
             if step == 1 && channel.rank().0 == 0 {
-                let priorities = (0..specs.len() as i32).map(|it| Priority(-it)).collect();
-                channel.switch_priorities(priorities).expect("a switch");
+                let priorities: Vec<_> = (0..specs.len() as i32).map(|it| Priority(-it)).collect();
+                channel.switch_priorities(&priorities).expect("a switch");
             }
             let tensors = run_step(&channel, step).expect("a step");
             check_means(3, step, &specs, &tensors);
@@ -276,8 +276,9 @@ fn updates_on_the_server_are_those_of_sgd_and_the_same_everywhere() {
             channel.set_parameter(TensorId(index as u32), memory).expect("a parameter");
         }
         for step in 1..5 {
-            let rows = (0..2).map(|it| (TensorId(it), UpdateRule::Sgd(sgd_options))).collect();
-            channel.set_optimizer(rows).expect("settings");
+            let rows: Vec<_> =
+                (0..2).map(|it| (TensorId(it), UpdateRule::Sgd(sgd_options))).collect();
+            channel.set_optimizer(&rows).expect("settings");
             let _gradients = run_step(&channel, step).expect("a step");
             for (index, elements) in expected.iter_mut().enumerate() {
                 for (element, (parameter, velocity)) in elements.iter_mut().enumerate() {
@@ -369,8 +370,8 @@ fn adam_on_the_servers_with_state_that_goes_out_and_comes_in() {
                 channel.set_parameter(TensorId(index as u32), memory).expect("a parameter");
             }
             let rule = UpdateRule::Adam { options, steps: taken };
-            let rows = (0..2).map(|it| (TensorId(it), rule)).collect();
-            channel.set_optimizer(rows).expect("settings");
+            let rows: Vec<_> = (0..2).map(|it| (TensorId(it), rule)).collect();
+            channel.set_optimizer(&rows).expect("settings");
             let _gradients = run_step(&channel, step).expect("a step");
             for (index, elements) in expected.iter_mut().enumerate() {
                 for (element, (parameter, means)) in elements.iter_mut().enumerate() {
@@ -421,7 +422,7 @@ fn adam_without_its_state_fails_the_session() {
         let mut parameters = run_step(&channel, 0).expect("step 0");
         channel.set_parameter(TensorId(0), parameters[0].memory()).expect("a parameter");
         let rule = UpdateRule::Adam { options: AdamOptions::with_lr(0.1), steps: 3 };
-        channel.set_optimizer(vec![(TensorId(0), rule)]).expect("settings");
+        channel.set_optimizer(&[(TensorId(0), rule)]).expect("settings");
         let Err(error) = run_step(&channel, 1) else { panic!("a step without state") };
         let error = error.to_string();
         assert!(error.contains("exp_avg has 0 elements where the slice has 50"), "{error}");

@@ -44,6 +44,8 @@ impl Job {
             rank: Rank(rank),
             world_size: 2,
             generation: self.generation,
+            lane: 0,
+            lanes: 1,
             job_digest: self.digest,
             table_digest: [2; 32],
             nonce: [3; 32],

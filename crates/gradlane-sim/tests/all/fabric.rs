@@ -111,7 +111,7 @@ fn a_switch_that_adds_up_halves_the_bytes() {
 }
 
 #[test]
-fn threads_share_the_frames_of_their_peers() {
+fn lanes_share_the_frames() {
     let mut scenario = free(4, "p3");
     scenario.network.rate_bps = 1e12;
     scenario.costs.send_byte_s = 4e-9;
@@ -119,8 +119,7 @@ fn threads_share_the_frames_of_their_peers() {
     let one = step_s(&scenario);
     // 1.5 times the bytes are sent, and as many received, at 4 ns each.
     assert_about(one, 1.5 * 48e6 * 8e-9);
-    scenario.io_threads = 3;
-    // Each has one of the three peers.
+    scenario.lanes = 3;
     assert_about(step_s(&scenario), one / 3.0);
 }
 
@@ -128,7 +127,7 @@ fn threads_share_the_frames_of_their_peers() {
 fn what_makes_no_sense_is_refused() {
     type Change = fn(&mut Scenario);
     let changes: [(Change, &str); 8] = [
-        (|it| it.io_threads = 0, "io_threads is 0"),
+        (|it| it.lanes = 0, "lanes is 0"),
         (|it| it.switch_sums = true, "switch_sums"),
         (|it| it.paths.ports.push(PortRate { machine: 4, rate_bps: 1e9 }), "machine 4 of 4"),
         (|it| it.paths.ports.push(PortRate { machine: 0, rate_bps: 0.0 }), "ports.rate_bps is 0"),

@@ -43,7 +43,7 @@ _SETTINGS = (
     "send_buffer_bytes",
     "pacing",
     "work_threads",
-    "io_threads",
+    "lanes",
 )
 _STREAM = {"ramp_s": 0.5, "window_s": 1.5}
 _URGENT_FIRST_SHARE, _URGENT_LAST_SHARE = 0.15, 0.6
@@ -100,8 +100,8 @@ class TransportOptions:
     def effective_settings(self) -> dict[str, Any]:
         """The session's options that matter on the wire, defaults included."""
         network = Options.of(**keywords_of(**(self.settings or {}))).network
-        work_threads, io_threads = network.thread_counts(own_processors({}))
-        chosen = {**asdict(network), "work_threads": work_threads, "io_threads": io_threads}
+        work_threads, lanes = network.thread_counts(own_processors({}))
+        chosen = {**asdict(network), "work_threads": work_threads, "lanes": lanes}
         return {name: chosen[name] for name in _SETTINGS}
 
     @property

@@ -63,7 +63,7 @@ def probe(
             f"rank {rank_info.rank} {error}: give interface= or ports="
         ) from error
     with node:
-        peers, _ = scope.exchange_addresses(advertised or node.host, node.port)
+        peers = scope.exchange_addresses(advertised or node.host, node.port).called
         phases = _Phases(scope, node, peers, on_phase)
         round_trips = _measure_round_trips(phases)
         both = phases.run("both directions at once", _ring(rank_info.world_size, 1))

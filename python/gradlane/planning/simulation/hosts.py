@@ -14,8 +14,8 @@ USUAL_PROCESSORS = 12
 class Host:
     """Threads of a rank."""
 
-    io_threads: int
-    """Threads that drive its sockets."""
+    lanes: int
+    """Connections to each other rank, each with a thread of its own."""
     work_threads: int
     """Threads that add gradients up."""
     processors: int | None = None
@@ -23,7 +23,8 @@ class Host:
 
     def __str__(self) -> str:
         """Return the host in words."""
-        threads = f"{self.io_threads} I/O and {self.work_threads} work threads a rank"
+        lanes = "1 lane" if self.lanes == 1 else f"{self.lanes} lanes"
+        threads = f"{lanes} and {self.work_threads} work threads a rank"
         if self.processors is None:
             return threads
         return f"{threads}, as a session takes with {self.processors} processors"
@@ -31,12 +32,12 @@ class Host:
 
 def host_with(processors: int) -> Host:
     """Return the threads that a session takes where a rank has so many processors."""
-    work_threads, io_threads = Network().thread_counts(processors)
-    return Host(io_threads, work_threads, processors)
+    work_threads, lanes = Network().thread_counts(processors)
+    return Host(lanes, work_threads, processors)
 
 
 def parse_host(text: str) -> Host:
-    """Parse a number of processors of a rank, or `io=2,work=3`, its threads.
+    """Parse a number of processors of a rank, or `lanes=2,work=3`, its threads.
 
     Raises:
         ValueError: the text is neither.
@@ -45,11 +46,11 @@ def parse_host(text: str) -> Host:
         return host_with(int(text))
     parts = dict(part.partition("=")[::2] for part in text.replace(" ", "").split(","))
     counts = [
-        int(one) if one.isdigit() else 0 for one in (parts.get("io", ""), parts.get("work", ""))
+        int(one) if one.isdigit() else 0 for one in (parts.get("lanes", ""), parts.get("work", ""))
     ]
-    if set(parts) != {"io", "work"} or not all(1 <= count <= 64 for count in counts):
+    if set(parts) != {"lanes", "work"} or not all(1 <= count <= 64 for count in counts):
         raise ValueError(
             f"host is {text!r}; give the number of processors of a rank, such as 16, or its "
-            "threads, such as io=2,work=3"
+            "threads, such as lanes=2,work=3"
         )
     return Host(*counts)

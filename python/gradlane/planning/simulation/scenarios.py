@@ -94,8 +94,8 @@ class Cluster:
     latency_s: float = 0.0
     paths: Paths = field(default_factory=Paths)
     """Ports and ways between machines that are not all alike."""
-    io_threads: int = 1
-    """Threads of a rank that drive its sockets."""
+    lanes: int = 1
+    """Connections of a pair of ranks, each with a thread of its own at both ends."""
     work_threads: int = 1
     """Threads of a rank that add gradients up."""
     slice_elems: int | None = None
@@ -316,8 +316,8 @@ def scenario_of(
         "outputs": {"trace": trace, "trace_ranks": trace_ranks},
         "work_threads": cluster.work_threads,
     }
-    if cluster.io_threads > 1:
-        scenario["io_threads"] = cluster.io_threads
+    if cluster.lanes > 1 and cluster.stragglers == WAIT:
+        scenario["lanes"] = cluster.lanes
     if cluster.strategy == IN_NETWORK:
         scenario["serving"] = 1
         scenario["switch_sums"] = True

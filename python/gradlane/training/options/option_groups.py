@@ -24,8 +24,8 @@ from gradlane.training.options.secret import check_secret, read_secret_file
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_PROCESSORS_A_THREAD = 4
-_MOST_THREADS = 3
+_PROCESSORS_A_LANE = 4
+_MOST_LANES = 3
 """Three carried 25 Gbit/s, see `docs/research/cuda.md`."""
 
 
@@ -159,18 +159,19 @@ class Network(OptionGroup):
     )
     work_threads: int | None = option(
         None,
-        "Threads that add gradients up; 0: the threads that drive the sockets do. If absent, as "
-        "many as `io_threads`.",
+        "Threads that add gradients up; 0: the threads of the lanes do. If absent, one a lane.",
         least=0,
         read=read_int,
     )
-    io_threads: int | None = option(
+    lanes: int | None = option(
         None,
-        "Threads that drive the sockets, each those of its part of the peers. One carries some "
-        "10 Gbit/s in each direction. If absent, one for four processors that this rank has, "
-        "at most 3: processors are shared evenly by the ranks of a node.",
+        "Connections to each other rank, each with a thread of its own and its share of all "
+        "slices. One carries some 10 Gbit/s in each direction. If absent, one for four processors "
+        "that this rank has, at most 3: processors are shared evenly by the ranks of a node. The "
+        "rank with the fewest decides for all; with `going_on`, or stragglers left out, there is "
+        "one.",
         least=1,
-        most=64,
+        most=16,
         read=read_int,
     )
 
@@ -187,11 +188,11 @@ class Network(OptionGroup):
                 raise ValueError(f"ports is {self.ports}; it must be (low, high) in 1 to 65535")
 
     def thread_counts(self, processors: int) -> tuple[int, int]:
-        """Return `work_threads` and `io_threads` of a rank by its number of processors."""
-        io_threads = self.io_threads
-        if io_threads is None:
-            io_threads = min(_MOST_THREADS, max(1, processors // _PROCESSORS_A_THREAD))
-        return io_threads if self.work_threads is None else self.work_threads, io_threads
+        """Return `work_threads` and `lanes` of a rank by its number of processors."""
+        lanes = self.lanes
+        if lanes is None:
+            lanes = min(_MOST_LANES, max(1, processors // _PROCESSORS_A_LANE))
+        return lanes if self.work_threads is None else self.work_threads, lanes
 
     def read_secret(self) -> str | None:
         """Return the secret that is given or stands in `secret_file`; None for neither.

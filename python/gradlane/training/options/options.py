@@ -186,6 +186,12 @@ class Options:
             "update": self.update_place,
         }
         check_stragglers(self.stragglers.rule, others)
+        lanes = self.network.lanes or 1
+        if lanes > 1 and self.stragglers.leaves_out:
+            raise ValueError(
+                f"stragglers={self.stragglers.rule!r} with lanes={lanes}: which ranks a step "
+                "leaves out is decided in one lane; leave lanes out"
+            )
         self._check_going_on()
         refusal = local_refusal(self) if self.local_updates is not None else ""
         if refusal:
@@ -232,6 +238,11 @@ class Options:
     def update_place(self) -> str:
         """Where the optimizer runs, `worker` or `server`."""
         return self.update if isinstance(self.update, str) else UPDATES[0]
+
+    @property
+    def may_have_lanes(self) -> bool:
+        """Whether a pair of ranks may have several connections."""
+        return not (self.going_on.on or self.stragglers.leaves_out)
 
     @property
     def is_asynchronous(self) -> bool:
@@ -304,6 +315,9 @@ def serving_refusal(options: Options) -> str:
 def going_on_refusal(options: Options) -> str:
     """Return the first option that excludes going on, with why and what to do; else empty."""
     strategy = options.strategy
+    lanes = options.network.lanes or 1
+    if lanes > 1:
+        return f"lanes={lanes}: ranks agree on who goes on in one lane; leave lanes out"
     if options.update == "server":
         return (
             'update="server": a lost rank takes the optimizer\'s state of its slices along; use '

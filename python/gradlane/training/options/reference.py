@@ -22,7 +22,7 @@ _HEAD = """# Options
 session = gradlane.init(
     strategy=gradlane.Strategy("p3", slice_elems=20_000),
     codec=gradlane.codecs.Qsgd(bits=8),
-    network=gradlane.Network(interface="eth1", io_threads=2),
+    network=gradlane.Network(interface="eth1", lanes=2),
     checkpoints=gradlane.Checkpoints("/shared/run1", every=500),
 )
 ```

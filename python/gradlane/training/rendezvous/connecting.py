@@ -59,10 +59,10 @@ def connect_channel(
         RendezvousError: a rank, or the link between two, cannot be reached; the same text on all.
     """
     try:
-        peers, published = scope.exchange_addresses(host, listener.port, ranks)
-        settings = {**settings, "published": published}
+        addresses = scope.exchange_addresses(host, listener.port, ranks, lanes=settings["lanes"])
+        settings = {**settings, "published": addresses.published, "lanes": addresses.lanes}
         with scope.watching_for_abort():
-            return core.Channel(listener, json.dumps(settings), plan, peers, secret)
+            return core.Channel(listener, json.dumps(settings), plan, addresses.called, secret)
     except core.ChannelError as error:
         message, missing = to_world_ranks(error, ranks)
         text = f"rank {scope.rank_info.rank} could not connect: {message}"

@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
@@ -240,6 +241,18 @@ def store_address(store: Store, environment: Mapping[str, str]) -> tuple[str, in
         return find_store_address(environment)
     except ValueError:
         return "127.0.0.1", 9
+
+
+@dataclass(frozen=True)
+class RankAddresses:
+    """Addresses of the ranks of a channel, as `host:port`, and what they agree on."""
+
+    called: list[str]
+    """To call."""
+    published: list[str]
+    """As published: hosts may be names."""
+    lanes: int
+    """As many as the rank with the fewest can have."""
 
 
 class RendezvousScope:
@@ -679,25 +692,30 @@ class RendezvousScope:
         return self.get("secret", 0)
 
     def exchange_addresses(
-        self, host: str, port: int, ranks: Sequence[int] | None = None
-    ) -> tuple[list[str], list[str]]:
-        """Publish this rank's address and return all ranks', as `host:port`.
+        self, host: str, port: int, ranks: Sequence[int] | None = None, *, lanes: int = 1
+    ) -> RankAddresses:
+        """Publish this rank's address and return all ranks'.
+
+        What this rank has published is not read back: a change in the store misleads others alone.
 
         Args:
             host: this rank's.
             port: this rank's.
             ranks: of the channel, in the order of the result; None: all.
-
-        Returns:
-            The addresses to call, and those as published, whose hosts may be names. What this rank
-            has published is not read back: a change in the store misleads others alone.
+            lanes: that this rank can have, at most.
 
         Raises:
             RendezvousError: a rank did not appear, or published what cannot be reached from here.
             RanksDifferError: a rank that is to serve cannot.
         """
         node = node_name()
-        own: dict[str, Any] = {"host": host, "port": port, "node": node, "machine": machine_name()}
+        own: dict[str, Any] = {
+            "host": host,
+            "port": port,
+            "lanes": lanes,
+            "node": node,
+            "machine": machine_name(),
+        }
         self.put(f"address/{self.rank_info.rank}", json.dumps(own))
         peers = []
         everyone = range(self.rank_info.world_size) if ranks is None else ranks
@@ -724,7 +742,8 @@ class RendezvousScope:
                 ) from error
             if peer.get("machine", own["machine"]) != own["machine"]:
                 self._warn_without_secret(rank)
-        return peers, [addresses.endpoint(row["host"], row["port"]) for row in rows]
+        published = [addresses.endpoint(row["host"], row["port"]) for row in rows]
+        return RankAddresses(peers, published, min(int(row.get("lanes", 1)) for row in rows))
 
     def _warn_without_secret(self, rank: int) -> None:
         """Warn on rank 0, once a start, that a rank elsewhere is reached without a secret."""

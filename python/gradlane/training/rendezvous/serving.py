@@ -281,7 +281,7 @@ class Server:
         listen: Callable[[RankInfo], tuple[Listener, str]],
         *,
         work_threads: int,
-        io_threads: int,
+        lanes: int,
         idle_timeout_s: float,
     ) -> None:
         """Start without channels.
@@ -293,7 +293,7 @@ class Server:
             secret: the user's own, or None.
             listen: binds a socket; returns it and its address for other ranks.
             work_threads: threads that add gradients up.
-            io_threads: threads that drive the sockets.
+            lanes: connections to each other rank, at most.
             idle_timeout_s: longest wait for a channel while none is open, in seconds.
         """
         self._core = core
@@ -302,7 +302,7 @@ class Server:
         self._secret = secret
         self._listen = listen
         self._work_threads = work_threads
-        self._io_threads = io_threads
+        self._lanes = lanes
         self._idle_timeout_s = idle_timeout_s
         self._channels: list[_ServedChannel] = []
         self._abort_reason: str | None = None
@@ -428,7 +428,7 @@ class Server:
         settings["rank"] = announcement.ranks.index(rank_info.rank)
         settings["work_threads"] = self._work_threads
         settings["work_depth"] = max(2, 2 * self._work_threads)
-        settings["io_threads"] = self._io_threads
+        settings["lanes"] = min(settings["lanes"], self._lanes)
         settings["trace"] = False
         channel = connect_channel(
             self._core, scope, listener, host, settings, plan, secret, announcement.ranks

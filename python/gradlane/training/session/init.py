@@ -391,7 +391,7 @@ def _assemble_with(
     )
     server = None
     if registry and rank_info.serves:
-        work_threads, io_threads = network.thread_counts(own_processors(os.environ))
+        work_threads, lanes = network.thread_counts(own_processors(os.environ))
         server = Server(
             core,
             registry,
@@ -399,7 +399,7 @@ def _assemble_with(
             secret,
             lambda rank_info: listen(replace(ctx, rank_info=rank_info)),
             work_threads=work_threads,
-            io_threads=io_threads,
+            lanes=lanes,
             idle_timeout_s=network.progress_timeout_s,
         )
 

@@ -2,7 +2,7 @@
 //!
 //! Values follow from (rank, step, tensor, element), and the expected mean is computed here, naively
 //! and in rank order, so that no kernel judges itself.
-#![allow(dead_code, reason = "the binary of `io_threads.rs` uses a part")]
+#![allow(dead_code, reason = "the binary of `lanes.rs` uses a part")]
 
 pub mod adversary;
 pub mod encoded;
@@ -49,12 +49,12 @@ pub fn plan_for(
     serde_json::to_string(&plan).expect("JSON")
 }
 
-/// Options that make tests quick. Ranks differ in their number of I/O threads.
+/// Options that make tests quick. Worlds differ in their number of lanes.
 pub fn options(rank: u32, world_size: u32) -> ChannelOptions {
     ChannelOptions {
         job: "a test".to_owned(),
         connect_timeout_s: 30.0,
-        io_threads: 1 + rank as usize % 3,
+        lanes: 1 + world_size as u16 % 3,
         ..ChannelOptions::new(rank, world_size)
     }
 }

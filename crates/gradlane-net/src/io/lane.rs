@@ -1,24 +1,20 @@
-//! One I/O thread: drives the connections of its peers.
+//! One lane: an engine for its share of the slices, and a connection to each peer, on a thread of their own.
 //!
 //! One turn of its loop handles calls, finished jobs and all socket events that there are, and then asks
 //! the engine for jobs, frames and events until it has none. A frame is chosen only when its socket can
-//! take it. The thread blocks only in the wait for the next event, and for a moment on the engine's lock.
-//! Frames that it chooses for a peer of another thread wait in that peer's outbox, and that thread is
-//! woken.
+//! take it. The thread blocks only in the wait for the next event; lanes wait for each other nowhere.
 
 use super::connection::Connections;
 use super::core::Core;
-use super::driver::ShutdownCause;
-use crate::channel::shared::{panic_text, Shared};
+use crate::channel::shared::{panic_text, LaneInbox, Shared, StopCause};
 use crate::flow::WakeupCoalescer;
 use crate::metrics::counters::count;
-use crate::sys::lock;
 use crate::sys::syscall::{EpollEvents, EpollReport};
 use gradlane_engine::Transmit;
 use gradlane_units::{Rank, Time};
 use gradlane_wire::FrameHeader;
-use std::panic::{catch_unwind, resume_unwind, AssertUnwindSafe};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Bytes sent before sockets are polled again.
@@ -33,21 +29,12 @@ pub(super) struct Sleep {
     pub(super) pause: Duration,
 }
 
-/// Unwinds an I/O thread that would go on with what another one was updating when it panicked.
-pub(super) struct HalfUpdated;
-
-/// Locks the core; where another thread has panicked in the middle of an update, this one ends, and that one
-/// says why.
-pub(super) fn lock_whole(core: &Mutex<Core>) -> MutexGuard<'_, Core> {
-    core.lock().unwrap_or_else(|_| resume_unwind(Box::new(HalfUpdated)))
-}
-
-/// An I/O thread while it runs.
+/// A lane of this rank.
 #[derive(Debug)]
-pub(super) struct IoThread<'a> {
-    pub(super) index: usize,
-    pub(super) core: &'a Mutex<Core>,
+pub(super) struct Lane {
+    pub(super) core: Core,
     pub(super) shared: Arc<Shared>,
+    /// By rank; `None` for this rank itself.
     pub(super) connections: Connections,
     pub(super) next_keepalive_check: Time,
     pub(super) coalescer: WakeupCoalescer,
@@ -57,17 +44,12 @@ pub(super) struct IoThread<'a> {
     pub(super) sent: Vec<(FrameHeader, Option<Transmit>)>,
 }
 
-impl<'a> IoThread<'a> {
-    /// Makes the thread with this number and these connections.
-    pub(super) fn new(
-        index: usize,
-        core: &'a Mutex<Core>,
-        connections: Connections,
-    ) -> IoThread<'a> {
-        IoThread {
-            index,
+impl Lane {
+    /// Makes a lane with these connections.
+    pub(super) fn new(core: Core, connections: Connections) -> Lane {
+        Lane {
+            shared: Arc::clone(&core.shared),
             core,
-            shared: Arc::clone(&lock(core).shared),
             connections,
             next_keepalive_check: Time::ZERO,
             coalescer: WakeupCoalescer::new(Instant::now()),
@@ -76,35 +58,33 @@ impl<'a> IoThread<'a> {
         }
     }
 
-    /// Runs until the session ends and returns the connections. A panic ends the session.
-    pub(super) fn run(mut self) -> Connections {
+    /// Runs until the lane is over, and returns it. A panic ends the session.
+    pub(super) fn run(mut self) -> Lane {
         let shared = Arc::clone(&self.shared);
         let _count = shared.metrics.count_this_thread("io");
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.run_loop())) {
-            if !panic.is::<HalfUpdated>() {
-                lock(self.core).end(ShutdownCause::Panicked(panic_text(&*panic)));
-            }
+            shared.stop(StopCause::Panicked(panic_text(&*panic)));
         }
-        self.connections
+        self
     }
 
-    pub(super) fn core(&self) -> MutexGuard<'a, Core> {
-        lock_whole(self.core)
+    pub(super) fn inbox(&self) -> &LaneInbox {
+        &self.shared.lanes[self.core.lane]
     }
 
     fn run_loop(&mut self) {
         let mut events = EpollEvents::new();
         let mut reports = Vec::new();
         while let Some(sleep) = self.send() {
-            let idle = || self.core().is_idle(self.index);
-            let poller = &self.shared.pollers[self.index];
+            let idle = || self.core.is_idle();
+            let poller = &self.inbox().poller;
             if !sleep.pause.is_zero() {
                 // After a failure the wait below returns as soon as it can.
                 let _ = poller.rest(sleep.pause, idle);
             }
             let timeout = Some(sleep.at_most - sleep.pause);
             if let Err(error) = poller.wait(&mut events, timeout, idle, &mut reports) {
-                self.core().engine.abort(&format!("cannot wait for sockets: {error}"));
+                self.core.engine.abort(&format!("cannot wait for sockets: {error}"));
             }
             self.handle_reports(Instant::now(), sleep, &reports);
         }
@@ -116,32 +96,28 @@ impl<'a> IoThread<'a> {
         self.disconnect();
         self.check_keepalive();
         let hurry = self.pump();
-        let mut core = self.core();
-        if core.shutdown.is_some() {
+        if self.core.has_ended() {
             return None;
         }
-        core.pace();
+        self.core.pace();
         let at_most = if hurry {
             Duration::ZERO
         } else {
-            let next = core.engine.poll_timeout();
+            let next = self.core.engine.poll_timeout();
             let next =
                 next.map_or(self.next_keepalive_check, |it| it.min(self.next_keepalive_check));
-            next.since(core.now)
+            next.since(self.core.now)
         };
-        Some(Sleep { at_most, pause: self.pause(&core).min(at_most) })
+        Some(Sleep { at_most, pause: self.pause().min(at_most) })
     }
 
     /// Begins a turn: advances the time, and handles calls and sockets.
     pub(super) fn handle_reports(&mut self, now: Instant, sleep: Sleep, reports: &[EpollReport]) {
         self.coalescer.begin_turn(now);
-        {
-            let mut core = self.core();
-            core.read_clock(now, sleep.at_most);
-            // Calls come first: the application made them before a peer's frame arrived.
-            core.handle_commands();
-            count(&self.shared.metrics.turns, 1);
-        }
+        self.core.read_clock(now, sleep.at_most);
+        // Calls come first: the application made them before a peer's frame arrived.
+        self.core.handle_commands();
+        count(&self.shared.metrics.turns, 1);
         for report in reports {
             let rank = Rank(report.key as u32);
             if report.readable {
@@ -156,7 +132,8 @@ impl<'a> IoThread<'a> {
     /// Returns how long to leave sockets alone while a connection is full: until the first connection that
     /// the kernel paces has almost nothing left, and until all that this thread paces are due, so that it
     /// serves them in one turn.
-    fn pause(&self, core: &Core) -> Duration {
+    fn pause(&self) -> Duration {
+        let core = &self.core;
         let (mut first_drained, mut all_due) = (None, None);
         for (rank, connection) in self.connections.iter().enumerate() {
             let Some(connection) = connection.as_ref().filter(|it| it.armed) else {
@@ -194,23 +171,16 @@ impl<'a> IoThread<'a> {
         }
     }
 
-    /// Lets the engine decide, takes the frames for this thread's peers, and wakes other threads that got
-    /// some.
+    /// Lets the engine decide, and hands frames to the connections.
     fn choose(&mut self) {
-        let mut core = self.core();
-        core.pump();
-        if core.shutdown.is_some() {
+        self.core.pump();
+        if self.core.has_ended() {
             return;
         }
-        std::mem::swap(&mut self.chosen, &mut core.chosen[self.index]);
+        std::mem::swap(&mut self.chosen, &mut self.core.chosen);
         for &rank in &self.chosen {
             if let Some(connection) = &mut self.connections[rank.index()] {
-                core.take_chosen(rank, connection);
-            }
-        }
-        for (thread, chosen) in core.chosen.iter().enumerate() {
-            if !chosen.is_empty() {
-                self.shared.wake(thread);
+                self.core.take_chosen(rank, connection);
             }
         }
     }
