@@ -3,16 +3,25 @@
 
 use arbitrary::{Arbitrary, Result, Unstructured};
 use gradlane_engine::{
-    Engine, EngineOptions, Input, JobId, Memory, PayloadDest, Plan, Scheme, Strategy, TensorKind,
-    TensorSpec, Transmit, Update,
+    Cutoff, Engine, EngineOptions, GoingOn, Input, JobId, Memory, Payload, PayloadDest, Plan,
+    Scheme, StragglerPolicy, Strategy, Synchrony, TensorKind, TensorSpec, Transmit, Update,
 };
 use gradlane_units::{Dtype, Priority, Rank, SliceId, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 use std::sync::Arc;
+use std::time::Duration;
 
 #[derive(Arbitrary, Debug)]
 enum Action {
     Begin(u8),
+    Pass(u8),
+    Barrier(u8),
+    /// The oldest frames of the engine and of a peer reach each other.
+    Exchange(bool),
+    Updates(bool),
+    Claim(u8, Option<Vec<u8>>),
+    Raw(u8),
+    Squares(u8, u8),
     Ready(u8, u8),
     Absent(u8, u8),
     Needed(u8, u8),
@@ -30,6 +39,8 @@ enum Action {
 #[derive(Arbitrary, Debug)]
 struct Frame {
     from: bool,
+    /// In every byte of a control frame's payload.
+    fill: u8,
     kind: u8,
     flags: u8,
     step: u8,
@@ -40,9 +51,20 @@ struct Frame {
     length: u8,
 }
 
+/// Whom a step waits for.
+#[derive(Arbitrary, Clone, Copy, Debug, PartialEq, Eq)]
+enum Pace {
+    All,
+    Nobody,
+    InTime,
+    /// All, and when some are lost, those that are left.
+    Left,
+}
+
 #[derive(Debug)]
 struct Case {
     strategy: u8,
+    synchrony: Pace,
     server_update: bool,
     /// With step 0 done and step 1 begun, which drawn inputs hardly come to.
     begun: bool,
@@ -52,22 +74,36 @@ struct Case {
 impl Case {
     /// Takes actions until bytes end: a derived list would end after two on average.
     fn read(mut bytes: Unstructured<'_>) -> Result<Case> {
-        let (strategy, server_update, begun) = bytes.arbitrary()?;
+        let (strategy, synchrony, server_update, begun) = bytes.arbitrary()?;
         let mut inputs = Vec::new();
         while !bytes.is_empty() {
             inputs.push(bytes.arbitrary()?);
         }
-        Ok(Case { strategy, server_update, begun, inputs })
+        Ok(Case { strategy, synchrony, server_update, begun, inputs })
     }
 }
 
 fn plan(case: &Case) -> Arc<Plan> {
-    let name = Strategy::SYNCHRONOUS[case.strategy as usize % Strategy::SYNCHRONOUS.len()];
-    let strategy = Strategy::named(name, Some(20), 3).expect("a known strategy");
-    // A ring has no servers to update on.
-    let update = match case.server_update && strategy.scheme == Scheme::Ps {
-        true => Update::Server,
-        false => Update::Worker,
+    let names: &[&str] = match case.synchrony {
+        Pace::All => &Strategy::SYNCHRONOUS,
+        Pace::Nobody => &["asgd"],
+        // Where results come unasked.
+        Pace::InTime | Pace::Left => &["p3", "slicing", "wfbp"],
+    };
+    let name = names[case.strategy as usize % names.len()];
+    let mut strategy = Strategy::named(name, Some(20), 3).expect("a known strategy");
+    if case.synchrony == Pace::InTime {
+        let cutoff = match case.server_update {
+            true => Cutoff::Backup { ranks: 1 },
+            false => Cutoff::Deadline { percent: 130 },
+        };
+        strategy.synchrony = Synchrony::BackupWorkers(StragglerPolicy { cutoff, ahead_steps: 2 });
+    }
+    let update = match case.synchrony {
+        Pace::Nobody => Update::Server,
+        // A ring has no servers to update on.
+        Pace::All if case.server_update && strategy.scheme == Scheme::Ps => Update::Server,
+        _ => Update::Worker,
     };
     let spec = |(name, numel): (&str, u64)| TensorSpec {
         name: name.into(),
@@ -89,15 +125,21 @@ pub fn check(bytes: &[u8]) -> bool {
 
 fn run(case: &Case) -> bool {
     let plan = plan(case);
-    let mut engine = match case.begun {
-        true => begun(&plan),
-        false => new_engine(&plan, Rank(0)),
-    };
+    let goes_on = case.synchrony == Pace::Left;
+    let mut engines = [0, 1, 2].map(|rank| new_engine(&plan, Rank(rank), goes_on));
+    if case.begun {
+        begin_training(&plan, &mut engines);
+    }
+    let [mut engine, mut peers @ ..] = engines;
     let mut transmits: Vec<Transmit> = Vec::new();
     let mut jobs: Vec<JobId> = Vec::new();
     let mut landed = false;
     for input in &case.inputs {
-        landed |= apply(&mut engine, input, &mut transmits, &mut jobs);
+        if let Action::Exchange(which) = input {
+            exchange(&mut engine, &mut peers[usize::from(*which)], &mut transmits);
+        } else {
+            landed |= apply(&mut engine, input, &mut transmits, &mut jobs);
+        }
         jobs.extend(std::iter::from_fn(|| engine.poll_job()).map(|work| work.id));
         transmits.extend(std::iter::from_fn(|| engine.poll_transmit()));
         while engine.poll_event().is_some() {}
@@ -107,18 +149,24 @@ fn run(case: &Case) -> bool {
 }
 
 /// Returns a rank whose peers take frames.
-fn new_engine(plan: &Arc<Plan>, rank: Rank) -> Engine {
-    let mut engine = Engine::new(EngineOptions::new(rank), plan.clone());
+fn new_engine(plan: &Arc<Plan>, rank: Rank, goes_on: bool) -> Engine {
+    let going_on = GoingOn {
+        min_ranks: 1,
+        collect: Duration::from_millis(200),
+        answer: Duration::from_secs(2),
+    };
+    let options =
+        EngineOptions { going_on: goes_on.then_some(going_on), ..EngineOptions::new(rank) };
+    let mut engine = Engine::new(options, plan.clone());
     for peer in (0..plan.world_size).map(Rank).filter(|&peer| peer != rank) {
         engine.handle_writable(peer, true);
     }
     engine
 }
 
-/// Returns rank 0 of a cluster that has done step 0, with step 1 begun.
-fn begun(plan: &Arc<Plan>) -> Engine {
-    let mut engines = [0, 1, 2].map(|rank| new_engine(plan, Rank(rank)));
-    for engine in &mut engines {
+/// Has a cluster do step 0, and begins step 1 on its first rank.
+fn begin_training(plan: &Arc<Plan>, engines: &mut [Engine; 3]) {
+    for engine in engines.iter_mut() {
         engine.handle(Input::StepBegin(Step(0))).expect("step 0 begins");
         for tensor in 0..plan.tensors.len() as u32 {
             engine.handle(Input::GradientReady(TensorId(tensor), Step(0))).expect("values");
@@ -128,21 +176,59 @@ fn begun(plan: &Arc<Plan>) -> Engine {
     while moves {
         moves = false;
         for from in 0..engines.len() {
-            while let Some(job) = engines[from].poll_job() {
-                engines[from].handle_job_done(job.id);
-                moves = true;
-            }
+            moves |= do_jobs(&mut engines[from]);
             while let Some(transmit) = engines[from].poll_transmit() {
                 engines[from].handle_sent(&transmit);
                 let peer = &mut engines[transmit.peer.0 as usize];
-                receive(peer, Rank(from as u32), &transmit.header);
+                deliver(peer, Rank(from as u32), &transmit);
                 moves = true;
             }
         }
     }
-    let [mut engine, ..] = engines;
-    engine.handle(Input::StepBegin(Step(1))).expect("step 1 begins");
-    engine
+    engines[0].handle(Input::StepBegin(Step(1))).expect("step 1 begins");
+}
+
+fn do_jobs(engine: &mut Engine) -> bool {
+    let mut moves = false;
+    while let Some(job) = engine.poll_job() {
+        engine.handle_job_done(job.id);
+        moves = true;
+    }
+    moves
+}
+
+/// The oldest frame that the engine has for a peer reaches it, and one of the peer's the engine. The peer does
+/// all that its own program and its jobs can.
+fn exchange(engine: &mut Engine, peer: &mut Engine, transmits: &mut Vec<Transmit>) {
+    if let Some(index) = transmits.iter().position(|it| it.peer == peer.rank()) {
+        let transmit = transmits.remove(index);
+        deliver(peer, engine.rank(), &transmit);
+        engine.handle_sent(&transmit);
+    }
+    for step in 0..5 {
+        // What does not fit is refused.
+        let _ = peer.handle(Input::StepBegin(Step(step)));
+        for tensor in 0..3 {
+            let _ = peer.handle(Input::GradientReady(TensorId(tensor), Step(step)));
+        }
+    }
+    do_jobs(peer);
+    while peer.poll_event().is_some() {}
+    while let Some(transmit) = peer.poll_transmit() {
+        peer.handle_sent(&transmit);
+        if transmit.peer == engine.rank() {
+            return deliver(engine, peer.rank(), &transmit);
+        }
+    }
+}
+
+/// Gives an engine a frame of another one.
+fn deliver(to: &mut Engine, from: Rank, transmit: &Transmit) {
+    let payload = match &transmit.payload {
+        Payload::Inline(bytes) => bytes.clone(),
+        _ => vec![0; transmit.header.length as usize],
+    };
+    receive(to, from, &transmit.header, &payload);
 }
 
 /// Gives the engine an input. Returns whether it is a frame whose payload landed.
@@ -155,6 +241,18 @@ fn apply(
     let step = |step: u8| Step(u64::from(step % 5));
     match input {
         Action::Begin(it) => drop(engine.handle(Input::StepBegin(step(*it)))),
+        Action::Pass(it) => drop(engine.handle(Input::StepPass(step(*it)))),
+        Action::Barrier(it) => drop(engine.handle(Input::StepBarrier(step(*it)))),
+        Action::Updates(true) => drop(engine.handle(Input::UpdatesReady)),
+        Action::Updates(false) => drop(engine.handle(Input::UpdatesPaused)),
+        Action::Claim(generation, value) => {
+            let answer = Input::ClaimAnswered(u32::from(generation % 4), value.clone());
+            drop(engine.handle(answer));
+        }
+        Action::Raw(it) => drop(engine.handle(Input::SendRaw(step(*it)))),
+        Action::Squares(it, at) => {
+            drop(engine.handle(Input::MeasureSquares(tensor(*it), step(*at))));
+        }
         Action::Ready(it, at) => drop(engine.handle(Input::GradientReady(tensor(*it), step(*at)))),
         Action::Absent(it, at) => drop(engine.handle(Input::TensorAbsent(tensor(*it), step(*at)))),
         Action::Needed(it, at) => drop(engine.handle(Input::TensorNeeded(tensor(*it), step(*at)))),
@@ -165,7 +263,8 @@ fn apply(
         }
         Action::Frame(frame) => {
             let header = header(engine, frame);
-            return receive(engine, peer(frame.from), &header);
+            let payload = vec![frame.fill; header.length as usize];
+            return receive(engine, peer(frame.from), &header, &payload);
         }
         Action::Writable(which, writable) => engine.handle_writable(peer(*which), *writable),
         Action::Sent(index) if !transmits.is_empty() => {
@@ -180,7 +279,7 @@ fn apply(
         Action::Ending(0, _) => drop(engine.handle(Input::Finish)),
         Action::Ending(1, _) => engine.abort("enough"),
         Action::Ending(2, which) => engine.handle_peer_lost(peer(*which), "gone"),
-        Action::Sent(_) | Action::Done(_) | Action::Ending(..) => {}
+        Action::Sent(_) | Action::Done(_) | Action::Ending(..) | Action::Exchange(_) => {}
     }
     false
 }
@@ -234,7 +333,7 @@ fn header(engine: &Engine, frame: &Frame) -> FrameHeader {
 }
 
 /// Gives the engine a frame. Returns whether its payload landed.
-fn receive(engine: &mut Engine, from: Rank, header: &FrameHeader) -> bool {
+fn receive(engine: &mut Engine, from: Rank, header: &FrameHeader, payload: &[u8]) -> bool {
     match engine.handle_header(from, header) {
         Ok(PayloadDest::Region(region)) => {
             let limit = match region.memory {
@@ -250,8 +349,7 @@ fn receive(engine: &mut Engine, from: Rank, header: &FrameHeader) -> bool {
         }
         Ok(PayloadDest::Nothing) => drop(engine.handle_frame(from, header)),
         Ok(PayloadDest::Control) => {
-            let payload = vec![0x5A; header.length as usize];
-            let _ = engine.handle_control(from, header, &payload);
+            let _ = engine.handle_control(from, header, payload);
         }
         Err(_) => {}
     }

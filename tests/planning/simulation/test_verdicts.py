@@ -196,7 +196,7 @@ def test_the_sentence_is_what_follows_by_hand(
     profile = profile_of(megabytes, is_burst="burst" in options)
     options = [option for option in options if option not in ("slow host", "burst")]
     if slow:
-        options += ["--host", "io=1,work=1"]
+        options += ["--host", "lanes=1,work=1"]
     words, _ = say(monkeypatch, capsys, tmp_path, profile, "--workers", "4", *options, **slow)
     for text in expected:
         assert re.search(text, words), words

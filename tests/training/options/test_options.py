@@ -114,7 +114,7 @@ def test_an_argument_of_another_kind_is_refused(given: dict[str, Any], message: 
 
 def test_variables_give_what_the_program_does_not() -> None:
     environment = {
-        "GRADLANE_IO_THREADS": "3",
+        "GRADLANE_LANES": "3",
         "GRADLANE_FRAME_BYTES": "4096",
         "GRADLANE_PORTS": "4000-4010",
         "GRADLANE_PACING": "off",
@@ -137,8 +137,8 @@ def test_variables_give_what_the_program_does_not() -> None:
 @pytest.mark.parametrize(
     ("variable", "text", "message"),
     [
-        ("GRADLANE_IO_THREADS", "many", "GRADLANE_IO_THREADS is 'many'; it must be a whole number"),
-        ("GRADLANE_IO_THREADS", "65", "GRADLANE_IO_THREADS is 65; it must be 1 to 64"),
+        ("GRADLANE_LANES", "many", "GRADLANE_LANES is 'many'; it must be a whole number"),
+        ("GRADLANE_LANES", "17", "GRADLANE_LANES is 17; it must be 1 to 16"),
         ("GRADLANE_PORTS", "x", "GRADLANE_PORTS is 'x'; use one, or the lowest and the highest"),
         ("GRADLANE_PORTS", "9-3", "GRADLANE_PORTS is (9, 3); it must be (low, high)"),
     ],

@@ -44,7 +44,7 @@ def main() -> None:
         }
         options.update(wrong.get(moment, {}))
         if moment == "variable":
-            os.environ["GRADLANE_IO_THREADS"] = "many"
+            os.environ["GRADLANE_LANES"] = "many"
         if moment == "secret file":
             os.environ["GRADLANE_SECRET_FILE"] = f"{job['folder']}/nothing"
     elif moment == "busy":

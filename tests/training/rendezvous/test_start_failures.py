@@ -30,7 +30,7 @@ REASONS = {
     "value": "p4",
     "codec": "77",
     "world": "servers",
-    "variable": "GRADLANE_IO_THREADS",
+    "variable": "GRADLANE_LANES",
     "secret file": "nothing",
     "before prepare": "FileNotFoundError: data.bin",
     "exit": "its program ended with exit status 3",

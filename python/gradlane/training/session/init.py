@@ -175,7 +175,7 @@ def init(
 
     `docs/options.md` lists all options with their ranges. Options of `rendezvous`, `network`,
     `checkpoints` and `monitoring` that the program does not give are read from environment
-    variables: `GRADLANE_IO_THREADS=2`.
+    variables: `GRADLANE_LANES=2`.
 
     Args:
         strategy: how gradients are cut, ordered and added up: `p3`, `slicing`, `wfbp`, `kvstore`,
