@@ -89,7 +89,7 @@ class Reference:
         self._zeroed = [True] * len(loop.models)
         self._begun = [False] * len(loop.models)
         self._written = [False] * len(loop.models)
-        mode = "local" if loop.serves or loop.ranks == 1 else loop.buffers
+        mode = "local" if loop.ranks == 1 else loop.buffers
         self._buffers = [
             SharedBuffers(self.programs, number, mode) for number in range(len(loop.models))
         ]

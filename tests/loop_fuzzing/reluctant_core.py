@@ -46,7 +46,7 @@ class ReluctantWorld(World):
     def write_result(self, current: Round, rank: int, step: int, tensor: int) -> None:
         """Compute a result, unless another rank has, and write it into one rank's memory."""
         lent = current.lent[tensor]
-        serves = self.plan["update"] == "server"
+        serves = self.serves(step, tensor)
         if tensor not in current.ready:
             current.ready[tensor] = all(one.values is None for one in lent.values())
             if not (current.ready[tensor] or self.gathers(tensor)):

@@ -187,9 +187,7 @@ class World:
         held = self.claims or (step > 0 and tensor in self.held)
         if held or any(rank not in lent for rank in self.alive):
             return
-        serves = (
-            self.plan["update"] == "server" and step > 0 and self.dtype(tensor) is not torch.float64
-        )
+        serves = self.serves(step, tensor)
         if tensor not in current.ready:
             current.ready[tensor] = all(one.values is None for one in lent.values())
             if self.gathers(tensor):
@@ -221,6 +219,11 @@ class World:
         first, second = (self.mean_over(ranks, tensor, lent) for ranks in (before, self.alive))
         half = len(first) // 2
         return torch.cat([first[:half], second[half:]])
+
+    def serves(self, step: int, tensor: int) -> bool:
+        """Whether servers update a tensor; buffers, of f64, are averaged."""
+        is_gradient = step > 0 and self.dtype(tensor) is not torch.float64
+        return is_gradient and self.plan["update"] == "server"
 
     def mean_over(self, ranks: list[int], tensor: int, lent: dict[int, Lent]) -> torch.Tensor:
         dtype = self.dtype(tensor)
