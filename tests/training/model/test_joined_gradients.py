@@ -10,12 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import gradlane
+from gradlane.errors import UsageError
+from gradlane.training.model.consistency_check import RankStatus, StatusTensor, StepEnding
+from gradlane.training.model.hooks import GradientHooks
 from gradlane.training.model.joined_gradients import (
     GROUP_BYTES_MAX,
     MEMBER_BYTES_MAX,
     SPAN_BYTES_MAX,
     choose_groups,
 )
+from gradlane.training.modules.gradient_intake import GradientBatch, GradientIntake
 from gradlane.training.rendezvous.tensor_table import build_table
 from tests.training.model.fake_core import FakeCore
 from tests.training.model.models import seeded
@@ -162,3 +166,48 @@ def test_gradients_that_nobody_keeps_are_not_waited_for(caplog: pytest.LogCaptur
     caplog.set_level(logging.INFO, "gradlane")
     run_ranks(1, body)
     assert "each step waits for all gradients" not in caplog.text
+
+
+@pytest.mark.parametrize("odd", ["", "kept", "zeroed in place", "gone"])
+def test_a_whole_group_is_taken_as_its_gradients_are_one_by_one(odd: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    entries = [entry for entry in build_table(model) if entry.trained]
+    intake = GradientIntake(entries)
+    if odd == "zeroed in place":
+        model(torch.ones(1, 3)).sum().backward()
+        model.zero_grad(set_to_none=False)
+    model(torch.ones(1, 3)).sum().backward()
+    kept = [model[0].weight.grad] if odd == "kept" else []
+    if odd == "gone":
+        model[0].weight.grad = None
+        with pytest.raises(UsageError, match=r"'0\.weight' is gone"):
+            intake.take_batch(GradientBatch(range(4), entries))
+        return
+    expected = [torch.clone(one.grad) for one in model.parameters() if one.grad is not None]
+    taken = intake.take_batch(GradientBatch(range(4), entries))
+    assert all(map(torch.equal, taken, expected))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert intake.is_watched == bool(kept)
+
+
+def test_a_hook_that_is_registered_later_sees_the_gradient_before_it_is_taken() -> None:
+    model = nn.Linear(2, 2)
+    taken: list[Any] = []
+    hooks = GradientHooks([*model.parameters()], lambda index, _: taken.append(index))
+    assert not hooks.move_last(0, model.weight)
+    register: Any = model.weight.register_post_accumulate_grad_hook
+    register(lambda _: taken.append("later"))
+    assert hooks.move_last(1, model.bias) is False  # Those of the bias are as they were.
+    model(torch.ones(1, 2)).sum().backward()
+    assert taken.index("later") < taken.index(0)
+
+
+def test_statuses_that_repeat_are_judged_once_and_others_again() -> None:
+    tensor = StatusTensor(0, 2)
+    tensor.write(RankStatus(StepEnding.STEPPED, False, 7))
+    tensor.tensor[1::2] = tensor.tensor[0::2]
+    tensor.tensor.div_(2)
+    first = tensor.read()
+    assert tensor.read() is first and {one.digest for one in first.values()} == {7}
+    tensor.tensor[1] = 0
+    assert tensor.read() is not first

@@ -8,8 +8,9 @@ are never written.
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -26,7 +27,9 @@ from gradlane.training.model.optimizers import has_step_hooks, mixes_first_steps
 from gradlane.training.model.update_log import UpdateLog
 from gradlane.training.modules.gradient_intake import raw_grad, set_raw_grad, sum_of
 
-_POSITION = operator.itemgetter(0)
+_PLACE = operator.itemgetter(0)
+_Row = tuple[tuple[int, int], int, Tensor, Tensor]
+"""Place, number, parameter and mean of a parameter that is stepped."""
 _BY_SCALER = ("grad_scale", "found_inf")
 """Attributes by which `GradScaler` has fused optimizers unscale."""
 
@@ -81,9 +84,9 @@ class DeferredUpdate:
         self._written: set[int] = set()
         self._leaves_zeros = False
         self._leaves_none = False
-        self._empty: list[tuple[int, int, Tensor]] = []
-        """Group, place and parameter of those without elements that have a gradient."""
-        self._empty_due: list[tuple[int, int, Tensor]] = []
+        self._empty: list[tuple[tuple[int, int], Tensor]] = []
+        """Place and parameter of those without elements that have a gradient."""
+        self._empty_due: list[tuple[tuple[int, int], Tensor]] = []
         """Those of them that the recorded step has yet to step."""
         self._log: UpdateLog | None = None
         self._scaler: dict[str, Any] = {}
@@ -131,7 +134,7 @@ class DeferredUpdate:
             UsageError: one was not there when the model was prepared.
         """
         place: dict[int, tuple[int, int]] = {}
-        empty: list[tuple[int, int, Tensor]] = []
+        empty: list[tuple[tuple[int, int], Tensor]] = []
         for number, group in enumerate(listed):
             for position, parameter in enumerate(group):
                 index = self._index_of.get(id(parameter))
@@ -139,7 +142,7 @@ class DeferredUpdate:
                     place[index] = (number, position)
                 elif parameter.numel() == 0:
                     if raw_grad(parameter) is not None:
-                        empty.append((number, position, parameter))
+                        empty.append(((number, position), parameter))
                 elif parameter.requires_grad:
                     raise UsageError(
                         f"group {number} of the optimizer holds a parameter of shape "
@@ -345,36 +348,28 @@ class DeferredUpdate:
         Args:
             arrived: tensor numbers and averaged gradients, laid out like the parameters.
         """
-        members: dict[int, list[tuple[int, Tensor]]] = {}
-        stepped: list[tuple[int, Tensor, Tensor | None]] = []
-        places, parameters, log = self._place, self._parameters, self._log
-        number, of_group = -1, []
-        for index, gradient in arrived:
-            place = places.get(index)
-            if place is not None:
-                parameter = parameters[index]
-                if log is not None:
-                    log.note(index, gradient)
-                stepped.append((index, parameter, raw_grad(parameter)))
-                set_raw_grad(parameter, gradient)
-                if place[0] != number:
-                    number = place[0]
-                    of_group = members.setdefault(number, [])
-                of_group.append((place[1], parameter))
-        if not stepped:
+        places, parameters = self._place, self._parameters
+        rows: list[_Row] = [
+            (places[index], index, parameters[index], mean)
+            for index, mean in arrived
+            if index in places
+        ]
+        if not rows:
             return
+        if self._log is not None:
+            for _, index, _, mean in rows:
+                self._log.note(index, mean)
         # Nothing of these is exchanged, but the optimizer keeps state of them, too.
         empty, self._empty_due = self._empty_due, []
-        for number, position, parameter in empty:
-            stepped.append((-1, parameter, raw_grad(parameter)))
-            set_raw_grad(parameter, torch.empty_like(parameter))
-            members.setdefault(number, []).append((position, parameter))
+        rows += [(place, -1, parameter, torch.empty_like(parameter)) for place, parameter in empty]
+        rows.sort(key=_PLACE)
+        # Loops outside of Python: there may be thousands, in each step.
+        stepped = [parameter for _, _, parameter, _ in rows]
+        local = [*map(raw_grad, stepped)]
+        deque(map(set_raw_grad, stepped, [mean for _, _, _, mean in rows]), maxlen=0)
         groups = [
-            {
-                **self._groups[number],
-                "params": [parameter for _, parameter in sorted(members[number], key=_POSITION)],
-            }
-            for number in sorted(members)
+            {**self._groups[number], "params": [parameter for _, _, parameter, _ in members]}
+            for number, members in itertools.groupby(rows, key=_group_of)
         ]
         if self._takeover is not None:
             groups = self._takeover.groups_for_step(groups)
@@ -389,12 +384,14 @@ class DeferredUpdate:
                             f"{_writes(self._optimizer, written)}; pass defer=False to prepare()"
                         )
         finally:
-            leaves_none = self._leaves_none
-            for index, parameter, local in stepped:
-                if leaves_none or local is not None or index in self._written:
-                    set_raw_grad(parameter, local)
-                elif self._leaves_zeros:
-                    self._zero(parameter)
+            if self._leaves_none:
+                deque(map(set_raw_grad, stepped, local), maxlen=0)
+            else:
+                for (_, index, parameter, _), fresh in zip(rows, local, strict=True):
+                    if fresh is not None or index in self._written:
+                        set_raw_grad(parameter, fresh)
+                    elif self._leaves_zeros:
+                        self._zero(parameter)
 
     def end_parts(self) -> None:
         """End a step that was done in parts.
@@ -408,10 +405,10 @@ class DeferredUpdate:
         if len(state) <= self._states_before:
             return
         places = {id(self._parameters[index]): place for index, place in self._place.items()}
-        places.update((id(one), (number, position)) for number, position, one in self._empty)
+        places.update((id(one), place) for place, one in self._empty)
         last = (len(self._groups), 0)
         new = [(places.get(id(key), last), key) for key in list(state)[self._states_before :]]
-        for _, key in sorted(new, key=_POSITION):
+        for _, key in sorted(new, key=_PLACE):
             state[key] = state.pop(key)
 
     def _zero(self, parameter: Tensor) -> None:
@@ -419,6 +416,10 @@ class DeferredUpdate:
         if gradient is not None:
             with torch.no_grad(), torch.inference_mode(False):
                 gradient.zero_()
+
+
+def _group_of(row: _Row) -> int:
+    return row[0][0]
 
 
 def undisturbed() -> ExitStack:

@@ -57,6 +57,7 @@ class ArrivedGradients:
     averaged: list[int]
 
 
+_stride = torch._C.TensorBase.stride
 WaitContext = Callable[[int, list[int] | None], contextlib.AbstractContextManager[None]]
 
 
@@ -124,7 +125,7 @@ class GradientExchange:
         self.is_submitted = [False] * len(layout.trained)
         """Whether each tensor's gradient was submitted, or its absence, in this step."""
         self.pushes = [0] * len(layout.trained)
-        """How many gradients of each tensor were submitted so far."""
+        """How many gradients of each tensor were submitted alone so far."""
         self._packed_buffers: Tensor | None = None
         self._submitted_buffers = True
         self._statuses: Statuses = {}
@@ -234,7 +235,6 @@ class GradientExchange:
         """Submit a parameter's gradient: its factors, or its `.grad`."""
         if self._joined.group_of[index] >= 0:
             self.is_submitted[index] = True
-            self.pushes[index] += 1
             if self._joined.note(index):
                 self._submit_group(index)
             return
@@ -304,7 +304,7 @@ class GradientExchange:
 
     def is_watched(self) -> bool:
         """Whether the program looks at the memory of any gradient of this step."""
-        self._joined.look()
+        self._joined.look(self.is_submitted)
         return self._intake.is_watched
 
     def look(self, index: int) -> None:
@@ -598,6 +598,11 @@ class GradientExchange:
         """
         # Parameters whose update is due make a detour of each look at them.
         with torch._C.DisableTorchFunctionSubclass():
+            # Loops outside of Python: there may be thousands, in each step.
+            parameters = [self._trained[index].tensor for index, _ in arrived.gradients]
+            means = [gradient for _, gradient in arrived.gradients]
+            if not self._factored and [*map(_stride, parameters)] == [*map(_stride, means)]:
+                return
             for position, (index, gradient) in enumerate(arrived.gradients):
                 if gradient.layout is not torch.strided:
                     continue

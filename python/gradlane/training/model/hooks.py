@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gradlane.errors import UsageError
 from gradlane.training.model.lazy_buffer_dict import install_lazy_buffers, remove_lazy_buffers
@@ -144,6 +146,7 @@ class GradientHooks:
             hooks = getattr(parameter, "_post_accumulate_grad_hooks")  # noqa: B009
             self._handles.append(handle)
             self._hooks.append((hooks, handle.id))
+        self._newest_hook = RemovableHandle.next_id
 
     def move_last(self, index: int, parameter: Tensor) -> bool:
         """Move all hooks behind those that were registered since; called as a backward begins.
@@ -156,6 +159,9 @@ class GradientHooks:
             Whether its gradient is taken at the end of this backward instead of now.
         """
         later = False
+        if RemovableHandle.next_id == self._newest_hook:
+            return False  # No hook of any kind was registered since.
+        self._newest_hook = RemovableHandle.next_id
         for number, (hooks, key) in enumerate(self._hooks):
             if next(reversed(hooks)) != key:
                 hooks[key] = hooks.pop(key)
@@ -224,10 +230,13 @@ class HookManager:
         self._entries = entries
         self._trained = [entry for entry in entries if entry.trained]
         self._frozen = [entry for entry in entries if not entry.trained]
+        self._frozen_tensors = [entry.tensor for entry in self._frozen]
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
         self._modules = list(model.modules())
-        self._children = [tuple(module._modules.values()) for module in self._modules]
-        self._owned = [tuple(module._parameters.values()) for module in self._modules]
+        self._child_counts = [len(module._modules) for module in self._modules]
+        self._owned_counts = [len(module._parameters) for module in self._modules]
+        self._children = [one for module in self._modules for one in module._modules.values()]
+        self._owned = [one for module in self._modules for one in module._parameters.values()]
         self._stale_flag = {module: StaleFlag() for module in self._modules}
         self._used_by: dict[nn.Module, tuple[int, ...]] = {}
         self._scripted = [
@@ -368,9 +377,16 @@ class HookManager:
             UsageError: modules or parameters were added, removed or replaced, or frozen
                 parameters are trained now.
         """
-        for module, children, owned in zip(self._modules, self._children, self._owned, strict=True):
-            if not _same(module._modules, children) or not _same(module._parameters, owned):
-                raise UsageError(self._describe_change())
+        # Loops outside of Python: there may be thousands, in each step.
+        children = [*map(_values, map(_children_of, self._modules))]
+        owned = [*map(_values, map(_parameters_of, self._modules))]
+        if (
+            [*map(len, children)] != self._child_counts
+            or [*map(len, owned)] != self._owned_counts
+            or not all(map(operator.is_, chain.from_iterable(children), self._children))
+            or not all(map(operator.is_, chain.from_iterable(owned), self._owned))
+        ):
+            raise UsageError(self._describe_change())
         self.check_still_frozen()
 
     def check_still_frozen(self) -> None:
@@ -379,6 +395,8 @@ class HookManager:
         Raises:
             UsageError: one is.
         """
+        if not any(map(_requires_grad, self._frozen_tensors)):
+            return
         for entry in self._frozen:
             if entry.tensor.requires_grad:
                 raise UsageError(
@@ -406,12 +424,14 @@ class HookManager:
         )
 
 
-def _same(mapping: dict[str, Any], expected: tuple[Any, ...]) -> bool:
-    if not expected:
-        return not len(mapping)
+_children_of = operator.attrgetter("_modules")
+_parameters_of = operator.attrgetter("_parameters")
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def _values(mapping: Mapping[str, Any]) -> Collection[Any]:
     # The children of a scripted module are in no dictionary of Python's.
-    values = dict.values(mapping) if isinstance(mapping, dict) else mapping.values()
-    return len(values) == len(expected) and all(map(operator.is_, values, expected))
+    return dict.values(mapping) if isinstance(mapping, dict) else [*mapping.values()]
 
 
 def _raw_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:

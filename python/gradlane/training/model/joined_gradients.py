@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradlane.training.carrier import Carrier
-from gradlane.training.modules.gradient_intake import GradientIntake
+from gradlane.training.modules.gradient_intake import GradientBatch, GradientIntake
 from gradlane.training.rendezvous.tensor_table import TensorEntry, extra_entry
 
 MEMBER_BYTES_MAX = 32 << 10
@@ -40,11 +40,13 @@ class GradientGroup:
         members: their numbers, ascending.
         entry: the group's own tensor, one-dimensional.
         views: where each member lies in it.
+        whole: takes the gradients of all members at once.
     """
 
     members: tuple[int, ...]
     entry: TensorEntry
     views: list[Tensor]
+    whole: GradientBatch
 
 
 def choose_groups(
@@ -87,7 +89,8 @@ def _group(trained: Sequence[TensorEntry], members: Sequence[int]) -> list[Gradi
             device=first.device,
         )
     entry = extra_entry(f"{first.name} and {len(members) - 1} more", flat)
-    return [GradientGroup(tuple(members), entry, _views(trained, members, flat))]
+    whole = GradientBatch(members, trained)
+    return [GradientGroup(tuple(members), entry, _views(trained, members, flat), whole)]
 
 
 def _views(trained: Sequence[TensorEntry], members: Iterable[int], flat: Tensor) -> list[Tensor]:
@@ -147,7 +150,8 @@ class JoinedGradients:
                 self._slot[index] = len(self._slot)
         self._sizes = [len(group.members) for group in groups]
         self._missing = list(self._sizes)
-        self._present: set[int] = set()
+        self._absent: set[int] = set()
+        """Members whose gradients are missing on this rank in this step."""
         self._under_way = 0
         """Groups that were not submitted in this step."""
         self._memory: list[Tensor | None] = [None] * len(groups)
@@ -167,32 +171,34 @@ class JoinedGradients:
     def begin(self) -> None:
         """Begin a step."""
         self._missing = list(self._sizes)
-        self._present = set()
+        self._absent.clear()
         self._under_way = len(self._groups)
 
     def note(self, index: int) -> bool:
-        """Note a gradient in `.grad`; returns whether its group is whole."""
-        self._present.add(index)
+        """Note a gradient in `.grad`, or none; returns whether its group is whole."""
         group = self.group_of[index]
         missing = self._missing[group] = self._missing[group] - 1
         return not missing
 
     def note_absent(self, index: int) -> bool:
         """Note that a gradient is missing in this step; returns whether its group is whole."""
-        group = self.group_of[index]
-        missing = self._missing[group] = self._missing[group] - 1
-        return not missing
+        self._absent.add(index)
+        return self.note(index)
 
-    def look(self) -> None:
+    def look(self, is_noted: Sequence[bool]) -> None:
         """Look at gradients in `.grad` that wait for the others of their group.
+
+        Args:
+            is_noted: whether each tensor's gradient was noted in this step.
 
         Raises:
             UsageError: one cannot be averaged.
         """
         for group, missing, size in zip(self._groups, self._missing, self._sizes, strict=True):
             if 0 < missing < size:
-                for index in self._present.intersection(group.members):
-                    self._intake.look(index)
+                for index in group.members:
+                    if is_noted[index] and index not in self._absent:
+                        self._intake.look(index)
 
     def submit(self, index: int, step: int, weight: int | None) -> None:
         """Submit the group of a tensor, which is whole.
@@ -210,23 +216,24 @@ class JoinedGradients:
             # Before the last group: waits are for that.
             self._submit_absences(step)
         number = self.group_of[index]
-        group, present = self._groups[number], self._present
-        whole = present.issuperset(group.members)
-        given = group.members if whole else [one for one in group.members if one in present]
-        if not given:
-            self._memory[number] = self._carrier.submit_absent(self._first + number, step)
-            return
-        gradients = self._intake.take_for_copy(given)
+        group, views = self._groups[number], self._groups[number].views
+        whole = self._absent.isdisjoint(group.members)
+        if whole:
+            gradients = self._intake.take_batch(group.whole)
+        else:
+            given = {
+                one: view
+                for one, view in zip(group.members, views, strict=True)
+                if one not in self._absent
+            }
+            if not given:
+                self._memory[number] = self._carrier.submit_absent(self._first + number, step)
+                return
+            gradients, views = self._intake.take_for_copy(given), [*given.values()]
         flat = self._memory[number] = group.entry.tensor
         with torch.no_grad(), torch.inference_mode(False):
-            views = group.views
             if not whole:
                 flat.zero_()
-                views = [
-                    view
-                    for one, view in zip(group.members, group.views, strict=True)
-                    if one in present
-                ]
             torch._foreach_copy_(views, gradients)
             if weight is not None:
                 flat.mul_(weight)
@@ -235,7 +242,7 @@ class JoinedGradients:
     def _submit_absences(self, step: int) -> None:
         if self._absences is None:
             return
-        absent = [slot for index, slot in self._slot.items() if index not in self._present]
+        absent = [self._slot[index] for index in self._absent]
         if absent:
             with torch.no_grad(), torch.inference_mode(False):
                 self._absences.zero_()
@@ -276,14 +283,14 @@ class JoinedGradients:
             is_flat = memory is group.entry.tensor
             views = group.views if is_flat else _views(self._trained, group.members, memory)
             means = zip(group.members, views, strict=True)
-            if self._present.issuperset(group.members):
+            if self._absent.isdisjoint(group.members):
                 found += means
             else:
                 absent = self._wait_for_absences(wait)
                 found += [
                     (index, view)
                     for index, view in means
-                    if index in self._present or absent[self._slot[index]] != 1.0
+                    if index not in self._absent or absent[self._slot[index]] != 1.0
                 ]
         if lends or not found:
             return found

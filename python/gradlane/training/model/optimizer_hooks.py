@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable
+from itertools import chain, repeat
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from gradlane.errors import UsageError
-from gradlane.training.model.lazy_list import install_lazy_groups, remove_lazy_groups
+from gradlane.training.model.lazy_list import install_lazy_groups, plain, remove_lazy_groups
 from gradlane.training.model.lazy_state import LazyState, install_lazy_state, remove_lazy_state
 from gradlane.training.model.optimizers import written_step
 from gradlane.training.model.step_machine import StepMachine
 from gradlane.training.modules.compiled import compile_disabled
+from gradlane.training.modules.gradient_intake import raw_grad
 
 
 class OptimizerHooks:
@@ -48,6 +52,7 @@ class OptimizerHooks:
         """Install all hooks."""
         hooks, optimizer, step_whole = self, self._optimizer, self.step_whole
         zero_whole = optimizer.zero_grad
+        is_plain_zero = getattr(zero_whole, "__func__", None) is Optimizer.zero_grad
         end_step = compile_disabled(steps.end_step)
 
         def before_state() -> None:
@@ -85,6 +90,8 @@ class OptimizerHooks:
                 zero_whole(set_to_none)
                 return
             steps.discard(set_to_none, hooks._number)
+            if is_plain_zero and _has_no_gradient(self):
+                return
             steps.bypass(functools.partial(zero_whole, set_to_none))
 
         # Another session that prepares the optimizer looks for the code that steps.
@@ -179,6 +186,14 @@ class HolderHooks:
         remove_lazy_groups(self._holder)
         if self._holder.__dict__.get("zero_grad") is self._own_zero_grad is not None:
             del self._holder.__dict__["zero_grad"]
+
+
+def _has_no_gradient(optimizer: Optimizer) -> bool:
+    """Return whether `.grad` of all parameters is None, whatever is still to come there."""
+    # A loop outside of Python: there may be thousands, in each step.
+    parameters = chain.from_iterable(plain(group["params"]) for group in optimizer.param_groups)
+    with torch._C.DisableTorchFunctionSubclass():
+        return all(map(operator.is_, map(raw_grad, parameters), repeat(None)))
 
 
 def _ignoring(call: Callable[[], None]) -> Callable[..., None]:

@@ -63,6 +63,8 @@ _ON_SERVERS = (
 )
 
 
+_NO_BACKWARD = -2
+"""No number of a backward, and not what torch tells outside of one."""
 _UNSCALED_DTYPES = {torch.float32, torch.float64, torch.bfloat16}
 """`GradScaler` refuses f16 gradients, and knows no complex ones."""
 
@@ -171,6 +173,9 @@ class StepMachine:
         self._pending: set[int] = set()
         self._lock = threading.RLock()
         self._running_backwards: set[int] = set()
+        self._counting_in = _NO_BACKWARD
+        """The backward of which gradients of the step are taken as they come; nothing but their
+        count is looked at."""
         self._factors_of_backward: set[int] = set()
         """Tensors of which the running backward gave factors."""
         self._server_settings = ""
@@ -257,10 +262,6 @@ class StepMachine:
             UsageError: the gradient comes at a moment, or in a form, that has no meaning.
             GradlaneError: the session has failed.
         """
-        # No variable holds the gradient: it is lent as it is if there is no other reference.
-        if raw_grad(parameter) is None and (index in self._captured or not parameter.requires_grad):
-            # Factors were taken, or it was frozen since the forward: torch runs the hook anyway.
-            return
         if self._steps_whole:
             # No lock: the thread that steps has it, and may wait for this one.
             raise UsageError(
@@ -269,27 +270,49 @@ class StepMachine:
                 "give such an optimizer a closure, or call backward() before step()"
             )
         with self._lock:
-            if graph_task_id() not in self._running_backwards and (
-                self._note_backward() and self._hooks.move_last(index, parameter)
-            ):
-                return
             if (
-                self._phase is not Phase.BACKWARD
-                or self._scalings
+                graph_task_id() != self._counting_in
+                or self.accumulates
                 or self._exchange.is_submitted[index]
+                or index in self._captured
+                or not parameter.requires_grad
             ):
-                self._check_in_time(index)
-            if self.accumulates:
-                gradient = raw_grad(parameter)
-                if gradient is not None:
-                    self._local.note(index, gradient)
-            elif index in self._captured:
-                self._exchange.hold_dense(index)
-                self._factors_of_backward.add(index)
+                self._take_checked(index, parameter)
             elif self._passes.is_last(index):
                 self._exchange.submit(index)
             else:
                 self._exchange.look(index)
+
+    def _take_checked(self, index: int, parameter: Tensor) -> None:
+        """Take a gradient whose moment and form are to be looked at."""
+        # No variable holds the gradient: it is lent as it is if there is no other reference.
+        if raw_grad(parameter) is None and (index in self._captured or not parameter.requires_grad):
+            # Factors were taken, or it was frozen since the forward: torch runs the hook anyway.
+            return
+        if graph_task_id() not in self._running_backwards and (
+            self._note_backward() and self._hooks.move_last(index, parameter)
+        ):
+            return
+        if (
+            self._phase is not Phase.BACKWARD
+            or self._scalings
+            or self._exchange.is_submitted[index]
+        ):
+            self._check_in_time(index)
+        if self.accumulates:
+            gradient = raw_grad(parameter)
+            if gradient is not None:
+                self._local.note(index, gradient)
+            return
+        if index in self._captured:
+            self._exchange.hold_dense(index)
+            self._factors_of_backward.add(index)
+        elif self._passes.is_last(index):
+            self._exchange.submit(index)
+        else:
+            self._exchange.look(index)
+        if not self._scalings:
+            self._counting_in = graph_task_id()
 
     def wants_factors(self, index: int) -> bool:
         """Whether factors may take the place of a gradient now: those that add up may not."""
@@ -347,6 +370,7 @@ class StepMachine:
         """Give gradients that the program keeps their means before backward returns, as DDP does:
         no look at them can be noticed."""
         self._running_backwards.discard(task)
+        self._counting_in = _NO_BACKWARD
         if (
             self._phase is Phase.BACKWARD
             and not (self._running_backwards or self._scalings or self.accumulates)
@@ -1198,6 +1222,8 @@ class StepMachine:
             self._refresh()
 
     def _scale_arrived(self, arrived: list[tuple[int, Tensor]]) -> None:
+        if self._weighting is None and not self._scalings:
+            return
         gradients = [values_of(gradient) for _, gradient in arrived]
         if self._weighting is not None:
             self._weighting.scale(gradients)
@@ -1216,7 +1242,7 @@ class StepMachine:
                 self._failure.raise_failure()
                 self._take_and_apply(None)
                 self._pending.clear()
-                self._settle_classes(range(len(self._trained)))
+                self._settle_classes({*range(len(self._trained))})
                 self._phase = Phase.IDLE
                 self._discards = False
                 self._refresh()
@@ -1243,22 +1269,22 @@ class StepMachine:
         due = self._pending.difference(arrived.indices, self._shared_memory.held)
         ready = self._shared_memory.hold_back(arrived.gradients, due)
         done = self._pending - due - self._shared_memory.held
+        self._settle_classes(done)
         if ready:
-            self._lazy.settle(index for index, _ in ready)
             self._guarded(lambda: self._update.apply(ready))
         if done == self._pending:
             self._update.end_parts()
         # Not before: another thread that finds nothing pending goes on without the lock.
         self._pending -= done
-        self._settle_classes(done)
 
-    def _settle_classes(self, indices: Iterable[int]) -> None:
-        trained = [index for index in indices if index < len(self._trained)]
+    def _settle_classes(self, done: set[int]) -> None:
+        count = len(self._trained)
+        indices = None if done.issuperset(range(count)) else [one for one in done if one < count]
         if self._server is None or self._zeroed:
-            self._lazy.settle(trained)
+            self._lazy.settle(indices)
         else:
             # The mean is on the servers: a look at it before zero_grad() is refused.
-            self._lazy.expect_gradients(trained)
+            self._lazy.expect_gradients(indices)
 
     def _guarded(self, update: Callable[[], None]) -> None:
         """Run an update; if it breaks off, the parameters are a mixture and stay unreadable."""
@@ -1477,5 +1503,6 @@ class StepMachine:
     def _refresh(self) -> None:
         """Bring the two flags up to date that keep reads fast while nothing is under way."""
         failed = self._failure.error is not None
+        self._counting_in = _NO_BACKWARD
         self.lists_wait = failed or bool(self._pending) or self._order is not None
         self.reads_wait = self.lists_wait or self._servers_update or self._awaits_step

@@ -43,8 +43,7 @@ is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
 def enters_compiled_code() -> bool:
     """Whether functions that are called now, in this thread, would be compiled."""
-    callback = frame_callback()
-    return callback is not None and callback is not False
+    return frame_callback() not in _NOT_COMPILING
 
 
 def compile_disabled(function: _Function) -> _Function:
@@ -68,7 +67,7 @@ def compile_disabled_hook(take: Callable[[int, Tensor], None], index: int) -> Ho
 
     @only_inlined
     def hook(parameter: Tensor) -> None:
-        if is_tracing() or enters_compiled_code():
+        if is_tracing() or frame_callback() not in _NOT_COMPILING:
             compile_disabled(take)(index, parameter)
         else:
             take(index, parameter)
@@ -108,6 +107,9 @@ def is_read_by_compiler() -> bool:
 
 def _nothing(*_: Any) -> None:
     return None
+
+
+_NOT_COMPILING = (None, False)
 
 
 frame_callback: Callable[[], Any] = getattr(

@@ -12,9 +12,12 @@ watched, and gets the mean itself before backward returns, as with DDP.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter
 from sys import getrefcount
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -82,6 +85,30 @@ def sum_of(gradient: Tensor, other: Tensor) -> Tensor:
     if gradient.is_sparse and not other.is_sparse:
         return other + gradient
     return gradient.add_(other)
+
+
+_form_of = attrgetter("layout", "dtype", "shape", "device", "requires_grad", "_version")
+"""Return what a gradient is checked for."""
+_SOLE_REFERENCES_LISTED = sum(map(getrefcount, [torch.empty(1, dtype=torch.float32, device="cpu")]))
+"""References of a tensor that one list holds, so counted."""
+
+
+class GradientBatch:
+    """Gradients that are taken at once, and the form that most have."""
+
+    def __init__(self, indices: Sequence[int], trained: Sequence[TensorEntry]) -> None:
+        """Prepare for the gradients of some table entries.
+
+        Args:
+            indices: their tensor numbers.
+            trained: all entries, by number.
+        """
+        self.indices = indices
+        entries = [trained[index] for index in indices]
+        self.parameters = [entry.tensor for entry in entries]
+        self.forms = [
+            (torch.strided, entry.dtype, entry.shape, entry.device, False, 0) for entry in entries
+        ]
 
 
 class GradientIntake:
@@ -186,6 +213,27 @@ class GradientIntake:
             return gradient
         with torch.no_grad():
             return self._copy_for(index, gradient).copy_(gradient)
+
+    def take_batch(self, batch: GradientBatch) -> list[Tensor]:
+        """Return all gradients of a batch, which are copied at once; `.grad` of each is None then.
+
+        Raises:
+            UsageError: one cannot be averaged; the message names the parameter.
+        """
+        parameters = batch.parameters
+        # Loops outside of Python: this is done for each gradient.
+        found = cast("list[Tensor]", [*map(raw_grad, parameters)])
+        try:
+            is_usual = [*map(_form_of, found)] == batch.forms
+        except AttributeError:
+            is_usual = False  # One is None.
+        if is_usual:
+            deque(map(set_raw_grad, parameters, repeat(None)), maxlen=0)
+            if sum(map(getrefcount, found)) == len(found) * _SOLE_REFERENCES_LISTED:
+                return found
+            deque(map(set_raw_grad, parameters, found), maxlen=0)
+        del found
+        return self.take_for_copy(batch.indices)
 
     def take_for_copy(self, indices: Iterable[int]) -> list[Tensor]:
         """Return gradients that are copied at once; `.grad` of each is None afterwards.
