@@ -158,7 +158,7 @@ def test_accumulation_clipping_and_closures_are_torchs_own() -> None:
                     value.backward()
                 (loss(model, session.rank, step) / 2).backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-                return float(value)
+                return float(value.detach())
 
             optimizer.step(closure)
         session.synchronize()
@@ -240,3 +240,34 @@ def test_drawn_options(seed: int) -> None:
     )
     for rank, parameters in enumerate(found):
         assert same_bits(parameters, snapshot(reference.models[rank])), (update, last, meets)
+
+
+def test_metrics_count_each_ranks_own_steps() -> None:
+    logged: dict[int, list[int]] = {0: [], 1: []}
+
+    def body(session: Any) -> Any:
+        session.log_to(lambda values, step: logged[session.rank].append(step), every=2)
+        trains(session, 9)
+        return session.metrics()
+
+    update = gradlane.Local(steps=4, fragments=2, overlap_steps=1)
+    for reading in run_ranks(2, body, core=CORE, local="off", update=update, dashboard="0"):
+        assert reading["step"] == 9
+        assert reading["steps"]["count"] >= 8
+    assert logged == {0: [2, 4, 6, 8], 1: [2, 4, 6, 8]}
+
+
+def test_an_optimizer_steps_on_alone_after_the_session_with_a_warning() -> None:
+    def body(session: Any) -> None:
+        model = seeded(build)
+        optimizer = adam(model)
+        session.prepare(model, optimizer)
+        loss(model, session.rank, 1).backward()
+        optimizer.step()
+        session.close()
+        before = snapshot(model)
+        with pytest.warns(UserWarning, match="from step 1 on this rank trains alone"):
+            optimizer.step()
+        assert not same_bits(before, snapshot(model))
+
+    run_ranks(2, body, core=CORE, local="off", update=gradlane.Local(steps=4))

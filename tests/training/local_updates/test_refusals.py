@@ -323,3 +323,23 @@ def test_buffers_stay_each_ranks_own() -> None:
     assert first != second
     with pytest.warns(UserWarning, match=r"'body\.1\.running_mean' and all other buffers stay"):
         run_ranks(2, body, **given)
+
+
+def test_a_wait_at_a_turn_has_an_end() -> None:
+    over = threading.Event()
+
+    def body(session: Any) -> None:
+        model, optimizer = opened(session)
+        for step in range(1, 3):
+            if step == 2 and session.rank == 1:
+                assert over.wait(60)
+            loss(model, session.rank, step).backward()
+            try:
+                optimizer.step()
+            finally:
+                if step == 2:
+                    over.set()
+
+    first, _ = errors_of(body, update=gradlane.Local(steps=2), progress_timeout_s=2.0)
+    assert "no progress for 2 s: waiting for rank 1, connected but not taking part" in first
+    assert "noticed while waiting for the exchange after step 2" in first
