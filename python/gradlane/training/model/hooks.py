@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from itertools import chain
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -230,13 +229,10 @@ class HookManager:
         self._entries = entries
         self._trained = [entry for entry in entries if entry.trained]
         self._frozen = [entry for entry in entries if not entry.trained]
-        self._frozen_tensors = [entry.tensor for entry in self._frozen]
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
         self._modules = list(model.modules())
-        self._child_counts = [len(module._modules) for module in self._modules]
-        self._owned_counts = [len(module._parameters) for module in self._modules]
-        self._children = [one for module in self._modules for one in module._modules.values()]
-        self._owned = [one for module in self._modules for one in module._parameters.values()]
+        self._children = [tuple(module._modules.values()) for module in self._modules]
+        self._owned = [tuple(module._parameters.values()) for module in self._modules]
         self._stale_flag = {module: StaleFlag() for module in self._modules}
         self._used_by: dict[nn.Module, tuple[int, ...]] = {}
         self._scripted = [
@@ -377,16 +373,9 @@ class HookManager:
             UsageError: modules or parameters were added, removed or replaced, or frozen
                 parameters are trained now.
         """
-        # Loops outside of Python: there may be thousands, in each step.
-        children = [*map(_values, map(_children_of, self._modules))]
-        owned = [*map(_values, map(_parameters_of, self._modules))]
-        if (
-            [*map(len, children)] != self._child_counts
-            or [*map(len, owned)] != self._owned_counts
-            or not all(map(operator.is_, chain.from_iterable(children), self._children))
-            or not all(map(operator.is_, chain.from_iterable(owned), self._owned))
-        ):
-            raise UsageError(self._describe_change())
+        for module, children, owned in zip(self._modules, self._children, self._owned, strict=True):
+            if not _same(module._modules, children) or not _same(module._parameters, owned):
+                raise UsageError(self._describe_change())
         self.check_still_frozen()
 
     def check_still_frozen(self) -> None:
@@ -395,8 +384,6 @@ class HookManager:
         Raises:
             UsageError: one is.
         """
-        if not any(map(_requires_grad, self._frozen_tensors)):
-            return
         for entry in self._frozen:
             if entry.tensor.requires_grad:
                 raise UsageError(
@@ -424,14 +411,12 @@ class HookManager:
         )
 
 
-_children_of = operator.attrgetter("_modules")
-_parameters_of = operator.attrgetter("_parameters")
-_requires_grad = operator.attrgetter("requires_grad")
-
-
-def _values(mapping: Mapping[str, Any]) -> Collection[Any]:
+def _same(mapping: dict[str, Any], expected: tuple[Any, ...]) -> bool:
+    if not expected:
+        return not len(mapping)
     # The children of a scripted module are in no dictionary of Python's.
-    return dict.values(mapping) if isinstance(mapping, dict) else [*mapping.values()]
+    values = dict.values(mapping) if isinstance(mapping, dict) else mapping.values()
+    return len(values) == len(expected) and all(map(operator.is_, values, expected))
 
 
 def _raw_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
