@@ -271,3 +271,58 @@ def test_an_optimizer_steps_on_alone_after_the_session_with_a_warning() -> None:
         assert not same_bits(before, snapshot(model))
 
     run_ranks(2, body, core=CORE, local="off", update=gradlane.Local(steps=4))
+
+
+class Nested(torch.optim.AdamW):
+    """Steps by its base class, whose hooks torch calls, too, once there was one of it."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("scheduled", ["", "before", "after"])
+def test_a_step_within_a_step_counts_once(scheduled: str) -> None:
+    """And schedulers, which wrap `step` as well, find it as they have left it."""
+
+    def body(session: Any) -> list[Tensor]:
+        model = seeded(build, 7 + session.rank)
+        adam(model)
+        optimizer = Nested(model.parameters(), lr=0.01)
+        schedulers = []
+        if scheduled == "before":
+            schedulers.append(torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
+        session.prepare(model, optimizer)
+        if scheduled == "after":
+            schedulers.append(torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
+        for step in range(1, 11):
+            optimizer.zero_grad()
+            loss(model, session.rank, step).backward()
+            optimizer.step()
+            for one in schedulers:
+                one.step()
+        assert session.step == 10
+        return snapshot(model)
+
+    reference = expected(2, [NAMES], steps=4)
+    reference.train(10, loss)
+    found = run_ranks(2, body, core=CORE, local="off", update=gradlane.Local(steps=4))
+    for rank, parameters in enumerate(found):
+        assert same_bits(parameters, snapshot(reference.models[rank]))
+
+
+def test_a_step_that_fails_is_none_and_the_optimizer_is_plain_again() -> None:
+    def body(session: Any) -> None:
+        model = seeded(build)
+        optimizer = adam(model)
+        session.prepare(model, optimizer)
+
+        def fails() -> float:
+            raise RuntimeError("no loss")
+
+        with pytest.raises(RuntimeError, match="no loss"):
+            optimizer.step(fails)
+        assert session.step == 0
+        session.close()
+        assert "step" not in vars(optimizer)
+
+    run_ranks(1, body, core=CORE, local="off", update=gradlane.Local(steps=4))

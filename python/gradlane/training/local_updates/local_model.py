@@ -29,15 +29,14 @@ from gradlane.training.local_updates.outer_exchange import Occasion, OuterExchan
 from gradlane.training.local_updates.outer_optimizer import OuterOptimizer
 from gradlane.training.local_updates.rounds import FragmentProgress, Rounds
 from gradlane.training.local_updates.state import LocalState, UnderWay
+from gradlane.training.local_updates.step_hook import StepHook
 from gradlane.training.model.barrier import Barrier
 from gradlane.training.model.channel_setup import connect, schemes_of
 from gradlane.training.model.consistency_check import compare_endings, tell_ending
 from gradlane.training.model.failure_latch import FailureLatch
-from gradlane.training.model.optimizers import gradlane_hook
 from gradlane.training.model.residual_state import ResidualState
 from gradlane.training.model.several_optimizers import members_of
 from gradlane.training.model.validation import check_model
-from gradlane.training.modules.compiled import compile_disabled
 from gradlane.training.options.local_updates import Local
 from gradlane.training.rendezvous.parameter_check import ParameterCheck
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
@@ -151,7 +150,7 @@ class LocalModel:
         """Whether every rank has said goodbye."""
         self._counts = [0] * len(members_of(optimizer))
         self._handles = [
-            _follow(member, functools.partial(self._stepped, number))
+            StepHook(member, functools.partial(self._stepped, number))
             for number, member in enumerate(members_of(optimizer))
         ]
         scope.mark_connected(ctx.options.network.progress_timeout_s, self._look)
@@ -414,19 +413,6 @@ class LocalModel:
             yield
         except core.ChannelError as error:
             self._failure.fail_and_raise(translate_error(core, error, doing), error)
-
-
-def _follow(optimizer: Optimizer, stepped: Callable[[], None]) -> Any:
-    """Have a function called after each step of an optimizer; return the handle."""
-    if hasattr(optimizer, "_patch_step_function"):
-        # torch has the class call step hooks: as late as here where `__init__` was not called.
-        optimizer._patch_step_function()
-    count = compile_disabled(stepped)
-
-    def after_step(*_: Any) -> None:
-        count()
-
-    return optimizer.register_step_post_hook(gradlane_hook(after_step))
 
 
 def _samples_of(held: Sequence[FragmentProgress]) -> int | None:
