@@ -225,6 +225,17 @@ def test_an_unreachable_loopback_address_is_named() -> None:
         first.exchange_addresses("10.0.0.1", 5)
 
 
+@pytest.mark.parametrize(("offered", "agreed"), [((3, 2), 2), ((1, 16), 1), ((4, 4), 4)])
+def test_the_rank_with_the_fewest_lanes_decides(offered: tuple[int, int], agreed: int) -> None:
+    both = scopes(2)
+
+    def one(scope: RendezvousScope, lanes: int) -> int:
+        return scope.exchange_addresses("127.0.0.1", 5, lanes=lanes).lanes
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(one, both, offered)) == [agreed, agreed]
+
+
 def test_secrets() -> None:
     first, second = scopes(2)
     drawn = first.secret(None)
