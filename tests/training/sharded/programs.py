@@ -60,7 +60,9 @@ class Model(nn.Module):
         self.head = nn.Linear(6, 11, bias=False)
         self.scale = nn.Parameter(torch.ones(3))
         self.skips = skips
-        self.twice = False
+        self.twice = self.adds_zeros = False
+        self.is_reference = False
+        """Whether gradlane does not average this one."""
         if tied:
             self.head.weight = self.embed.weight
 
@@ -69,6 +71,8 @@ class Model(nn.Module):
         x = self.embed(words)
         for number, block in enumerate(self.blocks):
             if self.skips and number == 1:
+                # Torch's HSDP needs all ranks in the same order of units.
+                x = x + 0.0 * block(x) if self.is_reference and self.adds_zeros else x
                 continue
             x = block(x) * self.scale[number]
             if self.twice and number == 0:
@@ -104,17 +108,54 @@ def in_rank_order(mesh: DeviceMesh) -> Callable[[Tensor], None]:
     return hook
 
 
+class Two:
+    """Two optimizers of a part of a model each, in one."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        """Step the first three parameters by SGD, the others by AdamW."""
+        self.both = [
+            torch.optim.SGD(parameters[:3], lr=0.05, momentum=0.9),
+            torch.optim.AdamW(parameters[3:], lr=0.05),
+        ]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The states of both."""
+        return {**self.both[0].state, **self.both[1].state}
+
+    def step(self) -> None:
+        """Step both."""
+        for one in self.both:
+            one.step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of both."""
+        for one in self.both:
+            one.zero_grad()
+
+
+def make_optimizer(model: nn.Module, name: str) -> Any:
+    """Return an optimizer of the trained parameters: of `torch.optim`, or `two`."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    return Two(trained) if name == "two" else getattr(torch.optim, name)(trained, lr=0.05)
+
+
 class Pair:
     """The reference and the model that gradlane averages, in the same processes."""
 
     def __init__(
-        self, optimizer: str = "AdamW", init: dict[str, Any] | None = None, **how: Any
+        self,
+        optimizer: str = "AdamW",
+        init: dict[str, Any] | None = None,
+        change: Callable[[Any], object] = lambda model: None,
+        **how: Any,
     ) -> None:
         """Build both, and prepare the second.
 
         Args:
-            optimizer: of `torch.optim`.
+            optimizer: as `make_optimizer` takes it.
             init: arguments of `gradlane.init`.
+            change: called with each sharded model, before its optimizer is made.
             how: arguments of `build`.
         """
         local = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -134,14 +175,17 @@ class Pair:
                     if isinstance(module, FSDPModule):
                         module.set_all_reduce_hook(in_rank_order(both))
         self.models.append(build(mesh, **how))
-        make = getattr(torch.optim, optimizer)
-        self.optimizers = [make(model.parameters(), lr=0.05) for model in self.models]
+        for model in self.models:
+            change(model)
+        self.optimizers = [make_optimizer(model, optimizer) for model in self.models]
         if self.rank >= local:
             # Only the first node has the right values: prepare spreads them.
             with torch.no_grad():
                 for parameter in self.models[-1].parameters():
                     parameter.add_(1.0)
-        self.session.prepare(self.models[-1], self.optimizers[-1])
+        self.models[0].is_reference = len(self.models) > 1
+        last = self.optimizers[-1]
+        self.session.prepare(self.models[-1], last.both if isinstance(last, Two) else last)
 
     def train(self, step: Callable[[Model, Any, list[Tensor]], None], steps: int = STEPS) -> None:
         """Train both on the same data, another for each rank."""
@@ -231,6 +275,48 @@ def seldom(model: Any, optimizer: Any, data: list[Tensor]) -> None:
     plain(model, optimizer, data)
 
 
+def with_less(model: Any, optimizer: Any, data: list[Tensor]) -> None:
+    """Leave a block out on the second node alone, whose gradients count as zeros there."""
+    second = dist.get_rank() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    model.adds_zeros, model.skips = True, bool(optimizer.state) and second
+    plain(model, optimizer, data)
+
+
+def freeze(model: Any) -> None:
+    """Train neither a whole unit, nor some parameters of others."""
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].norm.requires_grad_(False)
+    model.embed.requires_grad_(False)
+
+
+def sum_alone(model: Any) -> None:
+    """Have the program divide: torch adds up, in the node and between nodes."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def divide_in_node(model: Any) -> None:
+    """Have torch divide by the ranks of a node alone."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(float(os.environ["LOCAL_WORLD_SIZE"]))
+
+
+def divide_later(model: Any) -> None:
+    """Have torch add up first, and divide after that."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def compile_blocks(model: Any) -> None:
+    """Compile each block, as programs do with FSDP2."""
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+
+
 def bf16(reduce_dtype: torch.dtype | None) -> dict[str, Any]:
     """Return options with 16-bit parameters in forward and backward."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
@@ -240,6 +326,8 @@ def bf16(reduce_dtype: torch.dtype | None) -> dict[str, Any]:
 SCENARIOS: dict[str, tuple[dict[str, Any], Callable[[Any, Any, list[Tensor]], None]]] = {
     "adamw": ({}, plain),
     "sgd": ({"optimizer": "SGD"}, plain),
+    "two_optimizers": ({"optimizer": "two"}, clipped),
+    "checked": ({"init": {"check_every": 1}}, plain),
     "clipped": ({}, clipped),
     "accumulated": ({}, accumulated),
     "accumulated_in_node": ({}, accumulated_in_node),
@@ -252,6 +340,13 @@ SCENARIOS: dict[str, tuple[dict[str, Any], Callable[[Any, Any, list[Tensor]], No
     "bf16_f32": (bf16(torch.float32), clipped),
     "bf16_default": (bf16(None), accumulated_in_node),
     "f64_reduced": ({"policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}, several),
+    "frozen": ({"change": freeze}, plain),
+    "unused": ({"change": lambda model: model.set_reduce_scatter_unused_params(True)}, with_less),
+    "sums": ({"change": sum_alone}, several),
+    "divides_in_node": ({"change": divide_in_node}, accumulated_in_node),
+    "divides_later": ({"change": divide_later}, several),
+    "divides_later_bf16": ({"change": divide_later, **bf16(torch.bfloat16)}, accumulated_in_node),
+    "compiled": ({"change": compile_blocks}, plain),
     "checkpoints": ({}, plain),
     "codec_bf16": ({"init": {"codec": "bf16"}}, plain),
     "codec_qsgd": ({"init": {"codec": gradlane.codecs.Qsgd(bits=8)}}, plain),
@@ -310,6 +405,10 @@ def main(names: list[str]) -> None:
         line = f"{name}: {pair.difference()}\n"
         if name.startswith("codec"):
             line += f"{name} ratio: {pair.session.metrics()['codec_ratio']:.2f}\n"
+        if name == "adamw":
+            metrics: Any = pair.session.metrics()
+            heard = [row["rank"] for row in metrics["peers"] if row["tx_bytes"]]
+            line += f"peers: {heard} of {len(metrics['peers'])} in step {metrics['step']}\n"
         pair.session.close()
         os.write(1, line.encode())
     dist.barrier()

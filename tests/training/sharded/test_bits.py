@@ -6,6 +6,7 @@ averages in the order of ranks, as sums of four depend on their order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,10 +45,10 @@ def start(
 
 
 def run(
-    programs: ForkedPrograms, folder: Path, scenarios: list[str], nodes: int = 2
+    programs: ForkedPrograms, folder: Path, scenarios: list[str], nodes: int = 2, local: int = 2
 ) -> dict[str, list[str]]:
-    """Run scenarios on nodes of two ranks; returns what each rank found, by scenario."""
-    printed = start(programs, folder, PROGRAM, scenarios, nodes)
+    """Run scenarios on nodes of ranks; returns what each rank found, by scenario."""
+    printed = start(programs, folder, PROGRAM, scenarios, nodes, local)
     found: dict[str, list[str]] = {}
     for output in printed:
         for line in output.splitlines():
@@ -56,51 +57,78 @@ def run(
     return found
 
 
-BITS = (
-    *("adamw", "sgd", "clipped", "ring", "accumulated", "accumulated_in_node", "several"),
-    *("seldom", "bf16", "bf16_f32", "bf16_default", "f64_reduced", "tied", "checkpointing"),
-    *("reentrant", "checkpoints"),
+GROUPS = (
+    ("adamw", "clipped", "two_optimizers", "checked", "ring", "tied", "checkpointing"),
+    ("accumulated", "accumulated_in_node", "several", "seldom", "unused", "frozen", "reentrant"),
+    ("bf16", "bf16_f32", "bf16_default", "f64_reduced", "sums", "divides_in_node"),
+    ("divides_later", "divides_later_bf16", "compiled", "checkpoints", "codec_bf16", "codec_qsgd"),
 )
-CODECS = ("codec_bf16", "codec_qsgd")
+"""Scenarios that share processes."""
+BITS = [one for group in GROUPS for one in group if not one.startswith("codec")]
 
 
 @pytest.fixture(scope="module")
 def two_nodes(
     programs: ForkedPrograms, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[str]]:
-    """Return what each rank of two nodes has found, by scenario; all run in the same processes."""
-    return run(programs, tmp_path_factory.mktemp("two"), [*BITS, *CODECS])
+) -> Callable[[str], list[str]]:
+    """Return what gives each rank's result of a scenario on two nodes."""
+    results: dict[str, list[str]] = {}
+
+    def result(scenario: str) -> list[str]:
+        if scenario not in results:
+            group = next((one for one in GROUPS if scenario in one), GROUPS[0])
+            results.update(run(programs, tmp_path_factory.mktemp("two"), list(group)))
+        return results[scenario]
+
+    return result
 
 
 @pytest.mark.parametrize("scenario", BITS)
-def test_two_nodes_have_the_bits_of_hsdp(two_nodes: dict[str, list[str]], scenario: str) -> None:
-    lines = two_nodes[scenario]
+def test_two_nodes_have_the_bits_of_hsdp(
+    two_nodes: Callable[[str], list[str]], scenario: str
+) -> None:
+    lines = two_nodes(scenario)
     assert [one[:5] for one in lines] == ["same "] * 4, lines
     # A shard is the same on both nodes, and another one than its neighbour.
     assert lines[0] == lines[2] != lines[1] == lines[3]
 
 
-@pytest.mark.parametrize(("scenario", "least", "most"), [(CODECS[0], 1.5, 2), (CODECS[1], 2, 4)])
+@pytest.mark.parametrize(
+    ("scenario", "least", "most"), [("codec_bf16", 1.5, 2), ("codec_qsgd", 2, 4)]
+)
 def test_codecs_between_nodes(
-    two_nodes: dict[str, list[str]], scenario: str, least: float, most: float
+    two_nodes: Callable[[str], list[str]], scenario: str, least: float, most: float
 ) -> None:
-    sums = [line.split()[-1] for line in two_nodes[scenario]]
+    lines = two_nodes(scenario)
+    sums = [line.split()[-1] for line in lines]
     assert sums[0] == sums[2] != sums[1] == sums[3]
-    assert not any(line.startswith("same") for line in two_nodes[scenario])
+    assert not any(line.startswith("same") for line in lines)
     # Of a model this small, what the ranks compare is a good part of all bytes.
-    assert all(least < float(ratio) < most for ratio in two_nodes[f"{scenario} ratio"])
+    assert all(least < float(ratio) < most for ratio in two_nodes(f"{scenario} ratio"))
 
 
-def test_four_nodes_average_in_the_order_of_ranks(programs: ForkedPrograms, tmp_path: Path) -> None:
-    found = run(programs, tmp_path, ["adamw", "bf16"], nodes=4)
-    assert [line[:5] for lines in found.values() for line in lines] == ["same "] * 16
+@pytest.mark.parametrize(
+    ("nodes", "local", "scenarios"),
+    [(4, 2, ["adamw", "bf16"]), (2, 4, ["clipped", "f64_reduced"])],
+    ids=["4x2", "2x4"],
+)
+def test_eight_ranks(
+    programs: ForkedPrograms, tmp_path: Path, nodes: int, local: int, scenarios: list[str]
+) -> None:
+    found = run(programs, tmp_path, scenarios, nodes, local)
+    assert [line[:5] for name in scenarios for line in found[name]] == ["same "] * 16
+
+
+def test_metrics_name_ranks_of_the_world(two_nodes: Callable[[str], list[str]]) -> None:
+    others = [[2], [3], [0], [1]]
+    assert two_nodes("peers") == [f"{ranks} of 4 in step 4" for ranks in others]
 
 
 def test_nodes_may_be_groups_by_themselves(
-    two_nodes: dict[str, list[str]], programs: ForkedPrograms, tmp_path: Path
+    two_nodes: Callable[[str], list[str]], programs: ForkedPrograms, tmp_path: Path
 ) -> None:
     found = run(programs, tmp_path, ["node_groups", "adamw"])
-    assert found["adamw"] == two_nodes["adamw"]
+    assert found["adamw"] == two_nodes("adamw")
 
 
 def test_the_example_learns_what_hsdp_learns(programs: ForkedPrograms, tmp_path: Path) -> None:
