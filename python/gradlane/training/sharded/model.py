@@ -152,12 +152,12 @@ class ShardedModel:
         self._agree(dtypes, shards)
         status = StatusLanes([one.name for unit in units for one in unit.trained])
         rows = [
+            {"name": _STATUS, "numel": status.count, "dtype": "f64", "role": "parameter"},
             *rows_with_codecs(
                 [entry.plan_row() for entry in buffers],
                 [entry.coded() for entry in buffers],
                 self.codecs,
             ),
-            {"name": _STATUS, "numel": status.count, "dtype": "f64", "role": "parameter"},
             *(entry.bytes_row() for entry in initial),
         ]
         opened = open_column(ctx, scope, rows, self._column)
@@ -278,7 +278,7 @@ class ShardedModel:
         scratch = [entry.tensor for entry in buffers]
         try:
             channel.step_begin(0)
-            for index, tensor in enumerate((*scratch, status)):
+            for index, tensor in enumerate((status, *scratch)):
                 nbytes = tensor.numel() * tensor.element_size()
                 channel.tensor_absent(index, 0, tensor.data_ptr(), nbytes)
             first = len(scratch) + 1

@@ -30,6 +30,10 @@ from gradlane.training.sharded.fsdp import (
 )
 from gradlane.training.sharded.status import StatusLanes, checksum
 
+STATUS = 0
+"""Tensor number of what ranks compare: the most urgent, so that it passes the gradients that wait.
+
+The units follow in their order."""
 _SAMPLED_FIRST = (1, 10)
 _SAMPLED_EVERY = 100
 """Backward calls whose exchanges compare a sample of all parameters."""
@@ -87,7 +91,7 @@ class GradientRounds:
         """Start before the first backward.
 
         Args:
-            channel: of the column; step 0 is over. Its tensors are the units and the status.
+            channel: of the column. Its tensors are the status and the units.
             units: with trained parameters.
             dtypes: that each unit's gradients are reduced in.
             status: what the ranks of the column compare.
@@ -117,6 +121,8 @@ class GradientRounds:
         self.is_running = False
         """Whether a backward is under way in which a unit was reduced."""
         self._is_open = False
+        self._submitted = True
+        """Whether this rank has submitted all of the current exchange."""
         self._exchange = 0
         self._reduced: list[Reduced] = []
         self._sent: dict[int, set[int]] = {}
@@ -128,8 +134,10 @@ class GradientRounds:
         return functools.partial(self._on_reduced, number)
 
     def unsubmitted_tensors(self) -> list[int]:
-        """Numbers of the units whose gradients were not submitted in the current exchange."""
-        return [number for number in range(len(self._units)) if number not in self._sent]
+        """Numbers of the tensors that were not submitted in the current exchange."""
+        if self._submitted:
+            return []
+        return [STATUS, *(1 + number for number in self._absent())]
 
     def forget(self) -> None:
         """Forget gradients that are kept, once the channel has ended."""
@@ -222,7 +230,7 @@ class GradientRounds:
         self._sent[number] = present
         nbytes = whole.numel() * whole.element_size()
         with self._calls.translating(f"sending the gradients of {self._units[number].name!r}"):
-            self._channel.gradient_ready(number, self.step, whole.data_ptr(), nbytes)
+            self._channel.gradient_ready(1 + number, self.step, whole.data_ptr(), nbytes)
 
     def _begin(self) -> None:
         if self._is_open:
@@ -232,7 +240,7 @@ class GradientRounds:
             self._steps = self._on_begin()
         self._exchange += 1
         self.step += 1
-        self._is_open = True
+        self._is_open, self._submitted = True, False
         with self._calls.translating("beginning to send gradients"):
             self._channel.step_begin(self.step)
 
@@ -309,13 +317,12 @@ class GradientRounds:
         )
         lanes = self.status.mean
         with self._calls.translating("waiting for the gradients of the other nodes"):
-            for number in self.unsubmitted_tensors():
+            self._channel.gradient_ready(STATUS, self.step, lanes.data_ptr(), 8 * lanes.numel())
+            for number in self._absent():
                 landing = self._landing(number)
                 nbytes = landing.numel() * landing.element_size()
-                self._channel.tensor_absent(number, self.step, landing.data_ptr(), nbytes)
-            self._channel.gradient_ready(
-                len(self._units), self.step, lanes.data_ptr(), 8 * lanes.numel()
-            )
+                self._channel.tensor_absent(1 + number, self.step, landing.data_ptr(), nbytes)
+            self._submitted = True
             self._channel.step_end(self.step)
             with self._calls.waiting(self.step):
                 self._channel.wait_step(self.step)
@@ -341,6 +348,10 @@ class GradientRounds:
             return 0
         shards = (local_of(one.parameter) for unit in self._units for one in unit.parameters)
         return checksum(shards, whole=whole)
+
+    def _absent(self) -> list[int]:
+        """Return the units without gradients in the current exchange."""
+        return [number for number in range(len(self._units)) if number not in self._sent]
 
     def _landing(self, number: int) -> Tensor:
         """Return memory for the mean of a unit that this rank has no gradients of."""
