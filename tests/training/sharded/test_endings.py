@@ -55,9 +55,13 @@ CASES = {
     "skips": "parameter 'blocks.1.up.weight' has a gradient on some nodes and none on others",
     "rate": "the nodes have different parameters",
     "more": "the number of optimizer steps differs",
-    "plain_model": "rank 0 has shards=2, rank 1 has None",
     "hsdp": "mesh of 2 dimensions",
 }
+
+
+def test_a_rank_with_a_plain_model(programs: ForkedPrograms, tmp_path: Path) -> None:
+    for found in endings(programs, tmp_path, "plain_model"):
+        assert "rank 0 has shards=2, rank 1 has None" in found["plain_model"]
 
 
 def test_all_ranks_end_with_the_reason(programs: ForkedPrograms, tmp_path: Path) -> None:
