@@ -214,7 +214,7 @@ def test_drawn_bytes_end_no_store(hosted: HostedStore, seed: int) -> None:
 @pytest.fixture
 def torch_warns() -> Iterator[Callable[[], int]]:
     """Have torch log warnings; returns the level from which on it logs."""
-    level = torch_reports._level()
+    level = torch_reports.log_level()
     before, level.value = level.value, 1
     yield lambda: level.value
     level.value = before

@@ -182,7 +182,7 @@ def test_a_process_that_is_younger_than_a_failure_or_knows_it_hears_nothing_of_i
     store = HashStore()
     restarted = late_rank(store)
     with monkeypatch.context() as patched:
-        patched.setattr(start_failures, "_process_age_s", lambda: 0.0)
+        patched.setattr(start_failures, "process_age_s", lambda: 0.0)
         looked(restarted).check()
     with pytest.raises(RendezvousError):
         looked(pair(store, (None, None))[0]).check()

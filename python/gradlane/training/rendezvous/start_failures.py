@@ -223,7 +223,7 @@ class StartFailures:
                 self._store.delete(_LAST_KEY)
                 return
             now_s = time.time()
-            ran = now_s - _process_age_s() + _SKEW_S < at_s < now_s + _SKEW_S
+            ran = now_s - process_age_s() + _SKEW_S < at_s < now_s + _SKEW_S
             if ran and teller not in _heard:
                 late = f"{reason} ({max(0.0, now_s - at_s):.0f} s before rank {self._rank} came)"
                 self._note(rank, late, teller, claimed[1])
@@ -245,7 +245,7 @@ class StartFailures:
             raise RendezvousError("the start is over")
 
 
-def _process_age_s() -> float:
+def process_age_s() -> float:
     """Return how long this process has run, in seconds."""
     with open("/proc/uptime", encoding="ascii") as uptime, open("/proc/self/stat") as stat:
         started_ticks = int(stat.read().rpartition(")")[2].split()[19])

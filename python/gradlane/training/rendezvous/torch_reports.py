@@ -47,7 +47,7 @@ def _hide(at: int) -> None:
     global _before
     with _lock:
         if not _active:
-            _before = _level().value
+            _before = log_level().value
         _active.append(at)
         _apply()
 
@@ -60,11 +60,11 @@ def _show(at: int) -> None:
 
 def _apply() -> None:
     if _before != _INFO:
-        _level().value = max([_before, *_active])
+        log_level().value = max([_before, *_active])
 
 
 @functools.cache
-def _level() -> ctypes.c_int:
+def log_level() -> ctypes.c_int:
     """Return torch's level; a number that nobody reads in a build that has none of this name."""
     path = Path(torch.__file__).parent / "lib" / "libc10.so"
     try:
