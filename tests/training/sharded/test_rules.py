@@ -66,6 +66,7 @@ def backward(model: Any) -> None:
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "going_on": ({"going_on": True}, "restart from a checkpoint"),
     "stragglers": ({"stragglers": "drop"}, 'use stragglers="wait"'),
+    "local_updates": ({"update": gradlane.Local(steps=4)}, 'use update="worker"'),
     "update": ({"update": "server"}, 'use "worker"'),
     "asgd": ({"update": "server", "strategy": "asgd"}, 'use "worker"'),
     "scheme": ({"strategy": gradlane.Strategy("p3", scheme="sfb")}, "scheme='sfb': .*leave it out"),

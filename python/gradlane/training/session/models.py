@@ -114,12 +114,12 @@ class PreparedModels:
     ) -> tuple[ModelType, OptimizerType]:
         """Connect a model and its optimizer, or optimizers, to all ranks."""
         optimizer: Any = as_one(given)
+        if is_sharded(model):
+            self._prepare_sharded(model, optimizer, defer, buffers, plan)
+            return model, given
         local = self._ctx.options.local_updates
         if local is not None:
             self._prepare_local(model, optimizer, local, defer=defer, buffers=buffers, plan=plan)
-            return model, given
-        if is_sharded(model):
-            self._prepare_sharded(model, optimizer, defer, buffers, plan)
             return model, given
         if self._ctx.membership.lacks_ranks:
             # On all ranks alike, and the lost ones come to no meeting.

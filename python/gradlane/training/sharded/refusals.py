@@ -56,6 +56,11 @@ def option_refusal(options: Options, serving: int) -> str:
             f"stragglers={options.stragglers.rule!r}: each shard would leave out other ranks; use "
             'stragglers="wait"'
         )
+    if options.local_updates is not None:
+        return (
+            "update=Local(...): shards are averaged in every backward, and exchanges every so many "
+            'steps are built for whole models alone; use update="worker"'
+        )
     if options.strategy.name == ASGD or options.update == "server":
         return 'update="server": FSDP gathers the parameters that ranks update; use "worker"'
     if options.strategy.factors:
