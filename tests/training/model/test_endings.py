@@ -117,7 +117,10 @@ def test_a_program_that_ends_without_closing(programs: ForkedPrograms, tmp_path:
 
 def test_a_program_that_exits_with_a_status(programs: ForkedPrograms, tmp_path: Path) -> None:
     run = Run(programs, tmp_path, "sys-exit")
-    assert run.codes == [3, 3, 3], run.errors
+    assert 3 in run.codes, run.errors
+    for code, told in zip(run.codes, run.errors, strict=True):
+        # A rank that is still in its last step loses one that has ended.
+        assert code == 3 or "its program ended with exit status 3" in told, run.errors
 
 
 def test_sigterm_ends_with_the_status_of_the_signal(
