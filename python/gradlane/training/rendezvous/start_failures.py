@@ -7,7 +7,8 @@ thread of each session looks for an answer until the ranks are connected, also w
 reads its data.
 
 A rank that opens its session when nobody tells any more finds the last failure in the store, with
-its time. It is of this start if this rank's process ran then: a restart has new processes.
+its time. It is of this start if this rank's process ran then, since a restart has new processes,
+and has had no session before: a failure may be of that one.
 
 A rank without the secret, whose file may be what is missing, answers unsigned. Such an answer ends
 the start as well, which any process that writes the store can do anyway; its words are marked.
@@ -43,8 +44,6 @@ _REASON_CHARS_MAX = 2000
 _LAST_KEY = "last"
 _SKEW_S = 2.0
 """Seconds that the clocks of two machines may be apart."""
-_heard: set[str] = set()
-"""Requests of ranks whose failures this process has heard of, also in an earlier session."""
 
 
 @dataclass
@@ -81,11 +80,12 @@ class StartFailures:
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def listen(self, is_connected: Callable[[], bool]) -> None:
+    def listen(self, is_connected: Callable[[], bool], *, is_first: bool = True) -> None:
         """Have the others know this rank, and look for failures from now on.
 
         Args:
             is_connected: whether a channel to the others is open, which tells failures itself.
+            is_first: whether this process has had no session before.
 
         Raises:
             RendezvousError: the store is gone or does not answer.
@@ -94,7 +94,10 @@ class StartFailures:
             return
         self._store.set(f"asked/{self._rank}", self.request)
         self._thread = threading.Thread(
-            target=self._listen, args=(is_connected,), name="gradlane-start", daemon=True
+            target=self._listen,
+            args=(is_connected, is_first),
+            name="gradlane-start",
+            daemon=True,
         )
         self._thread.start()
 
@@ -181,11 +184,11 @@ class StartFailures:
         claimed = self._store.read_claimed(key)
         return None if claimed is None else claimed[0].decode("utf-8", "replace")
 
-    def _listen(self, is_connected: Callable[[], bool]) -> None:
+    def _listen(self, is_connected: Callable[[], bool], is_first: bool) -> None:
         looks = 0
         heard = ""
         with contextlib.suppress(RendezvousError):
-            self._look_back()
+            self._look_back(is_first)
         # It goes on once it has heard of one: other ranks that fail wait until it has heard them.
         while not (self._done.is_set() or is_connected()):
             try:
@@ -208,29 +211,28 @@ class StartFailures:
             return None
         if request != self.request:
             return None
-        self._note(rank, reason, teller, is_verified)
+        self._note(rank, reason, is_verified)
         return str(teller)
 
-    def _look_back(self) -> None:
+    def _look_back(self, is_first: bool) -> None:
         """Note the last failure that nobody tells any more, if it is of this start."""
         claimed = self._store.read_claimed(_LAST_KEY, self._raise_if_done)
         if claimed is None:
             return
         with contextlib.suppress(TypeError, ValueError):
-            at_s, rank, reason, teller = json.loads(claimed[0])
+            at_s, rank, reason, _ = json.loads(claimed[0])
             if rank == self._rank:
                 # It comes again.
                 self._store.delete(_LAST_KEY)
                 return
             now_s = time.time()
             ran = now_s - process_age_s() + _SKEW_S < at_s < now_s + _SKEW_S
-            if ran and teller not in _heard:
+            if ran and is_first:
                 late = f"{reason} ({max(0.0, now_s - at_s):.0f} s before rank {self._rank} came)"
-                self._note(rank, late, teller, claimed[1])
+                self._note(rank, late, claimed[1])
 
-    def _note(self, rank: object, reason: object, teller: object, is_verified: bool) -> None:
+    def _note(self, rank: object, reason: object, is_verified: bool) -> None:
         """Note a failure of a rank, to be raised by this one."""
-        _heard.add(str(teller))
         if not is_verified:
             words = escaped(str(reason), _REASON_CHARS_MAX)
             reason = (

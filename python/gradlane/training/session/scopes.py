@@ -74,7 +74,9 @@ class SessionScopes:
         if store.ends_with_rank_0 and rank_info.rank > 0:
             self._arrivals.set(str(rank_info.rank), "")
         if failures is not None:
-            failures.listen(lambda: any(scope.is_connected for scope in self._opened))
+            failures.listen(
+                lambda: any(scope.is_connected for scope in self._opened), is_first=number == 1
+            )
 
     @property
     def has_met(self) -> bool:
