@@ -39,7 +39,7 @@ from gradlane.training.sharded.fsdp import (
 )
 from gradlane.training.sharded.refusals import keeps_residual
 from gradlane.training.sharded.rounds import GradientRounds
-from gradlane.training.sharded.status import StatusLanes
+from gradlane.training.sharded.status import StatusNumbers
 
 _STATUS = "(status)"
 
@@ -150,7 +150,7 @@ class ShardedModel:
             scope.refuse(str(error))
             raise
         self._agree(dtypes, shards)
-        status = StatusLanes([one.name for unit in units for one in unit.trained])
+        status = StatusNumbers([one.name for unit in units for one in unit.trained])
         rows = [
             {"name": _STATUS, "numel": status.count, "dtype": "f64", "role": "parameter"},
             *rows_with_codecs(

@@ -28,7 +28,7 @@ from gradlane.training.sharded.fsdp import (
     in_backward,
     local_of,
 )
-from gradlane.training.sharded.status import StatusLanes, checksum
+from gradlane.training.sharded.status import StatusNumbers, checksum
 
 STATUS = 0
 """Tensor number of what ranks compare: the most urgent, so that it passes the gradients that wait.
@@ -82,7 +82,7 @@ class GradientRounds:
         channel: Channel,
         units: Sequence[ShardedUnit],
         dtypes: Sequence[torch.dtype],
-        status: StatusLanes,
+        status: StatusNumbers,
         nodes: int,
         check_every: int | None,
         calls: ColumnCalls,
@@ -315,9 +315,9 @@ class GradientRounds:
         self.status.fill(
             self._steps, self.backward, self._exchange, is_last, self._sample(), positions
         )
-        lanes = self.status.mean
+        numbers = self.status.mean
         with self._calls.translating("waiting for the gradients of the other nodes"):
-            self._channel.gradient_ready(STATUS, self.step, lanes.data_ptr(), 8 * lanes.numel())
+            self._channel.gradient_ready(STATUS, self.step, numbers.data_ptr(), 8 * numbers.numel())
             for number in self._absent():
                 landing = self._landing(number)
                 nbytes = landing.numel() * landing.element_size()

@@ -23,14 +23,14 @@ _SAMPLE_BYTES = 256
 """Bytes of each shard that a sample reads."""
 
 
-class StatusLanes:
+class StatusNumbers:
     """The numbers of one exchange."""
 
     def __init__(self, parameters: Sequence[str]) -> None:
-        """Make lanes of zeros.
+        """Make zeros.
 
         Args:
-            parameters: names of the trained parameters, in the order of their lanes.
+            parameters: names of the trained parameters, in the order of their numbers.
         """
         self._parameters = parameters
         self.mean = torch.zeros(self.count, dtype=torch.float64)
@@ -39,7 +39,7 @@ class StatusLanes:
 
     @property
     def count(self) -> int:
-        """Number of lanes."""
+        """How many there are."""
         return len(_LEADING) + len(self._parameters)
 
     def fill(
@@ -74,24 +74,24 @@ class StatusLanes:
         different = (self.mean != self._own).nonzero().flatten().tolist()
         if not different:
             return ""
-        lane = int(different[0])
-        if lane >= len(_LEADING):
+        place = int(different[0])
+        if place >= len(_LEADING):
             return (
-                f"parameter {self._parameters[lane - len(_LEADING)]!r} has a gradient on some "
+                f"parameter {self._parameters[place - len(_LEADING)]!r} has a gradient on some "
                 "nodes and none on others (torch's own HSDP would wait forever): give every "
                 "parameter a gradient on all ranks, or call "
                 "model.set_reduce_scatter_unused_params(True)"
             )
-        if lane == len(_LEADING) - 1:
+        if place == len(_LEADING) - 1:
             return (
                 "the nodes have different parameters (their samples differ): something has "
                 "changed them on one node alone, such as another learning rate, or a checkpoint "
                 "that not all ranks have loaded"
             )
         return (
-            f"the nodes are in different places of training ({_LEADING[lane]} differs: this rank "
-            f"has {self._own[lane]:g}, all on average {self.mean[lane]:g}): let all ranks make the "
-            "same backward calls"
+            f"the nodes are in different places of training ({_LEADING[place]} differs: this rank "
+            f"has {self._own[place]:g}, all on average {self.mean[place]:g}): let all ranks make "
+            "the same backward calls"
         )
 
 
