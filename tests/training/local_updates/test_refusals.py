@@ -121,7 +121,7 @@ def test_arguments_of_prepare(given: dict[str, Any], words: str) -> None:
 
 def test_a_sharded_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "is_sharded", lambda model: True)
-    with pytest.raises(gradlane.UsageError, match="prepare the bare model, or leave update out"):
+    with pytest.raises(gradlane.UsageError, match="are built for whole models alone"):
         run_ranks(1, opened, core=CORE, update=LOCAL)
 
 

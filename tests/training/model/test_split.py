@@ -48,6 +48,8 @@ class Split:
             "ends": {str(rank): ("sigstop", FATAL_STEP, "forward") for rank in self.late},
             "options": {
                 "going_on": True,
+                # The ranks that stop are lost together: one by one, a majority would be left.
+                "collect_s": 6.0,
                 "secret": SECRET,
                 "connect_timeout_s": PATIENCE_S,
                 "progress_timeout_s": PATIENCE_S,

@@ -140,7 +140,7 @@ class ShardedModel:
         self._column = column_of(rank_info.rank, rank_info.world_size, shards)
         dtypes = [unit.reduce_dtype for unit in units]
         buffers = [
-            extra_entry(unit.name, torch.empty(unit.elements, dtype=dtype))
+            extra_entry(unit.name, torch.empty(unit.elements, dtype=dtype, device="cpu"))
             for unit, dtype in zip(units, dtypes, strict=True)
         ]
         initial = _initial_entries(model, units)
@@ -352,4 +352,5 @@ def _dense(entry: TensorEntry) -> Tensor:
     tensor = entry.tensor
     if tuple(tensor.stride()) == entry.stride:
         return tensor
-    return torch.empty_strided(tensor.shape, entry.stride, dtype=tensor.dtype).copy_(tensor)
+    own = torch.empty_strided(tensor.shape, entry.stride, dtype=tensor.dtype, device="cpu")
+    return own.copy_(tensor)

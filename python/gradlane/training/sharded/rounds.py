@@ -276,7 +276,7 @@ class GradientRounds:
     def _left_over(self, number: int) -> Reduced:
         """Return zeros in place of a unit's gradients of this backward."""
         unit = self._units[number]
-        zeros = torch.zeros(unit.elements, dtype=self._dtypes[number])
+        zeros = torch.zeros(unit.elements, dtype=self._dtypes[number], device="cpu")
         before = [one.parameter.grad for one in unit.trained]
         divisor = unit.later_divisor(zeros.dtype)
         made: list[Tensor | None] = [None] * len(before)
@@ -290,7 +290,7 @@ class GradientRounds:
         present = {at for at, made in enumerate(reduced.made) if made is not None}
         whole = raw
         if raw.numel() != unit.elements:
-            whole = torch.zeros(unit.elements, dtype=raw.dtype)
+            whole = torch.zeros(unit.elements, dtype=raw.dtype, device=raw.device)
             source = _regions(unit, raw, present)
             for at, region in _regions(unit, whole, set(range(len(unit.trained)))).items():
                 if at in present:
@@ -357,7 +357,8 @@ class GradientRounds:
         """Return memory for the mean of a unit that this rank has no gradients of."""
         if number not in self._landings:
             unit = self._units[number]
-            self._landings[number] = torch.empty(unit.elements, dtype=self._dtypes[number])
+            dtype = self._dtypes[number]
+            self._landings[number] = torch.empty(unit.elements, dtype=dtype, device="cpu")
         return self._landings[number]
 
     def _finish(self, reduced: Reduced) -> None:

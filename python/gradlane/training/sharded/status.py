@@ -33,7 +33,7 @@ class StatusNumbers:
             parameters: names of the trained parameters, in the order of their numbers.
         """
         self._parameters = parameters
-        self.mean = torch.zeros(self.count, dtype=torch.float64)
+        self.mean = torch.zeros(self.count, dtype=torch.float64, device="cpu")
         """Own numbers, and the mean in their place once it has arrived."""
         self._own = self.mean.clone()
 
@@ -63,7 +63,7 @@ class StatusNumbers:
         """
         self.mean.zero_()
         self.mean[: len(_LEADING)] = torch.tensor(
-            [steps, backward, exchange, int(is_last), sample], dtype=torch.float64
+            [steps, backward, exchange, int(is_last), sample], dtype=torch.float64, device="cpu"
         )
         for position in present:
             self.mean[len(_LEADING) + position] = 1.0
