@@ -172,7 +172,7 @@ def looked(hears: StartFailures, *, is_first: bool = True) -> StartFailures:
 
 
 def test_a_rank_that_comes_when_nobody_tells_any_more_hears_of_a_failure() -> None:
-    with pytest.raises(RendezvousError, match=r"no such file \(\d s before rank 0 came\)"):
+    with pytest.raises(RendezvousError, match=r"no such file \(\d s before this rank came\)"):
         looked(late_rank(HashStore())).check()
 
 

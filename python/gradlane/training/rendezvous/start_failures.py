@@ -223,12 +223,12 @@ class StartFailures:
             at_s, rank, reason, _ = json.loads(claimed[0])
             if rank == self._rank:
                 # It comes again.
-                self._store.delete(_LAST_KEY)
+                self._store.set(_LAST_KEY, json.dumps(None))
                 return
             now_s = time.time()
             ran = now_s - process_age_s() + _SKEW_S < at_s < now_s + _SKEW_S
             if ran and is_first:
-                late = f"{reason} ({max(0.0, now_s - at_s):.0f} s before rank {self._rank} came)"
+                late = f"{reason} ({max(0.0, now_s - at_s):.0f} s before this rank came)"
                 self._note(rank, late, claimed[1])
 
     def _note(self, rank: object, reason: object, is_verified: bool) -> None:
