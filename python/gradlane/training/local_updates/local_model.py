@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -405,14 +405,9 @@ class LocalModel:
         else:
             self.abort(f"staging failed: {error}")
 
-    @contextlib.contextmanager
-    def _translating(self, doing: str) -> Iterator[None]:
+    def _translating(self, doing: str) -> contextlib.AbstractContextManager[None]:
         """Turn errors of the channel into the package's own, and keep them."""
-        core = self._ctx.core
-        try:
-            yield
-        except core.ChannelError as error:
-            self._failure.fail_and_raise(translate_error(core, error, doing), error)
+        return self._failure.translating(self._ctx.core, doing)
 
 
 def _samples_of(held: Sequence[FragmentProgress]) -> int | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from gradlane.errors import GradlaneError
+from gradlane.training.core import CoreModule, translate_error
 
 
 class FailureLatch:
@@ -38,3 +40,16 @@ class FailureLatch:
         if self.error is not None:
             # The same object each time: without the old traceback, or they would pile up.
             raise self.error.with_traceback(None)
+
+    @contextlib.contextmanager
+    def translating(self, core: CoreModule, doing: str) -> Iterator[None]:
+        """Turn errors of a channel into the package's own, and keep the first.
+
+        Args:
+            core: defines the errors.
+            doing: what this rank does meanwhile, for the message.
+        """
+        try:
+            yield
+        except core.ChannelError as error:
+            self.fail_and_raise(translate_error(core, error, doing), error)

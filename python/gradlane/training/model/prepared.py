@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -688,14 +688,9 @@ class PreparedModel:
         with self._translating("waiting for other ranks"):
             self.channel.is_ready(0, 0)
 
-    @contextlib.contextmanager
-    def _translating(self, doing: str) -> Iterator[None]:
+    def _translating(self, doing: str) -> contextlib.AbstractContextManager[None]:
         """Turn errors of the channel into the package's own, and keep them."""
-        core = self._ctx.core
-        try:
-            yield
-        except core.ChannelError as error:
-            self._failure.fail_and_raise(translate_error(core, error, doing), error)
+        return self._failure.translating(self._ctx.core, doing)
 
     def _make_server_state(self, updates: ServerUpdates) -> ServerState:
         barrier = self._barrier

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from gradlane.errors import GradlaneError, UsageError
 from gradlane.training.connection import SessionContext
-from gradlane.training.core import Channel, CoreModule, CoreRow, translate_error
+from gradlane.training.core import Channel, CoreModule, CoreRow
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.node.failure import failure_in_world_ranks, mark_world_ranks
 from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
@@ -121,18 +121,13 @@ class ColumnCalls:
         """Give the session up since the program cannot be trained rightly; raises `UsageError`."""
         self.fail(UsageError(reason))
 
-    @contextlib.contextmanager
-    def translating(self, doing: str) -> Iterator[None]:
+    def translating(self, doing: str) -> contextlib.AbstractContextManager[None]:
         """Turn errors of the channel into the package's own, and keep the first.
 
         Args:
             doing: what this rank does meanwhile, for the message.
         """
-        core = self._ctx.core
-        try:
-            yield
-        except core.ChannelError as error:
-            self.failure.fail_and_raise(translate_error(core, error, doing), error)
+        return self.failure.translating(self._ctx.core, doing)
 
     @contextlib.contextmanager
     def waiting(self, step: int) -> Iterator[None]:

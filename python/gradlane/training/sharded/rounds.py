@@ -110,9 +110,9 @@ class GradientRounds:
         self._calls = calls
         self._on_begin = on_begin
         self._steps = 0
-        self._first_lane = [0]
+        self._first_number = [0]
         for unit in units:
-            self._first_lane.append(self._first_lane[-1] + len(unit.trained))
+            self._first_number.append(self._first_number[-1] + len(unit.trained))
         self.status = status
         self.step = 0
         """Exchanges so far, the current one included: the step of the channel."""
@@ -310,7 +310,7 @@ class GradientRounds:
     def _end_exchange(self, *, is_last: bool) -> None:
         """Wait until an exchange is complete, and check that all nodes were in the same."""
         positions = [
-            self._first_lane[number] + at for number, held in self._sent.items() for at in held
+            self._first_number[number] + at for number, held in self._sent.items() for at in held
         ]
         self.status.fill(
             self._steps, self.backward, self._exchange, is_last, self._sample(), positions
