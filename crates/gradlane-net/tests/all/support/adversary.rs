@@ -76,6 +76,8 @@ pub struct Adversary {
     change: Option<(usize, Change)>,
     /// Bytes that have come so far.
     pub seen: Vec<u8>,
+    /// Bytes that have gone on so far.
+    gone_on: Vec<u8>,
     /// Bytes of `seen` that are dealt with.
     passed: usize,
     /// Whether other bytes have gone on than have come.
@@ -92,6 +94,19 @@ impl Adversary {
     /// Returns what goes on of the bytes that come in; `back` are those of the other direction so far.
     pub fn pass(&mut self, bytes: &[u8], back: &[u8]) -> Vec<u8> {
         self.seen.extend_from_slice(bytes);
+        let out = self.change(back);
+        self.gone_on.extend_from_slice(&out);
+        out
+    }
+
+    /// Whether the first `count` bytes that came went on as they were. A byte that is sent once more before one
+    /// like it changes only what follows.
+    pub fn is_whole(&self, count: usize) -> bool {
+        self.seen.len() >= count && self.gone_on.starts_with(&self.seen[..count])
+    }
+
+    /// Returns what goes on of the bytes that were not dealt with.
+    fn change(&mut self, back: &[u8]) -> Vec<u8> {
         let mut out = Vec::new();
         if self.ended {
             return out;
