@@ -25,6 +25,7 @@ from gradlane.training.model.lazy_state import plain_state
 from gradlane.training.model.momentum_takeover import MomentumTakeover
 from gradlane.training.model.optimizers import has_step_hooks, mixes_first_steps
 from gradlane.training.model.update_log import UpdateLog
+from gradlane.training.modules.compiled import not_compiling
 from gradlane.training.modules.gradient_intake import raw_grad, set_raw_grad, sum_of
 
 _PLACE = operator.itemgetter(0)
@@ -435,8 +436,7 @@ def undisturbed() -> ExitStack:
     """
     stack = ExitStack()
     if torch.compiler._is_compiling_flag:
-        torch.compiler._is_compiling_flag = False
-        stack.callback(setattr, torch.compiler, "_is_compiling_flag", True)
+        stack.enter_context(not_compiling())
     if torch._C._functorch.peek_interpreter_stack() is not None:
         stack.enter_context(torch._C._DisableFuncTorch())
     if torch._C._len_torch_function_stack() > 0:

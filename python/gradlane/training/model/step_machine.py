@@ -15,6 +15,7 @@ import math
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from gradlane.errors import GradlaneError, SessionFailedError, UsageError
 from gradlane.training.factors.block import Part
+from gradlane.training.log import log
 from gradlane.training.model.backward_passes import BackwardPassCounter
 from gradlane.training.model.clipping import (
     StepClipping,
@@ -63,6 +65,8 @@ _ON_SERVERS = (
 )
 
 
+UPDATE_NOTICE_S = 30.0
+"""Seconds that a thread waits for another one's update before that is told of."""
 _NO_BACKWARD = -2
 """No number of a backward, and not what torch tells outside of one."""
 _UNSCALED_DTYPES = {torch.float32, torch.float64, torch.bfloat16}
@@ -172,7 +176,12 @@ class StepMachine:
         self._phase = Phase.IDLE
         self._pending: set[int] = set()
         self._lock = threading.RLock()
-        self._running_backwards: set[int] = set()
+        self._running_backwards: weakref.WeakValueDictionary[int, Callable[[], None]] = (
+            weakref.WeakValueDictionary()
+        )
+        """By number, what each calls as it ends; torch lets go of that of one that raised, too."""
+        self._updating_thread = ""
+        """The thread in which an update runs now, or empty."""
         self._counting_in = _NO_BACKWARD
         """The backward of which gradients of the step are taken as they come; nothing but their
         count is looked at."""
@@ -361,15 +370,16 @@ class StepMachine:
         if task in self._running_backwards or task == -1:
             return False
         self._hooks.check_still_frozen()
-        self._running_backwards.add(task)
+        ended = functools.partial(self._end_backward, task)
+        self._running_backwards[task] = ended
         engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(functools.partial(self._end_backward, task))
+        engine.queue_callback(ended)
         return True
 
     def _end_backward(self, task: int) -> None:
         """Give gradients that the program keeps their means before backward returns, as DDP does:
         no look at them can be noticed."""
-        self._running_backwards.discard(task)
+        self._running_backwards.pop(task, None)
         self._counting_in = _NO_BACKWARD
         if (
             self._phase is Phase.BACKWARD
@@ -908,7 +918,9 @@ class StepMachine:
             not self._update.defers(number) or self._exchange.is_watched()
         ):
             self.attach()
-        self._passes.learn()
+        missed = self._passes.learn()
+        if missed:
+            log.info("step %d: %s", self.step, missed)
         self._note_settings()
 
     def _require_gradients(self, call: str) -> None:
@@ -1237,7 +1249,7 @@ class StepMachine:
         """Wait until every parameter has its update."""
         if self._phase is not Phase.PENDING:
             return
-        with self._lock:
+        with self._update_lock():
             if self._phase is Phase.PENDING:
                 self._failure.raise_failure()
                 self._take_and_apply(None)
@@ -1247,8 +1259,24 @@ class StepMachine:
                 self._discards = False
                 self._refresh()
 
+    def _update_lock(self) -> threading.RLock:
+        """Return the lock, for a wait for updates; tell of one that another thread is long in."""
+        if self._lock.acquire(timeout=UPDATE_NOTICE_S):
+            self._lock.release()
+        elif self._updating_thread:
+            log.warning(
+                "step %d: thread %r has waited %g s for an update that thread %r is in; if the "
+                "optimizer has threads of its own that touch the model, each waits for the other: "
+                "pass defer=False to prepare()",
+                self.step,
+                threading.current_thread().name,
+                UPDATE_NOTICE_S,
+                self._updating_thread,
+            )
+        return self._lock
+
     def _settle_some(self, indices: Iterable[int]) -> None:
-        with self._lock:
+        with self._update_lock():
             needed = [index for index in indices if index in self._pending]
             if not needed:
                 return
@@ -1288,6 +1316,7 @@ class StepMachine:
 
     def _guarded(self, update: Callable[[], None]) -> None:
         """Run an update; if it breaks off, the parameters are a mixture and stay unreadable."""
+        self._updating_thread = threading.current_thread().name
         try:
             self.exempt.run(update)
         except BaseException as error:
@@ -1301,6 +1330,8 @@ class StepMachine:
             if isinstance(error, Exception):
                 raise failure from error
             raise
+        finally:
+            self._updating_thread = ""
 
     # ---- before something is read
 

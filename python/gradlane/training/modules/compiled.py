@@ -8,7 +8,9 @@ all flags there down. So a region waits where it begins, and regions overlap wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -73,6 +75,31 @@ def compile_disabled_hook(take: Callable[[int, Tensor], None], index: int) -> Ho
             take(index, parameter)
 
     return hook
+
+
+class _CompilingElsewhere(threading.local):
+    """Stands in for torch's flag, one for all threads, that code is being compiled: not so in
+    threads that are in `not_compiling`. The compilation that set the flag takes it down, too."""
+
+    depth = 0
+
+    def __bool__(self) -> bool:
+        return not self.depth
+
+
+_ELSEWHERE: Any = _CompilingElsewhere()
+
+
+@contextmanager
+def not_compiling() -> Iterator[None]:
+    """Have `torch.compiler.is_compiling()` be false in this thread, whatever is compiled now."""
+    _ELSEWHERE.depth += 1
+    if torch.compiler._is_compiling_flag is True:
+        torch.compiler._is_compiling_flag = _ELSEWHERE
+    try:
+        yield
+    finally:
+        _ELSEWHERE.depth -= 1
 
 
 def only_inlined(function: _Function) -> _Function:

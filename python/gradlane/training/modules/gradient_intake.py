@@ -47,13 +47,11 @@ def _lies_in(tensor: Tensor, memory: int) -> bool:
     return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == memory
 
 
-def _sole_references() -> int:
-    tensor = torch.empty(1, dtype=torch.float32, device="cpu")
-    return getrefcount(tensor)
+_SOLE_REFERENCES = sum(map(getrefcount, [torch.empty(1, dtype=torch.float32, device="cpu")]))
+"""References of a tensor that one list holds, so counted; more: a program has it.
 
-
-_SOLE_REFERENCES = _sole_references()
-"""References of a tensor that one local variable holds; more: a program has it."""
+No variable holds it: a debugger that looks at a frame's variables keeps their values.
+"""
 _ALONE = _owners(torch.empty(1, dtype=torch.float32, device="cpu"))
 """Owners of memory that one tensor has to itself, by `_owners`."""
 
@@ -89,8 +87,6 @@ def sum_of(gradient: Tensor, other: Tensor) -> Tensor:
 
 _form_of = attrgetter("layout", "dtype", "shape", "device", "requires_grad", "_version")
 """Return what a gradient is checked for."""
-_SOLE_REFERENCES_LISTED = sum(map(getrefcount, [torch.empty(1, dtype=torch.float32, device="cpu")]))
-"""References of a tensor that one list holds, so counted."""
 
 
 class GradientBatch:
@@ -150,8 +146,7 @@ class GradientIntake:
         parameter = self._trained[index].tensor
         if raw_grad(parameter) is None:
             return
-        gradient = self._fetch(index, parameter)
-        is_held = getrefcount(gradient) > _SOLE_REFERENCES
+        gradient, is_held = self._fetch(index, parameter)
         set_raw_grad(parameter, gradient)
         check_gradient(self._trained[index], gradient)
         if is_held or self._is_shared(index, gradient):
@@ -195,10 +190,9 @@ class GradientIntake:
         Raises:
             UsageError: the gradient cannot be averaged; the message names the parameter.
         """
-        gradient = self._fetch(index, parameter)
+        gradient, is_held = self._fetch(index, parameter)
         entry = self._trained[index]
-        if getrefcount(gradient) > _SOLE_REFERENCES or self._is_shared(index, gradient):
-            # One reference more, so that it is copied.
+        if is_held or self._is_shared(index, gradient):
             self._watched[index] = gradient
         if gradient.layout is not torch.strided:
             gradient = _densified(entry, gradient)
@@ -207,7 +201,7 @@ class GradientIntake:
             gradient = gradient.resolve_conj().resolve_neg()
         if (
             is_alone(gradient)
-            and getrefcount(gradient) <= _SOLE_REFERENCES
+            and self._watched.get(index) is not gradient
             and same_layout(gradient, entry.stride)
         ):
             return gradient
@@ -229,10 +223,10 @@ class GradientIntake:
             is_usual = False  # One is None.
         if is_usual:
             deque(map(set_raw_grad, parameters, repeat(None)), maxlen=0)
-            if sum(map(getrefcount, found)) == len(found) * _SOLE_REFERENCES_LISTED:
+            if sum(map(getrefcount, found)) == len(found) * _SOLE_REFERENCES:
                 return found
             deque(map(set_raw_grad, parameters, found), maxlen=0)
-        del found
+        found.clear()
         return self.take_for_copy(batch.indices)
 
     def take_for_copy(self, indices: Iterable[int]) -> list[Tensor]:
@@ -248,15 +242,8 @@ class GradientIntake:
         found: list[Tensor] = []
         for index in indices:
             entry = trained[index]
-            parameter = entry.tensor
-            gradient = raw_grad(parameter)
-            if gradient is None:
-                gradient = self._fetch(index, parameter)
-            else:
-                set_raw_grad(parameter, None)
-            if getrefcount(gradient) > _SOLE_REFERENCES or (
-                gradient._version and self._is_shared(index, gradient, found)
-            ):
+            gradient, is_held = self._fetch(index, entry.tensor)
+            if is_held or (gradient._version and self._is_shared(index, gradient, found)):
                 self._watched[index] = gradient
             if gradient.layout is not strided:
                 gradient = _densified(entry, gradient)
@@ -283,22 +270,24 @@ class GradientIntake:
         found = raw_grad(parameter)
         if found is not None and not is_row_sparse(found):
             return None
-        gradient = self._fetch(index, parameter)
+        gradient, _ = self._fetch(index, parameter)
         check_gradient(self._trained[index], gradient)
         with torch.no_grad():
             coalesced = gradient.coalesce()
         return coalesced._indices()[0], coalesced._values()
 
-    def _fetch(self, index: int, parameter: Tensor) -> Tensor:
-        """Take `.grad` away from a parameter."""
-        gradient = raw_grad(parameter)
+    def _fetch(self, index: int, parameter: Tensor) -> tuple[Tensor, bool]:
+        """Take `.grad` away from a parameter; returns it, and whether others hold it, too."""
+        found = [raw_grad(parameter)]
+        set_raw_grad(parameter, None)
+        is_held = sum(map(getrefcount, found)) > _SOLE_REFERENCES
+        gradient = found.pop()
         if gradient is None:
             raise UsageError(
                 f"the gradient of {self._trained[index].name!r} is gone: another hook took it; "
                 "leave it in .grad"
             )
-        set_raw_grad(parameter, None)
-        return gradient
+        return gradient, is_held
 
     def _copy_for(self, index: int, gradient: Tensor) -> Tensor:
         """Return memory to copy into: last step's, unless the user still holds it."""
