@@ -18,6 +18,8 @@ EXTENSION := $(VENV)/.extension
 DOCS := $(VENV)/.docs
 $(shell printf 'PYTHON ?= %s\nCONSTRAINTS ?= %s\n' '$(PYTHON)' '$(CONSTRAINTS)' >$(CHOICE).new; \
 	cmp -s $(CHOICE).new $(CHOICE) && rm $(CHOICE).new || mv $(CHOICE).new $(CHOICE))
+# Each of the thousand processes that tests start would compile all sources again.
+unexport PYTHONDONTWRITEBYTECODE
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml
 
 .PHONY: demo test test-rust test-python test-neon faults swarm fuzz adversary lint bench docs format wheels audit clean build

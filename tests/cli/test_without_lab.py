@@ -82,6 +82,7 @@ def test_the_environment_lacks_the_extra(python: Path) -> None:
         assert b"ModuleNotFoundError" in done.stderr
 
 
+@pytest.mark.slow
 @needs_core
 def test_planning_commands_run_without_the_lab(python: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)

@@ -33,6 +33,7 @@ def run(arguments: list[str]) -> list[str]:
     return [line for line in result.stdout.splitlines() if line.startswith("learned")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "needs"), [("numpy_digits.py", "sklearn"), ("jax_digits.py", "jax")]
 )

@@ -37,6 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_curve_goes_on_with_the_same_bits_or_to_rounding(made: Path) -> None:
     result = json.loads((made / "resume.json").read_text())
     assert 2 < result["killed_at"] < 6

@@ -73,6 +73,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "gradlane")
 
 
+@pytest.mark.slow
 def test_ranks_join_whoever_is_killed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """One or two ranks join three, and up to two of all are killed; others join in their place."""
     for seed in range(FIRST, FIRST + COUNT):
@@ -119,6 +120,7 @@ def test_a_rank_that_is_interrupted_takes_nothing_over_any_more(
     assert closed == ["KeyboardInterrupt: "]
 
 
+@pytest.mark.slow
 def test_members_that_do_not_agree_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The canary: each member believes that all others could connect."""
     gather = Prepared.gather_integers

@@ -21,7 +21,7 @@ fn number(variable: &str) -> Option<u64> {
 /// Runs clusters with drawn faults; tensors are sent in the form that `form` chooses.
 fn swarm(form: Form) {
     let first = number("GRADLANE_SWARM_FIRST").unwrap_or(0);
-    for seed in first..first + number("GRADLANE_SWARM").unwrap_or(10_000) {
+    for seed in first..first + number("GRADLANE_SWARM").unwrap_or(3_000) {
         World::with_drawn_faults(&form(Setting::drawn(seed), seed), seed).run_and_check(seed);
         if seed % 100_000 == 99_999 {
             eprintln!("{} seeds", seed + 1);
@@ -100,7 +100,7 @@ fn swarm_of_faults_round_rings_with_codecs() {
     swarm(encoded_rings);
 }
 
-/// Seeds that 10,000 do not reach: a rank that all others had left was asked to agree, and found no majority;
+/// Seeds beyond those of each run: a rank that all others had left was asked to agree, and found no majority;
 /// a link was cut in the last step, and the rank with its results left; the only rank with them was killed.
 #[test]
 fn seeds_that_found_faults() {

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -274,7 +275,10 @@ def main() -> None:
     import torch._dynamo
 
     del torch
-    importlib.import_module("gradlane.lab.runs.trial")
+    for name in ("gradlane.lab.runs.trial", "gradlane.training.session.init"):
+        importlib.import_module(name)
+    # Programs that collect garbage pass over what is loaded here, and so share its pages.
+    gc.freeze()
     control = socket.socket(fileno=int(sys.argv[1]))
     woken, wake = os.pipe()
     for descriptor in (woken, wake):
