@@ -163,7 +163,7 @@ def test_wrong_strategies_are_refused(text: str, message: str) -> None:
         ({"slice_elems": 9}, "--slice-elems has no effect without one of gradlane's strategies"),
         ({"codec": "qsgd"}, r"--codec has no effect .* ddp-gloo\+CODEC"),
         ({"servers": 2}, "--servers has no effect"),
-        ({"servers": 2, "strategies": parse_strategies("ring")}, "which has no servers"),
+        ({"servers": 2, "strategies": parse_strategies("ring")}, "a ring has no servers"),
         (
             {"codec": "qsgd:ring=integer", "strategies": parse_strategies("p3")},
             "ring=integer is how one adds up",

@@ -167,7 +167,7 @@ def test_schemes_that_do_not_go_with_a_strategy(strategy: str, scheme: str, mess
 
 
 def test_servers_with_optimizers_and_rings_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="use update='worker'"):
+    with pytest.raises(ValueError, match='use update="worker"'):
         Options.of(strategy="ring", update="server")
 
 
@@ -177,5 +177,5 @@ def test_a_plan_with_a_scheme_that_cannot_be_is_refused() -> None:
     del content["digest"]
     content["settings"] |= {"strategy": "kvstore", "slice_elems": None}
     content["tensors"][1]["scheme"] = "ring"
-    with pytest.raises(PlanError, match=r"tensors\[1\].scheme: is 'ring', but in strategy"):
+    with pytest.raises(PlanError, match=r"tensors\[1\].scheme: is 'ring': a ring with strategy"):
         parse_plan(json.dumps(content), "p.json")

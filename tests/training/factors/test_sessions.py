@@ -223,8 +223,8 @@ def test_a_plan_with_factors_is_in_force(pool: RankPool) -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("server", "scheme is '{scheme}', but update is 'server'"),
-        ("pull", "in strategy 'kvstore' workers pull from servers"),
+        ("server", 'scheme="{scheme}" with update="server"'),
+        ("pull", 'strategy="kvstore": workers pull from servers there'),
         ("differ", "scheme='{scheme}'"),
         ("plan", "'features.weight' by scheme '{scheme}', but it has no factors: no nn.Linear"),
     ],

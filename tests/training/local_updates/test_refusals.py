@@ -48,8 +48,8 @@ def test_options_that_make_no_sense(given: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"strategy": "asgd"}, 'it asks for update="server"'),
-        ({"scheme": "sfb"}, "scheme 'sfb': a difference of several steps"),
+        ({"strategy": "asgd"}, 'without update="server"'),
+        ({"scheme": "sfb"}, 'scheme="sfb": a difference of several steps'),
         ({"codec": "dgc"}, "codec 'dgc': it applies the optimizer's momentum itself"),
         ({"codec": {"*.bias": None, "*": "dgc"}}, "use topk"),
         ({"stragglers": "drop"}, 'use stragglers="wait"'),
@@ -62,7 +62,7 @@ def test_options_that_make_no_sense(given: dict[str, Any], words: str) -> None:
 )
 def test_options_that_do_not_go_with_it(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        Options.of(**keywords_of(update=LOCAL, **given))
+        Options.of(**keywords_of(update=LOCAL, **given)).check_world(4)
 
 
 def test_a_checkpoint_folder(tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ def opened(session: Any, build_model: Any = build, **given: Any) -> tuple[nn.Mod
         (lambda it: it.clip_grad_norm_(1.0), "torch.nn.utils.clip_grad_norm_(model.parameters(),"),
         (lambda it: it.join(), "DataLoader(drop_last=True)"),
         (lambda it: it.register("a", (3,), "float32"), "open a session without it for arrays"),
-        (lambda it: it.query("layers"), "averaged in each step"),
-        (lambda it: it.best_scheme(0, batch_size=3), "averaged in each step"),
+        (lambda it: it.query("layers"), "sent in each step"),
+        (lambda it: it.best_scheme(0, batch_size=3), "sent in each step"),
         (lambda it: opened(it), "such as nn.ModuleDict"),
         (lambda it: it.prepare(it.models[0], adam(it.models[0])), "prepare the model in a new one"),
         (lambda it: it.restore(), "which is not given"),
@@ -121,7 +121,7 @@ def test_arguments_of_prepare(given: dict[str, Any], words: str) -> None:
 
 def test_a_sharded_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "is_sharded", lambda model: True)
-    with pytest.raises(gradlane.UsageError, match="are built for whole models alone"):
+    with pytest.raises(gradlane.UsageError, match="differences are taken of whole parameters"):
         run_ranks(1, opened, core=CORE, update=LOCAL)
 
 

@@ -156,7 +156,7 @@ def test_asynchronous_ranks_say_that_buffers_stay_their_own() -> None:
 
     def average(session: Any) -> None:
         model = seeded(Counting)
-        with pytest.raises(ValueError, match='"average" with strategy="asgd"'):
+        with pytest.raises(gradlane.UsageError, match='"average"\\) with strategy="asgd"'):
             session.prepare(model, sgd(model), buffers="average")
 
     def local(session: Any) -> None:

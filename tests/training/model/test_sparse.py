@@ -314,9 +314,12 @@ def test_embeddings_say_that_their_gradients_are_sparse() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"update": "server"}, "update is 'server'"),
-        ({"strategy": "kvstore"}, "workers pull from servers, and rows are not added up there"),
-        ({"stragglers": "drop"}, "stragglers='drop' makes a dense mean of the ranks in time"),
+        ({"update": "server"}, 'update="server"'),
+        (
+            {"strategy": "kvstore"},
+            "servers there, and rows are not added up there",
+        ),
+        ({"stragglers": "drop"}, 'stragglers="drop": a dense mean is made of the ranks in time'),
         ({"local": "leader"}, 'which rows do not: use local="off"'),
     ],
 )
@@ -400,4 +403,4 @@ def test_nodes_add_up_where_that_is_fewer_bytes(
 def test_sums_on_nodes_that_were_asked_for_exclude_sparse_adam(pool: RankPool) -> None:
     scenario = f"{MODULE}:on_nodes"
     for one in pool.run(scenario, inner=0, optimizer_name="sparse-adam", local="leader"):
-        assert "local='leader', where the ranks of a node add up first" in one["refused"]
+        assert 'local="leader": the ranks of a node add up first' in one["refused"]

@@ -182,7 +182,7 @@ def test_the_last_ranks_state_is_handed_over(pool: RankPool, local: str) -> None
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"local": "leader", "strategy": "kvstore"}, "strategy 'kvstore'"),
+        ({"local": "leader", "strategy": "kvstore"}, 'strategy="kvstore"'),
         ({"local": "leader", "update": "server"}, 'update="server"'),
         ({"local": "shared", "codec": "qsgd:bits=4"}, "codec 'qsgd:bits=4'"),
         ({"local": "shared", "codec": "onebit"}, "codec 'onebit'"),

@@ -191,7 +191,7 @@ def test_a_command_whose_program_is_refused_ends(programs: ForkedPrograms, tmp_p
     try:
         for rank in range(2):
             assert program.wait(rank) == 1
-            assert "strategy is 'asgd'" in program.errors(rank)
+            assert 'with strategy="asgd"' in program.errors(rank)
             assert "servers= among the ranks that train" in program.errors(rank)
         assert program.wait(2) != 0, program.output(2)
     finally:
@@ -210,8 +210,8 @@ def test_places_split_into_ranks_that_train_and_ranks_that_serve() -> None:
     [
         ({"strategy": "ring"}, "has no servers"),
         ({"strategy": "asgd", "update": "server"}, "asgd"),
-        ({"stragglers": "drop"}, "stragglers is 'drop'"),
-        ({"servers": 2}, "servers is 2"),
+        ({"stragglers": "drop"}, 'with stragglers="drop"'),
+        ({"servers": 2}, "with servers=2"),
         ({"workers": 7}, "there are 6 ranks"),
     ],
 )

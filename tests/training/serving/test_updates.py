@@ -101,7 +101,7 @@ def test_ranks_that_update_differently_are_named_everywhere(
     ("how", "words"),
     [
         ("uncounted", r"parameter '.*weight' .*\.data\.mul_.*torch\.no_grad"),
-        ("clip", r"clip_grad_norm_\(\) in step 3: with update=\"server\""),
+        ("clip", r'session\.clip_grad_norm_\(\) with update="server"'),
         ("scale", r"\.grad of .* in step 3: with update=\"server\""),
     ],
 )

@@ -66,12 +66,12 @@ def backward(model: Any) -> None:
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "going_on": ({"going_on": True}, "restart from a checkpoint"),
     "stragglers": ({"stragglers": "drop"}, 'use stragglers="wait"'),
-    "local_updates": ({"update": gradlane.Local(steps=4)}, 'use update="worker"'),
-    "update": ({"update": "server"}, 'use "worker"'),
-    "asgd": ({"update": "server", "strategy": "asgd"}, 'use "worker"'),
-    "scheme": ({"strategy": gradlane.Strategy("p3", scheme="sfb")}, "scheme='sfb': .*leave it out"),
-    "strategy": ({"strategy": "kvstore"}, "use one of p3, slicing, wfbp, ring"),
-    "servers": ({"servers": 1}, "leave them out"),
+    "local_updates": ({"update": gradlane.Local(steps=4)}, "or leave update out"),
+    "update": ({"update": "server"}, 'use update="worker"'),
+    "asgd": ({"update": "server", "strategy": "asgd"}, 'use update="worker"'),
+    "scheme": ({"strategy": gradlane.Strategy("p3", scheme="sfb")}, "leave the scheme out"),
+    "strategy": ({"strategy": "kvstore"}, "use p3, slicing, wfbp or ring"),
+    "servers": ({"servers": 1}, "leave servers out"),
     "local": ({"local": "leader"}, "different shards"),
     "checkpoints": (
         {"checkpoints": gradlane.Checkpoints("/tmp/unused")},
@@ -180,7 +180,6 @@ def test_a_model_that_is_prepared_already() -> None:
         (lambda one: one.join(), "as many batches"),
         (lambda one: one.query("layers"), "plans know whole models"),
         (lambda one: one.best_scheme(0, batch_size=2), "plans know whole models"),
-        (lambda one: one.gather_integers([1]), "session.exchange"),
     ],
 )
 def test_calls_of_the_session(call: Callable[[Any], Any], words: str) -> None:

@@ -27,8 +27,10 @@ from gradlane.training.model.step_layout import StepLayout
 from gradlane.training.model.step_machine import Phase, StepMachine
 from gradlane.training.monitoring.metrics import metrics_of
 from gradlane.training.monitoring.summary import summary_line
+from gradlane.training.options.compatibility import refusal
 from gradlane.training.options.options import Options, keywords_of
-from gradlane.training.options.stragglers import StragglerRule, check_schemes, parse_stragglers
+from gradlane.training.options.stragglers import StragglerRule, parse_stragglers
+from gradlane.training.options.strategy import plan_features
 from gradlane.training.rendezvous.tensor_table import build_table
 from gradlane.training.session.pace import at_pace
 
@@ -49,10 +51,10 @@ def test_rules_are_read_and_given_to_the_core() -> None:
 @pytest.mark.parametrize(
     ("others", "reason"),
     [
-        ({"strategy": "ring"}, r"'ring': a ring needs every rank's part; use p3, slicing or wfbp$"),
-        ({"strategy": "kvstore"}, r"'kvstore': its workers pull, .* use p3, slicing or wfbp$"),
-        ({"strategy": "deferred-pull"}, r"'deferred-pull': its workers pull, .*old results"),
-        ({"strategy": "asgd", "update": "server"}, r"'asgd': .* nobody; leave stragglers out$"),
+        ({"strategy": "ring"}, r"ring.: a ring needs every rank's part; use p3, slicing or wfbp$"),
+        ({"strategy": "kvstore"}, r"kvstore.: its workers pull, .* use p3, slicing or wfbp$"),
+        ({"strategy": "deferred-pull"}, r"deferred-pull.: its workers pull, .*old results"),
+        ({"strategy": "asgd", "update": "server"}, r"asgd.: .* nobody; leave stragglers out$"),
         ({"update": "server"}, 'update="worker"'),
         ({"scheme": "sfb"}, "all ranks"),
         ({"late": "keep"}, "discard, carry"),
@@ -67,10 +69,12 @@ def test_what_does_not_go_together_is_refused_with_the_reason(
 
 
 def test_plans_have_to_leave_gradients_on_servers() -> None:
-    check_schemes("backup=1", {"first.weight": "ps"})
-    check_schemes("wait", {"first.weight": "ring"})
-    with pytest.raises(ValueError, match="'ring' for 'first"):
-        check_schemes("drop", {"first.weight": "ring"})
+    drop = Options.of(stragglers="drop").features
+    assert not refusal(plan_features("", {"first.weight": "ps"}), drop)
+    assert not refusal(plan_features("", {"first.weight": "ring"}), Options.of().features)
+    assert "'ring' for 'first" in refusal(plan_features("", {"first.weight": "ring"}), drop)
+    assert "scheme 'sfb'" in refusal(plan_features("poseidon", None), drop)
+    assert not refusal(plan_features("auto", None), drop)
 
 
 def test_numbers_of_ranks_are_checked() -> None:

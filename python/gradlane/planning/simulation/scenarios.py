@@ -27,10 +27,10 @@ from gradlane.training.node.rules import NODE_STRATEGIES
 from gradlane.training.options import strategy as strategies
 from gradlane.training.options.codec_choice import codec_rules, local_clip
 from gradlane.training.options.codec_options import RAW, ROUNDING
+from gradlane.training.options.compatibility import refusal
 from gradlane.training.options.stragglers import (
     AHEAD_STEPS,
     WAIT,
-    check_stragglers,
     parse_stragglers,
 )
 
@@ -380,12 +380,15 @@ def ring_node_size(cluster: Cluster) -> int:
 
 def _add_stragglers(scenario: dict[str, Any], cluster: Cluster, *, factors: bool) -> None:
     """Add the stopped rank and the straggler rule to a scenario."""
-    own: dict[str, object] = {
-        "strategy": scenario["strategy"],
-        "update": scenario["update"],
-        "scheme": strategies.SFB if factors else "",
-    }
-    check_stragglers(cluster.stragglers, own)
+    features = strategies.strategy_features(
+        scenario["strategy"],
+        scenario["update"],
+        strategies.SFB if factors else "",
+        cluster.stragglers,
+    )
+    why = refusal(features)
+    if why:
+        raise ValueError(why)
     rule = parse_stragglers(cluster.stragglers)
     if rule is not None:
         scenario["stragglers"] = json.loads(rule.core_rule(AHEAD_STEPS))

@@ -63,7 +63,6 @@ class ArrayExchange:
         loans = self._agree(initial)
         coded = [slot.coded() for slot in self.slots]
         self.codecs: list[CodecChoice] = choose_codecs(ctx.options.codec, coded)
-        _refuse_residuals(self.codecs)
         rows = rows_with_codecs([slot.plan_row() for slot in self.slots], coded, self.codecs)
         self.channel = open_channel(ctx, scope, rows, node_layout(ctx, scope), update="worker")
         if ctx.recorder is not None:
@@ -332,13 +331,3 @@ class ArrayExchange:
             self._fail(translate_error(core, error, doing))
             assert self._failure is not None
             raise self._failure from error
-
-
-def _refuse_residuals(choices: Sequence[CodecChoice]) -> None:
-    for choice in choices:
-        if choice.facts is not None and choice.facts.residual_width > 0:
-            raise UsageError(
-                f"codec {choice.codec!r} keeps what it has lost of array {choice.tensor!r}, and "
-                "session.state_dict() has residuals of prepared models only: give arrays a codec "
-                "without error feedback, such as 'qsgd:bits=8', or none"
-            )

@@ -9,6 +9,7 @@ from gradlane.errors import UsageError
 from gradlane.training.arrays.exchange import ArrayExchange
 from gradlane.training.arrays.memory import Slot, make_slot
 from gradlane.training.connection import SessionContext
+from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 
@@ -59,19 +60,9 @@ class RegisteredArrays:
         return self.exchange.wait(name, step)
 
     def _connect(self, initial: Mapping[str, Any] | None) -> ArrayExchange:
-        options = self._ctx.options
-        refusals = {
-            'update="server"': options.update == "server",
-            "checkpoints=": options.checkpoints.folder is not None,
-            "check_every=": bool(options.check_every),
-            "stragglers=": options.stragglers.leaves_out,
-        }
-        for option, is_given in refusals.items():
-            if is_given:
-                raise UsageError(
-                    f"arrays are averaged, and updated by the program itself: {option} is for "
-                    "models that are prepared; open a session without it for arrays"
-                )
+        why = refusal({Feature.ARRAYS: "arrays"}, self._ctx.options.features)
+        if why:
+            raise UsageError(why)
         if not self._slots:
             raise UsageError("no array is registered: call session.register() for each first")
         slots = sorted(self._slots.values(), key=lambda slot: slot.position)

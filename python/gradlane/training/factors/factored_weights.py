@@ -18,8 +18,9 @@ from gradlane.training.factors.capture import can_factor, own_factors
 from gradlane.training.factors.rebuild import rebuild
 from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.options.codec_options import RAW, ROUNDING
+from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.options.options import Options
-from gradlane.training.options.strategy import ADAM, FACTOR_SCHEMES, SFB, factors_refusal
+from gradlane.training.options.strategy import ADAM, FACTOR_SCHEMES, SFB, strategy_features
 from gradlane.training.rendezvous.tensor_table import TensorEntry, state_entry
 
 _BLOCK_DTYPE = "f32"
@@ -127,12 +128,12 @@ def choose_factored(
     wanted = {index: scheme for index, scheme in given.items() if scheme in FACTOR_SCHEMES}
     if not wanted and not (options.strategy.factors and not schemes):
         return {}
-    why = factors_refusal(options.strategy.name, options.update_place)
-    if why:
-        index, scheme = next(iter(wanted.items()))
-        raise ValueError(
-            f"the plan aggregates {trained[index].name!r} by scheme {scheme!r}, but {why}"
-        )
+    for index, scheme in wanted.items():
+        words = f"a plan that aggregates {trained[index].name!r} by scheme {scheme!r}"
+        others = strategy_features(options.strategy.name, options.update_place)
+        why = refusal({Feature.FACTORS: words}, others)
+        if why:
+            raise ValueError(why)
     layers = layers_by_weight(model)
     chosen = {}
     for index in wanted or range(len(trained)):

@@ -18,7 +18,8 @@ from gradlane.training.factors.block import Part, TouchedRows, can_travel, most_
 from gradlane.training.factors.factored_weights import BLOCK_MOST_BYTES, Factored
 from gradlane.training.factors.rebuild import mean_of_rows, sparse_of
 from gradlane.training.log import log
-from gradlane.training.options.options import Options, rows_refusal
+from gradlane.training.options.compatibility import Feature, conflict
+from gradlane.training.options.options import Options
 from gradlane.training.options.strategy import ROWS
 from gradlane.training.rendezvous.tensor_table import TensorEntry, names_of
 
@@ -91,7 +92,8 @@ def choose_row_sparse(
         ValueError: the optimizer takes sparse gradients alone, and they cannot travel; the message
             names the parameter and the reason.
     """
-    refusal = rows_refusal(options)
+    found = conflict({Feature.ROWS: "rows"}, options.features)
+    refusal = "" if found is None else found.why
     by_embeddings = sparse_weights(model)
     chosen = {}
     dense = []

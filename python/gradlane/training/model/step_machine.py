@@ -515,12 +515,6 @@ class StepMachine:
                     f"session.weight() with {self._trained[index].name!r}, which travels as "
                     "factors: these are not weighted; use a scheme without factors"
                 )
-            if self._exchange.layout.status is None:
-                raise UsageError(
-                    'session.weight() with update="server", stragglers or asgd: the mean is made '
-                    'there before all ranks\' samples are known; use update="worker" and '
-                    'stragglers="wait"'
-                )
             self._weight = samples
 
     # ---- clip_grad_norm_()
@@ -648,8 +642,6 @@ class StepMachine:
         """
         with self._lock:
             self._failure.raise_failure()
-            if self._server is not None:
-                raise UsageError(f"clip_grad_norm_() in step {self.step}: {_ON_SERVERS}")
             if self._adding_up:
                 raise UsageError(
                     f"clip_grad_norm_() in step {self.step}: codec {self._adding_up!r} has added "

@@ -91,16 +91,6 @@ class Join:
         for model in self._models:
             if model.steps.in_join:
                 raise UsageError("session.join() inside session.join(): one is enough")
-            if model.is_asynchronous:
-                raise UsageError(
-                    'session.join() with strategy="asgd": ranks may run different numbers of steps '
-                    "there without it; leave it out"
-                )
-            if model.steps.serves:
-                raise UsageError(
-                    'session.join() with update="server": a rank without data could not keep its '
-                    'parameters up to date; use update="worker"'
-                )
         self._participation = [Participation(self) for _ in self._models]
         for model, participation in zip(self._models, self._participation, strict=True):
             model.steps.consistency.enter_join(participation)

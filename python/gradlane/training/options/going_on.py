@@ -1,11 +1,10 @@
-"""Whether training goes on when ranks are lost, and the worlds and plans that it goes with.
+"""Whether training goes on when ranks are lost, and the worlds that it goes with.
 
 Needs no torch and no core: options are checked where they are given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,29 +89,3 @@ def check_going_on_world(going_on: GoingOn, slice_elems: int | None, world_size:
             f"going_on with slice_elems={slice_elems} and {world_size} ranks: one slice has to "
             f"hold all ranks' statuses of a step, so it must be {least} or more"
         )
-
-
-def check_plan_goes_on(going_on: GoingOn, rule: str, schemes: Mapping[str, str]) -> None:
-    """Check that the plan of a model goes with training that goes on.
-
-    Args:
-        going_on: the session's options.
-        rule: name of the rule that finds plans while training, or empty.
-        schemes: of the plan, by the name of a tensor, or of a rule that chooses it.
-
-    Raises:
-        ValueError: the plan does not go with it.
-    """
-    if not going_on.on:
-        return
-    if rule:
-        raise ValueError(
-            f"going_on with plan={rule!r}: all ranks reconnect to switch plans, which fails when "
-            "one is lost; find a plan before (`gradlane plan`), and give it as plan="
-        )
-    for name, scheme in schemes.items():
-        if scheme not in ("ps", "ring"):
-            raise ValueError(
-                f"going_on with a plan that has scheme {scheme!r} for {name!r}: it needs every "
-                "rank's part; use a plan whose tensors have scheme 'ps' or 'ring'"
-            )

@@ -1,4 +1,4 @@
-"""Optimizers that run on each rank by itself and exchange rarely, and calls that they exclude.
+"""Optimizers that run on each rank by itself and exchange rarely.
 
 Needs no torch and no core: options are checked where they are given.
 """
@@ -92,33 +92,3 @@ class Local(OptionGroup):
                 f"outer is {AVERAGE!r}, which has neither a learning rate nor momentum: leave "
                 f"outer_lr and outer_momentum out, or use outer={SGD!r}"
             )
-
-
-def call_refusal(call: str) -> str:
-    """Return why a call of the session does not go with local updates, and what to do.
-
-    Args:
-        call: as the program has written it.
-    """
-    why = _CALLS.get(call, "it is for models whose gradients are averaged in each step")
-    return f"session.{call} with update=gradlane.Local(...): {why}"
-
-
-_CALLS = {
-    "clip_grad_norm_()": "gradients are this rank's own, and are there when backward() returns; "
-    "call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
-    "join()": "a rank that has run out of data would have to exchange without steps of its own; "
-    "give every rank the same number of batches, such as by DataLoader(drop_last=True)",
-    "prepare(plan=...)": "plans are for gradients that are sent in each step; leave plan out",
-    "prepare(defer=...)": "no update waits for a mean; leave defer out",
-    "prepare(buffers='average')": 'buffers stay each rank\'s own; give buffers="local", and '
-    "average them where all ranks meet",
-    "prepare() of a second model": "two models would exchange at steps of their own; prepare one "
-    "module that holds both, such as nn.ModuleDict",
-    "prepare() of a sharded model": "differences are taken of whole parameters, and each rank of a "
-    "node has a shard; prepare the bare model, or leave update out",
-    "prepare() again": "the common values and the momentum of the parameters before would be lost; "
-    "close the session, and prepare the model in a new one",
-    "register()": "arrays are averaged in each step; open a session without it for arrays",
-}
-"""What does not go with local updates, by the call, with the remedy."""

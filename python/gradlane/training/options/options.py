@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,7 +14,8 @@ from gradlane.training.options.codec_choice import (
     codec_rules,
     unused_codec_option,
 )
-from gradlane.training.options.codec_options import RAW, CodecOptions, Dgc, Qsgd, parse_codec
+from gradlane.training.options.codec_options import RAW, Dgc, Qsgd, parse_codec
+from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.options.going_on import GoingOn, check_going_on_world
 from gradlane.training.options.local_updates import Local
 from gradlane.training.options.option_fields import (
@@ -25,16 +27,16 @@ from gradlane.training.options.option_fields import (
     with_environment,
 )
 from gradlane.training.options.option_groups import Checkpoints, Monitoring, Network, Rendezvous
-from gradlane.training.options.stragglers import LEAVES_OUT, Stragglers, check_stragglers
+from gradlane.training.options.stragglers import Stragglers
 from gradlane.training.options.strategy import (
     ASGD,
+    LOCAL_SUMS,
+    LOCALS,
     RING,
     UPDATES,
     LocalSums,
     Strategy,
-    factors_refusal,
-    ring_refusal,
-    serverless_refusal,
+    strategy_features,
 )
 
 
@@ -169,65 +171,62 @@ class Options:
                 names it.
         """
         check_options(self)
-        if self.strategy.name == RING:
-            self._check_ring()
-        if self.strategy.name == ASGD:
-            self._check_asgd()
-        if self.strategy.factors:
-            why = factors_refusal(self.strategy.name, self.update_place)
-            if why:
-                raise ValueError(f"scheme is {self.strategy.factors!r}, but {why}")
+        # Who serves is known once the number of ranks is.
+        others = dict(self.features)
+        others.pop(Feature.SERVING, None)
+        why = refusal(others)
+        if why:
+            raise ValueError(why)
         unused = unused_codec_option(self.codec, encodes_means=self.update != "server")
         if unused:
             raise ValueError(unused)
-        others: dict[str, object] = {
-            "strategy": self.strategy.name,
-            "scheme": self.strategy.factors,
-            "update": self.update_place,
+
+    @functools.cached_property
+    def features(self) -> dict[Feature, str]:
+        """The features in force, each in the words that ask for it."""
+        lanes, codec = self.network.lanes or 1, self.codec
+        found = strategy_features(
+            self.strategy.name, self.update_place, self.strategy.factors, self.stragglers.rule
+        )
+        found |= {
+            feature: words
+            for feature, is_given, words in (
+                (Feature.LOCAL, self.local_updates, "update=gradlane.Local(...)"),
+                (Feature.GOING_ON, self.going_on.on, "going_on"),
+                (Feature.JOINS, self.rendezvous.join, "join"),
+                (Feature.SERVERS, self.servers is not None, f"servers={self.servers}"),
+                (Feature.SERVING, self.workers is not None, f"workers={self.workers}"),
+                (Feature.CHECK_EVERY, self.check_every, f"check_every={self.check_every}"),
+                (Feature.LANES, lanes > 1, f"lanes={lanes}"),
+                (Feature.CODEC, codec != RAW, f"codec {codec!r}"),
+                (Feature.PATTERNS, not isinstance(codec, str), "a dictionary of codecs"),
+                (Feature.NODES, self.local.mode in LOCALS[1:3], f'local="{self.local.mode}"'),
+                (Feature.SHARED, self.local.mode == LOCALS[2], f'local="{self.local.mode}"'),
+                (Feature.NO_NODES, self.local.mode == LOCALS[0], f'local="{self.local.mode}"'),
+                (
+                    Feature.COLLECTIVE,
+                    self.local.where == LOCAL_SUMS[1],
+                    f'local_sums="{self.local.where}"',
+                ),
+                (Feature.CHECKPOINTS, self.checkpoints.folder is not None, "checkpoints="),
+                (Feature.TRACE, self.monitoring.trace is not None, "trace="),
+            )
+            if is_given
         }
-        check_stragglers(self.stragglers.rule, others)
-        lanes = self.network.lanes or 1
-        if lanes > 1 and self.stragglers.leaves_out:
-            raise ValueError(
-                f"stragglers={self.stragglers.rule!r} with lanes={lanes}: which ranks a step "
-                "leaves out is decided in one lane; leave lanes out"
-            )
-        self._check_going_on()
-        refusal = local_refusal(self) if self.local_updates is not None else ""
-        if refusal:
-            raise ValueError(f"update is {self.update!r}, with {refusal}")
-
-    def _check_ring(self) -> None:
-        why = ring_refusal(self.strategy.name, self.update_place)
-        if why:
-            raise ValueError(f"strategy is 'ring', but {why}")
-        if self.servers is not None:
-            raise ValueError(
-                f"servers is {self.servers} with strategy 'ring', which has no servers"
-            )
-
-    def _check_asgd(self) -> None:
-        if self.update != "server":
-            raise ValueError(
-                f'strategy="asgd" with update={self.update!r}: each gradient is applied alone, '
-                'where the parameters are kept for all ranks, so it asks for update="server"; '
-                "otherwise every rank would train a model of its own"
-            )
-        if self.check_every:
-            raise ValueError(
-                f'check_every is {self.check_every} with strategy="asgd": the ranks\' parameters '
-                "differ while they train, so there is nothing to compare; use 0"
-            )
-
-    def _check_going_on(self) -> None:
-        if self.rendezvous.join and not self.going_on.on:
-            raise ValueError(
-                "join without going_on: a rank joins a training that goes on when ranks come and "
-                "go; open all sessions with going_on=True"
-            )
-        refusal = going_on_refusal(self) if self.going_on.on else ""
-        if refusal:
-            raise ValueError(f"going_on with {refusal}")
+        for text in [codec] if isinstance(codec, str) else [one for _, one in codec]:
+            parsed = parse_codec(text)
+            has_residual = isinstance(parsed, Dgc) or getattr(parsed, "residual", False)
+            is_integer = isinstance(parsed, Qsgd) and parsed.ring == "integer"
+            on_ring = self.strategy.name == RING
+            for feature, is_given, where in (
+                (Feature.DGC, isinstance(parsed, Dgc), ""),
+                (Feature.RESIDUAL, has_residual, ""),
+                (Feature.RESIDUAL_ON_RING, has_residual and on_ring, " on a ring"),
+                (Feature.INTEGER_RING, is_integer and on_ring, " on a ring"),
+            ):
+                if is_given:
+                    found.setdefault(feature, f"codec {text!r}{where}")
+        return found
 
     @property
     def local_updates(self) -> Local | None:
@@ -259,8 +258,15 @@ class Options:
             raise ValueError(
                 f"servers is {self.servers}, but there are {world_size} ranks: give fewer"
             )
+        if self.workers is not None and self.workers > world_size:
+            raise ValueError(
+                f"workers is {self.workers}, but there are {world_size} ranks: give fewer"
+            )
         if self.workers is not None and self.workers != world_size:
-            self._check_serving(self.workers, world_size)
+            words = f"workers={self.workers} of {world_size} ranks, so that the others only serve,"
+            why = refusal({Feature.SERVING: words}, self.features)
+            if why:
+                raise ValueError(why)
         rule = self.stragglers.parsed
         if rule is not None and rule.backup >= world_size > 1:
             raise ValueError(
@@ -268,17 +274,6 @@ class Options:
                 "has to contribute to each step"
             )
         check_going_on_world(self.going_on, self.strategy.slice_elems, world_size)
-
-    def _check_serving(self, workers: int, world_size: int) -> None:
-        """Check the options that go with ranks that only serve."""
-        if workers > world_size:
-            raise ValueError(f"workers is {workers}, but there are {world_size} ranks: give fewer")
-        why = serving_refusal(self)
-        if why:
-            raise ValueError(
-                f"workers is {workers} of {world_size} ranks, so that the others only serve, but "
-                f"{why}"
-            )
 
     def agreed(self) -> dict[str, object]:
         """Return the options that must be the same on every rank."""
@@ -288,169 +283,6 @@ class Options:
         if not self.checkpoints.folder:
             agreed |= {"checkpoint_every": 0, "checkpoint_keep": 0}
         return agreed
-
-
-def serving_refusal(options: Options) -> str:
-    """Return why ranks that only serve do not go with other options; empty if they do."""
-    if options.servers is not None:
-        return (
-            f"servers is {options.servers}, which gives slices to ranks that train: leave it out, "
-            "the ranks that only serve own all slices"
-        )
-    if options.strategy.name == RING:
-        return "strategy is 'ring', which has no servers: use p3"
-    if options.strategy.name == ASGD:
-        return (
-            "strategy is 'asgd', whose ranks are in different steps: a server that trains nothing "
-            "cannot tell whose learning rate is in force; use servers= among the ranks that train"
-        )
-    if options.stragglers.leaves_out:
-        return (
-            f"stragglers is {options.stragglers.rule!r}: dedicated servers do not learn which "
-            "ranks a step leaves out; use stragglers='wait', or servers= among the ranks that train"
-        )
-    return ""
-
-
-def going_on_refusal(options: Options) -> str:
-    """Return the first option that excludes going on, with why and what to do; else empty."""
-    strategy = options.strategy
-    lanes = options.network.lanes or 1
-    if lanes > 1:
-        return f"lanes={lanes}: ranks agree on who goes on in one lane; leave lanes out"
-    if options.update == "server":
-        return (
-            'update="server": a lost rank takes the optimizer\'s state of its slices along; use '
-            'update="worker"'
-        )
-    if strategy.name not in (*LEAVES_OUT, RING):
-        return (
-            f"strategy {strategy.name!r}: only sums that every rank gets from their owners can be "
-            f"finished without a lost rank; use {', '.join((*LEAVES_OUT, RING))}"
-        )
-    if strategy.factors:
-        return (
-            f"scheme {strategy.factors!r}: gradients are rebuilt from the factors of all ranks; "
-            "leave the scheme out"
-        )
-    rules = [("*", options.codec)] if isinstance(options.codec, str) else options.codec
-    for _, codec in rules:
-        parsed = parse_codec(codec)
-        if isinstance(parsed, Dgc):
-            return (
-                f"codec {codec!r}: its clipping is for the number of ranks at the start, and its "
-                "momentum is untested when ranks are lost; use topk, which also sends the largest "
-                "values"
-            )
-        why = _ring_codec_refusal(parsed) if strategy.name == RING else ""
-        if why:
-            return f"codec {codec!r} on a ring: {why}; use strategy 'p3'"
-    if options.stragglers.leaves_out:
-        return (
-            f"stragglers={options.stragglers.rule!r}: a step could lack ranks that are late and "
-            'ranks that are lost; use stragglers="wait"'
-        )
-    if options.servers is not None:
-        return f"servers={options.servers}: the ranks that are left own all slices; leave it out"
-    if options.workers is not None:
-        return (
-            f"workers={options.workers}: ranks that only serve take no part in agreeing on "
-            "members; leave it out"
-        )
-    if options.check_every:
-        return (
-            f"check_every={options.check_every}: ranks would compare through the store, which may "
-            "be lost with its rank; leave it out, and a sample is compared every 100 steps"
-        )
-    return ""
-
-
-def local_refusal(options: Options) -> str:
-    """Return the first option that excludes local updates, with why and what to do; else empty."""
-    if options.strategy.name == ASGD:
-        return (
-            f"strategy {ASGD!r}: it applies each gradient at once, and no gradient is sent here; "
-            "use p3"
-        )
-    if options.strategy.factors:
-        return (
-            f"scheme {options.strategy.factors!r}: a difference of several steps is no product of "
-            "one batch's factors; leave the scheme out"
-        )
-    rules = [("*", options.codec)] if isinstance(options.codec, str) else options.codec
-    for _, codec in rules:
-        if isinstance(parse_codec(codec), Dgc):
-            return (
-                f"codec {codec!r}: it applies the optimizer's momentum itself, and the optimizer "
-                "runs between two exchanges here; use topk, which also sends the largest values"
-            )
-    if options.local.where == "collective":
-        return (
-            'local_sums="collective": a node\'s collectives take all gradients of each step, and '
-            'differences are exchanged in turns; use where="host"'
-        )
-    if options.stragglers.leaves_out:
-        return (
-            f"stragglers={options.stragglers.rule!r}: what a late rank has learned in many steps "
-            'would be left out; use stragglers="wait"'
-        )
-    if options.going_on.on:
-        return (
-            "going_on: an exchange that a rank is lost in is not finished without it yet; leave it "
-            "out, and restart from a state that was saved after session.synchronize()"
-        )
-    if options.workers is not None:
-        return (
-            f"workers={options.workers}: no rank serves only, since the outer optimizer runs on "
-            "every rank; leave it out, or give servers="
-        )
-    if options.check_every:
-        return (
-            f"check_every={options.check_every}: the ranks' parameters differ between two "
-            "exchanges; leave it out, and a sample of the common values is compared"
-        )
-    if options.checkpoints.folder is not None:
-        return (
-            "checkpoints=: its files hold one model for all ranks, and each rank has its own here; "
-            "leave it out, and save the model, the optimizer and session.state_dict() on every "
-            "rank, or on one after session.synchronize()"
-        )
-    if options.monitoring.trace is not None:
-        return (
-            f"trace={options.monitoring.trace!r}: timelines are drawn from backward passes that "
-            "send gradients; leave it out, and see session.metrics()"
-        )
-    return ""
-
-
-def _ring_codec_refusal(codec: CodecOptions | None) -> str:
-    """Return why a ring with a codec does not go on; empty if it does. The core checks plans."""
-    if getattr(codec, "residual", False):
-        return "each rank holds back parts of sums, which are not its own contributions"
-    if isinstance(codec, Qsgd) and codec.ring == "integer":
-        return (
-            "codes are added up by scales of all ranks, and servers would need another size of "
-            "slices"
-        )
-    return ""
-
-
-def rows_refusal(options: Options) -> str:
-    """Return why sparse gradients are sent dense under some options; empty if rows travel."""
-    if options.going_on.on:
-        return "with going_on means are made again after a loss, which needs dense gradients"
-    if options.stragglers.leaves_out:
-        return f"stragglers={options.stragglers.rule!r} makes a dense mean of the ranks in time"
-    if options.local.mode not in ("off", "auto"):
-        return (
-            f"local={options.local.mode!r}, where the ranks of a node add up first, which rows do "
-            'not: use local="off"'
-        )
-    if options.local_updates is not None:
-        return "differences of several steps touch more rows than a batch"
-    return serverless_refusal(
-        options.strategy.name, options.update_place, "rows are not added up there"
-    )
 
 
 def keywords_of(**given: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Needs no torch and no core: options are checked where they are given.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gradlane.training.options.option_fields import OptionGroup, option
@@ -117,65 +116,3 @@ class Stragglers(OptionGroup):
     def leaves_out(self) -> bool:
         """Whether steps go on without late ranks."""
         return self.rule != WAIT
-
-
-def check_stragglers(text: str, others: dict[str, object]) -> None:
-    """Check that other options go with a rule for stragglers.
-
-    Args:
-        text: as for `parse_stragglers`.
-        others: the session's other options, by name.
-
-    Raises:
-        ValueError: an option does not; the message says why, and what to do.
-    """
-    if parse_stragglers(text) is None:
-        return
-    strategy = others["strategy"]
-    if strategy not in LEAVES_OUT:
-        why = _STRATEGY_OBSTACLES[strategy]
-        raise ValueError(f"stragglers={text!r} with strategy={strategy!r}: {why}")
-    for name, (allowed, why) in _TOGETHER.items():
-        if others[name] not in allowed:
-            raise ValueError(f"stragglers={text!r} with {name}={others[name]!r}: {why}")
-
-
-def check_schemes(text: str, schemes: Mapping[str, str]) -> None:
-    """Check that a plan's schemes go with a rule for stragglers.
-
-    Args:
-        text: as for `parse_stragglers`.
-        schemes: by the name of a tensor, or of a rule that chooses it.
-
-    Raises:
-        ValueError: a scheme does not; the message names it, and what to do.
-    """
-    if parse_stragglers(text) is None:
-        return
-    for name, scheme in schemes.items():
-        if scheme != "ps":
-            raise ValueError(
-                f"stragglers={text!r} with a plan that has scheme {scheme!r} for {name!r}: every "
-                "rank's part is needed on the way; use a plan whose tensors all have scheme 'ps', "
-                'such as one that plan="auto" finds in this session'
-            )
-
-
-_PULLS = "its workers pull, and one that is late would ask for old results; use p3, slicing or wfbp"
-_STRATEGY_OBSTACLES: dict[object, str] = {
-    "ring": "a ring needs every rank's part; use p3, slicing or wfbp",
-    "kvstore": _PULLS,
-    "deferred-pull": _PULLS,
-    "asgd": "asynchronous training waits for nobody; leave stragglers out",
-}
-_TOGETHER: dict[str, tuple[tuple[object, ...], str]] = {
-    "scheme": (
-        ("",),
-        "gradients are rebuilt from the factors of all ranks; leave the scheme out",
-    ),
-    "update": (
-        ("worker",),
-        "an owner that is late itself does not hold the parameters that it would update; use "
-        'update="worker"',
-    ),
-}

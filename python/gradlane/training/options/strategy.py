@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.options.option_fields import OptionGroup, option
+from gradlane.training.options.stragglers import WAIT
 
 ASGD = "asgd"
 """The asynchronous strategy."""
@@ -91,49 +94,60 @@ def strategy_of(strategy: str, scheme: str | None) -> str:
         return RING
     if strategy == RING:
         raise ValueError("scheme is 'ps', but strategy 'ring' goes round a ring: use strategy 'p3'")
-    why = ring_refusal(strategy, UPDATES[0])
+    others = strategy_features(strategy, UPDATES[0])
+    why = refusal({Feature.RING: f'scheme="{scheme}"'}, others)
     raise ValueError(
-        f"scheme is 'ring', but {why or f'not offered with strategy {strategy!r}'}: use strategy "
-        f"{STRATEGIES[0]!r}"
+        why or f"scheme is 'ring', but strategy is {strategy!r}: use strategy {STRATEGIES[0]!r}"
     )
 
 
+def strategy_features(
+    strategy: str, update: str, factors: str = "", stragglers: str = WAIT
+) -> dict[Feature, str]:
+    """Return the features that the names of some settings ask for, each in these words.
+
+    Args:
+        strategy: one of `STRATEGIES`.
+        update: one of `UPDATES`.
+        factors: one of `FACTOR_SCHEMES`, or empty.
+        stragglers: the rule.
+    """
+    named = {RING: Feature.RING, ASGD: Feature.ASGD}
+    named |= dict.fromkeys(SPLITTING_STRATEGIES, Feature.PULLS)
+    found = {named[strategy]: f'strategy="{strategy}"'} if strategy in named else {}
+    if update == UPDATES[1]:
+        found[Feature.SERVER] = f'update="{update}"'
+    if factors:
+        found[Feature.FACTORS] = f'scheme="{factors}"'
+    if stragglers != WAIT:
+        found[Feature.STRAGGLERS] = f'stragglers="{stragglers}"'
+    return found
+
+
+def plan_features(rule: str, schemes: Mapping[str, str] | None) -> dict[Feature, str]:
+    """Return the features of a plan, or of a rule that will find one, each in words.
+
+    Args:
+        rule: one of `PLAN_RULES`, or empty.
+        schemes: of a plan, by the name of a tensor; None: the rule chooses them.
+    """
+    found = {Feature.PLAN_RULE: f'prepare(plan="{rule}")'} if rule else {}
+    kinds = {RING: Feature.PLAN_RING} | dict.fromkeys(FACTOR_SCHEMES, Feature.PLAN_FACTORS)
+    chosen = [("some layers", one) for one in PLAN_RULES.get(rule, ())]
+    for name, scheme in chosen if schemes is None else schemes.items():
+        if scheme in kinds:
+            found.setdefault(kinds[scheme], f"a plan that has scheme {scheme!r} for {name!r}")
+    return found
+
+
 def ring_refusal(strategy: str, update: str) -> str:
-    """Return why tensors cannot go round a ring under these settings; empty if they can.
+    """Return why no tensor can go round a ring under these settings; empty if some can.
 
     Args:
         strategy: one of `STRATEGIES`.
         update: one of `UPDATES`.
     """
-    return serverless_refusal(strategy, update, "a ring has none")
-
-
-def factors_refusal(strategy: str, update: str) -> str:
-    """Return why no tensor can travel as factors under these settings; empty if some can.
-
-    Args:
-        strategy: one of `STRATEGIES`.
-        update: one of `UPDATES`.
-    """
-    return serverless_refusal(strategy, update, "factors are not added up there")
-
-
-def serverless_refusal(strategy: str, update: str, why: str) -> str:
-    """Return why gradients cannot pass by the servers under these settings; empty if they can.
-
-    Args:
-        strategy: one of `STRATEGIES`.
-        update: one of `UPDATES`.
-        why: why they are not on servers.
-    """
-    if update == "server":
-        return (
-            "update is 'server', which keeps optimizer state on the servers that own slices, and "
-            f"{why}: use update='worker'"
-        )
-    if strategy in SPLITTING_STRATEGIES:
-        return f"in strategy {strategy!r} workers pull from servers, and {why}"
-    return ""
+    return refusal({Feature.RING: "a ring"}, strategy_features(strategy, update))
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -225,7 +225,7 @@ def parse_plan(text: str, where: str) -> Plan:
     for row, tensor in zip(rows, plan.tensors, strict=True):
         why = ring_refusal(plan.settings.strategy, plan.facts.update)
         if tensor.scheme == RING and why:
-            raise row.error("scheme", f"is 'ring', but {why}")
+            raise row.error("scheme", f"is 'ring': {why}")
     if "digest" in source and source["digest"] != plan.digest:
         raise fields.error(
             "digest",

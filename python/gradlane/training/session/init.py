@@ -22,7 +22,7 @@ from gradlane.training.log import log
 from gradlane.training.model.prepared import PreparedModel
 from gradlane.training.monitoring.observer import make_observer
 from gradlane.training.monitoring.recorder import make_recorder
-from gradlane.training.node.rules import AUTO, OFF, check_sums, nodes_refusal, with_local
+from gradlane.training.node.rules import AUTO, OFF, nodes_refusal, with_local
 from gradlane.training.options.codec_choice import CodecArgument, check_codecs
 from gradlane.training.options.codec_options import CODECS, RAW
 from gradlane.training.options.going_on import GoingOn
@@ -260,7 +260,6 @@ def open_session(core: CoreModule, options: Options) -> Session:
         RendezvousError: the store cannot be reached.
     """
     with _telling_all(options.rendezvous, options.network):
-        check_sums(options)
         given_local, options = options.local.mode, with_local(options)
         if options.codec != RAW:
             check_codecs(options.codec)

@@ -20,10 +20,9 @@ from gradlane.training.model.optimizers import steps_per_parameter
 from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
 from gradlane.training.model.several_optimizers import as_one, members_of
 from gradlane.training.model.validation import check_arguments
-from gradlane.training.options.going_on import check_plan_goes_on
-from gradlane.training.options.local_updates import Local, call_refusal
-from gradlane.training.options.stragglers import check_schemes
-from gradlane.training.options.strategy import PLAN_RULES, SFB
+from gradlane.training.options.compatibility import CALLS, Feature, refusal
+from gradlane.training.options.local_updates import Local
+from gradlane.training.options.strategy import PLAN_RULES, plan_features
 from gradlane.training.plans.active_plan import ActivePlan
 from gradlane.training.plans.agreement import PlanArgument, agree_on_plan
 from gradlane.training.plans.plan import Plan
@@ -34,7 +33,6 @@ from gradlane.training.session.joining import Joins
 from gradlane.training.session.world import World
 from gradlane.training.sharded.fsdp import ShardedUnit, is_sharded
 from gradlane.training.sharded.model import ShardedModel, read_sharded
-from gradlane.training.sharded.refusals import argument_refusal, option_refusal, refuse_call
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 OptimizerType = TypeVar("OptimizerType")
@@ -129,13 +127,7 @@ class PreparedModels:
             )
         if self._ctx.options.rendezvous.join and not self.prepared:
             check_arguments(model, optimizer)
-            self._check_buffers(buffers)
-            self._check_goes_on(model, buffers, plan)
-            if plan is not None:
-                raise UsageError(
-                    f"prepare(plan={plan!r}) of a rank that joins: it uses its session's settings; "
-                    "leave plan out, or restart all ranks with the plan"
-                )
+            self._check_asked(model, defer, buffers, plan)
             self.joins.follow(self.joins.join(model, optimizer, defer, buffers))
             return model, given
         before: PreparedModel | None = None
@@ -143,17 +135,11 @@ class PreparedModels:
         sizes: dict[str, int] = {}
         try:
             check_arguments(model, optimizer)
-            self._check_goes_on(model, buffers, plan)
-            self._check_buffers(buffers)
+            self._check_asked(model, defer, buffers, plan)
             if not (plan is None or isinstance(plan, (Plan, str, os.PathLike))):
                 raise UsageError(
                     f"prepare() was given plan={plan!r}: give a Plan, the path of a plan file, "
                     '"auto", "poseidon" or None'
-                )
-            if plan is not None and self._ctx.options.is_asynchronous:
-                raise ValueError(
-                    'plan= with strategy="asgd": plans choose among settings that give the same '
-                    "results, and asynchronous training gives others; leave plan out"
                 )
             sizes = _trained_sizes(model)
             before = self._prepared_before(model)
@@ -162,17 +148,10 @@ class PreparedModels:
             unable = error
         agreed = agree_on_plan(self._meet(), plan if unable is None else None, sizes, unable)
         rank_info = self._ctx.rank_info
-        if agreed.rule and rank_info.serving:
-            raise ValueError(
-                f"plan={agreed.rule!r} while {rank_info.serving} ranks only serve: a session finds "
-                "plans for the ranks that train alone; `gradlane plan --servers separate="
-                f"{rank_info.serving}` writes one, to be given as plan="
-            )
-        schemes = {"poseidon": SFB} if agreed.rule == "poseidon" else {}
-        if agreed.plan is not None:
-            schemes = agreed.plan.schemes
-        check_schemes(self._ctx.options.stragglers.rule, schemes)
-        check_plan_goes_on(self._ctx.options.going_on, agreed.rule, schemes)
+        schemes = None if agreed.plan is None else agreed.plan.schemes
+        why = refusal(plan_features(agreed.rule, schemes), self._features)
+        if why:
+            raise UsageError(why)
         residuals = None
         if before is not None:
             try:
@@ -236,11 +215,7 @@ class PreparedModels:
         unable: ValueError | GradlaneError | None = None
         try:
             check_arguments(model, optimizer)
-            self._check_buffers(buffers)
-            why = option_refusal(ctx.options, ctx.rank_info.serving)
-            why = why or argument_refusal(defer, buffers, plan)
-            if why:
-                raise UsageError(f"prepare() of a model that fully_shard has sharded, with {why}")
+            self._check_asked(model, defer, buffers, plan)
             units = read_sharded(ctx, model, optimizer)
         except (GradlaneError, ValueError) as error:
             if ctx.options.rendezvous.join:
@@ -277,21 +252,10 @@ class PreparedModels:
         Raises:
             UsageError: a call or an argument does not go with that.
         """
-        refused = {
-            "prepare(plan=...)": plan is not None,
-            "prepare(defer=...)": defer is not None,
-            "prepare(buffers='average')": buffers == "average",
-            "prepare() of a sharded model": is_sharded(model),
-            "prepare() again": self.local is not None and self.local.model is model,
-            "prepare() of a second model": self.local is not None,
-        }
         unable: ValueError | GradlaneError | None = None
         try:
             check_arguments(model, optimizer)
-            self._check_buffers(buffers)
-            for call, is_refused in refused.items():
-                if is_refused:
-                    raise UsageError(call_refusal(call))
+            self._check_asked(model, defer, buffers, plan)
         except (GradlaneError, ValueError) as error:
             # The others are on their way to the meeting, and hear of it there.
             unable = error
@@ -308,47 +272,61 @@ class PreparedModels:
                 stacklevel=4,
             )
 
-    def _check_buffers(self, buffers: str) -> None:
+    @property
+    def _features(self) -> dict[Feature, str]:
+        """The features of the session's options that are in force."""
+        found = dict(self._ctx.options.features)
+        if not self._ctx.rank_info.serving:
+            found.pop(Feature.SERVING, None)
+        return found
+
+    def _check_asked(
+        self, model: nn.Module, defer: bool | None, buffers: str, plan: PlanArgument
+    ) -> None:
+        """Check that what `prepare` is asked for goes together, and with the session's options.
+
+        Raises:
+            UsageError: it does not.
+            ValueError: there are no such buffers.
+        """
         if buffers not in MODES:
             raise ValueError(f"unknown buffers {buffers!r}; known are {', '.join(MODES)}")
-        if buffers == "average" and self._ctx.options.is_asynchronous:
-            raise ValueError(
-                'buffers="average" with strategy="asgd": the ranks are in different steps, and '
-                'there is no mean of their buffers; give buffers="local", and exchange them where '
-                "all ranks meet"
+        before = [one.model for one in (*self.prepared, self.local) if one is not None]
+        rule = isinstance(plan, str) and plan in PLAN_RULES
+        asked = {
+            feature: words
+            for feature, is_given, words in (
+                (Feature.FSDP, is_sharded(model), Feature.FSDP.label),
+                (Feature.PLAN, plan is not None, f"prepare(plan={plan!r})"),
+                (Feature.PLAN_RULE, rule, f"prepare(plan={plan!r})"),
+                (Feature.DEFER, defer is not None, f"prepare(defer={defer})"),
+                (Feature.DEFER_TRUE, defer, f"prepare(defer={defer})"),
+                (Feature.BUFFERS, buffers == "average", f'prepare(buffers="{buffers}")'),
+                (Feature.AGAIN, any(one is model for one in before), Feature.AGAIN.label),
+                (Feature.SECOND, any(one is not model for one in before), Feature.SECOND.label),
             )
+            if is_given
+        }
+        why = refusal(asked, self._features)
+        if why:
+            raise UsageError(why)
 
-    def _check_goes_on(self, model: nn.Module, buffers: str, plan: PlanArgument) -> None:
-        """Check that a model can be prepared in a session that goes on when ranks are lost.
+    def check_call(self, call: Feature, *, is_sharded: bool | None = None) -> None:
+        """Check that a call of the session goes with its options and models.
+
+        Args:
+            call: the call.
+            is_sharded: whether it concerns a sharded model; None: where there is one, it does.
 
         Raises:
-            UsageError: the session has another prepared model.
-            ValueError: its buffers or its plan do not go with it.
+            UsageError: it does not.
         """
-        ctx = self._ctx
-        if not ctx.options.going_on.on:
-            return
-        if any(one.model is not model for one in self.prepared):
-            raise UsageError(
-                "prepare() of a second model with going_on: each would agree on members by "
-                "itself; prepare one module that holds both, such as nn.ModuleDict"
-            )
-        if buffers == "average":
-            raise ValueError(
-                'buffers="average" with going_on: in a step in which ranks are lost, averages '
-                'would be over different numbers of ranks; use "broadcast" or "local"'
-            )
-        rule = plan if isinstance(plan, str) and plan in PLAN_RULES else ""
-        check_plan_goes_on(ctx.options.going_on, rule, {})
-
-    def refuse_sharded(self, call: str) -> None:
-        """Refuse a call for all models where some are sharded.
-
-        Raises:
-            UsageError: some are.
-        """
-        if self.sharded:
-            refuse_call(call)
+        among = self._features
+        if bool(self.sharded) if is_sharded is None else is_sharded:
+            among[Feature.FSDP] = "a model that fully_shard has sharded"
+        why = refusal({call: call.label}, among)
+        if why:
+            raise UsageError(why)
 
     def find(self, model: nn.Module | None, call: str) -> PreparedModel:
         """Return a prepared model.
@@ -360,11 +338,9 @@ class PreparedModels:
         Raises:
             UsageError: it was not prepared, or none or several were.
         """
-        if self.local is not None:
-            raise UsageError(call_refusal(call))
         sharded = [one for one in self.sharded if model is None or one.model is model]
-        if sharded and (model is not None or not self.prepared):
-            refuse_call(call)
+        meant = sharded and (model is not None or not self.prepared)
+        self.check_call(CALLS[call], is_sharded=bool(meant))
         if model is None and len(self.prepared) == 1:
             return self.prepared[0]
         if model is None:

@@ -42,7 +42,7 @@ from gradlane.training.model.uneven_data import Join
 from gradlane.training.monitoring.metrics import Metrics
 from gradlane.training.monitoring.tensorboard import ScalarFunction, ScalarWriter
 from gradlane.training.options.codec_choice import CodecChoice
-from gradlane.training.options.local_updates import call_refusal
+from gradlane.training.options.compatibility import Feature
 from gradlane.training.plans.agreement import PlanArgument
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.planning_wing import ChosenScheme
@@ -431,7 +431,7 @@ class Session:
         models of the session. What is sent are sums over batches: divide each loss by their number.
         """
         self._check_open()
-        self._models.refuse_sharded("no_sync()")
+        self._models.check_call(Feature.NO_SYNC)
         before = [
             (prepared.steps, prepared.steps.accumulates) for prepared in self._models.prepared
         ]
@@ -463,18 +463,14 @@ class Session:
             GradlaneError: the session has failed.
         """
         self._check_open()
-        self._refuse_going_on(
-            "weight()",
-            "when a rank is lost, slices of a mean may be over samples of different ranks",
-        )
+        sharded = model is None and bool(self._models.sharded)
+        self._models.check_call(Feature.WEIGHT, is_sharded=sharded)
         if not (isinstance(samples, int) and 0 <= samples <= _SAMPLES_MAX):
             raise ValueError(f"weight({samples!r}): give a number of samples, 0 to 2^46")
         local = self._models.local
         if local is not None and model in (None, local.model):
             local.weigh(samples)
             return
-        if model is None:
-            self._models.refuse_sharded("weight()")
         found = self._models.prepared
         if model is not None or not found:
             found = [self._models.find(model, "weight()")]
@@ -539,16 +535,7 @@ class Session:
                 backward without `optimizer.step()` or `zero_grad()`.
         """
         self._check_open()
-        self._models.refuse_sharded("join()")
-        self._refuse_going_on(
-            "join()", "the rank whose values all others get at its end may be lost"
-        )
-        self._refuse_local("join()")
-        if self._ctx.options.stragglers.leaves_out:
-            raise UsageError(
-                f"session.join() with stragglers={self._ctx.options.stragglers.rule!r}: steps "
-                'would go on without a rank that has run out of data; use stragglers="wait"'
-            )
+        self._models.check_call(Feature.JOIN)
         return Join(list(self._models.prepared), self.rank, throw_on_early_termination)
 
     def synchronize(self) -> None:
@@ -603,8 +590,7 @@ class Session:
             GradlaneError: the session has failed or is closed.
         """
         self._check_open()
-        self._refuse_going_on("register()", "arrays do not learn which ranks are left")
-        self._refuse_local("register()")
+        self._models.check_call(Feature.REGISTER)
         self._arrays.register(name, shape, dtype, position)
 
     def spread(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -1020,16 +1006,6 @@ class Session:
                 f"rank {self.rank} only serves: of {self._ctx.rank_info.ranks} ranks "
                 f"the first {self.world_size} train; call session.serve()"
             )
-
-    def _refuse_going_on(self, call: str, why: str) -> None:
-        """Refuse a call in a session that goes on when ranks are lost."""
-        if self.goes_on:
-            raise UsageError(f"session.{call} with going_on: {why}; open the session without it")
-
-    def _refuse_local(self, call: str) -> None:
-        """Refuse a call in a session whose ranks train by themselves between exchanges."""
-        if self._ctx.options.local_updates is not None:
-            raise UsageError(call_refusal(call))
 
     def _refuse_lost(self, call: str) -> None:
         """Refuse a collective call that needs all connected ranks, once one was lost."""

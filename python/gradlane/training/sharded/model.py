@@ -37,7 +37,6 @@ from gradlane.training.sharded.fsdp import (
     parameters_outside,
     read_units,
 )
-from gradlane.training.sharded.refusals import keeps_residual
 from gradlane.training.sharded.rounds import GradientRounds
 from gradlane.training.sharded.status import StatusNumbers
 
@@ -245,9 +244,6 @@ class ShardedModel:
         options = self._ctx.options
         ranks = ring_ranks(options.strategy.name, len(self._column))
         choices = choose_codecs(options.codec, [entry.coded() for entry in buffers], ranks)
-        for choice in choices:
-            if choice.facts is not None and choice.facts.residual_width > 0:
-                raise keeps_residual(choice.codec)
         unused = unused_codec_option(options.codec, has_ring=options.strategy.name == RING)
         if unused:
             raise ValueError(unused)

@@ -1,0 +1,267 @@
+"""The table of what goes together says what happens: for all pairs, drawn triples, and calls."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradlane
+from gradlane.training.core import load_core
+from gradlane.training.node.rules import with_local
+from gradlane.training.options.compatibility import (
+    CALLS,
+    ROWS,
+    Feature,
+    Kind,
+    When,
+    page,
+    refusal,
+)
+from gradlane.training.options.options import Options, keywords_of
+from tests.built import needs_core
+from tests.paths import ROOT
+from tests.training.model.ranks import run_ranks
+
+CORE: Any = load_core()
+F = Feature
+OPTIONS: dict[Feature, list[dict[str, Any]]] = {
+    F.RING: [{"strategy": "ring"}, {"scheme": "ring"}],
+    F.PULLS: [{"strategy": "kvstore"}, {"strategy": "deferred-pull"}],
+    F.ASGD: [{"strategy": "asgd"}],
+    F.FACTORS: [{"scheme": "sfb"}, {"scheme": "adam"}],
+    F.SERVER: [{"update": "server"}],
+    F.LOCAL: [{"update": gradlane.Local(steps=2)}],
+    F.STRAGGLERS: [{"stragglers": "drop"}, {"stragglers": "backup=1"}],
+    F.GOING_ON: [{"going_on": True}],
+    F.JOINS: [{"join": True}],
+    F.SERVERS: [{"servers": 2}],
+    F.SERVING: [{"workers": 2}],
+    F.CHECK_EVERY: [{"check_every": 10}],
+    F.LANES: [{"lanes": 2}],
+    F.CODEC: [{"codec": "qsgd:bits=8"}, {"codec": "bf16"}],
+    F.DGC: [{"codec": "dgc"}],
+    F.RESIDUAL: [{"codec": "onebit"}, {"codec": "int8:residual=on"}],
+    F.INTEGER_RING: [{"strategy": "ring", "codec": "qsgd:bits=8,ring=integer"}],
+    F.PATTERNS: [{"codec": {"*.weight": "bf16"}}],
+    F.NODES: [{"local": "leader"}],
+    F.SHARED: [{"local": "shared"}],
+    F.NO_NODES: [{"local": "off"}],
+    F.COLLECTIVE: [{"local_sums": "collective"}],
+    F.CHECKPOINTS: [{"checkpoint_folder": "/tmp/of-a-test"}],
+    F.TRACE: [{"trace": "/tmp/trace.json"}],
+}
+"""How each option is asked for."""
+IMPLIED: list[tuple[set[Feature], Feature]] = [
+    ({F.DGC}, F.RESIDUAL),
+    ({F.INTEGER_RING}, F.RING),
+    ({F.RESIDUAL}, F.CODEC),
+    ({F.INTEGER_RING}, F.CODEC),
+    ({F.PATTERNS}, F.CODEC),
+    ({F.SHARED}, F.NODES),
+    ({F.COLLECTIVE}, F.NODES),
+    ({F.RESIDUAL, F.RING}, F.RESIDUAL_ON_RING),
+]
+"""What is asked for by asking for something else."""
+WORLD_SIZE = 4
+
+
+def with_implied(features: Iterable[Feature]) -> dict[Feature, str]:
+    found = set(features)
+    for causes, effect in IMPLIED:
+        if causes <= found:
+            found.add(effect)
+    return {one: one.label for one in found}
+
+
+def merged(given: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return all keywords, or None where two give one another value."""
+    found: dict[str, Any] = {}
+    for one in given:
+        if any(found.get(name, value) != value for name, value in one.items()):
+            return None
+        found |= one
+    names = {"strategy", "scheme"} if found.get("scheme") == "ring" else set()
+    return None if names <= found.keys() and names else found
+
+
+def opened(keywords: dict[str, Any]) -> Options:
+    """Check options as `gradlane.init` does."""
+    options = with_local(Options.of(**keywords_of(**keywords)))
+    options.check_world(WORLD_SIZE)
+    return options
+
+
+def check(features: tuple[Feature, ...], given: Iterable[dict[str, Any]]) -> bool:
+    """Hold what the table says of features against what happens; return whether they go."""
+    keywords = merged(given)
+    if keywords is None:
+        return False
+    said = with_implied(features)
+    if not refusal(said):
+        options = opened(dict(keywords))
+        assert set(options.features) >= set(said) - {F.NODES, F.NO_NODES}, keywords
+        return True
+    with pytest.raises(ValueError, match=" with") as caught:
+        opened(dict(keywords))
+    reasons = [
+        row.reason for row in ROWS if row.feature in said and (row.other in said) != row.needs
+    ]
+    assert any(reason in str(caught.value) for reason in reasons), (keywords, str(caught.value))
+    return False
+
+
+def ways(features: tuple[Feature, ...]) -> Iterable[tuple[dict[str, Any], ...]]:
+    return itertools.product(*(OPTIONS[one] for one in features))
+
+
+def test_each_option_alone() -> None:
+    for feature in OPTIONS:
+        for given in ways((feature,)):
+            check((feature,), given)
+
+
+def test_all_pairs_of_options() -> None:
+    went = sum(
+        check(pair, given) for pair in itertools.combinations(OPTIONS, 2) for given in ways(pair)
+    )
+    assert went > 150
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_sets_of_options(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(150):
+        features = tuple(draw.sample(list(OPTIONS), draw.choice((3, 3, 4))))
+        check(features, draw.choice(list(ways(features))))
+
+
+@needs_core
+@pytest.mark.parametrize("seed", range(2))
+def test_options_that_go_together_train(seed: int, tmp_path: Path) -> None:
+    """Two ranks over real connections; those that only serve, join or share nodes have others."""
+    draw = random.Random(seed)
+    apart = {F.SERVING, F.JOINS, F.NODES, F.SHARED, F.COLLECTIVE, F.NO_NODES}
+    places = {"checkpoint_folder": str(tmp_path / "c"), "trace": str(tmp_path / "t.json")}
+    trained = 0
+    while trained < 8:
+        features = tuple(draw.sample([one for one in OPTIONS if one not in apart], 3))
+        if not check(features, given := draw.choice(list(ways(features)))):
+            continue
+        keywords = merged(given) or {}
+        keywords |= {name: place for name, place in places.items() if name in keywords}
+        first, second = run_ranks(2, trains, core=CORE, local="off", **keywords)
+        assert first == second, features
+        trained += 1
+
+
+def trains(session: Any) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 40), nn.Linear(40, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session.prepare(model, optimizer)
+    for step in session.keep_pace(range(4)):
+        model(torch.full((2, 3), 1.0 + session.rank + step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session.synchronize()
+    return [one.sum().item() for one in model.parameters()]
+
+
+# ---- prepare() and calls
+
+
+def prepared(session: Any, **given: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.prepare(model, optimizer, **given)
+    return model, optimizer
+
+
+def called(session: Any, call: Callable[[Any], object]) -> None:
+    model, _ = prepared(session)
+    loss = model(torch.ones(1, 2)).sum()
+    if call is CALLED[F.CLIP]:
+        loss.backward()
+    call(session)
+
+
+CALLED: dict[Feature, Callable[[Any], object]] = {
+    F.WEIGHT: lambda session: session.weight(3),
+    F.CLIP: lambda session: session.clip_grad_norm_(1.0),
+    F.JOIN: lambda session: session.join().__enter__(),
+    F.NO_SYNC: lambda session: session.no_sync().__enter__(),
+    F.REGISTER: lambda session: session.register("array", (2,), "float32"),
+    F.GATHER_INTEGERS: lambda session: session.gather_integers([1]),
+    F.QUERY: lambda session: session.query("layers"),
+    F.BEST_SCHEME: lambda session: session.best_scheme(0, batch_size=2),
+}
+PREPARED: dict[Feature, Callable[[Any], object]] = {
+    F.PLAN_RULE: lambda session: prepared(session, plan="auto"),
+    F.DEFER: lambda session: prepared(session, defer=False),
+    F.BUFFERS: lambda session: prepared(session, buffers="average"),
+    F.SECOND: lambda session: (prepared(session), prepared(session)),
+    F.AGAIN: lambda session: session.prepare(*prepared(session)),
+}
+PAIRED = (F.RING, F.PULLS, F.SERVER, F.LOCAL, F.STRAGGLERS, F.GOING_ON, F.CHECK_EVERY, F.ASGD)
+
+
+@needs_core
+@pytest.mark.parametrize("option", PAIRED, ids=lambda one: one.name)
+@pytest.mark.parametrize("asked", [*CALLED, *PREPARED], ids=lambda one: one.name)
+def test_calls_and_ways_to_prepare(asked: Feature, option: Feature) -> None:
+    keywords = dict(OPTIONS[option][0])
+    features = {option: option.label, asked: asked.label}
+    if option is F.ASGD:
+        keywords["update"] = "server"
+        features[F.SERVER] = F.SERVER.label
+    if asked is F.PLAN_RULE:
+        features[F.PLAN] = F.PLAN.label
+    among = {one: words for one, words in features.items() if one in OPTIONS}
+    given = {one: words for one, words in features.items() if one not in OPTIONS}
+    said = refusal(given, among)
+    call = CALLED.get(asked)
+
+    def body(session: Any) -> None:
+        if call is None:
+            PREPARED[asked](session)
+        else:
+            called(session, call)
+
+    (error,) = run_ranks(1, body, core=CORE, expect_errors=True, **keywords)
+    if said:
+        reasons = [row.reason for row in ROWS if {row.feature, row.other} & set(given)]
+        assert isinstance(error, gradlane.UsageError), (said, error)
+        assert any(reason in str(error) for reason in reasons), (said, error)
+    else:
+        assert error is None
+
+
+# ---- the table and its page
+
+
+def test_the_page_is_up_to_date() -> None:
+    written = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
+    assert written == page(), "run python -m gradlane.training.options.compatibility"
+
+
+def test_rows_are_pairs_that_stand_once_and_say_what_to_do() -> None:
+    pairs = [frozenset((row.feature, row.other)) for row in ROWS]
+    assert len(pairs) == len(set(pairs)) and all(len(pair) == 2 for pair in pairs)
+    assert {one for pair in pairs for one in pair} == set(Feature)
+    for row in ROWS:
+        assert row.reason and (row.instead or row.feature is F.ROWS), row
+        assert not row.reason.endswith((".", ";")) and "|" not in row.reason + row.instead, row
+        assert row.kind in Kind and not (row.needs and row.kind is Kind.NOT_BUILT)
+
+
+def test_every_call_is_one_of_the_session() -> None:
+    for text, feature in CALLS.items():
+        assert feature.when is When.CALL
+        assert callable(getattr(gradlane.Session, text.removesuffix("()")))
