@@ -43,8 +43,28 @@ def test_clipping_is_a_fact_of_the_cluster(tmp_path: Path) -> None:
     # The bound and each candidate know it.
     assert clipped.prediction["bound_step_s"] >= plain.prediction["bound_step_s"]
     assert clipped.facts.where.endswith("with clipping")
-    with pytest.raises(ValueError, match="cannot be clipped"):
+    with pytest.raises(ValueError, match="nothing can be clipped here"):
         replace(FACTS, clips=True, update="server")
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"serving": 1, "servers": 2}, "the ranks that only serve own all"),
+        ({"serving": 1, "stragglers": "drop"}, "do not learn which ranks a step leaves out"),
+        ({"stragglers": "drop", "update": "server"}, "late itself"),
+    ],
+)
+def test_a_cluster_is_one_that_a_session_can_have(facts: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(FACTS, **facts)
+
+
+def test_a_plan_for_ranks_that_only_serve_and_update() -> None:
+    facts = replace(FACTS, serving=1, update="server")
+    plan = Coordinator(SMALL, facts).plan()
+    assert (plan.facts.serving, plan.facts.update) == (1, "server")
+    assert {tensor.scheme for tensor in plan.tensors} <= {"ps", ""}
 
 
 def test_the_digest_is_of_what_counts_for_a_training(plan: Plan) -> None:

@@ -187,7 +187,7 @@ class LabOptions:
         for one in self.strategies:
             why = one.serving_refusal
             if why:
-                raise ValueError(f"{self.serving} ranks only serve, but {why}")
+                raise ValueError(f"strategy {one.text}: {why}")
 
     @property
     def workload_spec(self) -> WorkloadSpec:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gradlane.training.node.rules import COLLECTIVE, NODE_STRATEGIES
+from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.options.options import Options
 from gradlane.training.options.stragglers import WAIT, Stragglers, parse_stragglers
 from gradlane.training.options.strategy import (
@@ -19,6 +20,7 @@ from gradlane.training.options.strategy import (
     LocalSums,
     Strategy,
     own_slice_elems,
+    strategy_features,
 )
 from gradlane.training.plans.settings import LEARNING_STEPS
 
@@ -180,13 +182,12 @@ class LabStrategy:
         rest while it runs."""
         if self.family != "gradlane":
             return ""
-        if self.setting in (RING, ASGD) or self.local != "off":
-            return f"strategy {self.text} has no servers apart: run p3, slicing, wfbp or kvstore"
-        if self.stragglers != WAIT:
-            return f"strategy {self.text} leaves stragglers out, of which they do not hear"
+        features = strategy_features(self.setting, self.update, stragglers=self.stragglers)
+        if self.local != "off":
+            features[Feature.NODES] = f"strategy {self.text}"
         if self.is_planned:
-            return f"strategy {self.text} finds a plan while it runs: ask `gradlane plan` for one"
-        return ""
+            features[Feature.PLAN_RULE] = f"strategy {self.text}"
+        return refusal({Feature.SERVING: "ranks that only serve"}, features)
 
     @property
     def sums_in_rank_order(self) -> bool:

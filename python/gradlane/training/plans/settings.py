@@ -9,11 +9,12 @@ from gradlane.formats.rates import format_rate
 from gradlane.training.node.rules import AUTO, LEADER, OFF, with_local
 from gradlane.training.options.codec_choice import codec_rules, rules_text
 from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.options.option_groups import Network
 from gradlane.training.options.options import Options
 from gradlane.training.options.server_places import servers_text
 from gradlane.training.options.stragglers import WAIT, Stragglers, parse_stragglers
-from gradlane.training.options.strategy import UPDATES, Strategy, own_slice_elems
+from gradlane.training.options.strategy import UPDATES, Strategy, own_slice_elems, strategy_features
 
 LEARNING_STEPS = 7
 """Training steps after which a session that finds its own plan decides. The first one is not
@@ -147,10 +148,6 @@ class ClusterFacts:
         """
         if not 1 <= self.workers <= _WORKERS_MOST:
             raise ValueError(f"workers is {self.workers}; use 1 to {_WORKERS_MOST:,}")
-        if self.clips and self.update != "worker":
-            raise ValueError(
-                f'gradients cannot be clipped with update="{self.update}": they stay on the servers'
-            )
         if not 1e3 <= self.rate_bps <= 1e15:
             raise ValueError(f"rate_bps is {self.rate_bps}; use 1e3 to 1e15 bits a second")
         if not 0.0 <= self.latency_s <= 10.0:
@@ -167,16 +164,24 @@ class ClusterFacts:
                 f"servers is {self.servers}: they are single ranks, and {self.ranks_per_node} "
                 "share a node"
             )
-        if self.serving and (self.servers is not None or self.ranks_per_node > 1):
+        if self.serving and self.ranks_per_node > 1:
             raise ValueError(
-                f"{self.serving} ranks only serve: leave out servers= and ranks_per_node=, since "
-                "workers are no servers then, and each rank has a node"
+                f"{self.serving} ranks only serve, and each has a node: leave out ranks_per_node="
             )
-        if self.serving and self.update == "server":
-            raise ValueError(f"{self.serving} ranks only serve, which asks for update='worker'")
         if self.update not in UPDATES:
             raise ValueError(f"unknown update {self.update!r}; known are {', '.join(UPDATES)}")
         parse_stragglers(self.stragglers)
+        features = strategy_features(Settings.strategy, self.update, stragglers=self.stragglers)
+        for feature, is_given, words in (
+            (Feature.CLIP, self.clips, "gradients that are clipped"),
+            (Feature.SERVERS, self.servers is not None, f"servers={self.servers}"),
+            (Feature.SERVING, self.serving, f"{self.serving} ranks that only serve"),
+        ):
+            if is_given:
+                features[feature] = words
+        why = refusal(features)
+        if why:
+            raise ValueError(why)
 
     @property
     def owners(self) -> int:
