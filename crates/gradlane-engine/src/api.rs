@@ -14,7 +14,7 @@ mod staleness;
 pub use error::{Failure, Outstanding, PlanError, ProtocolError, UsageError};
 pub use event::Event;
 pub use frame::{Payload, PayloadDest, Transmit};
-pub use input::Input;
+pub use input::{Input, LaneNews};
 pub use job::{Job, JobId, Operation};
 pub use journal::{Call, Decision, Divergence, Journal, JournaledEngine};
 pub use options::{EngineOptions, GoingOn, FRAME_BYTES_DEFAULT};

@@ -1,6 +1,7 @@
 //! The engine: routes the driver's calls to components, and puts together what concerns several of them. The schemes move tensors (`schemes`), the session begins and ends
 //! (`session`), and everything that they share is in `cx`.
 
+mod lanes;
 mod lost_ranks;
 
 use crate::api::{
@@ -9,6 +10,7 @@ use crate::api::{
 };
 use crate::buffers::BufferTable;
 use crate::cx::Cx;
+use crate::engine::lanes::Lanes;
 use crate::gather;
 use crate::gradient_norm::Squares;
 use crate::jobs::{Done, JobQueue, Running, Task, Then, Written};
@@ -36,9 +38,10 @@ pub struct Engine {
     schemes: Schemes,
     session: Session,
     switch: PrioritySwitch,
-    /// Agreement on who goes on, where training does when ranks are lost.
+    /// Agreement on who goes on, where training does when ranks are lost and this lane leads.
     membership: Option<Membership>,
     changes: Changes,
+    lanes: Lanes,
     options: EngineOptions,
 }
 
@@ -63,12 +66,14 @@ impl Engine {
             Membership::new(rank, plan.world_size, going_on)
         });
         let kept = membership.as_ref().map(|_| KeptResults::new(&plan)).unwrap_or_default();
+        let membership = membership.filter(|_| plan.lane == 0);
         Engine {
             schemes: Schemes::new(&plan, rank),
             session: Session::new(&plan, rank),
             switch: PrioritySwitch::default(),
             membership,
             changes: Changes::default(),
+            lanes: Lanes::default(),
             cx: Cx {
                 rank,
                 generation: options.generation,
@@ -209,6 +214,10 @@ impl Engine {
             Input::ServerCommand(command) => {
                 self.session.check_open()?;
                 self.schemes.ps.send_command(&mut self.cx, command)
+            }
+            Input::Told(news) => {
+                self.take_news(news);
+                Ok(())
             }
             Input::Finish => {
                 self.finish();
@@ -461,9 +470,7 @@ impl Engine {
             }
             FrameKind::Goodbye => {
                 self.session.depart(from, header.step);
-                if self.membership.is_some() {
-                    self.leave_the_lost();
-                }
+                self.leave_the_lost();
                 self.check_departed();
                 Ok(())
             }
@@ -495,7 +502,7 @@ impl Engine {
 
     /// The kernel has a whole frame that `poll_transmit` gave out.
     pub fn handle_sent(&mut self, transmit: &Transmit) {
-        if self.session.has_lost(transmit.peer) && self.membership.is_some() {
+        if self.session.has_lost(transmit.peer) && self.goes_on() {
             return;
         }
         self.cx.tx.sent(transmit);
@@ -629,10 +636,11 @@ impl Engine {
             return None;
         }
         // Whether a dedicated server waits is looked at when the time has come.
-        let waits = self.cx.is_dedicated_server() || self.cx.worker.waits_for_others();
+        let waits = self.cx.is_dedicated_server() || self.waits_for_others();
         let deadline = waits.then(|| self.cx.clock.deadline(self.options.progress_timeout));
         let agreement = self.membership.as_ref().and_then(Membership::poll_timeout);
-        self.decision_timeout().into_iter().chain(deadline).chain(agreement).min()
+        let lanes = self.lanes.poll_timeout();
+        self.decision_timeout().into_iter().chain(deadline).chain(agreement).chain(lanes).min()
     }
 
     /// When rank 0 wants [`Engine::handle_time`] to look again at the progress of the ranks.
@@ -649,6 +657,7 @@ impl Engine {
             return;
         }
         self.tell_membership_time();
+        self.tell_lanes_time();
         let now = self.cx.clock.now();
         if self.decision_timeout().is_some_and(|due| due <= now) {
             self.schemes.ps.decide(&mut self.cx);
@@ -680,7 +689,9 @@ impl Engine {
         if self.cx.is_dedicated_server() {
             self.schemes.ps.is_collecting()
         } else {
-            self.cx.worker.waits_for_others()
+            // The first lane knows which ranks a decision waits for.
+            let decides_elsewhere = self.cx.plan.lane > 0 && self.schemes.ps.is_undecided(&self.cx);
+            self.cx.worker.waits_for_others() && !decides_elsewhere
         }
     }
 
@@ -726,7 +737,8 @@ impl Engine {
             && self.schemes.ps.has_delivered_all();
         // In asynchronous training a goodbye says that this rank pushes no more; it serves the others
         // until they have said the same.
-        if !complete || !self.may_leave() || !(idle || self.session.serves_to_the_end()) {
+        let may = self.may_leave() && self.lanes_let_leave();
+        if !complete || !may || !(idle || self.session.serves_to_the_end()) {
             return;
         }
         let last_step = self.last_step();
@@ -737,10 +749,15 @@ impl Engine {
         let all_left = self.session.have_departed(self.cx.others().iter());
         let idle = idle && self.cx.tx.is_idle() && self.schemes.ps.has_replied_to_all();
         if all_left && idle {
-            self.schemes.ps.drop_states(&mut self.cx);
-            self.cx.kept.clear().into_iter().for_each(|buffer| self.cx.release(buffer));
-            self.session.close(&mut self.cx);
+            self.leave();
         }
+    }
+
+    /// All have left: nothing is kept for them any more.
+    fn close(&mut self) {
+        self.schemes.ps.drop_states(&mut self.cx);
+        self.cx.kept.clear().into_iter().for_each(|buffer| self.cx.release(buffer));
+        self.session.close(&mut self.cx);
     }
 
     /// Whether this rank may leave: a dedicated server, not before all that train have left.
@@ -780,7 +797,7 @@ impl Engine {
     /// goodbye that is in order.
     pub fn handle_peer_lost(&mut self, peer: Rank, reason: &str) {
         self.cx.tx.set_writable(peer, false);
-        if self.membership.is_some() {
+        if self.goes_on() {
             self.lose_connection(peer, reason);
         } else if self.session.lose(peer) {
             let reason = format!("{peer} was lost: {reason}");
@@ -797,7 +814,7 @@ impl Engine {
     /// A peer hears nothing of another one, and this rank hears both: the session fails on all ranks
     /// with the same words.
     pub fn blame_link(&mut self, one: Rank, other: Rank) {
-        if self.membership.is_some() {
+        if self.goes_on() {
             // The ranks collect what each has lost, and agree on who leaves.
             return;
         }
@@ -818,7 +835,7 @@ impl Engine {
     /// it. Where training goes on without lost ranks, either of the two may be at fault: their link is cut, and the
     /// ranks agree on who leaves.
     pub fn reject_peer(&mut self, peer: Rank, reason: &str) {
-        if self.membership.is_some() {
+        if self.goes_on() {
             return self.drop_peer(peer, reason);
         }
         self.fail(Blame::Rank(peer), reason, false);
@@ -826,7 +843,7 @@ impl Engine {
 
     fn peer_aborted(&mut self, peer: Rank, payload: &[u8]) {
         let (blame, text) = Blame::read(&self.cx.plan, payload);
-        if self.membership.is_some() && blame != Blame::All {
+        if self.goes_on() && blame != Blame::All {
             return self.part_with(peer, &text);
         }
         match blame {

@@ -84,6 +84,12 @@ pub struct Plan {
     /// In the plan of a lane: the numbers of its slices in the whole plan.
     #[serde(skip)]
     pub(crate) whole: Vec<SliceId>,
+    /// The number of the lane that carries this plan.
+    #[serde(skip)]
+    pub(crate) lane: u32,
+    /// How many other lanes a rank has. Where lanes have to agree, the first leads ([`crate::LaneNews`]).
+    #[serde(skip)]
+    pub(crate) other_lanes: u32,
 }
 
 impl Plan {

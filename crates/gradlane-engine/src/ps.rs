@@ -742,6 +742,12 @@ impl ParameterServer {
         self.stragglers.set(step).is_some()
     }
 
+    /// Whether the current step waits for a decision.
+    pub(crate) fn is_undecided(&self, cx: &Cx) -> bool {
+        let step = cx.worker.step();
+        cx.plan.drops_stragglers(step) && !self.is_decided(step)
+    }
+
     /// This rank passes a step that is decided.
     pub(crate) fn note_passed(&self, cx: &mut Cx, step: Step) {
         self.stragglers.note_passed(cx, step);
@@ -759,6 +765,19 @@ impl ParameterServer {
         if cx.plan.drops_stragglers(cx.worker.step()) && self.stragglers.on_submitted(cx, tensor) {
             self.decide(cx);
         }
+    }
+
+    /// All that another lane carries of the current step was submitted; in the first one.
+    pub(crate) fn on_submitted_in_a_lane(&mut self, cx: &mut Cx, step: Step) {
+        if self.stragglers.on_submitted_in_a_lane(cx, step) {
+            self.decide(cx);
+        }
+    }
+
+    /// The contributors of a step are known to the first lane.
+    pub(crate) fn take_decision(&mut self, cx: &mut Cx, step: Step, set: &RankSet) {
+        self.stragglers.decided(cx, step, set);
+        self.reduce_decided(cx);
     }
 
     /// Checks a frame between a rank and rank 0.

@@ -35,6 +35,15 @@ impl RankSet {
         set
     }
 
+    /// These ranks.
+    pub(crate) fn of(world_size: u32, ranks: impl IntoIterator<Item = Rank>) -> RankSet {
+        let mut set = RankSet::empty(world_size);
+        ranks.into_iter().for_each(|rank| {
+            set.insert(rank);
+        });
+        set
+    }
+
     /// Adds a rank; false when it was there.
     pub(crate) fn insert(&mut self, rank: Rank) -> bool {
         let added = !self.contains(rank);

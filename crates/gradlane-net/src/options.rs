@@ -233,12 +233,6 @@ impl ChannelOptions {
         if self.lanes == 0 || self.lanes > LANES_MAX {
             return refuse(format!("lanes is {}: use 1 to {LANES_MAX}", self.lanes));
         }
-        if self.lanes > 1 && self.going_on.is_some() {
-            return refuse(format!(
-                "lanes is {}, and training is to go on when ranks are lost: use one lane",
-                self.lanes
-            ));
-        }
         let going_on = self.going_on.as_ref();
         if let Some(least) = going_on.map(|it| it.min_ranks).filter(|&it| it > self.world_size) {
             return refuse(format!("min_ranks is {least} in a world of {}", self.world_size));

@@ -235,6 +235,8 @@ impl Run {
             | Event::BufferFree(_)
             | Event::Suspected { .. }
             | Event::Disconnect(_)
+            | Event::TellLead(_)
+            | Event::TellLanes(_)
             | Event::ClaimNeeded { .. }
             | Event::MembersChanged { .. }
             | Event::Closed => {}

@@ -329,7 +329,7 @@ def _channel_options(
         "receive_buffer_bytes": 0,
         "work_depth": max(2, 2 * work_threads),
         "work_threads": work_threads,
-        "lanes": lanes if options.may_have_lanes else 1,
+        "lanes": lanes,
         "silence_timeout_s": options.network.silence_timeout_s,
         "progress_timeout_s": options.network.progress_timeout_s,
         "connect_timeout_s": options.network.connect_timeout_s,

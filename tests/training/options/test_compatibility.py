@@ -44,7 +44,6 @@ OPTIONS: dict[Feature, list[dict[str, Any]]] = {
     F.SERVERS: [{"servers": 2}],
     F.SERVING: [{"workers": 2}],
     F.CHECK_EVERY: [{"check_every": 10}],
-    F.LANES: [{"lanes": 2}],
     F.CODEC: [{"codec": "qsgd:bits=8"}, {"codec": "bf16"}],
     F.DGC: [{"codec": "dgc"}],
     F.RESIDUAL: [{"codec": "onebit"}, {"codec": "int8:residual=on"}],

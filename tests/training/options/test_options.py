@@ -311,12 +311,3 @@ def test_threads_follow_processors_unless_they_are_given(
     given: dict[str, Any], processors: int, expected: tuple[int, int]
 ) -> None:
     assert gradlane.Network(**given).thread_counts(processors) == expected
-
-
-def test_what_one_lane_decides_excludes_several() -> None:
-    for given in ({"going_on": True}, {"stragglers": "backup=1"}):
-        assert not Options.of(**keywords_of(**given)).may_have_lanes
-        with pytest.raises(ValueError, match=r"lanes=2: .*leave lanes out"):
-            Options.of(**keywords_of(**given, lanes=2))
-        Options.of(**keywords_of(**given, lanes=1))
-    assert Options.of(**keywords_of(lanes=2)).may_have_lanes

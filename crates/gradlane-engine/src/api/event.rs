@@ -1,7 +1,7 @@
 //! Events, from the engine to its driver.
 #![allow(missing_docs, reason = "fields with the name of their type")]
 
-use crate::api::{BufferRef, Failure, Region};
+use crate::api::{BufferRef, Failure, LaneNews, Region};
 use alloc::string::String;
 use alloc::vec::Vec;
 use core::time::Duration;
@@ -115,6 +115,10 @@ pub enum Event {
         /// Who was lost, and why; the same on all ranks.
         reason: String,
     },
+    /// The driver gives this to the first lane of this rank ([`Input::Told`](crate::Input::Told)).
+    TellLead(LaneNews),
+    /// The driver gives this to all other lanes of this rank ([`Input::Told`](crate::Input::Told)).
+    TellLanes(LaneNews),
     /// The driver may free or reuse this buffer.
     BufferFree(BufferRef),
     /// Everything was sent, every peer has said goodbye: connections may be closed.

@@ -1,7 +1,44 @@
 //! The application's calls.
 
+use alloc::string::String;
 use alloc::vec::Vec;
-use gradlane_units::{Priority, Step, TensorId};
+use gradlane_units::{Priority, Rank, Step, TensorId};
+
+/// What the lanes of a rank tell each other, where training goes on when ranks are lost, or steps without
+/// stragglers. The first lane leads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LaneNews {
+    /// To the first lane: a lane has lost its connection to a peer.
+    PeerLost {
+        /// The peer.
+        peer: Rank,
+        /// Why.
+        reason: String,
+        /// Whether the lane ends the connection itself, so that the peer does not end the others.
+        by_own_will: bool,
+    },
+    /// To the first lane: all ranks have said goodbye in a lane, and nothing is owed there.
+    Through,
+    /// From the first lane: ranks were lost, and nothing of this membership is sent or taken any more.
+    Suspended,
+    /// From the first lane: the next membership.
+    Members {
+        /// Its number.
+        generation: u32,
+        /// In rank order.
+        members: Vec<Rank>,
+        /// Whether a rank of the last membership had said goodbye.
+        is_through: bool,
+        /// Why each rank that is not in it left; the same on all ranks.
+        reason: String,
+    },
+    /// From the first lane: all ranks have left.
+    Closed,
+    /// To the first lane: this rank has submitted all that a lane carries of a step.
+    Submitted(Step),
+    /// From the first lane: the contributors of a step are these.
+    Contributors(Step, Vec<Rank>),
+}
 
 /// A call of the application, for [`Engine::handle`](crate::Engine::handle).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,6 +95,9 @@ pub enum Input {
     /// What the register in the job's store holds for a membership's generation; none: the store does not
     /// answer. After [`Event::ClaimNeeded`](crate::Event::ClaimNeeded).
     ClaimAnswered(u32, Option<Vec<u8>>),
+    /// Another lane of this rank tells this one, in the order in which it said so
+    /// ([`Event::TellLead`](crate::Event::TellLead), [`Event::TellLanes`](crate::Event::TellLanes)).
+    Told(LaneNews),
     /// There will be no more steps: the engine sends what it owes, then goodbye. In the middle of a
     /// step that this rank has not finished contributing to, this is an abort.
     Finish,

@@ -2,7 +2,7 @@
 //! describes.
 
 use super::Engine;
-use crate::api::Event;
+use crate::api::{Event, LaneNews};
 use crate::membership::Decision;
 use crate::rank_set::RankSet;
 use crate::session::{Blame, Findings, Holdings, Phase};
@@ -10,15 +10,22 @@ use crate::transmit::Body;
 use crate::violation::{violation, Validated};
 use crate::worker::Submission;
 use alloc::format;
+use alloc::string::String;
 use alloc::vec::Vec;
 use gradlane_units::{Rank, SliceId, TensorId};
 use gradlane_wire::{FrameHeader, FrameKind};
 
 impl Engine {
+    /// Whether training goes on when ranks are lost.
+    pub(super) fn goes_on(&self) -> bool {
+        self.options.going_on.is_some()
+    }
+
     /// Whether the session goes on without a rank that is lost now.
-    pub(super) fn goes_on_without(&self, peer: Rank) -> bool {
+    fn goes_on_without(&self, peer: Rank) -> bool {
         let membership = self.membership.as_ref();
-        !self.session.is_over() && membership.is_some_and(|it| it.members().contains(peer))
+        let is_needed = membership.is_none_or(|it| it.members().contains(peer));
+        self.goes_on() && !self.session.is_over() && is_needed
     }
 
     /// The connection to a peer is gone.
@@ -27,8 +34,10 @@ impl Engine {
         self.cx.encodes.forget(peer).into_iter().for_each(|buffer| self.cx.release(buffer));
         self.schemes.ps.forget_receiver(&mut self.cx, peer);
         let needed = self.session.lose_member(peer) && !self.leave_the_lost();
-        // A change that is under way counts on the peer, also where this rank needs nobody.
-        if (needed || self.changes.are_under_way()) && self.goes_on_without(peer) {
+        // A change that is under way counts on the peer, also where this rank needs nobody; and whether it does,
+        // only the first lane knows.
+        let counts = needed || self.changes.are_under_way() || self.follows();
+        if counts && self.goes_on_without(peer) {
             self.lose_member(peer, reason);
         } else {
             // It has left, or the others go on without it already.
@@ -38,6 +47,9 @@ impl Engine {
 
     /// Whether this rank is through and leaves, without agreeing on who goes on.
     pub(super) fn leave_the_lost(&mut self) -> bool {
+        if self.membership.is_none() {
+            return false;
+        }
         let leaves = self.session.leave_the_lost(&self.cx.plan.members());
         // Where all have left nobody is owed anything; else a change that is under way goes on, since it has
         // dropped what was queued.
@@ -56,8 +68,9 @@ impl Engine {
     /// A member is lost.
     fn lose_member(&mut self, peer: Rank, reason: &str) {
         let now = self.cx.clock.now();
-        if let Some(membership) = &mut self.membership {
-            membership.lose(peer, reason, now);
+        match &mut self.membership {
+            Some(membership) => membership.lose(peer, reason, now),
+            None => self.tell_lost(peer, reason),
         }
         self.follow_membership();
     }
@@ -83,14 +96,20 @@ impl Engine {
         payload: &[u8],
     ) -> Validated<()> {
         let now = self.cx.clock.now();
-        let Some(membership) = &mut self.membership else {
+        if !self.goes_on() {
             return violation(format!("{:?}, where training does not go on", header.kind));
-        };
+        }
         if self.session.is_over() {
             return Ok(());
         }
         match header.kind {
             FrameKind::Membership => {
+                let Some(membership) = &mut self.membership else {
+                    let lane = self.cx.plan.lane;
+                    return violation(format!(
+                        "a message on membership in lane {lane}, not the first"
+                    ));
+                };
                 membership.take(from, payload, now)?;
                 self.follow_membership();
             }
@@ -154,10 +173,8 @@ impl Engine {
         self.cx.clock.progressed();
         match decision {
             Decision::Suspended => {
-                self.cx.tx.clear_slices();
-                self.cx.tx.hold_slices(true);
-                self.cx.encodes.clear();
-                self.changes.suspend();
+                self.suspend();
+                self.tell_lanes(|| LaneNews::Suspended);
                 // Peers that had said goodbye are missed by those that they had not said it to.
                 let now = self.cx.clock.now();
                 if let Some(membership) = &mut self.membership {
@@ -168,17 +185,42 @@ impl Engine {
                 }
             }
             Decision::Members { generation, members, is_through, reason } => {
-                let leaving = self.leaving(&members);
-                for rank in leaving.into_iter().filter(|&rank| !self.session.has_lost(rank)) {
-                    self.cx.events.push_back(Event::Disconnect(rank));
-                }
-                self.changes.agree(&self.cx.plan, generation, members, is_through, reason);
+                self.tell_lanes(|| LaneNews::Members {
+                    generation,
+                    members: members.iter().collect(),
+                    is_through,
+                    reason: reason.clone(),
+                });
+                self.agree(generation, members, is_through, reason);
             }
             Decision::Claim { generation, value } => {
                 self.cx.events.push_back(Event::ClaimNeeded { generation, value });
             }
             Decision::Ended { blame, reason } => self.fail(blame, &reason, false),
         }
+    }
+
+    /// Ranks were lost: no data of this membership is sent or landed any more.
+    pub(super) fn suspend(&mut self) {
+        self.cx.tx.clear_slices();
+        self.cx.tx.hold_slices(true);
+        self.cx.encodes.clear();
+        self.changes.suspend();
+    }
+
+    /// The next membership is agreed on.
+    pub(super) fn agree(
+        &mut self,
+        generation: u32,
+        members: RankSet,
+        is_through: bool,
+        reason: String,
+    ) {
+        let leaving = self.leaving(&members);
+        for rank in leaving.into_iter().filter(|&rank| !self.session.has_lost(rank)) {
+            self.cx.events.push_back(Event::Disconnect(rank));
+        }
+        self.changes.agree(&self.cx.plan, generation, members, is_through, reason);
     }
 
     /// Ranks of the plan that are not in the next membership.
@@ -236,6 +278,10 @@ impl Engine {
         let mut header = self.cx.control_header(FrameKind::Holdings);
         header.plan_version = version;
         self.cx.send_control(to, header, Body::Inline(holdings.payload(generation)));
+        if self.lanes.is_through() {
+            self.changes.note_all_through(&holdings);
+            return;
+        }
         // A rank's own are noted once: it enters this phase once for a membership.
         let _ = self.changes.note(generation, self.cx.rank, holdings);
     }

@@ -79,6 +79,8 @@ impl Plan {
             slices,
             lost,
             whole: Vec::new(),
+            lane: 0,
+            other_lanes: 0,
         };
         plan.check_dedicated_servers()?;
         for (index, tensor) in tensors.into_iter().enumerate() {

@@ -24,7 +24,8 @@ impl Plan {
     pub fn lane(&self, lane: u32, lanes: u32) -> Plan {
         assert!(lane < lanes, "there are {lanes} lanes");
         let lane_of = self.lanes_of_slices(lanes);
-        let mut part = Plan { slices: Vec::new(), whole: Vec::new(), ..self.clone() };
+        let mut part = Plan { lane, other_lanes: lanes - 1, ..self.clone() };
+        part.slices.clear();
         for tensor in self.tensor_ids() {
             let first = part.slices.len() as u32;
             for slice in self.slices_of(tensor).filter(|slice| lane_of[slice.index()] == lane) {

@@ -17,7 +17,7 @@ mod median_window;
 pub(crate) use coordinator::StepEntry;
 pub(super) use early_results::is_early;
 
-use crate::api::{BufferRef, Event, PayloadDest};
+use crate::api::{BufferRef, Event, LaneNews, PayloadDest};
 use crate::contribution::Arriving;
 use crate::cx::Cx;
 use crate::plan::Plan;
@@ -57,11 +57,14 @@ pub(super) struct Stragglers {
     late: DroppedPushes,
     /// Whether this rank takes no part in the current step.
     passes: bool,
+    /// In the first lane: those in which this rank has submitted all of this step.
+    submitted: (Step, u32),
 }
 
 impl Stragglers {
     pub(super) fn new(plan: &Plan, rank: Rank) -> Stragglers {
-        let policy = plan.strategy.synchrony.stragglers().filter(|_| rank == Rank(0));
+        let decides = rank == Rank(0) && plan.lane == 0;
+        let policy = plan.strategy.synchrony.stragglers().filter(|_| decides);
         let coordinator = policy.map(|policy| Coordinator::new(policy, plan.world_size));
         Stragglers { coordinator, ..Stragglers::default() }
     }
@@ -128,6 +131,10 @@ impl Stragglers {
         let now = cx.clock.now();
         self.sets.retain(|&it, _| it.0 + SETS_KEPT >= step.0);
         self.early.begin(cx, step);
+        if cx.plan.lane > 0 {
+            // Where it carries nothing, all of that is submitted.
+            return cx.worker.has_submitted_all() && self.note_lane(cx, step);
+        }
         if let Some(coordinator) = &mut self.coordinator {
             let begun = coordinator.begun(cx.rank, step, entry, now);
             return begun.map_err(|refusal| cx.abort(refusal.0)).is_ok();
@@ -144,21 +151,62 @@ impl Stragglers {
     /// A tensor of the current step was submitted; with the last one rank 0 hears of it. Returns
     /// whether decisions may follow.
     pub(super) fn on_submitted(&mut self, cx: &mut Cx, tensor: TensorId) -> bool {
-        let (rank, step) = (cx.rank, cx.worker.step());
-        let is_last = cx.worker.has_submitted_all() && !self.passes;
-        if is_last && !self.may_contribute(rank, step) {
-            let behind = self.is_behind(step, cx.clock.now());
-            let behind = behind.unwrap_or_else(|| has_whole_result(cx, step));
-            cx.events.push_back(Event::LeftOut { step, behind });
+        let step = cx.worker.step();
+        let is_last = cx.worker.has_submitted_all() && self.note_lane(cx, step);
+        if is_last {
+            self.note_left_out(cx, step);
         }
         if self.set(step).is_some() {
             cx.part_done(tensor);
         }
-        if !is_last {
+        is_last && self.tell_submitted(cx, step)
+    }
+
+    /// All that another lane carries of the current step was submitted, in the first lane. Returns whether decisions
+    /// may follow.
+    pub(super) fn on_submitted_in_a_lane(&mut self, cx: &mut Cx, step: Step) -> bool {
+        let is_last = self.note_lane(cx, step);
+        if is_last {
+            self.note_left_out(cx, step);
+        }
+        is_last && self.tell_submitted(cx, step)
+    }
+
+    /// All that a lane carries of the current step was submitted. Returns whether that is so in all lanes of this
+    /// rank, which the first one knows, and it takes part in the step.
+    fn note_lane(&mut self, cx: &mut Cx, step: Step) -> bool {
+        if self.passes {
             return false;
         }
+        if cx.plan.lane > 0 {
+            cx.events.push_back(Event::TellLead(LaneNews::Submitted(step)));
+            return false;
+        }
+        if self.submitted.0 != step {
+            self.submitted = (step, 0);
+        }
+        self.submitted.1 += 1;
+        self.has_submitted_all(cx, step)
+    }
+
+    /// Whether this rank has submitted all of a step in all lanes, which the first one knows.
+    fn has_submitted_all(&self, cx: &Cx, step: Step) -> bool {
+        cx.plan.lane == 0 && self.submitted == (step, cx.plan.other_lanes + 1)
+    }
+
+    /// This rank has submitted all; perhaps the step goes on without that.
+    fn note_left_out(&self, cx: &mut Cx, step: Step) {
+        if !self.may_contribute(cx.rank, step) {
+            let behind = self.is_behind(step, cx.clock.now());
+            let behind = behind.unwrap_or_else(|| has_whole_result(cx, step));
+            cx.events.push_back(Event::LeftOut { step, behind });
+        }
+    }
+
+    /// Rank 0 hears that this rank has submitted all. Returns whether decisions may follow.
+    fn tell_submitted(&mut self, cx: &mut Cx, step: Step) -> bool {
         if self.coordinator.is_some() {
-            let noted = self.note_complete(cx, rank, step);
+            let noted = self.note_complete(cx, cx.rank, step);
             debug_assert_eq!(noted, Ok(()), "a step is completed once");
             return true;
         }
@@ -170,8 +218,10 @@ impl Stragglers {
 impl Stragglers {
     /// This rank passes a step that is decided.
     pub(super) fn note_passed(&self, cx: &mut Cx, step: Step) {
-        let behind = self.is_behind(step, cx.clock.now()).unwrap_or(false);
-        cx.events.push_back(Event::LeftOut { step, behind });
+        if cx.plan.lane == 0 {
+            let behind = self.is_behind(step, cx.clock.now()).unwrap_or(false);
+            cx.events.push_back(Event::LeftOut { step, behind });
+        }
     }
 }
 
@@ -194,7 +244,8 @@ pub(super) fn check_control(cx: &Cx, from: Rank, header: &FrameHeader) -> Valida
         FrameKind::Contributors => (cx.plan.world_size.div_ceil(8), from == Rank(0)),
         _ => (0, cx.rank == Rank(0)),
     };
-    let expected = cx.plan.drops_stragglers(header.step) && right_side && from != cx.rank;
+    let decided_here = cx.plan.drops_stragglers(header.step) && cx.plan.lane == 0;
+    let expected = decided_here && right_side && from != cx.rank;
     if expected && header.length == length {
         return Ok(());
     }
@@ -270,7 +321,12 @@ impl Stragglers {
         Ok(())
     }
 
-    fn decided(&mut self, cx: &mut Cx, step: Step, set: &RankSet) {
+    /// The contributors of a step are known. The first lane tells the others before this rank's program hears of it.
+    pub(super) fn decided(&mut self, cx: &mut Cx, step: Step, set: &RankSet) {
+        if cx.plan.lane == 0 && cx.plan.other_lanes > 0 {
+            let news = LaneNews::Contributors(step, set.iter().collect());
+            cx.events.push_back(Event::TellLanes(news));
+        }
         cx.clock.progressed();
         let now = cx.clock.now();
         if !self.newest.is_initial() {
@@ -288,7 +344,7 @@ impl Stragglers {
     /// The step that this rank is in is decided.
     fn decided_current(&mut self, cx: &mut Cx, step: Step, set: &RankSet) {
         if !set.contains(cx.rank) && !self.passes {
-            if cx.worker.has_submitted_all() {
+            if self.has_submitted_all(cx, step) {
                 cx.events.push_back(Event::LeftOut { step, behind: false });
             }
             for slice in cx.tx.withdraw_pushes(step) {

@@ -76,6 +76,11 @@ impl Session {
         self.finishing && !self.is_over()
     }
 
+    /// Whether this rank has said goodbye.
+    pub(crate) fn has_said_goodbye(&self) -> bool {
+        self.goodbye_said
+    }
+
     /// Says goodbye to all others, once.
     pub(crate) fn send_goodbye(&mut self, cx: &mut Cx, last_step: Step) {
         if !core::mem::replace(&mut self.goodbye_said, true) {

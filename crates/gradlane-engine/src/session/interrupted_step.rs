@@ -221,6 +221,18 @@ impl Changes {
         Ok(())
     }
 
+    /// All members have said goodbye, and have what this rank has: it waits for none.
+    pub(crate) fn note_all_through(&mut self, holdings: &Holdings) {
+        let Some(Change { generation, members, .. }) = &self.now else {
+            return;
+        };
+        let resumed = self.resumed.entry(*generation).or_default();
+        for rank in members.iter() {
+            self.holdings.entry((*generation, rank)).or_insert_with(|| holdings.clone());
+            resumed.push(rank);
+        }
+    }
+
     /// Checks that a membership is not further ahead than any can be.
     fn check_generation(&self, generation: u32) -> Validated<()> {
         if generation.saturating_sub(self.in_force) <= MEMBERSHIPS_AHEAD_MAX {

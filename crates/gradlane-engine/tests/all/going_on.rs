@@ -5,6 +5,7 @@
 //! `GRADLANE_SWARM=1000000` runs as many seeds (`make swarm`), `GRADLANE_SWARM_FIRST=N` begins with seed N;
 //! a failure prints its own.
 
+mod news;
 mod world;
 
 use gradlane_units::Rng;
@@ -63,6 +64,12 @@ fn as_it_is(setting: Setting, _: u64) -> Setting {
     setting
 }
 
+/// As any of the others, in several lanes.
+fn in_lanes(setting: Setting, seed: u64) -> Setting {
+    let forms: [Form; 4] = [as_it_is, Setting::encoded, Setting::with_rings, encoded_rings];
+    forms[(seed % 4) as usize](setting, seed).with_lanes(seed)
+}
+
 fn encoded_rings(setting: Setting, seed: u64) -> Setting {
     setting.encoded(seed).with_rings(seed)
 }
@@ -70,12 +77,13 @@ fn encoded_rings(setting: Setting, seed: u64) -> Setting {
 #[test]
 fn nothing_is_lost_when_nothing_fails() {
     for seed in 0..20 {
-        let forms: [Form; 4] = [as_it_is, Setting::encoded, Setting::with_rings, encoded_rings];
+        let forms: [Form; 5] =
+            [as_it_is, Setting::encoded, Setting::with_rings, encoded_rings, in_lanes];
         for setting in forms.map(|form| form(Setting::drawn(seed), seed)) {
             let mut world = World::new(&setting, seed);
             world.run();
             world.check(seed);
-            assert!(world.memberships().len() == 1, "seed {seed}");
+            assert!(world.memberships(0).len() == 1, "seed {seed}");
         }
     }
 }
@@ -98,6 +106,11 @@ fn swarm_of_faults_round_rings() {
 #[test]
 fn swarm_of_faults_round_rings_with_codecs() {
     swarm(encoded_rings);
+}
+
+#[test]
+fn swarm_of_faults_in_lanes() {
+    swarm(in_lanes);
 }
 
 /// Seeds beyond those of each run: a rank that all others had left was asked to agree, and found no majority;
@@ -158,6 +171,11 @@ fn every_moment_at_which_any_rank_can_die() {
 }
 
 #[test]
+fn every_moment_at_which_any_rank_with_lanes_can_die() {
+    kills(&Setting { lanes: 2, ..Setting::small() });
+}
+
+#[test]
 fn every_moment_at_which_any_rank_can_die_with_codecs() {
     kills(&Setting::small().with_codec(1, true, false));
     kills(&Setting::small().with_codec(2, false, true));
@@ -187,6 +205,11 @@ fn a_network_that_mixes_memberships_is_found_with_codecs() {
 fn a_network_that_mixes_memberships_is_found_round_rings() {
     let found = finds(World::mix_memberships, Setting::with_rings);
     assert!(found, "an old membership's frames were taken");
+}
+
+#[test]
+fn a_network_that_mixes_memberships_is_found_in_lanes() {
+    assert!(finds(World::mix_memberships, in_lanes), "an old membership's frames were taken");
 }
 
 #[test]

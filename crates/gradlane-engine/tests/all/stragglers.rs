@@ -6,12 +6,12 @@ use crate::common::model::gradient;
 use crate::common::toy::Toy;
 use crate::common::{tensors, Cluster};
 use gradlane_engine::{
-    CodecSizes, Cutoff, Input, Plan, StragglerPolicy, Strategy as Setting, Synchrony, Update,
+    CodecSizes, Cutoff, Event, Input, Plan, StragglerPolicy, Strategy as Setting, Synchrony, Update,
 };
 use gradlane_units::{Rank, Rng, Step, TensorId, Time};
 use gradlane_wire::FrameKind;
 use proptest::prelude::*;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 fn stragglers(cutoff: Cutoff, ahead_steps: u32) -> Synchrony {
@@ -57,8 +57,15 @@ struct Walk {
     finished: bool,
 }
 
+/// A call for a lane, and the values of its tensor.
+type Call = (Input, Vec<f32>);
+
 struct Run {
+    /// The first lanes of all ranks.
     cluster: Cluster,
+    /// The other lanes, and what they and the first have not taken, by lane and rank.
+    others: Vec<Cluster>,
+    inboxes: BTreeMap<(usize, u32), VecDeque<Call>>,
     sizes: Vec<u64>,
     steps: u64,
     holes: bool,
@@ -76,25 +83,32 @@ struct Run {
 
 impl Run {
     fn new(plan: &Arc<Plan>, frame: u32, lazy: &[u32], steps: u64, seed: u64) -> Run {
-        Run::with_toy(plan, None, frame, lazy, steps, seed)
+        Run::with_lanes(plan, 1, None, frame, lazy, steps, seed)
     }
 
-    fn with_toy(
+    fn with_lanes(
         plan: &Arc<Plan>,
+        lanes: u32,
         toy: Option<Toy>,
         frame: u32,
         lazy: &[u32],
         steps: u64,
         seed: u64,
     ) -> Run {
-        let mut cluster = match toy {
-            Some(toy) => Cluster::with_toy(plan, toy, frame, 1 << 16, seed),
-            None => Cluster::new(plan, frame, 1 << 16, seed),
+        let cluster = |lane: u32| {
+            let (plan, seed) = (&Arc::new(plan.lane(lane, lanes)), seed ^ u64::from(lane));
+            let mut cluster = match toy {
+                Some(toy) => Cluster::with_toy(plan, toy, frame, 1 << 16, seed),
+                None => Cluster::new(plan, frame, 1 << 16, seed),
+            };
+            cluster.step_zero();
+            cluster
         };
-        cluster.step_zero();
         let walk = |&lazy: &u32| Walk { lazy, step: 0, left: 0, passes: false, finished: false };
         Run {
-            cluster,
+            cluster: cluster(0),
+            others: (1..lanes).map(cluster).collect(),
+            inboxes: BTreeMap::new(),
             sizes: plan.tensors.iter().map(|it| it.spec.numel).collect(),
             steps,
             holes: false,
@@ -118,22 +132,102 @@ impl Run {
             turns += 1;
             assert!(turns < 400_000, "nothing moves: {:?}", self.walks);
         }
+        self.rest();
+    }
+
+    /// Runs all lanes until nothing moves.
+    fn rest(&mut self) {
         self.cluster.run();
+        self.others.iter_mut().for_each(Cluster::run);
+        while self.pass_news() {
+            while let Some(&key) = self.inboxes.keys().next() {
+                self.take_call(key);
+            }
+            self.cluster.run();
+            self.others.iter_mut().for_each(Cluster::run);
+        }
+    }
+
+    fn lanes(&mut self) -> impl Iterator<Item = &mut Cluster> {
+        std::iter::once(&mut self.cluster).chain(&mut self.others)
+    }
+
+    /// Gives what lanes tell each other to those that it is for; whether there is something to take.
+    fn pass_news(&mut self) -> bool {
+        let mut told = Vec::new();
+        for cluster in self.lanes() {
+            for (rank, node) in (0..).zip(&mut cluster.nodes) {
+                told.extend(std::mem::take(&mut node.news).into_iter().map(|event| (rank, event)));
+            }
+        }
+        for (rank, event) in told {
+            match event {
+                Event::TellLead(news) => {
+                    let inbox = self.inboxes.entry((0, rank)).or_default();
+                    inbox.push_back((Input::Told(news), Vec::new()));
+                }
+                Event::TellLanes(news) => self.tell_others(rank, &Input::Told(news), &[]),
+                event => unreachable!("{event:?} is for no lane"),
+            }
+        }
+        !self.inboxes.is_empty()
+    }
+
+    fn tell_others(&mut self, rank: u32, input: &Input, values: &[f32]) {
+        for (index, cluster) in self.others.iter().enumerate() {
+            let of = match input {
+                Input::GradientReady(tensor, _) | Input::TensorAbsent(tensor, _) => Some(*tensor),
+                _ => None,
+            };
+            let plan = cluster.nodes[0].engine.plan();
+            if of.is_none_or(|tensor| plan.has_slices_of(tensor)) {
+                let inbox = self.inboxes.entry((index + 1, rank)).or_default();
+                inbox.push_back((input.clone(), values.to_vec()));
+            }
+        }
+    }
+
+    /// A lane takes a call, or news.
+    fn take_call(&mut self, key: (usize, u32)) {
+        let inbox = self.inboxes.get_mut(&key).expect("a call");
+        let (input, values) = inbox.pop_front().expect("a call");
+        if inbox.is_empty() {
+            self.inboxes.remove(&key);
+        }
+        let cluster = self.lanes().nth(key.0).expect("a lane");
+        let node = &mut cluster.nodes[key.1 as usize];
+        if let Input::GradientReady(tensor, _) | Input::TensorAbsent(tensor, _) = &input {
+            node.tensors[tensor.index()] = values;
+        }
+        node.engine.handle(input).expect("a call that fits");
+        node.take_events();
+        self.pass_news();
     }
 
     fn turn(&mut self) {
         let rank = self.cluster.rng.below(self.cluster.world());
         let walk = self.walks[rank as usize];
         self.cluster.stir(6);
+        self.others.iter_mut().for_each(|it| it.stir(6));
+        self.pass_news();
+        if !self.inboxes.is_empty() {
+            let at = self.cluster.rng.below(2 * self.inboxes.len() as u32) as usize;
+            let key = self.inboxes.keys().nth(at).copied();
+            key.into_iter().for_each(|key| self.take_call(key));
+        }
         self.clock += u64::from(self.cluster.rng.below(3));
         // A rank reads its clock when it does something; rank 0 has deadlines.
         for reader in [0, rank] {
-            let node = &mut self.cluster.nodes[reader as usize];
-            if !node.dead {
-                node.engine.handle_time(Time(self.clock));
-                node.take_events();
+            let now = Time(self.clock);
+            for cluster in self.lanes() {
+                let node = &mut cluster.nodes[reader as usize];
+                if !node.dead {
+                    node.engine.handle_time(now);
+                    node.take_events();
+                }
             }
         }
+        self.pass_news();
         let dead = self.cluster.nodes[rank as usize].dead;
         if !walk.finished && !dead && self.cluster.rng.below(walk.lazy) == 0 {
             self.act(rank);
@@ -144,6 +238,11 @@ impl Run {
     /// One rank does its next thing, if it can.
     fn act(&mut self, rank: u32) {
         let coin = self.cluster.rng.below(2) == 0;
+        self.pass_news();
+        // Calls come after what the first lane was told before.
+        while self.inboxes.contains_key(&(0, rank)) {
+            self.take_call((0, rank));
+        }
         let walk = &mut self.walks[rank as usize];
         let node = &mut self.cluster.nodes[rank as usize];
         node.take_events();
@@ -156,43 +255,74 @@ impl Run {
             walk.left -= 1;
             let tensor = walk.left;
             let id = TensorId(tensor as u32);
-            if !walk.passes && has(rank, step.0, tensor, self.holes) {
-                node.tensors[tensor] = gradient(rank, tensor, step.0, self.sizes[tensor]);
-                node.engine.handle(Input::GradientReady(id, step)).expect("a gradient");
+            let (input, values) = if !walk.passes && has(rank, step.0, tensor, self.holes) {
+                let values = gradient(rank, tensor, step.0, self.sizes[tensor]);
+                (Input::GradientReady(id, step), values)
             } else {
-                node.tensors[tensor] = vec![f32::NAN; self.sizes[tensor] as usize];
-                node.engine.handle(Input::TensorAbsent(id, step)).expect("an absence");
+                (Input::TensorAbsent(id, step), vec![f32::NAN; self.sizes[tensor] as usize])
+            };
+            if node.engine.plan().has_slices_of(id) {
+                node.tensors[tensor].clone_from(&values);
+                node.engine.handle(input.clone()).expect("a contribution");
+                node.take_events();
             }
-            node.take_events();
-            return;
+            self.pass_news();
+            return self.tell_others(rank, &input, &values);
         }
-        if node.completed.last() != Some(&step) {
+        let is_complete = |it: &Cluster| it.nodes[rank as usize].completed.last() == Some(&step);
+        if !is_complete(&self.cluster) || !self.others.iter().all(is_complete) {
             return;
         }
         for tensor in (0..self.sizes.len()).filter(|_| step.0 > 0) {
-            let event = (TensorId(tensor as u32), step);
+            let values = self.result(rank, step, tensor);
+            self.held.insert((rank, step.0, tensor), values);
+        }
+        let (node, walk) = (&mut self.cluster.nodes[rank as usize], &mut self.walks[rank as usize]);
+        let next = step.next();
+        let barrier = next.0.is_multiple_of(self.barrier_every);
+        let input = if step.0 == self.steps {
+            walk.finished = true;
+            Input::Finish
+        } else if barrier {
+            Input::StepBarrier(next)
+        } else if coin && node.engine.handle(Input::StepPass(next)).is_ok() {
+            self.passed.insert((rank, next.0));
+            *walk = Walk { step: next.0, left: self.sizes.len(), passes: true, ..*walk };
+            node.take_events();
+            self.pass_news();
+            return self.tell_others(rank, &Input::StepPass(next), &[]);
+        } else {
+            Input::StepBegin(next)
+        };
+        if !walk.finished {
+            *walk = Walk { step: next.0, left: self.sizes.len(), passes: false, ..*walk };
+        }
+        node.engine.handle(input.clone()).expect("taken");
+        node.take_events();
+        self.pass_news();
+        self.tell_others(rank, &input, &[]);
+    }
+
+    /// What a rank got for a tensor, in all lanes; none where nobody had a gradient.
+    fn result(&mut self, rank: u32, step: Step, tensor: usize) -> Option<Vec<f32>> {
+        let (mut all_absent, mut result) = (true, vec![0.0; self.sizes[tensor] as usize]);
+        let event = (TensorId(tensor as u32), step);
+        for cluster in self.lanes() {
+            let node = &cluster.nodes[rank as usize];
+            let plan = node.engine.plan();
+            if !plan.has_slices_of(event.0) {
+                continue;
+            }
             let ready = node.ready.iter().rev().filter(|it| (it.0, it.1) == event);
             let absent: Vec<bool> = ready.map(|it| it.2).collect();
             assert_eq!(absent.len(), 1, "{event:?} is ready once");
-            let values = (!absent[0]).then(|| node.tensors[tensor].clone());
-            self.held.insert((rank, step.0, tensor), values);
+            all_absent &= absent[0];
+            for slice in plan.slices_of(event.0).map(|id| plan.slice(id)) {
+                let range = slice.start as usize..(slice.start + slice.length) as usize;
+                result[range.clone()].copy_from_slice(&node.tensors[tensor][range]);
+            }
         }
-        if step.0 == self.steps {
-            walk.finished = true;
-            node.engine.handle(Input::Finish).expect("always taken");
-            return;
-        }
-        let next = step.next();
-        let barrier = next.0.is_multiple_of(self.barrier_every);
-        let passes = coin && !barrier && node.engine.handle(Input::StepPass(next)).is_ok();
-        if barrier {
-            node.engine.handle(Input::StepBarrier(next)).expect("the step begins");
-        } else if !passes {
-            node.engine.handle(Input::StepBegin(next)).expect("the step begins");
-        } else {
-            self.passed.insert((rank, next.0));
-        }
-        *walk = Walk { step: next.0, left: self.sizes.len(), passes, ..*walk };
+        (!all_absent).then_some(result)
     }
 
     /// No step is decided too far ahead of any rank.
@@ -207,7 +337,8 @@ impl Run {
         let decided = &self.cluster.nodes[0].decided;
         let steps: Vec<u64> = decided.iter().map(|(step, _)| step.0).collect();
         assert_eq!(steps, (1..=self.steps).collect::<Vec<_>>(), "each step is decided once");
-        for node in &self.cluster.nodes {
+        let others = self.others.iter().flat_map(|it| &it.nodes);
+        for node in self.cluster.nodes.iter().chain(others) {
             assert_eq!(&node.decided, decided, "{}", node.engine.rank());
             assert!(node.closed, "{}: {:?}", node.engine.rank(), node.failure);
             assert_eq!(node.engine.buffers_in_use(), 0, "buffers leaked");
@@ -272,11 +403,12 @@ proptest! {
         holes in any::<bool>(),
         toy in any_toy(),
         barrier_every in 2..9_u64,
+        lanes in prop_oneof![Just(1_u32), 2..5_u32],
         seed in any::<u64>(),
     ) {
         let world = lazy.len() as u32;
         let plan = plan_of(&sizes, name, slice_elems, world, stragglers(close, ahead_steps), toy);
-        let mut run = Run::with_toy(&plan, toy, frame, &lazy, steps, seed);
+        let mut run = Run::with_lanes(&plan, lanes, toy, frame, &lazy, steps, seed);
         run.holes = holes;
         run.barrier_every = barrier_every;
         run.go();

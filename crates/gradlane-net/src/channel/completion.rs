@@ -3,9 +3,10 @@
 //! Lanes publish; application threads look and wait. A look is one atomic load; publishing
 //! takes a lock only while a thread waits.
 
+use crate::channel::membership_news::{MembershipEvent, MembershipNews};
 use crate::sys::lock;
 use gradlane_engine::Plan;
-use gradlane_units::{Rank, SquareSum, Step, TensorId};
+use gradlane_units::{SquareSum, Step, TensorId};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -27,24 +28,6 @@ pub(crate) enum WaitTarget {
     /// News of the membership.
     Membership,
     End,
-}
-
-/// News of the membership, for the application.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[allow(missing_docs, reason = "fields with the name of their type")]
-pub enum MembershipEvent {
-    /// The register of this generation in the job's store decides, and should get this value
-    /// ([`Channel::answer_claim`](crate::Channel::answer_claim)).
-    ClaimNeeded { generation: u32, value: Vec<u8> },
-    /// Training goes on with these members.
-    Changed {
-        generation: u32,
-        members: Vec<Rank>,
-        /// The latest step that a member was in.
-        step: Step,
-        /// The lost ranks, and the reason.
-        reason: String,
-    },
 }
 
 #[derive(Debug)]
@@ -86,7 +69,7 @@ pub(crate) struct CompletionTable {
     ended: AtomicU64,
     finished: Mutex<VecDeque<(Step, TensorId, bool)>>,
     root_requests: Mutex<VecDeque<(TensorId, Step)>>,
-    membership: Mutex<VecDeque<MembershipEvent>>,
+    membership: Mutex<MembershipNews>,
     waiting: AtomicUsize,
     waiters: Mutex<Vec<Waiter>>,
 }
@@ -115,7 +98,7 @@ impl CompletionTable {
             ended: AtomicU64::new(0),
             finished: Mutex::default(),
             root_requests: Mutex::default(),
-            membership: Mutex::default(),
+            membership: Mutex::new(MembershipNews::new(lanes as usize)),
             waiting: AtomicUsize::new(0),
             waiters: Mutex::default(),
         }
@@ -187,15 +170,15 @@ impl CompletionTable {
         lock(&self.root_requests).drain(..).collect()
     }
 
-    /// Publishes news of the membership.
-    pub(crate) fn publish_change(&self, event: MembershipEvent) {
-        lock(&self.membership).push_back(event);
+    /// Publishes a lane's news of the membership.
+    pub(crate) fn publish_change(&self, lane: usize, event: MembershipEvent) {
+        lock(&self.membership).note(lane, event);
         self.signal(WaitTarget::Membership);
     }
 
     /// Takes all news of the membership since the last call.
     pub(crate) fn take_changes(&self) -> Vec<MembershipEvent> {
-        lock(&self.membership).drain(..).collect()
+        lock(&self.membership).take()
     }
 
     /// Notes that a step is complete in a lane, and publishes it with the last one.

@@ -70,11 +70,6 @@ impl Channel {
         if options.going_on.is_some() {
             plan.check_goes_on()?;
         }
-        if options.lanes > 1 && plan.strategy.synchrony.stragglers().is_some() {
-            let lanes = options.lanes;
-            let text = format!("lanes is {lanes}, and stragglers are left out: use one lane");
-            return Err(ChannelError::Argument(text));
-        }
         if peers.len() != options.world_size as usize {
             return Err(ChannelError::Argument(format!(
                 "{} addresses of peers for a world of {} ranks",

@@ -1,8 +1,9 @@
 //! Waits of application threads for tensors, steps and decisions.
 
 use super::handle::Channel;
-use crate::channel::completion::{MembershipEvent, WaitTarget};
+use crate::channel::completion::WaitTarget;
 use crate::channel::guard::ApiGuard;
+use crate::channel::membership_news::MembershipEvent;
 use crate::channel::shared::Command;
 use crate::error::ChannelError;
 use crate::sys::lock;

@@ -3,7 +3,7 @@
 use super::connection::Connection;
 use super::frame_writer::{OutgoingFrame, OutgoingPayload};
 use crate::channel::blocks;
-use crate::channel::completion::MembershipEvent;
+use crate::channel::membership_news::MembershipEvent;
 use crate::channel::shared::{Command, LaneInbox, Shared, StopCause};
 use crate::compute::job_runner::JobRunner;
 use crate::compute::server_command::ServerCommand;
@@ -18,8 +18,8 @@ use crate::sys::poller::Interest;
 use crate::sys::socket::Socket;
 use crate::sys::suspend_aware_clock::SuspendAwareClock;
 use gradlane_engine::{
-    EngineOptions, Event, Failure, JournaledEngine, Payload, ProtocolError, Region, Synchrony,
-    Transmit,
+    EngineOptions, Event, Failure, Input, JournaledEngine, Payload, ProtocolError, Region,
+    Synchrony, Transmit,
 };
 use gradlane_units::{Rank, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
@@ -209,12 +209,18 @@ impl Core {
                 lock(&self.shared.metrics.staleness).note(rank, staleness);
             }
             Event::ContributorsDecided { .. } | Event::LeftOut { .. } | Event::Late { .. } => {
-                lock(&self.shared.metrics.participation).note(&event);
+                // The first lane has told the others before.
+                let counts = self.lane == 0;
+                if counts {
+                    lock(&self.shared.metrics.participation).note(&event);
+                }
                 if let Event::ContributorsDecided { step, contributors } = event {
                     if !contributors.contains(&self.engine.rank()) {
                         self.jobs.state.left_out(step);
                     }
-                    completion.publish_contributors(step);
+                    if counts {
+                        completion.publish_contributors(step);
+                    }
                 }
             }
             Event::PlanSwitched { version, .. } => {
@@ -232,12 +238,18 @@ impl Core {
                 }
             }
             Event::Disconnect(rank) => self.to_disconnect.push(rank),
+            Event::TellLead(news) => self.shared.tell_first(Command::Engine(Input::Told(news))),
+            Event::TellLanes(news) => {
+                let others = self.shared.lanes.iter().skip(1);
+                others.for_each(|it| it.command(Command::Engine(Input::Told(news.clone()))));
+            }
             Event::ClaimNeeded { generation, value } => {
-                completion.publish_change(MembershipEvent::ClaimNeeded { generation, value });
+                let claim = MembershipEvent::ClaimNeeded { generation, value };
+                completion.publish_change(self.lane, claim);
             }
             Event::MembersChanged { generation, members, step, reason } => {
                 let changed = MembershipEvent::Changed { generation, members, step, reason };
-                completion.publish_change(changed);
+                completion.publish_change(self.lane, changed);
             }
             Event::Closed => self.is_over = true,
             Event::Failed(failure) => {

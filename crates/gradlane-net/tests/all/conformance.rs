@@ -120,7 +120,6 @@ fn a_replay_of_steps_that_leave_an_encoding_rank_out_decides_the_same() {
     let strategy = Strategy { synchrony: ready, ..strategy };
     let plan = plan_encoded_by(tensors, codec, strategy, WORLD, Update::Worker);
     let channels = world_with("127.0.0.1", WORLD, &plan, |options| {
-        options.lanes = 1;
         options.journal = true;
         options.frame_bytes = 2_000;
         options.credit_bytes = 2_000;

@@ -13,12 +13,12 @@ use gradlane_net::{
 };
 use gradlane_units::{Dtype, Rank, Step, TensorId};
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 const STEPS: u64 = 12;
 
 fn goes_on(options: &mut ChannelOptions) {
-    options.lanes = 1;
     options.going_on = Some(GoingOnOptions { min_ranks: 1, collect_s: 0.2, answer_s: 5.0 });
 }
 
@@ -307,8 +307,11 @@ fn outlive_the_other(channel: &Channel, step: u64) -> Vec<Tensor> {
 fn the_register_decides(strategy: &str) {
     let plan = plan(model(), strategy, 1_000, 2);
     let channels = world_with("127.0.0.1", 2, &plan, goes_on);
-    each_rank(channels, |channel| {
+    // What rank 0 has not sent of a step that it has, is lost with it.
+    let through = Arc::new(Barrier::new(2));
+    each_rank(channels, move |channel| {
         train(&channel, 0, 3);
+        through.wait();
         if channel.rank() == Rank(0) {
             return channel.abort("it was killed");
         }
@@ -344,8 +347,10 @@ fn read_owner_residual(channel: &Channel, step: u64, index: usize) -> Vec<f32> {
 #[test]
 fn the_last_rank_has_what_it_has_held_back_of_means() {
     const CODEC: &str = "onebit:bucket=64";
-    each_rank(encoded(CODEC, "p3", 2), |channel| {
+    let through = Arc::new(Barrier::new(2));
+    each_rank(encoded(CODEC, "p3", 2), move |channel| {
         let mut tensors = train(&channel, 0, 3);
+        through.wait();
         if channel.rank() == Rank(0) {
             return channel.abort("it was killed");
         }

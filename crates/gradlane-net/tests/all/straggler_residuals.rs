@@ -183,7 +183,6 @@ fn trains(codec: &'static str, slice_elems: u64, world_size: u32, seed: u64, car
     let json = plan_for(codec, slice_elems, world_size);
     let schedule = Arc::new(Schedule::draw(seed, world_size, carries));
     let channels = world_with("127.0.0.1", world_size, &json, |options| {
-        options.lanes = 1;
         options.encoded_ahead = 1 + (seed % 3) as usize;
         options.frame_bytes = 700;
         options.credit_bytes = 700;

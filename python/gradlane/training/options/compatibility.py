@@ -41,7 +41,6 @@ class Feature(enum.Enum):
     SERVERS = ("servers=", "leave servers out")
     SERVING = ("workers=", "leave workers out, so that all ranks train")
     CHECK_EVERY = ("check_every=", "leave check_every out, and a sample is compared")
-    LANES = ("lanes=2", "leave lanes out")
     CODEC = ("codec=", "leave the codec out")
     DGC = ('codec="dgc"', "use topk, which also sends the largest values")
     RESIDUAL = (
@@ -204,11 +203,9 @@ ROWS = (
     PairRow(_F.STRAGGLERS, _F.ASGD, CANNOT, "asynchronous training waits for nobody", "leave stragglers out"),
     PairRow(_F.STRAGGLERS, _F.FACTORS, NOT_BUILT, "gradients are rebuilt from the factors of all ranks"),
     PairRow(_F.STRAGGLERS, _F.SERVER, NOT_BUILT, "an owner that is late itself does not hold the parameters that it would update"),
-    PairRow(_F.STRAGGLERS, _F.LANES, NOT_BUILT, "which ranks a step leaves out is decided in one lane"),
     PairRow(_F.STRAGGLERS, _F.PLAN_RING, CANNOT, "a ring needs every rank's part", "use a plan whose tensors all have scheme 'ps', such as one that plan=\"auto\" finds in this session"),
     PairRow(_F.STRAGGLERS, _F.PLAN_FACTORS, NOT_BUILT, "gradients are rebuilt from the factors of all ranks", "use a plan whose tensors all have scheme 'ps', such as one that plan=\"auto\" finds in this session"),
     PairRow(_F.JOINS, _F.GOING_ON, CANNOT, "a rank joins a training that goes on when ranks come and go", "open all sessions with going_on=True", needs=True),
-    PairRow(_F.GOING_ON, _F.LANES, NOT_BUILT, "who goes on is decided in one lane"),
     PairRow(_F.GOING_ON, _F.SERVER, NOT_BUILT, "a lost rank takes the optimizer's state of its slices along"),
     PairRow(_F.GOING_ON, _F.PULLS, NOT_BUILT, "only sums that every rank gets from their owners can be finished without a lost rank", "use p3, slicing, wfbp or ring"),
     PairRow(_F.GOING_ON, _F.ASGD, NOT_BUILT, "only sums that every rank gets from their owners can be finished without a lost rank", "use p3, slicing, wfbp or ring"),

@@ -168,8 +168,7 @@ class Network(OptionGroup):
         "Connections to each other rank, each with a thread of its own and its share of all "
         "slices. One carries some 10 Gbit/s in each direction. If absent, one for four processors "
         "that this rank has, at most 3: processors are shared evenly by the ranks of a node. The "
-        "rank with the fewest decides for all; with `going_on`, or stragglers left out, there is "
-        "one.",
+        "rank with the fewest decides for all.",
         least=1,
         most=16,
         read=read_int,

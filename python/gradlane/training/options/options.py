@@ -184,7 +184,7 @@ class Options:
     @functools.cached_property
     def features(self) -> dict[Feature, str]:
         """The features in force, each in the words that ask for it."""
-        lanes, codec = self.network.lanes or 1, self.codec
+        codec = self.codec
         found = strategy_features(
             self.strategy.name, self.update_place, self.strategy.factors, self.stragglers.rule
         )
@@ -197,7 +197,6 @@ class Options:
                 (Feature.SERVERS, self.servers is not None, f"servers={self.servers}"),
                 (Feature.SERVING, self.workers is not None, f"workers={self.workers}"),
                 (Feature.CHECK_EVERY, self.check_every, f"check_every={self.check_every}"),
-                (Feature.LANES, lanes > 1, f"lanes={lanes}"),
                 (Feature.CODEC, codec != RAW, f"codec {codec!r}"),
                 (Feature.PATTERNS, not isinstance(codec, str), "a dictionary of codecs"),
                 (Feature.NODES, self.local.mode in LOCALS[1:3], f'local="{self.local.mode}"'),
@@ -237,11 +236,6 @@ class Options:
     def update_place(self) -> str:
         """Where the optimizer runs, `worker` or `server`."""
         return self.update if isinstance(self.update, str) else UPDATES[0]
-
-    @property
-    def may_have_lanes(self) -> bool:
-        """Whether a pair of ranks may have several connections."""
-        return not (self.going_on.on or self.stragglers.leaves_out)
 
     @property
     def is_asynchronous(self) -> bool:

@@ -48,7 +48,9 @@ impl EarlyResults {
         let arrived = known.map_or(0, |early| early.received_bytes);
         let is_over = known.is_some_and(|early| early.is_whole);
         let is_other = known.is_some_and(|early| early.form != header.form);
-        let too_far = header.step.0 > current.0 + u64::from(furthest);
+        // Another lane of this rank may have begun the next step already.
+        let lag = u32::from(cx.plan.other_lanes > 0);
+        let too_far = header.step.0 > current.0 + u64::from(furthest + lag);
         if too_far || is_over || is_other || arrived != header.offset || from == cx.rank {
             let (what, offset) = (cx.describe(header), header.offset);
             return violation(format!(

@@ -137,8 +137,10 @@ impl Cluster {
         for rank in 0..self.workers() as usize {
             let engine = &mut self.nodes[rank].engine;
             engine.handle(Input::StepBegin(Step(0))).expect("step 0 begins");
-            for tensor in 0..engine.plan().tensors.len() as u32 {
-                engine.handle(Input::GradientReady(TensorId(tensor), Step(0))).expect("values");
+            let tensors = (0..engine.plan().tensors.len() as u32).map(TensorId);
+            for tensor in tensors.filter(|&it| engine.plan().has_slices_of(it)).collect::<Vec<_>>()
+            {
+                engine.handle(Input::GradientReady(tensor, Step(0))).expect("values");
             }
         }
         self.run();

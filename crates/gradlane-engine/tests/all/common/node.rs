@@ -41,6 +41,8 @@ pub struct Node {
     pub membership: Vec<Event>,
     /// Peers whose connections are to be closed.
     pub disconnected: Vec<Rank>,
+    /// What it tells the other lanes of its rank.
+    pub news: Vec<Event>,
     pub closed: bool,
     pub dead: bool,
     /// Whether it sends nothing for now, so that what it would send waits in its queues.
@@ -111,6 +113,7 @@ impl Node {
             suspicions: Vec::new(),
             membership: Vec::new(),
             disconnected: Vec::new(),
+            news: Vec::new(),
             closed: false,
             dead: false,
             silent: false,
@@ -378,6 +381,7 @@ impl Node {
                     self.membership.push(event);
                 }
                 Event::Disconnect(peer) => self.disconnected.push(peer),
+                Event::TellLead(_) | Event::TellLanes(_) => self.news.push(event),
                 Event::Closed => self.closed = true,
                 Event::Failed(failure) => self.failure = Some(failure),
             }

@@ -5,12 +5,13 @@ use crate::common::node::Residuals;
 use crate::common::toy::Toy;
 use crate::common::{round, tensors, Node};
 use gradlane_engine::{
-    CodecSizes, EngineOptions, Event, GoingOn, Input, PayloadDest, Plan, RingBytes, Scheme,
-    Strategy, TensorSetting, Update,
+    CodecSizes, EngineOptions, Event, Failure, GoingOn, Input, PayloadDest, Plan, RingBytes,
+    Scheme, Strategy, TensorSetting, Update,
 };
 use gradlane_units::{Rank, Rng, SliceId, Step, TensorId, Time};
 use gradlane_wire::{FrameHeader, FrameKind};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -48,6 +49,8 @@ pub struct Setting {
     pub rings: Option<u64>,
     /// Faults at most.
     pub faults: u32,
+    /// Lanes of each rank.
+    pub lanes: u32,
 }
 
 /// A codec with or without a residual.
@@ -94,6 +97,7 @@ impl Setting {
             codec: None,
             rings: None,
             faults: 2,
+            lanes: 1,
         }
     }
 
@@ -111,6 +115,7 @@ impl Setting {
             codec: None,
             rings: None,
             faults: 2,
+            lanes: 1,
         }
     }
 
@@ -131,6 +136,11 @@ impl Setting {
         let ranks = 2 + Rng::new(seed ^ 0x0127).below(5);
         let codec = self.codec.map(|codec| Codec { keeps_residual: false, ..codec });
         Setting { ranks, codec, rings: Some(seed), faults: 3, ..self }
+    }
+
+    /// The same, with two lanes to four.
+    pub fn with_lanes(self, seed: u64) -> Setting {
+        Setting { lanes: 2 + Rng::new(seed ^ 0x1a9e).below(3), ..self }
     }
 
     /// The codec of a tensor.
@@ -164,6 +174,9 @@ enum Item {
     Closed,
 }
 
+/// A call of a rank's program that a lane has not taken, with the values of its tensor.
+type Call = (Input, Option<Vec<f32>>);
+
 /// What a rank's program does next.
 #[derive(Default)]
 struct Program {
@@ -173,23 +186,32 @@ struct Program {
     left: usize,
     /// The means that it got, by step and tensor.
     means: BTreeMap<(u64, usize), Vec<u32>>,
+    /// Lanes whose part of a mean is here, and whether any had a value.
+    parts: BTreeMap<(u64, usize), (u32, bool)>,
     finished: bool,
 }
+
+/// By generation: the step of its change, and its members.
+type Memberships = BTreeMap<u32, (u64, Vec<u32>)>;
 
 pub struct World {
     setting: Setting,
     /// That of the start.
     plan: Arc<Plan>,
+    /// By rank, and by lane of it.
     nodes: Vec<Node>,
+    /// By node: what its engine has not been told by its rank's program and other lanes.
+    calls: Vec<VecDeque<Call>>,
     programs: Vec<Program>,
-    /// By generation: the owner of each slice.
-    owners: BTreeMap<u32, Vec<Rank>>,
-    /// Ranks and generations that they have gone on with.
+    /// By lane and generation: the owner of each slice.
+    owners: BTreeMap<(u32, u32), Vec<Rank>>,
+    /// Nodes and generations that they have gone on with.
     told: BTreeSet<(u32, u32)>,
+    /// By pair of nodes.
     wires: BTreeMap<(u32, u32), VecDeque<Item>>,
     /// Frames whose header was taken and whose payload is still arriving.
     arriving: BTreeMap<(u32, u32), (FrameHeader, Vec<u8>, PayloadDest)>,
-    /// Pairs, the lower rank first, that are connected no more; each side has been told, or will be.
+    /// Pairs of nodes of which the first sends nothing more to the second.
     cut: BTreeSet<(u32, u32)>,
     stopped: BTreeSet<u32>,
     /// Whether a rank was stopped or cut off: it may be left out and end.
@@ -216,7 +238,11 @@ impl World {
     pub fn new(setting: &Setting, seed: u64) -> World {
         let plan = Arc::new(setting.plan());
         plan.check_goes_on().expect("training goes on under it");
-        let node = |rank| {
+        let lanes = setting.lanes;
+        let parts: Vec<Arc<Plan>> =
+            (0..lanes).map(|lane| Arc::new(plan.lane(lane, lanes))).collect();
+        let node = |index| {
+            let (rank, lane) = (index / lanes, index % lanes);
             let going_on = GoingOn {
                 min_ranks: 1,
                 collect: Duration::from_millis(200),
@@ -228,17 +254,18 @@ impl World {
                 going_on: Some(going_on),
                 ..EngineOptions::new(Rank(rank))
             };
-            let mut node = Node::with_options(&plan, options);
+            let mut node = Node::with_options(&parts[lane as usize], options);
             node.toy = setting.codec.map(|codec| codec.toy);
             let keeps = setting.codec.is_some_and(|codec| codec.keeps_residual);
             node.residuals = keeps.then(Residuals::default);
             node
         };
         World {
-            nodes: (0..setting.ranks).map(node).collect(),
+            nodes: (0..setting.ranks * lanes).map(node).collect(),
+            calls: (0..setting.ranks * lanes).map(|_| VecDeque::new()).collect(),
             programs: (0..setting.ranks).map(|_| Program::default()).collect(),
             setting: setting.clone(),
-            owners: BTreeMap::from([(0, owners_of(&plan))]),
+            owners: (0..).zip(&parts).map(|(lane, it)| ((lane, 0), owners_of(it))).collect(),
             told: BTreeSet::new(),
             wires: BTreeMap::new(),
             arriving: BTreeMap::new(),
@@ -296,21 +323,17 @@ impl World {
     /// Checks that a rank that sends what is corrupted has evicted one other at most, and was then left.
     pub fn check_spoiled(&self, seed: u64, spoiled: u32) {
         let failed: Vec<u32> = (0..self.setting.ranks)
-            .filter(|&rank| rank != spoiled && !self.nodes[rank as usize].closed)
+            .filter(|&rank| rank != spoiled && !self.has_closed(rank))
             .collect();
         let text = self.describe();
         if text.contains("before another rank had all values to start from") {
-            assert_eq!(failed.len(), self.nodes.len() - 1, "seed {seed}: some went on {text}");
+            let others = self.setting.ranks as usize - 1;
+            assert_eq!(failed.len(), others, "seed {seed}: some went on {text}");
             return;
         }
         assert!(failed.len() < 2, "seed {seed}: ranks {failed:?} were evicted {text}");
-        assert!(failed.is_empty() || !self.nodes[spoiled as usize].closed, "seed {seed} {text}");
-        let memberships = self.memberships();
-        for step in 1..=self.setting.steps {
-            for tensor in 0..self.setting.sizes.len() {
-                self.check_means(seed, &memberships, step, tensor);
-            }
-        }
+        assert!(failed.is_empty() || !self.has_closed(spoiled), "seed {seed} {text}");
+        self.check_all_means(seed);
     }
 
     /// The store is lost, as with its host, rank 0.
@@ -321,13 +344,13 @@ impl World {
     /// Checks the end of a session whose rank 0 was lost while its values spread: whoever is left goes on, if any
     /// of them has all values, or all end with the same words, which name rank 0.
     pub fn check_start(&self, seed: u64) {
-        let left: Vec<&Node> = self.nodes[1..].iter().filter(|node| !node.dead).collect();
-        if left.iter().any(|node| node.closed) {
+        let left = (1..self.setting.ranks).filter(|&rank| !self.is_dead(rank));
+        if left.clone().any(|rank| self.has_closed(rank)) {
             return self.check(seed);
         }
         let mut texts = BTreeSet::new();
-        for node in &left {
-            let failure = node.failure.as_ref();
+        for rank in left {
+            let failure = self.failure(rank);
             let failure =
                 failure.unwrap_or_else(|| panic!("seed {seed}: no end {}", self.describe()));
             assert!(!failure.timed_out, "seed {seed}: {failure}");
@@ -362,8 +385,8 @@ impl World {
                 let (_, fault) = self.faults.pop_front().expect("it was there");
                 self.strike(fault);
             }
-            let node = self.rng.below(self.setting.ranks);
-            let action = self.rng.below(6);
+            let node = self.rng.below(self.nodes.len() as u32);
+            let action = self.rng.below(self.actions_of_a_node());
             let moved = self.act(node, action);
             idle = if moved { 0 } else { idle + 1 };
             if idle > 40 && !self.sweep() && !self.pass_time() {
@@ -373,10 +396,52 @@ impl World {
     }
 
     fn is_over(&self) -> bool {
-        (0..self.nodes.len()).all(|index| {
-            let node = &self.nodes[index];
-            node.dead || node.closed || node.failure.is_some()
-        })
+        (0..self.setting.ranks)
+            .all(|rank| self.is_dead(rank) || self.has_closed(rank) || self.failure(rank).is_some())
+    }
+
+    /// What a node may do: with one lane, calls are taken as they are made.
+    fn actions_of_a_node(&self) -> u32 {
+        if self.setting.lanes == 1 {
+            6
+        } else {
+            7
+        }
+    }
+
+    /// The numbers of a rank's lanes among the nodes.
+    fn lanes_of(&self, rank: u32) -> Range<u32> {
+        rank * self.setting.lanes..(rank + 1) * self.setting.lanes
+    }
+
+    fn rank_of(&self, node: u32) -> u32 {
+        node / self.setting.lanes
+    }
+
+    /// The node that a lane of a rank is connected to at a peer.
+    fn peer_of(&self, node: u32, rank: u32) -> u32 {
+        rank * self.setting.lanes + node % self.setting.lanes
+    }
+
+    fn nodes_of(&self, rank: u32) -> impl Iterator<Item = &Node> + '_ {
+        self.lanes_of(rank).map(|it| &self.nodes[it as usize])
+    }
+
+    fn is_dead(&self, rank: u32) -> bool {
+        self.nodes_of(rank).all(|node| node.dead)
+    }
+
+    fn has_closed(&self, rank: u32) -> bool {
+        self.nodes_of(rank).all(|node| node.closed)
+    }
+
+    fn failure(&self, rank: u32) -> Option<&Failure> {
+        self.nodes_of(rank).find_map(|node| node.failure.as_ref())
+    }
+
+    /// The last step that is complete in all lanes.
+    fn last_complete(&self, rank: u32) -> Option<Step> {
+        self.nodes_of(rank).map(|node| node.completed.last().copied()).min().flatten()
     }
 
     fn describe(&self) -> String {
@@ -397,55 +462,81 @@ impl World {
         self.nodes.iter().map(of).collect()
     }
 
-    fn is_alive(&self, rank: u32) -> bool {
-        let node = &self.nodes[rank as usize];
-        !node.dead && !node.closed && node.failure.is_none() && !self.stopped.contains(&rank)
+    /// Whether a node does anything.
+    fn is_alive(&self, node: u32) -> bool {
+        let (rank, of) = (self.rank_of(node), &self.nodes[node as usize]);
+        !of.dead && !of.closed && self.failure(rank).is_none() && !self.stopped.contains(&rank)
     }
 
     fn strike(&mut self, fault: Fault) {
         self.struck += 1;
         match fault {
             Fault::Kill(rank) => {
-                if self.nodes[rank as usize].closed {
+                if self.has_closed(rank) {
                     return;
                 }
-                self.nodes[rank as usize].dead = true;
-                (0..self.setting.ranks)
-                    .filter(|&it| it != rank)
-                    .for_each(|it| self.close(rank, it));
+                for node in self.lanes_of(rank) {
+                    self.nodes[node as usize].dead = true;
+                    self.peers_of(node).into_iter().for_each(|it| self.close(node, it));
+                }
             }
             Fault::Stop(rank) => {
-                if self.nodes[rank as usize].closed {
+                if self.has_closed(rank) {
                     return;
                 }
                 self.stopped.insert(rank);
                 self.may_end.insert(rank);
-                (0..self.setting.ranks).filter(|&it| it != rank).for_each(|it| {
-                    self.close(rank, it);
-                    self.wires.entry((it, rank)).or_default().push_back(Item::Closed);
-                });
+                for node in self.lanes_of(rank) {
+                    for peer in self.peers_of(node) {
+                        self.close(node, peer);
+                        self.wires.entry((peer, node)).or_default().push_back(Item::Closed);
+                    }
+                }
             }
             Fault::Spoil(rank) => {
                 self.spoiled = Some(rank);
             }
             Fault::GiveUp(rank) => {
-                if self.is_alive(rank) {
+                let lane = self.drawn_lane();
+                let node = self.lanes_of(rank).start + lane;
+                if self.is_alive(node) {
                     self.may_end.insert(rank);
-                    self.nodes[rank as usize].engine.abort("ValueError in its program");
-                    self.listen(rank);
+                    self.nodes[node as usize].engine.abort("ValueError in its program");
+                    self.listen(node);
                     self.leave_if_ended(rank);
                 }
             }
             Fault::Cut(one, other) => {
                 self.may_end.insert(one);
                 self.may_end.insert(other);
-                self.close(one, other);
-                self.close(other, one);
+                // All connections, or that of one lane.
+                let lane = self.drawn_lane();
+                let is_whole = self.setting.lanes == 1 || self.rng.below(2) == 0;
+                for node in self.lanes_of(one) {
+                    if is_whole || node % self.setting.lanes == lane {
+                        let peer = self.peer_of(node, other);
+                        self.close(node, peer);
+                        self.close(peer, node);
+                    }
+                }
             }
         }
     }
 
-    /// Nothing more comes from a rank to another one: what was on the way arrives in part.
+    fn drawn_lane(&mut self) -> u32 {
+        match self.setting.lanes {
+            1 => 0,
+            lanes => self.rng.below(lanes),
+        }
+    }
+
+    /// The nodes that a node has connections to.
+    fn peers_of(&self, node: u32) -> Vec<u32> {
+        let others = (0..self.setting.ranks).filter(|&it| it != self.rank_of(node));
+        others.map(|it| self.peer_of(node, it)).collect()
+    }
+
+    /// Nothing more comes from a node to another one: what was on the way arrives in part.
     fn close(&mut self, from: u32, to: u32) {
         let kept = self.rng.below(6) as usize;
         let wire = self.wires.entry((from, to)).or_default();
@@ -457,51 +548,62 @@ impl World {
         self.cut.insert((from, to));
     }
 
-    fn act(&mut self, rank: u32, action: u32) -> bool {
-        if !self.is_alive(rank) {
+    fn act(&mut self, node: u32, action: u32) -> bool {
+        if !self.is_alive(node) {
             return false;
         }
         self.now = Time(self.now.0 + ACTION_NS);
-        self.nodes[rank as usize].engine.handle_time(self.now);
+        self.nodes[node as usize].engine.handle_time(self.now);
         let moved = match action {
-            0 => self.take_job(rank),
-            1 => self.do_job(rank),
-            2 => self.send(rank),
-            3 => self.choose(rank),
-            4 => self.receive(rank),
-            _ => self.go_on(rank),
+            0 => self.take_job(node),
+            1 => self.do_job(node),
+            2 => self.send(node),
+            3 => self.choose(node),
+            4 => self.receive(node),
+            5 => self.go_on(self.rank_of(node)),
+            _ => self.take_call(node),
         };
-        self.listen(rank);
-        self.leave_if_ended(rank);
+        self.listen(node);
+        self.leave_if_ended(self.rank_of(node));
         moved
     }
 
-    /// A rank whose session is over sends what it has still to say, and closes its connections.
+    /// A rank whose session is over sends what it has still to say, and closes its connections: all lanes fail as
+    /// one, or all have closed.
     fn leave_if_ended(&mut self, rank: u32) {
-        let node = &mut self.nodes[rank as usize];
-        if node.failure.is_none() && !node.closed {
+        let failure = self.failure(rank).cloned();
+        if failure.is_none() && !self.has_closed(rank) {
             return;
         }
-        while let Some(transmit) = node.unsent.pop_front().or_else(|| node.engine.poll_transmit()) {
-            let payload = node.payload(&transmit.payload);
-            node.engine.handle_sent(&transmit);
-            if !self.cut.contains(&(rank, transmit.peer.0)) {
-                let wire = self.wires.entry((rank, transmit.peer.0)).or_default();
-                wire.push_back(Item::Frame(transmit.header, payload));
+        for index in self.lanes_of(rank) {
+            let node = &mut self.nodes[index as usize];
+            if let Some(failure) = &failure {
+                node.engine.end_as(failure);
             }
-        }
-        for other in (0..self.setting.ranks).filter(|&it| it != rank) {
-            if self.cut.insert((rank, other)) {
-                self.wires.entry((rank, other)).or_default().push_back(Item::Closed);
+            while let Some(transmit) =
+                node.unsent.pop_front().or_else(|| node.engine.poll_transmit())
+            {
+                let payload = node.payload(&transmit.payload);
+                node.engine.handle_sent(&transmit);
+                let peer = transmit.peer.0 * self.setting.lanes + index % self.setting.lanes;
+                if !self.cut.contains(&(index, peer)) {
+                    let wire = self.wires.entry((index, peer)).or_default();
+                    wire.push_back(Item::Frame(transmit.header, payload));
+                }
+            }
+            for peer in self.peers_of(index) {
+                if self.cut.insert((index, peer)) {
+                    self.wires.entry((index, peer)).or_default().push_back(Item::Closed);
+                }
             }
         }
     }
 
     fn sweep(&mut self) -> bool {
         let mut moved = false;
-        for rank in 0..self.setting.ranks {
-            for action in 0..6 {
-                moved |= self.act(rank, action);
+        for node in 0..self.nodes.len() as u32 {
+            for action in 0..self.actions_of_a_node() {
+                moved |= self.act(node, action);
             }
         }
         moved
@@ -510,15 +612,16 @@ impl World {
     /// Nothing moves: time passes until an engine wants to look again, or a rank that stood still goes on.
     fn pass_time(&mut self) -> bool {
         let limit = Time(self.now.0 + 60_000_000_000);
-        let alive: Vec<u32> = (0..self.setting.ranks).filter(|&it| self.is_alive(it)).collect();
-        let due = |&rank: &u32| self.nodes[rank as usize].engine.poll_timeout();
+        let all = 0..self.nodes.len() as u32;
+        let alive: Vec<u32> = all.filter(|&it| self.is_alive(it)).collect();
+        let due = |&node: &u32| self.nodes[node as usize].engine.poll_timeout();
         let next = alive.iter().filter_map(due).min().filter(|&at| at < limit);
         if let Some(next) = next {
             self.now = self.now.max(next);
-            for rank in alive {
-                self.nodes[rank as usize].engine.handle_time(self.now);
-                self.listen(rank);
-                self.leave_if_ended(rank);
+            for node in alive {
+                self.nodes[node as usize].engine.handle_time(self.now);
+                self.listen(node);
+                self.leave_if_ended(self.rank_of(node));
             }
             return true;
         }
@@ -530,17 +633,38 @@ impl World {
         self.stopped.pop_first().is_some()
     }
 
-    fn take_job(&mut self, rank: u32) -> bool {
-        let node = &mut self.nodes[rank as usize];
+    /// A lane takes the next call of its rank's program, or news of another lane.
+    fn take_call(&mut self, node: u32) -> bool {
+        let Some((input, values)) = self.calls[node as usize].pop_front() else {
+            return false;
+        };
+        let node = &mut self.nodes[node as usize];
+        if let (Some(values), Input::GradientReady(tensor, _)) = (values, &input) {
+            node.tensors[tensor.index()] = values;
+        }
+        node.engine.handle(input).expect("a call that fits");
+        true
+    }
+
+    /// Has a lane take a call, in its turn.
+    fn call(&mut self, node: u32, input: Input, values: Option<Vec<f32>>) {
+        self.calls[node as usize].push_back((input, values));
+        if self.setting.lanes == 1 {
+            self.take_call(node);
+        }
+    }
+
+    fn take_job(&mut self, node: u32) -> bool {
+        let node = &mut self.nodes[node as usize];
         let job = node.engine.poll_job();
         let moved = job.is_some();
         node.jobs.extend(job);
         moved
     }
 
-    fn do_job(&mut self, rank: u32) -> bool {
+    fn do_job(&mut self, node: u32) -> bool {
         let pick = self.rng.next_u64() as usize;
-        let node = &mut self.nodes[rank as usize];
+        let node = &mut self.nodes[node as usize];
         if node.jobs.is_empty() {
             return false;
         }
@@ -552,8 +676,8 @@ impl World {
         true
     }
 
-    fn choose(&mut self, rank: u32) -> bool {
-        let node = &mut self.nodes[rank as usize];
+    fn choose(&mut self, node: u32) -> bool {
+        let node = &mut self.nodes[node as usize];
         let Some(transmit) = node.engine.poll_transmit() else {
             return false;
         };
@@ -561,54 +685,56 @@ impl World {
         true
     }
 
-    fn send(&mut self, rank: u32) -> bool {
+    fn send(&mut self, node: u32) -> bool {
         let pick = self.rng.next_u64() as usize;
         // A full wire to one peer holds up no other.
-        let unsent = &self.nodes[rank as usize].unsent;
+        let unsent = &self.nodes[node as usize].unsent;
         let has_room = |peer: Rank| {
-            let wire = self.wires.get(&(rank, peer.0));
-            self.cut.contains(&(rank, peer.0))
-                || wire.is_none_or(|wire| wire.len() < self.setting.wire_depth)
+            let pair = (node, self.peer_of(node, peer.0));
+            let wire = self.wires.get(&pair);
+            self.cut.contains(&pair) || wire.is_none_or(|wire| wire.len() < self.setting.wire_depth)
         };
         let open: Vec<Rank> = unsent.iter().map(|it| it.peer).filter(|&it| has_room(it)).collect();
         let Some(&peer) = open.get(pick % open.len().max(1)) else {
             return false;
         };
-        let node = &mut self.nodes[rank as usize];
+        let pair = (node, self.peer_of(node, peer.0));
+        let node = &mut self.nodes[node as usize];
         let position = node.unsent.iter().position(|it| it.peer == peer).expect("it was there");
         let transmit = node.unsent.remove(position).expect("it was there");
         let payload = node.payload(&transmit.payload);
-        if !self.cut.contains(&(rank, peer.0)) {
-            let wire = self.wires.entry((rank, peer.0)).or_default();
+        if !self.cut.contains(&pair) {
+            let wire = self.wires.entry(pair).or_default();
             wire.push_back(Item::Frame(transmit.header, payload));
         }
         node.engine.handle_sent(&transmit);
         true
     }
 
-    fn receive(&mut self, rank: u32) -> bool {
+    fn receive(&mut self, node: u32) -> bool {
         let first = self.rng.below(self.setting.ranks);
         let ranks = self.setting.ranks;
-        for from in (0..ranks).map(|offset| (first + offset) % ranks) {
-            if let Some((header, payload, dest)) = self.arriving.remove(&(from, rank)) {
-                self.land(from, rank, &header, &payload, dest);
+        for rank in (0..ranks).map(|offset| (first + offset) % ranks) {
+            let from = self.peer_of(node, rank);
+            if let Some((header, payload, dest)) = self.arriving.remove(&(from, node)) {
+                self.land(rank, node, &header, &payload, dest);
                 return true;
             }
-            match self.wires.entry((from, rank)).or_default().pop_front() {
+            match self.wires.entry((from, node)).or_default().pop_front() {
                 Some(Item::Frame(header, _))
-                    if self.spoiled == Some(from) && !header.kind.is_control() =>
+                    if self.spoiled == Some(rank) && !header.kind.is_control() =>
                 {
-                    let reason = format!("{} sent a corrupted payload", Rank(from));
-                    self.nodes[rank as usize].engine.reject_peer(Rank(from), &reason);
-                    self.lose(rank, from);
+                    let reason = format!("{} sent a corrupted payload", Rank(rank));
+                    self.nodes[node as usize].engine.reject_peer(Rank(rank), &reason);
+                    self.lose(node, rank);
                     return true;
                 }
                 Some(Item::Frame(header, payload)) => {
-                    self.announce(from, rank, header, payload);
+                    self.announce(from, node, header, payload);
                     return true;
                 }
                 Some(Item::Closed) => {
-                    self.lose(rank, from);
+                    self.lose(node, rank);
                     return true;
                 }
                 None => {}
@@ -628,8 +754,9 @@ impl World {
             self.wires.entry((from, to)).or_default().push_back(Item::Frame(header, payload));
             return;
         }
+        let rank = Rank(self.rank_of(from));
         let engine = &mut self.nodes[to as usize].engine;
-        let dest = engine.handle_header(Rank(from), &header).expect("a correct frame");
+        let dest = engine.handle_header(rank, &header).expect("a correct frame");
         self.arriving.insert((from, to), (header, payload, dest));
     }
 
@@ -653,26 +780,27 @@ impl World {
         taken.expect("a correct frame");
     }
 
-    /// A rank notices that a connection is gone.
-    fn lose(&mut self, rank: u32, peer: u32) {
-        self.arriving.remove(&(peer, rank));
-        self.wires.remove(&(peer, rank));
-        let is_told = self.cut.contains(&(rank, peer));
-        let node = &mut self.nodes[rank as usize];
-        node.unsent.retain(|transmit| transmit.peer != Rank(peer));
-        node.engine.handle_peer_lost(Rank(peer), "connection closed");
+    /// A node notices that its connection to a rank is gone.
+    fn lose(&mut self, node: u32, rank: u32) {
+        let peer = self.peer_of(node, rank);
+        self.arriving.remove(&(peer, node));
+        self.wires.remove(&(peer, node));
+        let is_told = self.cut.contains(&(node, peer));
+        let of = &mut self.nodes[node as usize];
+        of.unsent.retain(|transmit| transmit.peer != Rank(rank));
+        of.engine.handle_peer_lost(Rank(rank), "connection closed");
         if !is_told {
-            self.close(rank, peer);
+            self.close(node, peer);
         }
     }
 
     /// The rank's program takes its next step, if it can.
     fn go_on(&mut self, rank: u32) -> bool {
         let index = rank as usize;
-        let (node, program) = (&mut self.nodes[index], &mut self.programs[index]);
-        let done = program
-            .step
-            .is_none_or(|step| program.left == 0 && node.completed.last() == Some(&Step(step)));
+        let last_complete = self.last_complete(rank);
+        let program = &mut self.programs[index];
+        let done =
+            program.step.is_none_or(|step| program.left == 0 && last_complete == Some(Step(step)));
         if !done {
             let (Some(step), Some(tensor)) = (program.step, program.left.checked_sub(1)) else {
                 return false;
@@ -681,87 +809,130 @@ impl World {
             let id = TensorId(tensor as u32);
             // Sometimes a rank has no gradient, and for some tensors none has.
             let absent = step > 0 && gradient_is_absent(rank, tensor, step);
-            if !absent {
-                let of = if step == 0 { 0 } else { rank };
-                node.tensors[tensor] = gradient(of, tensor, step, self.setting.sizes[tensor]);
+            let of = if step == 0 { 0 } else { rank };
+            let values = gradient(of, tensor, step, self.setting.sizes[tensor]);
+            for node in self.lanes_of(rank) {
+                if !self.carries(node, id) {
+                    continue;
+                }
+                match absent {
+                    true => self.call(node, Input::TensorAbsent(id, Step(step)), None),
+                    false => {
+                        let input = Input::GradientReady(id, Step(step));
+                        self.call(node, input, Some(values.clone()));
+                    }
+                }
             }
-            let input = match absent {
-                true => Input::TensorAbsent(id, Step(step)),
-                false => Input::GradientReady(id, Step(step)),
-            };
-            node.engine.handle(input).expect("a contribution");
             return true;
         }
-        if program.step == Some(self.setting.steps) {
+        let next = program.step.map_or(0, |step| step + 1);
+        let input = if program.step == Some(self.setting.steps) {
             if program.finished {
                 return false;
             }
             program.finished = true;
-            node.engine.handle(Input::Finish).expect("always taken");
-            return true;
-        }
-        let next = program.step.map_or(0, |step| step + 1);
-        program.step = Some(next);
-        program.left = self.setting.sizes.len();
-        node.engine.handle(Input::StepBegin(Step(next))).expect("the step begins");
+            Input::Finish
+        } else {
+            program.step = Some(next);
+            program.left = self.setting.sizes.len();
+            Input::StepBegin(Step(next))
+        };
+        self.lanes_of(rank).for_each(|node| self.call(node, input.clone(), None));
         true
     }
 
+    /// Whether a node has a part of a tensor.
+    fn carries(&self, node: u32, tensor: TensorId) -> bool {
+        self.nodes[node as usize].engine.plan().has_slices_of(tensor)
+    }
+
     /// Takes events: notes means, and spoils their memory, which is the program's again.
-    fn listen(&mut self, rank: u32) {
-        let index = rank as usize;
-        let node = &mut self.nodes[index];
+    fn listen(&mut self, index: u32) {
+        let rank = self.rank_of(index);
+        let node = &mut self.nodes[index as usize];
         node.take_events();
         for (tensor, step, absent) in std::mem::take(&mut node.ready) {
-            let values = &mut node.tensors[tensor.index()];
-            let bits = values.iter().map(|it| it.to_bits()).collect();
-            let mean = if absent { Vec::new() } else { bits };
-            values.fill(f32::NAN);
-            let old = self.programs[index].means.insert((step.0, tensor.index()), mean);
-            assert!(old.is_none(), "{tensor} was released twice in {step}");
+            self.note_part(index, tensor, step, absent);
         }
-        for peer in std::mem::take(&mut self.nodes[index].disconnected) {
-            if !self.cut.contains(&(rank, peer.0)) {
-                self.lose(rank, peer.0);
-                self.nodes[index].take_events();
+        for peer in std::mem::take(&mut self.nodes[index as usize].disconnected) {
+            if !self.cut.contains(&(index, self.peer_of(index, peer.0))) {
+                self.lose(index, peer.0);
+                self.nodes[index as usize].take_events();
             }
         }
-        let claims = std::mem::take(&mut self.nodes[index].membership);
+        let claims = std::mem::take(&mut self.nodes[index as usize].membership);
         for event in claims {
             if let Event::ClaimNeeded { generation, value } = &event {
                 let held = (!self.lost_store).then(|| {
                     self.register.entry(*generation).or_insert_with(|| value.clone()).clone()
                 });
                 let answer = Input::ClaimAnswered(*generation, held);
-                self.nodes[index].engine.handle(answer).expect("an answer");
-                self.nodes[index].take_events();
+                let node = &mut self.nodes[index as usize];
+                node.engine.handle(answer).expect("an answer");
+                node.take_events();
             }
-            self.nodes[index].membership.push(event);
+            self.nodes[index as usize].membership.push(event);
         }
-        self.note_owners(rank);
+        let lead = self.lanes_of(rank).start;
+        for event in std::mem::take(&mut self.nodes[index as usize].news) {
+            match event {
+                Event::TellLead(news) => self.call(lead, Input::Told(news), None),
+                Event::TellLanes(news) => {
+                    let others = self.lanes_of(rank).skip(1);
+                    others.for_each(|it| self.call(it, Input::Told(news.clone()), None));
+                }
+                event => unreachable!("{event:?} is for no lane"),
+            }
+        }
+        self.note_owners(index);
     }
 
-    /// Notes who owns the slices in a membership that a rank has gone on with; it is the same on all ranks.
-    fn note_owners(&mut self, rank: u32) {
-        let node = &self.nodes[rank as usize];
+    /// A lane's part of a mean is here.
+    fn note_part(&mut self, index: u32, tensor: TensorId, step: Step, absent: bool) {
+        let rank = self.rank_of(index);
+        let count = self.lanes_of(rank).filter(|&it| self.carries(it, tensor)).count() as u32;
+        let (node, key) = (&mut self.nodes[index as usize], (step.0, tensor.index()));
+        let program = &mut self.programs[rank as usize];
+        let values = &mut node.tensors[tensor.index()];
+        let (here, has_value) = program.parts.entry(key).or_default();
+        (*here, *has_value) = (*here + 1, *has_value | !absent);
+        assert!(*here <= count, "{tensor} was released twice in {step}");
+        let mean = program.means.entry(key).or_insert_with(|| vec![0; values.len()]);
+        let plan = node.engine.plan();
+        for slice in plan.slices_of(tensor).map(|id| plan.slice(id)) {
+            let range = slice.start as usize..(slice.start + slice.length) as usize;
+            let bits = values[range.clone()].iter().map(|it| it.to_bits());
+            mean[range].iter_mut().zip(bits).for_each(|(to, from)| *to = from);
+        }
+        values.fill(f32::NAN);
+        if *here == count && !*has_value {
+            mean.clear();
+        }
+    }
+
+    /// Notes who owns the slices in a membership that a lane has gone on with; it is the same on all ranks.
+    fn note_owners(&mut self, index: u32) {
+        let node = &self.nodes[index as usize];
+        let lane = index % self.setting.lanes;
         for event in &node.membership {
             let Event::MembersChanged { generation, .. } = event else {
                 continue;
             };
-            if self.told.insert((rank, *generation)) {
+            if self.told.insert((index, *generation)) {
                 let owners = owners_of(node.engine.plan());
-                let first = self.owners.entry(*generation).or_insert_with(|| owners.clone());
-                assert_eq!(*first, owners, "owners of generation {generation} at rank {rank}");
+                let first =
+                    self.owners.entry((lane, *generation)).or_insert_with(|| owners.clone());
+                assert_eq!(*first, owners, "owners of generation {generation} at node {index}");
             }
         }
     }
 
-    /// The members of each generation and the step of its change, as the ranks have heard of them.
-    pub fn memberships(&self) -> BTreeMap<u32, (u64, Vec<u32>)> {
+    /// The members of each generation and the step of its change, as the ranks have heard of them in a lane.
+    pub fn memberships(&self, lane: u32) -> Memberships {
         let all: Vec<u32> = (0..self.setting.ranks).collect();
         let mut known = BTreeMap::from([(0, (0, all))]);
         let mut reasons: BTreeMap<u32, String> = BTreeMap::new();
-        for node in &self.nodes {
+        for node in self.nodes.iter().skip(lane as usize).step_by(self.setting.lanes as usize) {
             for event in &node.membership {
                 let Event::MembersChanged { generation, members, step, reason } = event else {
                     continue;
@@ -777,9 +948,10 @@ impl World {
     }
 
     /// Checks that slices keep their owner while it is left, and are owned by members.
-    fn check_owners(&self, seed: u64, memberships: &BTreeMap<u32, (u64, Vec<u32>)>) {
-        for ((_, before), (generation, after)) in self.owners.iter().zip(self.owners.iter().skip(1))
-        {
+    fn check_owners(&self, seed: u64, lane: u32) {
+        let (owners, memberships) =
+            (|| self.owners.range((lane, 0)..(lane + 1, 0)), self.memberships(lane));
+        for ((_, before), ((_, generation), after)) in owners().zip(owners().skip(1)) {
             let members = &memberships[generation].1;
             for (old, new) in before.iter().zip(after) {
                 assert!(members.contains(&new.0), "seed {seed}: {new} owns, and is lost");
@@ -790,26 +962,21 @@ impl World {
 
     /// Checks what every rank that is left has got.
     pub fn check(&self, seed: u64) {
-        let memberships = self.memberships();
-        self.check_owners(seed, &memberships);
-        let lost_start = |node: &Node| {
-            node.failure.as_ref().is_some_and(|it| it.to_string().contains("values to start from"))
+        (0..self.setting.lanes).for_each(|lane| self.check_owners(seed, lane));
+        let ranks = || 0..self.setting.ranks;
+        let fails_with = |rank, text: &str| {
+            self.failure(rank).is_some_and(|failure| failure.to_string().contains(text))
         };
+        let lost_start = |rank| fails_with(rank, "values to start from");
         // Where too few are left at once, nobody goes on.
         let removed = self.struck;
-        let stalled = |node: &Node| {
-            let says = |it: &gradlane_engine::Failure, text| it.to_string().contains(text);
-            let failure = node.failure.as_ref();
-            failure.is_some_and(|it| says(it, "did not agree") || says(it, "no majority"))
-        };
+        let stalled = |rank| fails_with(rank, "did not agree") || fails_with(rank, "no majority");
         let may_stall = 2 * (self.setting.ranks - removed) <= self.setting.ranks && removed > 1;
-        let nobody = !self.nodes.iter().any(|node| node.closed);
-        if self.nodes.iter().any(lost_start)
-            || (nobody && may_stall && self.nodes.iter().any(stalled))
-        {
-            for (rank, node) in self.nodes.iter().enumerate() {
+        let nobody = !ranks().any(|rank| self.has_closed(rank));
+        if ranks().any(lost_start) || (nobody && may_stall && ranks().any(stalled)) {
+            for rank in ranks() {
                 assert!(
-                    node.dead || node.failure.is_some(),
+                    self.is_dead(rank) || self.failure(rank).is_some(),
                     "seed {seed}: rank {rank} went on alone {}",
                     self.describe()
                 );
@@ -817,48 +984,51 @@ impl World {
             return;
         }
         // The only one that was left and had the last results was lost before it had spread them.
-        let lacks_results = |node: &Node| {
-            let failure = node.failure.as_ref().map(ToString::to_string);
-            self.struck > 1
-                && failure.is_some_and(|it| it.contains("others may have ended with them"))
-        };
-        for (rank, node) in self.nodes.iter().enumerate() {
-            let rank = rank as u32;
+        let lacks_results =
+            |rank| self.struck > 1 && fails_with(rank, "others may have ended with them");
+        for rank in ranks() {
             // After two losses at the end, a rank may find nobody left to agree with; it is through.
-            let is_through = node.completed.last() == Some(&Step(self.setting.steps));
-            let excused = node.dead
-                || lacks_results(node)
+            let is_through = self.last_complete(rank) == Some(Step(self.setting.steps));
+            let excused = self.is_dead(rank)
+                || lacks_results(rank)
                 || self.may_end.contains(&rank)
                 || (is_through && self.struck > 1)
-                || (may_stall && stalled(node));
-            assert!(node.closed || excused, "seed {seed}: rank {rank} {}", self.describe());
-            if node.closed {
-                assert_eq!(node.engine.buffers_in_use(), 0, "seed {seed}: buffers leaked");
+                || (may_stall && stalled(rank));
+            let closed = self.has_closed(rank);
+            assert!(closed || excused, "seed {seed}: rank {rank} {}", self.describe());
+            if closed {
+                let in_use: usize = self.nodes_of(rank).map(|it| it.engine.buffers_in_use()).sum();
+                assert_eq!(in_use, 0, "seed {seed}: buffers leaked {}", self.describe());
                 let steps = self.programs[rank as usize].means.keys().map(|key| key.0).max();
                 let has_any = !self.setting.sizes.is_empty();
                 assert_eq!(steps, has_any.then_some(self.setting.steps), "seed {seed}");
             }
         }
-        let survivors = self.nodes.iter().filter(|node| node.closed).count();
-        if survivors == 0 && self.nodes.iter().any(lacks_results) {
+        if nobody && ranks().any(lacks_results) {
             return;
         }
-        assert!(survivors > 0, "seed {seed}: nobody is left {}", self.describe());
+        assert!(!nobody, "seed {seed}: nobody is left {}", self.describe());
+        self.check_all_means(seed);
+        for tensor in 0..self.setting.sizes.len() {
+            if self.setting.codec_of(tensor).is_some_and(|codec| codec.keeps_residual) {
+                (0..self.setting.lanes).for_each(|lane| self.check_held_back(seed, lane, tensor));
+            }
+        }
+    }
+
+    fn check_all_means(&self, seed: u64) {
+        let memberships: Vec<Memberships> =
+            (0..self.setting.lanes).map(|lane| self.memberships(lane)).collect();
         for step in 1..=self.setting.steps {
             for tensor in 0..self.setting.sizes.len() {
                 self.check_means(seed, &memberships, step, tensor);
-            }
-        }
-        for tensor in 0..self.setting.sizes.len() {
-            if self.setting.codec_of(tensor).is_some_and(|codec| codec.keeps_residual) {
-                self.check_held_back(seed, &memberships, tensor);
             }
         }
     }
 
     /// Generations whose members a mean of this step may be over. A change is in the step that it names; before,
     /// the members of before count, after it, the new.
-    fn may_be_over(memberships: &BTreeMap<u32, (u64, Vec<u32>)>, step: u64) -> Vec<u32> {
+    fn may_be_over(memberships: &Memberships, step: u64) -> Vec<u32> {
         let begins: Vec<(u32, u64)> =
             memberships.iter().map(|(&it, (step, _))| (it, *step)).collect();
         let ends = |index: usize| begins.get(index + 1).is_none_or(|&(_, end)| step <= end);
@@ -869,15 +1039,13 @@ impl World {
 
     /// Checks a tensor whose codec holds back what it has not sent: each contribution has counted once, and
     /// what is held back at the end is what the means lack, but for what a lost owner held back.
-    fn check_held_back(
-        &self,
-        seed: u64,
-        memberships: &BTreeMap<u32, (u64, Vec<u32>)>,
-        tensor: usize,
-    ) {
-        let closed = || (0..self.nodes.len()).filter(|&rank| self.nodes[rank].closed);
+    fn check_held_back(&self, seed: u64, lane: u32, tensor: usize) {
+        let memberships = &self.memberships(lane);
+        let ranks = 0..self.setting.ranks;
+        let closed = || ranks.clone().filter(|&rank| self.has_closed(rank)).map(|it| it as usize);
         let first = closed().next().expect("a rank is left");
-        let plan = self.nodes[first].engine.plan();
+        let node = |rank: usize| &self.nodes[rank * self.setting.lanes as usize + lane as usize];
+        let plan = node(first).engine.plan();
         for id in plan.slices_of(TensorId(tensor as u32)) {
             let slice = plan.slice(id);
             let range = slice.start as usize..(slice.start + slice.length) as usize;
@@ -893,9 +1061,8 @@ impl World {
                     }
                     let mut next = before.clone();
                     next.generation = generation;
-                    if self.owners[&generation][id.index()]
-                        != self.owners[&before.generation][id.index()]
-                    {
+                    let owner = |it| self.owners[&(lane, it)][id.index()];
+                    if owner(generation) != owner(before.generation) {
                         next.owner.fill(0.0);
                     }
                     let part = |rank| {
@@ -919,9 +1086,9 @@ impl World {
                 may = after;
             }
             let is_held = |it: &HeldBack| {
-                let owner = self.owners[&it.generation][id.index()].index();
+                let owner = self.owners[&(lane, it.generation)][id.index()].index();
                 closed().all(|rank| {
-                    let of = self.nodes[rank].residuals.as_ref().expect("it keeps residuals");
+                    let of = node(rank).residuals.as_ref().expect("it keeps residuals");
                     same(of.worker.get(&id), &it.worker[rank])
                         && (rank != owner || same(of.owner.get(&id), &it.owner))
                 })
@@ -951,18 +1118,12 @@ impl World {
         Some(mean.iter().map(|value| value.to_bits()).collect())
     }
 
-    fn check_means(
-        &self,
-        seed: u64,
-        memberships: &BTreeMap<u32, (u64, Vec<u32>)>,
-        step: u64,
-        tensor: usize,
-    ) {
+    fn check_means(&self, seed: u64, memberships: &[Memberships], step: u64, tensor: usize) {
         let of = |rank: usize| {
             let mean = self.programs[rank].means.get(&(step, tensor))?;
-            Some((rank, mean)).filter(|_| self.nodes[rank].closed)
+            Some((rank, mean)).filter(|_| self.has_closed(rank as u32))
         };
-        let means: Vec<(usize, &Vec<u32>)> = (0..self.nodes.len()).filter_map(of).collect();
+        let means: Vec<(usize, &Vec<u32>)> = (0..self.programs.len()).filter_map(of).collect();
         let (_, first) = means[0];
         for (rank, mean) in &means {
             assert!(
@@ -975,8 +1136,10 @@ impl World {
         if codec.is_some_and(|codec| codec.keeps_residual) {
             return;
         }
-        let may = Self::may_be_over(memberships, step);
+        let lanes = self.plan.lanes_of_slices(self.setting.lanes);
         for id in self.plan.slices_of(TensorId(tensor as u32)) {
+            let memberships = &memberships[lanes[id.index()] as usize];
+            let may = Self::may_be_over(memberships, step);
             let slice = self.plan.slice(id);
             let range = slice.start as usize..(slice.start + slice.length) as usize;
             let fits = |generation: &u32| {
