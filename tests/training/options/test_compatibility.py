@@ -45,7 +45,7 @@ OPTIONS: dict[Feature, list[dict[str, Any]]] = {
     F.SERVING: [{"workers": 2}],
     F.CHECK_EVERY: [{"check_every": 10}],
     F.CODEC: [{"codec": "qsgd:bits=8"}, {"codec": "bf16"}],
-    F.DGC: [{"codec": "dgc"}],
+    F.DGC: [{"codec": "dgc:momentum=0"}],
     F.RESIDUAL: [{"codec": "onebit"}, {"codec": "int8:residual=on"}],
     F.INTEGER_RING: [{"strategy": "ring", "codec": "qsgd:bits=8,ring=integer"}],
     F.PATTERNS: [{"codec": {"*.weight": "bf16"}}],
