@@ -59,7 +59,7 @@ def test_nodes_that_cannot_be(workers: int, each: int, strategies: str, words: s
 
 
 def test_ranks_that_share_their_sums_take_no_codec() -> None:
-    with pytest.raises(ValueError, match="strategy hierarchical-shared takes no codec"):
+    with pytest.raises(ValueError, match='local="shared" with codec'):
         LabOptions(
             workload="resnet50",
             strategies=parse_strategies("hierarchical,hierarchical-shared"),

@@ -9,6 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.session.session import Session
 
 _UNWRAPPED = {"evaluation_mode": True}
@@ -36,11 +37,8 @@ def attach(accelerator: Accelerator, session: Session) -> Accelerator:
             on when ranks are lost.
     """
     if session.goes_on and accelerator.num_processes > 1:
-        raise ValueError(
-            f"going_on with an accelerator of {accelerator.num_processes} processes: it exchanges "
-            "random states, losses and counts through torch.distributed, which ends with a lost "
-            "rank; have each process be the only one of its accelerator (docs/going-on.md)"
-        )
+        words = f"an accelerator of {accelerator.num_processes} processes"
+        raise ValueError(refusal({Feature.ACCELERATOR: words, Feature.GOING_ON: "going_on"}))
     if getattr(accelerator, "is_fsdp2", False) or str(accelerator.distributed_type).endswith(
         ("FSDP", "DEEPSPEED", "MEGATRON_LM")
     ):

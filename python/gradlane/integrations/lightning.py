@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 import gradlane
+from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.session.session import Session
 
 
@@ -40,11 +41,8 @@ class GradlaneStrategy(DDPStrategy):  # type: ignore[misc]
         self._options = dict(options or {})
         going_on = self._options.get("going_on", False)
         if getattr(going_on, "on", going_on):
-            raise ValueError(
-                "GradlaneStrategy with going_on: Lightning's barriers and metrics go through "
-                "torch.distributed, which ends with a lost rank; give the trainer one device and "
-                "no strategy, and prepare in a callback (docs/going-on.md)"
-            )
+            words = Feature.LIGHTNING.label
+            raise ValueError(refusal({Feature.LIGHTNING: words, Feature.GOING_ON: "going_on"}))
         self._session: Session | None = None
 
     def configure_ddp(self) -> None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import gradlane
 from tests.built import needs_core
 from tests.forked_programs import ForkedPrograms
 from tests.paths import ROOT
@@ -55,3 +58,18 @@ def test_examples_learn_what_ddp_learns(
         assert {line.split()[-1] for line in ours} == {line.split()[-1] for line in theirs}
     else:
         assert set(ours) == theirs
+
+
+def test_an_accelerator_of_several_processes_is_refused_with_going_on() -> None:
+    pytest.importorskip("accelerate")
+    attach = importlib.import_module("gradlane.integrations.accelerate").attach
+    with pytest.raises(ValueError, match="accelerator of 2 processes with going_on: random states"):
+        attach(SimpleNamespace(num_processes=2), SimpleNamespace(goes_on=True))
+
+
+@pytest.mark.parametrize("going_on", [True, gradlane.GoingOn(min_ranks=2)])
+def test_lightnings_strategy_is_refused_with_going_on(going_on: Any) -> None:
+    pytest.importorskip("lightning")
+    strategy = importlib.import_module("gradlane.integrations.lightning").GradlaneStrategy
+    with pytest.raises(ValueError, match="GradlaneStrategy with going_on: Lightning's barriers"):
+        strategy(options={"going_on": going_on})

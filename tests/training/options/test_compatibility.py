@@ -208,14 +208,26 @@ PREPARED: dict[Feature, Callable[[Any], object]] = {
     F.SECOND: lambda session: (prepared(session), prepared(session)),
     F.AGAIN: lambda session: session.prepare(*prepared(session)),
 }
-PAIRED = (F.RING, F.PULLS, F.SERVER, F.LOCAL, F.STRAGGLERS, F.GOING_ON, F.CHECK_EVERY, F.ASGD)
+PAIRED = (
+    F.RING,
+    F.PULLS,
+    F.SERVER,
+    F.LOCAL,
+    F.STRAGGLERS,
+    F.GOING_ON,
+    F.CHECK_EVERY,
+    F.CHECKPOINTS,
+    F.ASGD,
+)
 
 
 @needs_core
 @pytest.mark.parametrize("option", PAIRED, ids=lambda one: one.name)
 @pytest.mark.parametrize("asked", [*CALLED, *PREPARED], ids=lambda one: one.name)
-def test_calls_and_ways_to_prepare(asked: Feature, option: Feature) -> None:
+def test_calls_and_ways_to_prepare(asked: Feature, option: Feature, tmp_path: Path) -> None:
     keywords = dict(OPTIONS[option][0])
+    if option is F.CHECKPOINTS:
+        keywords["checkpoint_folder"] = str(tmp_path)
     features = {option: option.label, asked: asked.label}
     if option is F.ASGD:
         keywords["update"] = "server"

@@ -16,7 +16,8 @@ from gradlane.training.options.codec_choice import check_codecs, codec_rules, un
 from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.option_fields import check_options, on_command_line, option
 from gradlane.training.options.options import Options
-from gradlane.training.options.strategy import RING
+from gradlane.training.options.stragglers import Stragglers
+from gradlane.training.options.strategy import RING, LocalSums
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,9 @@ class LabOptions:
                 codec=self.codec,
                 update=one.update,
                 servers=self.servers,
+                local=LocalSums(one.local, one.local_sums),
+                stragglers=Stragglers(one.stragglers, one.late),
+                going_on=one.going_on,
             )
 
     def _check_nodes(self) -> None:
@@ -165,9 +169,6 @@ class LabOptions:
             raise ValueError(
                 f"strategy {alone} adds up on nodes, and each has one rank: give --ranks-per-node 2"
             )
-        shared = next((one.text for one in self.strategies if one.local == "shared"), None)
-        if shared is not None and codec_rules(self.codec) != RAW:
-            raise ValueError(f"strategy {shared} takes no codec: run it without --codec")
 
     def _check_serving(self) -> None:
         if not self.serving:

@@ -133,15 +133,9 @@ class CheckpointManager:
         """Take checkpoints of a model from now on, also of one that was connected anew.
 
         Raises:
-            UsageError: it is a second model.
             CheckpointError: it has a value that cannot be stored.
         """
         before = self._prepared
-        if before is not None and before.model is not prepared.model:
-            raise UsageError(
-                "checkpoints= is for sessions with one model: prepare one module that holds all, "
-                "such as nn.ModuleDict, or save the models yourself"
-            )
         self._prepared, self._scope = prepared, scope
         if before is None:
             _check_storable(prepared)

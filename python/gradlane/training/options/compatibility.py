@@ -81,6 +81,9 @@ class Feature(enum.Enum):
         When.PREPARE,
     )
 
+    ACCELERATOR = ("an accelerator of several processes", "leave it out", When.PREPARE)
+    LIGHTNING = ("GradlaneStrategy", "leave it out", When.PREPARE)
+
     ARRAYS = ("session.push()", "open a session without it for arrays", When.CALL)
     REGISTER = ("session.register()", "open a session without it for arrays", When.CALL)
     WEIGHT = ("session.weight()", "leave it out", When.CALL)
@@ -223,6 +226,9 @@ ROWS = (
     PairRow(_F.GOING_ON, _F.BUFFERS, CANNOT, "in a step in which ranks are lost, averages would be over different numbers of ranks", 'use "broadcast" or "local"'),
     PairRow(_F.SECOND, _F.GOING_ON, NOT_BUILT, "each would agree on members by itself", "prepare one module that holds both, such as nn.ModuleDict"),
     PairRow(_F.SECOND, _F.LOCAL, NOT_BUILT, "two models would exchange at steps of their own", "prepare one module that holds both, such as nn.ModuleDict"),
+    PairRow(_F.SECOND, _F.CHECKPOINTS, NOT_BUILT, "its files hold one model", "prepare one module that holds both, such as nn.ModuleDict, or save the models yourself"),
+    PairRow(_F.ACCELERATOR, _F.GOING_ON, NOT_BUILT, "random states, losses and counts go through torch.distributed, which ends with a lost rank", "have each process be the only one of its accelerator (docs/going-on.md)"),
+    PairRow(_F.LIGHTNING, _F.GOING_ON, NOT_BUILT, "Lightning's barriers and metrics go through torch.distributed, which ends with a lost rank", "give the trainer one device and no strategy, and prepare in a callback (docs/going-on.md)"),
     PairRow(_F.PLAN, _F.JOINS, CANNOT, "a rank that joins uses its session's settings", "leave plan out, or restart all ranks with the plan"),
     PairRow(_F.PLAN, _F.LOCAL, NOT_BUILT, "plans know whole models, whose gradients are sent in each step", "leave plan out"),
     PairRow(_F.PLAN, _F.ASGD, CANNOT, "plans choose among settings that give the same results, and asynchronous training gives others", "leave plan out"),
