@@ -66,6 +66,8 @@ struct Case {
     strategy: u8,
     synchrony: Pace,
     server_update: bool,
+    /// The number of lanes, and of the one that the engines are of.
+    lanes: u8,
     /// With step 0 done and step 1 begun, which drawn inputs hardly come to.
     begun: bool,
     inputs: Vec<Action>,
@@ -74,12 +76,12 @@ struct Case {
 impl Case {
     /// Takes actions until bytes end: a derived list would end after two on average.
     fn read(mut bytes: Unstructured<'_>) -> Result<Case> {
-        let (strategy, synchrony, server_update, begun) = bytes.arbitrary()?;
+        let (strategy, synchrony, server_update, lanes, begun) = bytes.arbitrary()?;
         let mut inputs = Vec::new();
         while !bytes.is_empty() {
             inputs.push(bytes.arbitrary()?);
         }
-        Ok(Case { strategy, synchrony, server_update, begun, inputs })
+        Ok(Case { strategy, synchrony, server_update, lanes, begun, inputs })
     }
 }
 
@@ -112,7 +114,9 @@ fn plan(case: &Case) -> Arc<Plan> {
         kind: TensorKind::Parameter,
     };
     let tensors = [("a", 50), ("b", 7), ("c", 0)].map(spec).to_vec();
-    Arc::new(Plan::build(tensors, strategy, update, 3).expect("a plan"))
+    let plan = Plan::build(tensors, strategy, update, 3).expect("a plan");
+    let lanes = 1 + u32::from(case.lanes % 3);
+    Arc::new(plan.lane(u32::from(case.lanes / 3) % lanes, lanes))
 }
 
 /// Checks a sequence of inputs. Returns whether a payload landed.
@@ -168,8 +172,9 @@ fn new_engine(plan: &Arc<Plan>, rank: Rank, goes_on: bool) -> Engine {
 fn begin_training(plan: &Arc<Plan>, engines: &mut [Engine; 3]) {
     for engine in engines.iter_mut() {
         engine.handle(Input::StepBegin(Step(0))).expect("step 0 begins");
-        for tensor in 0..plan.tensors.len() as u32 {
-            engine.handle(Input::GradientReady(TensorId(tensor), Step(0))).expect("values");
+        let tensors = (0..plan.tensors.len() as u32).map(TensorId);
+        for tensor in tensors.filter(|&tensor| plan.has_slices_of(tensor)) {
+            engine.handle(Input::GradientReady(tensor, Step(0))).expect("values");
         }
     }
     let mut moves = true;
