@@ -48,7 +48,7 @@ OPTIONS: dict[Feature, list[dict[str, Any]]] = {
     F.DGC: [{"codec": "dgc:momentum=0"}],
     F.RESIDUAL: [{"codec": "onebit"}, {"codec": "int8:residual=on"}],
     F.INTEGER_RING: [{"strategy": "ring", "codec": "qsgd:bits=8,ring=integer"}],
-    F.PATTERNS: [{"codec": {"*.weight": "bf16"}}],
+    F.PATTERNS: [{"codec": {"*weight": "bf16"}}],
     F.NODES: [{"local": "leader"}],
     F.SHARED: [{"local": "shared"}],
     F.NO_NODES: [{"local": "off"}],
@@ -68,6 +68,9 @@ IMPLIED: list[tuple[set[Feature], Feature]] = [
     ({F.RESIDUAL, F.RING}, F.RESIDUAL_ON_RING),
 ]
 """What is asked for by asking for something else."""
+_APART = (F.SERVING, F.JOINS, F.NODES, F.SHARED, F.COLLECTIVE, F.NO_NODES)
+TOGETHER = [one for one in OPTIONS if one not in _APART]
+"""Options but those whose ranks serve, join or share nodes, which other tests train."""
 WORLD_SIZE = 4
 
 
@@ -88,6 +91,12 @@ def merged(given: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
         found |= one
     names = {"strategy", "scheme"} if found.get("scheme") == "ring" else set()
     return None if names <= found.keys() and names else found
+
+
+def placed(keywords: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the keywords with files in a folder of the test's."""
+    places = {"checkpoint_folder": str(folder / "saved"), "trace": str(folder / "trace.json")}
+    return {**keywords, **{name: one for name, one in places.items() if name in keywords}}
 
 
 def opened(keywords: dict[str, Any]) -> Options:
@@ -146,15 +155,12 @@ def test_drawn_sets_of_options(seed: int) -> None:
 def test_options_that_go_together_train(seed: int, tmp_path: Path) -> None:
     """Two ranks over real connections; those that only serve, join or share nodes have others."""
     draw = random.Random(seed)
-    apart = {F.SERVING, F.JOINS, F.NODES, F.SHARED, F.COLLECTIVE, F.NO_NODES}
-    places = {"checkpoint_folder": str(tmp_path / "c"), "trace": str(tmp_path / "t.json")}
     trained = 0
     while trained < 8:
-        features = tuple(draw.sample([one for one in OPTIONS if one not in apart], 3))
+        features = tuple(draw.sample(TOGETHER, 3))
         if not check(features, given := draw.choice(list(ways(features)))):
             continue
-        keywords = merged(given) or {}
-        keywords |= {name: place for name, place in places.items() if name in keywords}
+        keywords = placed(merged(given) or {}, tmp_path)
         first, second = run_ranks(2, trains, core=CORE, local="off", **keywords)
         assert first == second, features
         trained += 1
@@ -208,35 +214,16 @@ PREPARED: dict[Feature, Callable[[Any], object]] = {
     F.SECOND: lambda session: (prepared(session), prepared(session)),
     F.AGAIN: lambda session: session.prepare(*prepared(session)),
 }
-PAIRED = (
-    F.RING,
-    F.PULLS,
-    F.SERVER,
-    F.LOCAL,
-    F.STRAGGLERS,
-    F.GOING_ON,
-    F.CHECK_EVERY,
-    F.CHECKPOINTS,
-    F.ASGD,
-)
+BY_LAYER = (F.WEIGHT, F.FACTORS)
+"""Whether they go together is seen of each layer: those without factors have weights."""
 
 
-@needs_core
-@pytest.mark.parametrize("option", PAIRED, ids=lambda one: one.name)
-@pytest.mark.parametrize("asked", [*CALLED, *PREPARED], ids=lambda one: one.name)
-def test_calls_and_ways_to_prepare(asked: Feature, option: Feature, tmp_path: Path) -> None:
-    keywords = dict(OPTIONS[option][0])
-    if option is F.CHECKPOINTS:
-        keywords["checkpoint_folder"] = str(tmp_path)
-    features = {option: option.label, asked: asked.label}
-    if option is F.ASGD:
-        keywords["update"] = "server"
-        features[F.SERVER] = F.SERVER.label
+def check_call(features: tuple[Feature, ...], keywords: dict[str, Any], asked: Feature) -> None:
+    """Hold what the table says of a call, or a way to prepare, against what happens."""
+    given = {asked: asked.label}
     if asked is F.PLAN_RULE:
-        features[F.PLAN] = F.PLAN.label
-    among = {one: words for one, words in features.items() if one in OPTIONS}
-    given = {one: words for one, words in features.items() if one not in OPTIONS}
-    said = refusal(given, among)
+        given[F.PLAN] = F.PLAN.label
+    said = refusal(given, with_implied(features))
     call = CALLED.get(asked)
 
     def body(session: Any) -> None:
@@ -245,13 +232,50 @@ def test_calls_and_ways_to_prepare(asked: Feature, option: Feature, tmp_path: Pa
         else:
             called(session, call)
 
-    (error,) = run_ranks(1, body, core=CORE, expect_errors=True, **keywords)
+    errors = run_ranks(2, body, core=CORE, expect_errors=True, local="off", **keywords)
     if said:
+        # Who is refused first tells the other.
+        refused = [str(one) for one in errors if isinstance(one, gradlane.UsageError)]
         reasons = [row.reason for row in ROWS if {row.feature, row.other} & set(given)]
-        assert isinstance(error, gradlane.UsageError), (said, error)
-        assert any(reason in str(error) for reason in reasons), (said, error)
+        assert refused and all(isinstance(one, gradlane.GradlaneError) for one in errors), said
+        assert all(any(why in one for why in reasons) for one in refused), (said, refused)
     else:
-        assert error is None
+        assert errors == [None, None], (features, asked)
+
+
+ASKED_ROWS = [
+    (row.feature, row.other)
+    for row in ROWS
+    if row.feature in {*CALLED, *PREPARED} and row.other in TOGETHER and not row.needs
+]
+
+
+@needs_core
+@pytest.mark.parametrize(
+    ("asked", "option"), ASKED_ROWS, ids=[f"{one.name}-{other.name}" for one, other in ASKED_ROWS]
+)
+def test_calls_and_ways_to_prepare_that_are_in_a_row(
+    asked: Feature, option: Feature, tmp_path: Path
+) -> None:
+    features = (option, F.SERVER) if option is F.ASGD else (option,)
+    given = [OPTIONS[one][0] for one in features]
+    check_call(features, placed(merged(given) or {}, tmp_path), asked)
+
+
+@needs_core
+@pytest.mark.parametrize("seed", range(2))
+def test_calls_and_ways_to_prepare_under_drawn_options(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    called_so_far = 0
+    while called_so_far < 15:
+        features = tuple(draw.sample(TOGETHER, 2))
+        asked = draw.choice([*CALLED, *PREPARED])
+        given = draw.choice(list(ways(features)))
+        if check(features, given) and not set(BY_LAYER) <= {asked, *features}:
+            folder = tmp_path / str(called_so_far)
+            folder.mkdir()
+            check_call(features, placed(merged(given) or {}, folder), asked)
+            called_so_far += 1
 
 
 # ---- the table and its page
