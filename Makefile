@@ -34,8 +34,8 @@ test: test-rust test-python
 test-rust: .cache/tools
 	$(addprefix GRADLANE_FUZZ_S=,$(TEST_FUZZ_S)) RUST_TEST_THREADS=$$((2 * $$(nproc))) cargo test --workspace --exclude gradlane-py --lib --tests
 
-# Three files at a time: much of what tests do is waiting for others. `TEST_JOBS=0` runs one after another.
-TEST_JOBS ?= 3
+# Four files at a time: much of what tests do is waiting for others. `TEST_JOBS=0` runs one after another.
+TEST_JOBS ?= 4
 test-python: build
 	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile
 
