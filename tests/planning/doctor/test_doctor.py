@@ -20,6 +20,7 @@ from gradlane.planning.doctor.findings import Finding, Verdict, merged, ok, warn
 from gradlane.planning.doctor.machine import LocalMachine, MachineFacts
 from gradlane.planning.doctor.reach import unreached
 from gradlane.planning.probe.stream_endpoint import listen_on
+from gradlane.training import torch_internals
 from gradlane.training.options.option_groups import Network
 from tests.built import needs_core
 from tests.forked_programs import ForkedPrograms
@@ -103,6 +104,19 @@ def test_an_interface_that_is_not_there_and_a_secret_file_that_is_not(tmp_path: 
     assert "'nonesuch0'; this machine has" in found["network interface"].found
     assert found["secret"].verdict is Verdict.FAULT
     assert "cannot be read" in found["secret"].found
+
+
+@needs_core
+@pytest.mark.parametrize(("without", "verdict"), [(None, "fault"), ("it is slower", "warning")])
+def test_a_torch_that_lacks_a_part(
+    without: str | None, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = torch_internals.Internal("_C._part", "sees gradients", "2.15", without)
+    monkeypatch.setattr(torch_internals, "lost", lambda: [part])
+    found = findings_of(Path("/"))["torch's internals"]
+    assert found.verdict is Verdict(verdict)
+    assert "lacks torch._C._part, by which gradlane sees gradients" in found.found
+    assert found.remedy == "pip install torch==2.15.*"
 
 
 @needs_core

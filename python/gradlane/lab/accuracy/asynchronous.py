@@ -13,13 +13,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from torch._C._distributed_c10d import FileStore
-
 from gradlane.lab.accuracy.curve import TrainingCurve, evaluation_steps
 from gradlane.lab.accuracy.run import Run
 from gradlane.lab.accuracy.tasks import Task
 from gradlane.lab.cluster.rank_program import Answers, answer_requests
 from gradlane.lab.cluster.ranks import RankPool
+from gradlane.training.torch_internals import FileStore
 
 STALL_S = 300.0
 """Seconds that processes may take to meet, and that one waits for another one."""

@@ -272,9 +272,10 @@ def _close() -> None:
 
 def main() -> None:
     """Fork programs as the control socket in argument one asks, until it closes."""
-    import torch._dynamo
+    # Here, not for those that import this module for its client.
+    from gradlane.training.torch_internals import load_compiler
 
-    del torch
+    load_compiler()
     for name in ("gradlane.lab.runs.trial", "gradlane.training.session.init"):
         importlib.import_module(name)
     # Programs that collect garbage pass over what is loaded here, and so share its pages.

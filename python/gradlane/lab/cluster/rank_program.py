@@ -22,9 +22,8 @@ from dataclasses import asdict
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
     from gradlane.planning.probe.goodput_reference import StreamResult
+    from gradlane.training.torch_internals import Store
 
 STORE_TIMEOUT = datetime.timedelta(seconds=120)
 _PROGRESS_INTERVAL_S = 0.2

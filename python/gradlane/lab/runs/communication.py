@@ -25,7 +25,7 @@ from gradlane.lab.runs.traffic import OwnerCounters
 from gradlane.training.plans.plan import Plan
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from gradlane.training.torch_internals import Store
 
 _GLOO_TIMEOUT = datetime.timedelta(seconds=180)
 

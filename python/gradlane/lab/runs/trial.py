@@ -37,7 +37,7 @@ from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.settings import ClusterFacts, Settings
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from gradlane.training.torch_internals import Store
 
 _FORGIVEN_S = 0.005
 """Real time by which an operation of a rank that is stopped may end late and be made up for."""

@@ -26,6 +26,7 @@ from gradlane.lab.workloads.pacing import PacingClock
 from gradlane.planning.models.schedule import ReplayLayer
 from gradlane.training.factors.block import Dense, LinearFactors, Part
 from gradlane.training.factors.capture import factor_hook_of
+from gradlane.training.torch_internals import children_of
 
 UPDATED_ELEMENTS = 64
 """About how many elements of each parameter are updated, and looked at."""
@@ -405,10 +406,10 @@ class ReplayModel(nn.Module):
         owner: nn.Module = self
         path = name.split(".")
         for depth, part in enumerate(path[:-1], start=1):
-            if part not in owner._modules:
+            if part not in children_of(owner):
                 owner.add_module(part, layers.get(".".join(path[:depth]), nn.Module()))
             owner = owner.get_submodule(part)
-        if path[-1] not in owner._modules:
+        if path[-1] not in children_of(owner):
             owner.add_module(path[-1], module)
 
     def forward(self, activation: torch.Tensor) -> torch.Tensor:

@@ -138,7 +138,7 @@ class LocalMachine:
         except (ImportError, OSError) as error:
             found = f"{version} cannot be loaded: {error}"
             return [fault("torch", found, "pip install --force-reinstall torch")]
-        return [self._accelerators_of(torch)]
+        return [self._accelerators_of(torch), *_internals()]
 
     def _accelerators_of(self, torch: ModuleType) -> Finding:
         check = "accelerators"
@@ -309,6 +309,21 @@ class LocalMachine:
     def _number(self, path: str) -> int:
         text = self._text(path).strip()
         return int(text) if text.lstrip("-").isdigit() else 0
+
+
+def _internals() -> list[Finding]:
+    """Look for the parts of torch that it does not promise to keep."""
+    from gradlane.training import torch_internals
+
+    torch_internals.look_up_all()
+    check, remedy = "torch's internals", f"pip install torch=={torch_internals.NEW}.*"
+    lost = torch_internals.lost()
+    if not lost:
+        return [ok(check, f"{len(torch_internals.INTERNALS)} are as expected")]
+    return [
+        fault(check, one.loss, remedy) if one.without is None else warning(check, one.loss, remedy)
+        for one in lost
+    ]
 
 
 def _address_of(interface: str) -> str:

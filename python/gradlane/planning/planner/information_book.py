@@ -35,6 +35,7 @@ from gradlane.training.rendezvous.addresses import endpoint
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.rendezvous import PublishedAddress
 from gradlane.training.rendezvous.tensor_table import TensorEntry
+from gradlane.training.torch_internals import parameters_of
 
 WORKER, SERVER, BOTH = "worker", "server", "worker and server"
 
@@ -241,7 +242,7 @@ def _layers_of(booked: BookedModel) -> list[Layer]:
     tapped = layers_by_weight(booked.model)
     for module in booked.model.modules():
         kind = str(getattr(module, "stands_for", type(module).__name__))
-        own = [one for one in dict.values(module._parameters) if one is not None]
+        own = [one for one in dict.values(parameters_of(module)) if one is not None]
         if kind in FULLY_CONNECTED and not any(id(one) in tapped for one in own):
             # Its gradient cannot be had as factors.
             kind = ""

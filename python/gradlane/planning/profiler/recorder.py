@@ -26,6 +26,7 @@ from gradlane.planning.profiler.timeline import StepMedians, read_step
 from gradlane.training.factors.rows import sparse_weights
 from gradlane.training.modules.compiled import is_tracing, register_pre_hook_first
 from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
+from gradlane.training.torch_internals import compiled_call, compiled_inside, graph_task_id
 
 STEPS_MAX = 200
 """Most steps that are kept; older ones are dropped."""
@@ -38,9 +39,6 @@ _DTYPES = {
     torch.complex128: "f64",
 }
 """Dtypes of gradients, as profiles name them; complex numbers are pairs."""
-
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""-1 outside of backward. Called for each mark, so without a wrapper."""
 
 
 class Recorder:
@@ -297,7 +295,7 @@ def _uncompiled_modules(module: nn.Module) -> list[nn.Module]:
     def add(one: nn.Module) -> None:
         if id(one) not in found:
             found[id(one)] = one
-            compiled = hasattr(one, "_orig_mod") or one._compiled_call_impl is not None
+            compiled = compiled_inside(one) is not one or compiled_call(one) is not None
             for child in () if compiled else one.children():
                 add(child)
 
@@ -315,7 +313,7 @@ class _ForwardHook:
         self._code = code
 
     def __call__(self, *_: Any) -> None:
-        if is_tracing() or _graph_task() != -1:
+        if is_tracing() or graph_task_id() != -1:
             return
         tape = self._tape
         tape.append((self._code, tape.now()))
@@ -360,7 +358,7 @@ class _SampleCount:
             self.in_step = self._samples
 
     def __call__(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
-        if not self._tape.is_recording or is_tracing() or _graph_task() != -1:
+        if not self._tape.is_recording or is_tracing() or graph_task_id() != -1:
             return
         if not module.training:
             self._tape.append((EVALUATION, self._tape.now()))

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradlane.training.modules.compiled import is_tracing
-
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""-1 outside of backward."""
+from gradlane.training.torch_internals import graph_task_id, parameters_of
 
 
 class RowCounts:
@@ -58,10 +56,10 @@ class RowCountHook:
 
     def __call__(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Count the rows of the layer's input."""
-        if is_tracing() or _graph_task() != -1 or not torch.is_grad_enabled():
+        if is_tracing() or graph_task_id() != -1 or not torch.is_grad_enabled():
             return
         # A prepared model's own mapping would wait for the weight.
-        weight = dict.get(module._parameters, "weight")
+        weight = dict.get(parameters_of(module), "weight")
         if weight is None or not arguments or not isinstance(arguments[0], Tensor):
             return
         inputs = arguments[0]
@@ -91,5 +89,5 @@ def has_rows(module: nn.Module, sparse: Container[int]) -> bool:
         module: of the model.
         sparse: `id` of each weight whose gradient is sparse.
     """
-    weight = dict.get(module._parameters, "weight")
+    weight = dict.get(parameters_of(module), "weight")
     return isinstance(module, nn.Linear) or id(weight) in sparse

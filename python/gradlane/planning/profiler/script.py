@@ -40,6 +40,7 @@ from gradlane.planning.profiler.recorder import STEPS_MAX, Recorder
 from gradlane.training.factors.rows import sparse_weights
 from gradlane.training.modules.forward_order import inside_backward
 from gradlane.training.session import lifecycle
+from gradlane.training.torch_internals import compiled_inside, parameters_of
 
 CALLS_STEP = 2
 """The step, after the one that finds the model, whose calls of the model are kept."""
@@ -332,7 +333,7 @@ class _ScriptRecorder:
                 "sparse gradients travel as rows, and are simulated as those that the last "
                 f"recorded step looked up: {', '.join(as_rows)}; DDP is simulated with dense ones"
             )
-        name = type(getattr(model, "_orig_mod", model)).__name__
+        name = type(compiled_inside(model)).__name__
         if len(roots) > 1:
             name = "+".join(type(root).__name__ for root in roots)
             notes.append(f"the script calls {len(roots)} models by themselves: {name}")
@@ -370,7 +371,7 @@ def _roots_of(model: nn.Module) -> list[nn.Module]:
 
 def _refuse_prepared(roots: Sequence[nn.Module]) -> None:
     for root in roots:
-        if hasattr(root._parameters, "_steps"):
+        if hasattr(parameters_of(root), "_steps"):
             raise ProfileError(
                 "the script prepares its model with gradlane: profile it without, or use "
                 "gradlane.Recorder on the prepared model"

@@ -49,6 +49,7 @@ from gradlane.training.model.residual_state import MEAN_OF
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.membership import Membership
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
+from gradlane.training.torch_internals import set_versions_of_state, versions_of_state
 
 if TYPE_CHECKING:
     from gradlane.training.model.prepared import PreparedModel
@@ -208,7 +209,7 @@ class CheckpointManager:
         for key in ("rank", "world_size"):
             del state["session"][key]
         # Versions of modules, which go with the dictionary and are no part of it.
-        state["versions"] = getattr(state["model"], "_metadata", None)
+        state["versions"] = versions_of_state(state["model"])
         state["model"] = dict(state["model"])
         # As torch makes them when it loads them.
         states = state["optimizer"]["state"].items()
@@ -297,7 +298,7 @@ class CheckpointManager:
             raise damaged(manifest.folder / manifest.files[0][0], str(error)) from error
         if versions is not None:
             state["model"] = OrderedDict(state["model"])
-            state["model"]._metadata = versions
+            set_versions_of_state(state["model"], versions)
         try:
             prepared.load_whole_state(state)
         except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:

@@ -21,6 +21,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from gradlane.training.factors.block import LinearFactors, Part, TouchedRows, can_travel
 from gradlane.training.modules.compiled import is_tracing
 from gradlane.training.modules.gradient_intake import raw_grad
+from gradlane.training.torch_internals import (
+    backward_hooks,
+    parameters_of,
+    peek_transforms,
+    post_accumulate_hooks,
+    will_execute,
+)
 
 _ATTRIBUTE = "_gradlane_factor_hook"
 
@@ -80,13 +87,13 @@ class FactorHook:
         """Whether the running backward would only add the gradient to an empty `.grad`."""
         weight = self.weight
         # The program may look at the sum of `.grad` and the new gradient.
-        if raw_grad(weight) is not None or weight._backward_hooks or torch.is_grad_enabled():
+        if raw_grad(weight) is not None or backward_hooks(weight) or torch.is_grad_enabled():
             return False
-        hooks = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
+        hooks = post_accumulate_hooks(weight) or {}
         if not all(map(_is_own, hooks.values())):
             return False
         try:
-            accumulates = torch._C._will_engine_execute_node(self._accumulation)
+            accumulates = will_execute(self._accumulation)
         except RuntimeError:  # torch.autograd.grad() asks for it.
             return False
         return accumulates and self._sink.wants_factors(self._index)
@@ -193,7 +200,7 @@ def can_factor(module: nn.Module) -> bool:
         return False
     if _ATTRIBUTE not in module.__dict__ and "forward" in module.__dict__:
         return False
-    weight = module._parameters.get("weight")
+    weight: Tensor | None = parameters_of(module).get("weight")
     if weight is None or not can_travel(weight.dtype) or not weight.is_contiguous():
         return False
     if own:
@@ -217,7 +224,7 @@ def install(module: nn.Module, sink: FactorSink, index: int) -> None:
         sink: gets the factors.
         index: number of its weight.
     """
-    weight = dict.__getitem__(module._parameters, "weight")
+    weight = dict.__getitem__(parameters_of(module), "weight")
     assert weight is not None
     module.__dict__[_ATTRIBUTE] = FactorHook(sink, index, weight)
     if own_factors(module) is not None:
@@ -235,7 +242,7 @@ def remove(module: nn.Module) -> None:
 
 def _open_hook_of(module: nn.Module, weight: Tensor) -> FactorHook | None:
     """The hook to use in this forward, or None where it has to be torch's own."""
-    if is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_tracing() or peek_transforms() is not None:
         return None
     hook = factor_hook_of(module)
     if hook is None or hook.weight is not weight:

@@ -22,6 +22,7 @@ from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.options.options import Options
 from gradlane.training.options.strategy import ADAM, FACTOR_SCHEMES, SFB, strategy_features
 from gradlane.training.rendezvous.tensor_table import TensorEntry, state_entry
+from gradlane.training.torch_internals import parameters_of
 
 _BLOCK_DTYPE = "f32"
 """Blocks are cut like tensors of this dtype, whatever is in them."""
@@ -102,7 +103,7 @@ def layers_by_weight(model: nn.Module) -> dict[int, list[nn.Module]]:
     found: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         if can_factor(module):
-            weight = dict.__getitem__(module._parameters, "weight")
+            weight = dict.__getitem__(parameters_of(module), "weight")
             found.setdefault(id(weight), []).append(module)
     return found
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from gradlane.training.modules.compiled import compile_disabled
+from gradlane.training.torch_internals import mark_as_wrapped, patch_step
 
 
 class StepHook:
@@ -24,9 +25,7 @@ class StepHook:
             optimizer: the user's.
             stepped: called when a step has returned.
         """
-        if hasattr(optimizer, "_patch_step_function"):
-            # torch has the class call step hooks: as late as here where `__init__` was not called.
-            optimizer._patch_step_function()
+        patch_step(optimizer)
         self._optimizer = optimizer
         self._had_own_step = "step" in vars(optimizer)
         self._step_whole = step_whole = optimizer.step
@@ -42,8 +41,7 @@ class StepHook:
 
         # Another session that prepares the optimizer looks for the code that steps.
         step.__wrapped__ = step_whole  # type: ignore[attr-defined]
-        if hasattr(step_whole, "_wrapped_by_lr_sched"):
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        mark_as_wrapped(step, step_whole)
         self._own_step = types.MethodType(step, optimizer)
         vars(optimizer)["step"] = self._own_step
 

@@ -36,6 +36,7 @@ from gradlane.training.modules.compiled import (
 )
 from gradlane.training.rendezvous.membership import Membership
 from gradlane.training.rendezvous.tensor_table import without_repeats
+from gradlane.training.torch_internals import buffers_of, foreach_copy, version_of
 
 MODES = ("broadcast", "average", "local")
 _ALIGNMENT = 16
@@ -73,7 +74,7 @@ class _Slot:
 
     def held(self) -> Tensor | None:
         """Return whatever the module has now in the buffer's place, without waiting."""
-        mapping = self.module._buffers
+        mapping = buffers_of(self.module)
         try:
             return dict.get(mapping, self.key)
         except TypeError:  # A scripted module's own mapping is none of Python's.
@@ -132,7 +133,7 @@ class _Slot:
 
 def _version_of(buffer: Tensor | None) -> int:
     try:
-        return -1 if buffer is None else buffer._version
+        return -1 if buffer is None else version_of(buffer)
     except RuntimeError:  # Tensors of inference mode have none; they are refused at `step()`.
         return -1
 
@@ -194,7 +195,7 @@ class BufferPack:
     def start(self) -> None:
         """Note the buffers as the values that all ranks have."""
         if self._views:
-            torch._foreach_copy_(self._views, [slot.current() for slot in self._copied])
+            foreach_copy(self._views, [slot.current() for slot in self._copied])
             self._sent.copy_(self._words)
         self._note()
 
@@ -218,7 +219,7 @@ class BufferPack:
         if silent or not (self._leads or self._averages):
             return None
         if self._leads and self._copied:
-            torch._foreach_copy_(self._views, [slot.current() for slot in self._copied])
+            foreach_copy(self._views, [slot.current() for slot in self._copied])
             if not self._averages and self._is_unchanged():
                 return None
             self._awaits_own = True
@@ -267,7 +268,7 @@ class BufferPack:
                 without_repeats(slot.current(), view)
                 for slot, view in zip(self._copied, self._views, strict=True)
             ]
-            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+            foreach_copy([target for target, _ in pairs], [source for _, source in pairs])
             self._note()
 
     def _land_average(self, values: Tensor) -> None:
@@ -397,7 +398,7 @@ class BufferForm:
     def _is_as_seen(self) -> bool:
         """Return whether all buffers are the same objects as before, of the same shapes."""
         for module, buffers, shapes in self._seen:
-            mapping = module._buffers
+            mapping = buffers_of(module)
             if not buffers and not len(mapping):
                 continue
             now = dict.values(mapping) if isinstance(mapping, dict) else mapping.values()
@@ -481,7 +482,7 @@ def _slots(model: nn.Module) -> Sequence[_Slot]:
 
 def _items(module: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
     """List a module's buffers without waiting."""
-    mapping = module._buffers
+    mapping = buffers_of(module)
     return dict.items(mapping) if isinstance(mapping, dict) else mapping.items()
 
 

@@ -20,6 +20,11 @@ import torch
 from torch import Tensor
 
 from gradlane.training.core import CoreModule, SquareSum
+from gradlane.training.torch_internals import (
+    DisableTorchFunctionSubclass,
+    foreach_unscale,
+    values_of_sparse,
+)
 
 _EPSILON = 1e-6
 _CORE_NAMES = {
@@ -44,7 +49,7 @@ class LazyNorm(Tensor):
 
     def resolve(self) -> Tensor:
         """Wait for the value; return it as a plain tensor over the same memory."""
-        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+        with DisableTorchFunctionSubclass(), torch.inference_mode(False):
             plain = self.as_subclass(Tensor)
             if self._wait is not None:
                 plain.fill_(self._wait())
@@ -86,7 +91,7 @@ def add_squares(squares: SquareSum, gradient: Tensor) -> None:
     """Add the squares of a gradient of any shape and layout, exactly."""
     dense = gradient.detach()
     if dense.layout is torch.sparse_coo:
-        dense = dense.coalesce()._values()
+        dense = values_of_sparse(dense.coalesce())
     elif dense.layout is not torch.strided:
         dense = dense.to_dense()
     if dense.is_complex():
@@ -178,9 +183,7 @@ class StepUnscaling:
         with torch.no_grad(), torch.inference_mode(False):
             for (device, _), some in alike.items():
                 factor = self._factors[device]
-                torch._amp_foreach_non_finite_check_and_unscale_(
-                    some, torch.zeros_like(factor), factor
-                )
+                foreach_unscale(some, torch.zeros_like(factor), factor)
 
 
 class StepClipping:

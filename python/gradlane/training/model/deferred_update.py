@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gradlane.errors import UsageError
 from gradlane.training.model.lazy_state import plain_state
@@ -27,6 +26,18 @@ from gradlane.training.model.optimizers import has_step_hooks, mixes_first_steps
 from gradlane.training.model.update_log import UpdateLog
 from gradlane.training.modules.compiled import not_compiling
 from gradlane.training.modules.gradient_intake import raw_grad, set_raw_grad, sum_of
+from gradlane.training.torch_internals import (
+    STEP_HOOKS,
+    DisableTorchFunction,
+    DisableTransforms,
+    compiling_flag,
+    count_dispatch_modes,
+    count_function_modes,
+    disable_dispatch_modes,
+    peek_transforms,
+    set_tracing_state,
+    tracing_state,
+)
 
 _PLACE = operator.itemgetter(0)
 _Row = tuple[tuple[int, int], int, Tensor, Tensor]
@@ -314,8 +325,7 @@ class DeferredUpdate:
         given = {
             "param_groups": groups,
             "state": self._state,
-            "_optimizer_step_pre_hooks": OrderedDict(),
-            "_optimizer_step_post_hooks": OrderedDict(),
+            **{name: OrderedDict() for name in STEP_HOOKS},
             **self._scaler,
         }
         if self._step_of_class is None:
@@ -435,23 +445,23 @@ def undisturbed() -> ExitStack:
     depends on when gradients arrive: ranks would drift apart.
     """
     stack = ExitStack()
-    if torch.compiler._is_compiling_flag:
+    if compiling_flag():
         stack.enter_context(not_compiling())
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        stack.enter_context(torch._C._DisableFuncTorch())
-    if torch._C._len_torch_function_stack() > 0:
-        stack.enter_context(torch._C.DisableTorchFunction())
-    if torch._C._len_torch_dispatch_stack() > 0:
-        stack.enter_context(_disable_current_modes())
+    if peek_transforms() is not None:
+        stack.enter_context(DisableTransforms())
+    if count_function_modes() > 0:
+        stack.enter_context(DisableTorchFunction())
+    if count_dispatch_modes() > 0:
+        stack.enter_context(disable_dispatch_modes())
     if torch.is_inference_mode_enabled():
         stack.enter_context(torch.inference_mode(False))
     for device_type in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device_type):
             stack.enter_context(torch.autocast(device_type, enabled=False))
-    tracing = torch._C._get_tracing_state()
+    tracing = tracing_state()
     if tracing is not None:
-        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
-        stack.callback(torch._C._set_tracing_state, tracing)  # type: ignore[attr-defined]
+        set_tracing_state(None)
+        stack.callback(set_tracing_state, tracing)
     return stack
 
 

@@ -40,6 +40,7 @@ from gradlane.training.modules.forward_order import ForwardOrder
 from gradlane.training.modules.gradient_intake import GradientIntake, raw_grad
 from gradlane.training.rendezvous.tensor_table import in_layout, is_dense
 from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
+from gradlane.training.torch_internals import DisableTorchFunctionSubclass
 
 
 @dataclass
@@ -57,7 +58,7 @@ class ArrivedGradients:
     averaged: list[int]
 
 
-_stride = torch._C.TensorBase.stride
+_stride = Tensor.stride
 WaitContext = Callable[[int, list[int] | None], contextlib.AbstractContextManager[None]]
 
 
@@ -597,7 +598,7 @@ class GradientExchange:
         Fused optimizers take both for flat memory in the same order.
         """
         # Parameters whose update is due make a detour of each look at them.
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             # Loops outside of Python: there may be thousands, in each step.
             parameters = [self._trained[index].tensor for index, _ in arrived.gradients]
             means = [gradient for _, gradient in arrived.gradients]

@@ -41,6 +41,14 @@ from gradlane.training.modules.compiled import (
 )
 from gradlane.training.modules.graph_splits import GraphSplits
 from gradlane.training.rendezvous.tensor_table import TensorEntry
+from gradlane.training.torch_internals import (
+    PARAMETERS,
+    children_of,
+    parameters_of,
+    post_accumulate_hooks,
+    queue_callback,
+    register_load_hook,
+)
 
 
 class ForwardWait:
@@ -142,7 +150,8 @@ class GradientHooks:
         for index, parameter in enumerate(parameters):
             register: Any = parameter.register_post_accumulate_grad_hook
             handle = register(compile_disabled_hook(take, index))
-            hooks = getattr(parameter, "_post_accumulate_grad_hooks")  # noqa: B009
+            hooks = post_accumulate_hooks(parameter)
+            assert hooks is not None, "one was registered"
             self._handles.append(handle)
             self._hooks.append((hooks, handle.id))
         self._newest_hook = RemovableHandle.next_id
@@ -166,8 +175,7 @@ class GradientHooks:
                 hooks[key] = hooks.pop(key)
                 later = later or number == index
         if later:
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(functools.partial(self._take, index, parameter))
+            queue_callback(functools.partial(self._take, index, parameter))
         return later
 
     def remove(self) -> None:
@@ -187,7 +195,7 @@ def _nothing() -> Callable[..., None]:
 def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
     """Reset the gradients of a prepared model: never waits, never touches memory in flight."""
     original = functools.partial(type(self).zero_grad, self, set_to_none)
-    steps = getattr(self._parameters, "_steps", None)
+    steps = getattr(parameters_of(self), "_steps", None)
     if steps is None:
         original()
     else:
@@ -231,12 +239,12 @@ class HookManager:
         self._frozen = [entry for entry in entries if not entry.trained]
         self._index_of = {id(entry.tensor): index for index, entry in enumerate(self._trained)}
         self._modules = list(model.modules())
-        self._children = [tuple(module._modules.values()) for module in self._modules]
-        self._owned = [tuple(module._parameters.values()) for module in self._modules]
+        self._children = [tuple(children_of(module).values()) for module in self._modules]
+        self._owned = [tuple(parameters_of(module).values()) for module in self._modules]
         self._stale_flag = {module: StaleFlag() for module in self._modules}
         self._used_by: dict[nn.Module, tuple[int, ...]] = {}
         self._scripted = [
-            (module, module.__dict__.get("_parameters"))
+            (module, module.__dict__.get(PARAMETERS))
             for module in self._modules
             if isinstance(module, torch.jit.ScriptModule)
         ]
@@ -300,8 +308,8 @@ class HookManager:
         )
         for module in self._modules:
             install_lazy_parameters(module, steps, self._stale_flag[module])
-            load_hooks: Any = nn.Module._register_load_state_dict_pre_hook
-            self._handles.append(load_hooks(module, refuse_assignment, with_module=True))
+            handle = register_load_hook(module, refuse_assignment, with_module=True)
+            self._handles.append(handle)
             if id(module) in self._buffer_owners:
                 install_lazy_buffers(module, steps)
         self._handles.append(
@@ -316,7 +324,7 @@ class HookManager:
 
     def _indices_used(self, module: nn.Module, steps: StepMachine) -> tuple[int, ...]:
         """Return the tensors that a module owns, or holds past torch's registration."""
-        own = (one for one in module._parameters.values() if one is not None)
+        own = (one for one in parameters_of(module).values() if one is not None)
         found = (self._index_of.get(id(one)) for one in (*own, *held_parameters(module)))
         used = [index for index in found if index is not None]
         if id(module) in self._buffer_owners:
@@ -358,9 +366,9 @@ class HookManager:
             remove_lazy_buffers(module)
         for module, mapping in self._scripted:
             if mapping is None:
-                del module.__dict__["_parameters"]
+                del module.__dict__[PARAMETERS]
             else:
-                module.__dict__["_parameters"] = mapping
+                module.__dict__[PARAMETERS] = mapping
         if not self._had_model_zero_grad:
             self._model.__dict__.pop("zero_grad", None)
         for hooks in self._optimizer_hooks:
@@ -374,7 +382,7 @@ class HookManager:
                 parameters are trained now.
         """
         for module, children, owned in zip(self._modules, self._children, self._owned, strict=True):
-            if not _same(module._modules, children) or not _same(module._parameters, owned):
+            if not _same(children_of(module), children) or not _same(parameters_of(module), owned):
                 raise UsageError(self._describe_change())
         self.check_still_frozen()
 
@@ -423,7 +431,7 @@ def _raw_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return `named_parameters()` without waiting: the values are not read."""
     found: dict[int, tuple[str, Tensor]] = {}
     for prefix, module in model.named_modules():
-        for name, parameter in dict.items(module._parameters):
+        for name, parameter in dict.items(parameters_of(module)):
             if parameter is not None and id(parameter) not in found:
                 full_name = f"{prefix}.{name}" if prefix else name
                 found[id(parameter)] = (full_name, parameter)

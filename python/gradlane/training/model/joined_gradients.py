@@ -21,6 +21,7 @@ from torch import Tensor
 from gradlane.training.carrier import Carrier
 from gradlane.training.modules.gradient_intake import GradientBatch, GradientIntake
 from gradlane.training.rendezvous.tensor_table import TensorEntry, extra_entry
+from gradlane.training.torch_internals import foreach_copy
 
 MEMBER_BYTES_MAX = 32 << 10
 """Larger gradients travel alone: the copies would cost more than the frames."""
@@ -234,7 +235,7 @@ class JoinedGradients:
         with torch.no_grad(), torch.inference_mode(False):
             if not whole:
                 flat.zero_()
-            torch._foreach_copy_(views, gradients)
+            foreach_copy(views, gradients)
             if weight is not None:
                 flat.mul_(weight)
         self._carrier.submit(self._first + number, step, flat)
@@ -296,7 +297,7 @@ class JoinedGradients:
             return found
         with torch.no_grad(), torch.inference_mode(False):
             own = [self._trained[index].device_memory() for index, _ in found]
-            torch._foreach_copy_(own, [view for _, view in found])
+            foreach_copy(own, [view for _, view in found])
         return [(index, mean) for (index, _), mean in zip(found, own, strict=True)]
 
     def _wait_for_absences(self, wait: Callable[[int], None]) -> list[float]:

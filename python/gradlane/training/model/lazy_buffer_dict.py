@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradlane.training.model.lazy_dict import LazyDict
 from gradlane.training.model.step_machine import StepMachine
+from gradlane.training.torch_internals import BUFFERS, buffers_of
 
 Buffer = Tensor | None
 
@@ -76,11 +77,11 @@ class LazyBufferDict(LazyDict[Buffer]):
 
 def install_lazy_buffers(module: nn.Module, steps: StepMachine) -> None:
     """Replace a module's buffer mapping by a waiting one."""
-    module.__dict__["_buffers"] = LazyBufferDict(module._buffers, steps)
+    module.__dict__[BUFFERS] = LazyBufferDict(buffers_of(module), steps)
 
 
 def remove_lazy_buffers(module: nn.Module) -> None:
     """Give a module a plain buffer mapping again."""
-    guarded = module.__dict__.get("_buffers")
+    guarded = module.__dict__.get(BUFFERS)
     if isinstance(guarded, LazyBufferDict):
-        module.__dict__["_buffers"] = guarded.plain()
+        module.__dict__[BUFFERS] = guarded.plain()

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gradlane.training.model.step_machine import Phase, StepMachine
+from gradlane.training.torch_internals import unscale_code
 
 
 class LazyParameterList(list[Tensor]):
@@ -85,7 +85,7 @@ class LazyParameterList(list[Tensor]):
         return list, (self.copy(),)
 
 
-_UNSCALES = torch.amp.GradScaler._unscale_grads_.__code__
+_UNSCALES = unscale_code
 
 
 def plain(parameters: list[Tensor]) -> Iterator[Tensor]:

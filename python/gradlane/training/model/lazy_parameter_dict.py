@@ -26,6 +26,7 @@ from gradlane.training.modules.compiled import (
     is_tracing,
     only_inlined,
 )
+from gradlane.training.torch_internals import BUFFERS, MODULES, PARAMETERS, parameters_of
 
 Parameter = nn.Parameter | None
 
@@ -44,7 +45,7 @@ class LazyParameterDict(LazyDict[Parameter]):
             stale_flag: the module's, for compiled code.
         """
         # A scripted module's own mapping is none of Python's.
-        super().__init__(module._parameters.items())
+        super().__init__(parameters_of(module).items())
         self._module = weakref.ref(module)
         self._steps = steps
         self._stale_flag = stale_flag
@@ -102,14 +103,14 @@ class LazyParameterDict(LazyDict[Parameter]):
 
 def install_lazy_parameters(module: nn.Module, steps: StepMachine, stale_flag: StaleFlag) -> None:
     """Replace a module's parameter mapping by a waiting one."""
-    module.__dict__["_parameters"] = LazyParameterDict(module, steps, stale_flag)
+    module.__dict__[PARAMETERS] = LazyParameterDict(module, steps, stale_flag)
 
 
 def remove_lazy_parameters(module: nn.Module) -> None:
     """Give a module a plain parameter mapping again."""
-    guarded = module.__dict__.get("_parameters")
+    guarded = module.__dict__.get(PARAMETERS)
     if isinstance(guarded, LazyParameterDict):
-        module.__dict__["_parameters"] = dict(dict.items(guarded))
+        module.__dict__[PARAMETERS] = dict(dict.items(guarded))
 
 
 class SharedParameterTracker:
@@ -147,7 +148,7 @@ class SharedParameterTracker:
         """
         if id(parameter) not in self._shared:
             return
-        guarded = module._parameters
+        guarded = parameters_of(module)
         if not isinstance(guarded, LazyParameterDict):
             install_lazy_parameters(module, self._steps, StaleFlag())
             self._modules.add(module)
@@ -186,7 +187,7 @@ def held_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     yield from _parameters_in(list(own), depth=3)
 
 
-_REGISTERED = ("_parameters", "_buffers", "_modules")
+_REGISTERED = (PARAMETERS, BUFFERS, MODULES)
 
 
 def _parameters_in(values: Iterable[Any], depth: int) -> Iterator[nn.Parameter]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradlane.training.modules.compiled import compile_disabled, is_read_by_compiler
 from gradlane.training.modules.gradient_intake import raw_grad
+from gradlane.training.torch_internals import DisableTorchFunctionSubclass, disabled_torch_function
 
 _Result = TypeVar("_Result")
 
@@ -90,7 +91,7 @@ def _metadata_functions() -> frozenset[Any]:
 
 
 _METADATA = _metadata_functions()
-_UNGUARDED: Any = torch._C._disabled_torch_function_impl
+_UNGUARDED: Any = disabled_torch_function
 """`__torch_function__` of classes whose operations are torch's own."""
 _CLASS: Any = object.__dict__["__class__"]
 _set_class: Callable[[Tensor, type[Tensor]], None] = _CLASS.__set__
@@ -167,7 +168,7 @@ def _classes_for(
         if function not in _METADATA and _wait_for_all((*args, *kwargs.values())):
             return function(*args, **kwargs)
         if is_unguarded and len(types) == 1:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         return _call_as_own(function, types, args, kwargs)
 
@@ -241,7 +242,7 @@ def _call_as_own(
             return result
     if asked:
         return NotImplemented
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
 
 

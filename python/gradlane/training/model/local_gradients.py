@@ -10,6 +10,7 @@ from torch import Tensor
 from gradlane.errors import UsageError
 from gradlane.training.modules.gradient_intake import raw_grad
 from gradlane.training.rendezvous.tensor_table import TensorEntry
+from gradlane.training.torch_internals import version_of
 
 
 class LocalGradients:
@@ -22,7 +23,7 @@ class LocalGradients:
 
     def note(self, index: int, gradient: Tensor) -> None:
         """Note a gradient as backward leaves it."""
-        self._accumulated[index] = (id(gradient), gradient._version)
+        self._accumulated[index] = (id(gradient), version_of(gradient))
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -55,7 +56,7 @@ class LocalGradients:
         for index, gradient in gradients.items():
             memory = _memory(gradient)
             known, _ = self._accumulated[index]
-            if id(gradient) != known or gradient._version != newest[memory]:
+            if id(gradient) != known or version_of(gradient) != newest[memory]:
                 how = "changed in place" if id(gradient) == known else "replaced"
                 raise UsageError(
                     f"the gradient of {self._trained[index].name!r} was {how} before it was "

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from itertools import chain, repeat
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from gradlane.errors import UsageError
@@ -19,6 +18,13 @@ from gradlane.training.model.optimizers import written_step
 from gradlane.training.model.step_machine import StepMachine
 from gradlane.training.modules.compiled import compile_disabled
 from gradlane.training.modules.gradient_intake import raw_grad
+from gradlane.training.torch_internals import (
+    DisableTorchFunctionSubclass,
+    has_state_hooks,
+    mark_as_wrapped,
+    note_step,
+    patch_step,
+)
 
 
 class OptimizerHooks:
@@ -32,9 +38,7 @@ class OptimizerHooks:
             number: the optimizer's, among those of the model.
             on_step_end: called whenever a training step has ended for all of them.
         """
-        if hasattr(optimizer, "_patch_step_function"):
-            # torch has the class call step hooks: as late as here where `__init__` was not called.
-            optimizer._patch_step_function()
+        patch_step(optimizer)
         self.step_whole: Callable[..., Any] = optimizer.step
         self.ended_steps = 0
         """Calls of `step()`."""
@@ -78,7 +82,7 @@ class OptimizerHooks:
             install_lazy_state(self, before_state)
             hooks.ended_steps += 1
             # Learning rate schedulers look at this to see the order of calls.
-            self._opt_called = True  # type: ignore[attr-defined]
+            note_step(self)
             result = end_step(closure, hooks._number)
             if steps.has_ended:
                 hooks._on_step_end()
@@ -96,8 +100,7 @@ class OptimizerHooks:
 
         # Another session that prepares the optimizer looks for the code that steps.
         step.__wrapped__ = step_whole  # type: ignore[attr-defined]
-        if hasattr(step_whole, "_wrapped_by_lr_sched"):
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        mark_as_wrapped(step, step_whole)
         self._own_step = types.MethodType(step, optimizer)
         self._own_zero_grad = types.MethodType(zero_optimizer, optimizer)
         optimizer.__dict__["step"] = self._own_step
@@ -163,7 +166,7 @@ class HolderHooks:
         self._handles: list[Any] = []
         self._own_zero_grad: Any = None
         install_lazy_groups(holder, steps)
-        if hasattr(holder, "_optimizer_state_dict_pre_hooks"):
+        if has_state_hooks(holder):
             wait = _ignoring(steps.before_optimizer_state)
             self._handles.append(holder.register_state_dict_pre_hook(wait, prepend=True))
             self._handles.append(holder.register_load_state_dict_pre_hook(wait, prepend=True))
@@ -192,7 +195,7 @@ def _has_no_gradient(optimizer: Optimizer) -> bool:
     """Return whether `.grad` of all parameters is None, whatever is still to come there."""
     # A loop outside of Python: there may be thousands, in each step.
     parameters = chain.from_iterable(plain(group["params"]) for group in optimizer.param_groups)
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return all(map(operator.is_, map(raw_grad, parameters), repeat(None)))
 
 

@@ -23,6 +23,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from gradlane.training.model.lazy_state import plain_state
 from gradlane.training.model.several_optimizers import members_of, name_of
 from gradlane.training.rendezvous.tensor_table import TensorEntry, names_of
+from gradlane.training.torch_internals import all_step_hooks, is_wrapped_by_scheduler
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def _module(step: Callable[..., Any]) -> str:
 def _wrapped(step: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return what torch or gradlane has wrapped in a `step`, or None."""
     wrapped: Callable[..., Any] | None = getattr(step, "__wrapped__", None)
-    if wrapped is None and getattr(step, "_wrapped_by_lr_sched", False):
+    if wrapped is None and is_wrapped_by_scheduler(step):
         # Schedulers of torch 2.4 do not say what they wrap as others do.
         wrapped = inspect.getclosurevars(step).nonlocals["func"]
     return wrapped
@@ -213,15 +214,7 @@ _OWN_HOOKS: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return whether a step hook is registered, which must not see steps in parts."""
-    from torch.optim import optimizer as module
-
-    hooks = (
-        *optimizer._optimizer_step_pre_hooks.values(),
-        *optimizer._optimizer_step_post_hooks.values(),
-        *module._global_optimizer_pre_hooks.values(),
-        *module._global_optimizer_post_hooks.values(),
-    )
-    return any(hook not in _OWN_HOOKS for hook in hooks)
+    return any(hook not in _OWN_HOOKS for hook in all_step_hooks(optimizer))
 
 
 def check_optimizer(optimizer: Optimizer, entries: Sequence[TensorEntry]) -> None:

@@ -17,6 +17,7 @@ from gradlane.errors import UsageError
 from gradlane.training.core import Channel
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.tensor_table import TensorEntry
+from gradlane.training.torch_internals import DisableTorchFunctionSubclass, version_of
 
 _SAMPLE_ELEMS = 64
 """About so many values of each parameter show whether the program has written uncounted."""
@@ -115,11 +116,11 @@ class ServedParameters:
             self.register()
             return
         before = zip(self._trained, self._pointers, self._versions, strict=True)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             changed = [
                 index
                 for index, (entry, pointer, version) in enumerate(before)
-                if (entry.tensor.data_ptr(), entry.tensor._version) != (pointer, version)
+                if (entry.tensor.data_ptr(), version_of(entry.tensor)) != (pointer, version)
             ]
         self._check_counted(changed)
         self.register()
@@ -152,7 +153,7 @@ class ServedParameters:
 
     def _sample(self, index: int) -> Tensor:
         """Return some values of a parameter, as bytes."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             values = self._trained[index].tensor.detach()
             flat = values.as_strided((values.numel(),), (1,))
             return flat[:: max(1, flat.numel() // _SAMPLE_ELEMS)].clone().view(torch.uint8)
@@ -201,8 +202,8 @@ class ServedParameters:
             self._channel.tensor_absent(index, step, tensor.data_ptr(), tensor.nbytes)
 
     def _note_versions(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            self._versions = [entry.tensor._version for entry in self._trained]
+        with DisableTorchFunctionSubclass():
+            self._versions = [version_of(entry.tensor) for entry in self._trained]
 
     def check_unmoved(self) -> None:
         """Check that the core would write into the parameters.

@@ -46,7 +46,7 @@ from gradlane.training.model.lazy_parameters import Exemption, LazyParameters
 from gradlane.training.model.local_gradients import LocalGradients
 from gradlane.training.model.server_updates import ServerUpdates
 from gradlane.training.model.update_set import UpdateSet
-from gradlane.training.modules.forward_order import ForwardOrder, graph_task_id, inside_backward
+from gradlane.training.modules.forward_order import ForwardOrder, inside_backward
 from gradlane.training.modules.gradient_intake import (
     raw_grad,
     set_raw_grad,
@@ -56,6 +56,11 @@ from gradlane.training.modules.gradient_intake import (
 from gradlane.training.modules.shared_storage import SharedMemoryGroups
 from gradlane.training.rendezvous.membership import Membership
 from gradlane.training.rendezvous.tensor_table import names_of
+from gradlane.training.torch_internals import (
+    DisableTorchFunctionSubclass,
+    graph_task_id,
+    queue_callback,
+)
 
 _MOVES = nn.Module._apply.__code__
 """Takes gradients along in `model.to(...)` and its like; no program sees them there."""
@@ -372,8 +377,7 @@ class StepMachine:
         self._hooks.check_still_frozen()
         ended = functools.partial(self._end_backward, task)
         self._running_backwards[task] = ended
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(ended)
+        queue_callback(ended)
         return True
 
     def _end_backward(self, task: int) -> None:
@@ -1331,7 +1335,7 @@ class StepMachine:
         """Run a call whose reads of parameters need no update, such as the model's `zero_grad`."""
         # Neither pending updates nor its class matter; without this each read is a detour. Another
         # thread may be in the middle of an update, which needs gradients that must not go now.
-        with self._lock, torch._C.DisableTorchFunctionSubclass():
+        with self._lock, DisableTorchFunctionSubclass():
             self.exempt.run(call)
 
     def before_read(self, parameter: Tensor, evaluates: bool = False) -> None:

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from gradlane.errors import UsageError
 from gradlane.training.model.lazy_parameter_dict import LazyParameterDict
 from gradlane.training.model.several_optimizers import members_of
+from gradlane.training.torch_internals import PARAMETERS, is_initialized, parameters_of
 
 _WRAPPERS = {
     "DistributedDataParallel": (
@@ -46,7 +47,7 @@ def check_arguments(model: Any, optimizer: Any) -> None:
         advice = _in_place_of_optimizer(optimizer)
         raise UsageError(f"prepare() was given {_told(optimizer)} as the optimizer: {advice}")
     for one in members_of(optimizer):
-        if not hasattr(one, "_optimizer_step_pre_hooks"):
+        if not is_initialized(one):
             raise UsageError(
                 f"prepare() was given {_told(one)} as the optimizer, which wraps another one: "
                 "prepare the torch.optim optimizer inside, before anything wraps it"
@@ -105,7 +106,7 @@ def check_model(model: nn.Module) -> None:
         kind = _wrapper_kind(module)
         if kind is not None:
             raise ValueError(f"{where} {_WRAPPERS[kind]}")
-        if isinstance(module.__dict__.get("_parameters"), LazyParameterDict):
+        if isinstance(module.__dict__.get(PARAMETERS), LazyParameterDict):
             raise ValueError(
                 f"{where} has parameters of a model that is already prepared: close that session "
                 "first, or prepare one module that holds everything"
@@ -155,9 +156,7 @@ def _check_wrapper(wrapper: nn.Module, name: str, module: nn.Module | None) -> N
     kind = _wrapper_kind(wrapper)
     if kind is None or module is None:
         return
-    if any(
-        isinstance(one.__dict__.get("_parameters"), LazyParameterDict) for one in module.modules()
-    ):
+    if any(isinstance(one.__dict__.get(PARAMETERS), LazyParameterDict) for one in module.modules()):
         raise UsageError(
             f"{kind} was given a model that gradlane has prepared: its gradients would be "
             "exchanged twice; leave the wrapper out"
@@ -173,7 +172,7 @@ def refuse_assignment(
         UsageError: it would. Copies of the model are plain ones and may.
     """
     if metadata.get("assign_to_params_buffers") and isinstance(
-        module._parameters, LazyParameterDict
+        parameters_of(module), LazyParameterDict
     ):
         raise UsageError(
             f"load_state_dict(assign=True) would replace the parameters of {prefix[:-1]!r}, which "

@@ -11,12 +11,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from gradlane.training.torch_internals import (
+    compiling_flag,
+    forward_pre_hooks,
+    frame_callback,
+    reads_for_shapes,
+    set_compiling_flag,
+    skip_code,
+)
 
 _REASON = (
     "gradlane waits here for parameters whose update is under way; where the graph must not end, "
@@ -94,8 +102,8 @@ _ELSEWHERE: Any = _CompilingElsewhere()
 def not_compiling() -> Iterator[None]:
     """Have `torch.compiler.is_compiling()` be false in this thread, whatever is compiled now."""
     _ELSEWHERE.depth += 1
-    if torch.compiler._is_compiling_flag is True:
-        torch.compiler._is_compiling_flag = _ELSEWHERE
+    if compiling_flag() is True:
+        set_compiling_flag(_ELSEWHERE)
     try:
         yield
     finally:
@@ -104,10 +112,7 @@ def not_compiling() -> Iterator[None]:
 
 def only_inlined(function: _Function) -> _Function:
     """Have a function traced where compiled code calls it, but never compiled by itself."""
-    # Every optimizer loads this package, so this import takes no time.
-    from torch._dynamo import eval_frame
-
-    skip_code: Callable[[CodeType], None] = getattr(eval_frame, "skip_code", _nothing)
+    # Every optimizer loads the compiler, so that takes no time.
     skip_code(function.__code__)
     return function
 
@@ -119,26 +124,14 @@ def register_pre_hook_first(module: nn.Module, hook: Callable[..., Any]) -> Remo
     of its dict. Some compilers (torch 2.11) go by the latter, and guard one hook by another.
     """
     handle = nn.Module.register_forward_pre_hook(module, hook)
-    hooks = module._forward_pre_hooks
+    hooks = forward_pre_hooks(module)
     for key in [*hooks][:-1]:
         hooks[key] = hooks.pop(key)
     return handle
 
 
-def is_read_by_compiler() -> bool:
-    """Whether torch.compile is at work in this thread and reads for shapes, not for values."""
-    from torch._dynamo import symbolic_convert
-
-    return getattr(symbolic_convert.tls, "current_tx", None) is not None
-
-
-def _nothing(*_: Any) -> None:
-    return None
+is_read_by_compiler = reads_for_shapes
+"""Whether torch.compile is at work in this thread and reads for shapes, not for values."""
 
 
 _NOT_COMPILING = (None, False)
-
-
-frame_callback: Callable[[], Any] = getattr(
-    torch._C._dynamo.eval_frame, "get_eval_frame_callback", _nothing
-)

@@ -7,12 +7,11 @@ counts, the last one, for parameters that are not used in any other way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
-graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-"""Return the number of the backward that this thread is in, or -1."""
+from gradlane.training.torch_internals import graph_task_id
 
 
 def inside_backward() -> bool:

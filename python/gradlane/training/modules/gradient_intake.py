@@ -24,22 +24,28 @@ from torch import Tensor
 
 from gradlane.errors import UsageError
 from gradlane.training.rendezvous.tensor_table import TensorEntry, same_layout
+from gradlane.training.torch_internals import (
+    VERSION,
+    address_of,
+    count_owners,
+    indices_of_sparse,
+    values_of_sparse,
+    version_of,
+)
 
-_GRAD: Any = torch._C.TensorBase.grad
+_GRAD: Any = Tensor.grad
 raw_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 """Return a parameter's `.grad` without waiting."""
 set_raw_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
 """Set a parameter's `.grad` without waiting."""
 
-_count_owners: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-
 
 def _owners(tensor: Tensor) -> int | None:
     """Return the number of references to a tensor's memory, seen from here; None: unknown."""
-    if _count_owners is None:
+    if count_owners is None:
         return None
     storage = tensor.untyped_storage()
-    return _count_owners(storage._cdata)
+    return count_owners(address_of(storage))
 
 
 def _lies_in(tensor: Tensor, memory: int) -> bool:
@@ -58,11 +64,11 @@ _ALONE = _owners(torch.empty(1, dtype=torch.float32, device="cpu"))
 
 def is_alone(tensor: Tensor) -> bool:
     """Whether a tensor certainly has its memory to itself."""
-    if _count_owners is None:
+    if count_owners is None:
         return False
     # As in `_owners`, without a call: this is asked of each gradient.
     storage = tensor.untyped_storage()
-    return _count_owners(storage._cdata) == _ALONE
+    return count_owners(address_of(storage)) == _ALONE
 
 
 def is_row_sparse(gradient: Tensor) -> bool:
@@ -75,7 +81,7 @@ def values_of(gradient: Tensor) -> Tensor:
 
     Numbers of one place are stored apart where a sparse gradient is not coalesced.
     """
-    return gradient._values() if gradient.layout is torch.sparse_coo else gradient
+    return values_of_sparse(gradient) if gradient.layout is torch.sparse_coo else gradient
 
 
 def sum_of(gradient: Tensor, other: Tensor) -> Tensor:
@@ -85,7 +91,7 @@ def sum_of(gradient: Tensor, other: Tensor) -> Tensor:
     return gradient.add_(other)
 
 
-_form_of = attrgetter("layout", "dtype", "shape", "device", "requires_grad", "_version")
+_form_of = attrgetter("layout", "dtype", "shape", "device", "requires_grad", VERSION)
 """Return what a gradient is checked for."""
 
 
@@ -161,8 +167,10 @@ class GradientIntake:
             gradient: the gradient.
             taken: others, which are in `.grad` no more.
         """
-        if gradient.layout is not torch.strided or not gradient._version or _ALONE is None:
+        if gradient.layout is not torch.strided or not version_of(gradient):
             return False
+        if count_owners is None or _ALONE is None:
+            return True  # Nobody knows.
         copy = self._copies.get(index)
         own = int(copy is not None and copy.data_ptr() == gradient.data_ptr())
         expected = _ALONE + own
@@ -243,7 +251,7 @@ class GradientIntake:
         for index in indices:
             entry = trained[index]
             gradient, is_held = self._fetch(index, entry.tensor)
-            if is_held or (gradient._version and self._is_shared(index, gradient, found)):
+            if is_held or (version_of(gradient) and self._is_shared(index, gradient, found)):
                 self._watched[index] = gradient
             if gradient.layout is not strided:
                 gradient = _densified(entry, gradient)
@@ -274,7 +282,7 @@ class GradientIntake:
         check_gradient(self._trained[index], gradient)
         with torch.no_grad():
             coalesced = gradient.coalesce()
-        return coalesced._indices()[0], coalesced._values()
+        return indices_of_sparse(coalesced)[0], values_of_sparse(coalesced)
 
     def _fetch(self, index: int, parameter: Tensor) -> tuple[Tensor, bool]:
         """Take `.grad` away from a parameter; returns it, and whether others hold it, too."""

@@ -8,20 +8,26 @@ does the same while a forward of a prepared module runs that is compiled as a wh
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
-import torch
 from torch import nn
 
 from gradlane.training.log import log
 from gradlane.training.modules.compiled import (
     compile_disabled,
-    frame_callback,
     is_tracing,
     only_inlined,
 )
+from gradlane.training.torch_internals import (
+    active_splitter,
+    forget_split,
+    frame_callback,
+    graph_splitter_class,
+    is_export,
+    set_active_splitter,
+)
 
+_is_export = only_inlined(is_export)
 _PARTS = 8
 """Parts of a module's parameters that are aimed at."""
 _LEAST_BYTES = 1 << 20
@@ -70,23 +76,20 @@ class GraphSplits:
     @only_inlined
     def begin(self) -> None:
         """Split what the forward that is about to begin compiles; called by a pre-hook."""
-        callback = frame_callback()
-        for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):
-            if getattr(getattr(callback, name, None), "_export", False):
-                return  # torch.export wants the graph as it is.
+        if _is_export(frame_callback()):
+            return  # torch.export wants the graph as it is.
         self._activate()
 
     def _begin(self) -> None:
-        ddp, splitter = _ddp(), _splitter()
-        if splitter is None or not hasattr(ddp, "_active_ddp_module"):
+        if _splitter() is None:
             return
         if self._handle is None:
             # Hooks of a module that is compiled as a whole are no part of its graph.
             self._handle = self._module.register_forward_hook(self._after_forward, always_call=True)
-        active = ddp._active_ddp_module
+        active = active_splitter()
         if active is not self:
             self._before = None if isinstance(active, GraphSplits) else active
-            ddp._active_ddp_module = self
+            set_active_splitter(self)
 
     @only_inlined
     def _after_forward(self, *_: Any) -> None:
@@ -94,8 +97,9 @@ class GraphSplits:
             self._deactivate()
 
     def _end(self) -> None:
-        if _ddp()._active_ddp_module is self:
-            _ddp()._active_ddp_module, self._before = self._before, None
+        if active_splitter() is self:
+            set_active_splitter(self._before)
+            self._before = None
 
     def remove(self) -> None:
         """Split nothing from now on."""
@@ -104,20 +108,13 @@ class GraphSplits:
             self._handle.remove()
 
 
-def _ddp() -> Any:
-    return nn.parallel.DistributedDataParallel
-
-
 @functools.cache
 def _splitter() -> Any:
     """Return torch's class that splits graphs, made to leave alone what it cannot split, or None.
 
     Some versions refuse operations of higher order, or shapes that are not fixed.
     """
-    if not torch.distributed.is_available():
-        return None
-    module = importlib.import_module("torch._dynamo.backends.distributed")
-    splitter = getattr(module, "DDPOptimizer", None)
+    splitter = graph_splitter_class()
     if splitter is None:
         return None
     split = splitter.compile_fn
@@ -130,9 +127,7 @@ def _splitter() -> Any:
             return split(self, graph, inputs, *arguments, **options)
         except Exception as error:
             log.info("a graph is compiled unsplit: %s: %s", type(error).__name__, error)
-            tracing: Any = torch._guards.TracingContext.try_get()
-            if getattr(tracing, "ddp_optimizer_ctx", None) is not None:
-                tracing.ddp_optimizer_ctx = None  # Counts the parts that there are not.
+            forget_split()
             return self.backend_compile_fn(graph, inputs, *arguments, **options)
 
     splitter.compile_fn = split_or_not

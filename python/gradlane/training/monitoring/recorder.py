@@ -25,6 +25,7 @@ from gradlane.training.modules.forward_order import inside_backward
 from gradlane.training.monitoring.recorded import Mark, rank_path, recorded_timeline
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.torch_internals import queue_callback
 
 MARKS_MAX = 1 << 18
 """Most marks kept of a model; a mark is some hundred bytes."""
@@ -171,8 +172,7 @@ class ModelRecording:
         if self._backward_since_ns is None:
             self._backward_since_ns = time.monotonic_ns()
             self._step_before_backward = self._step
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._end_backward)
+            queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         since_ns, self._backward_since_ns = self._backward_since_ns, None

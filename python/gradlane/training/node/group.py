@@ -12,9 +12,7 @@ from __future__ import annotations
 import datetime
 from typing import Any, Protocol
 
-import torch._C._distributed_c10d as c10d
 from torch import Tensor
-from torch._C._distributed_c10d import Store, TCPStore
 
 from gradlane.training.node.devices import NCCL
 from gradlane.training.node.layout import NodeLayout
@@ -22,6 +20,14 @@ from gradlane.training.rendezvous.addresses import bind
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.store_server import serve_on
 from gradlane.training.rendezvous.torch_reports import hidden_reports
+from gradlane.training.torch_internals import (
+    Store,
+    TCPStore,
+    abort_group,
+    c10d,
+    gloo_options,
+    nccl_options,
+)
 
 _LOOPBACK = "127.0.0.1"
 _NEVER = datetime.timedelta(days=1)
@@ -106,24 +112,12 @@ class NodeGroup:
     def abort(self) -> None:
         """End the group; collectives in flight on a device end with undefined values."""
         group, self._group = self._group, None
-        # By version of torch; Gloo ends once unreferenced, with no collective in flight.
-        for name in ("abort", "_abort", "_shutdown"):
-            stop = getattr(group, name, None)
-            if stop is not None:
-                stop()
-                return
+        abort_group(group)
 
 
 def _gloo(store: Store, rank: int, size: int) -> Any:
-    kind: Any = c10d.ProcessGroupGloo
-    options = kind._Options()
-    options._devices = [kind.create_device(hostname=_LOOPBACK)]
-    options._timeout = _NEVER
-    return kind(store, rank, size, options)
+    return c10d.ProcessGroupGloo(store, rank, size, gloo_options(_LOOPBACK, _NEVER))
 
 
 def _nccl(store: Store, rank: int, size: int) -> Any:
-    kind: Any = c10d.ProcessGroupNCCL
-    options = kind.Options()
-    options._timeout = _NEVER
-    return kind(store, rank, size, options)
+    return c10d.ProcessGroupNCCL(store, rank, size, nccl_options(_NEVER))

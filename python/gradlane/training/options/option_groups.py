@@ -22,7 +22,7 @@ from gradlane.training.options.option_fields import (
 from gradlane.training.options.secret import check_secret, read_secret_file
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from gradlane.training.torch_internals import Store
 
 _PROCESSORS_A_LANE = 4
 _MOST_LANES = 3

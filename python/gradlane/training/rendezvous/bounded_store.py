@@ -19,13 +19,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch._C._distributed_c10d import Store
-
 from gradlane.errors import RendezvousError
 from gradlane.formats.longer_waits import SILENCE
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.signatures import StoreSigner
 from gradlane.training.rendezvous.torch_reports import hidden_reports
+from gradlane.training.torch_internals import Store
 
 _SLICE_S = 0.1
 _LIMIT_MIN_S = 1.0

@@ -23,6 +23,7 @@ from torch import Tensor
 from gradlane.errors import GradlaneError, SessionFailedError
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.tensor_table import TensorEntry
+from gradlane.training.torch_internals import DisableTorchFunctionSubclass, version_of
 
 SAMPLE_EVERY = 100
 """Steps between samples."""
@@ -216,8 +217,8 @@ class ParameterCheck:
 
 def _written(tensor: Tensor) -> tuple[int, int]:
     """Return what changes when a tensor is written or gets other memory."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.data_ptr(), tensor._version
+    with DisableTorchFunctionSubclass():
+        return tensor.data_ptr(), version_of(tensor)
 
 
 def _is_converted(entry: TensorEntry) -> bool:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from gradlane.errors import (
     CheckpointError,
@@ -46,6 +45,13 @@ from gradlane.training.rendezvous.presence import BUSY_TEXT, Presence, RankDeadl
 from gradlane.training.rendezvous.signatures import StoreValueRefusedError
 from gradlane.training.rendezvous.store_server import serve_on
 from gradlane.training.rendezvous.torch_reports import hide_reports_of
+from gradlane.training.torch_internals import (
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+    default_store,
+)
 
 
 class PublishedAddress(TypedDict):
@@ -119,9 +125,7 @@ def open_store(
         host_text = "which a process of its own keeps"
         remedy = "check GRADLANE_STORE or store=, and that `gradlane store` is running there"
     elif dist.is_available() and dist.is_initialized() and dist.get_world_size() >= rank_info.ranks:
-        from torch.distributed import distributed_c10d
-
-        store = distributed_c10d._get_default_store()
+        store = default_store()
         return wrap_store(store, rank_info, environment, store_timeout_s, secret, host_text)
     elif rank_info.ranks == 1:
         return wrap_store(HashStore(), rank_info, environment, store_timeout_s, secret)

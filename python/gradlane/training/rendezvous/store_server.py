@@ -14,7 +14,7 @@ from gradlane.formats.reported_error import ReportedError
 from gradlane.training.rendezvous import addresses
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from gradlane.training.torch_internals import TCPStore
 
 _OPEN_S = 30.0
 _LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -77,9 +77,8 @@ def serve_on(bound: socket.socket, host: str, port: int, **options: Any) -> TCPS
     Raises:
         RuntimeError: no store can listen there.
     """
-    from torch._C._distributed_c10d import TCPStore
-
     from gradlane.training.rendezvous.torch_reports import hide_reports_of
+    from gradlane.training.torch_internals import TCPStore
 
     options["master_listen_fd"] = bound.detach()
     try:

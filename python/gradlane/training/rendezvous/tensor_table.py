@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradlane.training.options.codec_choice import CodedTensor
+from gradlane.training.torch_internals import is_wrapper_subclass
 
 _TRAINED_DTYPES = {
     torch.float32: "f32",
@@ -238,7 +238,7 @@ def _check_storage(name: str, tensor: Tensor) -> None:
             f"parameter {name!r} has no shape yet: run one forward through the lazy modules "
             "before prepare()"
         )
-    if is_traceable_wrapper_subclass(tensor):
+    if is_wrapper_subclass(tensor):
         raise ValueError(
             f"tensor {name!r} is a {type(tensor).__name__}, which gradlane cannot send; "
             "plain dense tensors are supported"

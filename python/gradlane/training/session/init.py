@@ -59,6 +59,7 @@ from gradlane.training.session.scopes import SessionScopes
 from gradlane.training.session.session import Session
 from gradlane.training.session.world import World
 from gradlane.training.sharded.model import ShardedModel
+from gradlane.training.torch_internals import check_torch
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -244,6 +245,7 @@ def init(
         options = replace(options, rendezvous=replace(options.rendezvous, join=True))
     warn_of_unknown_variables(os.environ)
     with _telling_all(rendezvous, network):
+        check_torch()
         core = load_core()
     return open_session(core, options)
 

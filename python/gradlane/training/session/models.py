@@ -33,6 +33,7 @@ from gradlane.training.session.joining import Joins
 from gradlane.training.session.world import World
 from gradlane.training.sharded.fsdp import ShardedUnit, is_sharded
 from gradlane.training.sharded.model import ShardedModel, read_sharded
+from gradlane.training.torch_internals import check_torch
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 OptimizerType = TypeVar("OptimizerType")
@@ -111,6 +112,7 @@ class PreparedModels:
         plan: PlanArgument,
     ) -> tuple[ModelType, OptimizerType]:
         """Connect a model and its optimizer, or optimizers, to all ranks."""
+        check_torch()
         optimizer: Any = as_one(given)
         if is_sharded(model):
             self._prepare_sharded(model, optimizer, defer, buffers, plan)

@@ -14,26 +14,30 @@ import torch
 from torch import Tensor, nn
 
 from gradlane.errors import UsageError
+from gradlane.training.torch_internals import (
+    DIVISORS,
+    FSDP_GROUP,
+    FSDP_GROUPS,
+    FSDP_MODULE,
+    NEW,
+    fsdp_groups,
+    fsdp_state,
+    gradient_divisors,
+    graph_task_id,
+    local_shard,
+    queue_callback,
+    reduce_group,
+    reduce_hook,
+    reduce_order,
+)
 
 ReduceHook = Callable[[Tensor], None]
 """Called with a unit's reduce-scattered gradients, one flat buffer, before FSDP shares them out."""
 
-_GROUP_NAMES = (
-    "_all_reduce_hook",
-    "all_reduce_grads",
-    "force_sum_reduction_for_comms",
-    "fsdp_params",
-    "gradient_divide_factor",
-    "is_unsharded",
-    "mesh_info",
-)
-"""Attributes of a unit's parameter group."""
-_DIVISORS = "_get_gradient_divide_factors"
 _DIVISOR_ARGUMENTS = [
     *("reduce_scatter_group", "all_reduce_group", "reduce_dtype", "device_type", "factor"),
     "force_sum_reduction_for_comms",
 ]
-_TESTED = "2.15"
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class ShardedUnit:
     @property
     def is_hooked(self) -> bool:
         """Whether a hook is set already."""
-        return self._group._all_reduce_hook is not None
+        return reduce_hook(self._group) is not None
 
     @property
     def all_reduces(self) -> bool:
@@ -134,11 +138,9 @@ class ShardedUnit:
 
     def later_divisor(self, dtype: torch.dtype) -> float | None:
         """Return what FSDP divides the flat buffer by in place after the hook; None: nothing."""
-        from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-
         group = self._group
-        factors = getattr(collectives, _DIVISORS)(
-            group._reduce_scatter_process_group,
+        factors = gradient_divisors()(
+            reduce_group(group),
             None,
             dtype,
             group.device.type,
@@ -151,7 +153,7 @@ class ShardedUnit:
     def in_buffer_order(self) -> list[ShardedParameter]:
         """Return the trained parameters in the order of the flat buffer, from the first forward
         on."""
-        order: Sequence[int] = getattr(self._group, "_reduce_scatter_param_indices", ())
+        order = reduce_order(self._group)
         trained = {one.number: one for one in self.trained}
         return [trained[number] for number in order or sorted(trained) if number in trained]
 
@@ -183,8 +185,7 @@ def read_units(model: nn.Module) -> list[ShardedUnit]:
         if not _is_unit(module):
             continue
         _check_module(module)
-        state: Any = module._get_fsdp_state()
-        groups = state._fsdp_param_groups
+        groups = fsdp_groups(fsdp_state(module))
         if len(groups) > 1:
             raise UsageError(
                 f"unit {name or '<root>'!r} has parameters on {len(groups)} meshes (a placement "
@@ -214,47 +215,39 @@ def parameters_outside(model: nn.Module, units: Sequence[ShardedUnit]) -> list[s
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the memory of this rank's shard; a plain tensor itself."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.detach()
+    return local_shard(tensor).detach()
 
 
 def in_backward() -> bool:
     """Return whether autograd runs a backward on this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task_id() != -1
 
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Call a function at the end of the backward that runs, before `backward()` returns."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
+    queue_callback(callback)
 
 
 def _check_module(module: Any) -> None:
-    missing = [
-        name
-        for name in ("set_all_reduce_hook", "_get_fsdp_state", "reshard")
-        if not hasattr(module, name)
-    ]
+    missing = [name for name in FSDP_MODULE if not hasattr(module, name)]
     if missing:
         _refuse(f"FSDPModule.{missing[0]}")
-    if not hasattr(module._get_fsdp_state(), "_fsdp_param_groups"):
+    if not hasattr(fsdp_state(module), FSDP_GROUPS):
         _refuse("the parameter groups of a unit")
 
 
 def _check_group(group: Any) -> None:
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-
-    missing = [name for name in _GROUP_NAMES if not hasattr(group, name)]
+    missing = [name for name in FSDP_GROUP if not hasattr(group, name)]
     if missing:
         _refuse(f"FSDPParamGroup.{missing[0]}")
-    divisors = getattr(collectives, _DIVISORS, None)
+    divisors = gradient_divisors()
     if divisors is None or list(inspect.signature(divisors).parameters) != _DIVISOR_ARGUMENTS:
-        _refuse(f"{_DIVISORS} in the form that is known")
+        _refuse(f"{DIVISORS} in the form that is known")
 
 
 def _refuse(what: str) -> None:
     raise UsageError(
         f"torch {torch.__version__} has not {what}, by which gradlane takes a sharded model's "
-        f"gradients: use torch {_TESTED}, with which this is tested, or native HSDP "
+        f"gradients: use torch {NEW}, with which this is tested, or native HSDP "
         "(a mesh of two dimensions, without session.prepare)"
     )

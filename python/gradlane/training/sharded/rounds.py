@@ -29,6 +29,7 @@ from gradlane.training.sharded.fsdp import (
     local_of,
 )
 from gradlane.training.sharded.status import StatusNumbers, checksum
+from gradlane.training.torch_internals import post_accumulate_hooks
 
 STATUS = 0
 """Tensor number of what ranks compare: the most urgent, so that it passes the gradients that wait.
@@ -196,7 +197,7 @@ class GradientRounds:
                 "are trained before prepare() alone"
             )
         for one in unit.trained:
-            if getattr(one.parameter, "_post_accumulate_grad_hooks", None):
+            if post_accumulate_hooks(one.parameter):
                 self._calls.refuse(
                     f"parameter {one.name!r} has a hook that reads its gradient in backward "
                     "(register_post_accumulate_grad_hook), before it is the mean over nodes: step "
