@@ -5,6 +5,8 @@ Ranks share the machine's cores, so more threads would only fight for them.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -65,6 +67,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         about_s[item.path] += next(seconds for kind, seconds in _ABOUT_S.items() if kind in kinds)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: -about_s[item.path])
+    # Torch, the tests and what they load stay until the end: garbage is not looked for there.
+    gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session")
