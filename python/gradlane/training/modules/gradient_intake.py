@@ -53,11 +53,14 @@ def _lies_in(tensor: Tensor, memory: int) -> bool:
     return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == memory
 
 
-_SOLE_REFERENCES = sum(map(getrefcount, [torch.empty(1, dtype=torch.float32, device="cpu")]))
+_LISTED = [torch.empty(1, dtype=torch.float32, device="cpu")]
+_SOLE_REFERENCES = getrefcount(_LISTED[0])
 """References of a tensor that one list holds, so counted; more: a program has it.
 
 No variable holds it: a debugger that looks at a frame's variables keeps their values.
 """
+_SOLE_REFERENCES_MAPPED = sum(map(getrefcount, _LISTED))
+"""The same where they are counted by `map`."""
 _ALONE = _owners(torch.empty(1, dtype=torch.float32, device="cpu"))
 """Owners of memory that one tensor has to itself, by `_owners`."""
 
@@ -231,7 +234,7 @@ class GradientIntake:
             is_usual = False  # One is None.
         if is_usual:
             deque(map(set_raw_grad, parameters, repeat(None)), maxlen=0)
-            if sum(map(getrefcount, found)) == len(found) * _SOLE_REFERENCES:
+            if sum(map(getrefcount, found)) == len(found) * _SOLE_REFERENCES_MAPPED:
                 return found
             deque(map(set_raw_grad, parameters, found), maxlen=0)
         found.clear()
@@ -288,7 +291,7 @@ class GradientIntake:
         """Take `.grad` away from a parameter; returns it, and whether others hold it, too."""
         found = [raw_grad(parameter)]
         set_raw_grad(parameter, None)
-        is_held = sum(map(getrefcount, found)) > _SOLE_REFERENCES
+        is_held = getrefcount(found[0]) > _SOLE_REFERENCES
         gradient = found.pop()
         if gradient is None:
             raise UsageError(
