@@ -29,7 +29,8 @@ STARTING_CONNECT_TIMEOUT_S = 20.0
 STARTING_PROGRESS_TIMEOUT_S = 900.0
 """As by default longer than the bound: nobody is to wait so long for a rank that is lost."""
 TRAININGS = {
-    name: Training({"strategy": name, "going_on": True}) for name in ("p3", "slicing", "wfbp")
+    name: Training({"strategy": name, "going_on": True, "lanes": lanes})
+    for name, lanes in (("p3", 2), ("slicing", 3), ("wfbp", 1))
 }
 MOMENTS = (*BEFORE_CONNECTED, "restore", *IN_STEPS, "checkpoint", "close")
 _MOMENT_WEIGHTS = (1, 1, 1, 2, *(3,) * len(IN_STEPS), 6, 3)
