@@ -36,7 +36,7 @@ from gradlane.planning.advice.causes import (
 from gradlane.planning.advice.faults import COLUMNS, cells_of, faults_json
 from gradlane.planning.advice.measured import MeasuredStep, explain_step
 from gradlane.planning.advice.pictures import Picture, clusters_with_pictures, picture_of
-from gradlane.planning.advice.variants import Variant, Variants
+from gradlane.planning.advice.variants import Variant, Variants, changes_many
 from gradlane.planning.advice.verdict import offer_name
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.faults import FaultSettings, fault_cost
@@ -45,7 +45,7 @@ from gradlane.planning.simulation.hosts import Host
 from gradlane.planning.simulation.ignored_options import check_effects
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.scenarios import FORMULAS, Cluster, run_scenario, scenario_of
-from gradlane.planning.simulation.threads import usual_threads
+from gradlane.planning.simulation.threads import in_threads, usual_threads
 from gradlane.planning.simulation.timeline import simulated_timeline
 from gradlane.report.console import print_written
 from gradlane.training.monitoring.summary import WORTH_A_MOVE
@@ -141,8 +141,11 @@ def run_whatif(
     keep = partial(_keep_picture, pictures, profile, clusters)
     threads = usual_threads()
     with LateProgress(console, "simulating") as progress:
-        progress.expect(len(clusters))
-        rows = evaluate(
+        variants = Variants(profile, threads, progress.advance)
+        ahead = variants_ahead(clusters)
+        progress.expect(len(clusters) + len(ahead))
+        simulate_rows = partial(
+            evaluate,
             profile,
             clusters,
             lambda _: progress.advance(),
@@ -150,10 +153,11 @@ def run_whatif(
             on_trace=keep,
             threads=threads,
         )
+        calls = [simulate_rows, partial(variants.simulate, ahead)]
+        rows, *_ = in_threads(lambda call: call(), calls if ahead else calls[:1], len(calls))
         # What is said about networks holds where nobody is late.
         cluster_of = {id(row): cluster for row, cluster in zip(rows, clusters, strict=True)}
         punctual = [row for row in rows if row.left_out_share is None]
-        variants = Variants(profile, threads, progress.advance)
         wanted = [
             *(unlimited_link(cluster_of[id(row)]) for row in without_link(punctual)),
             *(
@@ -162,7 +166,7 @@ def run_whatif(
                 for variant in first_variants(cluster_of[id(row)])
             ),
         ]
-        progress.expect(len(wanted))
+        progress.expect(0 if ahead else len(wanted))
         variants.simulate(wanted)
         needs = required_links(
             punctual, lambda row: limit_beyond_link(variants, cluster_of[id(row)])
@@ -210,6 +214,14 @@ def run_whatif(
     if faults is not None:
         _print_faults(console, content["faults"])
     print_written(console, html_path, json_path)
+
+
+def variants_ahead(clusters: Sequence[Cluster]) -> list[Variant]:
+    """Return variants to simulate beside a lone cluster of many ranks, before it is known whether
+    they are needed: its own steps keep one processor for long."""
+    if len(clusters) > 1 or not changes_many(clusters[0]) or _has_late(clusters[0]):
+        return []
+    return [unlimited_link(clusters[0]), *first_variants(clusters[0])]
 
 
 def _drop_hints(variants: Variants, clusters: Sequence[Cluster]) -> list[str]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from gradlane.cli import late_progress
+from gradlane.cli import late_progress, whatif
 from gradlane.cli.late_progress import LateProgress
+from gradlane.cli.whatif import run_whatif
 from gradlane.planning.advice import variants as module
 from gradlane.planning.advice.causes import find_cause, first_variants, limit_beyond_link
 from gradlane.planning.advice.variants import Variant, Variants
-from gradlane.planning.simulation.grid import evaluate, simulate
+from gradlane.planning.simulation.grid import SimulatedRow, evaluate, simulate
 from gradlane.planning.simulation.scenarios import Cluster
 from gradlane.planning.simulation.threads import in_threads
 from tests.planning.simulation.small_profile import SMALL
@@ -90,3 +93,38 @@ def test_a_bar_comes_after_a_while(
         time.sleep(takes_s)
     assert ("simulating" in text.getvalue()) == is_shown
     assert ("1/2" in text.getvalue()) == is_shown
+
+
+def test_variants_beside_a_lone_large_cluster_change_no_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "MANY_RANKS", WORKERS)
+    begun: list[int] = []
+    simulate_all = Variants.simulate
+
+    def note(variants: Variants, wanted: Iterable[Variant]) -> list[SimulatedRow]:
+        wanted = list(wanted)
+        begun.append(len(wanted))
+        return simulate_all(variants, wanted)
+
+    monkeypatch.setattr(Variants, "simulate", note)
+
+    def answer(name: str) -> str:
+        path = tmp_path / name
+        run_whatif(
+            SMALL,
+            workers=[WORKERS],
+            rates_bps=[2e8],
+            strategies=["p3"],
+            compressions=[1.0],
+            topologies=["flat"],
+            base=Cluster(workers=1, rate_bps=0.0),
+            console=Console(quiet=True),
+            json_path=path,
+        )
+        return path.read_text(encoding="utf-8")
+
+    beside = answer("beside.json")
+    assert begun[0] == 5
+    monkeypatch.setattr(whatif, "variants_ahead", lambda clusters: [])
+    assert answer("after.json") == beside
