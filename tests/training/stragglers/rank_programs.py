@@ -49,6 +49,7 @@ def follow(
     paced: bool,
     stops: bool,
     steps: int = 24,
+    lanes: int | None = None,
 ) -> dict[str, Any]:
     """Train on gradients that are numbers; say which were given, and which steps have them."""
     model = nn.Linear(40, 30, bias=False)
@@ -61,6 +62,7 @@ def follow(
         servers=world_size - 1,
         rendezvous=gradlane.Rendezvous(store=store, rank=rank, world_size=world_size, job=job),
         monitoring=gradlane.Monitoring(summary=False),
+        network=gradlane.Network(lanes=lanes),
     )
     with seen_prepared() as prepared_of:
         model, optimizer = session.prepare(model, optimizer)

@@ -37,17 +37,17 @@ def expected_value(results: list[dict[str, Any]], steps: int, carries: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("stragglers", "late", "paced"),
+    ("stragglers", "late", "paced", "lanes"),
     [
-        ("backup=1", "discard", True),
-        ("backup=1", "carry", True),
-        ("backup=2", "carry", False),
-        ("drop", "discard", True),
-        ("drop=1.1", "carry", True),
+        ("backup=1", "discard", True, 2),
+        ("backup=1", "carry", True, 3),
+        ("backup=2", "carry", False, 1),
+        ("drop", "discard", True, 1),
+        ("drop=1.1", "carry", True, 2),
     ],
 )
 def test_every_rank_has_the_mean_over_those_that_were_in_time(
-    pool: RankPool, stragglers: str, late: str, paced: bool
+    pool: RankPool, stragglers: str, late: str, paced: bool, lanes: int
 ) -> None:
     steps = 24
     results = pool.run(
@@ -58,6 +58,7 @@ def test_every_rank_has_the_mean_over_those_that_were_in_time(
         paced=paced,
         stops=True,
         steps=steps,
+        lanes=lanes,
     )
     assert len({result["digest"] for result in results}) == 1
     assert all(result["uniform"] for result in results), "no slice is without another"
