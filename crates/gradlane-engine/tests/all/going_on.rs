@@ -30,13 +30,13 @@ fn swarm(form: Form) {
     }
 }
 
-/// Kills each rank at every moment, or at every seventh.
+/// Kills each rank at every moment, or at every seventeenth.
 fn kills(setting: &Setting) {
     let mut world = World::new(setting, 1);
     world.run();
     world.check(1);
     let actions = world.actions();
-    let stride = if number("GRADLANE_SWARM").is_some() { 1 } else { 7 };
+    let stride = if number("GRADLANE_SWARM").is_some() { 1 } else { 17 };
     for rank in 0..setting.ranks {
         for action in (u64::from(rank)..actions).step_by(stride) {
             let mut world = World::new(setting, 1);
