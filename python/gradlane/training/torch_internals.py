@@ -192,6 +192,8 @@ _SPARSE = torch.sparse_coo_tensor(
     torch.zeros(1, 1, dtype=torch.int64, device="cpu"),
     torch.ones(1, dtype=torch.float32, device="cpu"),
     (1,),
+    dtype=torch.float32,
+    device="cpu",
     check_invariants=False,
 )
 
@@ -304,7 +306,7 @@ def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _copies(copy: Callable[[list[Tensor], list[Tensor]], object]) -> bool:
-    target, source = torch.zeros(2, device="cpu"), torch.ones(2, device="cpu")
+    target, source = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float32, device="cpu")
     copy([target], [source])
     return bool(target.equal(source))
 
@@ -325,8 +327,9 @@ def _unscale_each(gradients: Sequence[Tensor], found: Tensor, factor: Tensor) ->
 
 
 def _unscales(unscale: Callable[[list[Tensor], Tensor, Tensor], object]) -> bool:
-    tensor, factor = torch.full((2,), 3.0, device="cpu"), torch.tensor(0.5, device="cpu")
-    unscale([tensor], torch.zeros((), device="cpu"), factor)
+    tensor = torch.tensor([3.0, 3.0], dtype=torch.float32, device="cpu")
+    found, factor = torch.tensor([0.0, 0.5], dtype=torch.float32, device="cpu")
+    unscale([tensor], found, factor)
     return bool((tensor == 1.5).all())
 
 

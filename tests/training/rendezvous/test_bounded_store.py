@@ -38,6 +38,7 @@ PATIENCE_S = 60.0
 """Far beyond all limits in this file: whatever takes as long has none."""
 MAKERS = {
     # The types of stores, and those that sessions open.
+    "training/torch_internals.py",
     "training/rendezvous/bounded_store.py",
     "training/rendezvous/rendezvous.py",
     "training/rendezvous/store_server.py",

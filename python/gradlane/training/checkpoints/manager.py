@@ -408,7 +408,8 @@ class CheckpointManager:
         """
         key = f"checkpoint/{step}/folder"
         if scope.rank_info.rank != first:
-            deadline = SuspendAwareDeadline(self._timeout_s)
+            # It may wait for the files of the checkpoint before until then.
+            deadline = SuspendAwareDeadline(1.5 * self._timeout_s)
             word = self._hear(scope, key, first, "said where to write", deadline)
             return folders.named_folder(self._root, word["folder"])
         try:
