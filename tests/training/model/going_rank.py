@@ -31,6 +31,7 @@ from tests.waiting import eventually
 SIGNALS = {
     "sigkill": signal.SIGKILL,
     "sigstop": signal.SIGSTOP,
+    "sigstop together": signal.SIGSTOP,
     "sigterm": signal.SIGTERM,
     "sigkill once saved": signal.SIGKILL,
 }
@@ -113,6 +114,11 @@ def main() -> None:
             if kind == "sigkill once saved":
                 folder = Path(job["options"]["checkpoint_folder"])
                 assert eventually(lambda: bool(complete_folders(folder)))
+            if kind == "sigstop together":
+                # One that stands still owes the others what it has not sent: they would not come.
+                here = [Path(job["folder"]) / f"here-{rank}" for rank in job["ends"]]
+                here[list(job["ends"]).index(str(own))].touch()
+                assert eventually(lambda: all(path.exists() for path in here), 120.0)
             os.kill(os.getpid(), SIGNALS[kind])
 
     def hear_of_losses(step: int) -> None:

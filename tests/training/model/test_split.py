@@ -45,7 +45,7 @@ class Split:
             "numbers": list(self.ranks),
             "asks": [],
             "waits": (str(folder / "claim seen"), FATAL_STEP + 1),
-            "ends": {str(rank): ("sigstop", FATAL_STEP, "forward") for rank in self.late},
+            "ends": {str(rank): ("sigstop together", FATAL_STEP, "forward") for rank in self.late},
             "options": {
                 "going_on": True,
                 # The ranks that stop are lost together: one by one, a majority would be left.
