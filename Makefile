@@ -81,7 +81,7 @@ fuzz: .cache/tools
 	bash scripts/fuzz $(FUZZ_S)
 
 # Sealed connections with somebody on the path: as many cases of frames of every kind, of two ranks over relayed
-# sockets, and a tenth of it of whole sessions. CI takes 10,000 of ranks over sockets, and fewer of the others.
+# sockets, and a tenth of it of whole sessions. CI takes 5,000 of ranks over sockets, and fewer of the others.
 ADVERSARY_CASES ?= 10000
 adversary: .cache/tools
 	GRADLANE_ADVERSARY_CASES=$(ADVERSARY_CASES) cargo test -p gradlane-net --lib -- --nocapture \

@@ -1,4 +1,4 @@
-//! The application's calls.
+//! The application's calls, and what lanes of its rank tell each other.
 
 use alloc::string::String;
 use alloc::vec::Vec;

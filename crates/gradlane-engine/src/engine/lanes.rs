@@ -1,13 +1,13 @@
 //! The lanes of a rank, where training goes on when ranks are lost. In the first one the ranks agree on who goes on;
 //! it tells the others, and each of them finishes the step in flight with its own peers. It says goodbye
 //! when the others need nobody any more, so all of a rank's lanes are there until no rank needs any.
+//! News about stragglers go on to `ps`.
 
 use super::Engine;
 use crate::api::{Event, LaneNews};
 use crate::rank_set::RankSet;
 use alloc::collections::BTreeMap;
-use alloc::string::String;
-use alloc::string::ToString;
+use alloc::string::{String, ToString};
 use gradlane_units::{Rank, Time};
 
 /// What a lane knows of the others of its rank.

@@ -153,9 +153,6 @@ impl Stragglers {
     pub(super) fn on_submitted(&mut self, cx: &mut Cx, tensor: TensorId) -> bool {
         let step = cx.worker.step();
         let is_last = cx.worker.has_submitted_all() && self.note_lane(cx, step);
-        if is_last {
-            self.note_left_out(cx, step);
-        }
         if self.set(step).is_some() {
             cx.part_done(tensor);
         }
@@ -165,15 +162,11 @@ impl Stragglers {
     /// All that another lane carries of the current step was submitted, in the first lane. Returns whether decisions
     /// may follow.
     pub(super) fn on_submitted_in_a_lane(&mut self, cx: &mut Cx, step: Step) -> bool {
-        let is_last = self.note_lane(cx, step);
-        if is_last {
-            self.note_left_out(cx, step);
-        }
-        is_last && self.tell_submitted(cx, step)
+        self.note_lane(cx, step) && self.tell_submitted(cx, step)
     }
 
     /// All that a lane carries of the current step was submitted. Returns whether that is so in all lanes of this
-    /// rank, which the first one knows, and it takes part in the step.
+    /// rank, which the first one knows, and it takes part in the step, which may go on without it.
     fn note_lane(&mut self, cx: &mut Cx, step: Step) -> bool {
         if self.passes {
             return false;
@@ -186,21 +179,18 @@ impl Stragglers {
             self.submitted = (step, 0);
         }
         self.submitted.1 += 1;
-        self.has_submitted_all(cx, step)
+        let is_last = self.has_submitted_all(cx, step);
+        if is_last && !self.may_contribute(cx.rank, step) {
+            let behind = self.is_behind(step, cx.clock.now());
+            let behind = behind.unwrap_or_else(|| has_whole_result(cx, step));
+            cx.events.push_back(Event::LeftOut { step, behind });
+        }
+        is_last
     }
 
     /// Whether this rank has submitted all of a step in all lanes, which the first one knows.
     fn has_submitted_all(&self, cx: &Cx, step: Step) -> bool {
         cx.plan.lane == 0 && self.submitted == (step, cx.plan.other_lanes + 1)
-    }
-
-    /// This rank has submitted all; perhaps the step goes on without that.
-    fn note_left_out(&self, cx: &mut Cx, step: Step) {
-        if !self.may_contribute(cx.rank, step) {
-            let behind = self.is_behind(step, cx.clock.now());
-            let behind = behind.unwrap_or_else(|| has_whole_result(cx, step));
-            cx.events.push_back(Event::LeftOut { step, behind });
-        }
     }
 
     /// Rank 0 hears that this rank has submitted all. Returns whether decisions may follow.
