@@ -52,6 +52,16 @@ def test_no_option_that_ranks_compare_is_drawn_as_one_that_may_differ() -> None:
     assert not on_options.APART.keys() & agreed_options(Options()).keys()
 
 
+def test_a_rank_that_differs_has_options_that_go_together() -> None:
+    """Else its own `init()` refuses them, and nothing is compared."""
+    drawn = [one for one in map(on_options.draw, range(2000)) if one.fault == "must be alike"]
+    assert {name for one in drawn for name in one.differing} == on_options.ALIKE.keys()
+    for one in drawn:
+        for given in one.own.values():
+            of_init = {name: value for name, value in given.items() if name != "buffers"}
+            Options.of(**keywords_of(checkpoint_folder="saved", **of_init))
+
+
 def error(text: str, **changes: Any) -> dict[str, Any]:
     event = {"event": "error", "type": "PeerLostError", "ours": True, "culprit": None, "text": text}
     return event | changes

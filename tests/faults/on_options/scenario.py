@@ -33,6 +33,8 @@ ALIKE: dict[str, tuple[Any, ...]] = {
     "progress_timeout_s": (30.0, 1800.0),
 }
 """Options that are the same on all ranks, or are refused by name."""
+_NEEDED: dict[Any, dict[str, Any]] = {"asgd": {"update": "server"}}
+"""What a rank gives beside a value, which its own `init()` refuses otherwise."""
 APART: dict[str, tuple[Any, ...]] = {
     "connect_timeout_s": (30.0, 60.0, 300.0),
     "low_water_bytes": (1, 65_536, 1 << 20),
@@ -113,7 +115,8 @@ def draw(seed: int) -> OptionsScenario:
         name = random_.choice(list(ALIKE))
         first, other = random_.sample(ALIKE[name], 2)
         for rank in own:
-            own[rank][name] = other if rank == victim else first
+            value = other if rank == victim else first
+            own[rank] = {name: value, **_NEEDED.get(value, {})}
     else:
         name = random_.choice(list(MISTAKES))
         own[victim][name] = random_.choice(MISTAKES[name])
