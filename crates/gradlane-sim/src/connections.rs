@@ -15,6 +15,8 @@ pub(crate) struct Connection {
     pub(crate) held_bytes: u32,
     /// Those of them that have not begun to leave.
     pub(crate) waiting_bytes: u32,
+    /// When its next piece may leave, where it is paced.
+    pub(crate) due: u64,
     /// Whether the engine was told that it takes no more.
     pub(crate) busy: bool,
     /// Whether there are frames that the kernel has not taken, or not whole.

@@ -18,6 +18,8 @@ use gradlane_units::Rank;
 
 /// Acknowledgements behind one another leave together where that is so near in time.
 const ACKNOWLEDGEMENTS_NS: u64 = 20_000;
+/// Connections may exceed their parts of the port by 1/64 (`gradlane-net`'s `pacing.rs`).
+const PACED_SHARE: f64 = 64.0 / 65.0;
 
 impl Run {
     /// Gives a frame that the engine has chosen to the kernel, or keeps it until that takes more.
@@ -109,18 +111,66 @@ impl Run {
             let room = connection.window_bytes - connection.held_bytes;
             let bytes = packet(partial.rest, self.piece_bytes, room);
             self.window_jitter.pass(connection, self.nodes[rank as usize].window_bytes, bytes);
-            connection.held_bytes += bytes + overhead;
             connection.waiting_bytes += bytes;
+            self.hold(rank, peer, bytes + overhead);
             let first = partial.rest == partial.bytes;
             partial.rest -= bytes;
             let content = Content::Frame { number: partial.number, first, last: partial.rest == 0 };
-            self.queue(time, Piece { content, from: rank, to, bytes });
+            let piece = Piece { content, from: rank, to, bytes };
+            let leaves_at = self.paced(peer, &piece, time);
+            self.queue(leaves_at, piece);
         }
         // Said in this order, the engine need not find the next head for a peer that is busy.
         if !self.is_below_low_water(rank, peer) {
             self.mark_busy(rank, peer);
         }
         self.nodes[rank as usize].engine.handle_sent(&partial.transmit);
+    }
+
+    /// Notes bytes that a connection holds.
+    fn hold(&mut self, rank: u32, peer: u32, bytes: u32) {
+        let connection = &mut self.connections[(rank, peer)];
+        let was_idle = connection.held_bytes == 0;
+        connection.held_bytes += bytes;
+        if was_idle {
+            let port = self.port_to(rank, peer);
+            self.ports[port as usize].out.sharing += self.groups.weights[peer as usize];
+        }
+    }
+
+    /// Notes that bytes which a connection held are at the peer.
+    fn release(&mut self, rank: u32, peer: u32, bytes: u32) {
+        let connection = &mut self.connections[(rank, peer)];
+        connection.held_bytes -= bytes;
+        if connection.held_bytes == 0 {
+            let port = self.port_to(rank, peer);
+            self.ports[port as usize].out.sharing -= self.groups.weights[peer as usize];
+        }
+    }
+
+    /// The port that a rank's connection to a member of its channel leaves through.
+    fn port_to(&self, rank: u32, peer: u32) -> u32 {
+        let topology = self.channels.topology;
+        topology.ports(rank, topology.peer(rank, peer)).0
+    }
+
+    /// When a piece of a connection may leave, which the kernel takes at `time`: behind those before it,
+    /// and on a port that several connections share, when it is due at this one's part.
+    fn paced(&mut self, peer: u32, piece: &Piece, time: u64) -> u64 {
+        let rank = piece.from;
+        let port = self.port_to(rank, peer);
+        let sharing = self.ports[port as usize].out.sharing / self.groups.weights[peer as usize];
+        let is_paced = self.paces && sharing > 1 && self.channels.topology.is_outside(port);
+        let even_ns = self.port_ns(port, piece, piece.to) as f64 * f64::from(sharing);
+        let middle_bytes = self.nodes[rank as usize].window_bytes;
+        let connection = &mut self.connections[(rank, peer)];
+        let leaves_at = connection.due.max(time);
+        connection.due = leaves_at;
+        if is_paced {
+            let part = f64::from(connection.window_bytes) / middle_bytes;
+            connection.due += (even_ns * PACED_SHARE / part) as u64;
+        }
+        leaves_at
     }
 
     fn is_below_low_water(&self, rank: u32, peer: u32) -> bool {
@@ -140,7 +190,8 @@ impl Run {
 
     /// Lets the head of the queue leave: acknowledgements, and one piece behind them.
     pub(crate) fn depart(&mut self, port: u32) {
-        while let Some(piece) = self.ports[port as usize].out.depart() {
+        let mut next = self.ports[port as usize].out.depart(self.now);
+        while let Some(piece) = next {
             self.carry(piece);
             let Some(at) = self.ports[port as usize].out.departed() else {
                 return;
@@ -149,6 +200,7 @@ impl Run {
             if !may_follow {
                 return self.events.at(at, EventKind::Depart, port);
             }
+            next = self.ports[port as usize].out.depart(at);
         }
     }
 
@@ -162,12 +214,15 @@ impl Run {
         let burst = if outside { self.burst_ns } else { 0 };
         let out_ns = self.port_ns(out, &piece, piece.to);
         let now = self.now;
-        self.ports[out as usize].out.line.occupy(now, out_ns, burst);
-        let left_at = now + out_ns;
+        // An acknowledgement that left at once, too, is before it.
+        let line = &mut self.ports[out as usize].out.line;
+        let begins_at = if burst > 0 { now } else { line.free_at.max(now) };
+        line.occupy(now, out_ns, burst);
+        let left_at = begins_at + out_ns;
         if outside {
-            self.meters.tx.add(now, left_at);
+            self.meters.tx.add(begins_at, left_at);
         }
-        self.note_piece(&piece, piece.from, piece.to, now, left_at);
+        self.note_piece(&piece, piece.from, piece.to, begins_at, left_at);
         match self.fabric.first_line(out, into) {
             Some(line) => self.enter_line(line, piece, left_at),
             None => self.reach(piece, left_at),
@@ -295,7 +350,7 @@ impl Run {
             Content::Other => {}
             Content::Acknowledgement { held_bytes } => {
                 let peer = self.channels.topology.member(piece.from);
-                self.connections[(rank, peer)].held_bytes -= held_bytes;
+                self.release(rank, peer, held_bytes);
                 self.wake_if_writable(rank, peer);
             }
             Content::Frame { number, first, last } => {
@@ -317,8 +372,7 @@ impl Run {
         let held_bytes = piece.bytes + PACKET_OVERHEAD_BYTES;
         if piece.bytes <= SMALL_PIECE_BYTES || self.is_switch(rank) || self.is_switch(piece.from) {
             let peer = self.channels.topology.member(rank);
-            let connection = &mut self.connections[(piece.from, peer)];
-            connection.held_bytes -= held_bytes;
+            self.release(piece.from, peer, held_bytes);
             return self.wake_if_writable(piece.from, peer);
         }
         let content = Content::Acknowledgement { held_bytes };

@@ -61,11 +61,16 @@ pub(crate) struct Port {
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub(crate) struct Outgoing {
-    /// Pieces that wait to leave, with the time from which they may.
+    /// Pieces that wait to leave, with the time from which they may, the earliest first.
     queue: VecDeque<(u64, Piece)>,
     /// Bytes of them.
     pub(crate) bytes: u64,
     pub(crate) line: Line,
+    /// Connections that hold bytes, which share the port out; one to a rank that stands for several
+    /// counts for each.
+    pub(crate) sharing: u32,
+    /// One nanosecond after the port is looked at next; 0: nobody does.
+    looked_at: u64,
 }
 
 /// Pieces that come to a port.
@@ -78,25 +83,40 @@ pub(crate) struct Incoming {
 }
 
 impl Outgoing {
-    /// Queues a piece that may leave at `time`; when the port should be looked at, if nobody does
-    /// yet.
+    /// Queues a piece that may leave at `time`, behind those that may as early; when the port should
+    /// be looked at, if nobody does so early.
     pub(crate) fn push(&mut self, time: u64, piece: Piece) -> Option<u64> {
         self.bytes += u64::from(piece.bytes);
-        self.queue.push_back((time, piece));
-        (self.queue.len() == 1).then(|| time.max(self.line.free_at))
+        let at = self.queue.partition_point(|&(other, _)| other <= time);
+        self.queue.insert(at, (time, piece));
+        let looks_at = time.max(self.line.free_at);
+        (at == 0 && self.look(looks_at)).then_some(looks_at)
     }
 
-    /// The piece that leaves now. It stays at the head until it has `departed`: what is queued because
-    /// it leaves is looked at already.
-    pub(crate) fn depart(&mut self) -> Option<Piece> {
-        let &(_, piece) = self.queue.front()?;
+    /// Notes that the port is to be looked at then; whether nobody does so early.
+    fn look(&mut self, at: u64) -> bool {
+        let is_earlier = self.looked_at == 0 || at < self.looked_at - 1;
+        if is_earlier {
+            self.looked_at = at + 1;
+        }
+        is_earlier
+    }
+
+    /// Takes the piece that leaves `now`, if the port is to be looked at now. Until it has `departed`
+    /// nobody else looks: what is queued because it leaves waits.
+    pub(crate) fn depart(&mut self, now: u64) -> Option<Piece> {
+        if self.looked_at != now + 1 {
+            return None;
+        }
+        let (_, piece) = self.queue.pop_front()?;
         self.bytes -= u64::from(piece.bytes);
         Some(piece)
     }
 
-    /// Takes away the piece that has left. Returns when the next one may leave.
+    /// Returns when the next piece may leave after one that has left.
     pub(crate) fn departed(&mut self) -> Option<u64> {
-        self.queue.pop_front();
-        self.queue.front().map(|&(time, _)| time.max(self.line.free_at))
+        let next = self.queue.front().map(|&(time, _)| time.max(self.line.free_at));
+        self.looked_at = next.map_or(0, |at| at + 1);
+        next
     }
 }

@@ -56,6 +56,9 @@ pub struct Network {
     /// Another number, another draw of it.
     #[serde(default)]
     pub share_seed: u64,
+    /// Whether each connection is paced to its part of the port, as the transport does (`pacing.rs`).
+    #[serde(default = "default_paces")]
+    pub paces: bool,
     /// Bytes of a connection that wait behind the port before the connection counts as busy.
     #[serde(default = "default_low_water_bytes")]
     pub low_water_bytes: u64,
@@ -84,6 +87,9 @@ fn default_send_buffer_floor_bytes() -> u64 {
 fn default_share_spread() -> f64 {
     SHARE_SPREAD
 }
+fn default_paces() -> bool {
+    true
+}
 fn default_queue_bytes() -> u64 {
     200_000
 }
@@ -108,6 +114,7 @@ impl Network {
             send_buffer_floor_bytes: default_send_buffer_floor_bytes(),
             share_spread: default_share_spread(),
             share_seed: 0,
+            paces: true,
             low_water_bytes: default_low_water_bytes(),
             piece_bytes: 0,
             burst_bytes: 0,

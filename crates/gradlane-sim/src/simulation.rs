@@ -100,6 +100,8 @@ pub(crate) struct Run {
     pub(crate) piece_bytes: u32,
     /// Time of the bytes that a shaped port lets through at once; 0 is a wire.
     pub(crate) burst_ns: u64,
+    /// Whether connections are paced to their parts of their ports.
+    pub(crate) paces: bool,
     pub(crate) jitter: f64,
     pub(crate) background: Option<Background>,
     pub(crate) stops: Vec<Stops>,
@@ -227,6 +229,7 @@ impl Run {
             low_water_bytes: network.low_water_bytes,
             piece_bytes,
             burst_ns: (network.burst_bytes as f64 * ns_per_byte) as u64,
+            paces: network.paces,
             jitter: scenario.compute_jitter,
             background,
             stops: scenario.stops.clone(),

@@ -76,7 +76,7 @@ def test_raw_and_encoded_steps_stand_in_columns_of_their_own() -> None:
     assert plan.settings.codec == EIGHT
     steps_s = {choice["setting"]: choice["step_s"] for choice in plan.choices}
     codecs = {choice["setting"]: choice["codec"] for choice in plan.choices}
-    assert codecs["strategy"] == RAW and codecs["slice_elems"] == EIGHT == codecs["codec"]
+    assert codecs["strategy"] == RAW and codecs["frame_bytes"] == EIGHT == codecs["codec"]
     console = Console(file=StringIO(), width=200)
     print_plan(console, plan)
     out = console.file.getvalue()  # type: ignore[attr-defined]

@@ -286,10 +286,11 @@ def test_a_ring_of_two_has_the_bits_of_servers() -> None:
 
 
 def test_a_sessions_threads_are_those_of_the_h200() -> None:
-    """VGG-19 at 25 Gbit/s: 366 ms with three threads of each kind (`docs/research/cuda.md`)."""
+    """VGG-19 at 25 Gbit/s: 366 ms with three threads of each kind, of four ranks that shared 16
+    processors (`docs/research/cuda.md`)."""
     cluster = Cluster(4, 25e9, "p3", lanes=3, work_threads=3)
     one, three = evaluate(
         synthetic_profile("vgg19", 0.128), [replace(cluster, lanes=1, work_threads=1), cluster]
     )
-    assert three.step_s == pytest.approx(0.366, rel=0.1)
+    assert 0.85 * 0.366 < three.step_s < 1.02 * 0.366
     assert one.step_s > 1.5 * three.step_s

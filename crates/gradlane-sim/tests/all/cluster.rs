@@ -282,6 +282,18 @@ fn unequal_connections_hold_urgent_slices_up() {
 }
 
 #[test]
+fn paced_connections_fill_wires_that_several_share() {
+    let step_s = |workers: u32, paces: bool| {
+        let network = Network { paces, ..Network::new(500e6) };
+        run(&free(layers(&[6_000_000; 8]), workers, "p3", network)).step_s
+    };
+    let (paced, unpaced) = (step_s(4, true), step_s(4, false));
+    assert!(unpaced > 1.02 * paced, "{paced} and {unpaced}");
+    // A connection that has the port for itself takes all of it.
+    near(step_s(2, true), step_s(2, false), 1e-9);
+}
+
+#[test]
 fn a_shaped_port_that_was_idle_lets_a_burst_through() {
     let mut scenario = free(layers(&[10_000]), 2, "p3", ideal(1e8));
     let wire = run(&scenario).steps_s[1];
