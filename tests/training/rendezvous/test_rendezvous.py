@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,7 +15,12 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 import gradlane
-from gradlane.errors import PeerLostError, ProgressTimeoutError, RendezvousError
+from gradlane.errors import (
+    PeerLostError,
+    ProgressTimeoutError,
+    RendezvousError,
+    SessionFailedError,
+)
 from gradlane.training.options.option_fields import with_environment
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous import addresses, rendezvous
@@ -121,6 +127,41 @@ def test_a_connected_rank_has_the_progress_timeout() -> None:
     scope.mark_connected(60.0, lost)
     with pytest.raises(PeerLostError, match="rank 1 was lost"):
         scope.get("word", 1)
+
+
+@pytest.mark.parametrize("lost", [(0,), (0, 3)])
+@pytest.mark.parametrize("key", ["checkpoint/run", "checkpoint/restore/1"])
+def test_ranks_that_wait_for_a_lost_one_leave_once_all_know_of_it(
+    lost: tuple[int, ...], key: str
+) -> None:
+    """Else the last one hears that the others have given up, and names them."""
+    store = HashStore()
+    has_left = threading.Event()
+
+    def one(rank: int) -> str:
+        knows = time.monotonic() + 0.3 * rank
+
+        def on_poll() -> None:
+            if has_left.is_set():
+                raise SessionFailedError("no majority is left", None)
+
+        scope = RendezvousScope(bounded(store, rank), RankInfo(rank, 4, "job", 0), 0, 20.0)
+        scope.mark_connected(20.0, on_poll)
+        scope.loss_of = lambda other: (
+            "rank 0 was lost" if other in lost and time.monotonic() > knows else None
+        )
+        try:
+            with scope.failing_alike():
+                scope.get(key, 0)
+        except SessionFailedError as error:
+            has_left.set()
+            return str(error)
+        return ""
+
+    others = [rank for rank in range(4) if rank not in lost]
+    with ThreadPoolExecutor(4) as pool:
+        for text in pool.map(one, others):
+            assert text.startswith("rank 0 was lost, while")
 
 
 @pytest.mark.parametrize(

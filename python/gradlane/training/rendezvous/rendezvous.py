@@ -259,6 +259,10 @@ class RankAddresses:
     """As many as the rank with the fewest can have."""
 
 
+class AwaitedRankLostError(SessionFailedError):
+    """Training goes on without a rank that all others wait for."""
+
+
 class RendezvousScope:
     """The keys of one channel in the store, through which all ranks agree on it."""
 
@@ -485,7 +489,7 @@ class RendezvousScope:
         text = f"{loss}, while rank {self.rank_info.rank} waited for rank {rank} ({key})"
         if not self.is_connected:
             return self.abort(f"{loss} (while the ranks connected)", [rank])
-        return SessionFailedError(f"{text}; restart from the last checkpoint", None)
+        return AwaitedRankLostError(f"{text}; restart from the last checkpoint", None)
 
     def abort(self, reason: str, missing: Iterable[int] = ()) -> RendezvousError:
         """Tell all ranks why they will not be connected; return the error that all of them raise.
@@ -569,15 +573,17 @@ class RendezvousScope:
 
     @contextlib.contextmanager
     def failing_alike(self) -> Iterator[None]:
-        """Let a `CheckpointError` or `UsageError` that all ranks meet through once they have it.
+        """Let an error that all ranks meet through once they have it.
 
-        The first rank to give up would leave the others in a step that needs it, and they would
-        only hear of its reason. An error of this rank alone comes through after 10 s.
+        Such are `CheckpointError`, `UsageError` and `AwaitedRankLostError`. The first rank to give
+        up would leave the others in a step that needs it, and they would only hear of its reason.
+        An error of this rank alone comes through after 10 s.
         """
         try:
             yield
-        except (CheckpointError, UsageError):
-            ranks = range(self.rank_info.world_size)
+        except (CheckpointError, UsageError, AwaitedRankLostError):
+            everyone = range(self.rank_info.world_size)
+            ranks = [rank for rank in everyone if self.loss_of(rank) is None]
             scope = self.outlasting_session()
             with contextlib.suppress(StoreLostError, StoreValueRefusedError):
                 scope.put(f"failing/{self.rank_info.rank}", "")
