@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from gradlane.errors import RendezvousError
 from gradlane.training.rendezvous import start_failures
+from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.start_failures import StartFailures
 from tests.built import needs_core
@@ -155,6 +158,48 @@ def test_an_answer_to_another_request_is_none(secrets: tuple[str | None, str | N
     with pytest.raises(RendezvousError, match="of this start"):
         late.check()
     late.stop()
+
+
+class PausedStore:
+    """A store whose host stands still for a while."""
+
+    def __init__(self, store: HashStore) -> None:
+        self.responds = threading.Event()
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def call(*arguments: Any) -> Any:
+            self.responds.wait()
+            return method(*arguments)
+
+        return call
+
+
+@pytest.mark.parametrize("tells_before", [False, True])
+@pytest.mark.parametrize(
+    "call", [lambda store: store.set("key", "value"), lambda store: store.read("key", 1)]
+)
+def test_a_rank_that_has_lost_a_store_that_responds_again_tells_its_reason(
+    call: Callable[[BoundedStore], object], tells_before: bool
+) -> None:
+    """A rank that connected to the store meanwhile would wait for it in vain."""
+    store = HashStore()
+    paused = PausedStore(store)
+    own = bounded(paused, 1, 1.0)  # type: ignore[arg-type]
+    failing = StartFailures(own, RankInfo(1, 2, "job", 0))
+    with pytest.raises(RendezvousError) as error:
+        call(own)
+    if tells_before:
+        failing.tell(f"rank 1 gave up: {error.value}", 0.1)
+    threading.Timer(0.5, paused.responds.set).start()
+    hears = StartFailures(bounded(store, 0), RankInfo(0, 2, "job", 0))
+    hears.listen(lambda: False, is_first=False)
+    failing.tell(f"rank 1 gave up: {error.value}")
+    with pytest.raises(RendezvousError, match=r"rank 1 gave up: .* does not answer"):
+        hears.check()
+    hears.stop()
 
 
 def late_rank(store: HashStore) -> StartFailures:

@@ -77,6 +77,11 @@ class _Worker:
     def __del__(self) -> None:
         self._calls.put(None)
 
+    def recover(self, limit_s: float) -> None:
+        """Wait for a stuck call to end, up to a limit, and take calls again if it has."""
+        if self.is_stuck and self.submit(lambda: None).done.wait(limit_s):
+            self.is_stuck = False
+
     def stop(self) -> None:
         """Finish the queued calls and end the thread; do not wait for a stuck call."""
         self._calls.put(None)
@@ -357,6 +362,19 @@ class BoundedStore:
         if not self._worker.is_stuck:
             store, whole = self._store, self._prefix + key
             self._worker.submit(lambda: store.delete_key(whole))
+
+    @property
+    def answers(self) -> bool:
+        """False if a call has found that the store does not respond."""
+        return not self._worker.is_stuck
+
+    def wait_until_it_answers(self, limit_s: float) -> None:
+        """Wait until a store that did not respond does so, up to a limit.
+
+        Args:
+            limit_s: longest wait, in seconds.
+        """
+        self._worker.recover(limit_s)
 
     def drain(self) -> None:
         """Wait shortly for background calls to finish."""

@@ -125,14 +125,19 @@ class StartFailures:
 
         Args:
             reason: one line, with this rank in it.
-            limit_s: longest time, in seconds.
+            limit_s: longest time, in seconds; also for a store that has not responded.
         """
         if self._has_told or (self._reason is not None and not self._hosts_store):
             return
+        deadline = SuspendAwareDeadline(limit_s)
+        if not self._store.answers:
+            log.warning("%s; it tells the others if the store responds in %g s", reason, limit_s)
+            self._store.wait_until_it_answers(limit_s)
+            if not self._store.answers:
+                return
         self._has_told = True
         # The store of rank 0 ends with it, and not all may have heard of the rank that has failed.
         reason = self._reason or reason
-        deadline = SuspendAwareDeadline(limit_s)
         # A store that this process has opened holds nothing of an earlier start.
         waiting = {rank: _Hearer("" if self._hosts_store else None) for rank in self._others}
         failing: dict[int, str] = {}
