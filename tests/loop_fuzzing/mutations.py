@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import ctypes
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,10 +20,13 @@ import torch
 
 from gradlane.training import carrier
 from gradlane.training.model import deferred_update as updates
-from gradlane.training.model import hooks, step_machine
+from gradlane.training.model import hooks
 from gradlane.training.model import joined_gradients as joined
 from gradlane.training.model import lazy_list as waiting
 from gradlane.training.model import lazy_parameter_dict as guard
+from gradlane.training.model.kernel.gate import Gate
+from gradlane.training.model.kernel.intake import Intake
+from gradlane.training.model.kernel.update import StepUpdate
 from gradlane.training.modules import gradient_intake as gradients
 from tests.loop_fuzzing import reluctant_core
 from tests.loop_fuzzing.generate import generate
@@ -54,7 +58,7 @@ def _no_wait_before_forward() -> AbstractContextManager[Any]:
 def _no_wait_in_attributes() -> Iterator[None]:
     with (
         mock.patch.object(guard.LazyParameterDict, "__getitem__", dict.__getitem__),
-        mock.patch.object(step_machine.StepMachine, "before_operation", lambda *_: None),
+        mock.patch.object(Gate, "before_operation", lambda *_: None),
     ):
         yield
 
@@ -63,13 +67,13 @@ def _no_wait_in_attributes() -> Iterator[None]:
 def _no_wait_in_lists() -> Iterator[None]:
     with (
         mock.patch.object(guard.LazyParameterDict, "_before_list", lambda _: None),
-        mock.patch.object(step_machine.StepMachine, "before_operation", lambda *_: None),
+        mock.patch.object(Gate, "before_operation", lambda *_: None),
     ):
         yield
 
 
 def _no_wait_for_gradients() -> AbstractContextManager[Any]:
-    return mock.patch.object(step_machine.StepMachine, "before_grad", lambda *_, **__: None)
+    return mock.patch.object(Gate, "before_grad", lambda *_, **__: None)
 
 
 @contextlib.contextmanager
@@ -110,7 +114,7 @@ def _layouts_ignored() -> AbstractContextManager[Any]:
 @contextlib.contextmanager
 def _state_read_early() -> Iterator[None]:
     with (
-        mock.patch.object(step_machine.StepMachine, "before_optimizer_state", lambda *_: None),
+        mock.patch.object(Gate, "before_optimizer_state", lambda *_: None),
         mock.patch.object(waiting.LazyParameterList, "_wait", lambda _: None),
     ):
         yield
@@ -192,17 +196,27 @@ def _last_parameter_never_updated() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _later_parts_dropped() -> Iterator[None]:
-    take = step_machine.StepMachine.take_gradient
-    first: dict[tuple[int, int, int], torch.Tensor] = {}
+    take = Intake.take_gradient
+    end = StepUpdate.end
+    first: dict[tuple[int, int], torch.Tensor] = {}
 
     def drop(self: Any, index: int, parameter: Any) -> None:
         gradient = gradients.raw_grad(parameter)
-        key = (id(self), self.step + (self.phase is not step_machine.Phase.BACKWARD), index)
         if gradient is not None:
+            key = (threading.get_ident(), index)
             gradients.set_raw_grad(parameter, first.setdefault(key, gradient.clone()).clone())
         take(self, index, parameter)
 
-    with mock.patch.object(step_machine.StepMachine, "take_gradient", drop):
+    def forget(self: Any, *arguments: Any, **options: Any) -> None:
+        for key in list(first):
+            if key[0] == threading.get_ident():
+                first.pop(key)
+        end(self, *arguments, **options)
+
+    with (
+        mock.patch.object(Intake, "take_gradient", drop),
+        mock.patch.object(StepUpdate, "end", forget),
+    ):
         yield
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from gradlane.training.core import load_core
-from gradlane.training.model.clipping import exact_norm
+from gradlane.training.model.exact_norm import exact_norm
 from tests.device import DEVICE
 from tests.loop_fuzzing.description import Action, Loop
 from tests.loop_fuzzing.look_ahead import look_ahead

@@ -21,8 +21,8 @@ from gradlane.ddp.parameters import UNNAMED, BucketParameters
 from gradlane.ddp.pipeline import Pipeline
 from gradlane.ddp.residuals import OwnerKey, Residuals
 from gradlane.ddp.routes import BucketExchange, GatherRoute, Peers, Route, ShardCodec, ShardRoute
-from gradlane.training.model.local_clipping import clip_together
 from gradlane.training.model.optimizers import gradlane_hook
+from gradlane.training.model.stages.local_clipping import clip_together
 from gradlane.training.options.codec_choice import (
     check_codecs,
     is_sparse,

@@ -103,7 +103,7 @@ def test_a_rank_joins_in_the_place_of_one_that_was_lost(
 ) -> None:
     """Ranks are numbered anew while those that they were write on."""
     folder = tmp_path / "checkpoints"
-    fatal = {"1": "gradlane.training.model.step_machine:StepMachine.end_step"}
+    fatal = {"1": "gradlane.training.model.kernel.step_end:StepEnd.end_step"}
     run = Run(programs, tmp_path, fatal=fatal, slow=SLOW_S, **options_of(folder, 1))
     run.check_alike()
     joined = next(one["step"] for one in run.results["0"]["changes"] if one["joined"])

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 import gradlane
 from gradlane.errors import UsageError
-from gradlane.training.model.consistency_check import RankStatus, StatusTensor, StepEnding
-from gradlane.training.model.hooks import GradientHooks
+from gradlane.training.model.consistency_check import StatusTensor
+from gradlane.training.model.gradient_hooks import GradientHooks
 from gradlane.training.model.joined_gradients import (
     GROUP_BYTES_MAX,
     MEMBER_BYTES_MAX,
     SPAN_BYTES_MAX,
     choose_groups,
 )
+from gradlane.training.model.rank_status import RankStatus, StepEnding
 from gradlane.training.modules.gradient_intake import GradientBatch, GradientIntake
 from gradlane.training.rendezvous.tensor_table import build_table
 from tests.training.model.fake_core import FakeCore
@@ -193,7 +194,8 @@ def test_a_whole_group_is_taken_as_its_gradients_are_one_by_one(odd: str) -> Non
 def test_a_hook_that_is_registered_later_sees_the_gradient_before_it_is_taken() -> None:
     model = nn.Linear(2, 2)
     taken: list[Any] = []
-    hooks = GradientHooks([*model.parameters()], lambda index, _: taken.append(index))
+    hooks = GradientHooks([*model.parameters()])
+    hooks.install([lambda index, _: taken.append(index)] * 2)
     assert not hooks.move_last(0, model.weight)
     register: Any = model.weight.register_post_accumulate_grad_hook
     register(lambda _: taken.append("later"))

@@ -473,7 +473,7 @@ def test_a_rank_joins_in_the_place_of_one_that_was_lost(
     tmp_path: Path, programs: ForkedPrograms
 ) -> None:
     """A joiner's own death is a loss like any other, and the next one joins the rest."""
-    place = "gradlane.training.model.step_machine:StepMachine.end_step"
+    place = "gradlane.training.model.kernel.step_end:StepEnd.end_step"
     run = Run(programs, tmp_path, joiners=2, fatal={"joiner-0": place}, losses=1)
     run.check_alike()
     assert [one["rank"] for one in run.results["0"]["metrics"]["lost"]] == [3]

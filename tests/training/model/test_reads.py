@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradlane
 from gradlane.training.model import lazy_parameter_dict
-from gradlane.training.model.step_machine import StepMachine
+from gradlane.training.model.kernel.gate import Gate
 from tests.built import needs_core
 from tests.torch_versions import torch_release
 from tests.training.model.fake_core import FakeCore, World
@@ -302,7 +302,7 @@ def test_reads_take_the_short_way_when_nothing_is_under_way(
         def note(*_: Any, name: str = name) -> None:
             slow.append(name)
 
-        monkeypatch.setattr(StepMachine, name, note)
+        monkeypatch.setattr(Gate, name, note)
 
     def body(probe: Probe) -> None:
         probe.world.held = set()
@@ -544,7 +544,7 @@ def test_no_thread_forgets_gradients_in_the_middle_of_another_ones_update(
     of_model: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The update begins when `zero_grad()` has been noted, and gradients are still there."""
-    bypass = StepMachine.bypass
+    bypass = Gate.bypass
 
     def body(session: Any) -> float:
         model: Any = nn.Linear(1, 1, bias=False)
@@ -554,7 +554,7 @@ def test_no_thread_forgets_gradients_in_the_middle_of_another_ones_update(
         optimizer = SlowSGD(model.parameters(), entered)
         session.prepare(model, optimizer)
 
-        def saved_first(steps: StepMachine, call: Callable[[], None]) -> None:
+        def saved_first(steps: Gate, call: Callable[[], None]) -> None:
             entered.clear()
             saving = threading.Thread(target=model.state_dict)
             saving.start()
@@ -563,7 +563,7 @@ def test_no_thread_forgets_gradients_in_the_middle_of_another_ones_update(
             bypass(steps, call)
             saving.join(20)
 
-        monkeypatch.setattr(StepMachine, "bypass", saved_first)
+        monkeypatch.setattr(Gate, "bypass", saved_first)
         for _ in range(3):
             model(torch.ones(1, 1)).sum().backward()
             optimizer.step()

@@ -18,8 +18,8 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 
 from gradlane.training.log import log
-from gradlane.training.model import step_machine
 from gradlane.training.model.deferred_update import undisturbed
+from gradlane.training.model.kernel import update_lock
 from gradlane.training.modules import gradient_intake
 from gradlane.training.rendezvous.tensor_table import build_table
 from tests.training.model.late_core import LateCore
@@ -331,7 +331,7 @@ def test_threads_of_an_optimizer_step_its_parameters(touch: str, defer: bool | N
 def test_threads_of_an_optimizer_that_wait_for_its_update_are_told(
     touch: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_machine, "UPDATE_NOTICE_S", 0.05)
+    monkeypatch.setattr(update_lock, "UPDATE_NOTICE_S", 0.05)
     touching = threading.Event()
     touching.set()
     warn = log.warning

@@ -347,7 +347,7 @@ class Connected:
 
 
 class Prepared:
-    """The steps of a model, as far as membership and joins go, as `StepMachine` takes them."""
+    """The steps of a model, as far as membership and joins go, as `TrainingSteps` takes them."""
 
     def __init__(
         self,
@@ -366,8 +366,7 @@ class Prepared:
         self.options: Options = ctx.options
         self.trained = range(cluster.trained)
         self.optimizer = optimizer
-        self.steps = self
-        self.hook_manager = self
+        self.steps = self.update = self.numbers = self.listeners = self
         self.residuals = self
         self.step = steps_before
         ctx.membership.training_step_of = lambda step: self.step
@@ -407,7 +406,7 @@ class Prepared:
         self._unread.clear()
 
     def gather_integers(self, values: list[int]) -> list[list[int]]:
-        """Gather numbers of all members; as `StepMachine.gather_integers`."""
+        """Gather numbers of all members; as `MemberNumbers.gather_integers`."""
         membership = self._ctx.membership
         found = self._exchange((membership.known_generation, values))
         texts = {rank: own for rank, (_, own) in found.items()}

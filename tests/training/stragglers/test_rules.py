@@ -20,11 +20,15 @@ from gradlane.lab.cluster.straggling import Bursts
 from gradlane.lab.runs.strategy import parse_strategies, parse_strategy, with_rules
 from gradlane.planning.simulation.straggler import StragglerSpec, parse_straggler
 from gradlane.training.model.failure_latch import FailureLatch
-from gradlane.training.model.gradient_exchange import GradientExchange
-from gradlane.training.model.late_gradients import LateGradientBuffer
-from gradlane.training.model.lazy_parameters import Exemption
+from gradlane.training.model.kernel.gradient_exchange import GradientExchange
+from gradlane.training.model.kernel.parts import KernelParts
+from gradlane.training.model.kernel.phases import Phase, Phases
+from gradlane.training.model.lazy_parameters import Exemption, LazyParameters
+from gradlane.training.model.others_steps import OthersSteps
+from gradlane.training.model.stages.late_gradients import LateGradientBuffer
+from gradlane.training.model.stages.stage_list import StageList
 from gradlane.training.model.step_layout import StepLayout
-from gradlane.training.model.step_machine import Phase, StepMachine
+from gradlane.training.model.training_steps import TrainingSteps
 from gradlane.training.monitoring.metrics import metrics_of
 from gradlane.training.monitoring.summary import summary_line
 from gradlane.training.options.compatibility import refusal
@@ -95,21 +99,21 @@ def test_what_a_step_went_on_without_is_in_the_next_gradient() -> None:
 
     def give(index: int, value: float) -> float:
         gradient = torch.full((3,), value)
-        carrying.before_submit(index, gradient)
+        carrying.before_send(index, gradient)
         given = gradient.tolist()
         # From now on it is the core's, and holds something else.
         gradient.fill_(-1.0)
         return float(given[0])
 
     assert (give(0, 1.0), give(1, 5.0)) == (1.0, 5.0)
-    carrying.settle(was_in=False)
+    carrying.completed(lambda: True)
     assert give(0, 2.0) == 3.0
-    carrying.settle(was_in=False)
+    carrying.completed(lambda: True)
     assert give(0, 4.0) == 7.0
-    carrying.settle(was_in=True)
+    carrying.completed(lambda: False)
     assert give(0, 1.0) == 1.0
     assert give(1, 1.0) == 6.0, "it waits until there is a gradient to be added to"
-    carrying.settle(was_in=True)
+    carrying.completed(lambda: False)
     assert give(1, 1.0) == 1.0
 
 
@@ -137,7 +141,7 @@ class _WaitedError(Exception):
     pass
 
 
-def _left_out(*, goes_on: bool, meets: bool = False) -> StepMachine:
+def _left_out(*, goes_on: bool, meets: bool = False) -> OthersSteps:
     """A model whose step 3 has ended here and goes on without this rank.
 
     Args:
@@ -158,19 +162,15 @@ def _left_out(*, goes_on: bool, meets: bool = False) -> StepMachine:
     exchange.take.side_effect = _WaitedError
     consistency = mock.Mock(join=None)
     consistency.compares_after.return_value = meets
-    steps = StepMachine(
-        exchange,
-        mock.Mock(stepped=[]),
-        consistency,
-        FailureLatch(),
-        Exemption(),
-        mock.Mock(),
-        lambda: None,
-        lambda step: None,
-    )
-    steps.end_step()
-    assert steps.phase is Phase.PENDING
-    return steps
+    in_order = StageList([])
+    phases = Phases(FailureLatch(), in_order)
+    updates, lazy = mock.Mock(stepped=[]), LazyParameters([parameter])
+    parts = KernelParts(phases, exchange, updates, in_order, Exemption(), lazy, mock.Mock())
+    stages = mock.Mock(consistency=consistency)
+    steps = TrainingSteps(parts, stages, mock.Mock(), mock.Mock(), lambda: None, None)
+    steps.step_end.end_step()
+    assert phases.phase is Phase.PENDING
+    return steps.others
 
 
 def test_who_was_left_out_and_is_in_time_for_the_next_does_not_wait_for_its_whole_result() -> None:

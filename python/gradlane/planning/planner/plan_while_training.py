@@ -24,7 +24,7 @@ from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.planner.reasons import format_value
 from gradlane.planning.profiler.recorder import Recorder
 from gradlane.training.factors.factored_weights import layers_by_weight
-from gradlane.training.model.step_machine import StepMachine
+from gradlane.training.model.training_steps import TrainingSteps
 from gradlane.training.node.layout import agree_on_layout
 from gradlane.training.node.rules import AUTO, with_local
 from gradlane.training.options.options import Options
@@ -43,7 +43,7 @@ class LearningModel(Protocol):
     """A connected model."""
 
     @property
-    def steps(self) -> StepMachine:
+    def steps(self) -> TrainingSteps:
         """The model's steps."""
 
     @property
@@ -100,7 +100,7 @@ class PlanLearning:
             GradlaneError: a rank was lost, or could not switch.
         """
         steps = self._learner.steps
-        if self._has_ended or steps.failure is not None:
+        if self._has_ended or steps.phases.failure.error is not None:
             return
         if self._recorder is not None:
             if self._is_recording:
@@ -108,7 +108,7 @@ class PlanLearning:
             self._recorder.begin_step()
             self._is_recording = True
         # Inside join() ranks may be out of data, and inside no_sync() no gradients were sent.
-        if steps.step >= LEARNING_STEPS and not steps.in_join and not steps.accumulates:
+        if steps.step >= LEARNING_STEPS and not steps.in_join and not steps.phases.accumulates:
             self.stop()
             self._on_plan(self._decide())
 
@@ -159,7 +159,7 @@ class PlanLearning:
                 servers=self._options.servers,
                 ranks_per_node=ranks_per_node,
                 stragglers=self._options.stragglers.rule,
-                clips=self._learner.steps.clips,
+                clips=bool(self._learner.steps.stages.clipping.norms),
             )
             if profile is not None and profile.compute_s > 0.0:
                 # Every step waits for the slowest rank.

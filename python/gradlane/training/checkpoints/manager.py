@@ -147,7 +147,7 @@ class CheckpointManager:
             # It counts its steps anew, but where a rank has joined.
             self._before += before.steps.step - prepared.steps.step
             self._joined_after = 0
-        prepared.hook_manager.subscribe(self.after_step)
+        prepared.listeners.subscribe(self.after_step)
 
     def _agree_on_run(self, scope: RendezvousScope) -> None:
         """Take over which run this is, and whether the folder has others, from rank 0."""
@@ -475,7 +475,7 @@ class CheckpointManager:
                 break
             if is_lost:
                 raise CheckpointError(f"rank {rank} was lost before it had {missing}")
-            if self._prepared is None or self._prepared.steps.failure is None:
+            if self._prepared is None or self._prepared.steps.phases.failure.error is None:
                 # Or no longer: one world was closed, and the next one is in force.
                 after_failure = None
             elif after_failure is None:

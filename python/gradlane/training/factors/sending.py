@@ -61,6 +61,8 @@ class FactorExchange:
         self._factored = factored
         self._rank = rank
         self._held: dict[int, list[Tensor]] = {}
+        self._fresh: set[int] = set()
+        """Tensors of which parts have come since their last `end_parts`."""
         self._sent: dict[int, Tensor] = {}
         self._means: dict[int, Tensor] = {}
         self._costly: set[int] = set()
@@ -80,6 +82,7 @@ class FactorExchange:
     def begin(self) -> None:
         """Begin a step, and forget factors that were held and not sent."""
         self._held.clear()
+        self._fresh.clear()
 
     def holds(self, index: int) -> bool:
         """Whether there is a part of a tensor's gradient in this step."""
@@ -91,6 +94,7 @@ class FactorExchange:
         Raises:
             BlockError: its values have a dtype that does not travel.
         """
+        self._fresh.add(index)
         one = self._factored[index]
         if one.sent_as is not None and not isinstance(part, Dense):
             part = narrowed(part, one.sent_as)
@@ -103,6 +107,12 @@ class FactorExchange:
         whole = torch.empty(entry.shape, dtype=entry.dtype, device=entry.device)
         rebuild([[*kept, part]], 1, whole)
         self._held[index] = [pack([Dense(whole)])]
+
+    def end_parts(self, index: int) -> bool:
+        """Return whether parts of a tensor have come in the backward that ends now for it."""
+        was_fresh = index in self._fresh
+        self._fresh.discard(index)
+        return was_fresh
 
     def submit(self, index: int, step: int) -> None:
         """Submit the held factors of a tensor as one block."""

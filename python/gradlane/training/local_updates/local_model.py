@@ -160,6 +160,11 @@ class LocalModel:
         """How each trained tensor's differences are aggregated, by name."""
         return schemes_of(self._ctx, self._connected.spec)
 
+    def explain(self) -> list[dict[str, Any]]:
+        """Return the one stage that its steps pass: no gradient is sent."""
+        reason = "update=gradlane.Local(...): each rank steps by itself, and parameters are sent"
+        return [{"stage": "local updates", "reason": reason, "acts": []}]
+
     @property
     def in_step(self) -> bool:
         """Whether gradients are under way: never, since none is sent."""

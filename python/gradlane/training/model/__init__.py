@@ -1,1 +1,1 @@
-"""A prepared model: its hooks, step machine, gradient exchange, optimizer and buffers."""
+"""A prepared model: its hooks, the kernel and stages of its steps, optimizer and buffers."""

@@ -28,11 +28,9 @@ Between two steps the same lanes carry whole numbers of the program from every r
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol
 
 import torch
@@ -44,22 +42,15 @@ from gradlane.training.log import log
 from gradlane.training.model.buffers import UNCHANGED, UNKNOWN, BufferPack
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.lazy_parameters import Exemption
+from gradlane.training.model.rank_status import RankNumbers, RankStatus, Statuses, StepEnding
+from gradlane.training.model.stages.clipping import Clipping
+from gradlane.training.model.stages.stage import StepStage
+from gradlane.training.model.stages.step_start import StepStart
 from gradlane.training.options.going_on import STATUS_LANES_LEAST
 from gradlane.training.rendezvous.membership import Membership
 from gradlane.training.rendezvous.parameter_check import SAMPLE_BITS, SAMPLE_EVERY, ParameterCheck
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.signatures import StoreValueRefusedError
-
-
-class StepEnding(enum.IntEnum):
-    """How a rank ended a step."""
-
-    NONE = 0
-    STEPPED = 1
-    DISCARDED = 2
-    CARRIED_ON = 3
-    SHADOWED = 4
-
 
 _WORDS = {
     StepEnding.NONE: "had no step",
@@ -77,54 +68,6 @@ _WORD_BYTES = 5
 _GATHER_FLAG = 1 << 40
 """Added to the number of a membership where a rank gathers numbers in place of a step."""
 _LAYOUT_UNIT = 1 << SAMPLE_BITS
-
-
-@dataclass(frozen=True)
-class RankStatus:
-    """One rank's lane.
-
-    Attributes:
-        ending: how the rank ended the step before.
-        shadow: whether it has no data for this step and goes along inside `session.join()`.
-        digest: of its hyper-parameters at its last `optimizer.step()`; 0 if there was none.
-        changes: of its buffers since that step, as `BufferPack.changes` counts them.
-        changed: name of the first buffer that was changed, or empty.
-        sample: digest of a sample of its parameters after that step; 0 if it took none.
-        weight: samples behind its gradients of this step; None: it has not said.
-        layout: digest of how its parameters lie in memory as the step begins; 0: it has not said.
-        generation: number of the newest membership that it knows; None: it gathers numbers.
-        request: number of a request to join that it has found; 0: none.
-    """
-
-    ending: StepEnding
-    shadow: bool
-    digest: int
-    changes: int = UNKNOWN
-    changed: str = ""
-    sample: int = 0
-    weight: int | None = None
-    layout: int = 0
-    generation: int | None = 0
-    request: int = 0
-
-
-Statuses = Mapping[int, RankStatus]
-"""The statuses of a step, by the ranks that are in its mean, in their order."""
-
-
-@dataclass(frozen=True)
-class RankNumbers:
-    """Some bytes of one rank's numbers.
-
-    Attributes:
-        generation: number of the newest membership that the rank knows; None: it does not gather.
-        size: how many bytes its numbers have.
-        part: those bytes that travelled this time.
-    """
-
-    generation: int | None
-    size: int
-    part: bytes
 
 
 class StatusTensor:
@@ -248,7 +191,7 @@ class JoinWatch(Protocol):
         """Bring all ranks out of their loops."""
 
 
-class ConsistencyCheck:
+class ConsistencyCheck(StepStage):
     """Fails a model's training where the ranks do not train alike."""
 
     def __init__(
@@ -258,6 +201,8 @@ class ConsistencyCheck:
         failure: FailureLatch,
         exempt: Exemption,
         membership: Membership,
+        clipping: Clipping,
+        reason: str,
     ) -> None:
         """Start before the first step.
 
@@ -267,12 +212,16 @@ class ConsistencyCheck:
             failure: the model's.
             exempt: a thread in it reads parameters without waiting.
             membership: the ranks that train.
+            clipping: knows the norms that gradients were clipped to.
+            reason: why statuses travel, or why none do.
         """
+        super().__init__("rank statuses", reason)
         self._membership = membership
         self._agreement = agreement
         self._hyperparameters = hyperparameters
         self._failure = failure
         self._exempt = exempt
+        self._clipping = clipping
         self._found_alike: Statuses | None = None
         """Statuses that need no second look where they are those of the next step, too."""
         self.ending = StepEnding.NONE
@@ -313,13 +262,29 @@ class ConsistencyCheck:
             request=self._membership.request,
         )
 
-    def note_hyperparameters(self, clipping: tuple[float, ...] = ()) -> None:
-        """Take the digest of the hyper-parameters for this step.
+    def begin(self, start: StepStart) -> None:
+        """Tell all ranks how this one trains."""
+        last = None if start.shadow else start.last_step
+        start.status = self.status_for(last, shadow=start.shadow, weight=start.weight)
 
-        Args:
-            clipping: how its gradients are clipped.
-        """
-        self.digest = self._hyperparameters.digest(clipping)
+    def recorded(self, stepped: Sequence[int], step: int) -> None:
+        """Take the digest of the hyper-parameters for this step."""
+        self.digest = self._hyperparameters.digest((*self._clipping.norms, *stepped))
+
+    def ended(self, ending: StepEnding) -> None:
+        """Keep how the step ended here, for the others."""
+        self.ending = ending
+
+    def submitted(
+        self, wait_for_statuses: Callable[[], Statuses], discard: Callable[[], None]
+    ) -> None:
+        """Break off inside `session.join()`, if a rank has run out of data and all are to."""
+        join = self.join
+        if join is None or not join.throws:
+            return
+        if any(status.shadow for status in wait_for_statuses().values()):
+            discard()
+            join.stop()
 
     def compares_after(self, step: int) -> bool:
         """Return whether all ranks meet after a step to compare their parameters."""

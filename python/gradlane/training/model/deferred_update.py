@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from gradlane.errors import UsageError
 from gradlane.training.model.lazy_state import plain_state
-from gradlane.training.model.momentum_takeover import MomentumTakeover
 from gradlane.training.model.optimizers import has_step_hooks, mixes_first_steps
+from gradlane.training.model.stages.momentum_takeover import MomentumTakeover
 from gradlane.training.model.update_log import UpdateLog
 from gradlane.training.modules.compiled import not_compiling
 from gradlane.training.modules.gradient_intake import raw_grad, set_raw_grad, sum_of

@@ -12,8 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradlane.training.model.kernel.gate import Gate
+from gradlane.training.model.kernel.phases import Phases
 from gradlane.training.model.lazy_dict import LazyDict
-from gradlane.training.model.step_machine import StepMachine
+from gradlane.training.model.training_steps import TrainingSteps
 from gradlane.training.torch_internals import BUFFERS, buffers_of
 
 Buffer = Tensor | None
@@ -22,23 +24,24 @@ Buffer = Tensor | None
 class LazyBufferDict(LazyDict[Buffer]):
     """Stands in for `Module._buffers` of one module."""
 
-    __slots__ = ("_own", "_steps")
+    __slots__ = ("_gate", "_own", "_phases")
 
-    def __init__(self, buffers: Mapping[str, Buffer], steps: StepMachine) -> None:
+    def __init__(self, buffers: Mapping[str, Buffer], phases: Phases, gate: Gate) -> None:
         """Guard a module's buffers.
 
         Args:
             buffers: the module's own mapping.
-            steps: those of the model.
+            phases: of the model's steps.
+            gate: waits.
         """
         # A scripted module's own mapping is none of Python's.
         super().__init__(buffers.items())
         self._own = buffers
-        self._steps = steps
+        self._phases, self._gate = phases, gate
 
     def _before_list(self) -> None:
-        if self._steps.reads_wait:
-            self._steps.before_buffers()
+        if self._phases.reads_wait:
+            self._gate.before_buffers()
 
     def __getitem__(self, name: str) -> Buffer:
         """Return a buffer once it is the one that all ranks have."""
@@ -75,9 +78,9 @@ class LazyBufferDict(LazyDict[Buffer]):
         return dict(dict.items(self)) if isinstance(self._own, dict) else self._own
 
 
-def install_lazy_buffers(module: nn.Module, steps: StepMachine) -> None:
+def install_lazy_buffers(module: nn.Module, steps: TrainingSteps) -> None:
     """Replace a module's buffer mapping by a waiting one."""
-    module.__dict__[BUFFERS] = LazyBufferDict(buffers_of(module), steps)
+    module.__dict__[BUFFERS] = LazyBufferDict(buffers_of(module), steps.phases, steps.gate)
 
 
 def remove_lazy_buffers(module: nn.Module) -> None:

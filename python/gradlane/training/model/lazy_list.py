@@ -14,16 +14,17 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradlane.training.model.step_machine import Phase, StepMachine
+from gradlane.training.model.kernel.phases import Phase
+from gradlane.training.model.training_steps import TrainingSteps
 from gradlane.training.torch_internals import unscale_code
 
 
 class LazyParameterList(list[Tensor]):
     """Stands in for `group["params"]` of one group of an optimizer."""
 
-    __slots__ = ("_steps",)
+    __slots__ = ("_gate", "_phases", "_scaler")
 
-    def __init__(self, parameters: list[Tensor], steps: StepMachine) -> None:
+    def __init__(self, parameters: list[Tensor], steps: TrainingSteps) -> None:
         """Guard a group's parameters.
 
         Args:
@@ -31,19 +32,19 @@ class LazyParameterList(list[Tensor]):
             steps: those of the model.
         """
         super().__init__(parameters)
-        self._steps = steps
+        self._phases, self._gate, self._scaler = steps.phases, steps.gate, steps.scaler
 
     def _wait(self) -> None:
-        if self._steps.lists_wait:
-            self._steps.before_list(list(super().__iter__()))
+        if self._phases.lists_wait:
+            self._gate.before_list(list(super().__iter__()))
 
     def __iter__(self) -> Iterator[Tensor]:
         """Go through the parameters once they are right, or through what `GradScaler` needs."""
         unscales = sys._getframe(1).f_code is _UNSCALES
-        if not (unscales and self._steps.unscales_open(super().__iter__())):
+        if not (unscales and self._scaler.is_open(super().__iter__())):
             self._wait()
-            unscales = unscales and self._steps.phase is not Phase.ATTACHED
-        return iter(self._steps.unscale(self)) if unscales else super().__iter__()
+            unscales = unscales and self._phases.phase is not Phase.ATTACHED
+        return iter(self._scaler.unscale(self)) if unscales else super().__iter__()
 
     def __reversed__(self) -> Iterator[Tensor]:
         """Go through them backwards once they are right."""
@@ -93,7 +94,7 @@ def plain(parameters: list[Tensor]) -> Iterator[Tensor]:
     return list.__iter__(parameters)
 
 
-def install_lazy_groups(optimizer: Optimizer, steps: StepMachine) -> None:
+def install_lazy_groups(optimizer: Optimizer, steps: TrainingSteps) -> None:
     """Replace the lists of parameters in an optimizer's groups by waiting ones."""
     for group in optimizer.param_groups:
         if not isinstance(group["params"], LazyParameterList):

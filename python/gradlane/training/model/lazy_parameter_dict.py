@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from gradlane.errors import UsageError
 from gradlane.training.model.lazy_dict import LazyDict
-from gradlane.training.model.step_machine import StepMachine
+from gradlane.training.model.training_steps import TrainingSteps
 from gradlane.training.modules.compiled import (
     StaleFlag,
     compile_disabled,
@@ -34,9 +34,9 @@ Parameter = nn.Parameter | None
 class LazyParameterDict(LazyDict[Parameter]):
     """Stands in for `Module._parameters` of one module."""
 
-    __slots__ = ("_before_compiled_read", "_module", "_stale_flag", "_steps")
+    __slots__ = ("_before_compiled_read", "_gate", "_module", "_phases", "_stale_flag", "steps")
 
-    def __init__(self, module: nn.Module, steps: StepMachine, stale_flag: StaleFlag) -> None:
+    def __init__(self, module: nn.Module, steps: TrainingSteps, stale_flag: StaleFlag) -> None:
         """Guard a module's parameters.
 
         Args:
@@ -47,7 +47,9 @@ class LazyParameterDict(LazyDict[Parameter]):
         # A scripted module's own mapping is none of Python's.
         super().__init__(parameters_of(module).items())
         self._module = weakref.ref(module)
-        self._steps = steps
+        self.steps = steps
+        """Those of the model."""
+        self._gate, self._phases = steps.gate, steps.phases
         self._stale_flag = stale_flag
         self._before_compiled_read = compile_disabled(self._wait_for_all)
 
@@ -57,14 +59,14 @@ class LazyParameterDict(LazyDict[Parameter]):
         parameter = dict.__getitem__(self, name)
         if is_tracing():
             # The module's flag first: it is all that is in the graph while it is down.
-            if self._stale_flag.stale and self._steps.reads_wait:
+            if self._stale_flag.stale and self._phases.reads_wait:
                 self._before_compiled_read()
-        elif self._steps.reads_wait:
+        elif self._phases.reads_wait:
             if enters_compiled_code():
                 if self._stale_flag.stale:
                     self._before_compiled_read()
             elif parameter is not None:
-                self._steps.before_read(parameter, self._evaluates())
+                self._gate.before_read(parameter, self._evaluates())
         return parameter
 
     def __setitem__(self, name: str, parameter: Parameter) -> None:
@@ -83,25 +85,25 @@ class LazyParameterDict(LazyDict[Parameter]):
 
     def items(self) -> ItemsView[str, Parameter]:  # type: ignore[override]
         """List names and parameters once they are right."""
-        if self._steps.lists_wait and not is_read_by_compiler():
+        if self._phases.lists_wait and not is_read_by_compiler():
             self._before_list()
         return dict.items(self)
 
     def _wait_for_all(self) -> None:
         for parameter in dict.values(self):
             if parameter is not None:
-                self._steps.before_read(parameter, self._evaluates())
+                self._gate.before_read(parameter, self._evaluates())
 
     def _evaluates(self) -> bool:
         module = self._module()
         return module is not None and not module.training
 
     def _before_list(self) -> None:
-        if self._steps.lists_wait and not is_read_by_compiler():
-            self._steps.before_list([*dict.values(self)])
+        if self._phases.lists_wait and not is_read_by_compiler():
+            self._gate.before_list([*dict.values(self)])
 
 
-def install_lazy_parameters(module: nn.Module, steps: StepMachine, stale_flag: StaleFlag) -> None:
+def install_lazy_parameters(module: nn.Module, steps: TrainingSteps, stale_flag: StaleFlag) -> None:
     """Replace a module's parameter mapping by a waiting one."""
     module.__dict__[PARAMETERS] = LazyParameterDict(module, steps, stale_flag)
 
@@ -119,7 +121,7 @@ class SharedParameterTracker:
     Such as those that FX makes, lists of parameters, and layers that weights are tied to later.
     """
 
-    def __init__(self, steps: StepMachine, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, steps: TrainingSteps, parameters: Iterable[Tensor]) -> None:
         """Watch the registration of parameters until `remove`.
 
         Args:
@@ -152,7 +154,7 @@ class SharedParameterTracker:
         if not isinstance(guarded, LazyParameterDict):
             install_lazy_parameters(module, self._steps, StaleFlag())
             self._modules.add(module)
-        elif guarded._steps is not self._steps:
+        elif guarded.steps is not self._steps:
             raise UsageError(
                 f"parameter {name!r} of a {type(module).__name__} belongs to another prepared "
                 "model than the module's other parameters: keep them in modules of their own"

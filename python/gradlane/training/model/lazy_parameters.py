@@ -266,22 +266,25 @@ def _tensors_in(values: Iterable[Any]) -> Iterable[Any]:
 class LazyParameters:
     """Switches the classes of a model's trained parameters."""
 
-    def __init__(self, parameters: Sequence[Tensor], guard: AccessGuard) -> None:
-        """Have operations of no parameter wait yet.
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        """Leave the parameters their own classes.
 
         Args:
             parameters: by tensor number.
-            guard: asked whenever one of them is touched while something is under way.
         """
-        made = {own: _classes_for(own, guard) for own in {*map(type, parameters)}}
         self._parameters = parameters
-        self._own = [*map(type, parameters)]
+        self._own: list[type[Tensor]] = [*map(type, parameters)]
+        self._settled = self._gradient_due = self._update_due = self._own
+
+    def install(self, guard: AccessGuard) -> None:
+        """Have a touch of a parameter ask a guard while something is under way."""
+        made = {own: _classes_for(own, guard) for own in set(self._own)}
         self._settled, self._gradient_due, self._update_due = (
             [made[own][number] for own in self._own] for number in range(3)
         )
         self.settle()
 
-    def restore(self) -> None:
+    def remove(self) -> None:
         """Give all parameters their own classes, for good."""
         self._switch(self._own, None)
 

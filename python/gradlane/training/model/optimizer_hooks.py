@@ -15,7 +15,7 @@ from gradlane.errors import UsageError
 from gradlane.training.model.lazy_list import install_lazy_groups, plain, remove_lazy_groups
 from gradlane.training.model.lazy_state import LazyState, install_lazy_state, remove_lazy_state
 from gradlane.training.model.optimizers import written_step
-from gradlane.training.model.step_machine import StepMachine
+from gradlane.training.model.training_steps import TrainingSteps
 from gradlane.training.modules.compiled import compile_disabled
 from gradlane.training.modules.gradient_intake import raw_grad
 from gradlane.training.torch_internals import (
@@ -52,20 +52,20 @@ class OptimizerHooks:
         self._had_own_step = "step" in optimizer.__dict__
         self._class_step = type(optimizer).step
 
-    def install(self, steps: StepMachine) -> None:
+    def install(self, steps: TrainingSteps) -> None:
         """Install all hooks."""
         hooks, optimizer, step_whole = self, self._optimizer, self.step_whole
         zero_whole = optimizer.zero_grad
         is_plain_zero = getattr(zero_whole, "__func__", None) is Optimizer.zero_grad
-        end_step = compile_disabled(steps.end_step)
+        end_step = compile_disabled(steps.step_end.end_step)
 
         def before_state() -> None:
-            if steps.serves and not hooks._saves_state:
+            if steps.stages.in_order.keeps_means and not hooks._saves_state:
                 raise UsageError(
                     'optimizer.state is touched with update="server": the state is on the '
                     "servers; optimizer.state_dict() and load_state_dict() bring and replace it"
                 )
-            steps.before_optimizer_state()
+            steps.gate.before_optimizer_state()
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             """Update the parameters: at once, or as the averaged gradients arrive."""
@@ -74,7 +74,7 @@ class OptimizerHooks:
             hooks._check_class_step()
             # Lists that the program has replaced since are guarded from now on, too.
             install_lazy_groups(self, steps)
-            if steps.serves and not isinstance(self.state, LazyState):
+            if steps.stages.in_order.keeps_means and not isinstance(self.state, LazyState):
                 raise UsageError(
                     'optimizer.state was replaced with update="server": the state is on the '
                     "servers; give load_state_dict() one to go on from"
@@ -84,7 +84,7 @@ class OptimizerHooks:
             # Learning rate schedulers look at this to see the order of calls.
             note_step(self)
             result = end_step(closure, hooks._number)
-            if steps.has_ended:
+            if steps.step_end.has_ended:
                 hooks._on_step_end()
             return result
 
@@ -93,10 +93,10 @@ class OptimizerHooks:
             if not hooks._handles:
                 zero_whole(set_to_none)
                 return
-            steps.discard(set_to_none, hooks._number)
+            steps.step_end.discard(set_to_none, hooks._number)
             if is_plain_zero and _has_no_gradient(self):
                 return
-            steps.bypass(functools.partial(zero_whole, set_to_none))
+            steps.gate.bypass(functools.partial(zero_whole, set_to_none))
 
         # Another session that prepares the optimizer looks for the code that steps.
         step.__wrapped__ = step_whole  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ class OptimizerHooks:
         install_lazy_state(optimizer, before_state)
 
         def before_state_dict(*_: Any) -> None:
-            steps.before_optimizer_state()
+            steps.gate.before_optimizer_state()
             hooks._saves_state = True
 
         def after_state_dict(*_: Any) -> None:
@@ -160,14 +160,14 @@ class OptimizerHooks:
 class HolderHooks:
     """Has an optimizer that steps those of a model read and reset nothing that is under way."""
 
-    def __init__(self, holder: Optimizer, steps: StepMachine) -> None:
+    def __init__(self, holder: Optimizer, steps: TrainingSteps) -> None:
         """Guard it until `remove`."""
         self._holder = holder
         self._handles: list[Any] = []
         self._own_zero_grad: Any = None
         install_lazy_groups(holder, steps)
         if has_state_hooks(holder):
-            wait = _ignoring(steps.before_optimizer_state)
+            wait = _ignoring(steps.gate.before_optimizer_state)
             self._handles.append(holder.register_state_dict_pre_hook(wait, prepend=True))
             self._handles.append(holder.register_load_state_dict_pre_hook(wait, prepend=True))
         if type(holder).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(holder):
@@ -176,8 +176,8 @@ class HolderHooks:
 
         def zero_all(self: Optimizer, set_to_none: bool = True) -> None:
             """Reset the gradients of all optimizers."""
-            steps.discard(set_to_none)
-            steps.bypass(functools.partial(zero_whole, set_to_none))
+            steps.step_end.discard(set_to_none)
+            steps.gate.bypass(functools.partial(zero_whole, set_to_none))
 
         self._own_zero_grad = types.MethodType(zero_all, holder)
         holder.__dict__["zero_grad"] = self._own_zero_grad

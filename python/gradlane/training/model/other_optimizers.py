@@ -7,10 +7,9 @@ that steps the prepared optimizer within, such as a look-ahead, is welcome.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -18,22 +17,13 @@ from torch.optim.optimizer import (
 )
 
 from gradlane.errors import UsageError
+from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.lazy_list import plain
 from gradlane.training.model.lazy_parameters import Exemption
+from gradlane.training.model.model_structure import ModelStructure
 from gradlane.training.model.optimizers import gradlane_hook
 from gradlane.training.modules.forward_order import inside_backward
 from gradlane.training.rendezvous.tensor_table import TensorEntry
-
-
-class OptimizerSteps(Protocol):
-    """A model's steps, as this file sees them."""
-
-    exempt: Exemption
-    """Threads in it are in an update of the model's own."""
-
-    @property
-    def failure(self) -> Exception | None:
-        """The model's failure, or None."""
 
 
 class OtherOptimizers:
@@ -44,10 +34,10 @@ class OtherOptimizers:
         prepared: Sequence[Optimizer],
         trained: Sequence[TensorEntry],
         index_of: Mapping[int, int],
-        steps: OptimizerSteps,
+        exempt: Exemption,
+        failure: FailureLatch,
         ended_steps: Callable[[], int],
-        check_unchanged: Callable[[], None],
-        parameters: Callable[[], Iterable[Tensor]],
+        structure: ModelStructure,
     ) -> None:
         """Watch until `remove`.
 
@@ -55,18 +45,18 @@ class OtherOptimizers:
             prepared: the optimizers that may step.
             trained: the model's trained parameters.
             index_of: their numbers, by `id`.
-            steps: the model's.
+            exempt: threads in it are in an update of the model's own.
+            failure: the model's.
             ended_steps: counts the calls of `step()` of the prepared ones.
-            check_unchanged: raises `UsageError` if the model is not the one that was prepared.
-            parameters: returns those that the model has now.
+            structure: knows the parameters that the model was prepared with, and has now.
         """
         self._prepared = prepared
         self._trained = trained
         self._index_of = index_of
-        self._steps = steps
+        self._exempt = exempt
+        self._failure = failure
         self._ended_steps = ended_steps
-        self._check_unchanged = check_unchanged
-        self._parameters = parameters
+        self._structure = structure
         self._begun: dict[int, int] = {}
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """Trained parameters of the optimizers that hold none of this model."""
@@ -105,8 +95,8 @@ class OtherOptimizers:
     def _is_own(self, other: Optimizer) -> bool:
         return (
             any(other is one for one in self._prepared)
-            or self._steps.exempt.depth > 0
-            or self._steps.failure is not None
+            or self._exempt.depth > 0
+            or self._failure.error is not None
         )
 
     def _check_stranger(self, other: Optimizer) -> None:
@@ -121,8 +111,8 @@ class OtherOptimizers:
         }
         if self._seen.get(other) != len(held):
             self._seen[other] = len(held)
-            if any(id(parameter) in held for parameter in self._parameters()):
-                self._check_unchanged()
+            if any(id(one) in held for _, one in self._structure.raw_parameters()):
+                self._structure.check_unchanged()
 
     def _shared(self, other: Optimizer) -> str | None:
         if self._is_own(other):

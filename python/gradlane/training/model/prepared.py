@@ -37,29 +37,30 @@ from gradlane.training.model.broadcast_state import (
 )
 from gradlane.training.model.buffers import BufferWatch
 from gradlane.training.model.channel_setup import Connected, connect, schemes_of
-from gradlane.training.model.consistency_check import (
-    ConsistencyCheck,
-    Hyperparameters,
-    compare_endings,
-    tell_ending,
-)
+from gradlane.training.model.consistency_check import compare_endings, tell_ending
 from gradlane.training.model.deferred_update import DeferredUpdate
 from gradlane.training.model.failure_latch import FailureLatch
-from gradlane.training.model.gradient_exchange import GradientExchange
 from gradlane.training.model.hooks import HookManager
 from gradlane.training.model.joining import JoinedWorld, connect_to_join
-from gradlane.training.model.late_gradients import LateGradientBuffer
-from gradlane.training.model.lazy_parameters import Exemption
-from gradlane.training.model.local_clipping import LocalClipping
-from gradlane.training.model.momentum_takeover import MomentumTakeover
+from gradlane.training.model.kernel.gradient_exchange import GradientExchange
+from gradlane.training.model.kernel.parts import KernelParts
+from gradlane.training.model.kernel.phases import Phase, Phases
+from gradlane.training.model.lazy_parameters import Exemption, LazyParameters
+from gradlane.training.model.model_structure import ModelStructure
 from gradlane.training.model.precopy import PrecopyPlan, PrecopySource
 from gradlane.training.model.residual_state import ResidualState
 from gradlane.training.model.server_state import AsyncContext, ServerState
 from gradlane.training.model.server_updates import ServerUpdates
 from gradlane.training.model.several_optimizers import members_of
-from gradlane.training.model.step_machine import Phase, StepMachine
+from gradlane.training.model.stages.before_step import BeforeStep
+from gradlane.training.model.stages.build import build_stages
+from gradlane.training.model.stages.late_gradients import LateGradientBuffer
+from gradlane.training.model.stages.momentum_takeover import MomentumTakeover
+from gradlane.training.model.stages.stage import StepStage
+from gradlane.training.model.step_listeners import StepListeners
+from gradlane.training.model.training_steps import TrainingSteps
 from gradlane.training.model.update_set import UpdateSet
-from gradlane.training.modules.forward_order import ForwardOrder
+from gradlane.training.modules.stale_flags import StaleFlags
 from gradlane.training.options.codec_choice import local_limit
 from gradlane.training.options.momentum import adding_up, check_momentum
 from gradlane.training.options.options import Options
@@ -76,18 +77,18 @@ CLOSE_TIMEOUT_S = 60.0
 class _OwnSteps:
     """Numbers of a model's steps since its ranks were connected, for what counts those."""
 
-    def __init__(self, steps: StepMachine, steps_before: int) -> None:
-        self._steps = steps
+    def __init__(self, exchange: GradientExchange, steps_before: int) -> None:
+        self._exchange = exchange
         self._steps_before = steps_before
 
     @property
     def step(self) -> int:
         """Number of the current training step."""
-        return self._steps.step - self._steps_before
+        return self._exchange.training_step - self._steps_before
 
     def training_step_of(self, step: int) -> int:
         """Return the training step that a step of the channel was, or came after."""
-        return self._steps.training_step_of(step) - self._steps_before
+        return self._exchange.training_step_of(step) - self._steps_before
 
 
 class PreparedModel:
@@ -153,10 +154,17 @@ class PreparedModel:
             scope, self._trained, self._frozen(), ctx.options.check_every, steps_before
         )
         pack = self._layout.buffers
-        self.hook_manager = HookManager(
+        self._structure = ModelStructure(model, self._entries)
+        self._stale_flags = StaleFlags(self._structure.modules)
+        self.listeners = StepListeners()
+        """Called at the end of each training step."""
+        self._hook_manager = HookManager(
             model,
             optimizer,
-            self._entries,
+            self._structure,
+            self._stale_flags,
+            self.listeners,
+            self._trained,
             pack.owners if pack is not None else set(),
             splits_graphs=rank_info.ranks > 1,
         )
@@ -165,19 +173,21 @@ class PreparedModel:
             (choice.codec for choice in self.codecs), ctx.rank_info.world_size
         )
         if self._momentum_codecs and ctx.options.update == "worker":
-            self._takeover = MomentumTakeover(optimizer, self._momentum_codecs)
+            self._takeover = MomentumTakeover(
+                optimizer, self._momentum_codecs, [entry.tensor for entry in self._trained]
+            )
         self._updates = self._make_server_updates()
         self.steps = self._make_steps()
-        self.hook_manager.install(self.steps)
-        self.hook_manager.follow(FactorHooks(self._layout.captured, self.steps))
+        self._hook_manager.install(self.steps)
+        self._hook_manager.follow(FactorHooks(self._layout.captured, self.steps.factors))
         if pack is not None:
-            self.hook_manager.follow(BufferWatch(pack, self.steps.before_buffers))
+            self._hook_manager.follow(BufferWatch(pack, self.steps.gate.before_buffers))
         if connected.recording is not None:
             connected.recording.watch(model)
         self._watch = ctx.observer.watch(
             model,
             self.channel,
-            _OwnSteps(self.steps, steps_before),
+            _OwnSteps(self.steps.exchange, steps_before),
             name=scope.name,
             tensors=[entry.name for entry in (*self._entries, *connected.extras)],
             codecs=self.codecs,
@@ -197,21 +207,21 @@ class PreparedModel:
             layout=self._layout,
             choices=self.codecs,
             updates_on_servers=self._served is not None,
-            settle=self.steps.settle,
-            spend_step=self.steps.spend_step,
+            settle=self.steps.update.settle,
+            spend_step=self.steps.update.spend_step,
             translating=self._translating,
-            settle_late=self.steps.exchange.settle_late,
+            settle_late=self._settle_late,
             leaves_out=ctx.options.stragglers.leaves_out,
             ranks_per_residual=connected.ranks_each,
             membership=ctx.membership,
-            gather=self.steps.gather_integers if ctx.options.going_on.on else None,
+            gather=self.steps.numbers.gather_integers if ctx.options.going_on.on else None,
         )
         if self._barrier is not None and self._updates is not None:
             # From now on this rank updates its own slices, also before its own first step.
             with self._translating("preparing the model"):
                 self.channel.set_optimizer(0, self._updates.checked_rows())
 
-        ctx.membership.training_step_of = self.steps.training_step_of
+        ctx.membership.training_step_of = self.steps.exchange.training_step_of
         self.has_parted = False
         """Whether every rank has said goodbye."""
         scope.mark_connected(ctx.options.network.progress_timeout_s, self._look)
@@ -279,13 +289,13 @@ class PreparedModel:
         """
         try:
             self._failure.raise_failure()
-            self.steps.finish()
+            self.steps.update.finish()
             self._pull("session.close()")
         except GradlaneError as error:
             self.abort(f"closed after an error: {error}")
             raise
         self._ctx.deadlocks.unwatch(self._scope.name)
-        self.hook_manager.remove()
+        self._hook_manager.remove()
         if self._connected.recording is not None:
             self._connected.recording.remove_hooks()
         if self._server is not None:
@@ -295,7 +305,7 @@ class PreparedModel:
         # Where ranks were lost, the store may be lost, too.
         compares = self._ctx.rank_info.world_size > 1 and not self._ctx.membership.lacks_ranks
         if compares:
-            compared = self.steps.consistency if self._layout.status is not None else None
+            compared = self.steps.stages.consistency if self._layout.status is not None else None
             tell_ending(self._scope, self.steps.step, compared, self._agreement)
         if shutdown_channel(self._ctx, self.channel, self._watch, self._scope, timeout_s):
             if compares:
@@ -311,7 +321,7 @@ class PreparedModel:
             GradlaneError: the session has failed.
         """
         self._failure.raise_failure()
-        self.steps.settle()
+        self.steps.update.settle()
         if self._barrier is not None and self.in_step:
             raise UsageError(
                 f"session.synchronize() in the middle of step {self.steps.step}: with "
@@ -333,7 +343,7 @@ class PreparedModel:
         with self._translating(f"waiting for all ranks in {call}"):
             self._served.register()
             self._barrier.all_here(call)
-            self.steps.spend_step(self._served.pull)
+            self.steps.update.spend_step(self._served.pull)
             # Further training changes the servers' parameters: not before all ranks have them.
             self._barrier.all_here(f"{call}, with all parameters")
 
@@ -353,7 +363,7 @@ class PreparedModel:
             GradlaneError: a rank was lost, or cannot connect.
         """
         self._failure.raise_failure()
-        self.steps.settle()
+        self.steps.update.settle()
         self.bring_state_home()
         residuals = self.residuals.state_dict()
         self.close(timeout_s)
@@ -404,7 +414,7 @@ class PreparedModel:
             ValueError: the model or the optimizer cannot take part.
             GradlaneError: the ranks differ, or cannot reach each other.
         """
-        self.steps.settle()
+        self.steps.update.settle()
         self.check_between_steps()
         self._check_unchanged()
         spec = self._connected.spec
@@ -433,7 +443,7 @@ class PreparedModel:
             plan: who gives; this rank does.
             look: raises when the session has failed.
         """
-        self.steps.settle()
+        self.steps.update.settle()
         entries = with_current_buffers(self._entries, self.model)
         # One rank's words are enough; the others' tensors have the same form.
         tells = self._ctx.membership.rank == 0
@@ -475,7 +485,7 @@ class PreparedModel:
 
     def broadcast_state(self, source: int) -> None:
         """Give every rank the parameters, optimizer state and buffers of one; a collective call."""
-        self.steps.settle()
+        self.steps.update.settle()
         try:
             entries = with_current_buffers(self._entries, self.model)
             broadcast_state(
@@ -501,8 +511,8 @@ class PreparedModel:
     def forget_in_child(self) -> None:
         """Drop the connections in a forked child, where the model is a plain one."""
         self.channel.forget_in_child()
-        if self.steps.phase in (Phase.IDLE, Phase.LOCAL) and self._failure.error is None:
-            self.hook_manager.remove()
+        if self.steps.phases.phase in (Phase.IDLE, Phase.LOCAL) and self._failure.error is None:
+            self._hook_manager.remove()
             if self._server is not None:
                 self._server.release()
         reason = "this session belongs to the parent of this forked child"
@@ -520,7 +530,7 @@ class PreparedModel:
         Raises:
             UsageError: it is in the middle of a step.
         """
-        if self.steps.phase not in (Phase.IDLE, Phase.PENDING):
+        if self.steps.phases.phase not in (Phase.IDLE, Phase.PENDING):
             raise UsageError(
                 f"prepare() again in the middle of step {self.steps.step}: call it between "
                 "zero_grad() and the next backward()"
@@ -552,7 +562,11 @@ class PreparedModel:
     @property
     def reads_averages(self) -> bool:
         """Whether the program reads averaged gradients between backward and step."""
-        return self.steps.reads_averages
+        return self.steps.stages.full_waits.reads_averages
+
+    def explain(self) -> list[dict[str, Any]]:
+        """Return the stages that each step passes, in order."""
+        return self.steps.stages.in_order.describe()
 
     def pass_step(self) -> bool:
         """Take the result of the next step without a part in it, if the others are there already.
@@ -565,15 +579,15 @@ class PreparedModel:
         Raises:
             UsageError: this rank's own step has not ended.
         """
-        passed = self.steps.pass_step()
+        passed = self.steps.others.pass_step()
         if passed:
-            self.hook_manager.step_ended()
+            self.listeners.step_ended()
         return passed
 
     @property
     def in_step(self) -> bool:
         """Whether gradients are under way without an `optimizer.step()`."""
-        return self.steps.phase in (Phase.BACKWARD, Phase.ATTACHED)
+        return self.steps.phases.phase in (Phase.BACKWARD, Phase.ATTACHED)
 
     # ---- inside
 
@@ -591,31 +605,21 @@ class PreparedModel:
         else:
             self.abort(f"staging failed: {error}")
 
-    def _make_steps(self) -> StepMachine:
+    def _settle_late(self) -> LateGradientBuffer | None:
+        """Return the late gradients that are carried on, those of the last step included.
+
+        None where late gradients are lost. The last step must have ended here.
+        """
+        self.steps.exchange.complete()
+        return self.steps.stages.late
+
+    def _make_steps(self) -> TrainingSteps:
         ctx, optimizer, rank_info = self._ctx, self._optimizer, self._ctx.rank_info
         exempt = Exemption()
-        consistency = ConsistencyCheck(
-            self._agreement, Hyperparameters(optimizer), self._failure, exempt, ctx.membership
-        )
-        carries_late = ctx.options.stragglers.late == "carry" and rank_info.world_size > 1
-        exchange = GradientExchange(
-            ctx.core,
-            self.channel,
-            self._connected.carrier,
-            self._layout,
-            consistency,
-            self._failure,
-            functools.partial(ctx.deadlocks.waiting, self._scope.name),
-            rank_info.rank,
-            LateGradientBuffer() if carries_late else None,
-            self._takeover,
-            LocalClipping(self._local_limit) if self._local_limit else None,
-            self._steps_before,
-        )
         parameters = [entry.tensor for entry in self._trained]
         members = members_of(optimizer)
         self._updates_here = [
-            self._deferred(member, self.hook_manager.step_whole(number), parameters)
+            self._deferred(member, self._hook_manager.step_whole(number), parameters)
             for number, member in enumerate(members)
         ]
         owner = {
@@ -625,21 +629,69 @@ class PreparedModel:
             for parameter in list.__iter__(group["params"])
         }
         owners = [owner[id(parameter)] for parameter in parameters]
-        update = UpdateSet(self._updates_here, owners, parameters)
-        return StepMachine(
-            exchange,
-            update,
-            consistency,
+        updates = UpdateSet(self._updates_here, owners, parameters)
+        stages = build_stages(
+            ctx.options,
+            rank_info,
+            self._layout,
+            self._buffers,
+            optimizer,
+            updates,
+            self._agreement,
+            ctx.membership,
             self._failure,
             exempt,
-            self.hook_manager,
-            self._check_unchanged,
-            self._on_step_begin,
+            of_session=self._session_stages(),
             server=self._updates,
-            order=ForwardOrder() if rank_info.rank == 0 and rank_info.ranks > 1 else None,
+            takeover=self._takeover,
+            local_limit=self._local_limit,
             adding_up=adding_up(choice.codec for choice in self.codecs),
-            membership=ctx.membership if ctx.options.going_on.on else None,
         )
+        exchange = GradientExchange(
+            ctx.core,
+            self.channel,
+            self._connected.carrier,
+            self._layout,
+            stages.consistency,
+            self._failure,
+            functools.partial(ctx.deadlocks.waiting, self._scope.name),
+            stages.in_order,
+            rank_info.rank,
+            self._steps_before,
+        )
+        parts = KernelParts(
+            Phases(self._failure, stages.in_order),
+            exchange,
+            updates,
+            stages.in_order,
+            exempt,
+            LazyParameters(parameters),
+            self._stale_flags,
+        )
+        return TrainingSteps(
+            parts,
+            stages,
+            self._structure,
+            self.listeners,
+            self._check_unchanged,
+            ctx.membership if ctx.options.going_on.on else None,
+        )
+
+    def _session_stages(self) -> list[StepStage]:
+        """Return what the session does before each step, all of it between two steps."""
+        every = self._ctx.options.check_every
+        watched = "always: metrics, traces and the live page"
+        stages = [BeforeStep("monitoring", watched, self._monitor)]
+        if every:
+            compared = f"check_every={every}: all ranks compare their parameters"
+            stages.append(BeforeStep("parameter check", compared, self._compare_parameters))
+        if self._ctx.options.going_on.on:
+            joining = "going_on=True: a rank may join between two steps"
+            stages.insert(0, BeforeStep("joining", joining, lambda _: self._before_step()))
+        if self._updates is not None:
+            told = 'update="server": changes by the program go to the servers'
+            stages.append(BeforeStep("server state", told, self._hand_over))
+        return [*stages]
 
     def _deferred(
         self, optimizer: Optimizer, step_whole: Callable[..., Any], parameters: Sequence[Tensor]
@@ -673,14 +725,17 @@ class PreparedModel:
             is_asynchronous=self.is_asynchronous,
         )
 
-    def _on_step_begin(self, step: int) -> None:
-        self._before_step()
+    def _monitor(self, step: int) -> None:
         self._watch.step_begins(step - self._steps_before)
+
+    def _compare_parameters(self, step: int) -> None:
         if self._agreement.is_due(step - 1):
             self._agreement.after_step(step - 1)
+
+    def _hand_over(self, step: int) -> None:
         if self._server is not None and self._served is not None:
             with self._translating(f"beginning step {step}"):
-                self._served.hand_over_changes(self.steps.spend_step)
+                self._served.hand_over_changes(self.steps.update.spend_step)
             self._server.agree()
 
     def _look(self) -> None:
@@ -702,9 +757,9 @@ class PreparedModel:
             trained=self._trained,
             updates=updates,
             parameters=self._served,
-            spend_step=self.steps.spend_step,
+            spend_step=self.steps.update.spend_step,
             translating=self._translating,
-            asynchronous=AsyncContext(barrier, self.steps.settle, self.steps.exchange.pushes)
+            asynchronous=AsyncContext(barrier, self.steps.update.settle, self.steps.exchange.pushes)
             if barrier is not None
             else None,
         )
@@ -715,7 +770,7 @@ class PreparedModel:
         Raises:
             UsageError: they were changed.
         """
-        self.hook_manager.check_unchanged()
+        self._structure.check_unchanged()
         may_take_over = self._ctx.options.update == "worker"
         for member in members_of(self._optimizer):
             check_momentum(member, self._momentum_codecs, may_take_over=may_take_over)

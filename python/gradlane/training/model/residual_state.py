@@ -32,7 +32,7 @@ from torch import Tensor
 
 from gradlane.errors import UsageError
 from gradlane.training.core import Channel
-from gradlane.training.model.late_gradients import LateGradientBuffer
+from gradlane.training.model.stages.late_gradients import LateGradientBuffer
 from gradlane.training.model.step_layout import StepLayout
 from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.rendezvous.membership import Membership

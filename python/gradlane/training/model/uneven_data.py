@@ -15,8 +15,9 @@ from types import TracebackType
 from typing import NoReturn, Protocol
 
 from gradlane.errors import UnevenDataError, UsageError
-from gradlane.training.model.consistency_check import Statuses
-from gradlane.training.model.step_machine import Phase, StepMachine
+from gradlane.training.model.kernel.phases import Phase
+from gradlane.training.model.rank_status import Statuses
+from gradlane.training.model.training_steps import TrainingSteps
 
 _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.01
@@ -26,7 +27,7 @@ class JoinableModel(Protocol):
     """A connected model as this file sees it."""
 
     @property
-    def steps(self) -> StepMachine:
+    def steps(self) -> TrainingSteps:
         """Its steps."""
 
     @property
@@ -93,7 +94,7 @@ class Join:
                 raise UsageError("session.join() inside session.join(): one is enough")
         self._participation = [Participation(self) for _ in self._models]
         for model, participation in zip(self._models, self._participation, strict=True):
-            model.steps.consistency.enter_join(participation)
+            model.steps.stages.consistency.enter_join(participation)
         return self
 
     def __exit__(
@@ -118,7 +119,7 @@ class Join:
                         model.broadcast_state(participation.last_there[0])
         finally:
             for model in self._models:
-                model.steps.consistency.leave_join()
+                model.steps.stages.consistency.leave_join()
 
     def stop(self) -> NoReturn:
         """Bring all ranks out of their loops: a rank has run out.
@@ -127,8 +128,8 @@ class Join:
             UnevenDataError: always, after every rank has come to the same point.
         """
         for model in self._models:
-            if model.steps.phase in (Phase.BACKWARD, Phase.ATTACHED):
-                model.steps.finish()
+            if model.steps.phases.phase in (Phase.BACKWARD, Phase.ATTACHED):
+                model.steps.update.finish()
         self._go_along()
         raise UnevenDataError(self._describe())
 
@@ -141,7 +142,7 @@ class Join:
 
     def _go_along(self) -> None:
         """Take part in the others' steps with nothing until nobody has any of their own."""
-        steps_of = [model.steps for model in self._models]
+        steps_of = [model.steps.others for model in self._models]
         for steps in steps_of:
             steps.begin_shadow()
         pause = _Backoff()

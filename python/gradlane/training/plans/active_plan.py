@@ -50,7 +50,7 @@ class ActivePlan:
             rule,
         )
         self._learnings[id(prepared)] = learning
-        prepared.hook_manager.subscribe(learning.after_step)
+        prepared.listeners.subscribe(learning.after_step)
 
     def forget(self, prepared: PreparedModel) -> None:
         """Stop recording a model."""

@@ -90,7 +90,7 @@ class Joins:
 
     def follow(self, prepared: PreparedModel) -> None:
         """Let ranks join the training of a model at the ends of its steps."""
-        prepared.hook_manager.subscribe(self._after_step)
+        prepared.listeners.subscribe(self._after_step)
         self._requests.precopies = prepared.can_precopy
         if prepared.ranks_each > 1:
             self._requests.refusal = (
@@ -120,7 +120,7 @@ class Joins:
         if call is None:
             return
         # Afterwards all have the same members in force.
-        prepared.steps.gather_integers([])
+        prepared.steps.numbers.gather_integers([])
         membership.forget_request(call)
         number, lets_in = divmod(call, 2)
         if lets_in:
@@ -150,7 +150,7 @@ class Joins:
         """Connect to a rank that wants to join, and move to a new world if all members can."""
         membership = self._world.ctx.membership
         if self._source is not None:
-            prepared.steps.settle()
+            prepared.steps.update.settle()
             self._source.end()
         count, step = len(membership.members), prepared.steps.step
         invitation = Invitation(
@@ -167,7 +167,7 @@ class Joins:
             connected = prepared.connect_beside(world, self._source)
         except (GradlaneError, ValueError, RuntimeError, MemoryError) as error:
             failure = str(error)
-        answers = prepared.steps.gather_integers([int(connected is not None)])
+        answers = prepared.steps.numbers.gather_integers([int(connected is not None)])
         if connected is None or answers != [[1]] * count:
             if connected is not None:
                 connected.abort(failure)

@@ -51,6 +51,7 @@ from gradlane.training.rendezvous.membership import MembershipChange
 from gradlane.training.rendezvous.serving import ServedStats, Server
 from gradlane.training.session import after_close, lifecycle
 from gradlane.training.session.accelerators import warn_of_accelerator
+from gradlane.training.session.explanation import ExplainedModel, Explanation
 from gradlane.training.session.models import ModelType, OptimizerType, PreparedModels
 from gradlane.training.session.pace import BatchType, at_pace
 from gradlane.training.session.scopes import SessionScopes
@@ -191,7 +192,7 @@ class Session:
         self._check_open()
         prepared = self._models.find(None, "gather_integers()")
         self._models.joins.tell_first_step()
-        return prepared.steps.gather_integers(values)
+        return prepared.steps.numbers.gather_integers(values)
 
     def share_state(self, **objects: Stateful) -> None:
         """Name objects whose state a rank that joins takes over; see `docs/going-on.md`.
@@ -317,6 +318,21 @@ class Session:
             found.update(self._models.local.schemes)
         return found
 
+    def explain(self) -> Explanation:
+        """Return what each step passes: the stages in force, in order, each with its reason.
+
+        `print(session.explain())` shows a table, `to_json()` returns plain values. A stage is one
+        thing that a step does beside sending gradients and applying means: weighting, clipping,
+        updates on servers. No rank waits for another. See `docs/observability.md`.
+        """
+        return Explanation(
+            tuple(
+                ExplainedModel(type(part.model).__name__, part.explain())
+                for part in self._parts()
+                if not isinstance(part, ArrayExchange)
+            )
+        )
+
     @property
     def plan(self) -> Plan | None:
         """The plan in force: the last given or found plan; None before."""
@@ -433,15 +449,16 @@ class Session:
         self._check_open()
         self._models.check_call(Feature.NO_SYNC)
         before = [
-            (prepared.steps, prepared.steps.accumulates) for prepared in self._models.prepared
+            (prepared.steps.phases, prepared.steps.phases.accumulates)
+            for prepared in self._models.prepared
         ]
-        for steps, _ in before:
-            steps.accumulates = True
+        for phases, _ in before:
+            phases.accumulates = True
         try:
             yield
         finally:
-            for steps, accumulates in before:
-                steps.accumulates = accumulates
+            for phases, accumulates in before:
+                phases.accumulates = accumulates
 
     def weight(self, samples: int, *, model: nn.Module | None = None) -> None:
         """Have the next step average over all ranks' samples in place of over ranks.
@@ -476,7 +493,8 @@ class Session:
             found = [self._models.find(model, "weight()")]
         for prepared in found:
             if self._ctx.rank_info.world_size > 1:
-                prepared.steps.weigh(samples)
+                steps = prepared.steps
+                steps.stages.weighting.weigh(samples, steps.phases, steps.step)
 
     def clip_grad_norm_(
         self,
@@ -513,7 +531,7 @@ class Session:
         """
         self._check_open()
         prepared = self._models.find(model, "clip_grad_norm_()")
-        return prepared.steps.clip(
+        return prepared.steps.clipping.clip(
             float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
         )
 

@@ -306,6 +306,11 @@ class ShardedModel:
             self._watch.step_begins(self._begun)
         return self.step
 
+    def explain(self) -> list[dict[str, Any]]:
+        """Return the one stage that its steps pass: they wait at the end of backward."""
+        reason = "fully_shard() in the nodes: shards are averaged between them inside backward()"
+        return [{"stage": "sharded model", "reason": reason, "acts": []}]
+
     def _before_forward(self, *_: Any) -> None:
         self._calls.check()
         self.rounds.check_whole()

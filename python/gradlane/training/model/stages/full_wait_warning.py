@@ -10,6 +10,9 @@ from types import FrameType
 import torch
 
 from gradlane.training.log import log
+from gradlane.training.model.stages.clipping import Clipping
+from gradlane.training.model.stages.stage import StepStage
+from gradlane.training.model.update_set import UpdateSet
 
 _STEPS = 3
 """Steps in a row after which it is no single look."""
@@ -25,24 +28,29 @@ _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _BY_VALUE = torch.nn.utils.clip_grad_value_.__name__
 
 
-class FullWaitWarning:
+class FullWaitWarning(StepStage):
     """Counts steps whose gradients are looked at between `backward()` and `optimizer.step()`."""
 
-    def __init__(self) -> None:
-        """Nothing was seen yet."""
+    def __init__(self, updates: UpdateSet, clipping: Clipping) -> None:
+        """Nothing was seen yet.
+
+        Args:
+            updates: the model's optimizers; those that step whole wait anyway.
+            clipping: whether the session clips the step, so that there is no need to advise it.
+        """
+        super().__init__("hint of full waits", "always: a line that waits for all means is named")
+        self._updates = updates
+        self._clipping = clipping
         self._last_step = 0
         self._steps = 0
         self._was_told = False
+        self.reads_averages = False
+        """Whether the program has read averaged gradients between backward and step."""
 
-    def note(self, step: int, why: str, *, clips: bool) -> None:
-        """Note that a line of the program, which called this, waits for all means of a step.
-
-        Args:
-            step: number of the step.
-            why: what the line does, in words that follow its name.
-            clips: whether the session clips the step, so that there is no need to advise it.
-        """
-        if self._was_told or step == self._last_step:
+    def waited(self, step: int, why: str) -> None:
+        """Note that a line of the program, which called this, waits for all means of a step."""
+        self.reads_averages = True
+        if self._was_told or step == self._last_step or not self._updates.defers():
             return
         self._steps = self._steps + 1 if step == self._last_step + 1 else 1
         self._last_step = step
@@ -56,7 +64,7 @@ class FullWaitWarning:
                 "each step waits for all gradients before it updates any: %s %s%s (said once)",
                 _line_of_program(frames),
                 why,
-                "" if clips else advice,
+                "" if self._clipping.norms else advice,
             )
 
 

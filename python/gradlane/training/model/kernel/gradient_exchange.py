@@ -11,7 +11,6 @@ import contextlib
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -22,41 +21,22 @@ from gradlane.training.carrier import Carrier
 from gradlane.training.core import Channel, CoreModule, translate_error
 from gradlane.training.factors.block import BlockError, Dense, Part, TouchedRows
 from gradlane.training.factors.sending import FactorExchange
+from gradlane.training.model.arrived_gradients import ArrivedGradients
 from gradlane.training.model.buffers import BufferPack
-from gradlane.training.model.clipping import add_squares, exact_norm
-from gradlane.training.model.consistency_check import (
-    ConsistencyCheck,
-    RankNumbers,
-    RankStatus,
-    Statuses,
-)
+from gradlane.training.model.consistency_check import ConsistencyCheck
+from gradlane.training.model.exact_norm import add_squares, exact_norm
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.joined_gradients import JoinedGradients
-from gradlane.training.model.late_gradients import LateGradientBuffer
-from gradlane.training.model.local_clipping import LocalClipping
-from gradlane.training.model.momentum_takeover import MomentumTakeover
+from gradlane.training.model.rank_status import RankNumbers, Statuses
+from gradlane.training.model.stages.stage import StepStage
+from gradlane.training.model.stages.stage_list import StageList
+from gradlane.training.model.stages.step_start import StepStart
 from gradlane.training.model.step_layout import StepLayout
 from gradlane.training.modules.forward_order import ForwardOrder
 from gradlane.training.modules.gradient_intake import GradientIntake, raw_grad
 from gradlane.training.rendezvous.tensor_table import in_layout, is_dense
 from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
 from gradlane.training.torch_internals import DisableTorchFunctionSubclass
-
-
-@dataclass
-class ArrivedGradients:
-    """The tensors that have come back.
-
-    Attributes:
-        gradients: tensor numbers and averaged gradients.
-        indices: all tensor numbers that are done with, also without a gradient.
-        averaged: those of trained parameters that some rank had a gradient for.
-    """
-
-    gradients: list[tuple[int, Tensor]]
-    indices: list[int]
-    averaged: list[int]
-
 
 _stride = Tensor.stride
 WaitContext = Callable[[int, list[int] | None], contextlib.AbstractContextManager[None]]
@@ -74,10 +54,8 @@ class GradientExchange:
         consistency: ConsistencyCheck,
         failure: FailureLatch,
         waiting: WaitContext,
+        stages: StageList,
         rank: int = 0,
-        late: LateGradientBuffer | None = None,
-        takeover: MomentumTakeover | None = None,
-        clipping: LocalClipping | None = None,
         steps_before: int = 0,
     ) -> None:
         """Start after step 0.
@@ -90,10 +68,8 @@ class GradientExchange:
             consistency: judges all ranks' statuses.
             failure: the model's.
             waiting: a context around every wait for a step's tensors, or for the step.
+            stages: change gradients before they leave.
             rank: this rank.
-            late: keeps gradients that come too late for their step, or None.
-            takeover: prepares gradients for codecs that apply SGD's momentum, or None.
-            clipping: clips this rank's gradients before they are encoded, or None.
             steps_before: training steps before the ranks were connected.
         """
         self._core = core
@@ -103,9 +79,11 @@ class GradientExchange:
         self._consistency = consistency
         self._failure = failure
         self._waiting = waiting
-        self._late = late
-        self._takeover = takeover
-        self._clipping = clipping
+        self._stages = stages
+        self._before_send = stages.on[StepStage.before_send]
+        self._before_send_all = stages.on[StepStage.before_send_all]
+        self._held: dict[int, Tensor] = {}
+        """Gradients that stages are to see together, before they leave."""
         self._trained = layout.trained
         self._factored = layout.factored
         self._captured = layout.captured
@@ -144,6 +122,7 @@ class GradientExchange:
         """Means of the others, until they are taken."""
         self._blocks_lock = threading.Lock()
         self._weight: int | None = None
+        """Factor of this rank's gradients in this step, or None."""
 
     @property
     def layout(self) -> StepLayout:
@@ -161,29 +140,15 @@ class GradientExchange:
 
     # ---- to the channel
 
-    def begin(
-        self,
-        status: RankStatus,
-        optimizer: str | None = None,
-        *,
-        passes: bool = False,
-        measures: bool = False,
-    ) -> None:
-        """Begin the next step, once the one before is complete everywhere.
-
-        Args:
-            status: this rank's.
-            optimizer: hyper-parameters for updates on the servers, as JSON.
-            passes: this rank takes no part in the step.
-            measures: the norm of all gradients will be asked for, on all ranks.
-        """
+    def begin(self, start: StepStart) -> None:
+        """Begin the next step, once the one before is complete everywhere."""
         try:
             # Every tensor may be ready a moment before the channel counts the step as complete.
             with WAIT_NOTIFIER, self._waiting(self.step, None):
                 self._channel.wait_step(self.step)
             self.statuses()
-            self.settle_late()
-            if passes:
+            self.complete()
+            if start.passes:
                 self._channel.step_pass(self.step + 1)
             else:
                 self._channel.step_begin(self.step + 1)
@@ -192,16 +157,16 @@ class GradientExchange:
             self._submitted_buffers = self._layout.buffers is None
             self.step += 1
             self._intake.begin_step()
-            self.measures = measures
+            self.measures = start.measures and self.may_measure
             self._squares, self._means = self._core.SquareSum(), {}
-            self._unmeasured = set(self._factored) if measures else set()
-            self._weight = status.weight
-            if measures:
+            self._unmeasured = set(self._factored) if self.measures else set()
+            self._weight = start.weight
+            if self.measures:
                 self._channel.measure_squares(self._layout.means, self.step)
-            if optimizer is not None:
-                self._channel.set_optimizer(self.step, optimizer)
-            if self._layout.status is not None:
-                lanes = self._layout.status.write(status)
+            if start.settings is not None:
+                self._channel.set_optimizer(self.step, start.settings)
+            if self._layout.status is not None and start.status is not None:
+                lanes = self._layout.status.write(start.status)
                 self._channel.gradient_ready(
                     self._layout.status_index, self.step, lanes.data_ptr(), lanes.nbytes
                 )
@@ -210,8 +175,10 @@ class GradientExchange:
         self._gradients = [None] * len(self._trained)
         self._joined.begin()
         self._factors.begin()
+        if start.order is not None:
+            self._switch_priorities(start.order)
 
-    def switch_priorities(self, order: ForwardOrder) -> None:
+    def _switch_priorities(self, order: ForwardOrder) -> None:
         """Have all ranks send first the tensors that a forward uses first."""
         layout = self._layout
         priorities = order.priorities(layout.table_size + layout.extras)
@@ -231,6 +198,10 @@ class GradientExchange:
     def hold_dense(self, index: int) -> None:
         """Take the `.grad` of a parameter that sends factors as one more part."""
         self._factors.hold(index, Dense(self._intake.take(index, self._trained[index].tensor)))
+
+    def end_parts(self, index: int) -> bool:
+        """Return whether factors have come in the backward that ends now for a parameter."""
+        return self._factors.end_parts(index)
 
     def submit(self, index: int) -> None:
         """Submit a parameter's gradient: its factors, or its `.grad`."""
@@ -252,10 +223,10 @@ class GradientExchange:
                 self._factors.submit(index, self.step)
             except self._core.ChannelError as error:
                 self._raise_failed(error, "handing over", index)
-        elif self._clipping is None:
+        elif not self._before_send_all:
             self._hand_over(index, gradient)
         else:
-            self._clipping.hold(index, gradient)
+            self._held[index] = gradient
             if all(self.is_submitted):
                 self._hand_over_held()
 
@@ -267,18 +238,18 @@ class GradientExchange:
             self._raise_failed(error, "handing over", index)
 
     def _hand_over_held(self) -> None:
-        if self._clipping is not None:
-            for index, gradient in self._clipping.release():
-                self._hand_over(index, gradient)
+        held, self._held = self._held, {}
+        for stage in self._before_send_all:
+            stage.before_send_all(list(held.values()))
+        for index, gradient in held.items():
+            self._hand_over(index, gradient)
 
     def _hand_over(self, index: int, gradient: Tensor) -> None:
-        if self._takeover is not None:
-            self._takeover.before_submit(self._trained[index].tensor, self.step, gradient)
+        for stage in self._before_send:
+            stage.before_send(index, gradient)
         if self._weight is not None:
             with torch.no_grad():
                 gradient.mul_(self._weight)
-        if self._late is not None:
-            self._late.before_submit(index, gradient)
         try:
             self._carrier.submit(index, self.step, gradient)
         except self._core.ChannelError as error:
@@ -334,8 +305,7 @@ class GradientExchange:
             if not submitted and joined.group_of[index] < 0
         ]
         held += joined.unsubmitted()
-        if self._clipping is not None:
-            held += self._clipping.held
+        held += self._held
         return held if self._submitted_buffers else [*held, self._layout.buffers_index]
 
     def present(self) -> list[int]:
@@ -415,7 +385,7 @@ class GradientExchange:
             with WAIT_NOTIFIER:
                 self._channel.wait_step(self.step)
             self.statuses()
-            self.settle_late()
+            self.complete()
             self.step += 1
             self._spent_steps.append(self.step)
             run(self.step)
@@ -670,14 +640,11 @@ class GradientExchange:
             was_in, _, _ = self._channel.participation(self.step)
         return was_in is False
 
-    def settle_late(self) -> LateGradientBuffer | None:
-        """Return the late gradients that are carried on, those of the last step included.
-
-        None where late gradients are lost. The last step must have ended here.
-        """
-        if self._late is not None and self.step > 0:
-            self._late.settle(not self.was_left_out())
-        return self._late
+    def complete(self) -> None:
+        """Have stages see what the last step, which must have ended here, has come to."""
+        if self.step > 0:
+            for stage in self._stages.on[StepStage.completed]:
+                stage.completed(self.was_left_out)
 
     def next_goes_on(self) -> bool:
         """Whether the others are in the next step already, or have finished it."""

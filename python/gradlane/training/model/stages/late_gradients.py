@@ -6,19 +6,24 @@ copy is kept until it is known whether the step has the gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from gradlane.training.model.stages.stage import StepStage
 
-class LateGradientBuffer:
+
+class LateGradientBuffer(StepStage):
     """Keeps copies of this rank's gradients of the current step, and late ones of earlier steps."""
 
     def __init__(self) -> None:
         """Start without gradients."""
+        super().__init__("late gradients", 'stragglers with late="carry": added to the next ones')
         self._submitted: dict[int, Tensor] = {}
         self._carried: dict[int, Tensor] = {}
 
-    def before_submit(self, index: int, gradient: Tensor) -> None:
+    def before_send(self, index: int, gradient: Tensor) -> None:
         """Add the late gradient to a fresh one, in place, and keep a copy of the sum.
 
         Args:
@@ -39,15 +44,11 @@ class LateGradientBuffer:
         """Have this added to a tensor's next gradient, in place of the late one."""
         self._carried[index] = gradient
 
-    def settle(self, was_in: bool) -> None:
-        """End the step.
-
-        Args:
-            was_in: whether it has the submitted gradients; otherwise they are late.
-        """
-        if was_in:
+    def completed(self, was_left_out: Callable[[], bool]) -> None:
+        """Carry the submitted gradients on, if the step has gone on without them."""
+        if was_left_out():
+            self._carried.update(self._submitted)
+        else:
             for index in self._submitted:
                 self._carried.pop(index, None)
-        else:
-            self._carried.update(self._submitted)
         self._submitted = {}

@@ -7,40 +7,45 @@ momentum or weight decay. The groups of the optimizer keep their values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradlane.training.model.stages.stage import StepStage
+from gradlane.training.model.stages.step_start import StepStart
 
-class MomentumTakeover:
+
+class MomentumTakeover(StepStage):
     """Gives gradients their weight decay, and steps what arrives without momentum."""
 
-    def __init__(self, optimizer: Optimizer, codecs: Mapping[int, str]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, codecs: Mapping[int, str], parameters: Sequence[Tensor]
+    ) -> None:
         """Take momentum over.
 
         Args:
             optimizer: the user's; torch's SGD where it has momentum.
             codecs: codecs that keep momentum, by `id` of the parameter.
+            parameters: trained parameters by tensor number.
         """
+        names = ", ".join(sorted({text.partition(":")[0] for text in codecs.values()}))
+        super().__init__("momentum takeover", f"codec {names}: it applies the momentum of SGD")
         self._optimizer = optimizer
         self._codecs = codecs
-        self._step = -1
+        self._parameters = parameters
         self._decays: dict[int, float] = {}
         """Weight decay that goes with a gradient of this step, by `id` of the parameter."""
 
-    def before_submit(self, parameter: Tensor, step: int, gradient: Tensor) -> None:
-        """Add the weight decay of a group that has momentum to a fresh gradient, in place.
+    def begin(self, start: StepStart) -> None:
+        """Keep the weight decay of groups that have momentum, for the gradients of the step."""
+        self._decays = self._find_decays()
 
-        Args:
-            parameter: the tensor that is trained.
-            step: number of the step.
-            gradient: about to be submitted.
-        """
-        if step != self._step:
-            self._step, self._decays = step, self._find_decays()
+    def before_send(self, index: int, gradient: Tensor) -> None:
+        """Add the weight decay of a group that has momentum to a fresh gradient, in place."""
+        parameter = self._parameters[index]
         decay = self._decays.get(id(parameter), 0.0)
         if decay:
             with torch.no_grad(), torch.inference_mode(False):

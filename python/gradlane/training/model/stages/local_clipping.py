@@ -8,10 +8,12 @@ was added up over many steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from gradlane.training.model.stages.stage import StepStage
 
 
 def clip_together(gradients: Sequence[Tensor], max_norm: float) -> None:
@@ -31,8 +33,8 @@ def clip_together(gradients: Sequence[Tensor], max_norm: float) -> None:
                 gradient.mul_(max_norm / norm)
 
 
-class LocalClipping:
-    """Holds the gradients of a step until all are there, and clips them by the norm of all."""
+class LocalClipping(StepStage):
+    """Clips the gradients of a step by the norm of all of them."""
 
     def __init__(self, max_norm: float) -> None:
         """Clip to a norm.
@@ -40,25 +42,9 @@ class LocalClipping:
         Args:
             max_norm: largest 2-norm of all gradients of this rank together, above 0.
         """
+        super().__init__("local clipping", f"codec dgc: to {max_norm:g} on each rank")
         self._max_norm = max_norm
-        self._held: dict[int, Tensor] = {}
 
-    @property
-    def held(self) -> list[int]:
-        """Tensor numbers of the gradients that are held."""
-        return list(self._held)
-
-    def hold(self, index: int, gradient: Tensor) -> None:
-        """Keep a fresh gradient.
-
-        Args:
-            index: its tensor number.
-            gradient: this rank's, of any shape; it will be clipped in place.
-        """
-        self._held[index] = gradient
-
-    def release(self) -> Iterable[tuple[int, Tensor]]:
-        """Clip the gradients that are held, and return them in the order in which they came."""
-        held, self._held = self._held, {}
-        clip_together(list(held.values()), self._max_norm)
-        return held.items()
+    def before_send_all(self, gradients: Sequence[Tensor]) -> None:
+        """Clip this rank's gradients in place."""
+        clip_together(gradients, self._max_norm)

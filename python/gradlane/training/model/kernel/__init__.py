@@ -1,0 +1,1 @@
+"""The parts that every step passes: phases, intake, exchange, update, gate."""

@@ -1,0 +1,73 @@
+"""Means that `session.clip_grad_norm_()` clips as they arrive.
+
+That waits for no mean: the norm is known once the last slice is *reduced*, and updates go on as
+means arrive, during the next forward, as without clipping.
+"""
+
+from __future__ import annotations
+
+from gradlane.errors import UsageError
+from gradlane.training.model.arrived_gradients import ArrivedGradients
+from gradlane.training.model.stages.stage import StepStage
+from gradlane.training.model.stages.step_clipping import StepClipping
+from gradlane.training.model.stages.step_start import StepStart
+from gradlane.training.modules.gradient_intake import values_of
+
+
+class Clipping(StepStage):
+    """Clips the gradients of steps for which the program has called for it."""
+
+    def __init__(self, adding_up: str) -> None:
+        """Clip nothing yet.
+
+        Args:
+            adding_up: the codec that adds gradients of several steps up with momentum, or empty.
+        """
+        super().__init__("clipping", "session.clip_grad_norm_(): means are clipped as they arrive")
+        self._adding_up = adding_up
+        self._step: StepClipping | None = None
+        self.norms: tuple[float, ...] = ()
+        """The norms that gradients of this step were clipped to, for all ranks to compare."""
+
+    def clip_arriving(self, clipping: StepClipping) -> None:
+        """Clip the means of this step as they arrive."""
+        self._step = clipping
+        self.changes_means = True
+
+    def note(self, max_norm: float, norm_type: float) -> None:
+        """Note that the gradients of this step are clipped, now or as they arrive."""
+        self.norms += (max_norm, norm_type)
+
+    def refuse_added_up(self, max_norm: float, step: int) -> None:
+        """Refuse to clip means of what a codec has added up over several steps.
+
+        Raises:
+            UsageError: one does.
+        """
+        if self._adding_up:
+            raise UsageError(
+                f"clip_grad_norm_() in step {step}: codec {self._adding_up!r} has added up "
+                "gradients of several steps, and their means are no gradients of one; leave the "
+                f"call out and give the codec clip={max_norm:g}, which clips each rank's gradient "
+                "before"
+            )
+
+    def begin(self, start: StepStart) -> None:
+        """Have the norm measured if the last step was clipped: so do all ranks."""
+        if self._step is not None:
+            # Nothing needed it, but the program may still read it.
+            self._step.norm.resolve()
+            self.attached()
+        start.measures |= bool(self.norms)
+        if not start.shadow:
+            self.norms = ()
+
+    def arrived(self, arrived: ArrivedGradients) -> None:
+        """Clip means; waits for the norm."""
+        if self._step is not None:
+            self._step.scale([values_of(gradient) for _, gradient in arrived.gradients])
+
+    def attached(self) -> None:
+        """Clip no more in this step."""
+        self._step = None
+        self.changes_means = False

@@ -1,0 +1,91 @@
+"""Means over all samples in place of over ranks: `session.weight()`.
+
+Each rank multiplies its gradients with its number of samples as they leave; means are multiplied
+with one more factor as they arrive.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from gradlane.errors import UsageError
+from gradlane.training.model.arrived_gradients import ArrivedGradients
+from gradlane.training.model.kernel.phases import Phase, Phases
+from gradlane.training.model.stages.stage import StepStage
+from gradlane.training.model.stages.step_start import StepStart
+from gradlane.training.modules.gradient_intake import values_of
+from gradlane.training.rendezvous.tensor_table import TensorEntry
+
+
+class Weighting(StepStage):
+    """Weighs the gradients of steps for which the program has told its samples."""
+
+    def __init__(self, trained: Sequence[TensorEntry], captured: Collection[int]) -> None:
+        """Weigh nothing yet.
+
+        Args:
+            trained: table entries of the trained parameters, by tensor number.
+            captured: those that travel as factors.
+        """
+        super().__init__("weighting", "session.weight(): a mean over samples, where it is called")
+        self._trained = trained
+        self._captured = captured
+        self._samples: int | None = None
+        """Behind this rank's gradients of the next step; None: the program has not said."""
+        self.factor: Callable[[], float] | None = None
+        """Waits for all ranks' samples; returns what means of this step are multiplied with."""
+
+    def weigh(self, samples: int, phases: Phases, step: int) -> None:
+        """Have the next step average over samples in place of over ranks.
+
+        Args:
+            samples: behind this rank's gradients.
+            phases: of the model.
+            step: number of the current step.
+
+        Raises:
+            UsageError: gradients of a step are under way, or it does not go with how they travel.
+            GradlaneError: the session has failed.
+        """
+        with phases.lock:
+            phases.failure.raise_failure()
+            if phases.phase in (Phase.BACKWARD, Phase.ATTACHED):
+                raise UsageError(
+                    f"session.weight() after backward() in step {step}: gradients have begun to "
+                    "leave unweighted; call it before the first backward() whose gradients leave"
+                )
+            half = [one.name for one in self._trained if one.dtype is torch.float16]
+            if half:
+                raise UsageError(
+                    f"session.weight() with parameter {half[0]!r} of float16: gradients times "
+                    "samples would overflow; train in float32 or bfloat16"
+                )
+            if self._captured:
+                name = self._trained[next(iter(self._captured))].name
+                raise UsageError(
+                    f"session.weight() with {name!r}, which travels as factors: these are not "
+                    "weighted; use a scheme without factors"
+                )
+            self._samples = samples
+
+    def begin(self, start: StepStart) -> None:
+        """Have this step's gradients weighted, if the program has said so."""
+        if not start.shadow:
+            start.weight, self._samples = self._samples, None
+        # The mean over N ranks has divided by N in place of by the samples of all ranks.
+        waits = start.weight is not None
+        self.factor = functools.cache(start.wait_for_weighting) if waits else None
+
+    def arrived(self, arrived: ArrivedGradients) -> None:
+        """Weigh means."""
+        if self.factor is not None:
+            with torch.no_grad(), torch.inference_mode(False):
+                for _, gradient in arrived.gradients:
+                    values_of(gradient).mul_(self.factor())
+
+    def attached(self) -> None:
+        """Weigh no more in this step."""
+        self.factor = None
