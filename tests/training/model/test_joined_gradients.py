@@ -119,6 +119,34 @@ def test_missing_gradients_are_none_or_zeros_as_ever(defer: bool | None, weighs:
     ]
 
 
+@pytest.mark.parametrize("defer", [None, False])
+@pytest.mark.parametrize("whose", ["model", "optimizer"])
+@pytest.mark.parametrize("again", [False, True])
+def test_gradients_that_wait_for_their_group_are_zeroed_in_place(
+    defer: bool | None, whose: str, again: bool
+) -> None:
+    """Momentum goes on where a gradient is zero, and not where it is None."""
+
+    def body(session: Any) -> list[Tensor]:
+        model: Any = seeded(Turns)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        session.prepare(model, optimizer, defer=defer)
+        zeroed = model if whose == "model" else optimizer
+        for step, used in enumerate(USED):
+            model.loss(used[session.rank], step).backward()
+            if step % 2:
+                zeroed.zero_grad(set_to_none=False)
+                if again:
+                    model.loss(used[1 - session.rank][:1], step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [one.detach().clone() for one in model.parameters()]
+
+    expected = run_reference(2, body)
+    for rank, found in enumerate(run_ranks(2, body)):
+        assert same_bits(found, expected[rank])
+
+
 def test_gradients_that_a_program_keeps_get_their_means() -> None:
     def body(session: Any) -> list[Tensor]:
         model = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))

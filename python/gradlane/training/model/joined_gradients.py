@@ -186,6 +186,12 @@ class JoinedGradients:
         self._absent.add(index)
         return self.note(index)
 
+    def forget(self) -> None:
+        """Count all gradients of groups that are not whole as missing; they stay in `.grad`."""
+        for group, missing in zip(self._groups, self._missing, strict=True):
+            if missing:
+                self._absent.update(group.members)
+
     def look(self, is_noted: Sequence[bool]) -> None:
         """Look at gradients in `.grad` that wait for the others of their group.
 

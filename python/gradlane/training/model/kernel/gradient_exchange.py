@@ -319,6 +319,8 @@ class GradientExchange:
             discards: leave `.grad` alone and submit absence alone.
         """
         absent = []
+        if discards:
+            self._joined.forget()
         for index, submitted in enumerate(self.is_submitted):
             if submitted:
                 continue
