@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import threading
+import functools
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -22,11 +22,12 @@ from gradlane.training.core import Channel, CoreModule, translate_error
 from gradlane.training.factors.block import BlockError, Dense, Part, TouchedRows
 from gradlane.training.factors.sending import FactorExchange
 from gradlane.training.model.arrived_gradients import ArrivedGradients
-from gradlane.training.model.buffers import BufferPack
 from gradlane.training.model.consistency_check import ConsistencyCheck
-from gradlane.training.model.exact_norm import add_squares, exact_norm
+from gradlane.training.model.exact_norm import exact_norm
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.joined_gradients import JoinedGradients
+from gradlane.training.model.kernel.buffer_exchange import BufferExchange
+from gradlane.training.model.kernel.step_norm import StepNorm
 from gradlane.training.model.rank_status import RankNumbers, Statuses
 from gradlane.training.model.stages.stage import StepStage
 from gradlane.training.model.stages.stage_list import StageList
@@ -105,22 +106,13 @@ class GradientExchange:
         """Whether each tensor's gradient was submitted, or its absence, in this step."""
         self.pushes = [0] * len(layout.trained)
         """How many gradients of each tensor were submitted alone so far."""
-        self._packed_buffers: Tensor | None = None
-        self._submitted_buffers = True
+        pack, index = layout.buffers, layout.buffers_index
+        self._buffers = None if pack is None else BufferExchange(carrier, pack, index)
         self._statuses: Statuses = {}
         self._judged_step = 0
         self.step = 0
-        self.may_measure = channel.has_measurable_squares(layout.means)
-        """Whether the norm of all gradients can be had before their means."""
-        self.measures = False
-        """Whether it can in this step."""
-        self._squares = core.SquareSum()
-        """Of the means of blocks in this step, where it measures."""
-        self._unmeasured: set[int] = set()
-        """Tensors of blocks whose squares are missing in it."""
-        self._means: dict[int, Tensor | None] = {}
-        """Means of the others, until they are taken."""
-        self._blocks_lock = threading.Lock()
+        rebuild = functools.partial(self._rebuilt, wanted=True)
+        self._norm = StepNorm(core, channel, layout.means, layout.factored, rebuild)
         self._weight: int | None = None
         """Factor of this rank's gradients in this step, or None."""
 
@@ -154,15 +146,12 @@ class GradientExchange:
                 self._channel.step_begin(self.step + 1)
             # Another thread that looks on must not take the last step's marks for this one's.
             self.is_submitted = [False] * len(self._trained)
-            self._submitted_buffers = self._layout.buffers is None
+            if self._buffers is not None:
+                self._buffers.is_submitted = False
             self.step += 1
             self._intake.begin_step()
-            self.measures = start.measures and self.may_measure
-            self._squares, self._means = self._core.SquareSum(), {}
-            self._unmeasured = set(self._factored) if self.measures else set()
             self._weight = start.weight
-            if self.measures:
-                self._channel.measure_squares(self._layout.means, self.step)
+            self._norm.begin(self.step, wanted=start.measures)
             if start.settings is not None:
                 self._channel.set_optimizer(self.step, start.settings)
             if self._layout.status is not None and start.status is not None:
@@ -306,7 +295,8 @@ class GradientExchange:
         ]
         held += joined.unsubmitted()
         held += self._held
-        return held if self._submitted_buffers else [*held, self._layout.buffers_index]
+        buffers = self._buffers
+        return held if buffers is None or buffers.is_submitted else [*held, buffers.index]
 
     def present(self) -> list[int]:
         """Return the parameters whose gradient has left `.grad`, before `submit_rest`."""
@@ -352,20 +342,11 @@ class GradientExchange:
         Args:
             shadow: this rank has seen no data in this step and has nothing to say about them.
         """
-        pack = self._layout.buffers
-        if pack is None or self._submitted_buffers:
-            return
-        packed = pack.pack(silent=shadow)
-        index = self._layout.buffers_index
-        try:
-            if packed is None:
-                packed = self._carrier.submit_absent(index, self.step)
-            else:
-                self._carrier.submit(index, self.step, packed)
-            self._packed_buffers = packed
-            self._submitted_buffers = True
-        except self._core.ChannelError as error:
-            self._raise_failed(error, "handing the buffers over")
+        if self._buffers is not None:
+            try:
+                self._buffers.submit(self.step, silent=shadow)
+            except self._core.ChannelError as error:
+                self._raise_failed(error, "handing the buffers over")
 
     def end(self) -> None:
         """Tell the channel that the step has ended here."""
@@ -453,7 +434,7 @@ class GradientExchange:
             discards: the gradients are not wanted.
             lends: they are done with before the next step begins.
         """
-        layout, joined = self._layout, self._joined
+        joined = self._joined
         if needed is not None:
             needed = list(dict.fromkeys(map(joined.number_of, needed)))
         try:
@@ -477,9 +458,8 @@ class GradientExchange:
                 if not absent:
                     arrived.averaged.append(index)
                 if index in self._factored:
-                    if self.measures:
-                        self._measure_blocks([index])
-                        mean = self._means.pop(index)
+                    if self._norm.is_measured:
+                        mean = self._norm.take(index)
                     else:
                         mean = self._rebuilt(index, wanted=not (absent or discards))
                     rebuilt += [] if mean is None or discards else [(index, mean)]
@@ -489,12 +469,9 @@ class GradientExchange:
                 arrived.indices += joined.members(index)
                 if not absent and not discards:
                     groups.append(index)
-            elif index == layout.buffers_index and layout.buffers is not None:
+            elif self._buffers is not None and index == self._buffers.index:
                 arrived.indices.append(index)
-                packed, self._packed_buffers = self._packed_buffers, None
-                if packed is not None and not absent:
-                    self._carrier.collect([(index, packed)])
-                self._land_buffers(layout.buffers, None if absent else packed)
+                self._land(self._buffers, absent=absent)
         if arrived.gradients:
             self._carrier.collect(arrived.gradients)
         if groups:
@@ -511,10 +488,10 @@ class GradientExchange:
         except self._core.ChannelError as error:
             self._raise_failed(error, "waiting for averaged gradients")
 
-    def _land_buffers(self, buffers: BufferPack, mean: Tensor | None) -> None:
+    def _land(self, buffers: BufferExchange, *, absent: bool) -> None:
         """Write the values that all ranks share after a step into the buffers."""
         try:
-            buffers.land(mean)
+            buffers.land(absent=absent)
         except UsageError as error:
             # What else has arrived with it is taken: the step cannot end here any more.
             with contextlib.suppress(self._core.ChannelError):
@@ -529,23 +506,16 @@ class GradientExchange:
             if blocks:
                 with WAIT_NOTIFIER, self._waiting(self.step, blocks):
                     self._channel.wait(blocks, self.step)
-                self._measure_blocks(blocks)
+                self._norm.add_blocks(blocks)
             with WAIT_NOTIFIER, self._waiting(self.step, None):
-                return self._channel.wait_norm(self.step, self._squares if blocks else None)
+                return self._norm.wait(self.step)
         except self._core.ChannelError as error:
             self._raise_failed(error, "waiting for the norm of all gradients")
 
-    def _measure_blocks(self, indices: Iterable[int]) -> None:
-        """Make means of blocks that are here, and add up their squares, once each.
-
-        At once: what is taken may be weighted or clipped in place by then.
-        """
-        with self._blocks_lock:
-            for index in self._unmeasured.intersection(indices):
-                self._unmeasured.discard(index)
-                mean = self._means[index] = self._rebuilt(index, wanted=True)
-                if mean is not None:
-                    add_squares(self._squares, mean)
+    @property
+    def is_measured(self) -> bool:
+        """Whether the norm of all gradients of this step can be had before their means."""
+        return self._norm.is_measured
 
     def norm_of(self, gradients: Sequence[Tensor]) -> float:
         """Return the norm of gradients that are here: the same bits as `wait_norm`."""
