@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from gradlane.lab.runs.notes import balance_notes, factor_notes, norm_notes
+from gradlane.lab.runs.notes import balance_notes, bound_notes, factor_notes, norm_notes
 from gradlane.lab.runs.options import LabOptions
 from gradlane.lab.runs.rows import Row
 from gradlane.lab.runs.strategy import parse_strategies
@@ -164,6 +165,13 @@ def test_notes_say_how_far_norms_are_from_those_of_ddp() -> None:
         "p3: norms of all gradients differ from DDP's by at most 1.0e-04 of them (1 steps)."
     )
     assert norm_notes(ours) == [] and norm_notes(ddp) == []
+
+
+def test_notes_say_which_steps_are_too_fast_to_be_true() -> None:
+    too_fast = row("p3", bound_step_s=2.0)
+    (note,) = bound_notes([too_fast, replace(too_fast, strategy="ddp-gloo", step_s_median=2.1)])
+    assert note.startswith("p3: below the bound")
+    assert bound_notes([replace(too_fast, bound_step_s=None), row("none")]) == []
 
 
 def test_notes_say_which_node_and_which_owner_carries_most() -> None:

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from gradlane.formats.rates import format_rate
 from gradlane.lab.runs.cells import CellsProgress
-from gradlane.lab.runs.notes import balance_notes, factor_notes, loss_table, norm_notes
+from gradlane.lab.runs.notes import balance_notes, bound_notes, factor_notes, loss_table, norm_notes
 from gradlane.lab.runs.rows import Row, by_encoding, text_of_no_evidence
 from gradlane.lab.runs.run import LabProgress
 from gradlane.planning.simulation.bound import describe_binding
@@ -210,7 +210,7 @@ def summary_table(rows: Sequence[Row], title: str) -> Table:
     """
     shows_loss = any(row.has_losses for row in rows)
     no_evidence = text_of_no_evidence(rows)
-    notes = [*factor_notes(rows), *balance_notes(rows), *norm_notes(rows)]
+    notes = [*bound_notes(rows), *factor_notes(rows), *balance_notes(rows), *norm_notes(rows)]
     # Replays have no loss; with both columns the table would not fit 80 characters.
     last = "loss" if shows_loss else "MB/step"
     stopped = rows[0].straggler

@@ -19,6 +19,8 @@ REPLAYED = (
     "product is slept, at the speed of the step's own arithmetic. Digests are other ones than "
     "those of strategies without factors, since gradients and factors are invented apart."
 )
+_UNDER_BOUND = 0.95
+"""A step of less of its bound is no step of a long run; ports are measured to a few per cent."""
 SPANS = 5
 """Parts of the steps whose mean loss is shown."""
 
@@ -122,3 +124,16 @@ def loss_table(rows: Sequence[Row]) -> Table | None:
         body.append([row.strategy, *(f"{loss:.3f}" for loss in cells), accuracy])
     columns = ("strategy", *headings, f"after {end_s:.2f} s", "test accuracy")
     return text_table("mean losses", columns, body)
+
+
+def bound_notes(rows: Sequence[Row]) -> list[str]:
+    """Return a line about strategies whose step is shorter than any can be in the long run."""
+    under = dict.fromkeys(
+        row.strategy for row in rows if row.over_bound is not None and row.over_bound < _UNDER_BOUND
+    )
+    if not under:
+        return []
+    return [
+        f"{', '.join(under)}: below the bound, as few steps can be, of which one waits for no "
+        "earlier one: no evidence; take more --warmup and --steps."
+    ]
