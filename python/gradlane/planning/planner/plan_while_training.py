@@ -11,9 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
-
-from torch import nn
+from typing import Any
 
 from gradlane.errors import GradlaneError
 from gradlane.formats.link_report import LinkReport
@@ -24,7 +22,7 @@ from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.planner.reasons import format_value
 from gradlane.planning.profiler.recorder import Recorder
 from gradlane.training.factors.factored_weights import layers_by_weight
-from gradlane.training.model.training_steps import TrainingSteps
+from gradlane.training.model.prepared import PreparedModel
 from gradlane.training.node.layout import agree_on_layout
 from gradlane.training.node.rules import AUTO, with_local
 from gradlane.training.options.options import Options
@@ -39,28 +37,12 @@ BUDGET_S = 8.0
 _log = logging.getLogger("gradlane")
 
 
-class LearningModel(Protocol):
-    """A connected model."""
-
-    @property
-    def steps(self) -> TrainingSteps:
-        """The model's steps."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The user's model."""
-
-    @property
-    def schemes(self) -> dict[str, str]:
-        """Aggregation scheme of each trained tensor, by name."""
-
-
 class PlanLearning:
     """Records one model's first steps and decides its plan."""
 
     def __init__(
         self,
-        learner: LearningModel,
+        learner: PreparedModel,
         links: LinkReport,
         options: Options,
         open_scope: Callable[[], RendezvousScope],

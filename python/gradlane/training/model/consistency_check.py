@@ -31,7 +31,6 @@ import contextlib
 import json
 import zlib
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +41,7 @@ from gradlane.training.log import log
 from gradlane.training.model.buffers import UNCHANGED, UNKNOWN, BufferPack
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.lazy_parameters import Exemption
+from gradlane.training.model.participation import Participation
 from gradlane.training.model.rank_status import RankNumbers, RankStatus, Statuses, StepEnding
 from gradlane.training.model.stages.clipping import Clipping
 from gradlane.training.model.stages.stage import StepStage
@@ -177,20 +177,6 @@ class StatusTensor:
         )
 
 
-class JoinWatch(Protocol):
-    """The part of `session.join()` that watches one model's steps."""
-
-    @property
-    def throws(self) -> bool:
-        """Whether all ranks break off when the first one has run out of data."""
-
-    def note(self, statuses: Statuses) -> None:
-        """See all ranks' statuses of a step."""
-
-    def stop(self) -> NoReturn:
-        """Bring all ranks out of their loops."""
-
-
 class ConsistencyCheck(StepStage):
     """Fails a model's training where the ranks do not train alike."""
 
@@ -228,10 +214,10 @@ class ConsistencyCheck(StepStage):
         """How the last step ended on this rank."""
         self.digest = 0
         """Digest of the hyper-parameters at its last `optimizer.step()`."""
-        self.join: JoinWatch | None = None
+        self.join: Participation | None = None
         """The `session.join()` that the program is inside of, or None."""
 
-    def enter_join(self, watch: JoinWatch) -> None:
+    def enter_join(self, watch: Participation) -> None:
         """Begin `session.join()`: ranks may run out of data."""
         self.join = watch
 

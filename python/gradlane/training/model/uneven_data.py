@@ -12,65 +12,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from gradlane.errors import UnevenDataError, UsageError
 from gradlane.training.model.kernel.phases import Phase
-from gradlane.training.model.rank_status import Statuses
-from gradlane.training.model.training_steps import TrainingSteps
+from gradlane.training.model.participation import Participation
+from gradlane.training.model.prepared import PreparedModel
 
 _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.01
 
 
-class JoinableModel(Protocol):
-    """A connected model as this file sees it."""
-
-    @property
-    def steps(self) -> TrainingSteps:
-        """Its steps."""
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether each rank trains at its own pace."""
-
-    def broadcast_state(self, source: int) -> None:
-        """Give every rank what a rank has; a collective call."""
-
-
-class Participation:
-    """Notes the ranks with data in the steps of one model since the join began."""
-
-    def __init__(self, join: Join) -> None:
-        """Start with all ranks there."""
-        self._join = join
-        self.last_there: list[int] = []
-        self.uneven = False
-        self.over = False
-
-    @property
-    def throws(self) -> bool:
-        """Whether all ranks break off when the first one has run out of data."""
-        return self._join.throws
-
-    def note(self, statuses: Statuses) -> None:
-        """See the statuses of the next step."""
-        there = [rank for rank, status in statuses.items() if not status.shadow]
-        if not there:
-            self.over = True
-            return
-        self.last_there = there
-        self.uneven = self.uneven or len(there) < len(statuses)
-
-    def stop(self) -> NoReturn:
-        """Bring all ranks out of their loops."""
-        self._join.stop()
-
-
 class Join:
     """A context around the loops of all ranks; made by `Session.join`."""
 
-    def __init__(self, models: Sequence[JoinableModel], rank: int, throws: bool) -> None:
+    def __init__(self, models: Sequence[PreparedModel], rank: int, throws: bool) -> None:
         """Prepare to go along in the steps of these models.
 
         Args:
@@ -92,7 +48,7 @@ class Join:
         for model in self._models:
             if model.steps.in_join:
                 raise UsageError("session.join() inside session.join(): one is enough")
-        self._participation = [Participation(self) for _ in self._models]
+        self._participation = [Participation(self.throws, self.stop) for _ in self._models]
         for model, participation in zip(self._models, self._participation, strict=True):
             model.steps.stages.consistency.enter_join(participation)
         return self
