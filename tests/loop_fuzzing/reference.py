@@ -161,6 +161,8 @@ class Reference:
     def _end_step(self, number: int) -> None:
         self._zeroed[number] = False
         self._begun[number] = False
+        for program in self.programs:
+            program.weights.pop(number, None)
         self._buffers[number].finish()
 
     @torch.no_grad()
@@ -254,7 +256,7 @@ class Reference:
             return
         self._averaged[number] = True
         everywhere = [program.models[number].parameters() for program in self.programs]
-        weights = [program.weights.pop(number, None) for program in self.programs]
+        weights = [program.weights.get(number) for program in self.programs]
         optimizer = self.programs[0].optimizers[number]
         for copies in zip(*everywhere, strict=True):
             own = [one.grad for one in copies]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -212,6 +213,55 @@ def test_a_rank_that_does_not_weigh_is_named() -> None:
 def test_no_samples_at_all_are_refused() -> None:
     with pytest.raises(gradlane.GradlaneError, match=r"session\.weight\(0\) on all ranks"):
         run_ranks(2, lambda session: stepped(session, lambda it: it.weight(0)))
+
+
+def looks(model: nn.Module) -> list[Tensor | None]:
+    return [one.grad.clone() for one in model.parameters() if one.grad is not None]
+
+
+def holds(model: nn.Module) -> list[Tensor | None]:
+    return [one.grad for one in model.parameters()]
+
+
+def clips(model: nn.Module) -> float:
+    return float(nn.utils.clip_grad_norm_(model.parameters(), 1e6))
+
+
+@pytest.mark.parametrize("between", [looks, holds, clips])
+@pytest.mark.parametrize("update_again", [False, True])
+def test_gradients_that_add_up_on_means_are_weighted_as_those(
+    between: Callable[[nn.Module], Any], update_again: bool
+) -> None:
+    def loss(model: nn.Module, rank: int, part: int) -> Tensor:
+        values: Tensor = model(torch.full((2, 3), 1.0 + rank + part)).square().sum()
+        return values
+
+    def body(session: Any) -> list[Tensor]:
+        model = seeded(lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+        optimizer = sgd(model)
+        session.prepare(model, optimizer)
+        session.weight(2 + 3 * session.rank)
+        loss(model, session.rank, 0).backward()
+        kept = between(model)
+        loss(model, session.rank, 1).backward()
+        if update_again:
+            kept = between(model)
+            loss(model, session.rank, 2).backward()
+        found = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        del kept
+        return found
+
+    for found in run_ranks(2, body):
+        own = []
+        for rank in range(2):
+            model = seeded(lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+            for part in range(3 if update_again else 2):
+                loss(model, rank, part).backward()
+            own.append([one.grad for one in model.parameters() if one.grad is not None])
+        for mean, first, second in zip(found, *own, strict=True):
+            assert torch.allclose(mean, (2 * first + 5 * second) / 7, rtol=1e-5)
 
 
 def test_a_weight_that_comes_too_late_is_refused() -> None:

@@ -14,6 +14,7 @@ import torch
 from gradlane.errors import UsageError
 from gradlane.training.model.arrived_gradients import ArrivedGradients
 from gradlane.training.model.kernel.phases import Phase, Phases
+from gradlane.training.model.rank_status import StepEnding
 from gradlane.training.model.stages.stage import StepStage
 from gradlane.training.model.stages.step_start import StepStart
 from gradlane.training.modules.gradient_intake import values_of
@@ -35,6 +36,8 @@ class Weighting(StepStage):
         self._captured = captured
         self._samples: int | None = None
         """Behind this rank's gradients of the next step; None: the program has not said."""
+        self._in_force: int | None = None
+        """The same of the step that was begun last."""
         self.factor: Callable[[], float] | None = None
         """Waits for all ranks' samples; returns what means of this step are multiplied with."""
 
@@ -74,7 +77,8 @@ class Weighting(StepStage):
     def begin(self, start: StepStart) -> None:
         """Have this step's gradients weighted, if the program has said so."""
         if not start.shadow:
-            start.weight, self._samples = self._samples, None
+            self._in_force, self._samples = self._samples, None
+            start.weight = self._in_force
         # The mean over N ranks has divided by N in place of by the samples of all ranks.
         waits = start.weight is not None
         self.factor = functools.cache(start.wait_for_weighting) if waits else None
@@ -89,3 +93,8 @@ class Weighting(StepStage):
     def attached(self) -> None:
         """Weigh no more in this step."""
         self.factor = None
+
+    def ended(self, ending: StepEnding) -> None:
+        """Weigh what adds up on means, which are averaged again in the same step of training."""
+        if ending is StepEnding.CARRIED_ON:
+            self._samples = self._in_force
