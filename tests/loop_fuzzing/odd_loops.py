@@ -206,10 +206,13 @@ class OddLoop:
         model = self.model()
         if self.is_sparse() or not self.is_simple(model):
             return
+        # What is kept gets means at the end of a backward inside another one, and again later.
+        calls = {block.call for one in self.loop.models for block in one.blocks}
+        reentrant = "reentrant" in calls
         for _, step in self.some_steps(model):
             if self.actions[step].do != "step":
                 continue
-            if self.chance(0.5):
+            if self.chance(0.5) or reentrant:
                 given = {"via": self.draw(oddities.VIAS), "how": "clone"}
                 self.insert(step + 1, d.Action("look_at_gradients", model, None, given))
             else:

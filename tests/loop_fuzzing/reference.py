@@ -110,7 +110,9 @@ class Reference:
                 with torch.no_grad():
                     self._before_rank(program.rank, action)
                 program.perform(number, action)
-            if action.do in ("step", "scaled_step", *_OTHER_STEPS):
+            if action.do in ("backward", "backward_twice"):
+                self._average_kept(action.given["through"])
+            elif action.do in ("step", "scaled_step", *_OTHER_STEPS):
                 self._end_step(action.model)
             elif action.do == "zero_by_hand":
                 self._zero(action.model)
@@ -156,6 +158,15 @@ class Reference:
             # `model.to(...)` takes gradients along.
             return not self.loop.serves
         return action.do in _GRADIENT_ACTIONS or action.given.get("what") == "gradients"
+
+    def _average_kept(self, through: list[int]) -> None:
+        """Average the gradients of a backward that programs keep, as DDP does in each backward."""
+        for number in through:
+            kept = {id(one) for program in self.programs for one in program.held.get(number, [])}
+            models = [program.models[number] for program in self.programs]
+            given = (id(one.grad) for model in models for one in model.parameters())
+            if self._begun[number] and not kept.isdisjoint(given):
+                self._average(number)
 
     @torch.no_grad()
     def _end_step(self, number: int) -> None:
@@ -280,7 +291,11 @@ class Reference:
                 # Fused optimizers take gradients and parameters for memory in the same order.
                 own = known if one.grad is None else one.grad
                 layout = mean if own.is_sparse else own
-                one.grad = mean.clone() if is_sparse else torch.empty_like(layout).copy_(mean)
+                if one.grad is not None and not is_sparse and not own.is_sparse:
+                    # As with DDP, also for programs that keep it.
+                    one.grad.copy_(mean)
+                else:
+                    one.grad = mean.clone() if is_sparse else torch.empty_like(layout).copy_(mean)
 
 
 @torch.no_grad()
