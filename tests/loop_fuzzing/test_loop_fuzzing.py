@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradlane import PeerLostError, ProgressTimeoutError, UsageError
+from gradlane import PeerLostError, ProgressTimeoutError, SessionFailedError, UsageError
 from tests.loop_fuzzing.description import Action, Block, Loop, Model, Optimizer
 from tests.loop_fuzzing.generate import generate
 from tests.loop_fuzzing.mutations import MUTATIONS, Mutation, loops_to_find
@@ -98,6 +98,8 @@ def test_a_rank_that_does_nothing_odd_may_not_refuse() -> None:
     lost = Outcome([], 2, PeerLostError("gave up", 0))
     refused = Outcome([], 1, UsageError("not so"))
     assert compare(loop, [[], []], [refused, lost]).kind == "refused"
+    compared = Outcome([], 1, SessionFailedError("rank 0 changed 'tally'", 1))
+    assert compare(loop, [[], []], [lost, compared]).kind == "refused"
     assert compare(loop, [[], []], [lost, refused]).kind.startswith("UsageError")
 
 

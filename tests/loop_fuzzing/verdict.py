@@ -150,7 +150,9 @@ def _refused_oddity(
 
 
 def _is_within(span: Span, rank: int, outcome: Outcome) -> bool:
-    by_rank = span.ranks is None or rank in span.ranks
+    # What ranks compare any of them may tell first.
+    compares = isinstance(outcome.error, gradlane.SessionFailedError)
+    by_rank = span.ranks is None or rank in span.ranks or compares
     return by_rank and span.start <= outcome.action <= span.end
 
 

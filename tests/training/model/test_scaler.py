@@ -25,6 +25,7 @@ from tests.training.model.reference import (
 from tests.training.model.test_training import batch, sgd
 
 STEPS = 8
+CORE: Any = load_core()
 awkward_loss: Any = test_training.awkward_loss
 cnn_loss: Any = test_training.cnn_loss
 
@@ -228,3 +229,40 @@ def test_one_rank_alone_with_a_scaler_is_named() -> None:
     core: Any = load_core()
     with pytest.raises(gradlane.GradlaneError, match="GradScaler have to be used on all ranks"):
         run_ranks(2, body, core=core, local="off")
+
+
+LOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "one": lambda model: next(model.parameters()).grad,
+    "numbers": lambda model: [one.grad.norm().item() for one in model.parameters()],  # type: ignore[union-attr]
+    "copy": lambda model: [one.grad.clone() for one in model.parameters()],  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("looker", [0, 1])
+@pytest.mark.parametrize("steps", [(1,), (0, 2, 3)])
+def test_one_rank_may_look_at_gradients_before_the_scaler_does(
+    look: str, looker: int, steps: tuple[int, ...]
+) -> None:
+    """As one that logs their norm: it has its means when the scaler comes, the others have not."""
+
+    def body(session: Any, looks: bool) -> list[Tensor]:
+        model = seeded(SmallCnn)
+        optimizer = sgd(model)
+        session.prepare(model, optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(5):
+            scaler.scale(cnn_loss(model, session.rank, step)).backward()
+            if looks and session.rank == looker and step in steps:
+                LOOKS[look](model)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return snapshot(model)
+
+    plain, seen = (
+        run_ranks(2, lambda session, looks=looks: body(session, looks), core=CORE)
+        for looks in (False, True)
+    )
+    for rank in range(2):
+        assert same_bits(seen[rank], plain[0])

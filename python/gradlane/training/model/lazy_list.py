@@ -43,7 +43,9 @@ class LazyParameterList(list[Tensor]):
         unscales = sys._getframe(1).f_code is _UNSCALES
         if not (unscales and self._scaler.is_open(super().__iter__())):
             self._wait()
-            unscales = unscales and self._phases.phase is not Phase.ATTACHED
+            if unscales and self._phases.phase is Phase.ATTACHED:
+                self._scaler.see(self)
+                unscales = False
         return iter(self._scaler.unscale(self)) if unscales else super().__iter__()
 
     def __reversed__(self) -> Iterator[Tensor]:

@@ -88,6 +88,15 @@ class ScalerCalls:
             phases.refresh()
             return part.stand_ins()
 
+    def see(self, group: list[Tensor]) -> None:
+        """Note that `GradScaler` looks at a group whose means are in `.grad`.
+
+        On other ranks, whose program has not looked at them before, they may still arrive; all
+        ranks have the norm of the next step measured, or none.
+        """
+        with self._phases.lock:
+            self._unscaling.note_group(id(group))
+
     def is_open(self, group: Iterable[Tensor]) -> bool:
         """Return whether a group's optimizer is still to step on means that are on their way.
 
