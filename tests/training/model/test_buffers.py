@@ -130,6 +130,39 @@ def test_all_ranks_end_with_the_same_buffers(mode: str, options: dict[str, Any])
     assert found[0][0].abs().sum() > 0
 
 
+@needs_core
+@pytest.mark.parametrize("mode", ["broadcast", "average"])
+@pytest.mark.parametrize(
+    ("added", "is_alike"),
+    [((1, 1), True), ((0, 0), True), ((1, 0), False), ((0, 1), False), ((1, 2), False)],
+)
+@pytest.mark.parametrize("step", [0, 2])
+def test_changes_between_steps_are_compared_where_no_status_travels(
+    mode: str, added: tuple[int, int], is_alike: bool, step: int
+) -> None:
+    def body(session: Any) -> list[Tensor]:
+        model: Any = seeded(Counting)
+        model.register_buffer("scale", torch.ones(3, dtype=torch.int64))
+        optimizer = sgd(model)
+        session.prepare(model, optimizer, buffers=mode)
+        for number in range(4):
+            if number == step:
+                model.scale += added[session.rank]
+            model(batch((4, 3), session.rank, number)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.synchronize()
+        return [model.scale.clone()]
+
+    core: Any = load_core()
+    if is_alike:
+        for found in run_ranks(2, body, core=core, update="server"):
+            assert same_bits(found, [torch.full((3,), 1 + added[0])])
+        return
+    with pytest.raises(gradlane.SessionFailedError, match=r"not alike on all ranks: this rank"):
+        run_ranks(2, body, core=core, update="server")
+
+
 def test_values_that_a_step_went_on_without_are_sent_again() -> None:
     model = Counting()
     membership = Membership(RankInfo(0, 2, "job", 0))

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradlane.errors import UsageError
+from gradlane.errors import SessionFailedError, UsageError
 from gradlane.training.modules.compiled import (
     enters_compiled_code,
     is_tracing,
@@ -42,6 +42,10 @@ MODES = ("broadcast", "average", "local")
 _ALIGNMENT = 16
 _WEIGHT_LANES = 1
 """How many ranks contribute to averages, as a mean that is 1 when all is well."""
+_CHANGE_LANES = 2
+"""How many ranks have changed buffers between two steps, and the sum of their `changes`."""
+_ALIKE = 1e-6
+"""Changes that are alike have a mean within this of each."""
 _OFFSET = 2.0**44
 """Added to each word: sent ones are not 0, and their size tells the number of ranks, up to 4096."""
 _REMEDY = (
@@ -49,6 +53,11 @@ _REMEDY = (
     "ranks"
 )
 
+CHANGED_APART = (
+    "All ranks get rank 0's buffers when a step ends, and none in between: change them alike on "
+    'all ranks, or give prepare(..., buffers="local"), and restart from the last checkpoint'
+)
+"""What follows where buffers were not changed alike."""
 UNKNOWN = 0
 """Of `BufferPack.changes`: a forward that was not seen may have changed buffers."""
 UNCHANGED = 1
@@ -141,13 +150,16 @@ def _version_of(buffer: Tensor | None) -> int:
 class BufferPack:
     """Packs all buffers of one model into one tensor."""
 
-    def __init__(self, model: nn.Module, mode: str, membership: Membership) -> None:
+    def __init__(
+        self, model: nn.Module, mode: str, membership: Membership, *, compares: bool = False
+    ) -> None:
         """Lay the pack out; `start` is called when all ranks have rank 0's buffers.
 
         Args:
             model: the user's.
             mode: `"broadcast"` or `"average"`.
             membership: the ranks that train; all have the buffers of the first.
+            compares: whether the pack tells changes between two steps, as no status does.
         """
         slots = _slots(model)
         averages = mode == "average"
@@ -169,17 +181,22 @@ class BufferPack:
         self._changed: dict[int, int] = {}
         devices = {slot.current().device for slot in slots}
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        self._compares = compares and self._device.type == "cpu"
+        self._own_changes = UNKNOWN
+        """How buffers were changed here before the step that is under way."""
         values = sum(slot.shape.numel() for slot in self._averaged)
+        first_value = _WEIGHT_LANES + (_CHANGE_LANES if self._compares else 0)
         with torch.inference_mode(False), torch.no_grad():
             raw, self._views = self._lay_out()
             self._words = raw.view(torch.int32)
             self._sent = self._words.clone()
-            count = _WEIGHT_LANES + values + self._words.numel()
+            count = first_value + values + self._words.numel()
             self.tensor = torch.zeros(count, dtype=torch.float64, device=self._device)
         lanes = self.tensor.detach()
         self._weights = lanes[:_WEIGHT_LANES]
-        self._values = lanes[_WEIGHT_LANES : _WEIGHT_LANES + values]
-        self._first_word = _WEIGHT_LANES + values
+        self._changes = lanes[_WEIGHT_LANES:first_value]
+        self._values = lanes[first_value : first_value + values]
+        self._first_value, self._first_word = first_value, first_value + values
 
     @property
     def owners(self) -> set[int]:
@@ -216,18 +233,21 @@ class BufferPack:
         if self._leads:
             # No other rank sees later changes before the next step's end.
             self._note()
-        if silent or not (self._leads or self._averages):
+        tells = self._compares and not silent and self._own_changes > UNCHANGED
+        if silent or not (self._leads or self._averages or tells):
             return None
         if self._leads and self._copied:
             foreach_copy(self._views, [slot.current() for slot in self._copied])
-            if not self._averages and self._is_unchanged():
+            if not self._averages and self._is_unchanged() and not tells:
                 return None
             self._awaits_own = True
             words = self.tensor.detach()[self._first_word :]
             words.copy_(self._words).add_(_OFFSET).mul_(self._world_size)
-        elif self._averages:
-            self.tensor[self._first_word :].zero_()
+        else:
+            self.tensor.detach()[self._first_word :].zero_()
         self._weights[0] = 1.0
+        if self._compares:
+            self._changes[0], self._changes[1] = tells, self._own_changes if tells else 0.0
         if self._averaged:
             flat = [
                 slot.current().reshape(-1).to(device=self._device, dtype=torch.float64)
@@ -245,7 +265,10 @@ class BufferPack:
 
         Raises:
             UsageError: a buffer was changed since `pack` in a way that goes with no common values.
+            SessionFailedError: buffers were changed before the step, and not alike on all ranks.
         """
+        if self._compares and mean is not None:
+            self._compare(*mean[_WEIGHT_LANES : self._first_value].tolist())
         # Before any is written: views count their writes together.
         for slot in self._landing():
             slot.check_unwritten()
@@ -261,7 +284,7 @@ class BufferPack:
             decoded = torch.round(words * ranks / self._world_size).sub_(_OFFSET)
             self._words.copy_(torch.where(is_whole, decoded, self._words.to(torch.float64)))
         if mean is not None and self._averages:
-            self._land_average(mean[_WEIGHT_LANES : self._first_word] / mean[0])
+            self._land_average(mean[self._first_value : self._first_word] / mean[0])
         if not self._leads and self._copied:
             self._sent.copy_(self._words)
             pairs = [
@@ -278,6 +301,38 @@ class BufferPack:
             target.copy_(source)
 
     # ---- changes between two steps
+
+    def begin_step(self, *, shadow: bool) -> None:
+        """Note how buffers were changed since the last step; called after this one's forward.
+
+        Args:
+            shadow: this rank has no data in this step.
+        """
+        if self._compares:
+            self._own_changes = UNKNOWN if shadow else self.changes()
+
+    def _compare(self, count: float, total: float) -> None:
+        """Compare this rank's changes with the mean over all ranks.
+
+        Args:
+            count: how many ranks have changed buffers, over the number of ranks.
+            total: the sum of their `changes`, over the same number.
+
+        Raises:
+            SessionFailedError: a rank has changed them otherwise.
+        """
+        own, mean = self._own_changes, total / count if count else UNCHANGED
+        if own == UNKNOWN or not count or abs(mean - own) <= _ALIKE:
+            return
+        told = "none" if own == UNCHANGED else repr(self.first_changed(own))
+        others = "others, or to other values"
+        if own == UNCHANGED:
+            others = repr(self.first_changed(round(mean)))
+        raise SessionFailedError(
+            "buffers were changed between two steps, and not alike on all ranks: this rank changed "
+            f"{told}, another one {others}. {CHANGED_APART}",
+            None,
+        )
 
     def examine(self, module: nn.Module) -> None:
         """Note buffers that changed since the last step, before a training forward changes them.
@@ -464,11 +519,13 @@ def form_of(model: nn.Module, mode: str, world_size: int) -> BufferForm | None:
     return None if mode == "local" or world_size == 1 else BufferForm(model)
 
 
-def pack_buffers(model: nn.Module, mode: str, membership: Membership) -> BufferPack | None:
+def pack_buffers(
+    model: nn.Module, mode: str, membership: Membership, *, compares: bool = False
+) -> BufferPack | None:
     """Return the pack of a model's buffers, or None where there is nothing to keep alike."""
     if mode == "local" or not _slots(model):
         return None
-    return BufferPack(model, mode, membership)
+    return BufferPack(model, mode, membership, compares=compares)
 
 
 def _slots(model: nn.Module) -> Sequence[_Slot]:

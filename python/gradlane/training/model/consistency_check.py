@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 
 from gradlane.errors import RendezvousError, SessionFailedError
 from gradlane.training.log import log
-from gradlane.training.model.buffers import UNCHANGED, UNKNOWN, BufferPack
+from gradlane.training.model.buffers import CHANGED_APART, UNCHANGED, UNKNOWN, BufferPack
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.lazy_parameters import Exemption
 from gradlane.training.model.participation import Participation
@@ -435,9 +435,7 @@ def _check_changes(statuses: Statuses, step: int) -> None:
         )
         raise SessionFailedError(
             f"buffers were changed between step {step} and the next forward, and not alike on all "
-            f"ranks: {told}. All ranks get rank 0's buffers when a step ends, and none in between: "
-            'change them alike on all ranks, or give prepare(..., buffers="local"), and restart '
-            "from the last checkpoint",
+            f"ranks: {told}. {CHANGED_APART}",
             step,
         )
 

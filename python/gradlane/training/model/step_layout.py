@@ -117,7 +117,9 @@ def build_step_layout(
         The entries that follow the table, and the layout.
     """
     trained = [entry for entry in entries if entry.trained]
-    pack = pack_buffers(model, buffers, membership) if rank_info.world_size > 1 else None
+    pack = None
+    if rank_info.world_size > 1:
+        pack = pack_buffers(model, buffers, membership, compares=not has_statuses)
     status = None
     extras = [group.entry for group in groups]
     absences = absences_entry(groups) if groups else None

@@ -27,6 +27,11 @@ class BufferExchange:
         """Whether they were submitted in this step."""
         self._packed: Tensor | None = None
 
+    def begin(self, *, shadow: bool) -> None:
+        """Begin a step; `shadow`: this rank goes along without data."""
+        self.is_submitted = False
+        self._pack.begin_step(shadow=shadow)
+
     def submit(self, step: int, *, silent: bool) -> None:
         """Submit the buffers, if they were not yet; `silent`: this rank has none to tell."""
         if self.is_submitted:
@@ -44,6 +49,7 @@ class BufferExchange:
 
         Raises:
             UsageError: the program has changed the buffers' form.
+            SessionFailedError: buffers were changed before the step, and not alike on all ranks.
         """
         packed, self._packed = self._packed, None
         if packed is not None and not absent:

@@ -147,7 +147,7 @@ class GradientExchange:
             # Another thread that looks on must not take the last step's marks for this one's.
             self.is_submitted = [False] * len(self._trained)
             if self._buffers is not None:
-                self._buffers.is_submitted = False
+                self._buffers.begin(shadow=start.shadow)
             self.step += 1
             self._intake.begin_step()
             self._weight = start.weight
@@ -492,7 +492,7 @@ class GradientExchange:
         """Write the values that all ranks share after a step into the buffers."""
         try:
             buffers.land(absent=absent)
-        except UsageError as error:
+        except (UsageError, SessionFailedError) as error:
             # What else has arrived with it is taken: the step cannot end here any more.
             with contextlib.suppress(self._core.ChannelError):
                 self._channel.abort(str(error))
