@@ -209,10 +209,13 @@ class OddLoop:
         # What is kept gets means at the end of a backward inside another one, and again later.
         calls = {block.call for one in self.loop.models for block in one.blocks}
         reentrant = "reentrant" in calls
-        for _, step in self.some_steps(model):
+        for first, step in self.some_steps(model):
             if self.actions[step].do != "step":
                 continue
-            if self.chance(0.5) or reentrant:
+            # Where all backwards were inside no_sync(), the step averages: at once, or later.
+            parts = [one.given for one in self.actions[first:step] if one.do == "backward"]
+            inside = all(one.get("no_sync") for one in parts)
+            if self.chance(0.5) or reentrant or inside:
                 given = {"via": self.draw(oddities.VIAS), "how": "clone"}
                 self.insert(step + 1, d.Action("look_at_gradients", model, None, given))
             else:
