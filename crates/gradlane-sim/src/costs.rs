@@ -21,7 +21,7 @@ pub(crate) const SEND_BUFFER_FLOOR_BYTES: u64 = 147_456;
 
 /// How unequal connections are. Fitted to steps of ResNet-50 that were measured in the lab, and the
 /// only constant that is fitted: `gradlane lab grid --fit`.
-pub(crate) const SHARE_SPREAD: f64 = 0.15;
+pub(crate) const SHARE_SPREAD: f64 = 0.125;
 
 /// Bytes of a connection after which it is unequal in another way. Chosen, not measured: flows that were
 /// traced in the lab were 7 MB apart in a step of 51 MB (`docs/decisions/0005-send-buffers.md`), and

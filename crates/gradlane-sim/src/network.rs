@@ -18,7 +18,7 @@ use gradlane_units::Rank;
 
 /// Acknowledgements behind one another leave together where that is so near in time.
 const ACKNOWLEDGEMENTS_NS: u64 = 20_000;
-/// Connections may exceed their parts of the port by 1/64 (`gradlane-net`'s `pacing.rs`).
+/// Connections may exceed their parts of their sender's port by 1/64 (`gradlane-net`'s `pacing.rs`).
 const PACED_SHARE: f64 = 64.0 / 65.0;
 
 impl Run {
@@ -133,8 +133,7 @@ impl Run {
         let was_idle = connection.held_bytes == 0;
         connection.held_bytes += bytes;
         if was_idle {
-            let port = self.port_to(rank, peer);
-            self.ports[port as usize].out.sharing += self.groups.weights[peer as usize];
+            self.share_ports(rank, peer, true);
         }
     }
 
@@ -143,32 +142,48 @@ impl Run {
         let connection = &mut self.connections[(rank, peer)];
         connection.held_bytes -= bytes;
         if connection.held_bytes == 0 {
-            let port = self.port_to(rank, peer);
-            self.ports[port as usize].out.sharing -= self.groups.weights[peer as usize];
+            self.share_ports(rank, peer, false);
         }
     }
 
-    /// The port that a rank's connection to a member of its channel leaves through.
-    fn port_to(&self, rank: u32, peer: u32) -> u32 {
+    /// Counts a connection at the ports of both ends, or counts it no more.
+    fn share_ports(&mut self, rank: u32, peer: u32, joins: bool) {
+        let (out, into) = self.ports_to(rank, peer);
+        let weight = |member: u32| self.groups.weights[member as usize];
+        let (to, from) = (weight(peer), weight(self.channels.topology.member(rank)));
+        let change = |count: &mut u32, by: u32| if joins { *count += by } else { *count -= by };
+        change(&mut self.ports[out as usize].out.sharing, to);
+        change(&mut self.ports[into as usize].into.sharing, from);
+    }
+
+    /// The ports at both ends of a rank's connection to a member of its channel.
+    fn ports_to(&self, rank: u32, peer: u32) -> (u32, u32) {
         let topology = self.channels.topology;
-        topology.ports(rank, topology.peer(rank, peer)).0
+        topology.ports(rank, topology.peer(rank, peer))
     }
 
     /// When a piece of a connection may leave, which the kernel takes at `time`: behind those before it,
-    /// and on a port that several connections share, when it is due at this one's part.
+    /// and where several connections share a port, when it is due at this one's part. The transport finds
+    /// its rate where the slower of both ports lets it through.
     fn paced(&mut self, peer: u32, piece: &Piece, time: u64) -> u64 {
         let rank = piece.from;
-        let port = self.port_to(rank, peer);
-        let sharing = self.ports[port as usize].out.sharing / self.groups.weights[peer as usize];
-        let is_paced = self.paces && sharing > 1 && self.channels.topology.is_outside(port);
-        let even_ns = self.port_ns(port, piece, piece.to) as f64 * f64::from(sharing);
+        let (out, into) = self.ports_to(rank, peer);
+        let part = |sharing: u32, member: u32| {
+            f64::from(sharing) / f64::from(self.groups.weights[member as usize])
+        };
+        let leaving = part(self.ports[out as usize].out.sharing, peer);
+        let from = self.channels.topology.member(rank);
+        let coming = part(self.ports[into as usize].into.sharing, from);
+        let outside = self.channels.topology.is_outside(out);
+        let out_ns = self.port_ns(out, piece, piece.to) as f64 * leaving * PACED_SHARE;
+        let in_ns = self.port_ns(into, piece, rank) as f64 * coming;
         let middle_bytes = self.nodes[rank as usize].window_bytes;
         let connection = &mut self.connections[(rank, peer)];
         let leaves_at = connection.due.max(time);
         connection.due = leaves_at;
-        if is_paced {
-            let part = f64::from(connection.window_bytes) / middle_bytes;
-            connection.due += (even_ns * PACED_SHARE / part) as u64;
+        if self.paces && outside && leaving.max(coming) > 1.0 {
+            let share = f64::from(connection.window_bytes) / middle_bytes;
+            connection.due += (out_ns.max(in_ns) / share) as u64;
         }
         leaves_at
     }

@@ -80,6 +80,8 @@ pub(crate) struct Incoming {
     /// Pieces on their way here, with the time at which they are whole.
     pub(crate) queue: VecDeque<(u64, Piece)>,
     pub(crate) line: Line,
+    /// Connections to here that hold bytes, counted in the same way.
+    pub(crate) sharing: u32,
 }
 
 impl Outgoing {

@@ -73,6 +73,17 @@ fn updates_on_servers_cost_a_few_bytes_more() {
 }
 
 #[test]
+fn acknowledgements_of_a_server_do_not_wait_behind_senders_that_overrun_it() {
+    let mut crowded = Scenario { network: Network::new(1e9), ..scenario(4, 2, "p3") };
+    (crowded.slice_elems, crowded.frame_bytes) = (None, 65_096);
+    crowded.profile.tensors.iter_mut().for_each(|it| it.numel *= 20);
+    let paced = run(&crowded);
+    crowded.network.paces = false;
+    let unpaced = run(&crowded);
+    assert!(unpaced.step_s > 1.05 * paced.step_s, "{} and {}", unpaced.step_s, paced.step_s);
+}
+
+#[test]
 fn the_same_scenario_gives_the_same_report() {
     let mut noisy = scenario(3, 2, "p3");
     noisy.compute_jitter = 0.3;

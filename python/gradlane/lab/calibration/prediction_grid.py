@@ -39,7 +39,7 @@ FITTED_CONSTANT = "share_spread"
 MEDIAN_ERROR_TARGET = 0.03
 WORST_ERROR_TARGET = 0.08
 TEMPLATE = Path(__file__).with_name("predictions.md")
-_TRIALS = tuple(round(0.05 * index, 2) for index in range(13))
+_TRIALS = tuple(round(0.025 * index, 3) for index in range(17))
 
 
 def predict_grid(
