@@ -38,6 +38,7 @@ from gradlane.planning.profiler.nested import with_tensors
 from gradlane.planning.profiler.operations import backward_of
 from gradlane.planning.profiler.recorder import STEPS_MAX, Recorder
 from gradlane.training.factors.rows import sparse_weights
+from gradlane.training.model.lazy_parameter_dict import LazyParameterDict
 from gradlane.training.modules.forward_order import inside_backward
 from gradlane.training.session import lifecycle
 from gradlane.training.torch_internals import compiled_inside, parameters_of
@@ -371,7 +372,7 @@ def _roots_of(model: nn.Module) -> list[nn.Module]:
 
 def _refuse_prepared(roots: Sequence[nn.Module]) -> None:
     for root in roots:
-        if hasattr(parameters_of(root), "_steps"):
+        if isinstance(parameters_of(root), LazyParameterDict):
             raise ProfileError(
                 "the script prepares its model with gradlane: profile it without, or use "
                 "gradlane.Recorder on the prepared model"
