@@ -241,7 +241,9 @@ def test_urgent_slices_overtake_on_saturated_ports() -> None:
         samples = row["samples"]
         # Every slice travels from all but its server, and from there to all of them.
         assert len(samples) == 2 * URGENT_PER_STEP * others
-        assert {sample["frames"] for sample in samples} == {frame_count(200_000, frame_bytes)}
+        # Frames grow with the rate of their connection, to three times the size at most.
+        counts = {frame_count(200_000, times * frame_bytes) for times in (1, 2, 3)}
+        assert {sample["frames"] for sample in samples} <= counts
         assert [sample["less_urgent_within"] for sample in samples] == [0] * len(samples)
         if row["direction"] == "push":
             assert row["saturated_slices"] > 0
