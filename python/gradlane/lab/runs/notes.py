@@ -129,7 +129,9 @@ def loss_table(rows: Sequence[Row]) -> Table | None:
 def bound_notes(rows: Sequence[Row]) -> list[str]:
     """Return a line about strategies whose step is shorter than any can be in the long run."""
     under = dict.fromkeys(
-        row.strategy for row in rows if row.over_bound is not None and row.over_bound < _UNDER_BOUND
+        row.strategy
+        for row in rows
+        if row.communicates and row.over_bound is not None and row.over_bound < _UNDER_BOUND
     )
     if not under:
         return []
