@@ -86,8 +86,7 @@ impl Run {
         };
         self.meters.frames += 1;
         self.meters.sent_bytes += u64::from(bytes);
-        let to = self.channels.topology.peer(rank, peer);
-        let (port, _) = self.channels.topology.ports(rank, to);
+        let (port, _) = self.ports_to(rank, peer);
         if let Some(passed) = self.meters.port_bytes.get_mut(port as usize) {
             *passed += u64::from(bytes) * u64::from(weight);
         }
@@ -167,31 +166,31 @@ impl Run {
     /// its rate where the slower of both ports lets it through.
     fn paced(&mut self, peer: u32, piece: &Piece, time: u64) -> u64 {
         let rank = piece.from;
+        let connection = &mut self.connections[(rank, peer)];
+        let leaves_at = connection.due.max(time);
+        connection.due = leaves_at;
+        let share = f64::from(connection.window_bytes) / self.nodes[rank as usize].window_bytes;
         let (out, into) = self.ports_to(rank, peer);
+        if !(self.paces && self.channels.topology.is_outside(out)) {
+            return leaves_at;
+        }
         let part = |sharing: u32, member: u32| {
             f64::from(sharing) / f64::from(self.groups.weights[member as usize])
         };
         let leaving = part(self.ports[out as usize].out.sharing, peer);
         let from = self.channels.topology.member(rank);
         let coming = part(self.ports[into as usize].into.sharing, from);
-        let outside = self.channels.topology.is_outside(out);
-        let out_ns = self.port_ns(out, piece, piece.to) as f64 * leaving * PACED_SHARE;
-        let in_ns = self.port_ns(into, piece, rank) as f64 * coming;
-        let middle_bytes = self.nodes[rank as usize].window_bytes;
-        let connection = &mut self.connections[(rank, peer)];
-        let leaves_at = connection.due.max(time);
-        connection.due = leaves_at;
-        if self.paces && outside && leaving.max(coming) > 1.0 {
-            let share = f64::from(connection.window_bytes) / middle_bytes;
-            connection.due += (out_ns.max(in_ns) / share) as u64;
+        if leaving.max(coming) > 1.0 {
+            let out_ns = self.port_ns(out, piece, piece.to) as f64 * leaving * PACED_SHARE;
+            let in_ns = self.port_ns(into, piece, rank) as f64 * coming;
+            self.connections[(rank, peer)].due += (out_ns.max(in_ns) / share) as u64;
         }
         leaves_at
     }
 
     fn is_below_low_water(&self, rank: u32, peer: u32) -> bool {
         let waiting = self.connections[(rank, peer)].waiting_bytes;
-        let topology = self.channels.topology;
-        let (port, _) = topology.ports(rank, topology.peer(rank, peer));
+        let (port, _) = self.ports_to(rank, peer);
         self.ports[port as usize].out.bytes <= self.queue_bytes
             || u64::from(waiting) < self.low_water_bytes
     }
