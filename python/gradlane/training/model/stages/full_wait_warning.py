@@ -69,7 +69,7 @@ class FullWaitWarning(StepStage):
 
 
 def _frames() -> list[FrameType]:
-    """Return what called `note`, the innermost first."""
+    """Return what called `waited`, the innermost first."""
     frames = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
