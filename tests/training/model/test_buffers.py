@@ -163,6 +163,31 @@ def test_changes_between_steps_are_compared_where_no_status_travels(
         run_ranks(2, body, core=core, update="server")
 
 
+@pytest.mark.parametrize("mode", ["broadcast", "average"])
+def test_the_same_writes_are_alike_where_ranks_may_lack_the_first_ones_values(mode: str) -> None:
+    def pack_of(rank: int, held: int) -> tuple[Counting, BufferPack]:
+        model = Counting()
+        # A step went on without the first rank: the other has not got its mask.
+        model.mask[0] = bool(held)
+        membership = Membership(RankInfo(rank, 2, "job", 0))
+        pack = BufferPack(model, mode, membership, compares=True, may_lack=True)
+        pack.start()
+        return model, pack
+
+    def change(written: torch.Tensor, held: int, *, alone: bool = False) -> int:
+        model, pack = pack_of(int(alone), held)
+        if not alone:
+            model.mask.copy_(written)
+        for module in model.modules():
+            pack.examine(module)
+        return pack.changes()
+
+    ones = torch.ones_like(Counting().mask)
+    assert change(ones, 0) == change(ones, 1), "new bytes for one rank alone"
+    assert change(~ones, 0) == change(ones, 0), "other values"
+    assert change(ones, 0) != change(ones, 0, alone=True)
+
+
 def test_values_that_a_step_went_on_without_are_sent_again() -> None:
     model = Counting()
     membership = Membership(RankInfo(0, 2, "job", 0))

@@ -151,7 +151,13 @@ class BufferPack:
     """Packs all buffers of one model into one tensor."""
 
     def __init__(
-        self, model: nn.Module, mode: str, membership: Membership, *, compares: bool = False
+        self,
+        model: nn.Module,
+        mode: str,
+        membership: Membership,
+        *,
+        compares: bool = False,
+        may_lack: bool = False,
     ) -> None:
         """Lay the pack out; `start` is called when all ranks have rank 0's buffers.
 
@@ -160,6 +166,7 @@ class BufferPack:
             mode: `"broadcast"` or `"average"`.
             membership: the ranks that train; all have the buffers of the first.
             compares: whether the pack tells changes between two steps, as no status does.
+            may_lack: whether steps go on without late ranks, and so without the first one's values.
         """
         slots = _slots(model)
         averages = mode == "average"
@@ -182,6 +189,7 @@ class BufferPack:
         devices = {slot.current().device for slot in slots}
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
         self._compares = compares and self._device.type == "cpu"
+        self._may_lack = may_lack
         self._own_changes = UNKNOWN
         """How buffers were changed here before the step that is under way."""
         values = sum(slot.shape.numel() for slot in self._averaged)
@@ -344,7 +352,8 @@ class BufferPack:
             self._unexamined.discard(module)
             for number, slot in self._slots_of[module]:
                 if self._has_new_bytes(number, slot):
-                    self._changed[number] = _checksum(slot.held())
+                    # Values that differ rightly, as do changes of them, tell nothing.
+                    self._changed[number] = 0 if self._may_lack else _checksum(slot.held())
 
     def changes(self) -> int:
         """Return a number of how buffers were changed since the last step: the same if alike.
@@ -365,10 +374,13 @@ class BufferPack:
     def _has_new_bytes(self, number: int, slot: _Slot) -> bool:
         """Return whether a buffer was written since the last step with other bytes than it had.
 
-        On an accelerator every write counts: comparing would wait for the device.
+        On an accelerator every write counts: comparing would wait for the device. So it does where
+        ranks may lack the first one's values: the same write gives new bytes on one rank alone.
         """
         if not slot.is_changed():
             return False
+        if self._may_lack:
+            return True
         buffer = slot.held()
         if buffer is None or buffer.device.type != "cpu" or self._device.type != "cpu":
             return True
@@ -520,12 +532,12 @@ def form_of(model: nn.Module, mode: str, world_size: int) -> BufferForm | None:
 
 
 def pack_buffers(
-    model: nn.Module, mode: str, membership: Membership, *, compares: bool = False
+    model: nn.Module, mode: str, membership: Membership, *, compares: bool, may_lack: bool
 ) -> BufferPack | None:
     """Return the pack of a model's buffers, or None where there is nothing to keep alike."""
     if mode == "local" or not _slots(model):
         return None
-    return BufferPack(model, mode, membership, compares=compares)
+    return BufferPack(model, mode, membership, compares=compares, may_lack=may_lack)
 
 
 def _slots(model: nn.Module) -> Sequence[_Slot]:

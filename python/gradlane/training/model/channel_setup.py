@@ -140,7 +140,8 @@ def connect(
     serves = ctx.options.update == "server"
     # Servers update a step's parameters before they have read statuses; and those of ranks that are
     # left out of a step would be missing.
-    has_statuses = not (serves or ctx.options.stragglers.leaves_out)
+    may_lack = ctx.options.stragglers.leaves_out
+    has_statuses = not (serves or may_lack)
     groups = []
     # What each rank exchanges is told beside the differences.
     is_local = ctx.options.local_updates is not None
@@ -155,6 +156,7 @@ def connect(
         # Ranks that are in different steps have no values in common.
         "local" if ctx.options.is_asynchronous else buffers,
         has_statuses=has_statuses,
+        may_lack=may_lack,
         status_lanes=STATUS_LANES if ctx.options.going_on.on or is_local else STATUS_LANES_LEAST,
         groups=groups,
     )

@@ -97,6 +97,7 @@ def build_step_layout(
     buffers: str,
     *,
     has_statuses: bool,
+    may_lack: bool,
     status_lanes: int,
     groups: Sequence[GradientGroup] = (),
 ) -> tuple[list[TensorEntry], StepLayout]:
@@ -110,6 +111,7 @@ def build_step_layout(
         membership: the ranks that train.
         buffers: how they are kept: `"broadcast"`, `"average"` or `"local"`.
         has_statuses: whether all ranks' statuses travel with each step.
+        may_lack: whether steps go on without ranks that are late.
         status_lanes: numbers of each rank's status.
         groups: trained parameters whose gradients travel together.
 
@@ -119,7 +121,8 @@ def build_step_layout(
     trained = [entry for entry in entries if entry.trained]
     pack = None
     if rank_info.world_size > 1:
-        pack = pack_buffers(model, buffers, membership, compares=not has_statuses)
+        compares = not has_statuses
+        pack = pack_buffers(model, buffers, membership, compares=compares, may_lack=may_lack)
     status = None
     extras = [group.entry for group in groups]
     absences = absences_entry(groups) if groups else None
