@@ -20,6 +20,8 @@ SPECS = (
     "qsgd:bits=8",
     "qsgd:bits=2,norm=l2,levels=uniform",
     "topk:ratio=0.1",
+    "topk:ratio=0.1,bits=2",
+    "topk:ratio=0.02,bits=4,bucket=4096,decay=0.9",
 )
 
 
@@ -52,7 +54,15 @@ def test_f32_is_the_values_and_their_bytes() -> None:
     assert np.array_equal(np.asarray(wire), values.numpy().view(np.uint8).ravel())
 
 
-@pytest.mark.parametrize("spec", ["qsgd:bits=2,residual=on", "topk:ratio=0.01"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "qsgd:bits=2,residual=on",
+        "topk:ratio=0.01",
+        "topk:ratio=0.01,bits=2",
+        "topk:ratio=0.01,bits=8,bucket=1024",
+    ],
+)
 def test_what_was_sent_and_what_is_kept_are_what_there_was(spec: str) -> None:
     codec = Codec(spec)
     assert codec.residual_width == 1

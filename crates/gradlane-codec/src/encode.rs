@@ -40,7 +40,7 @@ pub use codec_text::{
 };
 pub use memory::{narrow, widen};
 pub use qsgd::IntegerSums;
-pub use sparse::{DgcOptions, SparseError, TopkOptions};
+pub use sparse::{DgcOptions, SentShares, SparseError, TopkOptions};
 
 use crate::InstructionSet;
 use bucket_quantizer::BucketQuantizer;

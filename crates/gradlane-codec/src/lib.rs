@@ -42,7 +42,7 @@ pub use adam::{
 pub use encode::{
     build, build_with, narrow, widen, Bucket, Codec, CodecSpec, CodecSpecError, DecodeError,
     DgcOptions, DrawKey, Fp8Format, IntegerSums, Levels, Method, Norm, Packing, QsgdOptions,
-    RingSums, SparseError, TensorShape, TopkOptions,
+    RingSums, SentShares, SparseError, TensorShape, TopkOptions,
 };
 pub use float_dtype::FloatDtype;
 pub use instruction_set::{InstructionSet, InstructionSetError};

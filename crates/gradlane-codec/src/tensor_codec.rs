@@ -81,6 +81,13 @@ impl CodecSizes for TensorCodec {
                     .to_owned(),
             );
         }
+        if matches!(&self.codec.spec().method, Method::Topk(options) if options.decay < 1.0) {
+            return Err(
+                "what decays is a rank's own residual, and a hop of a ring encodes a sum of \
+                        several ranks: leave decay out, or use scheme ps"
+                    .to_owned(),
+            );
+        }
         let Some(sums) = IntegerSums::new(self.codec.spec(), world_size)? else {
             return Ok(None);
         };

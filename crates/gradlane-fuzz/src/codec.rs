@@ -23,6 +23,9 @@ const TEXTS: &[&str] = &[
     "fp8:bucket=32",
     "fp8:format=e5m2",
     "topk:ratio=0.1",
+    "topk:ratio=0.1,bits=2",
+    "topk:ratio=0.02,bits=4,bucket=64,decay=0.9",
+    "topk:ratio=0.5,bits=8,bucket=96",
     "dgc:ratio=0.01,clip=1",
 ];
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gradlane
+from gradlane.lab.accuracy.exchange import EmulatedExchange
 from gradlane.training.core import load_core
 from tests.training.local_updates.reference import LocalReference
 from tests.training.model.models import seeded
@@ -305,3 +308,65 @@ def test_an_exchange_is_under_way_while_its_steps_are_taken() -> None:
         met.wait(30)
 
     run_ranks(2, body, core=CORE, update=gradlane.Local(steps=2, overlap_steps=2), local="off")
+
+
+@dataclass
+class EncodedReference(LocalReference):
+    """The same where differences and their means are encoded, by codecs without an engine."""
+
+    codec: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.exchange = EmulatedExchange(
+            self.models[0], self.codec, workers=len(self.models), seed=0, small_elems=2
+        )
+
+    def means(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
+        with torch.no_grad():
+            own = [
+                [self.common[name] - model.get_parameter(name) for name in names]
+                for model in self.models
+            ]
+        return list(zip(names, self.exchange.average(own, self.step), strict=True))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8, 32])
+def test_sparse_loco_is_error_feedback_in_place_of_outer_momentum(bits: int) -> None:
+    """SparseLoCo (Sarfi et al. 2025): what is not sent decays, and the mean moves the values."""
+    codec = f"topk:ratio=0.1,broadcast_ratio=0.4,bits={bits},bucket=32,decay=0.95"
+    models = [seeded(build) for _ in range(4)]
+    reference = EncodedReference(
+        models, [adam(one) for one in models], [NAMES], steps=4, outer="average", codec=codec
+    )
+    reference.train(12, loss)
+    update = gradlane.Local(steps=4, outer="average")
+    found = run_ranks(
+        4, lambda it: trains(it, 12), core=CORE, update=update, local="off", codec=codec
+    )
+    for rank, parameters in enumerate(found):
+        assert same_bits(parameters, snapshot(reference.models[rank]))
+
+
+def test_sparse_loco_sends_a_thousandth_of_the_bytes() -> None:
+    """Counted on every rank's connections, with headers and all that ranks tell each other."""
+
+    def body(session: Any) -> float:
+        model = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 64))
+        optimizer = adam(model)
+        session.prepare(model, optimizer)
+        session.exchange("all have rank 0's values")
+        before = session.metrics()["tx_bytes"]
+        inputs = torch.randn(4, 512, generator=torch.Generator().manual_seed(session.rank))
+        for _ in range(64):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+        session.exchange("all have what this rank has sent")
+        return float(session.metrics()["tx_bytes"] - before) / 64
+
+    codec = gradlane.codecs.TopK(ratio=0.02, broadcast_ratio=0.08, bits=2, bucket=4096, decay=0.95)
+    update = gradlane.Local(steps=32, outer="average")
+    exact = 2 * 3 / 4 * 4 * (512 * 512 + 512 + 512 * 64 + 64)
+    for sent in run_ranks(4, body, core=CORE, update=update, local="off", codec=codec):
+        assert exact / sent > 1000

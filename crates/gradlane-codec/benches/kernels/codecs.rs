@@ -11,7 +11,7 @@ use serde_json::json;
 use super::median;
 
 /// Codecs that are measured, at their default buckets.
-const SPECS: [&str; 15] = [
+const SPECS: [&str; 16] = [
     "f32",
     "bf16",
     "f16",
@@ -26,6 +26,7 @@ const SPECS: [&str; 15] = [
     "fp8:format=e5m2",
     "topk:ratio=0.001",
     "topk:ratio=0.01",
+    "topk:ratio=0.02,bits=2,bucket=4096,decay=0.95",
     "dgc:ratio=0.001",
 ];
 /// Elements of the f32 side: 256 MB; the oracle gets fewer.

@@ -307,7 +307,8 @@ pub enum CodecSpecError {
 const NAMES: &str = "f32, bf16, f16, fp8, onebit, qsgd, int8, topk, dgc";
 /// The most values that may share a scale.
 const BUCKET_MAX: u32 = 1 << 20;
-const QSGD_BUCKET: &str = "a multiple of 32 from 32 to 1048576";
+/// The numbers of values that a bucket may have.
+pub(super) const ELEMENTS_ALLOWED: &str = "a multiple of 32 from 32 to 1048576";
 const BUCKET: &str = "column, tensor, or a multiple of 32 from 32 to 1048576";
 /// Values that share ends unless the text says otherwise: as many as share a scale in 8-bit QSGD.
 const INT8_BUCKET: Bucket = Bucket::Elements(512);
@@ -365,6 +366,14 @@ impl FromStr for CodecSpec {
             if let Some(residual) = options.choice("residual", "on or off", &choices)? {
                 spec.residual = residual;
             }
+            if !spec.residual && matches!(&spec.method, Method::Topk(it) if it.decay < 1.0) {
+                return Err(CodecSpecError::BadValue {
+                    codec: "topk",
+                    option: "residual",
+                    found: "off".to_owned(),
+                    allowed: "on, whose share decay says; leave decay out to keep none",
+                });
+            }
             if !spec.residual && matches!(spec.method, Method::Dgc(_)) {
                 return Err(CodecSpecError::BadValue {
                     codec: "dgc",
@@ -382,7 +391,7 @@ impl FromStr for CodecSpec {
 fn qsgd(options: &mut Options<'_>) -> Result<QsgdOptions, CodecSpecError> {
     let widths = [("2", 2), ("4", 4), ("8", 8), ("16", 16)];
     let bits = options.choice("bits", "2, 4, 8 or 16", &widths)?.unwrap_or(4);
-    let bucket = options.parsed("bucket", QSGD_BUCKET, parse_elements)?;
+    let bucket = options.parsed("bucket", ELEMENTS_ALLOWED, parse_elements)?;
     let bucket = bucket.unwrap_or(QsgdOptions::default_bucket(bits));
     let norms = [("max", Norm::Max), ("l2", Norm::L2)];
     let norm = options.choice("norm", "max or l2", &norms)?.unwrap_or(Norm::Max);
@@ -433,7 +442,7 @@ impl<'a> Options<'a> {
     }
 
     /// An option that has one of a few values.
-    fn choice<T: Copy>(
+    pub(crate) fn choice<T: Copy>(
         &mut self,
         option: &'static str,
         allowed: &'static str,
@@ -477,7 +486,7 @@ fn parse_bucket(text: &str) -> Option<Bucket> {
     }
 }
 
-fn parse_elements(text: &str) -> Option<u32> {
+pub(super) fn parse_elements(text: &str) -> Option<u32> {
     let bucket = text.parse().ok()?;
     ((32..=BUCKET_MAX).contains(&bucket) && bucket % 32 == 0).then_some(bucket)
 }

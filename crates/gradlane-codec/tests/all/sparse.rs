@@ -93,7 +93,8 @@ fn an_owner_may_send_more_than_a_worker() {
 
 #[test]
 fn what_is_not_finite_arrives_and_is_not_kept() {
-    for text in ["topk:ratio=0.001", "dgc:ratio=0.001"] {
+    let texts = ["topk:ratio=0.001", "dgc:ratio=0.001", "topk:ratio=0.002,bits=2,bucket=512"];
+    for text in texts {
         let codec = codec(InstructionSet::active(), text);
         let mut residual = vec![0.0; 2_000 * codec.residual_width()];
         let mut values = gradient(9, 2_000);
@@ -143,6 +144,95 @@ fn dgc_is_the_papers() {
     }
 }
 
+/// The compression of SparseLoCo (Sarfi et al. 2025), one element at a time: the error accumulator
+/// decays, the largest of each bucket are sent, what their codes leave stays.
+fn sparse_loco_by_the_paper(
+    differences: &[Vec<f32>],
+    (decay, count, bucket): (f32, usize, usize),
+    sent_as: &[Vec<f32>],
+) -> Vec<f32> {
+    let mut error = vec![0.0_f32; differences[0].len()];
+    for (difference, sent) in differences.iter().zip(sent_as) {
+        for at in 0..error.len() {
+            error[at] = decay * error[at] + difference[at];
+        }
+        for start in (0..error.len()).step_by(bucket) {
+            let mut order: Vec<usize> = (start..error.len().min(start + bucket)).collect();
+            order.sort_by(|&a, &b| error[b].abs().total_cmp(&error[a].abs()).then(a.cmp(&b)));
+            let mut chosen = order[..count].to_vec();
+            chosen.sort_unstable();
+            let found: Vec<usize> =
+                (start..error.len().min(start + bucket)).filter(|&at| sent[at] != 0.0).collect();
+            assert_eq!(found, chosen);
+            for at in chosen {
+                assert_eq!(sent[at].signum(), error[at].signum());
+                error[at] -= sent[at];
+            }
+        }
+    }
+    error
+}
+
+#[test]
+fn codes_with_a_decay_are_sparse_locos() {
+    let differences: Vec<Vec<f32>> = (1..=9).map(|step| gradient(step, 2_048)).collect();
+    for (bits, count) in [(2, 6), (4, 6), (8, 6)] {
+        for instruction_set in InstructionSet::available() {
+            let text = format!("topk:ratio=0.01,bits={bits},bucket=512,decay=0.95");
+            let codec = codec(instruction_set, &text);
+            assert_eq!(codec.granule(), 512);
+            let mut error = vec![0.0; 2_048];
+            let mut sent_as = Vec::new();
+            for (step, difference) in differences.iter().enumerate() {
+                let (_, decoded) =
+                    sent(&*codec, &key(step as u64, 1), difference, Some(&mut error));
+                sent_as.push(decoded);
+            }
+            let expected = sparse_loco_by_the_paper(&differences, (0.95, count, 512), &sent_as);
+            assert_eq!(self::bits(&error), self::bits(&expected), "{}", instruction_set.name());
+        }
+    }
+}
+
+#[test]
+fn what_an_owner_keeps_does_not_decay() {
+    let decaying = codec(InstructionSet::active(), "topk:ratio=0.01,bits=2,decay=0.5");
+    let plain = codec(InstructionSet::active(), "topk:ratio=0.01,bits=2");
+    let (mut one_error, mut other_error) = (vec![0.0; 1_000], vec![0.0; 1_000]);
+    for step in 0..4 {
+        let values = gradient(step + 1, 1_000);
+        let at = key(u64::from(step), DrawKey::BROADCAST);
+        let (one, _) = sent(&*decaying, &at, &values, Some(&mut one_error));
+        let (other, _) = sent(&*plain, &at, &values, Some(&mut other_error));
+        assert_eq!(one, other);
+    }
+}
+
+#[test]
+fn two_percent_at_two_bits_take_a_fifth_of_a_bit_a_value() {
+    let codec = codec(InstructionSet::active(), "topk:ratio=0.02,bits=2,bucket=4096");
+    let values = gradient(5, 1_024_000);
+    let (bytes, decoded) = sent(&*codec, &key(0, 0), &values, None);
+    let bits_a_value = bytes.len() as f64 * 8.0 / values.len() as f64;
+    assert!(bits_a_value < 0.23, "{bits_a_value}");
+    assert!(codec.max_wire_bytes(values.len()) as f64 * 8.0 / (values.len() as f64) < 0.29);
+    assert_eq!(decoded.iter().filter(|&&it| it != 0.0).count(), 250 * 82);
+}
+
+#[test]
+fn zeros_are_not_sent_as_codes() {
+    let codec = codec(InstructionSet::active(), "topk:ratio=0.5,bits=2,bucket=64");
+    let mut values = vec![0.0; 256];
+    (values[7], values[200]) = (0.25, -3.0);
+    for residual in [None, Some(&mut vec![0.0; 256][..])] {
+        let (bytes, decoded) = sent(&*codec, &key(0, 0), &values, residual);
+        assert_eq!(decoded, values);
+        assert_eq!(bytes.len(), 4 + 4 * 8 + 1 + 3);
+    }
+    let (bytes, decoded) = sent(&*codec, &key(0, 0), &[0.0; 256], None);
+    assert_eq!((bytes.len(), decoded), (4 + 4 * 8, vec![0.0; 256]));
+}
+
 #[test]
 fn an_owner_has_no_momentum_of_its_own() {
     let dgc = codec(InstructionSet::active(), "dgc:ratio=0.01");
@@ -168,12 +258,16 @@ fn wrong_bytes_are_errors_that_say_what_is_wrong() {
     assert!(codec.decode_add(&bytes, &mut [0.0; 4]).is_err());
 }
 
+const TEXTS: &[&str] = &["topk:ratio=0.02", "topk:ratio=0.02,bits=2", "topk:bits=4,bucket=64"];
+
 proptest! {
     #[test]
     fn variants_send_and_keep_the_same_bits(
         rows in proptest::collection::vec(any::<u32>(), 1..600),
         text in proptest::sample::select(vec![
             "topk:ratio=0.004", "topk:ratio=0.02", "topk:ratio=0.3", "dgc:ratio=0.02",
+            "topk:ratio=0.02,bits=2", "topk:ratio=0.3,bits=4,bucket=32,decay=0.9",
+            "topk:ratio=0.004,bits=8,bucket=160", "topk:ratio=0.02,bucket=64",
         ]),
         steps in 1..3_u64,
     ) {
@@ -195,9 +289,9 @@ proptest! {
 
     #[test]
     fn decode_add_adds_what_decode_gives(
-        seed in 1..1_000_u32, elements in 1..3_000_usize,
+        seed in 1..1_000_u32, elements in 1..3_000_usize, text in proptest::sample::select(TEXTS),
     ) {
-        let codec = codec(InstructionSet::active(), "topk:ratio=0.02");
+        let codec = codec(InstructionSet::active(), text);
         let (bytes, decoded) = sent(&*codec, &key(0, 0), &gradient(seed, elements), None);
         let mut sum = gradient(seed + 1, elements);
         let expected: Vec<f32> = sum.iter().zip(&decoded).map(|(a, b)| a + b).collect();
@@ -209,8 +303,9 @@ proptest! {
     fn any_bytes_decode_or_are_refused(
         bytes in proptest::collection::vec(any::<u8>(), 0..120),
         elements in 0..300_usize,
+        text in proptest::sample::select(TEXTS),
     ) {
-        let codec = codec(InstructionSet::active(), "topk:ratio=0.02");
+        let codec = codec(InstructionSet::active(), text);
         let mut out = vec![0.0; elements];
         let one = codec.decode(&bytes, &mut out).is_ok();
         let other = codec.decode_add(&bytes, &mut out).is_ok();

@@ -64,12 +64,13 @@ def _residual(default: bool) -> bool:
     return made
 
 
-def _check_bucket(codec: _Bucketed | Qsgd) -> None:
+def _check_bucket(codec: _Bucketed | Qsgd | TopK) -> None:
     bucket = codec.bucket
-    if bucket in ("column", "tensor") and not isinstance(codec, Qsgd):
+    has_names = isinstance(codec, _Bucketed)
+    if bucket in ("column", "tensor") and has_names:
         return
     if not isinstance(bucket, int) or bucket % 32 or not 32 <= bucket <= 1 << 20:
-        names = "" if isinstance(codec, Qsgd) else "'column', 'tensor' or "
+        names = "'column', 'tensor' or " if has_names else ""
         raise ValueError(
             f"{type(codec).__name__}.bucket is {bucket!r}; it must be {names}a multiple of 32 from "
             "32 to 1048576"
@@ -244,10 +245,44 @@ class _Sparse(CodecOptions):
 
 @dataclass(frozen=True, repr=False)
 class TopK(_Sparse):
-    """The values that are largest by magnitude (Aji and Heafield 2017)."""
+    """The values that are largest by magnitude (Aji and Heafield 2017; Sarfi et al. 2025)."""
 
     name = "topk"
+    bits: int = option(
+        32,
+        "Bits of a value that is sent: its sign and a level of its bucket; 32: the value itself.",
+        unit="bits",
+        known=(2, 4, 8, 32),
+    )
+    bucket: int | None = option(
+        None,
+        "Consecutive values of which `ratio` is sent, with levels of their own: a multiple of 32 "
+        "up to 1048576; if absent a slice.",
+        read=int,
+    )
+    decay: float = option(
+        1.0,
+        "Share of what a rank has not sent that is left when the next values are added to it; 1: "
+        "all of it, so that nothing is lost.",
+        above=0,
+        most=1,
+    )
     residual: bool = _residual(True)
+
+    def __post_init__(self) -> None:
+        """Check every option.
+
+        Raises:
+            ValueError: an option is out of its range, or does not go with another one.
+        """
+        super().__post_init__()
+        if self.bucket is not None:
+            _check_bucket(self)
+        if self.decay < 1 and not self.residual:
+            raise ValueError(
+                f"TopK.decay is {self.decay} with residual=False, where nothing is kept: leave "
+                "decay out, or use residual=True"
+            )
 
 
 @dataclass(frozen=True, repr=False)

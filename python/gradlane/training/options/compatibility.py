@@ -48,6 +48,7 @@ class Feature(enum.Enum):
         "give a codec without error feedback, such as 'qsgd:bits=8', or none",
     )
     RESIDUAL_ON_RING = ('codec="topk"` with `strategy="ring"', "use strategy='p3'")
+    DECAY = ('codec="topk:decay=..."', "leave decay out")
     INTEGER_RING = ('codec="qsgd:ring=integer"', "use strategy='p3'")
     PATTERNS = ("codec={...}", "give one codec for all")
     NODES = ('local="leader"` or `"shared"', 'use local="off"')
@@ -198,6 +199,7 @@ ROWS = (
     PairRow(_F.RING, _F.PULLS, CANNOT, "workers pull from servers there, and a ring has none"),
     PairRow(_F.RING, _F.SERVERS, CANNOT, "a ring has no servers"),
     PairRow(_F.RING, _F.DGC, CANNOT, "it sends a rank's own momentum, and a hop of a ring encodes a sum of several ranks"),
+    PairRow(_F.RING, _F.DECAY, CANNOT, "what decays is a rank's own residual, and a hop of a ring encodes a sum of several ranks"),
     PairRow(_F.FACTORS, _F.SERVER, NOT_BUILT, "the servers that own slices keep the optimizer's state, and factors are not added up there"),
     PairRow(_F.FACTORS, _F.PULLS, NOT_BUILT, "workers pull from servers there, and factors are not added up there"),
     PairRow(_F.ASGD, _F.SERVER, CANNOT, "each gradient is applied alone, where the parameters are kept for all ranks; otherwise every rank would train a model of its own", 'use update="server"', needs=True),

@@ -14,7 +14,7 @@ from gradlane.training.options.codec_choice import (
     codec_rules,
     unused_codec_option,
 )
-from gradlane.training.options.codec_options import RAW, Dgc, Qsgd, parse_codec
+from gradlane.training.options.codec_options import RAW, Dgc, Qsgd, TopK, parse_codec
 from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.options.going_on import GoingOn, check_going_on_world
 from gradlane.training.options.local_updates import Local
@@ -221,6 +221,7 @@ class Options:
                 (Feature.DGC, isinstance(parsed, Dgc), ""),
                 (Feature.RESIDUAL, has_residual, ""),
                 (Feature.RESIDUAL_ON_RING, has_residual and on_ring, " on a ring"),
+                (Feature.DECAY, isinstance(parsed, TopK) and parsed.decay < 1, ""),
                 (Feature.INTEGER_RING, is_integer and on_ring, " on a ring"),
             ):
                 if is_given:

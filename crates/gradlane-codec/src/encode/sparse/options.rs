@@ -2,7 +2,11 @@
 
 use std::fmt;
 
+use crate::encode::codec_text::{parse_elements, ELEMENTS_ALLOWED};
 use crate::encode::{CodecSpecError, DrawKey, Options};
+
+/// Bits of a value that is sent as it is.
+pub(crate) const F32_BITS: u32 = 32;
 
 /// Shares of the elements that deep gradient compression sends in its first steps: a quarter, then
 /// a quarter of that, and so on (Lin et al. 2018, section 3.3).
@@ -10,9 +14,9 @@ const WARM_UP_RATIOS: [f64; 4] = [0.25, 0.0625, 0.015_625, 0.004];
 const RATIO: f64 = 0.001;
 const RATIO_ALLOWED: &str = "a number above 0, at most 1";
 
-/// Options of `topk`.
+/// Shares of the elements that a sparse codec sends.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct TopkOptions {
+pub struct SentShares {
     /// Share of the elements that a worker sends.
     pub ratio: f64,
     /// Share of the elements that an owner sends: up to the number of workers times `ratio` of the
@@ -20,9 +24,9 @@ pub struct TopkOptions {
     pub broadcast_ratio: f64,
 }
 
-impl TopkOptions {
+impl SentShares {
     /// The share that is sent on this leg.
-    pub(crate) fn ratio_at(&self, key: &DrawKey) -> f64 {
+    pub(crate) fn at(&self, key: &DrawKey) -> f64 {
         if key.leg == DrawKey::BROADCAST {
             self.broadcast_ratio
         } else {
@@ -31,20 +35,78 @@ impl TopkOptions {
     }
 
     /// The largest share that is sent on any leg.
-    pub(crate) fn ratio_max(&self) -> f64 {
+    pub(crate) fn max(&self) -> f64 {
         self.ratio.max(self.broadcast_ratio)
     }
 
-    pub(crate) fn parse(options: &mut Options<'_>) -> Result<TopkOptions, CodecSpecError> {
+    fn parse(options: &mut Options<'_>) -> Result<SentShares, CodecSpecError> {
         let ratio = options.parsed("ratio", RATIO_ALLOWED, parse_ratio)?.unwrap_or(RATIO);
         let broadcast = options.parsed("broadcast_ratio", RATIO_ALLOWED, parse_ratio)?;
-        Ok(TopkOptions { ratio, broadcast_ratio: broadcast.unwrap_or(ratio) })
+        Ok(SentShares { ratio, broadcast_ratio: broadcast.unwrap_or(ratio) })
+    }
+}
+
+impl fmt::Display for SentShares {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "ratio={},broadcast_ratio={}", self.ratio, self.broadcast_ratio)
+    }
+}
+
+/// Options of `topk`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TopkOptions {
+    /// How much is sent.
+    pub shares: SentShares,
+    /// Bits of a value that is sent: 2, 4 or 8; [`F32_BITS`] for values as they are.
+    pub bits: u32,
+    /// Consecutive values of which the share is sent, and that have levels of their own; a whole
+    /// slice where there is none.
+    pub bucket: Option<u32>,
+    /// Share of a worker's residual that is left when the next values are added, above 0; 1: all.
+    pub decay: f32,
+}
+
+impl TopkOptions {
+    /// The share of the residual that is left on this leg: that of an owner does not decay.
+    pub(crate) fn decay_at(&self, key: &DrawKey) -> f32 {
+        if key.leg == DrawKey::BROADCAST {
+            1.0
+        } else {
+            self.decay
+        }
+    }
+
+    pub(crate) fn parse(options: &mut Options<'_>) -> Result<TopkOptions, CodecSpecError> {
+        let shares = SentShares::parse(options)?;
+        let widths = [("2", 2), ("4", 4), ("8", 8), ("32", F32_BITS)];
+        let bits = options.choice("bits", "2, 4, 8 or 32", &widths)?;
+        let bucket = options.parsed("bucket", ELEMENTS_ALLOWED, parse_elements)?;
+        let decay = options.parsed("decay", "above 0, at most 1", |text| {
+            text.parse().ok().filter(|&decay: &f32| decay > 0.0 && decay <= 1.0)
+        })?;
+        Ok(TopkOptions {
+            shares,
+            bits: bits.unwrap_or(F32_BITS),
+            bucket,
+            decay: decay.unwrap_or(1.0),
+        })
     }
 }
 
 impl fmt::Display for TopkOptions {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(formatter, "ratio={},broadcast_ratio={}", self.ratio, self.broadcast_ratio)
+        let TopkOptions { shares, bits, bucket, decay } = self;
+        write!(formatter, "{shares}")?;
+        if *bits != F32_BITS {
+            write!(formatter, ",bits={bits}")?;
+        }
+        if let Some(bucket) = bucket {
+            write!(formatter, ",bucket={bucket}")?;
+        }
+        if *decay < 1.0 {
+            write!(formatter, ",decay={decay}")?;
+        }
+        Ok(())
     }
 }
 
@@ -52,7 +114,7 @@ impl fmt::Display for TopkOptions {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DgcOptions {
     /// How much is sent after the warm-up.
-    pub topk: TopkOptions,
+    pub shares: SentShares,
     /// Momentum that is taken before the selection; the optimizer has none then.
     pub momentum: f32,
     /// Largest 2-norm of a step's gradient, 0 for no limit. The caller clips all gradients of a rank
@@ -65,7 +127,7 @@ pub struct DgcOptions {
 impl DgcOptions {
     /// The share that is sent on this leg in this step.
     pub(crate) fn ratio_at(&self, key: &DrawKey) -> f64 {
-        let last = self.topk.ratio_at(key);
+        let last = self.shares.at(key);
         if key.step >= self.warmup {
             return last;
         }
@@ -76,11 +138,11 @@ impl DgcOptions {
     /// The largest share that is sent in any step on any leg.
     pub(crate) fn ratio_max(&self) -> f64 {
         let first = if self.warmup > 0 { WARM_UP_RATIOS[0] } else { 0.0 };
-        self.topk.ratio_max().max(first)
+        self.shares.max().max(first)
     }
 
     pub(crate) fn parse(options: &mut Options<'_>) -> Result<DgcOptions, CodecSpecError> {
-        let topk = TopkOptions::parse(options)?;
+        let shares = SentShares::parse(options)?;
         let momentum = options.parsed("momentum", "at least 0 and below 1", |text| {
             text.parse().ok().filter(|momentum| (0.0..1.0).contains(momentum))
         })?;
@@ -89,7 +151,7 @@ impl DgcOptions {
         })?;
         let warmup = options.parsed("warmup", "a number of steps", |text| text.parse().ok())?;
         Ok(DgcOptions {
-            topk,
+            shares,
             momentum: momentum.unwrap_or(0.9),
             clip: clip.unwrap_or(0.0),
             warmup: warmup.unwrap_or(0),
@@ -99,8 +161,8 @@ impl DgcOptions {
 
 impl fmt::Display for DgcOptions {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let DgcOptions { topk, momentum, clip, warmup } = self;
-        write!(formatter, "{topk},momentum={momentum},clip={clip},warmup={warmup}")
+        let DgcOptions { shares, momentum, clip, warmup } = self;
+        write!(formatter, "{shares},momentum={momentum},clip={clip},warmup={warmup}")
     }
 }
 
@@ -122,6 +184,11 @@ mod tests {
         for (text, canonical) in [
             ("topk", "topk:ratio=0.001,broadcast_ratio=0.001"),
             ("topk:ratio=1e-2,residual=off", "topk:ratio=0.01,broadcast_ratio=0.01,residual=off"),
+            ("topk:bits=32,decay=1", "topk:ratio=0.001,broadcast_ratio=0.001"),
+            (
+                "topk: decay=0.95, bucket=4096, bits=2, ratio=0.02",
+                "topk:ratio=0.02,broadcast_ratio=0.02,bits=2,bucket=4096,decay=0.95",
+            ),
             (
                 "dgc:warmup=40,clip=0.5",
                 "dgc:ratio=0.001,broadcast_ratio=0.001,momentum=0.9,clip=0.5,warmup=40",
@@ -139,6 +206,16 @@ mod tests {
             "topk:ratio=1.5",
             "topk:ratio=nan",
             "topk:momentum=0.9",
+            "topk:bits=1",
+            "topk:bits=16",
+            "topk:bucket=100",
+            "topk:bucket=tensor",
+            "topk:decay=0",
+            "topk:decay=1.5",
+            "topk:decay=nan",
+            "topk:decay=0.95,residual=off",
+            "dgc:bits=2",
+            "dgc:decay=0.9",
             "dgc:residual=off",
             "dgc:momentum=1",
             "dgc:clip=-1",

@@ -1,6 +1,7 @@
-//! `topk`: the largest magnitudes of values and residual.
+//! `topk`: the largest magnitudes of values and residual, as they are or as codes of a few levels.
 
-use super::options::TopkOptions;
+use super::coded::CodedLayout;
+use super::options::{TopkOptions, F32_BITS};
 use super::selection::{count_of, select};
 use super::wire;
 use crate::encode::{check_arguments, Codec, CodecSpec, DecodeError, DrawKey};
@@ -24,6 +25,59 @@ impl Topk {
     ) -> Topk {
         Topk { spec: spec.clone(), instruction_set, options }
     }
+
+    /// The layout of a slice whose values are codes; None: values are sent as they are.
+    fn coded(&self, elements: usize) -> Option<CodedLayout> {
+        let TopkOptions { bits, .. } = self.options;
+        (bits != F32_BITS).then(|| CodedLayout::new(bits, self.bucket(elements), elements))
+    }
+
+    /// Values of a bucket in a slice; at least 1.
+    fn bucket(&self, elements: usize) -> usize {
+        self.options.bucket.map_or(elements.max(1), |bucket| bucket as usize)
+    }
+
+    fn bytes_of_share(&self, ratio: f64, elements: usize) -> usize {
+        let (bucket, rest) = (self.bucket(elements), elements % self.bucket(elements));
+        let count = elements / bucket * count_of(ratio, bucket) + count_of(ratio, rest);
+        match self.coded(elements) {
+            None => wire::bytes_max(count, elements),
+            Some(layout) => layout.bytes_max(count),
+        }
+    }
+
+    /// The positions of the largest values of each bucket, in increasing order.
+    fn select(&self, values: &[f32], ratio: f64) -> Vec<u32> {
+        let bucket = self.bucket(values.len());
+        let mut chosen = Vec::with_capacity(count_of(ratio, values.len()));
+        for (start, values) in values.chunks(bucket).enumerate() {
+            let count = count_of(ratio, values.len());
+            let found = select(self.instruction_set, values.as_chunks::<1>().0, count);
+            chosen.extend(found.into_iter().map(|at| (start * bucket) as u32 + at));
+        }
+        chosen
+    }
+
+    /// Writes codes of the largest of what is kept, and keeps what they leave; gives the bytes that
+    /// it takes.
+    fn send_codes(
+        &self,
+        layout: CodedLayout,
+        kept: &mut [f32],
+        ratio: f64,
+        out: &mut [u8],
+    ) -> usize {
+        let chosen = layout.without_zeros(kept, self.select(kept, ratio));
+        let (used, sent) = layout.write(kept, &chosen, out);
+        for (&at, sent) in chosen.iter().zip(sent) {
+            // Codes of a bucket that is not finite say nothing of its numbers: these stay.
+            if sent.is_finite() {
+                kept[at as usize] -= sent;
+            }
+        }
+        kept.iter_mut().filter(|kept| !kept.is_finite()).for_each(|kept| *kept = 0.0);
+        used
+    }
 }
 
 impl Codec for Topk {
@@ -32,7 +86,7 @@ impl Codec for Topk {
     }
 
     fn granule(&self) -> u64 {
-        1
+        self.options.bucket.map_or(1, u64::from)
     }
 
     fn is_fixed_size(&self) -> bool {
@@ -44,11 +98,11 @@ impl Codec for Topk {
     }
 
     fn max_wire_bytes(&self, elements: usize) -> usize {
-        wire::bytes_max(count_of(self.options.ratio_max(), elements), elements)
+        self.bytes_of_share(self.options.shares.max(), elements)
     }
 
     fn max_wire_bytes_at(&self, key: &DrawKey, elements: usize) -> usize {
-        wire::bytes_max(count_of(self.options.ratio_at(key), elements), elements)
+        self.bytes_of_share(self.options.shares.at(key), elements)
     }
 
     fn encode(
@@ -59,20 +113,40 @@ impl Codec for Topk {
         out: &mut [u8],
     ) -> usize {
         check_arguments(self, key, values, residual.as_deref(), out);
-        let count = count_of(self.options.ratio_at(key), values.len());
+        let ratio = self.options.shares.at(key);
+        let layout = self.coded(values.len());
         let Some(residual) = residual else {
-            return write_largest(self.instruction_set, values, count, out);
+            let chosen = self.select(values, ratio);
+            return match layout {
+                None => wire::write(values.as_chunks::<1>().0, &chosen, out),
+                Some(layout) => layout.write(values, &layout.without_zeros(values, chosen), out).0,
+            };
         };
-        add(self.instruction_set, residual, values);
-        send_kept(self.instruction_set, residual.as_chunks_mut::<1>().0, count, out)
+        accumulate(self.instruction_set, self.options.decay_at(key), residual, values);
+        match layout {
+            None => {
+                let chosen = self.select(residual, ratio);
+                send_chosen(residual.as_chunks_mut::<1>().0, &chosen, out)
+            }
+            Some(layout) => self.send_codes(layout, residual, ratio, out),
+        }
     }
 
     fn decode(&self, encoded: &[u8], out: &mut [f32]) -> Result<(), DecodeError> {
-        decode(encoded, out)
+        match self.coded(out.len()) {
+            None => decode(encoded, out),
+            Some(layout) => {
+                out.fill(0.0);
+                Ok(layout.read(encoded, |at, value| out[at] = value)?)
+            }
+        }
     }
 
     fn decode_add(&self, encoded: &[u8], sum: &mut [f32]) -> Result<(), DecodeError> {
-        decode_add(encoded, sum)
+        match self.coded(sum.len()) {
+            None => decode_add(encoded, sum),
+            Some(layout) => Ok(layout.read(encoded, |at, value| sum[at] += value)?),
+        }
     }
 }
 
@@ -96,13 +170,22 @@ pub(super) fn send_kept<const WIDTH: usize>(
     out: &mut [u8],
 ) -> usize {
     let chosen = select(instruction_set, kept, count);
-    let used = wire::write(kept, &chosen, out);
+    send_chosen(kept, &chosen, out)
+}
+
+/// Writes what is kept at these positions, and forgets it; gives the bytes that it takes.
+fn send_chosen<const WIDTH: usize>(
+    kept: &mut [[f32; WIDTH]],
+    chosen: &[u32],
+    out: &mut [u8],
+) -> usize {
+    let used = wire::write(kept, chosen, out);
     // What is not finite was chosen first; if there is more of it, the rest is dropped.
     if chosen.iter().any(|&at| !kept[at as usize][0].is_finite()) {
         let spoiled = kept.iter_mut().filter(|kept| !kept[0].is_finite());
         spoiled.for_each(|kept| *kept = [0.0; WIDTH]);
     }
-    for &at in &chosen {
+    for &at in chosen {
         kept[at as usize] = [0.0; WIDTH];
     }
     used
@@ -119,23 +202,23 @@ pub(super) fn decode_add(encoded: &[u8], sum: &mut [f32]) -> Result<(), DecodeEr
     Ok(wire::read(encoded, sum.len(), |at, value| sum[at] += value)?)
 }
 
-/// `sum += values`, each addition rounded on its own.
-fn add(instruction_set: InstructionSet, sum: &mut [f32], values: &[f32]) {
+/// `kept = decay * kept + values`, each operation rounded on its own.
+fn accumulate(instruction_set: InstructionSet, decay: f32, kept: &mut [f32], values: &[f32]) {
     match instruction_set.instructions() {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: an `InstructionSet` exists only where the machine has its instructions.
-        Instructions::Avx2 => unsafe { add_avx2(sum, values) },
+        Instructions::Avx2 => unsafe { accumulate_avx2(decay, kept, values) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: an `InstructionSet` exists only where the machine has its instructions.
-        Instructions::Avx512 => unsafe { add_avx512(sum, values) },
-        _ => add_in_lanes(sum, values),
+        Instructions::Avx512 => unsafe { accumulate_avx512(decay, kept, values) },
+        _ => accumulate_in_lanes(decay, kept, values),
     }
 }
 
 #[inline(always)]
-fn add_in_lanes(sum: &mut [f32], values: &[f32]) {
-    for (sum, value) in sum.iter_mut().zip(values) {
-        *sum += value;
+fn accumulate_in_lanes(decay: f32, kept: &mut [f32], values: &[f32]) {
+    for (kept, value) in kept.iter_mut().zip(values) {
+        *kept = decay * *kept + value;
     }
 }
 
@@ -144,8 +227,8 @@ fn add_in_lanes(sum: &mut [f32], values: &[f32]) {
 /// The machine has AVX2.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-unsafe fn add_avx2(sum: &mut [f32], values: &[f32]) {
-    add_in_lanes(sum, values);
+unsafe fn accumulate_avx2(decay: f32, kept: &mut [f32], values: &[f32]) {
+    accumulate_in_lanes(decay, kept, values);
 }
 
 /// # Safety
@@ -153,6 +236,6 @@ unsafe fn add_avx2(sum: &mut [f32], values: &[f32]) {
 /// The machine has AVX-512F.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn add_avx512(sum: &mut [f32], values: &[f32]) {
-    add_in_lanes(sum, values);
+unsafe fn accumulate_avx512(decay: f32, kept: &mut [f32], values: &[f32]) {
+    accumulate_in_lanes(decay, kept, values);
 }

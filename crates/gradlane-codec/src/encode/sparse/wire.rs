@@ -6,6 +6,8 @@
 //! | 4 × `count` | the values (f32), by increasing position |
 //! | the rest | `count` numbers: how many positions are passed over before each value |
 //!
+//! With codes of few bits in place of the values, see `coded`.
+//!
 //! Numbers are little-endian; those passed over are of variable length, seven bits a byte, the
 //! lowest first, and the highest bit says that more follow. Every set of values has exactly one
 //! spelling: a position cannot occur twice, and spellings that are longer than necessary, positions
@@ -14,7 +16,7 @@
 use thiserror::Error;
 
 /// Bytes of the count.
-const COUNT_BYTES: usize = 4;
+pub(super) const COUNT_BYTES: usize = 4;
 /// Bytes of a value.
 const VALUE_BYTES: usize = 4;
 /// Bits of a number that one byte holds.
@@ -68,7 +70,12 @@ pub enum SparseError {
 /// The positions passed over are no more than the elements, so that at most one in 128 elements
 /// makes a number longer than a byte, one in 128² longer than two, and so on.
 pub(crate) fn bytes_max(count: usize, elements: usize) -> usize {
-    let mut bytes = COUNT_BYTES + count * (VALUE_BYTES + 1);
+    COUNT_BYTES + count * VALUE_BYTES + position_bytes_max(count, elements)
+}
+
+/// The most bytes that the positions of `count` values take.
+pub(super) fn position_bytes_max(count: usize, elements: usize) -> usize {
+    let mut bytes = count;
     let mut passable = elements >> GROUP_BITS;
     while passable > 0 {
         bytes += count.min(passable);
@@ -90,11 +97,16 @@ pub(crate) fn write<const WIDTH: usize>(
     bytes: &mut [u8],
 ) -> usize {
     bytes[..COUNT_BYTES].copy_from_slice(&(positions.len() as u32).to_le_bytes());
-    let (chosen, mut rest) = bytes[COUNT_BYTES..].split_at_mut(positions.len() * VALUE_BYTES);
-    let room = rest.len();
+    let (chosen, rest) = bytes[COUNT_BYTES..].split_at_mut(positions.len() * VALUE_BYTES);
     for (target, &at) in chosen.chunks_exact_mut(VALUE_BYTES).zip(positions) {
         target.copy_from_slice(&values[at as usize][0].to_le_bytes());
     }
+    COUNT_BYTES + chosen.len() + write_positions(positions, rest)
+}
+
+/// Writes increasing positions to the front of `rest` and returns how many bytes that took.
+pub(super) fn write_positions(positions: &[u32], mut rest: &mut [u8]) -> usize {
+    let room = rest.len();
     let mut next = 0;
     for &at in positions {
         let mut passed = at - next;
@@ -107,7 +119,7 @@ pub(crate) fn write<const WIDTH: usize>(
         rest = &mut rest[1..];
         next = at + 1;
     }
-    COUNT_BYTES + chosen.len() + room - rest.len()
+    room - rest.len()
 }
 
 /// Calls `take` with each position and value; positions increase and lie within the elements.
@@ -120,27 +132,34 @@ pub(crate) fn read(
     elements: usize,
     mut take: impl FnMut(usize, f32),
 ) -> Result<(), SparseError> {
-    let (values, positions) = parts(bytes, elements)?;
-    walk(values.len() / VALUE_BYTES, positions, elements, |value, at| {
+    let (count, values, positions) =
+        parts(bytes, elements, |count| count.checked_mul(VALUE_BYTES))?;
+    walk(count, positions, elements, |value, at| {
         let own = &values[value * VALUE_BYTES..][..VALUE_BYTES];
         take(at, f32::from_le_bytes([own[0], own[1], own[2], own[3]]));
     })
 }
 
-/// The bytes of the values and those of the positions.
-fn parts(bytes: &[u8], elements: usize) -> Result<(&[u8], &[u8]), SparseError> {
+/// The number of values, their bytes, of which `value_bytes` says how many there are, and those of
+/// the positions.
+pub(super) fn parts(
+    bytes: &[u8],
+    elements: usize,
+    value_bytes: impl Fn(usize) -> Option<usize>,
+) -> Result<(usize, &[u8], &[u8]), SparseError> {
     let short = |count| SparseError::TooShort { bytes: bytes.len(), count };
     let (count, rest) = bytes.split_first_chunk::<COUNT_BYTES>().ok_or(short(0))?;
     let count = u32::from_le_bytes(*count) as usize;
     if count > elements {
         return Err(SparseError::TooMany { count, elements });
     }
-    let value_bytes = count.checked_mul(VALUE_BYTES).ok_or(short(count))?;
-    rest.split_at_checked(value_bytes).ok_or(short(count))
+    let value_bytes = value_bytes(count).ok_or(short(count))?;
+    let (values, positions) = rest.split_at_checked(value_bytes).ok_or(short(count))?;
+    Ok((count, values, positions))
 }
 
 /// Calls `take` with the number of each value and its position.
-fn walk(
+pub(super) fn walk(
     count: usize,
     positions: &[u8],
     elements: usize,
