@@ -342,6 +342,18 @@ foreach_unscale: Callable[[Sequence[Tensor], Tensor, Tensor], object] = _take(
 )
 """Multiply tensors by a factor, in place."""
 
+many_at_once_types: list[type[Tensor]] = _take(
+    "optim.optimizer._foreach_supported_types",
+    "steps many parameters at once, as the program would",
+    without="an accelerator's are stepped one by one",
+    instead=[],
+    works=lambda found: isinstance(found, list) and nn.Parameter in found,
+    found=getattr(
+        importlib.import_module("torch.optim.optimizer"), "_foreach_supported_types", _NOTHING
+    ),
+)
+"""Classes of parameters that torch's optimizers step many at once on accelerators; changed here."""
+
 # ---- modes that are in force where an update happens to be triggered
 
 _MODES = "keeps modes of a forward from the update that it waits for"

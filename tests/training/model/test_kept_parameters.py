@@ -7,6 +7,7 @@ of the step before.
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import threading
 from collections.abc import Callable, Sequence
@@ -316,6 +317,46 @@ def test_gradients_are_means_while_another_thread_copies(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Copied, "let_others", let_others)
     assert run_ranks(2, run) == [[1.5], [1.5]]
+
+
+@pytest.mark.parametrize("by", ["the program", "another thread"])
+def test_no_look_is_before_an_update_that_another_thread_is_in(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What looks on waits for the update's end; its parameter says that it is due until then."""
+    updating, looked = threading.Event(), threading.Event()
+    of_torch = importlib.import_module("torch.optim.sgd")
+    sgd = of_torch.sgd
+
+    def check(late: Late) -> None:
+        seen: list[list[float]] = []
+
+        def look() -> None:
+            updating.wait(20)
+            seen.append((late.kept[0] * 1).tolist())
+            looked.set()
+
+        def touch() -> None:
+            (late.kept[0] * 1).tolist()
+
+        late.step()
+        first, second = (touch, look) if by == "the program" else (look, touch)
+        thread = threading.Thread(target=second)
+        thread.start()
+        first()
+        thread.join(20)
+        assert seen == [[-1.0, -1.0]]
+
+    def slowly(values: Any, *arguments: Any, **options: Any) -> None:
+        updating.set()
+        looked.wait(0.2)
+        sgd(values, *arguments, **options)
+
+    monkeypatch.setattr(of_torch, "sgd", slowly)
+    for own in (nn.Parameter, Own, Marked):
+        updating.clear()
+        looked.clear()
+        on_late(check, [own])
 
 
 @needs_core

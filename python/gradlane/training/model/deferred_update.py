@@ -74,7 +74,7 @@ class DeferredUpdate:
         """
         self._takeover = takeover
         self._may_defer = may_defer
-        self._is_known = is_known
+        self.is_known = is_known
         self.in_parts = is_known
         """Whether a step may be done in parts."""
         self._judged = is_known
@@ -192,7 +192,7 @@ class DeferredUpdate:
 
         Optimizers of others may keep gradients in their state, and a log does.
         """
-        return self._leaves_none and self._is_known and self._log is None
+        return self._leaves_none and self.is_known and self._log is None
 
     def holds(self, index: int) -> bool:
         """Return whether the recorded step has a parameter."""
@@ -386,7 +386,7 @@ class DeferredUpdate:
             groups = self._takeover.groups_for_step(groups)
         try:
             with undisturbed():
-                before = None if self._is_known else _settings(self._optimizer, groups)
+                before = None if self.is_known else _settings(self._optimizer, groups)
                 self._step_apart(groups)
                 if before is not None:
                     written = differing(before, _settings(self._optimizer, groups))

@@ -15,11 +15,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradlane.training.modules.compiled import compile_disabled, is_read_by_compiler
 from gradlane.training.modules.gradient_intake import raw_grad
-from gradlane.training.torch_internals import DisableTorchFunctionSubclass, disabled_torch_function
+from gradlane.training.torch_internals import (
+    DisableTorchFunctionSubclass,
+    disabled_torch_function,
+    many_at_once_types,
+)
 
 _Result = TypeVar("_Result")
 
@@ -274,6 +278,8 @@ class LazyParameters:
         """
         self._parameters = parameters
         self._own: list[type[Tensor]] = [*map(type, parameters)]
+        self.are_plain = all(own.__torch_function__ is _UNGUARDED for own in set(self._own))
+        """Whether torch's functions are no class's own."""
         self._settled = self._gradient_due = self._update_due = self._own
 
     def install(self, guard: AccessGuard) -> None:
@@ -282,11 +288,19 @@ class LazyParameters:
         self._settled, self._gradient_due, self._update_due = (
             [made[own][number] for own in self._own] for number in range(3)
         )
+        many_at_once_types.extend(self._stepped_as_own())
         self.settle()
+
+    def _stepped_as_own(self) -> set[type[Tensor]]:
+        """Return classes in which torch's optimizers step parameters as in their own."""
+        pairs = zip(self._own, self._update_due, strict=True)
+        return {due for own, due in pairs if own in (Tensor, nn.Parameter) and due is not own}
 
     def remove(self) -> None:
         """Give all parameters their own classes, for good."""
         self._switch(self._own, None)
+        for one in self._stepped_as_own().intersection(many_at_once_types):
+            many_at_once_types.remove(one)
 
     def expect_gradients(self, indices: Iterable[int] | None = None) -> None:
         """Have `.grad` of some parameters, or of all, wait."""

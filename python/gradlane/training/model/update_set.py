@@ -41,6 +41,11 @@ class UpdateSet:
         return len(self._updates) == 1
 
     @property
+    def is_known(self) -> bool:
+        """Whether all optimizers are torch's own."""
+        return all(update.is_known for update in self._updates)
+
+    @property
     def has_open(self) -> bool:
         """Whether an optimizer may still step in the step that has ended."""
         return bool(self._open)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor
 
 from gradlane.errors import SessionFailedError
 from gradlane.training.model.kernel.parts import KernelParts
@@ -17,6 +18,7 @@ from gradlane.training.model.rank_status import StepEnding
 from gradlane.training.model.stages.stage import StepStage
 from gradlane.training.modules.gradient_intake import raw_grad, set_raw_grad, sum_of
 from gradlane.training.modules.shared_storage import SharedMemoryGroups
+from gradlane.training.torch_internals import DisableTorchFunctionSubclass
 
 
 class StepUpdate:
@@ -214,13 +216,25 @@ class StepUpdate:
         due = phases.pending.difference(arrived.indices, shared.held)
         ready = shared.hold_back(arrived.gradients, due)
         done = phases.pending - due - shared.held
-        self._settle_classes(done)
+        # Other threads wait until it is done. Those of a program's own optimizer step parameters.
+        holds = self._updates.is_known
+        if not holds:
+            self._settle_classes(done)
         if ready:
-            self.guarded(lambda: self._updates.apply(ready))
+            self.guarded(lambda: self._apply(ready))
+        if holds:
+            self._settle_classes(done)
         if done == phases.pending:
             self._updates.end_parts()
         # Not before: another thread that finds nothing pending goes on without the lock.
         phases.pending -= done
+
+    def _apply(self, ready: list[tuple[int, Tensor]]) -> None:
+        if self._updates.is_known and self._lazy.are_plain:
+            with DisableTorchFunctionSubclass():  # Its own operations on parameters ask nothing.
+                self._updates.apply(ready)
+        else:
+            self._updates.apply(ready)
 
     def _settle_classes(self, done: set[int]) -> None:
         count = len(self._trained)
