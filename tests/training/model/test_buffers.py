@@ -163,6 +163,32 @@ def test_changes_between_steps_are_compared_where_no_status_travels(
         run_ranks(2, body, core=core, update="server")
 
 
+@needs_core
+@pytest.mark.parametrize("update", ["worker", "server"])
+@pytest.mark.parametrize(
+    ("added", "is_alike"), [((1, 1), True), ((1, 0), False), ((0, 1), False), ((1, 2), False)]
+)
+def test_writes_that_torch_does_not_count_are_compared(
+    update: str, added: tuple[int, int], is_alike: bool
+) -> None:
+    def body(session: Any) -> None:
+        model: Any = seeded(Counting)
+        optimizer = sgd(model)
+        session.prepare(model, optimizer)
+        for number in range(4):
+            model.exact.numpy()[:] += added[session.rank]
+            model(batch((4, 3), session.rank, number)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    core: Any = load_core()
+    if is_alike:
+        run_ranks(2, body, core=core, update=update)
+        return
+    with pytest.raises(gradlane.SessionFailedError, match=r"not alike on all ranks"):
+        run_ranks(2, body, core=core, update=update)
+
+
 @pytest.mark.parametrize("mode", ["broadcast", "average"])
 def test_the_same_writes_are_alike_where_ranks_may_lack_the_first_ones_values(mode: str) -> None:
     def pack_of(rank: int, held: int) -> tuple[Counting, BufferPack]:
@@ -193,17 +219,17 @@ def test_values_that_a_step_went_on_without_are_sent_again() -> None:
     membership = Membership(RankInfo(0, 2, "job", 0))
     pack = BufferPack(model, "broadcast", membership)
     pack.start()
-    assert pack.pack(silent=False) is None, "nothing has changed"
+    assert pack.pack(1, silent=False) is None, "nothing has changed"
     pack.land(None)
     model.mask[0] = False
     for mean in (None, torch.zeros_like(pack.tensor)):
-        sent = pack.pack(silent=False)
+        sent = pack.pack(1, silent=False)
         assert sent is not None
         pack.land(mean)
-    sent = pack.pack(silent=False)
+    sent = pack.pack(1, silent=False)
     assert sent is not None
     pack.land(sent / 2)
-    assert pack.pack(silent=False) is None, "the others have it"
+    assert pack.pack(1, silent=False) is None, "the others have it"
 
 
 @needs_core

@@ -36,7 +36,7 @@ class BufferExchange:
         """Submit the buffers, if they were not yet; `silent`: this rank has none to tell."""
         if self.is_submitted:
             return
-        packed = self._pack.pack(silent=silent)
+        packed = self._pack.pack(step, silent=silent)
         if packed is None:
             packed = self._carrier.submit_absent(self.index, step)
         else:
