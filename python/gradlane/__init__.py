@@ -3,7 +3,8 @@
 `init` opens a session, `Session.prepare` hooks a model and its optimizer; the training loop stays
 as it is. `profile` says what a training step computes. Importing this package loads neither torch
 nor the compiled core; the first use does. Names in `__all__`, `gradlane.codecs`, `gradlane.ddp`,
-`gradlane.jax` and `gradlane.integrations` are public; everything else is private by its place.
+`gradlane.distributed`, `gradlane.jax` and `gradlane.integrations` are public; everything else is
+private by its place.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ _MODULES = {
     "synthetic_profile": "planning.profiler.operations",
 }
 """Names that need torch or the core, and the modules that hold them."""
-_PARTS = ("codecs", "ddp", "integrations", "jax")
+_PARTS = ("codecs", "ddp", "distributed", "integrations", "jax")
 """Public modules, loaded when they are first asked for."""
 
 

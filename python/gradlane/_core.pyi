@@ -5,6 +5,8 @@ everywhere) upwards; tensors are numbered in the order of the tensor table. Misu
 are `ValueError`, what the system refuses is `OSError`, a session's end is `ChannelError`.
 """
 
+from collections.abc import Sequence
+
 class ChannelError(Exception):
     """A session that has failed, was refused, or is closed.
 
@@ -13,6 +15,133 @@ class ChannelError(Exception):
 
 class ChannelTimeout(ChannelError):  # noqa: N818
     """Nothing happened in time; `args` as for `ChannelError`."""
+
+class GroupError(Exception):
+    """A call of a group that failed.
+
+    `args` are the message, the kind (`timed out`, `lost`, `mismatch`, `protocol`, `closed` or
+    `interrupted`) and the other ranks at fault.
+    """
+
+class Work:
+    """A call of a group that has begun."""
+
+    def is_done(self) -> bool:
+        """Return whether it has ended."""
+
+    def result(self) -> int | None:
+        """Return the rank that a received message is from, else this rank; None while it runs.
+
+        Raises:
+            GroupError: it failed.
+        """
+
+    def key(self) -> int:
+        """Return a number that no other work has while this one exists."""
+
+class Group:
+    """Connections between the ranks of a process group, and the collectives over them.
+
+    Memory is given as (address, nbytes). It must stay until the work is done, and nobody else may
+    write to it, nor read what is to be written, until then.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        *,
+        name: str,
+        job: str,
+        rank: int,
+        peers: list[str],
+        secret: bytes,
+        seal: bool,
+        connect_timeout_s: float,
+        silence_timeout_s: float,
+        spin_us: int,
+    ) -> None:
+        """Connect to all ranks.
+
+        Args:
+            listener: bound; the group takes it.
+            name: the same on every rank.
+            job: the same on every rank.
+            rank: this one.
+            peers: `host:port` of every rank.
+            secret: the same on every rank.
+            seal: whether all that is sent is encrypted and authenticated.
+            connect_timeout_s: time for all ranks to be connected.
+            silence_timeout_s: a rank that sends nothing for this long is lost.
+            spin_us: microseconds for which a waiting thread asks again and again before it sleeps.
+
+        Raises:
+            ChannelError: a rank did not come in time, or was refused.
+            ValueError: an argument is wrong.
+        """
+
+    def begin(
+        self,
+        operation: str,
+        element: str,
+        reduction: str,
+        root: int,
+        inputs: Sequence[tuple[int, int]],
+        outputs: Sequence[tuple[int, int]],
+        timeout_s: float,
+        is_waited_for: bool,
+    ) -> Work:
+        """Begin a collective.
+
+        Args:
+            operation: `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast`, `reduce`,
+                `gather`, `scatter`, `all_to_all`, `barrier` or `monitored_barrier`.
+            element: `bytes`, `f32`, `f64`, `f16`, `bf16`, `i8`, `i16`, `i32`, `i64`, `u8`,
+                or `bool`.
+            reduction: `sum`, `mean`, `product`, `min`, `max`, `and`, `or` or `xor`.
+            root: where there is one.
+            inputs: to read, one or one a rank.
+            outputs: to write, one or one a rank; of `all_reduce`, `broadcast` and `reduce` the
+                input too.
+            timeout_s: after which the group fails.
+            is_waited_for: whether this thread calls `wait` right away.
+
+        Raises:
+            GroupError: the group has ended.
+            ValueError: the call makes no sense; nothing was sent.
+        """
+
+    def send(self, to: int, tag: int, pointer: int, nbytes: int, timeout_s: float) -> Work:
+        """Begin to send a message; errors as of `begin`."""
+
+    def receive(
+        self, source: int | None, tag: int, pointer: int, nbytes: int, timeout_s: float
+    ) -> Work:
+        """Begin to receive a message; `source` None: from any rank; errors as of `begin`."""
+
+    def wait(self, work: Work, timeout_s: float | None) -> int:
+        """Wait until a work is done, without the GIL, and return its result.
+
+        Raises:
+            GroupError: it failed, or the time is over, after which it goes on.
+        """
+
+    def watch(self, work: Work) -> None:
+        """Have a work returned by `next_ended`."""
+
+    def next_ended(self, timeout_s: float) -> list[int] | None:
+        """Return the keys of watched works that have ended; none after the timeout.
+
+        None when the group is closed.
+        """
+
+    def begun(self) -> int:
+        """Return the number of collectives that this rank has begun."""
+
+    def close(self) -> None:
+        """Leave the group at once; calls that run fail, the other ranks are told."""
+
+    def join(self) -> None:
+        """Wait until the connections of a closed group have ended, two seconds at most."""
 
 class Listener:
     """A bound, listening socket, made before its address is published; one for each channel."""

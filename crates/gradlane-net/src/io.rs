@@ -34,3 +34,5 @@ mod shutdown;
 mod tests;
 
 pub(crate) use driver::{Driver, PeerLink};
+pub(crate) use frame_reader::{Fault, FrameReader, FrameSink, PayloadTarget};
+pub(crate) use frame_writer::{Flushed, FrameWriter, OutgoingFrame, OutgoingPayload};

@@ -24,6 +24,7 @@
 //! | `compute` | jobs: reductions, codecs, optimizers, on threads of their own |
 //! | `metrics` | counters, traces and their snapshots |
 //! | `channel` | the handle for applications, checks of its calls, completions |
+//! | `collectives` | groups of ranks for programs of `torch.distributed`, beside channels |
 //!
 //! Each I/O thread has the connections of some peers, but there is one engine for all: its choice of the
 //! next frame is global, because all peers share one port. The crate needs Linux (epoll, eventfd).
@@ -33,6 +34,7 @@
 #![deny(unsafe_code)]
 
 mod channel;
+mod collectives;
 mod compute;
 mod connect;
 mod error;
@@ -44,6 +46,9 @@ mod options;
 mod sys;
 
 pub use channel::{Block, Blocks, Channel, MembershipEvent};
+pub use collectives::{
+    Call, Element, Group, GroupError, GroupErrorKind, GroupOptions, Operation, Reduction, Work,
+};
 pub use compute::{ResidualSquares, StateKind, StateRead, StateWrite, UpdateRule, UpdateRuleError};
 pub use connect::Listener;
 pub use error::{ChannelError, ChannelFailure};

@@ -33,6 +33,11 @@ impl Signals {
         self.raised.is_some()
     }
 
+    /// The exception that a handler has raised.
+    pub(crate) fn raised(self) -> Option<PyErr> {
+        self.raised
+    }
+
     /// The exception for an error of the core; what a handler has raised comes first.
     pub(crate) fn translate(self, error: CoreError) -> PyErr {
         match (self.raised, error) {

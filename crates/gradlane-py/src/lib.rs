@@ -9,6 +9,7 @@ mod blocks;
 mod channel;
 mod codec;
 mod errors;
+mod group;
 mod listener;
 mod log_to_stderr;
 mod plan;
@@ -29,6 +30,8 @@ mod _core {
     use crate::codec::Codec;
     #[pymodule_export]
     use crate::errors::{ChannelError, ChannelTimeout};
+    #[pymodule_export]
+    use crate::group::{Group, GroupError, Work};
     #[pymodule_export]
     use crate::listener::Listener;
     #[pymodule_export]

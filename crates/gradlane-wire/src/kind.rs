@@ -79,6 +79,8 @@ wire_enum! {
         /// Ranks whose gradients count in the header's step, from rank 0. Payload: one bit a rank, in as few
         /// bytes as hold them: rank r is bit r % 8, from the lowest, of byte r / 8.
         Contributors = 34,
+        /// A frame of a group of ranks that calls collectives: its fields have meanings of their own.
+        Collective = 48,
     }
 }
 
@@ -109,6 +111,7 @@ impl FrameKind {
             FrameKind::StepBegun => "stepbegun",
             FrameKind::GradientsQueued => "gradientsqueued",
             FrameKind::Contributors => "contributors",
+            FrameKind::Collective => "collective",
         }
     }
 

@@ -16,7 +16,7 @@ const LARGE_BYTES: usize = 16 << 10;
 
 /// Why a connection cannot go on.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Fault {
+pub(crate) enum Fault {
     /// The peer is gone: the reason without its name.
     Lost(String),
     /// The peer violated the protocol: the sentence without its name at the front.
@@ -27,7 +27,7 @@ pub(super) enum Fault {
 
 /// Where a payload goes.
 #[derive(Debug)]
-pub(super) enum PayloadTarget {
+pub(crate) enum PayloadTarget {
     /// Straight to memory.
     Memory(WriteSpan),
     /// To a buffer that grows with the bytes that have really arrived.
@@ -45,7 +45,7 @@ impl PayloadTarget {
 }
 
 /// The user of a reader's frames.
-pub(super) trait FrameSink {
+pub(crate) trait FrameSink {
     /// Returns the destination of a payload whose header has arrived.
     fn on_header(&mut self, header: &FrameHeader) -> Result<PayloadTarget, Fault>;
     /// Takes a frame whose payload is in place and verified; `control` has the payload of such a target.
@@ -105,7 +105,7 @@ impl Incoming {
 
 /// Frames coming in.
 #[derive(Debug)]
-pub(super) enum FrameReader {
+pub(crate) enum FrameReader {
     /// In the clear.
     Plain(Box<PlainReader>),
     /// Sealed.
@@ -114,7 +114,7 @@ pub(super) enum FrameReader {
 
 impl FrameReader {
     /// Makes a reader at the start of a stream, which is sealed where there is an opener.
-    pub(super) fn new(opener: Option<FrameOpener>) -> FrameReader {
+    pub(crate) fn new(opener: Option<FrameOpener>) -> FrameReader {
         match opener {
             None => FrameReader::Plain(Box::new(PlainReader::new())),
             Some(opener) => FrameReader::Sealed(Box::new(SealedReader::new(opener))),
@@ -122,7 +122,7 @@ impl FrameReader {
     }
 
     /// Ends the borrow of registered memory; the rest of the stream cannot be read afterwards.
-    pub(super) fn release_memory(&mut self) {
+    pub(crate) fn release_memory(&mut self) {
         match self {
             FrameReader::Plain(reader) => reader.incoming = None,
             FrameReader::Sealed(reader) => reader.release_memory(),
@@ -131,7 +131,7 @@ impl FrameReader {
 
     /// Reads and handles frames until the socket is empty or about `budget` bytes were read.
     /// Returns the bytes read, also beside a fault.
-    pub(super) fn receive(
+    pub(crate) fn receive(
         &mut self,
         socket: &dyn Socket,
         budget: usize,
@@ -171,7 +171,7 @@ impl FrameReader {
 
 /// Frames coming in that are not sealed.
 #[derive(Debug)]
-pub(super) struct PlainReader {
+pub(crate) struct PlainReader {
     incoming: Option<Incoming>,
     staging: Box<[u8; STAGING_BYTES]>,
     start: usize,

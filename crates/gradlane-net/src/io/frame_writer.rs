@@ -18,7 +18,7 @@ const SEALED_AHEAD_BYTES: usize = 64 << 10;
 
 /// Bytes after a header.
 #[derive(Debug)]
-pub(super) enum OutgoingPayload {
+pub(crate) enum OutgoingPayload {
     /// In registered memory.
     Borrowed(ReadSpan),
     /// In memory of its own.
@@ -36,7 +36,7 @@ impl OutgoingPayload {
 
 /// A frame on its way out.
 #[derive(Debug)]
-pub(super) struct OutgoingFrame {
+pub(crate) struct OutgoingFrame {
     header: FrameHeader,
     /// The encoded header, once its checksums are computed.
     encoded: Option<[u8; HEADER_BYTES]>,
@@ -47,7 +47,7 @@ pub(super) struct OutgoingFrame {
 
 impl OutgoingFrame {
     /// Makes a frame of which nothing is sent yet.
-    pub(super) fn new(
+    pub(crate) fn new(
         header: FrameHeader,
         payload: OutgoingPayload,
         transmit: Option<Transmit>,
@@ -56,7 +56,7 @@ impl OutgoingFrame {
     }
 
     /// Whether the engine has chosen the frame.
-    pub(super) fn is_counted(&self) -> bool {
+    pub(crate) fn is_counted(&self) -> bool {
         self.transmit.is_some()
     }
 
@@ -75,7 +75,7 @@ impl OutgoingFrame {
 
 /// The outcome of a flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Flushed {
+pub(crate) enum Flushed {
     /// The queue is empty.
     All,
     /// The kernel takes no more for now.
@@ -162,7 +162,7 @@ impl SealedBuffer {
 
 /// Frames going out.
 #[derive(Debug)]
-pub(super) struct FrameWriter {
+pub(crate) struct FrameWriter {
     queue: VecDeque<OutgoingFrame>,
     /// Bytes of the first frame that the kernel has, where nothing is sealed.
     first_sent: usize,
@@ -172,24 +172,24 @@ pub(super) struct FrameWriter {
 
 impl FrameWriter {
     /// Makes a writer at the start of a stream, which is sealed where there is a sealer.
-    pub(super) fn new(sealer: Option<FrameSealer>) -> FrameWriter {
+    pub(crate) fn new(sealer: Option<FrameSealer>) -> FrameWriter {
         let sealed = sealer.map(SealedBuffer::new);
         FrameWriter { queue: VecDeque::new(), first_sent: 0, sealed }
     }
 
     /// Moves frames to the back of the queue.
-    pub(super) fn append(&mut self, frames: &mut VecDeque<OutgoingFrame>) {
+    pub(crate) fn append(&mut self, frames: &mut VecDeque<OutgoingFrame>) {
         self.queue.append(frames);
     }
 
     /// Whether the queue is empty.
-    pub(super) fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.queue.is_empty()
     }
 
     /// Gives the kernel as much as it takes. Calls `sent` for each frame that the kernel has whole, and
     /// adds the bytes to `total`, also beside an error.
-    pub(super) fn flush(
+    pub(crate) fn flush(
         &mut self,
         socket: &dyn Socket,
         total: &mut usize,
@@ -268,14 +268,14 @@ impl FrameWriter {
     }
 
     /// How many frames wait that the engine has chosen.
-    pub(super) fn counted_frames(&self) -> u64 {
+    pub(crate) fn counted_frames(&self) -> u64 {
         self.queue.iter().filter(|frame| frame.is_counted()).count() as u64
     }
 
     /// Ends all borrows of registered memory. A frame that has begun is copied or sealed, so that the stream
     /// stays in order; frames that have not begun are dropped, except for the reason of an abort.
     /// Returns the engine's part of the dropped ones.
-    pub(super) fn release_memory(&mut self) -> Vec<Transmit> {
+    pub(crate) fn release_memory(&mut self) -> Vec<Transmit> {
         let begun = match &mut self.sealed {
             Some(sealed) => sealed.complete(&self.queue),
             None => usize::from(self.first_sent > 0),

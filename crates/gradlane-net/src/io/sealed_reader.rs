@@ -21,7 +21,7 @@ struct Incoming {
 
 /// Frames coming in.
 #[derive(Debug)]
-pub(super) struct SealedReader {
+pub(crate) struct SealedReader {
     opener: FrameOpener,
     incoming: Option<Incoming>,
     buffer: Box<[u8]>,

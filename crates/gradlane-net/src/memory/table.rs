@@ -30,6 +30,11 @@ impl UserMemory {
         self.bytes
     }
 
+    /// The first byte's address.
+    pub(crate) fn address(self) -> usize {
+        self.address
+    }
+
     /// Whether there are bytes but no address.
     pub(crate) fn is_null(self) -> bool {
         self.address == 0 && self.bytes > 0

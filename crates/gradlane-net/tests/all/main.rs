@@ -2,6 +2,7 @@
 
 mod all_gather;
 mod asynchronous;
+mod collectives;
 mod conformance;
 mod dedicated_servers;
 mod encoded;

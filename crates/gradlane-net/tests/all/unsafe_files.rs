@@ -6,6 +6,7 @@ use std::path::Path;
 /// Module files and why they hold unsafe code. `#[allow(unsafe_code)]` at a module's declaration admits
 /// it; everywhere else the compiler refuses.
 const UNSAFE_FILES: &[(&str, &str)] = &[
+    ("collectives/memory.rs", "borrows the memory of collectives"),
     ("compute/kernels.rs", "calls kernels that may work in place"),
     ("compute/prepare.rs", "borrows the memory of jobs"),
     ("io/core.rs", "borrows memory for frames going out"),

@@ -1,0 +1,553 @@
+//! Collectives that have begun: their strands and rounds, messages that wait for a grant, and messages that
+//! came before their call.
+
+use super::call::{Call, Description};
+use super::error::{rank_list, GroupErrorKind};
+use super::frame::FramePurpose;
+use super::memory::{self, Arithmetic, Spans};
+use super::peers::{Peers, Presence, Sent, EAGER_BYTES};
+use super::schedule::{schedule, Round, Strand};
+use super::work::{Begun, Work};
+use crate::memory::Span;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Strands of a collective under way at once.
+const STRANDS_AT_ONCE: usize = 4;
+/// Rounds of a strand are numbered in the lower bits of a cell.
+const ROUND_BITS: u32 = 8;
+/// Descriptions of collectives that have ended, which late frames are compared with.
+const ENDED_KEPT: u64 = 4_096;
+
+/// Why a group ends.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Failure {
+    pub(super) kind: GroupErrorKind,
+    pub(super) what: String,
+    pub(super) ranks: Vec<u32>,
+}
+
+/// A message by the collective's number and the cell; between two ranks in one direction.
+pub(super) type Key = (u64, u32);
+
+fn cell(strand: u32, round: usize) -> u32 {
+    strand << ROUND_BITS | round as u32
+}
+
+/// A place for a message that has not arrived whole.
+#[derive(Debug)]
+pub(super) struct Landing {
+    pub(super) span: Span,
+    filled: usize,
+    is_granted: bool,
+}
+
+/// A message that waits for a grant.
+#[derive(Debug)]
+struct Held {
+    span: Span,
+    description: Description,
+}
+
+/// By peer.
+#[derive(Debug, Default)]
+struct Mail {
+    landings: BTreeMap<Key, Landing>,
+    /// Messages that came before their call.
+    early: BTreeMap<Key, Vec<u8>>,
+    held: BTreeMap<Key, Held>,
+    /// Grants for messages that this rank has not come to.
+    grants: BTreeSet<Key>,
+    /// Offers of messages that this rank has not come to.
+    offers: BTreeSet<Key>,
+    /// Descriptions of collectives that this rank has not begun.
+    announced: BTreeMap<u64, Description>,
+}
+
+/// A strand that has begun.
+#[derive(Debug)]
+struct Active {
+    round: usize,
+    /// Messages of the round that are not through.
+    outstanding: usize,
+    scratch: Vec<Box<[u8]>>,
+    spans: Vec<Span>,
+}
+
+#[derive(Debug)]
+struct Running {
+    description: Description,
+    arithmetic: Arithmetic,
+    user: Vec<Span>,
+    strands: Vec<Strand>,
+    active: BTreeMap<u32, Active>,
+    next: usize,
+    ended: usize,
+    begun: Begun,
+}
+
+/// All collectives of a group.
+#[derive(Debug)]
+pub(super) struct Collectives {
+    /// Number of the next one, the same on every rank.
+    next: u64,
+    running: BTreeMap<u64, Running>,
+    /// Descriptions of running and ended ones.
+    known: BTreeMap<u64, Description>,
+    mail: Vec<Mail>,
+}
+
+type Outcome = Result<(), Failure>;
+
+impl Collectives {
+    pub(super) fn new(size: u32) -> Collectives {
+        Collectives {
+            next: 0,
+            running: BTreeMap::new(),
+            known: BTreeMap::new(),
+            mail: (0..size).map(|_| Mail::default()).collect(),
+        }
+    }
+
+    /// Number of collectives that this rank has begun.
+    pub(super) fn begun(&self) -> u64 {
+        self.next
+    }
+
+    /// Returns the oldest collective that runs.
+    pub(super) fn oldest(&self) -> Option<(u64, Description)> {
+        self.running.iter().next().map(|(number, it)| (*number, it.description))
+    }
+
+    pub(super) fn is_idle(&self) -> bool {
+        self.running.is_empty()
+    }
+
+    /// Begins a collective. `ended` gets the works of those that are over at once.
+    pub(super) fn begin(
+        &mut self,
+        peers: &mut Peers,
+        call: &Call,
+        begun: Begun,
+        ended: &mut Vec<Arc<Work>>,
+    ) -> Outcome {
+        let number = self.next;
+        self.next += 1;
+        let description = call.description();
+        let arithmetic =
+            Arithmetic { element: call.element, reduction: call.reduction, ranks: peers.size() };
+        let memory = call.inputs.iter().chain(&call.outputs);
+        self.running.insert(
+            number,
+            Running {
+                description,
+                arithmetic,
+                user: memory.map(|it| memory::user_span(*it)).collect(),
+                strands: schedule(call, peers.rank, peers.size()),
+                active: BTreeMap::new(),
+                next: 0,
+                ended: 0,
+                begun,
+            },
+        );
+        self.known.insert(number, description);
+        if let Some(old) = number.checked_sub(ENDED_KEPT) {
+            if !self.running.contains_key(&old) {
+                self.known.remove(&old);
+            }
+        }
+        for peer in peers.others() {
+            if let Some(theirs) = self.mail[peer as usize].announced.remove(&number) {
+                self.compare(peers, peer, number, theirs)?;
+            }
+        }
+        self.advance(peers, number, None, ended)
+    }
+
+    /// Goes on with a collective: with a strand whose round may be over, and with strands that may begin.
+    fn advance(
+        &mut self,
+        peers: &mut Peers,
+        number: u64,
+        strand: Option<u32>,
+        ended: &mut Vec<Arc<Work>>,
+    ) -> Outcome {
+        let Some(running) = self.running.get_mut(&number) else {
+            return Ok(());
+        };
+        let mut current = strand;
+        loop {
+            let strand = match current.take() {
+                Some(strand) => strand,
+                None if running.next < running.strands.len()
+                    && running.active.len() < STRANDS_AT_ONCE =>
+                {
+                    running.start_strand()
+                }
+                None => break,
+            };
+            let Some(active) = running.active.get_mut(&strand) else {
+                continue;
+            };
+            let rounds = &running.strands[strand as usize].rounds;
+            while active.outstanding == 0 {
+                // `round` counts from 1, so that 0 is before the first one.
+                if let Some(round) = active.round.checked_sub(1) {
+                    let spans = Spans { user: &running.user, scratch: &active.spans };
+                    for local in &rounds[round].then {
+                        spans.run(local, running.arithmetic);
+                    }
+                }
+                let Some(round) = rounds.get(active.round) else {
+                    running.active.remove(&strand);
+                    running.ended += 1;
+                    break;
+                };
+                let key = (number, cell(strand, active.round));
+                active.round += 1;
+                let spans = Spans { user: &running.user, scratch: &active.spans };
+                active.outstanding =
+                    begin_round(&mut self.mail, peers, key, running.description, round, spans)?;
+            }
+        }
+        if running.ended == running.strands.len() {
+            if let Some(running) = self.running.remove(&number) {
+                ended.push(running.begun.work);
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes that a message of a round is through.
+    fn through(
+        &mut self,
+        peers: &mut Peers,
+        number: u64,
+        strand: u32,
+        ended: &mut Vec<Arc<Work>>,
+    ) -> Outcome {
+        let active = self.running.get_mut(&number).and_then(|it| it.active.get_mut(&strand));
+        let Some(active) = active else {
+            return Ok(());
+        };
+        active.outstanding = active.outstanding.saturating_sub(1);
+        if active.outstanding > 0 {
+            return Ok(());
+        }
+        self.advance(peers, number, Some(strand), ended)
+    }
+
+    /// Notes that the kernel has a message.
+    pub(super) fn sent(
+        &mut self,
+        peers: &mut Peers,
+        number: u64,
+        strand: u32,
+        ended: &mut Vec<Arc<Work>>,
+    ) -> Outcome {
+        self.through(peers, number, strand, ended)
+    }
+
+    /// Compares a description with this rank's own of the same number, now or when it begins.
+    pub(super) fn check(
+        &mut self,
+        peers: &Peers,
+        from: u32,
+        number: u64,
+        theirs: Description,
+    ) -> Outcome {
+        if number < self.next {
+            return self.compare(peers, from, number, theirs);
+        }
+        let announced = &mut self.mail[from as usize].announced;
+        if announced.len() < ENDED_KEPT as usize {
+            announced.insert(number, theirs);
+        }
+        Ok(())
+    }
+
+    fn compare(&self, peers: &Peers, from: u32, number: u64, theirs: Description) -> Outcome {
+        match self.known.get(&number) {
+            Some(own) if *own != theirs => Err(Failure {
+                kind: GroupErrorKind::Mismatch,
+                what: format!(
+                    "collective {number} is {own} on rank {} and {theirs} on rank {from}: every rank \
+                     of a group calls the same operations in the same order, with the same sizes and \
+                     types",
+                    peers.rank
+                ),
+                ranks: vec![from],
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the place of a message whose frame has come: its range, or nothing where it is early.
+    pub(super) fn place(
+        &self,
+        from: u32,
+        key: Key,
+        total: usize,
+        start: usize,
+        length: usize,
+    ) -> Result<Option<Span>, Failure> {
+        let violation = |what: String| Failure {
+            kind: GroupErrorKind::Protocol,
+            what: format!("rank {from} sent {what}"),
+            ranks: vec![from],
+        };
+        match self.mail[from as usize].landings.get(&key) {
+            Some(landing) if landing.span.length() != total => {
+                let own = landing.span.length();
+                Err(self.size_mismatch(from, key.0, total, own))
+            }
+            Some(landing) if landing.filled == start && start + length <= total => {
+                Ok(Some(memory::part(landing.span, start, length)))
+            }
+            Some(_) => Err(violation(format!("bytes {start} to {} out of order", start + length))),
+            None if start == 0 && length == total && length <= EAGER_BYTES => Ok(None),
+            None => Err(violation(format!("{length} bytes that no call has granted"))),
+        }
+    }
+
+    fn size_mismatch(&self, from: u32, number: u64, theirs: usize, own: usize) -> Failure {
+        let own_call = self.known.get(&number).map_or_else(String::new, ToString::to_string);
+        Failure {
+            kind: GroupErrorKind::Mismatch,
+            what: format!(
+                "collective {number} ({own_call}): rank {from} sends {theirs} bytes where {own} are \
+                 expected; the sizes that two ranks give for each other have to agree"
+            ),
+            ranks: vec![from],
+        }
+    }
+
+    /// Takes a frame that is in its place, or the bytes of an early message.
+    pub(super) fn take(
+        &mut self,
+        peers: &mut Peers,
+        from: u32,
+        key: Key,
+        length: usize,
+        early: Option<&[u8]>,
+        ended: &mut Vec<Arc<Work>>,
+    ) -> Outcome {
+        let mail = &mut self.mail[from as usize];
+        let Some(landing) = mail.landings.get_mut(&key) else {
+            mail.early.insert(key, early.unwrap_or_default().to_vec());
+            return Ok(());
+        };
+        landing.filled += length;
+        if landing.filled < landing.span.length() {
+            return Ok(());
+        }
+        if !landing.is_granted {
+            peers.note_taken(from, length);
+        }
+        mail.landings.remove(&key);
+        self.through(peers, key.0, key.1 >> ROUND_BITS, ended)
+    }
+
+    /// Sends a message that a peer has granted, or keeps the grant.
+    pub(super) fn granted(&mut self, peers: &mut Peers, from: u32, key: Key) {
+        let mail = &mut self.mail[from as usize];
+        match mail.held.remove(&key) {
+            Some(held) => send_granted(peers, from, key, held.description, held.span),
+            None => {
+                mail.grants.insert(key);
+            }
+        }
+    }
+
+    /// Grants a message that a peer has offered, if there is a place for it.
+    pub(super) fn offered(&mut self, peers: &mut Peers, from: u32, key: Key) {
+        let mail = &mut self.mail[from as usize];
+        match mail.landings.get_mut(&key) {
+            Some(landing) => {
+                landing.is_granted = true;
+                if let Some(running) = self.running.get(&key.0) {
+                    grant(peers, from, key, running.description, landing.span.length());
+                }
+            }
+            None => {
+                mail.offers.insert(key);
+            }
+        }
+    }
+
+    /// Returns the failure of the collectives that cannot end without a rank that has left.
+    pub(super) fn left(&self, peer: u32) -> Outcome {
+        let mail = &self.mail[peer as usize];
+        let waiting = mail.landings.keys().chain(mail.held.keys()).next();
+        match waiting {
+            None => Ok(()),
+            Some((number, _)) => Err(self.gone(peer, *number)),
+        }
+    }
+
+    fn gone(&self, peer: u32, number: u64) -> Failure {
+        gone(peer, &self.described(number))
+    }
+
+    /// Returns a collective in words.
+    fn described(&self, number: u64) -> String {
+        let call = self.known.get(&number).map_or_else(String::new, ToString::to_string);
+        format!("collective {number} ({call})")
+    }
+
+    /// Returns the first collective that runs, in words, for failures that have another cause.
+    pub(super) fn waiting(&self) -> Option<String> {
+        self.running.keys().next().map(|number| self.described(*number))
+    }
+
+    /// When the next collective runs out of time.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.running.values().filter_map(|it| it.begun.deadline).min()
+    }
+
+    /// Fails when a collective is out of time; names the ranks that have not begun it.
+    pub(super) fn check_deadlines(&self, peers: &Peers, now: Instant) -> Outcome {
+        let Some((number, late)) = self.running.iter().find(|(_, it)| it.begun.is_late(now)) else {
+            return Ok(());
+        };
+        let missing: Vec<u32> =
+            peers.others().filter(|it| peers.get(*it).begun <= *number).collect();
+        let seconds = late.begun.seconds(now);
+        let reason = if missing.is_empty() {
+            let mail = self.mail.iter().enumerate();
+            let waits = mail.filter(|(_, it)| {
+                it.landings.keys().chain(it.held.keys()).any(|key| key.0 == *number)
+            });
+            let ranks: Vec<u32> = waits.map(|(rank, _)| rank as u32).collect();
+            format!("all ranks have begun it, and messages with {} are missing", rank_list(&ranks))
+        } else {
+            format!("{} did not begin it", rank_list(&missing))
+        };
+        Err(Failure {
+            kind: GroupErrorKind::TimedOut,
+            what: format!("{} timed out after {seconds:.1} s: {reason}", self.described(*number)),
+            ranks: missing,
+        })
+    }
+
+    /// Forgets all collectives and returns their works. No span is in use afterwards.
+    pub(super) fn clear(&mut self) -> Vec<Arc<Work>> {
+        self.mail.iter_mut().for_each(|it| *it = Mail::default());
+        std::mem::take(&mut self.running).into_values().map(|it| it.begun.work).collect()
+    }
+}
+
+impl Running {
+    /// Begins the next strand and returns its number.
+    fn start_strand(&mut self) -> u32 {
+        let strand = self.next;
+        self.next += 1;
+        let sizes = &self.strands[strand].scratch;
+        let mut scratch: Vec<Box<[u8]>> =
+            sizes.iter().map(|size| vec![0; *size].into_boxed_slice()).collect();
+        let spans = scratch.iter_mut().map(|it| memory::scratch_span(it)).collect();
+        self.active.insert(strand as u32, Active { round: 0, outstanding: 0, scratch, spans });
+        strand as u32
+    }
+}
+
+impl Drop for Active {
+    fn drop(&mut self) {
+        // The addresses go before the memory.
+        self.spans.clear();
+        self.scratch.clear();
+    }
+}
+
+/// Begins a round and returns the number of its messages that are not through at once.
+fn begin_round(
+    mail: &mut [Mail],
+    peers: &mut Peers,
+    key: Key,
+    description: Description,
+    round: &Round,
+    spans: Spans<'_>,
+) -> Result<usize, Failure> {
+    let mut outstanding = 0;
+    let lost = |peer, number: u64| gone(peer, &format!("collective {number} ({description})"));
+    // Places first: what they grant is on its way while this rank's own bytes are.
+    for (peer, place) in &round.receives {
+        let (peer, span) = (*peer, spans.span(*place));
+        let mail = &mut mail[peer as usize];
+        if let Some(bytes) = mail.early.remove(&key) {
+            if bytes.len() != span.length() {
+                return Err(Failure {
+                    kind: GroupErrorKind::Mismatch,
+                    what: format!(
+                        "collective {} ({description}): rank {peer} sends {} bytes where {} are \
+                         expected; the sizes that two ranks give for each other have to agree",
+                        key.0,
+                        bytes.len(),
+                        span.length()
+                    ),
+                    ranks: vec![peer],
+                });
+            }
+            if !bytes.is_empty() {
+                memory::write(span).copy_from_slice(&bytes);
+            }
+            peers.note_taken(peer, bytes.len());
+            continue;
+        }
+        if peers.get(peer).presence == Presence::Left {
+            return Err(lost(peer, key.0));
+        }
+        let is_granted = span.length() > EAGER_BYTES || mail.offers.remove(&key);
+        if is_granted {
+            grant(peers, peer, key, description, span.length());
+        }
+        mail.landings.insert(key, Landing { span, filled: 0, is_granted });
+        outstanding += 1;
+    }
+    for (peer, place) in &round.sends {
+        let (peer, span) = (*peer, spans.span(*place));
+        if peers.get(peer).presence == Presence::Left {
+            return Err(lost(peer, key.0));
+        }
+        let header = |purpose: FramePurpose| {
+            purpose.message(peers.rank, description, key.0, key.1, span.length())
+        };
+        let (data, offer) = (header(FramePurpose::Data), header(FramePurpose::Offer));
+        let is_short = span.length() <= EAGER_BYTES;
+        if is_short && peers.take_credit(peer, span.length()) {
+            peers.push_copy(peer, data, span);
+            continue;
+        }
+        outstanding += 1;
+        if mail[peer as usize].grants.remove(&key) {
+            send_granted(peers, peer, key, description, span);
+            continue;
+        }
+        if is_short {
+            peers.push_control(peer, offer);
+        }
+        mail[peer as usize].held.insert(key, Held { span, description });
+    }
+    Ok(outstanding)
+}
+
+fn grant(peers: &mut Peers, to: u32, key: Key, description: Description, total: usize) {
+    let header = FramePurpose::Grant.message(peers.rank, description, key.0, key.1, total);
+    peers.push_control(to, header);
+}
+
+fn send_granted(peers: &mut Peers, to: u32, key: Key, description: Description, span: Span) {
+    let header = FramePurpose::Data.message(peers.rank, description, key.0, key.1, span.length());
+    let sent = Sent::Collective(key.0, key.1 >> ROUND_BITS);
+    peers.push_message(to, header, span, sent);
+}
+
+/// The failure of an operation that cannot end without a rank that has left.
+pub(super) fn gone(peer: u32, what: &str) -> Failure {
+    Failure {
+        kind: GroupErrorKind::Lost,
+        what: format!("{what} needs rank {peer}, which has left the group"),
+        ranks: vec![peer],
+    }
+}

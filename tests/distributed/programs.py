@@ -1,0 +1,315 @@
+"""Programs of ranks for the tests of the backend: the same calls over Gloo and over gradlane."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gradlane.distributed
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
+SIZES = (0, 1, 5, 4096, 100_003)
+OPERATORS = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
+BITS = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+
+
+@contextmanager
+def world(
+    backend: str, store: Any, rank: int, size: int, job: str, timeout_s: float = 60.0
+) -> Iterator[None]:
+    """Open a world of a backend for a block."""
+    gradlane.distributed.register()
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(f"{job}/{backend}", store),
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def values(dtype: torch.dtype, size: int, rank: int, *, exact: bool) -> torch.Tensor:
+    """Return a rank's values; sums and products of exact ones do not depend on their order."""
+    generator = torch.Generator().manual_seed(1_000 * rank + size)
+    if dtype.is_floating_point and not exact:
+        return torch.randn(size, generator=generator).to(dtype)
+    return torch.randint(0, 3, (size,), generator=generator).to(dtype)
+
+
+def each_call(rank: int, ranks: int, size: int, dtype: torch.dtype, group: Any) -> dict[str, Any]:
+    """Call every operation in a group and return its results by name."""
+    found: dict[str, Any] = {}
+    exact = ranks > 2
+
+    def own(seed: int = 0) -> torch.Tensor:
+        return values(dtype, size, rank + 10 * seed, exact=exact)
+
+    operators = OPERATORS + (() if dtype.is_floating_point else BITS)
+    for operator in operators:
+        tensor = own()
+        dist.all_reduce(tensor, operator, group=group)
+        found[f"all_reduce {operator}"] = tensor
+        tensor = own()
+        dist.reduce(tensor, ranks - 1, operator, group=group)
+        # What a root alone gets is undefined elsewhere under Gloo.
+        found[f"reduce {operator}"] = tensor if rank == ranks - 1 else None
+        output = torch.empty(size, dtype=dtype)
+        dist.reduce_scatter(output, [own(it) for it in range(ranks)], operator, group=group)
+        found[f"reduce_scatter {operator}"] = output
+        whole = torch.cat([own(it) for it in range(ranks)])
+        output = torch.empty(size, dtype=dtype)
+        dist.reduce_scatter_tensor(output, whole, operator, group=group)
+        found[f"reduce_scatter_tensor {operator}"] = output
+    for root in range(ranks):
+        tensor = own()
+        dist.broadcast(tensor, root, group=group)
+        found[f"broadcast {root}"] = tensor
+    gathered = [torch.empty(size, dtype=dtype) for _ in range(ranks)]
+    dist.all_gather(gathered, own(), group=group)
+    found["all_gather"] = gathered
+    output = torch.empty(size * ranks, dtype=dtype)
+    dist.all_gather_into_tensor(output, own(), group=group)
+    found["all_gather_into_tensor"] = output
+    gathered = [torch.empty(size, dtype=dtype) for _ in range(ranks)]
+    dist.gather(own(), gathered if rank == 1 else None, 1, group=group)
+    found["gather"] = gathered if rank == 1 else None
+    output = torch.empty(size, dtype=dtype)
+    scattered = [own(it) for it in range(ranks)] if rank == 1 else None
+    dist.scatter(output, scattered, 1, group=group)
+    found["scatter"] = output
+    whole = torch.cat([own(it) for it in range(ranks)])
+    output = torch.empty_like(whole)
+    dist.all_to_all_single(output, whole, group=group)
+    found["all_to_all_single"] = output
+    # Rank `a` gives rank `b` a + b rows.
+    given = [rank + it for it in range(ranks)]
+    source = torch.arange(2 * sum(given)).reshape(-1, 2).to(dtype)
+    output = torch.empty_like(source)
+    dist.all_to_all_single(output, source, given, given, group=group)
+    found["all_to_all_single with splits"] = output
+    if rank == 0:
+        dist.send(own(), 1, group=group, tag=3)
+    if rank == 1:
+        output = torch.empty(size, dtype=dtype)
+        dist.recv(output, 0, group=group, tag=3)
+        found["recv"] = output
+    peers = (rank + 1) % ranks, (rank - 1) % ranks
+    output = torch.empty(size, dtype=dtype)
+    sent = own()
+    batch = [
+        dist.P2POp(dist.isend, sent, peers[0], group),
+        dist.P2POp(dist.irecv, output, peers[1], group),
+    ]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    found["batch_isend_irecv"] = output
+    dist.barrier(group=group)
+    return found
+
+
+def compare_with_gloo(
+    store: Any, rank: int, world_size: int, job: str, *, dtypes: Sequence[str]
+) -> list[str]:
+    """Call every operation over both backends; return the names of those whose bits differ."""
+    different = []
+    with world("gradlane", store, rank, world_size, job):
+        gloo = dist.new_group(backend="gloo")
+        for name in dtypes:
+            dtype = getattr(torch, name)
+            for size in SIZES:
+                expected = each_call(rank, world_size, size, dtype, gloo)
+                found = each_call(rank, world_size, size, dtype, None)
+                for what, result in found.items():
+                    if not _same(result, expected[what]):
+                        different.append(f"{what} of {size} {dtype}")
+    return different
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, list):
+        return all(_same(a, b) for a, b in zip(first, second, strict=True))
+    if first is None:
+        return second is None
+    return bool(torch.equal(first.view(torch.uint8), second.view(torch.uint8)))
+
+
+def calls_of_gradlane_alone(store: Any, rank: int, world_size: int, job: str) -> list[Any]:
+    """Call what Gloo has not, and what is about memory; return results."""
+    found: list[Any] = []
+    with world("gradlane", store, rank, world_size, job):
+        tensor = torch.full((3,), float(rank))
+        dist.all_reduce(tensor, ReduceOp.AVG)
+        found.append(tensor.tolist())
+        flags = torch.tensor([rank == 0, True, False])
+        dist.all_reduce(flags, ReduceOp.SUM)
+        found.append(flags.tolist())
+        columns = torch.arange(6.0).reshape(2, 3).t()
+        dist.all_reduce(columns)
+        found.append(columns.tolist())
+        every = torch.zeros(2, 4)[:, ::2]
+        dist.broadcast(every.copy_(torch.full((2, 2), float(rank))), 1)
+        found.append(every.tolist())
+        numbers = torch.tensor([rank + 1j])
+        gathered = [torch.empty_like(numbers) for _ in range(world_size)]
+        dist.all_gather(gathered, numbers)
+        found.append(torch.cat(gathered).imag.tolist())
+        objects: list[Any] = [None] * world_size
+        dist.all_gather_object(objects, {"rank": rank})
+        found.append([it["rank"] for it in objects])
+        future = dist.all_reduce(torch.ones(100_000), async_op=True).get_future()
+        found.append(future.then(lambda it: it.value()[0].sum().item()).wait())
+        pairs = [torch.ones(4), torch.ones(5)]
+        with _coalescing_manager(async_ops=True) as manager:
+            for pair in pairs:
+                dist.all_reduce(pair)
+        manager.wait()
+        found.append([it.tolist() for it in pairs])
+    return found
+
+
+def subgroups(store: Any, rank: int, world_size: int, job: str) -> list[Any]:
+    """Call in groups of the even and the odd ranks, overlapping with calls of all."""
+    with world("gradlane", store, rank, world_size, job):
+        groups: list[Any] = [
+            dist.new_group(list(range(first, world_size, 2))) for first in range(2)
+        ]
+        own = groups[rank % 2]
+        everybody, few = torch.ones(100_000), torch.full((10,), float(rank))
+        first = dist.all_reduce(everybody, async_op=True)
+        second = dist.all_reduce(few, group=own, async_op=True)
+        for work in (second, first):
+            assert work is not None
+            work.wait()
+        dist.monitored_barrier(own)
+        return [everybody[0].item(), few[0].item()]
+
+
+class Small(nn.Module):
+    """Layers of several sizes, with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(30, 300),
+            nn.BatchNorm1d(300),
+            nn.ReLU(),
+            nn.Linear(300, 200),
+            nn.Linear(200, 2),
+        )
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs."""
+        outputs: torch.Tensor = self.layers(inputs)
+        return outputs
+
+
+def train(
+    store: Any, rank: int, world_size: int, job: str, *, way: str
+) -> dict[str, tuple[str, list[float]]]:
+    """Train under `ddp` or `fsdp2` over each backend; return digests and losses by backend."""
+    wraps: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "ddp": lambda model: DistributedDataParallel(model, bucket_cap_mb=0.1),
+        "fsdp2": _sharded,
+    }
+    found = {}
+    for backend in ("gloo", "gradlane"):
+        with world(backend, store, rank, world_size, job), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(1)
+            model = wraps[way](Small())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            losses = []
+            for step in range(5):
+                torch.manual_seed(100 * step + rank)
+                inputs = torch.randn(16, 30)
+                optimizer.zero_grad()
+                loss = (model(inputs) - inputs[:, :2]).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            digest = hashlib.sha256()
+            for parameter in model.parameters():
+                whole: Any = parameter
+                if way == "fsdp2":
+                    whole = whole.full_tensor()
+                digest.update(whole.detach().numpy().tobytes())
+            found[backend] = (digest.hexdigest(), losses)
+    return found
+
+
+def _sharded(model: nn.Module) -> nn.Module:
+    for layer in model.get_submodule("layers").children():
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def mistakes(store: Any, rank: int, world_size: int, job: str) -> list[str]:
+    """Make mistakes on this rank alone; return what each says. The group goes on."""
+    said = []
+
+    def note(call: Callable[[], Any]) -> None:
+        try:
+            call()
+            said.append("nothing")
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+
+    with world("gradlane", store, rank, world_size, job):
+        note(lambda: dist.all_reduce(torch.ones(2).to_sparse()))
+        note(lambda: dist.all_reduce(torch.ones(2).to(torch.uint16), ReduceOp.SUM))
+        note(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.AVG))
+        note(lambda: dist.all_reduce(torch.ones(2), ReduceOp.BAND))
+        note(lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 1], [1, 1]))
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        said.append(str(tensor[0].item()))
+    return said
+
+
+def other_calls(store: Any, rank: int, world_size: int, job: str) -> str:
+    """Call another operation on rank 1 than elsewhere; return what this rank is told."""
+    with world("gradlane", store, rank, world_size, job):
+        try:
+            if rank == 1:
+                dist.broadcast(torch.ones(4), 0)
+            else:
+                dist.all_reduce(torch.ones(4))
+            dist.barrier()
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def missing_rank(store: Any, rank: int, world_size: int, job: str) -> str:
+    """Let rank 1 come too late to a call; return what this rank is told."""
+    with world("gradlane", store, rank, world_size, job, timeout_s=2.0):
+        if rank == 1:
+            store.wait([f"{job}/told"], datetime.timedelta(seconds=60))
+            return "nothing"
+        try:
+            dist.monitored_barrier(timeout=datetime.timedelta(seconds=1))
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            store.set(f"{job}/told", "yes")
+    return "nothing"

@@ -1,0 +1,162 @@
+"""The backend of torch.distributed beside Gloo: the same bits, named errors, nothing that hangs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gradlane.distributed import GroupOptions, registration
+from gradlane.distributed.backend import check_tensor
+from tests.built import needs_core
+from tests.paths import ROOT
+from tests.torch_versions import torch_release
+from tests.training.model.pool import RankPool
+
+pytestmark = [
+    needs_core,
+    pytest.mark.skipif(torch_release() < (2, 14), reason="backends in Python need torch 2.14"),
+]
+
+PROGRAMS = "tests.distributed.programs"
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_operation_gives_the_bits_of_gloo(pool: RankPool, ranks: int) -> None:
+    for different in pool.run(f"{PROGRAMS}:compare_with_gloo", ranks=ranks, dtypes=DTYPES):
+        assert different == []
+
+
+def test_means_bools_strides_objects_futures_and_coalescing(pool: RankPool) -> None:
+    for found in pool.run(f"{PROGRAMS}:calls_of_gradlane_alone", ranks=3):
+        assert found == [
+            [1.0, 1.0, 1.0],
+            [True, True, False],
+            [[0.0, 9.0], [3.0, 12.0], [6.0, 15.0]],
+            [[1.0, 1.0], [1.0, 1.0]],
+            [1.0, 1.0, 1.0],
+            [0, 1, 2],
+            300_000.0,
+            [[3.0] * 4, [3.0] * 5],
+        ]
+
+
+def test_groups_of_some_ranks_do_not_meet_each_other(pool: RankPool) -> None:
+    results = pool.run(f"{PROGRAMS}:subgroups", ranks=4)
+    assert results == [[4.0, 2.0], [4.0, 4.0], [4.0, 2.0], [4.0, 4.0]]
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_training_over_two_ranks_gives_the_bits_of_gloo(pool: RankPool, way: str) -> None:
+    results = pool.run(f"{PROGRAMS}:train", ranks=2, way=way)
+    for found in results:
+        assert found["gradlane"] == found["gloo"]
+        assert found["gradlane"][0] == results[0]["gradlane"][0]
+
+
+def test_mistakes_of_one_rank_are_named_and_the_group_goes_on(pool: RankPool) -> None:
+    for said in pool.run(f"{PROGRAMS}:mistakes", ranks=2):
+        words = ["sparse", "uint16", "no mean of i32", "no and of f32", "split_sizes"]
+        for text, word in zip(said, words, strict=False):
+            assert word in text, said
+        assert said[-1] == "2.0"
+
+
+def test_another_call_on_another_rank_is_named_on_every_rank(pool: RankPool) -> None:
+    for said in pool.run(f"{PROGRAMS}:other_calls", ranks=3):
+        assert said.startswith("DistBackendError: rank "), said
+        assert "all_reduce of 4 f32 (sum) on rank" in said or "and all_reduce of 4 f32" in said
+        assert "broadcast of 4 f32 with root 0" in said
+
+
+def test_a_rank_that_does_not_come_is_named(pool: RankPool) -> None:
+    said = pool.run(f"{PROGRAMS}:missing_rank", ranks=3)
+    assert any("rank 1 did not begin it" in it for it in (said[0], said[2])), said
+    assert all("monitored_barrier" in it for it in (said[0], said[2])), said
+
+
+KILLED = """
+    import os, signal, sys, time
+    import torch, torch.distributed as dist
+    import gradlane.distributed
+
+    gradlane.distributed.register()
+    dist.init_process_group("gradlane")
+    tensor = torch.ones(1_000_000)
+    dist.all_reduce(tensor)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            dist.all_reduce(tensor)
+    except dist.DistBackendError as error:
+        print("told:", error, flush=True)
+        os._exit(7)
+"""
+
+
+def test_a_killed_rank_is_named_at_once() -> None:
+    port = str(20_000 + os.getpid() % 20_000)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'python'}:{os.environ.get('PYTHONPATH', '')}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": "2",
+    }
+    begun = time.monotonic()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(KILLED)],
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    output, _ = ranks[0].communicate(timeout=100)
+    ranks[1].communicate(timeout=20)
+    assert ranks[1].returncode == -signal.SIGKILL
+    assert ranks[0].returncode == 7
+    assert "told: rank 0, group" in output and "rank 1 is lost" in output, output
+    assert time.monotonic() - begun < 90
+
+
+def test_a_torch_without_backends_in_python_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registration, "NEEDED_METHODS", ("no_such_method",))
+    with pytest.raises(RuntimeError, match=f"2.14 or newer, and this is {torch.__version__[:4]}"):
+        registration.register()
+
+
+def test_a_tensor_of_another_device_is_refused_by_name() -> None:
+    tensor: Any = SimpleNamespace(device=torch.device("cuda", 1), layout=torch.strided)
+    with pytest.raises(ValueError, match=r"all_reduce of a tensor on cuda:1.*cuda:nccl"):
+        check_tensor("all_reduce", tensor)
+
+
+def test_the_package_names_the_registration_as_torch_looks_it_up() -> None:
+    entry = re.search(
+        r'^\[project.entry-points."torch.distributed.backends"\]\ngradlane = "(.*):(.*)"$',
+        (ROOT / "pyproject.toml").read_text(),
+        re.MULTILINE,
+    )
+    assert entry is not None
+    assert getattr(importlib.import_module(entry[1]), entry[2]) is registration.register
+
+
+def test_a_spin_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match="spin_us is -1"):
+        GroupOptions(spin_us=-1)
