@@ -27,7 +27,8 @@ def lab_accuracy(
         bool, typer.Option("--quick", help="Fewer steps, seeds and codecs: ten minutes.")
     ] = False,
     task: Annotated[
-        str, typer.Option(help="Only these, comma-separated: mlp, resnet, lstm, transformer.")
+        str,
+        typer.Option(help="Only these, comma-separated: mlp, resnet, lstm, transformer, language."),
     ] = "",
     data: Annotated[
         Path | None,
@@ -41,6 +42,13 @@ def lab_accuracy(
     ] = None,
     papers: Annotated[
         bool, typer.Option("--papers", help="In place of the study: runs of the papers' figures.")
+    ] = False,
+    between: Annotated[
+        bool,
+        typer.Option(
+            "--between",
+            help="In place of the study: fewer bits beside fewer exchanges, on a language model.",
+        ),
     ] = False,
     seeds: Annotated[int | None, typer.Option(help="How many; 5, or 3 where it is quick.")] = None,
     workers: Annotated[int, typer.Option(help="How many are emulated.")] = 4,
@@ -58,6 +66,7 @@ def lab_accuracy(
     hours of one processor. The same command given again continues an interrupted run.
     With --data the network is ResNet-110 on CIFAR-10: a step takes some seconds.
     """
+    from gradlane.lab.accuracy import between as comparison
     from gradlane.lab.accuracy import cifar, findings, study
     from gradlane.lab.accuracy.markdown import main_table, page_text
     from gradlane.lab.accuracy.page import write_page
@@ -73,11 +82,16 @@ def lab_accuracy(
     elif CIFAR10 in tasks:
         raise ValueError(f"task {CIFAR10} needs its images: name their folder by --data")
     if papers:
-        if quick or tasks or scheme or workers != study.WORKERS:
+        if quick or tasks or scheme or between or workers != study.WORKERS:
             raise ValueError(
-                "--papers names its own runs: leave out --quick, --task, --scheme and --workers"
+                "--papers names its own runs: leave out --quick, --task, --scheme, --between and "
+                "--workers"
             )
         runs = study.paper_runs(5 if seeds is None else seeds)
+    elif between:
+        if scheme:
+            raise ValueError("--between names its own schemes: leave out --scheme")
+        runs = study.between_runs(quick=quick, tasks=tasks, seeds=seeds, workers=workers)
     else:
         runs = study.runs_of(
             quick=quick, tasks=tasks, schemes=scheme or (), seeds=seeds, workers=workers
@@ -98,13 +112,14 @@ def lab_accuracy(
     folder.write_table([row.to_json() for row in every])
     write_page(rows, folder.page)
     if markdown is not None:
-        given = ["--quick"] * quick + ["--papers"] * papers
+        given = ["--quick"] * quick + ["--papers"] * papers + ["--between"] * between
         given += ["--task", task] if task else []
         given += [word for text in scheme or () for word in ("--scheme", text)]
         given += ["--seeds", str(seeds)] if seeds is not None else []
         given += ["--workers", str(workers)] if workers != study.WORKERS else []
         command = shlex.join(["gradlane", "lab", "accuracy", *given, "--markdown", str(markdown)])
-        markdown.write_text(page_text(rows, command), encoding="utf-8")
+        text_of = comparison.page_text if between else page_text
+        markdown.write_text(text_of(rows, command), encoding="utf-8")
     if summary is not None:
         content = findings.summary(every, " ".join(["gradlane", *sys.argv[1:]]))
         summary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -51,6 +51,27 @@ def whatif(
             "absent."
         ),
     ] = None,
+    update: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Local updates beside exact ones, such as "
+            "local:steps=32,fragments=8,overlap_steps=4; several, each after --update."
+        ),
+    ] = None,
+    fewer: Annotated[
+        str,
+        typer.Option(
+            help="What may change what is learned where exact training is not enough: bits, or "
+            "bits,exchanges. The first way that is enough is named, with its bytes and memory."
+        ),
+    ] = "",
+    sharded: Annotated[
+        bool,
+        typer.Option(
+            "--sharded",
+            help="The model is sharded within each node by fully_shard (--ranks-per-node).",
+        ),
+    ] = False,
     compression: Annotated[
         str, typer.Option(help="Bytes of gradients over bytes that travel; such as 1,2,5,10.")
     ] = "1",
@@ -192,6 +213,7 @@ def whatif(
     """
     from gradlane.cli import whatif as command
     from gradlane.formats.durations import parse_duration_s
+    from gradlane.planning.advice.ways import KINDS
     from gradlane.planning.simulation import lists
     from gradlane.planning.simulation.costs import MachineCosts
     from gradlane.planning.simulation.faults import parse_faults
@@ -202,6 +224,7 @@ def whatif(
     from gradlane.report.console import wide_console
     from gradlane.training.options.codec_choice import check_codecs, codec_rules
     from gradlane.training.options.codec_options import RAW
+    from gradlane.training.options.local_updates import parse_local
     from gradlane.training.options.stragglers import WAIT
 
     require_writable(json_path, html_path, trace)
@@ -217,7 +240,12 @@ def whatif(
     node_sizes = lists.parse_node_sizes(ranks_per_node)
     # What gradlane does by itself where nodes have several workers.
     baseline = "wfbp" if straggler is not None else "ddp"
-    by_default = f"{baseline},p3" + (",hierarchical" if max(node_sizes) > 1 else "")
+    if sharded and max(node_sizes) == 1:
+        raise ValueError(
+            "--sharded needs nodes of several ranks: add --ranks-per-node 8, for example"
+        )
+    adds_up = max(node_sizes) > 1 and not sharded
+    by_default = f"{baseline},p3" + (",hierarchical" if adds_up else "")
     prefer_huge_pages(max(numbers))
     rules = lists.parse_rules(stragglers)
     late = straggler is not None or rules != [WAIT]
@@ -251,6 +279,7 @@ def whatif(
             compute_jitter=LATE_JITTER if late else 0.0,
             straggler=None if straggler is None else parse_straggler(straggler),
             clip=clip,
+            sharded=sharded,
             free_host=free_host,
             costs=costs_of(costs) or MachineCosts(),
             workers_per_node=workers_per_node,
@@ -262,6 +291,8 @@ def whatif(
         ),
         console=wide_console(),
         codecs=codecs,
+        updates=[None, *map(parse_local, dict.fromkeys(update or ()))],
+        fewer=lists.parse_names(fewer, KINDS, "fewer") if fewer else (),
         ranks_per_node=node_sizes,
         rules=rules,
         faults=faults,

@@ -38,9 +38,10 @@ from gradlane.planning.advice.measured import MeasuredStep, explain_step
 from gradlane.planning.advice.pictures import Picture, clusters_with_pictures, picture_of
 from gradlane.planning.advice.variants import Variant, Variants, changes_many
 from gradlane.planning.advice.verdict import offer_name
+from gradlane.planning.advice.ways import find_ways
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.faults import FaultSettings, fault_cost
-from gradlane.planning.simulation.grid import SimulatedRow, clusters_of, evaluate
+from gradlane.planning.simulation.grid import WORKER, SimulatedRow, clusters_of, evaluate
 from gradlane.planning.simulation.hosts import Host
 from gradlane.planning.simulation.ignored_options import check_effects
 from gradlane.planning.simulation.profiles import Profile
@@ -50,6 +51,7 @@ from gradlane.planning.simulation.timeline import simulated_timeline
 from gradlane.report.console import print_written
 from gradlane.training.monitoring.summary import WORTH_A_MOVE
 from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.local_updates import Local
 from gradlane.training.options.stragglers import LEAVES_OUT, WAIT
 
 DROP = "drop"
@@ -69,6 +71,8 @@ def run_whatif(
     codecs: Sequence[str] = (RAW,),
     ranks_per_node: Sequence[int] = (1,),
     rules: Sequence[str] = (WAIT,),
+    updates: Sequence[Local | None] = (None,),
+    fewer: Sequence[str] = (),
     faults: FaultSettings | None = None,
     host: Host | None = None,
     is_host_given: bool = True,
@@ -92,6 +96,8 @@ def run_whatif(
         ranks_per_node: how many share a node and its port; numbers that do not go with one of
             `workers` are left out there.
         rules: what happens to ranks that are late.
+        updates: local updates of the engine's strategies; None: a mean in each step.
+        fewer: of `ways.KINDS`: what may change what is learned where exact training is not enough.
         faults: how often machines are lost; None: what faults cost is not computed.
         host: threads of a rank, of which `base` has the numbers; None: they are not said.
         is_host_given: whether the user gave them.
@@ -116,6 +122,7 @@ def run_whatif(
         ranks_per_node=ranks_per_node,
         codecs=codecs,
         rules=rules,
+        updates=updates,
     )
     clusters = clusters_of(
         workers=workers,
@@ -128,6 +135,7 @@ def run_whatif(
         ranks_per_node=ranks_per_node,
         on_left_out=lambda why: console.print(f"left out: {why}", highlight=False),
         rules=rules,
+        updates=updates,
     )
     if html_path is not None and any(_has_late(cluster) for cluster in clusters):
         raise ValueError(
@@ -180,6 +188,13 @@ def run_whatif(
             lambda row: find_place(variants, cluster_of[id(row)], row),
             lambda row: variants.saved_s(row, Variant(with_free_host(cluster_of[id(row)]))),
         )
+        ways = (
+            find_ways(
+                clusters, rows, fewer, lambda cluster: variants.simulate([Variant(cluster)])[0]
+            )
+            if fewer
+            else []
+        )
         hints = _drop_hints(variants, [cluster_of[id(row)] for row in rows])
         measured = _explain_measured(variants, measured_step_s, punctual, cluster_of)
     notes = _assumptions(profile, clusters, host, is_host_given)
@@ -197,6 +212,8 @@ def run_whatif(
         "needs": [need.to_json() for need in needs],
         "assumptions": notes,
     }
+    if fewer:
+        content["ways"] = [one.to_json() for one in ways]
     if measured:
         content["measured"] = [one.to_json() for one in measured]
     if faults is not None:
@@ -209,6 +226,8 @@ def run_whatif(
         report_from_whatif({**content, **_pictures_json(profile, pictures)}, html_path)
     write_json(json_path, content)
     _print(console, profile, rows, answers, needs)
+    for one in ways:
+        console.print(one.text, highlight=False)
     for sentence in (*hints, *(one.text for one in measured), *notes):
         console.print(sentence, highlight=False)
     if faults is not None:
@@ -291,10 +310,15 @@ def _assumptions(
             source = "the machine that the simulator's constants are of (--costs)"
         assumed = "Host" if is_host_given else "Assumed (--host says another)"
         notes.append(f"{assumed}: {host}, each as fast as on {source}.")
-    if any(cluster.ranks_per_node > 1 for cluster in clusters):
+    if any(cluster.ranks_per_node > 1 for cluster in clusters) and not first.sharded:
         rate = first.local_rate_bps
         where = "in shared memory, by processors" if rate is None else f"at {format_rate(rate)}"
         notes.append(f"Sums on a node {where} (--local-rate).")
+    if first.sharded:
+        notes.append(
+            "Sharded: a rank's compute holds what its node's collectives take, each rank waits for "
+            "all means at the end of backward, and ddp is torch's HSDP."
+        )
     if first.paths:
         notes.append(f"Not alike: {first.paths}.")
     if profile.device == "cpu":
@@ -423,6 +447,8 @@ def _table(codec: str, rows: Sequence[SimulatedRow]) -> Table:
         table.add_column(name, justify="left" if is_text else "right", no_wrap=is_text)
     for row in rows:
         strategy = row.strategy if row.topology == "flat" else f"{row.strategy} {row.topology}"
+        if row.update != WORKER:
+            strategy += f" {row.update}"
         if row.stragglers != WAIT:
             strategy += f"/{row.stragglers}"
         table.add_row(

@@ -22,6 +22,7 @@ class TrainingCurve:
         loss: on held-out samples, nats.
         accuracy: on held-out samples, 0 to 1.
         wire_bytes: of each step: a worker's encoded gradient and the encoded means.
+        uses_exchange: under local updates, whether each step ends with the result of an exchange.
         diverged: whether a loss was no number.
         stale: updates that a gradient is old when it is applied, mean; None where all are new.
     """
@@ -30,6 +31,7 @@ class TrainingCurve:
     loss: list[float] = field(default_factory=list)
     accuracy: list[float] = field(default_factory=list)
     wire_bytes: list[int] = field(default_factory=list)
+    uses_exchange: list[bool] = field(default_factory=list)
     diverged: bool = False
     stale: float | None = None
 

@@ -100,16 +100,23 @@ class EmulatedExchange:
             slices.append(one)
         return slices
 
-    def average(self, gradients: Sequence[Sequence[torch.Tensor]], step: int) -> list[torch.Tensor]:
+    def average(
+        self,
+        gradients: Sequence[Sequence[torch.Tensor]],
+        step: int,
+        tensors: Sequence[int] | None = None,
+    ) -> list[torch.Tensor]:
         """Return what every worker decodes, for each tensor.
 
         Args:
             gradients: of each worker, of each tensor, f32.
             step: number of the step.
+            tensors: numbers of those that are exchanged; None: all.
         """
         self.push_bytes = self.broadcast_bytes = 0.0
         means = []
-        for number, slices in enumerate(self.slices):
+        given = range(len(self.slices)) if tensors is None else tensors
+        for number, slices in enumerate(self.slices[tensor] for tensor in given):
             flat = [worker[number].reshape(-1) for worker in gradients]
             mean = torch.empty_like(flat[0])
             for one in slices:

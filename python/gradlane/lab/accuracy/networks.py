@@ -1,4 +1,4 @@
-"""The four networks of the study: small enough for many seeds, each of another kind.
+"""The networks of the study: small enough for many seeds, each of another kind.
 
 All draw their parameters from torch's global generator, which the study seeds.
 """
@@ -13,6 +13,8 @@ from gradlane.lab.workloads.char_transformer import SYMBOLS
 
 CONTEXT = 32
 """Characters that a language model sees at once."""
+LONG_CONTEXT = 64
+"""Characters that the larger one sees."""
 
 
 class Mlp(nn.Module):
@@ -95,19 +97,25 @@ class CharLstm(nn.Module):
 class SmallTransformer(nn.Module):
     """A decoder-only transformer of two blocks over characters: 114,657 parameters."""
 
-    def __init__(self) -> None:
-        """Create the layers."""
+    def __init__(self, size: int = 64, blocks: int = 2, context: int = CONTEXT) -> None:
+        """Create the layers.
+
+        Args:
+            size: of a symbol's vector.
+            blocks: number of them.
+            context: characters that are seen at once.
+        """
         super().__init__()
-        self.symbols = nn.Embedding(SYMBOLS, 64)
-        self.positions = nn.Embedding(CONTEXT, 64)
+        self.symbols = nn.Embedding(SYMBOLS, size)
+        self.positions = nn.Embedding(context, size)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(
-                64, 4, 256, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+                size, 4, 4 * size, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
             )
-            for _ in range(2)
+            for _ in range(blocks)
         )
-        self.norm = nn.LayerNorm(64)
-        self.output = nn.Linear(64, SYMBOLS)
+        self.norm = nn.LayerNorm(size)
+        self.output = nn.Linear(size, SYMBOLS)
 
     def forward(self, symbols: torch.Tensor) -> torch.Tensor:
         """Map symbols (samples, length) to scores of the next ones (samples, length, 97)."""
@@ -120,3 +128,11 @@ class SmallTransformer(nn.Module):
             values = block(values, src_mask=mask, is_causal=True)
         scores: torch.Tensor = self.output(self.norm(values))
         return scores
+
+
+class LanguageModel(SmallTransformer):
+    """A decoder-only transformer of four blocks over characters: 826,465 parameters."""
+
+    def __init__(self) -> None:
+        """Create the layers."""
+        super().__init__(size=128, blocks=4, context=LONG_CONTEXT)

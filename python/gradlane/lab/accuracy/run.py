@@ -1,9 +1,10 @@
 """A run of the study: its task, its scheme and their numbers.
 
-Schemes are names of codecs and of asynchronous rules, as text.
+Schemes are names of codecs and of rules, as text.
 
-`asgd` is asynchronous training (R5 of the P3 paper's comparison); everything else is the text of a
-codec, with `p3` for full precision, which is what P3 sends.
+`asgd` is asynchronous training (R5 of the P3 paper's comparison), `local` local updates, with a
+codec behind a plus sign where there is one, and `powersgd` DDP's hook; everything else is the text
+of a codec, with `p3` for full precision, which is what P3 sends.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from dataclasses import dataclass
 
 from gradlane.codecs import Codec
 from gradlane.lab.accuracy.tasks import Task, task_of
+from gradlane.training.options.local_updates import NAME as LOCAL
+from gradlane.training.options.local_updates import Local, parse_local
 
 FULL_PRECISION = "p3"
 REAL = "real"
+POWER_SGD_RANK = 4
+"""Columns of a factor where the text does not say."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class StudyScheme:
         order: of asynchronous workers: `"round"`, one after another, `"random"`, or `"real"`, that
             of processes which run beside each other.
         lr_share: of the task's learning rate, for each gradient that is applied alone.
+        local: local updates, or None.
+        power_sgd_rank: of PowerSGD's factors; 0: there are none.
     """
 
     text: str
@@ -35,6 +42,8 @@ class StudyScheme:
     is_asynchronous: bool = False
     order: str = "round"
     lr_share: float = 1.0
+    local: Local | None = None
+    power_sgd_rank: int = 0
 
     def codec_for(self, optimizer: str, steps: int, momentum: float) -> str:
         """Return the codec of a training; `dgc` is told what the task's optimizer leaves to it.
@@ -62,7 +71,8 @@ def parse_scheme(text: str, workers: int) -> StudyScheme:
     """Return the scheme with this text.
 
     Args:
-        text: `p3`, `asgd`, `asgd:order=real,lr=mean`, or a codec.
+        text: `p3`, `asgd`, `asgd:order=real,lr=mean`, `local:steps=32,fragments=4`,
+            `local:outer=average + qsgd:bits=8`, `powersgd:rank=2`, or a codec.
         workers: whose number divides the learning rate where `lr=mean`.
 
     Raises:
@@ -72,6 +82,14 @@ def parse_scheme(text: str, workers: int) -> StudyScheme:
     if text == FULL_PRECISION:
         return StudyScheme(text)
     name, _, options = text.partition(":")
+    if name == LOCAL:
+        local, _, codec = text.partition("+")
+        return StudyScheme(text, Codec(codec.strip() or "f32").spec, local=parse_local(local))
+    if name == "powersgd":
+        given = options.removeprefix("rank=") if options else str(POWER_SGD_RANK)
+        if not given.isdecimal() or not 1 <= int(given) <= 64:
+            raise ValueError(f"{text!r}: powersgd has one option, rank=1 to 64")
+        return StudyScheme(text, power_sgd_rank=int(given))
     if name != "asgd":
         return StudyScheme(text, Codec(text).spec)
     values = {"order": "round", "lr": "full"}

@@ -6,6 +6,7 @@ after every run; a run that is in it is not made again.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from gradlane.lab.accuracy.asynchronous import check_ranks
+from gradlane.lab.accuracy.curve import TrainingCurve
 from gradlane.lab.accuracy.exchange import ALL, CONVOLUTIONS, LAYERS
 from gradlane.lab.accuracy.run import FULL_PRECISION, REAL, Run, parse_scheme
-from gradlane.lab.accuracy.tasks import CIFAR10, TASKS, task_of
-from gradlane.lab.accuracy.timing import step_s
+from gradlane.lab.accuracy.tasks import CIFAR10, LANGUAGE, TASKS, task_of
+from gradlane.lab.accuracy.timing import local_steps_s, step_s
 from gradlane.lab.accuracy.training import train
 from gradlane.lab.runs.folder import PresetFolder
 from gradlane.lab.runs.rows import read_json, save_lines
@@ -67,6 +69,24 @@ SETTINGS = ("", "/lr=0.025", "/lr=0.1", "/momentum=0.8", "/lr=0.025/momentum=0.9
 PAPERS_DGC = "dgc:ratio=0.001,broadcast_ratio=0.004"
 PAPERS_ASGD = ("asgd", "asgd:lr=mean", "asgd:order=real", "asgd:order=real,lr=mean")
 LAYER_SCHEMES = ("qsgd:bits=2", "onebit:bucket=64")
+BETWEEN_SCHEMES = (
+    FULL_PRECISION,
+    "bf16",
+    "qsgd:bits=8",
+    "qsgd:bits=4",
+    "powersgd",
+    "local:steps=8,outer=average",
+    "local:steps=8",
+    "local:steps=32",
+    "local:steps=128",
+    "local:steps=32,fragments=4,overlap_steps=4,mix=0.5",
+)
+SPARSE_RATIO = 0.02
+SPARSE_LOCO = (
+    "local:steps={steps},outer=average + "
+    f"topk:ratio={SPARSE_RATIO},broadcast_ratio={{ratio:g}},bits=2,bucket=4096,decay=0.95"
+)
+"""SparseLoCo, with room for what all workers have sent on the way back."""
 NODES = (8, 16)
 """Workers beside the study's, with as many samples in all."""
 EVERY = "all"
@@ -159,7 +179,7 @@ def runs_of(
         raise ValueError(f"seeds is {seeds}, but must be from 1 to 1000")
     if not 2 <= workers <= 16:
         raise ValueError(f"workers is {workers}, but must be from 2 to 16")
-    chosen = list(tasks or (name for name in TASKS if name != CIFAR10))
+    chosen = list(tasks or (name for name in TASKS if name not in (CIFAR10, LANGUAGE)))
     pairs = [
         (task, scheme, ALL)
         for scheme in (schemes or (QUICK_SCHEMES if quick and not every else SCHEMES))
@@ -180,6 +200,27 @@ def runs_of(
         for seed in range(seeds)
         for task, scheme, layers in pairs
     ]
+
+
+def between_runs(
+    *, quick: bool, tasks: Sequence[str] = (), seeds: int | None = None, workers: int = WORKERS
+) -> list[Run]:
+    """Return the runs that compare fewer bits with fewer exchanges, seed by seed.
+
+    Args:
+        quick: fewer steps and seeds.
+        tasks: the language model where none is named.
+        seeds: how many; None: 5, or 3 where it is quick.
+        workers: how many are emulated.
+    """
+    sparse = [SPARSE_LOCO.format(steps=steps, ratio=SPARSE_RATIO * workers) for steps in (8, 32)]
+    return runs_of(
+        quick=quick,
+        tasks=tasks or (LANGUAGE,),
+        schemes=(*BETWEEN_SCHEMES, *sparse),
+        seeds=seeds,
+        workers=workers,
+    )
 
 
 def paper_runs(seeds: int) -> list[Run]:
@@ -216,10 +257,7 @@ def make_run(run: Run, progress: LabProgress) -> Result:
     curve = train(run, progress.advance)
     sizes = [parameter.numel() for parameter in task.build(0).parameters()]
     mean_bytes = sum(curve.wire_bytes) / len(curve.wire_bytes)
-    times_s = {
-        str(rate_bps): _times_s(run, curve.wire_bytes, rate_bps, curve.evaluated)
-        for rate_bps in RATES_BPS
-    }
+    times_s = {str(rate_bps): _times_s(run, curve, rate_bps) for rate_bps in RATES_BPS}
     return Result(
         **asdict(run),
         codec=scheme.codec_for(task.optimizer, run.steps, task.momentum),
@@ -240,14 +278,15 @@ def make_run(run: Run, progress: LabProgress) -> Result:
     )
 
 
-def _times_s(
-    run: Run, wire_bytes: Sequence[int], rate_bps: int, evaluated: Sequence[int]
-) -> list[float]:
+def _times_s(run: Run, curve: TrainingCurve, rate_bps: int) -> list[float]:
     """Return the nominal time at each evaluation."""
-    ends_s = [0.0]
-    for one in wire_bytes:
-        ends_s.append(ends_s[-1] + step_s(run.task, one, float(rate_bps), run.workers))
-    return [ends_s[steps] for steps in evaluated]
+    where = (float(rate_bps), run.workers)
+    if curve.uses_exchange:
+        steps_s = local_steps_s(run.task, curve.wire_bytes, curve.uses_exchange, *where)
+    else:
+        steps_s = [step_s(run.task, one, *where) for one in curve.wire_bytes]
+    ends_s = [0.0, *itertools.accumulate(steps_s)]
+    return [ends_s[steps] for steps in curve.evaluated]
 
 
 def read_results(path: Path) -> list[Result]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ IMAGE_BATCH = 16
 TEXT_BATCH = 8
 HELD_OUT_WINDOWS = 128
 CIFAR10 = "cifar10"
+LANGUAGE = "language"
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,11 @@ class Task:
         scores = model(inputs)
         return functional.cross_entropy(scores.flatten(0, -2), targets.flatten())
 
+    def clip_gradients(self, model: nn.Module) -> None:
+        """Clip a model's gradients, where the task does."""
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+
     def evaluate(self, model: nn.Module) -> tuple[float, float]:
         """Return loss and accuracy on the held-out samples."""
         inputs, targets = self.held_out()
@@ -128,26 +134,28 @@ def _text() -> torch.Tensor:
     return torch.from_numpy(standard_library_text())
 
 
-def _windows(starts: list[int]) -> Batch:
+def _windows(starts: list[int], context: int) -> Batch:
     text = _text()
-    windows = torch.stack([text[at : at + networks.CONTEXT + 1] for at in starts]).long()
+    windows = torch.stack([text[at : at + context + 1] for at in starts]).long()
     return windows[:, :-1], windows[:, 1:]
 
 
-def _text_batch(seed: int, worker: int, workers: int, step: int) -> Batch:
-    training = len(_text()) * 9 // 10 - networks.CONTEXT - 1
+def _text_batch(
+    seed: int, worker: int, workers: int, step: int, context: int = networks.CONTEXT
+) -> Batch:
+    training = len(_text()) * 9 // 10 - context - 1
     share = training // workers
     starts = [
         worker * share + hash_of(seed, worker, step, sample) % share for sample in range(TEXT_BATCH)
     ]
-    return _windows(starts)
+    return _windows(starts, context)
 
 
-@lru_cache(maxsize=1)
-def _held_out_text() -> Batch:
+@lru_cache(maxsize=2)
+def _held_out_text(context: int = networks.CONTEXT) -> Batch:
     first = len(_text()) * 9 // 10
-    stride = (len(_text()) - first - networks.CONTEXT - 1) // HELD_OUT_WINDOWS
-    return _windows([first + stride * window for window in range(HELD_OUT_WINDOWS)])
+    stride = (len(_text()) - first - context - 1) // HELD_OUT_WINDOWS
+    return _windows([first + stride * window for window in range(HELD_OUT_WINDOWS)], context)
 
 
 _IMAGES: dict[str, Any] = {"batch": _image_batch, "held_out": _held_out_images, "steps": 440}
@@ -187,6 +195,18 @@ _ALL = (
         lr=2e-3,
         quick_steps=120,
         **_TEXT,
+    ),
+    Task(
+        LANGUAGE,
+        f"a larger transformer that {_LIBRARY}",
+        networks.LanguageModel,
+        partial(_text_batch, context=networks.LONG_CONTEXT),
+        partial(_held_out_text, networks.LONG_CONTEXT),
+        optimizer="adamw",
+        lr=1e-3,
+        steps=768,
+        quick_steps=64,
+        compute_s=0.01,
     ),
     Task(
         CIFAR10,

@@ -11,8 +11,10 @@ from torch import nn
 from gradlane.lab.accuracy.asynchronous import train_on_ranks
 from gradlane.lab.accuracy.curve import TrainingCurve, evaluation_steps
 from gradlane.lab.accuracy.exchange import EmulatedExchange
+from gradlane.lab.accuracy.local_training import train_locally
+from gradlane.lab.accuracy.power_sgd import PowerSgdExchange
 from gradlane.lab.accuracy.run import REAL, Run
-from gradlane.lab.accuracy.tasks import Task, task_of
+from gradlane.lab.accuracy.tasks import task_of
 
 
 def train(run: Run, advance: Callable[[int], None] = lambda steps: None) -> TrainingCurve:
@@ -32,6 +34,8 @@ def train(run: Run, advance: Callable[[int], None] = lambda steps: None) -> Trai
         scheme = run.parsed()[1]
         if scheme.order == REAL:
             return train_on_ranks(run, advance)
+        if scheme.local is not None:
+            return train_locally(run, advance)
         return (_train_alone if scheme.is_asynchronous else _train_together)(run, advance)
     finally:
         torch.set_num_threads(threads)
@@ -42,7 +46,15 @@ def _train_together(run: Run, advance: Callable[[int], None]) -> TrainingCurve:
     model = task.build(run.seed)
     optimizer = task.make_optimizer(model, momentum=not scheme.takes_momentum)
     codec = scheme.codec_for(task.optimizer, run.steps, task.momentum)
-    exchange = EmulatedExchange(model, codec, workers=run.workers, seed=run.seed, layers=run.layers)
+    exchange: EmulatedExchange | PowerSgdExchange
+    if scheme.power_sgd_rank:
+        exchange = PowerSgdExchange(
+            model, scheme.power_sgd_rank, workers=run.workers, seed=run.seed
+        )
+    else:
+        exchange = EmulatedExchange(
+            model, codec, workers=run.workers, seed=run.seed, layers=run.layers
+        )
     parameters = list(model.parameters())
     curve = TrainingCurve()
     stops = set(evaluation_steps(run.steps))
@@ -51,7 +63,8 @@ def _train_together(run: Run, advance: Callable[[int], None]) -> TrainingCurve:
         gradients = [_gradient(run, model, worker, step) for worker in range(run.workers)]
         for parameter, mean in zip(parameters, exchange.average(gradients, step), strict=True):
             parameter.grad = mean
-        _update(task, parameters, optimizer)
+        task.clip_gradients(model)
+        optimizer.step()
         curve.wire_bytes.append(round(exchange.push_bytes + exchange.broadcast_bytes))
         if step + 1 in stops:
             curve.note(step + 1, task, model)
@@ -89,7 +102,8 @@ def _train_alone(run: Run, advance: Callable[[int], None]) -> TrainingCurve:
         _copy(newest, parameters)
         for parameter, own in zip(parameters, gradient, strict=True):
             parameter.grad = own
-        _update(task, parameters, optimizer)
+        task.clip_gradients(model)
+        optimizer.step()
         newest = [parameter.detach().clone() for parameter in parameters]
         pulled[worker] = newest
         stale += (update - version_of[worker]) / updates
@@ -108,14 +122,6 @@ def _gradient(run: Run, model: nn.Module, worker: int, step: int) -> list[torch.
     task = task_of(run.task)
     loss = task.loss(model, task.batch(run.seed, worker, run.workers, step))
     return [one.contiguous() for one in torch.autograd.grad(loss, list(model.parameters()))]
-
-
-def _update(
-    task: Task, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
-) -> None:
-    if task.clip is not None:
-        torch.nn.utils.clip_grad_norm_(parameters, task.clip)
-    optimizer.step()
 
 
 def _copy(values: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> None:

@@ -33,7 +33,7 @@ from gradlane.planning.advice.verdict import (
     own_exact,
     verdict_on,
 )
-from gradlane.planning.simulation.grid import SimulatedRow
+from gradlane.planning.simulation.grid import WORKER, SimulatedRow
 from gradlane.planning.simulation.scenarios import DDP, FORMULAS, IN_NETWORK, RING_FUSED
 from gradlane.training.node.rules import NODE_STRATEGIES
 from gradlane.training.options.codec_options import RAW
@@ -176,7 +176,9 @@ def without_link(rows: Sequence[SimulatedRow]) -> list[SimulatedRow]:
 def _by_need(rows: Sequence[SimulatedRow]) -> dict[_NeedKey, list[SimulatedRow]]:
     groups: dict[_NeedKey, list[SimulatedRow]] = {}
     for row in rows:
-        groups.setdefault(_need_key(row), []).append(row)
+        # Under local updates a faster link is not what helps.
+        if row.update == WORKER:
+            groups.setdefault(_need_key(row), []).append(row)
     return groups
 
 
@@ -288,11 +290,15 @@ def _cells(rows: Sequence[SimulatedRow]) -> list[tuple[int, int, float]]:
 
 def _baseline(rows_here: Sequence[SimulatedRow]) -> SimulatedRow:
     """Return the row that changes are compared with, of those of one cluster and rate."""
-    # A strategy with other results is none, unless only that was simulated.
-    rows_here = [row for row in rows_here if row.strategy != ASGD] or rows_here
+    rows_here = _with_own_results(rows_here)
     least = min(row.compression for row in rows_here)
     plain = [row for row in rows_here if row.compression == least]
     return min(plain, key=lambda row: BASELINES.index(row.strategy))
+
+
+def _with_own_results(rows: Sequence[SimulatedRow]) -> list[SimulatedRow]:
+    """Return the rows that learn what DDP does; all, where only others were simulated."""
+    return [row for row in rows if row.strategy != ASGD and row.update == WORKER] or list(rows)
 
 
 def _need_key(it: SimulatedRow | RequiredLink) -> _NeedKey:
@@ -309,8 +315,7 @@ def _advise_cluster(
 ) -> ClusterAdvice:
     """Return the advice for one rate; `rows` are all with the same workers on the same nodes."""
     asked = [row for row in rows if row.rate_bps == rate_bps]
-    # A strategy with other results is no advice, unless only that was simulated.
-    rows = [row for row in rows if row.strategy != ASGD] or rows
+    rows = _with_own_results(rows)
     rows_here = [row for row in rows if row.rate_bps == rate_bps]
     baseline = _baseline(rows_here)
     plain = [row for row in rows_here if row.compression == baseline.compression]

@@ -14,6 +14,7 @@ from typing import Any
 from gradlane.formats.rates import format_rate
 from gradlane.planning.advice.causes import GOAL
 from gradlane.planning.advice.faults import COLUMNS, cells_of
+from gradlane.planning.simulation.grid import WORKER
 from gradlane.report.page import (
     Block,
     Cell,
@@ -126,6 +127,8 @@ def _series(row: Row) -> str:
         name += f" {row['topology']}"
     if row.get("codec") not in (None, "raw"):
         name += f" {row['codec']}"
+    if row.get("update") not in (None, WORKER):
+        name += f" {row['update']}"
     return name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradlane.planning.simulation.grid import SimulatedRow
+from gradlane.planning.simulation.grid import WORKER, SimulatedRow
 from gradlane.planning.simulation.scenarios import (
     DDP,
     IN_NETWORK,
@@ -19,12 +19,14 @@ from gradlane.training.options.strategy import ASGD, RING
 
 OTHER_ROUNDINGS = (RING, *SCHEME_STRATEGIES, *NODE_STRATEGIES)
 """Strategies whose sums differ from those of servers in the last bits only."""
-EXACT, ROUNDINGS, SWITCH, BITS, STALE = "exact", "roundings", "switch", "bits", "stale"
+EXACT, ROUNDINGS, SWITCH, BITS = "exact", "roundings", "switch", "bits"
+RARE, STALE = "rare", "stale"
 COSTS = {
     EXACT: "with exact gradients",
     ROUNDINGS: "with sums in another order, and so other roundings",
     SWITCH: "with a switch that adds up",
     BITS: "with gradients of fewer bits, which changes what is learned",
+    RARE: "with rare exchanges, which changes what is learned",
     STALE: "with gradients that are applied late, which changes what is learned",
 }
 """Kinds of costs, the smallest first."""
@@ -63,6 +65,8 @@ def cost_of(row: SimulatedRow) -> str | None:
         return None
     if row.strategy == ASGD:
         return STALE
+    if row.update != WORKER:
+        return RARE
     if row.codec != RAW:
         return BITS
     if row.strategy == IN_NETWORK:
@@ -75,6 +79,8 @@ def cost_of(row: SimulatedRow) -> str | None:
 def offer_name(row: SimulatedRow) -> str:
     """Return the strategy of a row, with its codec."""
     name = "DDP" if row.strategy == DDP else row.strategy
+    if row.update != WORKER:
+        name += f" with {row.update}"
     return name if row.codec == RAW else f"{name} in {row.codec}"
 
 

@@ -9,13 +9,21 @@ from typing import Any
 from gradlane.planning.simulation.bound import bound_step_s, port_bytes
 from gradlane.planning.simulation.codec_costs import codecs_in, wire_bytes
 from gradlane.planning.simulation.ddp import ddp_step_s
+from gradlane.planning.simulation.local_updates import (
+    fragment_profiles,
+    local_step_s,
+    outer_state_bytes,
+)
 from gradlane.planning.simulation.paths import Paths
 from gradlane.planning.simulation.profiles import Profile, timings_in
 from gradlane.planning.simulation.scenarios import (
     DDP,
+    FORMULAS,
     IN_NETWORK,
     RING_FUSED,
     Cluster,
+    check_rounds,
+    columns_of,
     local_sums,
     machines_of,
     narrow_tensors,
@@ -28,6 +36,7 @@ from gradlane.planning.simulation.scenarios import (
 from gradlane.planning.simulation.threads import in_threads
 from gradlane.training.options.codec_choice import CodecChoice, codec_rules
 from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.local_updates import Local
 from gradlane.training.options.stragglers import LEAVES_OUT, WAIT
 from gradlane.training.options.strategy import (
     ADAM,
@@ -37,6 +46,8 @@ from gradlane.training.options.strategy import (
     ring_ranks,
 )
 
+WORKER = "worker"
+"""Each gradient is averaged, and the ranks' optimizers step alike."""
 TensorSchemes = Mapping[str, Mapping[str, Any]]
 """Schemes of tensors, as scenarios have them."""
 GOODPUT_SHARE = 1448 / 1514
@@ -95,6 +106,12 @@ class SimulatedRow:
     """By rank, the share of steps that it passed."""
     clip: bool = False
     """Whether gradients are clipped by the norm of all of them."""
+    update: str = WORKER
+    """`worker`, or local updates: step, bytes and bound are means over a round then."""
+    outer_bytes: int | None = None
+    """Memory that local updates take on a rank beside exact training's."""
+    sharded: bool = False
+    """Whether the model is sharded within each node."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row with the units in its keys."""
@@ -112,6 +129,7 @@ def clusters_of(
     codecs: Sequence[str] = (RAW,),
     ranks_per_node: Sequence[int] = (1,),
     rules: Sequence[str] = (WAIT,),
+    updates: Sequence[Local | None] = (None,),
     on_left_out: Callable[[str], None] = lambda reason: None,
 ) -> list[Cluster]:
     """Return every valid combination.
@@ -134,6 +152,7 @@ def clusters_of(
             codec=codec,
             ranks_per_node=node_size,
             stragglers=rule,
+            update=update,
         )
         for count in workers
         for node_size in ranks_per_node
@@ -141,6 +160,7 @@ def clusters_of(
         for compression in compressions
         for strategy in strategies
         for codec in (codecs if strategy != DDP else (RAW,))
+        for update in (updates if strategy not in FORMULAS else (None,))
         for topology in (topologies if strategy == RING_FUSED else ("flat",))
         for rule in (rules if strategy in LEAVES_OUT else (WAIT,))
     ]
@@ -199,10 +219,60 @@ def simulate(
     Raises:
         ValueError: the cluster makes no sense.
     """
+    check_rounds(replace(cluster, sharded=False) if cluster.strategy == DDP else cluster)
+    if cluster.update is not None:
+        return _local_row(profile, cluster), None
+    if cluster.sharded:
+        return _sharded_row(profile, cluster), None
     if cluster.strategy == DDP:
         return _row(profile, cluster, _ddp_report(profile, cluster)), None
     result = run_scenario(scenario_of(profile, cluster, trace=is_traced, trace_ranks=1))
     return _row(profile, cluster, result["report"]), result.get("trace")
+
+
+def _local_row(profile: Profile, cluster: Cluster) -> SimulatedRow:
+    """Simulate the exchanges of a round, each by itself, and put the mean step together."""
+    assert cluster.update is not None
+    local, exact = cluster.update, replace(cluster, update=None)
+    parts = [simulate(part, exact)[0] for part in fragment_profiles(profile, local)]
+    # Every exchange waits for the slowest rank.
+    compute_s = profile.compute_s * (1.0 + cluster.compute_spread)
+    step_s = local_step_s(compute_s, [part.step_s for part in parts], local)
+    bound_s = local_step_s(profile.compute_s, [part.bound_step_s for part in parts], local)
+    sent = [part.tx_bytes_per_step or 0.0 for part in parts]
+    tx_bytes = sum(sent) / local.steps
+    encoded = _compression(profile, exact)
+    return replace(
+        parts[0],
+        compression=round(encoded * local.steps, 2),
+        scaling_factor=profile.compute_s / step_s,
+        step_s=step_s,
+        first_step_s=step_s,
+        compute_s=profile.compute_s,
+        bound_step_s=bound_s,
+        bound_scaling_factor=profile.compute_s / bound_s,
+        samples_per_s=cluster.workers * profile.batch_size / step_s,
+        tx_utilization=8 * tx_bytes / cluster.rate_bps / step_s,
+        io_utilization=sum(part.io_utilization * part.step_s for part in parts)
+        / local.steps
+        / step_s,
+        tx_bytes_per_step=tx_bytes,
+        update=local.text,
+        outer_bytes=outer_state_bytes(profile, local, _choices(profile, exact), cluster.workers),
+    )
+
+
+def _sharded_row(profile: Profile, cluster: Cluster) -> SimulatedRow:
+    """Simulate the nodes of a sharded model, each behind its port; DDP is torch's HSDP then."""
+    row = simulate(profile, columns_of(cluster))[0]
+    return replace(
+        row,
+        workers=cluster.workers,
+        ranks_per_node=cluster.ranks_per_node,
+        samples_per_s=cluster.workers * profile.batch_size / row.step_s,
+        clip=cluster.clip,
+        sharded=True,
+    )
 
 
 def _ddp_report(profile: Profile, cluster: Cluster) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from gradlane.planning.simulation.scenarios import (
 )
 from gradlane.training.options.codec_choice import codec_rules, unused_codec_option
 from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.local_updates import Local
 from gradlane.training.options.stragglers import LEAVES_OUT, WAIT
 from gradlane.training.options.strategy import ASGD, RING
 
@@ -25,6 +26,7 @@ def check_effects(
     ranks_per_node: Sequence[int],
     codecs: Sequence[str],
     rules: Sequence[str],
+    updates: Sequence[Local | None] = (None,),
 ) -> None:
     """Check that every option that was given has an effect on one of the strategies.
 
@@ -35,6 +37,7 @@ def check_effects(
         ranks_per_node: in turn.
         codecs: in turn.
         rules: for late ranks, in turn.
+        updates: local updates, in turn; None: none.
 
     Raises:
         ValueError: one has none; the message names it and a strategy that it is for.
@@ -52,6 +55,8 @@ def check_effects(
     given: tuple[tuple[str, bool, bool, str], ...] = (
         ("--slice-elems", base.slice_elems is not None, bool(engine), any_engine),
         ("--codec", encoded, bool(engine) or is_fused, any_engine),
+        ("--update", any(one is not None for one in updates), bool(engine), any_engine),
+        ("--sharded", base.sharded, bool(engine), any_engine),
         ("--servers", servers, bool(with_servers), "p3, or another strategy with servers"),
         (
             "--stragglers",

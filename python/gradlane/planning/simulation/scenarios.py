@@ -25,9 +25,10 @@ from gradlane.planning.simulation.straggler import StragglerSpec
 from gradlane.training.node.parts import cut_into_parts
 from gradlane.training.node.rules import NODE_STRATEGIES
 from gradlane.training.options import strategy as strategies
-from gradlane.training.options.codec_choice import codec_rules, local_clip
+from gradlane.training.options.codec_choice import codec_features, codec_rules, local_clip
 from gradlane.training.options.codec_options import RAW, ROUNDING
-from gradlane.training.options.compatibility import refusal
+from gradlane.training.options.compatibility import Feature, refusal
+from gradlane.training.options.local_updates import Local
 from gradlane.training.options.stragglers import (
     AHEAD_STEPS,
     WAIT,
@@ -62,6 +63,8 @@ LATE_STEPS = 60
 """Simulated steps with stragglers: bursts hit only a few of them."""
 LATE_JITTER = 0.01
 """`compute_jitter` with stragglers: exactly equal ranks would always arrive in the same order."""
+LANES_MAX = 64
+"""Connections of a pair that the simulator takes."""
 REPRESENTATIVES = 8
 """Simulated ranks in place of many ranks that own no slice."""
 
@@ -91,6 +94,11 @@ class Cluster:
     """Workers on each node, which share its port."""
     local: str = "off"
     """Sums on nodes, as in `gradlane.init`; `NODE_STRATEGIES` imply theirs."""
+    update: Local | None = None
+    """Local updates, with an exchange every so many steps; None: one in each step."""
+    sharded: bool = False
+    """True if `fully_shard` shards the model within each node: ranks of the same shard average
+    theirs, all ranks of a node behind one port."""
     latency_s: float = 0.0
     paths: Paths = field(default_factory=Paths)
     """Ports and ways between machines that are not all alike."""
@@ -145,6 +153,8 @@ class Cluster:
         """
         if not 0.0 <= self.latency_s <= LATENCY_MAX_S:
             raise ValueError(f"latency-s is {self.latency_s}; use 0 to {LATENCY_MAX_S:g} seconds")
+        if self.sharded and self.ranks_per_node < 1:
+            raise ValueError(f"ranks-per-node is {self.ranks_per_node}; use 1 or more")
         if self.workers_per_node < 1:
             raise ValueError(f"workers-per-node is {self.workers_per_node}; use 1 or more")
 
@@ -177,6 +187,59 @@ def nodes_refusal(cluster: Cluster) -> str:
     if node_size == 1 and local_sums(cluster) != "off":
         return f"{cluster.strategy} adds up on nodes, and each has one rank"
     return ""
+
+
+def check_rounds(cluster: Cluster) -> None:
+    """Check that what is simulated in parts of a step, or of a round, exists.
+
+    Raises:
+        ValueError: local updates or a sharded model do not go with the other settings.
+    """
+    if cluster.update is None and not cluster.sharded:
+        return
+    name = cluster.strategy
+    features = strategies.strategy_features(
+        engine_strategy(name),
+        "worker",
+        strategies.SFB if name in SCHEME_STRATEGIES or cluster.schemes else "",
+        cluster.stragglers,
+    )
+    features |= codec_features(codec_rules(cluster.codec), on_ring=name == strategies.RING)
+    if cluster.serving:
+        features[Feature.SERVING] = f"{cluster.serving} ranks that serve only"
+    if cluster.update is not None:
+        features[Feature.LOCAL] = f"--update {cluster.update.text}"
+    if cluster.sharded:
+        features[Feature.FSDP] = "--sharded"
+        if local_sums(cluster) != "off":
+            features[Feature.NODES] = f"--strategy {name}"
+        if cluster.servers is not None:
+            features[Feature.SERVERS] = f"servers={cluster.servers}"
+    why = refusal(features)
+    if not why and (name in (*FORMULAS, IN_NETWORK) or cluster.straggler is not None):
+        what = "a rank that is stopped" if cluster.straggler is not None else name
+        why = f"{what} with --update or --sharded is not simulated: use p3"
+    if why:
+        raise ValueError(why)
+
+
+def columns_of(cluster: Cluster) -> Cluster:
+    """Return a sharded model's nodes as ranks, whose ports carry what theirs carry.
+
+    A node's ranks each have a shard, connections and threads of their own; together they exchange
+    the model once with each other node. Every rank waits for all of its means at the end of
+    backward.
+    """
+    each = cluster.ranks_per_node
+    return replace(
+        cluster,
+        workers=cluster.workers // each,
+        ranks_per_node=1,
+        sharded=False,
+        clip=True,
+        lanes=min(cluster.lanes * each, LANES_MAX),
+        work_threads=cluster.work_threads * each,
+    )
 
 
 def _nodes(profile: Profile, cluster: Cluster) -> dict[str, Any]:

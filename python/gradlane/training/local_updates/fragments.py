@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from gradlane.training.local_updates.rounds import balance
 from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 
@@ -15,8 +16,7 @@ def divide(
     """Divide the trained parameters of a model into fragments, the same on all ranks.
 
     A layer is a module with trained parameters of its own; one that several modules hold goes with
-    the first. In the order of the model each layer joins the fragment with the fewest bytes, so
-    that equal layers are interleaved, as in Streaming DiLoCo.
+    the first. Equal layers are interleaved, as in Streaming DiLoCo (`balance`).
 
     Args:
         model: the user's.
@@ -30,18 +30,8 @@ def divide(
         ValueError: there are fewer layers.
     """
     layers = _layers(model, trained)
-    if len(layers) < fragments:
-        raise ValueError(
-            f"fragments is {fragments}, but the model has {len(layers)} layers with trained "
-            f"parameters, and a fragment holds whole layers: give {len(layers)} or fewer"
-        )
-    held: list[list[int]] = [[] for _ in range(fragments)]
-    nbytes = [0] * fragments
-    for layer in layers:
-        least = min(range(fragments), key=lambda number: (nbytes[number], number))
-        held[least] += layer
-        nbytes[least] += sum(trained[index].nbytes for index in layer)
-    return [tuple(sorted(one)) for one in held]
+    held = balance([sum(trained[index].nbytes for index in layer) for layer in layers], fragments)
+    return [tuple(sorted(index for layer in one for index in layers[layer])) for one in held]
 
 
 def _layers(model: nn.Module, trained: Sequence[TensorEntry]) -> list[list[int]]:

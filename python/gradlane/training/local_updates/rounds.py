@@ -1,4 +1,5 @@
-"""The turns of fragments: which one is exchanged after which step, and what moved since.
+"""The turns of fragments: what each holds, which one is exchanged after which step, and what moved
+since.
 
 All ranks count alike: a round has `steps` steps of each rank's own optimizer, spread over the
 fragments, and begins anew at every point that all ranks meet at.
@@ -6,10 +7,40 @@ fragments, and begins anew at every point that all ranks meet at.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from gradlane.training.options.local_updates import Local
+
+
+def balance(layer_bytes: Sequence[int], fragments: int) -> list[list[int]]:
+    """Divide layers into fragments of about equal bytes, equal layers interleaved.
+
+    In the order of the model each layer joins the fragment with the fewest bytes.
+
+    Args:
+        layer_bytes: of each layer.
+        fragments: number of them.
+
+    Returns:
+        Numbers of layers, by fragment.
+
+    Raises:
+        ValueError: there are fewer layers.
+    """
+    if len(layer_bytes) < fragments:
+        raise ValueError(
+            f"fragments is {fragments}, but the model has {len(layer_bytes)} layers with trained "
+            f"parameters, and a fragment holds whole layers: give {len(layer_bytes)} or fewer"
+        )
+    held: list[list[int]] = [[] for _ in range(fragments)]
+    nbytes = [0] * fragments
+    for layer, own in enumerate(layer_bytes):
+        least = min(range(fragments), key=lambda number: (nbytes[number], number))
+        held[least].append(layer)
+        nbytes[least] += own
+    return held
 
 
 @dataclass

@@ -30,6 +30,7 @@ from gradlane.training.options.codec_options import (
     codec_text,
     parse_codec,
 )
+from gradlane.training.options.compatibility import Feature
 
 QUANTIZED_SHARE = 0.99
 """More than this share of all parameters is encoded where one codec is given for all."""
@@ -195,6 +196,30 @@ def without_clip(codec: str) -> str:
     """Return a codec's text without its `clip`."""
     options = parse_codec(codec)
     return replace(options, clip=0.0).text if isinstance(options, Dgc) else codec
+
+
+def codec_features(rules: CodecRules, *, on_ring: bool) -> dict[Feature, str]:
+    """Return what a codec asks for beside itself, each in words.
+
+    Args:
+        rules: checked.
+        on_ring: whether tensors go round a ring.
+    """
+    found: dict[Feature, str] = {}
+    for text in _codecs_of(rules):
+        parsed = parse_codec(text)
+        has_residual = isinstance(parsed, Dgc) or getattr(parsed, "residual", False)
+        is_integer = isinstance(parsed, Qsgd) and parsed.ring == "integer"
+        for feature, is_given, where in (
+            (Feature.DGC, isinstance(parsed, Dgc), ""),
+            (Feature.RESIDUAL, has_residual, ""),
+            (Feature.RESIDUAL_ON_RING, has_residual and on_ring, " on a ring"),
+            (Feature.DECAY, isinstance(parsed, TopK) and parsed.decay < 1, ""),
+            (Feature.INTEGER_RING, is_integer and on_ring, " on a ring"),
+        ):
+            if is_given:
+                found.setdefault(feature, f"codec {text!r}{where}")
+    return found
 
 
 def unused_codec_option(

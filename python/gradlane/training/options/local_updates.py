@@ -5,9 +5,11 @@ Needs no torch and no core: options are checked where they are given.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from gradlane.training.options.option_fields import OptionGroup, option
+from gradlane.training.options.option_fields import OptionGroup, option, option_rules
+
+NAME = "local"
 
 AVERAGE, SGD, NESTEROV = OUTER = ("average", "sgd", "nesterov")
 """The outer optimizers."""
@@ -92,3 +94,35 @@ class Local(OptionGroup):
                 f"outer is {AVERAGE!r}, which has neither a learning rate nor momentum: leave "
                 f"outer_lr and outer_momentum out, or use outer={SGD!r}"
             )
+
+    @property
+    def text(self) -> str:
+        """The options that are not the defaults, as `parse_local` reads them."""
+        given = [
+            f"{one.name}={getattr(self, one.name)}"
+            for one in fields(self)
+            if getattr(self, one.name) != one.default
+        ]
+        return f"{NAME}:{','.join(given)}" if given else NAME
+
+
+def parse_local(text: str) -> Local:
+    """Parse local updates, such as `local:steps=32,outer=average`.
+
+    Raises:
+        ValueError: an option is unknown, out of its range, or does not go with another one.
+    """
+    name, _, options = text.strip().partition(":")
+    if name != NAME:
+        raise ValueError(f"{text!r} is not {NAME!r}, or {NAME!r} with options after a colon")
+    rules = option_rules(Local)
+    values = {}
+    for part in filter(None, map(str.strip, options.split(","))):
+        key, _, value = map(str.strip, part.partition("="))
+        if key not in rules:
+            raise ValueError(f"{text!r}: {key!r} is no option; there are: {', '.join(rules)}")
+        try:
+            values[key] = rules[key].read(value)
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {key}={value}: {error}") from None
+    return Local(**values)

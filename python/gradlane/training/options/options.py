@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 from gradlane.training.options.codec_choice import (
     CodecArgument,
     CodecRules,
+    codec_features,
     codec_rules,
     unused_codec_option,
 )
-from gradlane.training.options.codec_options import RAW, Dgc, Qsgd, TopK, parse_codec
+from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.options.going_on import GoingOn, check_going_on_world
 from gradlane.training.options.local_updates import Local
@@ -212,21 +213,7 @@ class Options:
             )
             if is_given
         }
-        for text in [codec] if isinstance(codec, str) else [one for _, one in codec]:
-            parsed = parse_codec(text)
-            has_residual = isinstance(parsed, Dgc) or getattr(parsed, "residual", False)
-            is_integer = isinstance(parsed, Qsgd) and parsed.ring == "integer"
-            on_ring = self.strategy.name == RING
-            for feature, is_given, where in (
-                (Feature.DGC, isinstance(parsed, Dgc), ""),
-                (Feature.RESIDUAL, has_residual, ""),
-                (Feature.RESIDUAL_ON_RING, has_residual and on_ring, " on a ring"),
-                (Feature.DECAY, isinstance(parsed, TopK) and parsed.decay < 1, ""),
-                (Feature.INTEGER_RING, is_integer and on_ring, " on a ring"),
-            ):
-                if is_given:
-                    found.setdefault(feature, f"codec {text!r}{where}")
-        return found
+        return found | codec_features(codec, on_ring=self.strategy.name == RING)
 
     @property
     def local_updates(self) -> Local | None:
