@@ -14,7 +14,7 @@ from tests.training.model.fake_core import FakeCore
 from tests.training.model.models import Attention, Awkward, SmallCnn, seeded
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import same_bits, snapshot, train_reference
-from tests.training.model.test_training import sgd
+from tests.training.model.test_training import batch, sgd
 
 attention_loss: Any = test_training.attention_loss
 cnn_loss: Any = test_training.cnn_loss
@@ -108,6 +108,33 @@ def test_the_order_of_the_state_and_shared_settings_are_handed_over() -> None:
 
     half = float(torch.tensor(0.1) * 0.5)
     assert run_ranks(2, body) == [([2, 1, 0], [half] * 3)] * 2
+
+
+@pytest.mark.parametrize("batches", [(0, 2), (1, 2)])
+@pytest.mark.parametrize("has_other", [False, True])
+def test_state_of_any_memory_format_is_handed_over(
+    batches: tuple[int, int], has_other: bool
+) -> None:
+    """A momentum has the format of the gradient, which the ranks' convolutions choose."""
+
+    def body(session: Any) -> tuple[list[Tensor], tuple[int, ...]]:
+        model: Any = seeded(lambda: nn.Conv2d(4, 4, (3, 1), bias=False))
+        model.to(memory_format=torch.channels_last)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        session.prepare(model, optimizer)
+        if has_other and session.rank == 0:
+            optimizer.state[model.weight]["momentum_buffer"] = torch.zeros(4, 4, 3, 1)
+        with session.join():
+            for step in range(batches[session.rank]):
+                model(batch((1, 4, 5, 2), session.rank, step)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        (momentum,) = state_of(optimizer)
+        return [momentum.contiguous(), *snapshot(model)], momentum.stride()
+
+    first, second = run_ranks(2, body)
+    assert same_bits(first[0], second[0]) and first[1] == second[1]
+    assert first[0][0].abs().sum() > 0
 
 
 @pytest.mark.parametrize("shares", ["the one with data", "the one without"])

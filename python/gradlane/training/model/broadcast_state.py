@@ -33,7 +33,7 @@ from gradlane.training.model.lazy_state import plain_state
 from gradlane.training.model.several_optimizers import members_of
 from gradlane.training.rendezvous.connecting import to_world_ranks
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
-from gradlane.training.rendezvous.tensor_table import TensorEntry, state_entry
+from gradlane.training.rendezvous.tensor_table import TensorEntry, same_layout, state_entry
 
 _GOODBYE_S = 60.0
 
@@ -175,7 +175,13 @@ def describe_state(optimizer: Optimizer, attributes: dict[str, Any]) -> bytes:
         for key, value in own.items():
             if isinstance(value, Tensor):
                 on_cpu = value.device.type == "cpu"
-                value = {"shape": list(value.shape), "dtype": value.dtype, "on_cpu": on_cpu}
+                value = {
+                    "shape": list(value.shape),
+                    # Of the bytes that are sent.
+                    "stride": list(state_entry(str(key), value).stride),
+                    "dtype": value.dtype,
+                    "on_cpu": on_cpu,
+                }
             else:
                 value = [value]
             rows[index][key] = value
@@ -277,12 +283,12 @@ def _is_formed(own: Any, shape: torch.Size, dtype: torch.dtype) -> bool:
 def _formed(own: Any, told: Any, parameter: Tensor) -> Any:
     if isinstance(told, list):
         return told[0]
-    shape = torch.Size(told["shape"])
-    if _is_formed(own, shape, told["dtype"]):
+    shape, stride, dtype = torch.Size(told["shape"]), tuple(told["stride"]), told["dtype"]
+    if _is_formed(own, shape, dtype) and same_layout(own, stride):
         return own
     device = torch.device("cpu") if told["on_cpu"] else parameter.device
     with torch.inference_mode(False):
-        return torch.zeros(shape, dtype=told["dtype"], device=device)
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
 
 
 def state_entries(optimizer: Optimizer) -> list[TensorEntry]:
