@@ -1,6 +1,7 @@
 //! Contributions of ranks to a slice.
 
 use crate::api::BufferRef;
+use gradlane_units::{Priority, Rank, Step};
 use gradlane_wire::PayloadForm;
 
 /// A whole contribution of one rank.
@@ -49,4 +50,13 @@ impl Contribution {
 pub(crate) struct Arriving {
     pub(crate) buffer: BufferRef,
     pub(crate) received_bytes: u64,
+}
+
+/// A whole push that is applied alone.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Push {
+    pub(crate) rank: Rank,
+    pub(crate) step: Step,
+    pub(crate) contribution: Contribution,
+    pub(crate) priority: Priority,
 }

@@ -3,12 +3,12 @@
 
 use crate::api::{BufferRef, Event, Job, Memory, Operation, Region};
 use crate::buffers::BufferTable;
+use crate::clock::Clock;
 use crate::gradient_norm::Squares;
 use crate::jobs::{JobQueue, Running, Task, Then};
 use crate::kept_results::{KeptResult, KeptResults, KeptSlice};
 use crate::plan::Plan;
 use crate::rank_set::RankSet;
-use crate::session::Clock;
 use crate::transmit::{Body, EncodeQueue, Message, OrderKey, OrderKeys, PriorityTable, Scheduler};
 use crate::worker::{Install, Worker};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -144,6 +144,26 @@ impl Cx {
         let tensor = self.plan.slice(slice).tensor;
         let plan_version = self.priorities.version(step);
         FrameHeader { step, plan_version, tensor, slice, priority, ..self.control_header(kind) }
+    }
+
+    /// A result, or word that there is none.
+    pub(crate) fn result_message(
+        &self,
+        slice: SliceId,
+        step: Step,
+        (buffer, form): (Option<BufferRef>, PayloadForm),
+        priority: Priority,
+    ) -> Message {
+        let mut header = self.slice_header(FrameKind::Broadcast, step, slice, priority);
+        header.form = form;
+        let body = match buffer {
+            Some(buffer) => Body::Region(buffer.whole()),
+            None => {
+                header.flags = FrameFlags::ABSENT;
+                Body::Empty
+            }
+        };
+        Message { header, body }
     }
 
     /// Queues a control message, before every slice.

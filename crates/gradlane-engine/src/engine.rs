@@ -9,6 +9,7 @@ use crate::api::{
     ProtocolError, QueueStats, Transmit, UsageError,
 };
 use crate::buffers::BufferTable;
+use crate::clock::Clock;
 use crate::cx::Cx;
 use crate::engine::lanes::Lanes;
 use crate::gather;
@@ -19,7 +20,7 @@ use crate::membership::Membership;
 use crate::plan::Plan;
 use crate::ps::{lacks_initial, StepEntry};
 use crate::schemes::Schemes;
-use crate::session::{Blame, Changes, Clock, PrioritySwitch, Session, REASON_BYTES_MAX};
+use crate::session::{Blame, Changes, PrioritySwitch, Session, REASON_BYTES_MAX};
 use crate::transmit::{EncodeQueue, OrderKey, OrderKeys, PendingEncode, PriorityTable, Scheduler};
 use crate::violation::{violation, Validated};
 use crate::worker::{Submission, Worker};

@@ -9,88 +9,23 @@
 //!
 //! Where a tensor has a root, blocks go to that rank alone: see `root`.
 
+mod blocks;
 mod root;
 
+use crate::aggregator::Aggregator;
 use crate::api::{BufferRef, Event, Memory, PayloadDest, Region, UsageError};
 use crate::cx::Cx;
 use crate::plan::Plan;
 use crate::rank_set::RankSet;
-use crate::schemes::Aggregator;
 use crate::transmit::{Body, Message, OrderKey, PendingEncode};
 use crate::violation::{violation, Validated};
 use crate::worker::Submission;
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::vec::Vec;
+use blocks::{Block, Blocks};
 use gradlane_units::{Rank, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
-use root::RootResult;
-
-/// The block of another rank.
-#[derive(Clone, Copy, Debug)]
-enum Block {
-    Arriving {
-        buffer: BufferRef,
-        received_bytes: u64,
-    },
-    Whole(BufferRef),
-    /// A block without bytes.
-    Empty,
-    Absent,
-}
-
-impl Block {
-    fn is_here(&self) -> bool {
-        !matches!(self, Block::Arriving { .. })
-    }
-}
-
-/// The blocks of one tensor in one step.
-#[derive(Debug, Default)]
-struct Blocks {
-    of: BTreeMap<Rank, Block>,
-    /// Bytes of this rank's own block; none where it has none, or not yet.
-    own_bytes: Option<u64>,
-    /// Whether this rank's own block, or word that there is none, is on its way.
-    is_queued: bool,
-    /// Messages of this rank, one a slice and receiver, that are not yet with the kernel.
-    unsent: u32,
-    /// On the root.
-    result: RootResult,
-}
-
-impl Blocks {
-    /// Number of blocks of other ranks that are here.
-    fn here(&self) -> usize {
-        self.of.values().filter(|block| block.is_here()).count()
-    }
-
-    fn is_here(&self, rank: Rank) -> bool {
-        self.of.get(&rank).is_some_and(Block::is_here)
-    }
-
-    /// All blocks by rank, as `rank` has them.
-    fn regions(&self, tensor: TensorId, rank: Rank, ranks: u32) -> Vec<Option<Region>> {
-        let of_this_rank =
-            |bytes| Region { memory: Memory::Gradient(tensor), offset: 0, length: bytes };
-        let block = |from: Rank| match self.of.get(&from) {
-            Some(Block::Whole(buffer)) => Some(buffer.whole()),
-            Some(Block::Empty) => Some(of_this_rank(0)),
-            Some(_) => None,
-            None => self.own_bytes.filter(|_| from == rank).map(of_this_rank),
-        };
-        (0..ranks).map(Rank).map(block).collect()
-    }
-
-    /// Where whole blocks lie.
-    fn buffers(&self) -> Vec<BufferRef> {
-        let whole = |block: &Block| match block {
-            Block::Whole(buffer) => Some(*buffer),
-            _ => None,
-        };
-        self.of.values().filter_map(whole).collect()
-    }
-}
 
 /// All blocks on this rank.
 #[derive(Debug, Default)]

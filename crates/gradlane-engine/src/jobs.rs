@@ -2,11 +2,12 @@
 //! chosen as late as possible: when the driver asks.
 
 use crate::api::{BufferRef, JobId};
+use crate::contribution::{Contribution, Push};
 use crate::transmit::OrderKey;
-use crate::{ps, ring};
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
-use gradlane_units::{SliceId, Step};
+use gradlane_units::{Rank, SliceId, Step};
+use gradlane_wire::PayloadForm;
 
 /// The task of a job.
 #[derive(Debug)]
@@ -15,8 +16,40 @@ pub(crate) enum Task {
     Install(BufferRef),
     /// Add up the squares of an owned slice's mean.
     AddSquares,
-    Ps(ps::Task),
-    Ring(ring::Task),
+    Ps(PsTask),
+    Ring(RingTask),
+}
+
+/// A job on a slice that a server owns.
+#[derive(Debug)]
+pub(crate) enum PsTask {
+    /// Reduce the contributions of a step.
+    Reduce(Vec<(Rank, Contribution)>),
+    /// Apply one rank's push alone.
+    Apply(Push),
+}
+
+/// A job on a slice that goes round.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum RingTask {
+    /// Add this rank's contribution to a sum from the rank before.
+    AddSum(Contribution),
+    /// Enlarge the scales of the ranks before by this rank's.
+    MaxScales(Contribution),
+    /// Begin a sum of codes with the scales of all ranks.
+    BeginCodes(Contribution),
+}
+
+impl From<PsTask> for Task {
+    fn from(task: PsTask) -> Task {
+        Task::Ps(task)
+    }
+}
+
+impl From<RingTask> for Task {
+    fn from(task: RingTask) -> Task {
+        Task::Ring(task)
+    }
 }
 
 /// A job that the driver has not asked for yet.
@@ -43,8 +76,25 @@ pub(crate) enum Then {
 pub(crate) enum Written {
     /// This rank's contribution, encoded; the key is that of its turn.
     Contribution(OrderKey),
-    Ps(ps::Written),
-    Ring(ring::Written),
+    Ps(PsWritten),
+    Ring(RingWritten),
+}
+
+/// The contents of a buffer that a server's job has written.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum PsWritten {
+    /// The result, of this form; it may be in the tensor's memory, too.
+    Result { form: PayloadForm, in_place: bool },
+    /// The state after this push.
+    State(Push),
+}
+
+/// The contents of a buffer that a job of the ring has written.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum RingWritten {
+    /// A sum of this form.
+    Sum(PayloadForm),
+    Scales,
 }
 
 /// A job that the driver has.

@@ -15,8 +15,10 @@ extern crate alloc;
 #[cfg(test)]
 extern crate std;
 
+mod aggregator;
 mod api;
 mod buffers;
+mod clock;
 mod contribution;
 mod cx;
 mod engine;

@@ -6,6 +6,7 @@
 #![allow(missing_docs, reason = "fields with the name of their type")]
 
 mod build;
+mod codec_plan;
 mod encoded_sizes;
 mod lanes;
 mod members;
@@ -17,7 +18,7 @@ mod spec;
 mod strategy;
 mod validate;
 
-pub use encoded_sizes::CodecPlan;
+pub use codec_plan::CodecPlan;
 pub use ring_chunks::{RING_CHUNK_ELEMS, RING_ENCODED_CHUNK_ELEMS};
 pub use roles::Roles;
 pub use scheme::Scheme;

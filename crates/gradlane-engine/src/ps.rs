@@ -11,49 +11,25 @@ mod stragglers;
 pub(crate) use async_owner::lacks_initial;
 pub(crate) use stragglers::StepEntry;
 
+use crate::aggregator::Aggregator;
 use crate::api::{BufferRef, Job, Operation, Outstanding, PayloadDest, Region, UsageError};
 use crate::contribution::Contribution;
 use crate::cx::Cx;
-use crate::jobs::{self, Done, Running, Then};
+use crate::jobs::{Done, PsTask, PsWritten, Running, Then, Written};
 use crate::kept_results::KeptResult;
 use crate::plan::{Plan, PullRule, Scheme, Slice, Synchrony};
 use crate::rank_set::RankSet;
-use crate::schemes::Aggregator;
 use crate::transmit::{Body, Message, OrderKey, PendingEncode};
 use crate::violation::{violation, Validated};
 use crate::worker::{Arrived, Submission};
 use alloc::format;
 use alloc::vec::Vec;
-use async_owner::{AsyncOwners, Push};
+use async_owner::AsyncOwners;
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
 use owner::{OwnedSlice, Owner, PendingBroadcast, ReductionInput};
 use server_commands::ServerCommands;
 use stragglers::Stragglers;
-
-/// A job on an owned slice.
-#[derive(Debug)]
-pub(crate) enum Task {
-    /// Reduce the contributions of a step.
-    Reduce(Vec<(Rank, Contribution)>),
-    /// Apply one rank's push alone.
-    Apply(Push),
-}
-
-/// The contents of a buffer that a job has written.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Written {
-    /// The result, of this form; it may be in the tensor's memory, too.
-    Result { form: PayloadForm, in_place: bool },
-    /// The state after this push.
-    State(Push),
-}
-
-impl From<Task> for jobs::Task {
-    fn from(task: Task) -> jobs::Task {
-        jobs::Task::Ps(task)
-    }
-}
 
 #[derive(Debug)]
 pub(crate) struct ParameterServer {
@@ -122,7 +98,7 @@ impl ParameterServer {
             cx.buffers.retain(buffer);
         }
         let priority = cx.priority(step, slice);
-        let mut message = result_message(cx, slice, step, (buffer, form), priority);
+        let mut message = cx.result_message(slice, step, (buffer, form), priority);
         if kept == KeptResult::Empty {
             message.header.flags = FrameFlags::NONE;
         }
@@ -436,29 +412,29 @@ impl ParameterServer {
             self.deliver(cx, slice, step, None, PayloadForm::Raw, true);
         } else {
             let key = cx.slice_key(step, priority, slice);
-            cx.jobs.push(key, slice, step, Task::Reduce(counted).into());
+            cx.jobs.push(key, slice, step, PsTask::Reduce(counted).into());
         }
     }
 
     /// Starts a job that the driver has asked for.
-    pub(crate) fn start(&mut self, cx: &mut Cx, slice: SliceId, step: Step, task: Task) -> Job {
+    pub(crate) fn start(&mut self, cx: &mut Cx, slice: SliceId, step: Step, task: PsTask) -> Job {
         match task {
-            Task::Reduce(counted) => {
+            PsTask::Reduce(counted) => {
                 let parameters = self.commands.parameters(cx, slice);
                 start_reduce(cx, (slice, step), &counted, parameters)
             }
-            Task::Apply(push) => self.async_owners.start(cx, slice, push),
+            PsTask::Apply(push) => self.async_owners.start(cx, slice, push),
         }
     }
 
     /// The driver has done a job.
-    pub(crate) fn job_done(&mut self, cx: &mut Cx, done: Done, written: Written) {
+    pub(crate) fn job_done(&mut self, cx: &mut Cx, done: Done, written: PsWritten) {
         let Done { slice, step, output } = done;
         match written {
-            Written::Result { form, in_place } => {
+            PsWritten::Result { form, in_place } => {
                 self.deliver(cx, slice, step, Some(output), form, in_place);
             }
-            Written::State(push) => self.async_owners.applied(cx, slice, push, output),
+            PsWritten::State(push) => self.async_owners.applied(cx, slice, push, output),
         }
     }
 }
@@ -489,7 +465,7 @@ fn start_reduce(
     let output = buffer.whole();
     let is_current = step == cx.worker.step();
     let copy_to = cx.open_region(slice).filter(|_| is_current && !apply);
-    let written = Written::Result { form, in_place: copy_to.is_some() };
+    let written = PsWritten::Result { form, in_place: copy_to.is_some() };
     let operation = match (encoded, apply) {
         (false, false) => Operation::Reduce { inputs, absent, divisor, output, copy_to },
         (false, true) => Operation::ReduceApply { inputs, absent, divisor, parameters, output },
@@ -498,7 +474,7 @@ fn start_reduce(
             Operation::DecodeReduceApply { inputs, absent, divisor, parameters, output }
         }
     };
-    let then = Then::Wrote(buffer, jobs::Written::Ps(written));
+    let then = Then::Wrote(buffer, Written::Ps(written));
     cx.start(operation, Running { slice, step, spent, then })
 }
 
@@ -575,7 +551,7 @@ impl ParameterServer {
         let pending = PendingBroadcast { buffer, form, to_pull, to_send, priority };
         self.owner.keep(slice, step, pending);
         if unasked {
-            let message = result_message(cx, slice, step, (buffer, form), priority);
+            let message = cx.result_message(slice, step, (buffer, form), priority);
             let key = cx.result_key(step, priority, slice);
             cx.tx.push_shared(others, key, message);
         } else if cx.plan.strategy.pull == PullRule::AfterNotice {
@@ -596,7 +572,7 @@ impl ParameterServer {
     fn serve_pull(&mut self, cx: &mut Cx, slice: SliceId, step: Step, rank: Rank) {
         if let Some(pending) = self.owner.pull(slice, step, rank) {
             let (result, priority) = ((pending.buffer, pending.form), pending.priority);
-            let message = result_message(cx, slice, step, result, priority);
+            let message = cx.result_message(slice, step, result, priority);
             let key = cx.result_key(step, priority, slice);
             cx.tx.push(rank, key, message);
         }
@@ -658,26 +634,6 @@ impl ParameterServer {
     pub(crate) fn has_delivered_all(&self) -> bool {
         self.owner.has_delivered_all()
     }
-}
-
-/// A result, or word that there is none.
-fn result_message(
-    cx: &Cx,
-    slice: SliceId,
-    step: Step,
-    (buffer, form): (Option<BufferRef>, PayloadForm),
-    priority: Priority,
-) -> Message {
-    let mut header = cx.slice_header(FrameKind::Broadcast, step, slice, priority);
-    header.form = form;
-    let body = match buffer {
-        Some(buffer) => Body::Region(buffer.whole()),
-        None => {
-            header.flags = FrameFlags::ABSENT;
-            Body::Empty
-        }
-    };
-    Message { header, body }
 }
 
 /// Pulls of this rank's worker.

@@ -16,15 +16,17 @@
 //! frame is believed only from the rank before this one, at the hop at which this rank gets its slice.
 
 mod quantized;
+mod scales;
+mod slice;
 mod topology;
 
+use crate::aggregator::Aggregator;
 use crate::api::{BufferRef, Job, Memory, Operation, PayloadDest, Region};
 use crate::contribution::{Arriving, Contribution};
 use crate::cx::Cx;
-use crate::jobs::{self, Done, Running, Then};
+use crate::jobs::{Done, RingTask, RingWritten, Running, Then, Written};
 use crate::plan::{Plan, Scheme};
 use crate::rank_set::RankSet;
-use crate::schemes::Aggregator;
 use crate::transmit::{Body, Message, OrderKey, PendingEncode};
 use crate::violation::{violation, Validated};
 use crate::worker::Arrived;
@@ -34,75 +36,10 @@ use alloc::vec;
 use alloc::vec::Vec;
 use gradlane_units::{Rank, SliceId, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
+use slice::{
+    adds_codes, bytes_of, ends_here, form_of, on_last, own_gradient, topology, Received, RingSlice,
+};
 use topology::Topology;
-
-/// A job on a slice that goes round.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Task {
-    /// Add this rank's contribution to a sum from the rank before.
-    AddSum(Contribution),
-    /// Enlarge the scales of the ranks before by this rank's.
-    MaxScales(Contribution),
-    /// Begin a sum of codes with the scales of all ranks.
-    BeginCodes(Contribution),
-}
-
-/// The contents of a buffer that a job has written.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Written {
-    /// A sum of this form.
-    Sum(PayloadForm),
-    Scales,
-}
-
-impl From<Task> for jobs::Task {
-    fn from(task: Task) -> jobs::Task {
-        jobs::Task::Ring(task)
-    }
-}
-
-/// The sum of a slice as it comes from the rank before.
-#[derive(Clone, Copy, Debug, Default)]
-enum Received {
-    /// Nothing has come.
-    #[default]
-    Nothing,
-    /// Some of it has.
-    Arriving(Arriving),
-    /// All of it, or word that no rank before had a gradient.
-    Whole(Contribution),
-}
-
-/// A slice on its way to its owner, as this rank sees it.
-#[derive(Clone, Copy, Debug)]
-struct RingSlice {
-    /// The first step whose sum this rank has not added to. A sum of it may come while this rank
-    /// is still in the step before.
-    step: Step,
-    received: Received,
-    /// Of the received or arriving slice: sums, or scales.
-    kind: FrameKind,
-    /// Of the arriving slice.
-    form: PayloadForm,
-    /// Whether this rank's own contribution to that step is there.
-    contributed: bool,
-    /// Whether that step's scales have this rank's, where scales go round first.
-    scaled: bool,
-}
-
-impl RingSlice {
-    fn new(step: Step) -> RingSlice {
-        let received = Received::Nothing;
-        let (kind, form) = (FrameKind::RingReduce, PayloadForm::Raw);
-        RingSlice { step, received, kind, form, contributed: false, scaled: false }
-    }
-
-    /// Whether a frame does not continue the arriving slice.
-    fn is_arriving_unlike(&self, header: &FrameHeader) -> bool {
-        let arriving = matches!(self.received, Received::Arriving(_));
-        arriving && (self.kind, self.form) != (header.kind, header.form)
-    }
-}
 
 #[derive(Debug)]
 pub(crate) struct Ring {
@@ -139,55 +76,23 @@ impl Ring {
     }
 
     /// Starts a job that the driver has asked for.
-    pub(crate) fn start(&mut self, cx: &mut Cx, slice: SliceId, step: Step, task: Task) -> Job {
+    pub(crate) fn start(&mut self, cx: &mut Cx, slice: SliceId, step: Step, task: RingTask) -> Job {
         match task {
-            Task::AddSum(received) if form_of(cx, slice, received) == PayloadForm::Encoded => {
+            RingTask::AddSum(received) if form_of(cx, slice, received) == PayloadForm::Encoded => {
                 quantized::start_sum(cx, slice, step, received)
             }
-            Task::AddSum(received) => start_sum(cx, slice, step, received),
-            Task::MaxScales(received) => quantized::start_scales(cx, slice, step, received),
-            Task::BeginCodes(received) => quantized::start_codes(cx, slice, step, received),
+            RingTask::AddSum(received) => start_sum(cx, slice, step, received),
+            RingTask::MaxScales(received) => quantized::start_scales(cx, slice, step, received),
+            RingTask::BeginCodes(received) => quantized::start_codes(cx, slice, step, received),
         }
     }
 
     /// The driver has done a job.
-    pub(crate) fn job_done(&mut self, cx: &mut Cx, done: Done, written: Written) {
+    pub(crate) fn job_done(&mut self, cx: &mut Cx, done: Done, written: RingWritten) {
         match written {
-            Written::Sum(form) => self.sum_done(cx, done, form),
-            Written::Scales => self.send_scales(cx, done.slice, done.step, Some(done.output)),
+            RingWritten::Sum(form) => self.sum_done(cx, done, form),
+            RingWritten::Scales => self.send_scales(cx, done.slice, done.step, Some(done.output)),
         }
-    }
-}
-
-fn topology(cx: &Cx) -> Topology {
-    Topology::new(&cx.plan, cx.rank)
-}
-
-/// Whether a slice's sum ends on this rank; in step 0, whether its values come from here.
-fn ends_here(cx: &Cx, slice: SliceId, step: Step) -> bool {
-    Topology::result_begins(&cx.plan, slice, step) == cx.rank
-}
-
-/// This rank's gradient of a slice, if it has one.
-fn own_gradient(cx: &Cx, slice: SliceId) -> Option<Region> {
-    (!cx.worker.has_nothing(&cx.plan, slice)).then(|| cx.gradient_region(slice))
-}
-
-/// The form of a sum with this rank's gradient: that of the sum so far, if there is one.
-fn form_of(cx: &Cx, slice: SliceId, received: Contribution) -> PayloadForm {
-    received.form().unwrap_or_else(|| cx.own_form(slice))
-}
-
-/// Whether codes of a slice are added up as integers in the current step.
-fn adds_codes(cx: &Cx, slice: SliceId) -> bool {
-    cx.plan.scale_bytes(slice).is_some() && cx.own_form(slice) == PayloadForm::Encoded
-}
-
-/// The most bytes of the message that a frame belongs to.
-fn bytes_of(plan: &Plan, header: &FrameHeader) -> u64 {
-    match header.kind {
-        FrameKind::RingScale => plan.scale_bytes(header.slice).unwrap_or(0),
-        _ => plan.bytes_as(header.slice, header.form),
     }
 }
 
@@ -339,7 +244,7 @@ impl Ring {
             cx.slice_done(slice, own.is_some());
         } else if cx.rank == Rank(0) && own.is_some() && cx.kept.are_kept() {
             // They are sent from a copy, which stays for ranks that may lack them.
-            cx.queue_job(slice, step, Task::AddSum(Contribution::Absent));
+            cx.queue_job(slice, step, RingTask::AddSum(Contribution::Absent));
         } else if cx.rank == Rank(0) {
             // The slice is ready when its values have left.
             let own = own.map(|region| (region, PayloadForm::Raw));
@@ -385,7 +290,7 @@ impl Ring {
             return;
         }
         if received != Contribution::Absent || !cx.worker.has_nothing(&cx.plan, slice) {
-            return cx.queue_job(slice, step, Task::AddSum(received));
+            return cx.queue_job(slice, step, RingTask::AddSum(received));
         }
         cx.worker.mark_push_sent(slice);
         if ends_here(cx, slice, step) {
@@ -542,24 +447,8 @@ fn start_sum(cx: &mut Cx, slice: SliceId, step: Step, received: Contribution) ->
         output: buffer.whole(),
         copy_to: last.copy_to,
     };
-    let then = Then::Wrote(buffer, jobs::Written::Ring(Written::Sum(PayloadForm::Raw)));
+    let then = Then::Wrote(buffer, Written::Ring(RingWritten::Sum(PayloadForm::Raw)));
     cx.start(operation, Running { slice, step, spent: Vec::new(), then })
-}
-
-/// The owner divides the sum, and copies the mean into the tensor in the same pass.
-struct LastHop {
-    divisor: u32,
-    copy_to: Option<Region>,
-}
-
-fn on_last(cx: &mut Cx, slice: SliceId, step: Step) -> LastHop {
-    if !ends_here(cx, slice, step) {
-        return LastHop { divisor: 1, copy_to: None };
-    }
-    // The gradient is read by this job alone, which may also write there.
-    cx.worker.mark_push_sent(slice);
-    cx.forget_kept(slice);
-    LastHop { divisor: cx.plan.contributors(step), copy_to: cx.open_region(slice) }
 }
 
 /// Results.

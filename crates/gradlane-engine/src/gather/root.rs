@@ -5,24 +5,13 @@
 //! The tensor is ready where the result is: on the root once it has left, elsewhere once it is here.
 //! Until then no rank gives a block of the next step, so a root hears of two steps at most.
 
-use super::{all_done, Block, Gather};
+use super::blocks::{Block, RootResult};
+use super::{all_done, Gather};
 use crate::api::{Event, Memory, Region, UsageError};
 use crate::cx::Cx;
 use alloc::format;
 use alloc::vec::Vec;
 use gradlane_units::{Rank, Step, TensorId};
-
-/// How far the root of a tensor is with its result in a step.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum RootResult {
-    /// Blocks are missing.
-    #[default]
-    Collecting,
-    /// The application has all blocks.
-    Requested,
-    /// The result is on its way: this many bytes, or none.
-    Sent(Option<u64>),
-}
 
 impl Gather {
     /// The application has the root's result.

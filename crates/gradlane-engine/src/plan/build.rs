@@ -155,6 +155,20 @@ impl Slice {
 }
 
 impl Granularity {
+    /// Parts of a ring tensor's block, as equal as multiples of the granule can be and none larger than a
+    /// slice may be.
+    pub(crate) fn cut_chunk(self, block: &Range<u64>, granule: u64) -> Vec<Range<u64>> {
+        let length = block.end - block.start;
+        let granules = length.div_ceil(granule);
+        let most = match self {
+            Granularity::Slices { elems } => (elems / granule).max(1),
+            Granularity::SplitAbove { .. } => granules.max(1),
+        };
+        let parts = granules.div_ceil(most).max(1);
+        let bound = |i: u64| (block.start + granules * i / parts * granule).min(block.end);
+        (0..parts).map(|i| bound(i)..bound(i + 1)).collect()
+    }
+
     /// Element ranges that a tensor of `numel` elements is cut into, at multiples of `granule`. An
     /// empty tensor has one empty piece, so that it is accounted for like every other.
     fn cut(self, numel: u64, servers: u32, granule: u64) -> Vec<Range<u64>> {

@@ -1,6 +1,6 @@
 //! How the tensors of a ring are cut into chunks and dealt to ranks.
 
-use crate::plan::{Granularity, TensorKind, TensorSpec};
+use crate::plan::{TensorKind, TensorSpec};
 use alloc::collections::BTreeSet;
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -49,21 +49,5 @@ impl RingPlacer {
                 (block, rank)
             })
             .collect()
-    }
-}
-
-impl Granularity {
-    /// Parts of a ring tensor's block, as equal as multiples of the granule can be and none larger than a
-    /// slice may be.
-    pub(crate) fn cut_chunk(self, block: &Range<u64>, granule: u64) -> Vec<Range<u64>> {
-        let length = block.end - block.start;
-        let granules = length.div_ceil(granule);
-        let most = match self {
-            Granularity::Slices { elems } => (elems / granule).max(1),
-            Granularity::SplitAbove { .. } => granules.max(1),
-        };
-        let parts = granules.div_ceil(most).max(1);
-        let bound = |i: u64| (block.start + granules * i / parts * granule).min(block.end);
-        (0..parts).map(|i| bound(i)..bound(i + 1)).collect()
     }
 }

@@ -3,10 +3,10 @@
 //! begin no step, and leave when the ranks that train have left.
 
 use crate::api::PlanError;
-use crate::plan::{Plan, Update};
+use crate::plan::{Plan, Scheme, Update};
 use crate::rank_set::RankSet;
 use alloc::format;
-use gradlane_units::Rank;
+use gradlane_units::{Rank, TensorId};
 
 /// How many ranks train, how many own slices, and whether these are the same ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,5 +99,34 @@ impl Plan {
     /// Ranks that train, but this one.
     pub(crate) fn workers_but(&self, rank: Rank) -> RankSet {
         RankSet::all_but(self.workers(), rank).without(&self.lost)
+    }
+
+    /// To how many others a rank sends gradients and results.
+    #[must_use]
+    pub fn peers_sent_to(&self, rank: Rank) -> u32 {
+        let others = if self.dedicated_servers == 0 {
+            self.world_size - 1
+        } else if !self.trains(rank) {
+            self.workers()
+        } else if self.tensors.iter().all(|tensor| tensor.scheme == Scheme::Ps) {
+            self.dedicated_servers
+        } else {
+            self.world_size - 1
+        };
+        let is_ring = self.tensors.iter().all(|tensor| tensor.scheme == Scheme::Ring);
+        if is_ring && !self.tensors.is_empty() {
+            others.min(1)
+        } else {
+            others
+        }
+    }
+
+    /// The rank that answers for a tensor; none where every rank gets all blocks, and of tensors
+    /// without blocks.
+    #[must_use]
+    pub fn root(&self, tensor: TensorId) -> Option<Rank> {
+        let planned = self.tensor(tensor);
+        let first = self.slices.get(planned.slices.start as usize)?;
+        (planned.scheme == Scheme::GatherToRoot).then_some(first.owner)
     }
 }

@@ -2,8 +2,11 @@
 //! from another program: nothing else in the engine checks it again.
 
 use crate::api::PlanError;
-use crate::plan::{Cutoff, Plan, PullRule, Scheme, Strategy, Synchrony, Update};
+use crate::plan::{Cutoff, Plan, PullRule, Scheme, Strategy, Synchrony, TensorSpec, Update};
 use alloc::format;
+
+/// Most ranks of a ring: the header counts hops in 16 bits.
+const RING_RANKS_MAX: u32 = 1 << 16;
 
 impl Plan {
     /// Checks that strategy, update, roles and schemes go together, and that the slices of each
@@ -131,5 +134,52 @@ impl Strategy {
             _ => return Ok(()),
         };
         Err(PlanError::new(problem))
+    }
+}
+
+impl Scheme {
+    /// Whether a tensor of this scheme may be part of a plan with these rules.
+    ///
+    /// # Errors
+    /// When the engine cannot do that; the text says why, and what to use instead.
+    pub(crate) fn check(
+        self,
+        spec: &TensorSpec,
+        strategy: &Strategy,
+        update: Update,
+        world_size: u32,
+    ) -> Result<(), PlanError> {
+        if self == Scheme::Ps {
+            return Ok(());
+        }
+        let (name, scheme) = (&spec.name, self.name());
+        let refuse = |why: &str| {
+            Err(PlanError::new(format!("tensor {name:?} has scheme {scheme}, but {why}")))
+        };
+        if self.has_blocks() && spec.numel * spec.dtype.bytes() > u64::from(u32::MAX) {
+            return refuse("blocks are below 4 GiB: split the tensor");
+        }
+        if update == Update::Server {
+            return refuse(
+                "update=server keeps optimizer state on the server that owns a slice, and this \
+                 scheme has no servers: use update=worker, or scheme ps",
+            );
+        }
+        if strategy.pull != PullRule::Broadcast {
+            let strategy = &strategy.name;
+            return refuse(&format!(
+                "in strategy {strategy:?} workers pull results from servers, and this scheme has \
+                 no servers: use p3, slicing or wfbp, or scheme ps"
+            ));
+        }
+        if strategy.synchrony != Synchrony::Bulk {
+            return refuse(
+                "it needs the contributions of all ranks: use synchronous training without stragglers, or scheme ps",
+            );
+        }
+        if self == Scheme::Ring && world_size > RING_RANKS_MAX {
+            return refuse(&format!("a ring has at most {RING_RANKS_MAX} ranks: use scheme ps"));
+        }
+        Ok(())
     }
 }

@@ -9,11 +9,10 @@
 //! Steps are each rank's own. A rank contributes every slice once a step, and not before it has the
 //! reply for the step before, so an owner owes each rank at most one reply a slice.
 
-use super::{result_message, Task, Written};
 use crate::api::{BufferRef, Event, Job, Operation};
-use crate::contribution::Contribution;
+use crate::contribution::{Contribution, Push};
 use crate::cx::Cx;
-use crate::jobs::{self, Running, Then};
+use crate::jobs::{PsTask, PsWritten, Running, Then, Written};
 use crate::plan::{Plan, Synchrony};
 use crate::transmit::Body;
 use crate::violation::{violation, Validated};
@@ -34,15 +33,6 @@ struct RankClock {
 
 impl RankClock {
     const START: RankClock = RankClock { step: Step(1), received: 0 };
-}
-
-/// A whole push that waits for its turn, or is being applied.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Push {
-    rank: Rank,
-    step: Step,
-    contribution: Contribution,
-    priority: Priority,
 }
 
 /// A slice that this rank owns.
@@ -201,7 +191,7 @@ impl AsyncOwners {
         if let Some(push) = owned.waiting.pop_front() {
             owned.applying = Some(push.rank);
             let key = cx.slice_key(push.step, push.priority, slice);
-            cx.jobs.push(key, slice, push.step, Task::Apply(push).into());
+            cx.jobs.push(key, slice, push.step, PsTask::Apply(push).into());
         }
     }
 
@@ -225,7 +215,7 @@ impl AsyncOwners {
             }
             _ => Operation::ReduceApply { inputs, absent, divisor, parameters, output },
         };
-        let then = Then::Wrote(buffer, jobs::Written::Ps(Written::State(push)));
+        let then = Then::Wrote(buffer, Written::Ps(PsWritten::State(push)));
         cx.start(operation, Running { slice, step: push.step, spent, then })
     }
 
@@ -271,7 +261,7 @@ impl AsyncOwners {
             };
         }
         self.replies.insert((slice, rank), state);
-        let message = result_message(cx, slice, step, (state, PayloadForm::Raw), priority);
+        let message = cx.result_message(slice, step, (state, PayloadForm::Raw), priority);
         debug_assert!(!matches!(message.body, Body::Inline(_)), "a state lies in a buffer");
         let key = cx.slice_key(step, priority, slice);
         cx.tx.push(rank, key, message);

@@ -9,13 +9,11 @@
 //!
 //! A rank without a gradient passes on an encoded sum unchanged.
 
-use super::{
-    adds_codes, on_last, own_gradient, topology, Received, Ring, RingSlice, Task, Written,
-};
+use super::slice::{adds_codes, on_last, own_gradient, RingSlice};
 use crate::api::{BufferRef, Job, Operation};
 use crate::contribution::Contribution;
 use crate::cx::Cx;
-use crate::jobs::{self, Running, Then};
+use crate::jobs::{RingWritten, Running, Then, Written};
 use crate::violation::{violation, Validated};
 use alloc::format;
 use alloc::vec::Vec;
@@ -57,7 +55,7 @@ pub(super) fn start_scales(cx: &mut Cx, slice: SliceId, step: Step, received: Co
         own: cx.gradient_region(slice),
         output: buffer.whole(),
     };
-    let then = Then::Wrote(buffer, jobs::Written::Ring(Written::Scales));
+    let then = Then::Wrote(buffer, Written::Ring(RingWritten::Scales));
     cx.start(operation, Running { slice, step, spent: Vec::new(), then })
 }
 
@@ -79,7 +77,7 @@ fn start_encoded(
     output: BufferRef,
     spent: Option<BufferRef>,
 ) -> Job {
-    let then = Then::Wrote(output, jobs::Written::Ring(Written::Sum(PayloadForm::Encoded)));
+    let then = Then::Wrote(output, Written::Ring(RingWritten::Sum(PayloadForm::Encoded)));
     cx.start(operation, Running { slice, step, spent: spent.into_iter().collect(), then })
 }
 
@@ -103,58 +101,4 @@ pub(super) fn check_lap(cx: &Cx, state: &RingSlice, header: &FrameHeader) -> Val
         return violation(format!("{} as {:?} after another", what(), header.form));
     }
     Ok(())
-}
-
-/// The lap of scales.
-impl Ring {
-    /// This rank's contribution to a slice whose scales go round first.
-    pub(super) fn contribute_scales(&mut self, cx: &mut Cx, slice: SliceId) {
-        let begins = topology(cx).scales_begin(&cx.plan, slice) == cx.rank;
-        let state = &mut self.slices[slice.index()];
-        state.contributed = true;
-        if begins && matches!(state.received, Received::Nothing) {
-            state.received = Received::Whole(Contribution::Absent);
-            state.kind = FrameKind::RingScale;
-        }
-        self.add_when_both(cx, slice);
-    }
-
-    /// Scales of the ranks before are here, and so is this rank's gradient, if it has one.
-    pub(super) fn scales_when_both(
-        &mut self,
-        cx: &mut Cx,
-        slice: SliceId,
-        step: Step,
-        received: Contribution,
-    ) {
-        let nothing = cx.worker.has_nothing(&cx.plan, slice);
-        if topology(cx).sum_begins(&cx.plan, slice) == cx.rank {
-            self.slices[slice.index()] = RingSlice::new(step.next());
-            if nothing && received == Contribution::Absent {
-                self.send(cx, FrameKind::RingReduce, slice, step, None);
-            } else {
-                cx.queue_job(slice, step, Task::BeginCodes(received));
-            }
-            return;
-        }
-        let state = &mut self.slices[slice.index()];
-        (state.received, state.scaled) = (Received::Nothing, true);
-        if nothing {
-            self.send_scales(cx, slice, step, received.buffer());
-        } else {
-            cx.queue_job(slice, step, Task::MaxScales(received));
-        }
-    }
-
-    /// Scales go on to the next rank.
-    pub(super) fn send_scales(
-        &mut self,
-        cx: &mut Cx,
-        slice: SliceId,
-        step: Step,
-        scales: Option<BufferRef>,
-    ) {
-        let from = scales.map(|buffer| (buffer.whole(), PayloadForm::Encoded));
-        self.send(cx, FrameKind::RingScale, slice, step, from);
-    }
 }
