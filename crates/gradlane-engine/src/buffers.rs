@@ -9,7 +9,8 @@ use alloc::vec::Vec;
 
 #[derive(Debug, Default)]
 pub(crate) struct BufferTable {
-    references: Vec<u32>,
+    /// By number: references, and bytes.
+    buffers: Vec<(u32, u64)>,
     free: Vec<u32>,
 }
 
@@ -17,22 +18,22 @@ impl BufferTable {
     /// A buffer with one reference.
     pub(crate) fn acquire(&mut self, bytes: u64) -> BufferRef {
         let id = self.free.pop().unwrap_or_else(|| {
-            self.references.push(0);
-            (self.references.len() - 1) as u32
+            self.buffers.push((0, 0));
+            (self.buffers.len() - 1) as u32
         });
-        self.references[id as usize] = 1;
+        self.buffers[id as usize] = (1, bytes);
         BufferRef { id, bytes }
     }
 
     /// One more reference.
     pub(crate) fn retain(&mut self, buffer: BufferRef) {
-        debug_assert!(self.references[buffer.id as usize] > 0, "a free buffer was retained");
-        self.references[buffer.id as usize] += 1;
+        debug_assert!(self.buffers[buffer.id as usize].0 > 0, "a free buffer was retained");
+        self.buffers[buffer.id as usize].0 += 1;
     }
 
     /// One reference less; the last one frees the buffer.
     pub(crate) fn release(&mut self, buffer: BufferRef, events: &mut VecDeque<Event>) {
-        let count = &mut self.references[buffer.id as usize];
+        let (count, _) = &mut self.buffers[buffer.id as usize];
         assert!(*count > 0, "buffer {} was released twice", buffer.id);
         *count -= 1;
         if *count == 0 {
@@ -40,16 +41,28 @@ impl BufferTable {
         }
     }
 
+    /// Frees all buffers but these, each of which has one reference for each time that it is listed.
+    pub(crate) fn free_all_but(&mut self, kept: &[BufferRef], events: &mut VecDeque<Event>) {
+        let mut left = alloc::vec![0; self.buffers.len()];
+        kept.iter().for_each(|buffer| left[buffer.id as usize] += 1);
+        for ((id, (count, bytes)), left) in (0..).zip(&mut self.buffers).zip(left) {
+            if *count > 0 && left == 0 {
+                events.push_back(Event::BufferFree(BufferRef { id, bytes: *bytes }));
+            }
+            *count = left;
+        }
+    }
+
     /// The driver has heard that a buffer is free.
     pub(crate) fn recycle(&mut self, buffer: BufferRef) {
-        debug_assert_eq!(self.references[buffer.id as usize], 0, "a buffer in use is recycled");
+        debug_assert_eq!(self.buffers[buffer.id as usize].0, 0, "a buffer in use is recycled");
         self.free.push(buffer.id);
     }
 
     /// Number of buffers in use, those included of which the driver has not heard that they are
     /// free.
     pub(crate) fn in_use(&self) -> usize {
-        self.references.len() - self.free.len()
+        self.buffers.len() - self.free.len()
     }
 }
 

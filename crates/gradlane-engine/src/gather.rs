@@ -77,10 +77,10 @@ impl Gather {
             return;
         }
         let bytes = block.unwrap_or(0);
-        let priority = cx.priorities.priority(step, tensor);
-        for (part, slice) in cx.plan.slices_of(tensor).enumerate() {
-            let start = cx.plan.slice_start_bytes(slice);
-            let end = bytes.min(start + cx.plan.slice_bytes(slice));
+        let priority = cx.priorities().priority(step, tensor);
+        for (part, slice) in cx.plan().slices_of(tensor).enumerate() {
+            let start = cx.plan().slice_start_bytes(slice);
+            let end = bytes.min(start + cx.plan().slice_bytes(slice));
             if start >= end && part > 0 {
                 break;
             }
@@ -97,23 +97,23 @@ impl Gather {
                 length => Body::Region(Region { memory, offset: start, length }),
             };
             let key = cx.slice_key(step, priority, slice);
-            cx.tx.push_shared(receivers.clone(), key, Message { header, body });
+            cx.send_shared(receivers.clone(), key, Message { header, body });
             self.entry(tensor, step).unsent += receivers.len();
         }
     }
 
     /// Once all blocks are here and this rank's own has left, tells of them.
     fn complete(&mut self, cx: &mut Cx, tensor: TensorId, step: Step) {
-        if let Some(root) = cx.plan.root(tensor) {
+        if let Some(root) = cx.plan().root(tensor) {
             return self.complete_root(cx, tensor, step, root);
         }
-        let (ranks, others) = (cx.plan.workers(), cx.plan.workers() as usize - 1);
+        let (ranks, others) = (cx.plan().workers(), cx.plan().workers() as usize - 1);
         let complete = |it: &Blocks| it.is_queued && it.unsent == 0 && it.here() == others;
         if !self.of(tensor, step).is_some_and(complete) {
             return;
         }
         if let Some(all) = self.under_way.remove(&(tensor, step)) {
-            let blocks = all.regions(tensor, cx.rank, ranks);
+            let blocks = all.regions(tensor, cx.rank(), ranks);
             self.ready(cx, tensor, step, blocks, all.buffers());
         }
     }
@@ -129,14 +129,14 @@ impl Gather {
     ) {
         self.held.insert((tensor, step), buffers);
         let has_value = blocks.iter().any(Option::is_some);
-        cx.events.push_back(Event::BlocksReady { tensor, step, blocks });
+        cx.tell(Event::BlocksReady { tensor, step, blocks });
         all_done(cx, tensor, has_value);
     }
 }
 
 /// All slices of a tensor are done.
 fn all_done(cx: &mut Cx, tensor: TensorId, has_value: bool) {
-    for slice in cx.plan.slices_of(tensor) {
+    for slice in cx.plan().slices_of(tensor) {
         cx.slice_done(slice, has_value);
     }
 }
@@ -166,15 +166,15 @@ impl Aggregator for Gather {
 
     /// This rank's block is there, or it has none: the others get it, or the root.
     fn contribute(&mut self, cx: &mut Cx, tensor: TensorId) {
-        let step = cx.worker.step();
-        let absent = cx.worker.submission(tensor) == Submission::Absent;
+        let step = cx.step();
+        let absent = cx.worker().submission(tensor) == Submission::Absent;
         let blocks = self.entry(tensor, step);
         blocks.is_queued = true;
         let bytes = blocks.own_bytes.filter(|_| !absent);
-        let mut receivers = cx.plan.workers_but(cx.rank);
-        if let Some(root) = cx.plan.root(tensor) {
-            receivers = RankSet::empty(cx.plan.workers());
-            if root != cx.rank {
+        let mut receivers = cx.plan().workers_but(cx.rank());
+        if let Some(root) = cx.plan().root(tensor) {
+            receivers = RankSet::empty(cx.plan().workers());
+            if root != cx.rank() {
                 receivers.insert(root);
             }
         }
@@ -184,14 +184,14 @@ impl Aggregator for Gather {
 
     fn check(&self, cx: &Cx, from: Rank, header: &FrameHeader) -> Validated<()> {
         let what = || cx.describe(header);
-        if from == cx.rank {
+        if from == cx.rank() {
             return violation(format!("{} from this rank itself", what()));
         }
-        let root = cx.plan.root(header.tensor);
-        if let Some(root) = root.filter(|&root| root != cx.rank && root != from) {
+        let root = cx.plan().root(header.tensor);
+        if let Some(root) = root.filter(|&root| root != cx.rank() && root != from) {
             return violation(format!("{}, but {root} answers for it", what()));
         }
-        let current = cx.worker.step();
+        let current = cx.step();
         if header.step != current && header.step != current.next() {
             return violation(format!("{}, but this rank is in {current}", what()));
         }
@@ -199,7 +199,7 @@ impl Aggregator for Gather {
             return violation(format!("{} as encoded bytes", what()));
         }
         let is_current = header.step == current;
-        let submitted = cx.worker.submission(header.tensor) != Submission::Missing;
+        let submitted = cx.worker().submission(header.tensor) != Submission::Missing;
         if root == Some(from) && !(is_current && submitted) {
             return violation(format!("{} as an answer without a block of this rank", what()));
         }
@@ -209,10 +209,10 @@ impl Aggregator for Gather {
             Some(Block::Arriving { buffer, received_bytes }) => (*received_bytes, buffer.bytes),
             Some(_) => return violation(format!("{} after the whole block", what())),
         };
-        if is_current && !cx.worker.is_pending(header.tensor) {
+        if is_current && !cx.worker().is_pending(header.tensor) {
             return violation(format!("{} after all blocks", what()));
         }
-        let spec = &cx.plan.tensor(header.tensor).spec;
+        let spec = &cx.plan().tensor(header.tensor).spec;
         let (element, total) = (spec.dtype.bytes(), u64::from(header.block_bytes));
         if total != size || total > spec.numel * element || !total.is_multiple_of(element) {
             let most = spec.numel * element;
@@ -222,8 +222,8 @@ impl Aggregator for Gather {
                 what()
             ));
         }
-        let start = cx.plan.slice_start_bytes(header.slice);
-        let slice_end = total.min(start + cx.plan.slice_bytes(header.slice));
+        let start = cx.plan().slice_start_bytes(header.slice);
+        let slice_end = total.min(start + cx.plan().slice_bytes(header.slice));
         let end = header.offset.saturating_add(u64::from(header.length));
         let is_empty = total == 0 && start == 0 && header.length == 0;
         let inside = header.offset >= start && end <= slice_end && header.length > 0;
@@ -252,7 +252,7 @@ impl Aggregator for Gather {
         let buffer = match blocks.of.get(&from) {
             Some(Block::Arriving { buffer, .. }) => *buffer,
             _ => {
-                let buffer = cx.buffers.acquire(u64::from(header.block_bytes));
+                let buffer = cx.acquire(u64::from(header.block_bytes));
                 blocks.of.insert(from, Block::Arriving { buffer, received_bytes: 0 });
                 buffer
             }
@@ -292,17 +292,17 @@ impl Aggregator for Gather {
 
     /// Ranks whose blocks of the current step are not here.
     fn missing(&self, cx: &Cx) -> RankSet {
-        let (step, ranks) = (cx.worker.step(), cx.plan.workers());
+        let (step, ranks) = (cx.step(), cx.plan().workers());
         let mut missing = RankSet::empty(ranks);
-        for tensor in cx.plan.tensor_ids() {
-            let has_blocks = cx.plan.tensor(tensor).scheme.has_blocks();
-            let open = cx.plan.takes_part(tensor, step) && cx.worker.is_pending(tensor);
+        for tensor in cx.plan().tensor_ids() {
+            let has_blocks = cx.plan().tensor(tensor).scheme.has_blocks();
+            let open = cx.plan().takes_part(tensor, step) && cx.worker().is_pending(tensor);
             if !has_blocks || !open {
                 continue;
             }
             let blocks = self.of(tensor, step);
-            match cx.plan.root(tensor) {
-                Some(root) if root != cx.rank => {
+            match cx.plan().root(tensor) {
+                Some(root) if root != cx.rank() => {
                     missing.insert(root);
                 }
                 _ => (0..ranks).map(Rank).for_each(|rank| {
@@ -312,7 +312,7 @@ impl Aggregator for Gather {
                 }),
             }
         }
-        missing.remove(cx.rank);
+        missing.remove(cx.rank());
         missing
     }
 }

@@ -84,11 +84,15 @@ impl KeptResults {
         buffer_of(self.slices.get_mut(slice.index())?.take())
     }
 
+    /// The buffers of all that is kept.
+    pub(crate) fn buffers(&self) -> Vec<BufferRef> {
+        let results = self.slices.iter().filter_map(|&kept| buffer_of(kept));
+        results.chain(self.contributions.values().map(|&(_, buffer)| buffer)).collect()
+    }
+
     /// Forgets all; their buffers.
     pub(crate) fn clear(&mut self) -> Vec<BufferRef> {
-        let contributions = core::mem::take(&mut self.contributions).into_values();
-        let results = core::mem::take(&mut self.slices).into_iter().filter_map(buffer_of);
-        results.chain(contributions.map(|(_, buffer)| buffer)).collect()
+        core::mem::take(self).buffers()
     }
 }
 

@@ -25,8 +25,8 @@ mod round;
 mod tests;
 
 use crate::api::GoingOn;
+use crate::control::blame::Blame;
 use crate::rank_set::RankSet;
-use crate::session::Blame;
 use crate::violation::{violation, Validated};
 use agreement::Change;
 use alloc::collections::{BTreeMap, VecDeque};

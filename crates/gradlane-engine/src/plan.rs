@@ -157,6 +157,11 @@ impl Plan {
         self.strategy.synchrony.stragglers().is_some() && !step.is_initial()
     }
 
+    /// Whether ranks take up new priorities each at a step of its own.
+    pub(crate) fn switches_independently(&self) -> bool {
+        self.strategy.synchrony != Synchrony::Bulk
+    }
+
     /// Whether the owners of a tensor's slices update it in a step. They have kernels for f32, f16
     /// and bf16; a tensor of f64 is averaged, as with updates on the ranks.
     #[must_use]

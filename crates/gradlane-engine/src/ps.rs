@@ -2,32 +2,33 @@
 //! once in rank order, and sends the result to all by the strategy's pull rule.
 
 mod async_owner;
+mod collecting;
 mod contribution_set;
+mod dedicated;
 mod owner;
 mod pull;
+mod results;
 mod server_commands;
 mod stragglers;
 
 pub(crate) use async_owner::lacks_initial;
-pub(crate) use stragglers::StepEntry;
+pub(crate) use pull::pull_deferred;
 
 use crate::aggregator::Aggregator;
-use crate::api::{BufferRef, Job, Operation, Outstanding, PayloadDest, Region, UsageError};
+use crate::api::{BufferRef, PayloadDest, UsageError};
 use crate::contribution::Contribution;
 use crate::cx::Cx;
-use crate::jobs::{Done, PsTask, PsWritten, Running, Then, Written};
-use crate::kept_results::KeptResult;
-use crate::plan::{Plan, PullRule, Scheme, Slice, Synchrony};
+use crate::plan::{Plan, Scheme, Slice};
 use crate::rank_set::RankSet;
 use crate::transmit::{Body, Message, OrderKey, PendingEncode};
 use crate::violation::{violation, Validated};
-use crate::worker::{Arrived, Submission};
+use crate::worker::Submission;
 use alloc::format;
 use alloc::vec::Vec;
 use async_owner::AsyncOwners;
-use gradlane_units::{Priority, Rank, SliceId, Step, TensorId, Time};
+use gradlane_units::{Rank, SliceId, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
-use owner::{OwnedSlice, Owner, PendingBroadcast, ReductionInput};
+use owner::{OwnedSlice, Owner};
 use server_commands::ServerCommands;
 use stragglers::Stragglers;
 
@@ -46,7 +47,7 @@ impl ParameterServer {
         ParameterServer {
             owner: Owner::new(plan, rank),
             async_owners: AsyncOwners::default(),
-            stragglers: Stragglers::new(plan, rank),
+            stragglers: Stragglers::default(),
             commands: ServerCommands::default(),
             newest_served: None,
         }
@@ -58,6 +59,11 @@ impl ParameterServer {
         self.async_owners.skip_initial(cx);
     }
 
+    /// Collects each slice for a step of its own.
+    pub(crate) fn begin_at(&mut self, step: impl Fn(SliceId) -> Step) {
+        self.owner.fast_forward_each(step);
+    }
+
     /// Goes on as if all ranks had been in all steps up to this one.
     pub(crate) fn fast_forward(&mut self, plan: &Plan, step: Step) {
         self.owner.fast_forward(step.next());
@@ -65,67 +71,23 @@ impl ParameterServer {
         self.stragglers.fast_forward(plan.world_size, step);
     }
 
-    /// Ranks were lost: drops what the owners have, and owns what the new plan says, each slice in its
-    /// step.
-    pub(crate) fn own_anew(&mut self, cx: &mut Cx, step: impl Fn(SliceId) -> Step) {
-        self.owner.drain().into_iter().for_each(|buffer| cx.release(buffer));
-        self.owner = Owner::new(&cx.plan, cx.rank);
-        self.owner.fast_forward_each(step);
-    }
-
-    /// All ranks are through: nothing is owed to any.
-    pub(crate) fn forget_owed(&mut self, cx: &mut Cx) {
-        self.owner.drain().into_iter().for_each(|buffer| cx.release(buffer));
-    }
-
-    /// A peer is lost: no result is owed to it.
-    pub(crate) fn forget_receiver(&mut self, cx: &mut Cx, peer: Rank) {
-        self.owner.forget_receiver(peer).into_iter().for_each(|buffer| cx.release(buffer));
-    }
-
-    /// Sends a result that this rank has to others that lack it, whoever owns the slice.
-    pub(crate) fn spread(&mut self, cx: &mut Cx, slice: SliceId, step: Step, to: &[Rank]) {
-        let mut lacking = RankSet::empty(cx.plan.world_size);
-        to.iter().for_each(|&rank| {
-            lacking.insert(rank);
-        });
-        let kept = cx.kept.of(slice, step).expect("a rank spreads what it said that it has");
-        let (buffer, form) = match kept {
-            KeptResult::Buffer(buffer, form) => (Some(buffer), form),
-            KeptResult::Empty | KeptResult::Absent => (None, PayloadForm::Raw),
-        };
-        if let Some(buffer) = buffer {
-            cx.buffers.retain(buffer);
-        }
-        let priority = cx.priority(step, slice);
-        let mut message = cx.result_message(slice, step, (buffer, form), priority);
-        if kept == KeptResult::Empty {
-            message.header.flags = FrameFlags::NONE;
-        }
-        let to_send = lacking.clone();
-        let to_pull = RankSet::empty(cx.plan.world_size);
-        self.owner.keep(slice, step, PendingBroadcast { buffer, form, to_pull, to_send, priority });
-        let key = cx.slice_key(step, priority, slice);
-        cx.tx.push_shared(lacking, key, message);
-    }
-
     /// Whether a rank's gradient counts in a step, as far as is known: rank 0's alone in step 0,
     /// every rank's later, but for stragglers that are left out.
     fn contributes(&self, cx: &Cx, rank: Rank, step: Step) -> bool {
-        let own = rank == cx.rank && step == cx.worker.step();
-        if own && cx.plan.drops_stragglers(step) {
+        let own = rank == cx.rank() && step == cx.step();
+        if own && cx.plan().drops_stragglers(step) {
             return self.stragglers.may_contribute(rank, step);
         }
         if step.is_initial() {
             rank == Rank(0)
         } else {
-            cx.plan.trains(rank)
+            cx.plan().trains(rank)
         }
     }
 
     /// Ranks whose contributions an owned slice lacks.
     fn lacking<'a>(&'a self, cx: &'a Cx, owned: &'a OwnedSlice) -> impl Iterator<Item = Rank> + 'a {
-        let ranks = (0..cx.plan.workers()).map(Rank);
+        let ranks = (0..cx.plan().workers()).map(Rank);
         ranks.filter(move |&rank| {
             self.contributes(cx, rank, owned.step()) && !owned.contributions().has(rank)
         })
@@ -140,30 +102,27 @@ impl Aggregator for ParameterServer {
 
     /// Queues the pushes of a tensor; its own slices it contributes at once.
     fn contribute(&mut self, cx: &mut Cx, tensor: TensorId) {
-        let step = cx.worker.step();
-        let absent = cx.worker.submission(tensor) == Submission::Absent;
-        let priority = cx.priorities.priority(step, tensor);
-        let contributes = self.contributes(cx, cx.rank, step);
-        for slice in cx.plan.slices_of(tensor) {
-            let owner = cx.plan.slice(slice).owner;
-            if !contributes || cx.settled.contains(&slice) {
+        let step = cx.step();
+        let absent = cx.worker().submission(tensor) == Submission::Absent;
+        let priority = cx.priorities().priority(step, tensor);
+        let contributes = self.contributes(cx, cx.rank(), step);
+        for slice in cx.plan().slices_of(tensor) {
+            let owner = cx.plan().slice(slice).owner;
+            if !contributes || cx.is_settled(slice) {
                 cx.push_sent(slice);
             } else if !absent && cx.own_form(slice) == PayloadForm::Encoded {
-                let key = cx.keys.slice(step, priority, tensor, slice);
+                let key = cx.slice_key(step, priority, slice);
                 let pending = PendingEncode { slice, step };
-                match cx.kept.contribution(slice, step) {
-                    Some(buffer) => {
-                        cx.buffers.retain(buffer);
-                        self.encoded(cx, pending, key, buffer);
-                    }
-                    None => cx.encodes.push(owner, key, pending),
+                match cx.kept_contribution(slice, step) {
+                    Some(buffer) => self.encoded(cx, pending, key, buffer),
+                    None => cx.queue_encode(owner, key, pending),
                 }
-            } else if owner == cx.rank {
-                cx.worker.mark_push_sent(slice);
+            } else if owner == cx.rank() {
+                cx.mark_push_sent(slice);
                 let own = if absent { Contribution::Absent } else { Contribution::Own };
                 self.add_contribution(cx, slice, owner, own, priority);
             } else {
-                let key = cx.keys.slice(step, priority, tensor, slice);
+                let key = cx.slice_key(step, priority, slice);
                 let mut header = cx.slice_header(FrameKind::Push, step, slice, priority);
                 let body = if absent {
                     header.flags = FrameFlags::ABSENT;
@@ -171,14 +130,14 @@ impl Aggregator for ParameterServer {
                 } else {
                     Body::Region(cx.gradient_region(slice))
                 };
-                cx.tx.push(owner, key, Message { header, body });
+                cx.send(owner, key, Message { header, body });
             }
         }
     }
 
     fn check(&self, cx: &Cx, from: Rank, header: &FrameHeader) -> Validated<()> {
         let owner = match header.kind {
-            FrameKind::Push | FrameKind::Pull => cx.rank,
+            FrameKind::Push | FrameKind::Pull => cx.rank(),
             _ => from,
         };
         let right = cx.sender_of(header);
@@ -188,7 +147,7 @@ impl Aggregator for ParameterServer {
         let has_body = matches!(header.kind, FrameKind::Push | FrameKind::Broadcast)
             && !header.flags.contains(FrameFlags::ABSENT);
         cx.check_form(header, has_body)?;
-        let bytes = if has_body { cx.plan.bytes_as(header.slice, header.form) } else { 0 };
+        let bytes = if has_body { cx.plan().bytes_as(header.slice, header.form) } else { 0 };
         cx.check_extent(header, bytes)
     }
 
@@ -217,8 +176,8 @@ impl Aggregator for ParameterServer {
     fn sent(&mut self, cx: &mut Cx, to: Rank, header: &FrameHeader) {
         let FrameHeader { slice, step, .. } = *header;
         match header.kind {
-            FrameKind::Push => self.push_sent(cx, slice, step),
-            FrameKind::Broadcast if cx.plan.is_async(step) => {
+            FrameKind::Push => cx.contribution_sent(slice, step),
+            FrameKind::Broadcast if cx.plan().is_async(step) => {
                 self.async_owners.reply_sent(cx, slice, to);
             }
             FrameKind::Broadcast => {
@@ -232,21 +191,20 @@ impl Aggregator for ParameterServer {
 
     fn encoded(&mut self, cx: &mut Cx, pending: PendingEncode, key: OrderKey, output: BufferRef) {
         let PendingEncode { slice, step } = pending;
-        let owner = cx.plan.slice(slice).owner;
+        let owner = cx.plan().slice(slice).owner;
         let priority = cx.priority(step, slice);
-        cx.worker.mark_push_sent(slice);
-        if !self.contributes(cx, cx.rank, step) {
+        cx.mark_push_sent(slice);
+        if !self.contributes(cx, cx.rank(), step) {
             // The step has gone on without this rank in the meantime.
-            cx.encodes.drop_encoded(key, owner);
-            cx.release(output);
-        } else if owner == cx.rank {
+            cx.drop_encoded(key, owner, output);
+        } else if owner == cx.rank() {
             self.add_contribution(cx, slice, owner, Contribution::Encoded(output), priority);
         } else {
-            cx.encodes.note_encoded(pending, key, owner, output);
+            cx.note_encoded(pending, key, owner, output);
             let mut header = cx.slice_header(FrameKind::Push, step, slice, priority);
             header.form = PayloadForm::Encoded;
             let body = Body::Region(output.whole());
-            cx.tx.push(owner, key, Message { header, body });
+            cx.send(owner, key, Message { header, body });
         }
         cx.install_if_open(slice);
     }
@@ -258,389 +216,15 @@ impl Aggregator for ParameterServer {
         if !missing.is_empty() {
             return missing;
         }
-        let step = cx.worker.step();
-        for slice in cx.plan.slice_ids().filter(|&it| !cx.worker.is_done(it)) {
-            let Slice { tensor, owner, .. } = *cx.plan.slice(slice);
-            if cx.plan.scheme_of(slice) == Scheme::Ps && cx.plan.takes_part(tensor, step) {
+        let step = cx.step();
+        for slice in cx.plan().slice_ids().filter(|&it| !cx.worker().is_done(it)) {
+            let Slice { tensor, owner, .. } = *cx.plan().slice(slice);
+            if cx.plan().scheme_of(slice) == Scheme::Ps && cx.plan().takes_part(tensor, step) {
                 missing.insert(owner);
             }
         }
-        missing.remove(cx.rank);
+        missing.remove(cx.rank());
         missing
-    }
-}
-
-/// Pushes.
-impl ParameterServer {
-    fn land_push(
-        &mut self,
-        cx: &mut Cx,
-        from: Rank,
-        header: &FrameHeader,
-    ) -> Validated<PayloadDest> {
-        if self.owner.is_late(&cx.plan, header) {
-            return self.stragglers.land_late_push(cx, from, header);
-        }
-        self.commands.check_push(cx, from, header)?;
-        let contributes = self.contributes(cx, from, header.step);
-        let expected = self.expected_step(cx, from, header)?;
-        let has_body = !header.flags.contains(FrameFlags::ABSENT);
-        let what = || cx.describe(header);
-        // A push that is applied alone is like no other.
-        let is_async = cx.plan.is_async(header.step);
-        let owned = self.owner.get_mut(header.slice).ok_or("not owned")?;
-        if expected != header.step || owned.is_reducing() || !contributes {
-            let state = if owned.is_reducing() { "reduces" } else { "collects for" };
-            return violation(format!("{}, but this rank {state} {expected}", what()));
-        }
-        let arrived = owned.contributions().received_bytes(from);
-        if owned.contributions().has(from) || arrived != header.offset {
-            let offset = header.offset;
-            return violation(format!("{} at offset {offset} after {arrived} bytes", what()));
-        }
-        if has_body && !is_async && !owned.accepts_form(header.form) {
-            let form = header.form;
-            return violation(format!("{} as {form:?}, unlike other contributions", what()));
-        }
-        if header.length == 0 {
-            return Ok(PayloadDest::Nothing);
-        }
-        let bytes = cx.plan.bytes_as(header.slice, header.form);
-        let buffers = &mut cx.buffers;
-        let buffer = owned.contributions_mut().landing(from, || buffers.acquire(bytes));
-        Ok(PayloadDest::Region(buffer.whole().part(header.offset, header.length)))
-    }
-
-    /// The step that a push of this rank may be for now.
-    fn expected_step(&self, cx: &Cx, from: Rank, header: &FrameHeader) -> Validated<Step> {
-        let owned = self.owner.get(header.slice).ok_or("not owned")?;
-        let absent = header.flags.contains(FrameFlags::ABSENT);
-        if lacks_initial(&cx.plan, header.step, from, absent) {
-            return violation(format!("{} without a value to start from", cx.describe(header)));
-        }
-        if !cx.plan.is_async(owned.step()) {
-            return Ok(owned.step());
-        }
-        let expected = self.async_owners.expected(header.slice, from);
-        expected.or_else(|reason| violation(format!("{}: {}", cx.describe(header), reason.0)))
-    }
-
-    fn take_push(&mut self, cx: &mut Cx, from: Rank, header: &FrameHeader) {
-        if self.owner.is_late(&cx.plan, header) {
-            return self.stragglers.take_late_push(cx, from, header);
-        }
-        let contributions = self.owner.owned(header.slice).contributions_mut();
-        contributions.receive(from, header.length);
-        if header.flags.contains(FrameFlags::LAST) {
-            let whole = match contributions.take_arrived(from) {
-                Some(arriving) => Contribution::arrived(arriving, header.form),
-                None => Contribution::Absent,
-            };
-            self.add_contribution(cx, header.slice, from, whole, header.priority);
-        }
-    }
-
-    /// The last frame of a push is with the kernel.
-    fn push_sent(&mut self, cx: &mut Cx, slice: SliceId, step: Step) {
-        match cx.encodes.note_sent(slice, step) {
-            Some(buffer) => cx.release(buffer),
-            None => cx.push_sent(slice),
-        }
-    }
-}
-
-/// Reductions.
-impl ParameterServer {
-    /// A rank's contribution to an owned slice is whole.
-    fn add_contribution(
-        &mut self,
-        cx: &mut Cx,
-        slice: SliceId,
-        rank: Rank,
-        contribution: Contribution,
-        priority: Priority,
-    ) {
-        let owned = self.owner.owned(slice);
-        let step = owned.step();
-        if cx.plan.is_async(step) {
-            return self.async_owners.push(cx, slice, rank, contribution, priority);
-        }
-        if !owned.add(rank, contribution, priority) {
-            let name = cx.plan.name_of(slice);
-            return cx.abort(format!(
-                "some ranks sent {name:?} encoded in {step} and others as it is: all ranks have to \
-                 do the same"
-            ));
-        }
-        if cx.plan.drops_stragglers(step) {
-            self.reduce_if_decided(cx, slice);
-        } else if let Some(all) = owned.take_all(cx.plan.contributors(step) as usize) {
-            self.reduce(cx, slice, all);
-        }
-    }
-
-    /// Reduces a slice once its contributors are known and all of them have contributed.
-    fn reduce_if_decided(&mut self, cx: &mut Cx, slice: SliceId) {
-        let owned = self.owner.owned(slice);
-        let step = owned.step();
-        let Some(mut all) = self.stragglers.set(step).and_then(|set| owned.take_decided(set))
-        else {
-            return;
-        };
-        self.stragglers.expect_late_pushes(slice, step, core::mem::take(&mut all.arriving));
-        for (_, dropped) in core::mem::take(&mut all.dropped) {
-            if let Some(buffer) = dropped.buffer() {
-                cx.release(buffer);
-            }
-        }
-        self.reduce(cx, slice, all);
-    }
-
-    /// All contributions to a slice that count are here.
-    fn reduce(&mut self, cx: &mut Cx, slice: SliceId, all: ReductionInput) {
-        let ReductionInput { step, priority, counted, .. } = all;
-        // The mean over one rank is its gradient, which is in place already, unless it is encoded. In a step
-        // whose contributions travel raw the driver may put state in the place of the mean.
-        let is_result = cx.others().is_empty()
-            && counted.iter().all(|&(_, it)| it.form() != Some(PayloadForm::Encoded))
-            && !cx.worker.sends_raw()
-            && !cx.plan.updates_on_server(step, cx.plan.slice(slice).tensor)
-            && cx.plan.strategy.synchrony != Synchrony::Async;
-        if counted.iter().all(|&(_, it)| it == Contribution::Absent) {
-            self.deliver(cx, slice, step, None, PayloadForm::Raw, false);
-        } else if is_result {
-            self.deliver(cx, slice, step, None, PayloadForm::Raw, true);
-        } else {
-            let key = cx.slice_key(step, priority, slice);
-            cx.jobs.push(key, slice, step, PsTask::Reduce(counted).into());
-        }
-    }
-
-    /// Starts a job that the driver has asked for.
-    pub(crate) fn start(&mut self, cx: &mut Cx, slice: SliceId, step: Step, task: PsTask) -> Job {
-        match task {
-            PsTask::Reduce(counted) => {
-                let parameters = self.commands.parameters(cx, slice);
-                start_reduce(cx, (slice, step), &counted, parameters)
-            }
-            PsTask::Apply(push) => self.async_owners.start(cx, slice, push),
-        }
-    }
-
-    /// The driver has done a job.
-    pub(crate) fn job_done(&mut self, cx: &mut Cx, done: Done, written: PsWritten) {
-        let Done { slice, step, output } = done;
-        match written {
-            PsWritten::Result { form, in_place } => {
-                self.deliver(cx, slice, step, Some(output), form, in_place);
-            }
-            PsWritten::State(push) => self.async_owners.applied(cx, slice, push, output),
-        }
-    }
-}
-
-/// The reduction of contributions: raw ones are added up into one of their buffers, encoded ones are
-/// decoded, added up and encoded into another. With updates on the server the mean is applied.
-fn start_reduce(
-    cx: &mut Cx,
-    (slice, step): (SliceId, Step),
-    counted: &[(Rank, Contribution)],
-    parameters: Region,
-) -> Job {
-    let region = |&(_, it): &(Rank, Contribution)| match it {
-        Contribution::Own => Some(cx.gradient_region(slice)),
-        Contribution::Buffer(buffer) | Contribution::Encoded(buffer) => Some(buffer.whole()),
-        Contribution::Absent => None,
-    };
-    let inputs: Vec<Region> = counted.iter().filter_map(region).collect();
-    let (absent, divisor) = (inputs.len() < counted.len(), counted.len() as u32);
-    let mut spent: Vec<BufferRef> = counted.iter().filter_map(|(_, it)| it.buffer()).collect();
-    let encoded = counted.iter().any(|(_, it)| it.form() == Some(PayloadForm::Encoded));
-    let apply = cx.plan.updates_on_server(step, cx.plan.slice(slice).tensor);
-    let form = if encoded && !apply { PayloadForm::Encoded } else { PayloadForm::Raw };
-    cx.forget_kept(slice);
-    let reused = !encoded && !spent.is_empty();
-    let buffer =
-        if reused { spent.remove(0) } else { cx.buffers.acquire(cx.plan.bytes_as(slice, form)) };
-    let output = buffer.whole();
-    let is_current = step == cx.worker.step();
-    let copy_to = cx.open_region(slice).filter(|_| is_current && !apply);
-    let written = PsWritten::Result { form, in_place: copy_to.is_some() };
-    let operation = match (encoded, apply) {
-        (false, false) => Operation::Reduce { inputs, absent, divisor, output, copy_to },
-        (false, true) => Operation::ReduceApply { inputs, absent, divisor, parameters, output },
-        (true, false) => Operation::DecodeReduceEncode { inputs, absent, divisor, output, copy_to },
-        (true, true) => {
-            Operation::DecodeReduceApply { inputs, absent, divisor, parameters, output }
-        }
-    };
-    let then = Then::Wrote(buffer, Written::Ps(written));
-    cx.start(operation, Running { slice, step, spent, then })
-}
-
-/// Results.
-impl ParameterServer {
-    /// The result of an owned slice is there: gives it to this rank's worker and to the others.
-    /// Without a buffer it is either in place (`in_place`) or absent everywhere.
-    fn deliver(
-        &mut self,
-        cx: &mut Cx,
-        slice: SliceId,
-        step: Step,
-        buffer: Option<BufferRef>,
-        form: PayloadForm,
-        in_place: bool,
-    ) {
-        let (priority, early_pulls) = self.owner.owned(slice).advance();
-        if step.is_initial() {
-            self.async_owners.keep_initial(cx, slice, buffer);
-        }
-        self.offer(cx, slice, step, buffer, form, priority);
-        for rank in early_pulls {
-            self.serve_pull(cx, slice, step, rank);
-        }
-        if cx.is_dedicated_server() {
-            self.note_served(cx, step);
-            buffer.into_iter().for_each(|result| self.commands.keep(cx, slice, step, result));
-        } else if stragglers::is_early(cx, step) {
-            self.stragglers.keep_early(cx, slice, step, buffer, form);
-        } else {
-            match buffer {
-                Some(buffer) if !in_place => {
-                    cx.buffers.retain(buffer);
-                    cx.result_in_buffer(slice, buffer, form);
-                }
-                None if !in_place => cx.result_without_bytes(slice, false),
-                _ => {
-                    if let Some(buffer) = buffer {
-                        cx.keep_result(slice, buffer, form);
-                    }
-                    cx.slice_done(slice, true);
-                }
-            }
-        }
-        if let Some(buffer) = buffer {
-            cx.release(buffer);
-        }
-        if cx.plan.strategy.pull == PullRule::AfterNotice && !cx.is_dedicated_server() {
-            pull::announced(cx, cx.plan.slice(slice).tensor);
-        }
-    }
-
-    /// Keeps a result for the ranks that are owed it and sends it, or a notice of it.
-    fn offer(
-        &mut self,
-        cx: &mut Cx,
-        slice: SliceId,
-        step: Step,
-        buffer: Option<BufferRef>,
-        form: PayloadForm,
-        priority: Priority,
-    ) {
-        let others = cx.plan.workers_but(cx.rank);
-        if others.is_empty() {
-            return;
-        }
-        if let Some(buffer) = buffer {
-            cx.buffers.retain(buffer);
-        }
-        // Step 0 is sent unasked whatever the rule: there is no iteration to start yet.
-        let unasked = cx.plan.strategy.pull == PullRule::Broadcast || step.is_initial();
-        let to_pull = if unasked { RankSet::empty(cx.plan.world_size) } else { others.clone() };
-        let to_send = others.clone();
-        let pending = PendingBroadcast { buffer, form, to_pull, to_send, priority };
-        self.owner.keep(slice, step, pending);
-        if unasked {
-            let message = cx.result_message(slice, step, (buffer, form), priority);
-            let key = cx.result_key(step, priority, slice);
-            cx.tx.push_shared(others, key, message);
-        } else if cx.plan.strategy.pull == PullRule::AfterNotice {
-            let header = cx.slice_header(FrameKind::Notify, step, slice, priority);
-            cx.send_control(others, header, Body::Empty);
-        }
-    }
-
-    fn take_pull(&mut self, cx: &mut Cx, from: Rank, header: &FrameHeader) {
-        if self.owner.pending(header.slice, header.step).is_some() {
-            self.serve_pull(cx, header.slice, header.step, from);
-        } else {
-            self.owner.owned(header.slice).pull_early(from);
-        }
-    }
-
-    /// A rank that is owed a result pulls it.
-    fn serve_pull(&mut self, cx: &mut Cx, slice: SliceId, step: Step, rank: Rank) {
-        if let Some(pending) = self.owner.pull(slice, step, rank) {
-            let (result, priority) = ((pending.buffer, pending.form), pending.priority);
-            let message = cx.result_message(slice, step, result, priority);
-            let key = cx.result_key(step, priority, slice);
-            cx.tx.push(rank, key, message);
-        }
-    }
-
-    fn land_broadcast(
-        &mut self,
-        cx: &mut Cx,
-        from: Rank,
-        header: &FrameHeader,
-    ) -> Validated<PayloadDest> {
-        if stragglers::is_early(cx, header.step) {
-            return self.stragglers.land_early(cx, from, header);
-        }
-        let what = || cx.describe(header);
-        let step = cx.worker.step();
-        if header.step != step {
-            return violation(format!("{}, but this rank is in {step}", what()));
-        }
-        // A straggler may not have heard yet that it is left out.
-        let owes = self.contributes(cx, cx.rank, step) && !cx.plan.drops_stragglers(step);
-        if owes && cx.worker.submission(header.tensor) == Submission::Missing {
-            return violation(format!("{} without a contribution of this rank", what()));
-        }
-        let pulls = cx.plan.strategy.pull != PullRule::Broadcast && !step.is_initial();
-        if pulls && !cx.worker.has_pulled(header.tensor) {
-            return violation(format!("{} unasked", what()));
-        }
-        if from == cx.rank {
-            return violation(format!("{} from this rank itself", what()));
-        }
-        cx.worker.check_result(header, what)?;
-        if header.length == 0 {
-            return Ok(PayloadDest::Nothing);
-        }
-        Ok(PayloadDest::Region(cx.place_result(header, false)))
-    }
-
-    fn take_broadcast(&mut self, cx: &mut Cx, header: &FrameHeader) {
-        if stragglers::is_early(cx, header.step) {
-            return self.stragglers.take_early(header);
-        }
-        if header.flags.contains(FrameFlags::LAST) {
-            cx.spread_by.remove(&header.slice);
-        }
-        match cx.worker.receive(header) {
-            Arrived::Part => {}
-            Arrived::Buffered(..) => cx.install_if_open(header.slice),
-            Arrived::InPlace => cx.slice_done(header.slice, true),
-            // An absent slice, or an empty one.
-            Arrived::Empty => {
-                let absent = header.flags.contains(FrameFlags::ABSENT);
-                cx.result_without_bytes(header.slice, !absent);
-            }
-        }
-    }
-
-    /// Whether every result is with the kernel of all ranks that it is owed to.
-    pub(crate) fn has_delivered_all(&self) -> bool {
-        self.owner.has_delivered_all()
-    }
-}
-
-/// Pulls of this rank's worker.
-impl ParameterServer {
-    /// Sends the pulls that waited for the next iteration.
-    pub(crate) fn pull_deferred(&mut self, cx: &mut Cx) {
-        pull::pull_deferred(cx);
     }
 }
 
@@ -679,10 +263,11 @@ impl ParameterServer {
         self.async_owners.is_idle()
     }
 
-    /// The session closes: the states go.
+    /// The session closes: the states go, and what is owed to ranks that have left.
     pub(crate) fn drop_states(&mut self, cx: &mut Cx) {
         self.async_owners.drop_states(cx);
         self.commands.drop_parameters(cx);
+        self.owner.drop_broadcasts().for_each(|buffer| cx.release(buffer));
     }
 }
 
@@ -690,7 +275,17 @@ impl ParameterServer {
 impl ParameterServer {
     /// Whether this rank may pass a step: it was left out of the one before, or of this one.
     pub(crate) fn may_pass(&self, cx: &Cx, step: Step) -> bool {
-        cx.plan.drops_stragglers(step) && self.stragglers.may_pass(cx.rank, step)
+        cx.plan().drops_stragglers(step) && self.stragglers.may_pass(cx.rank(), step)
+    }
+
+    /// Whether this rank takes no part in the current step.
+    pub(crate) fn passes(&self) -> bool {
+        self.stragglers.passes()
+    }
+
+    /// Whether this rank may still contribute to its current step.
+    pub(crate) fn may_contribute(&self, cx: &Cx, step: Step) -> bool {
+        self.stragglers.may_contribute(cx.rank(), step)
     }
 
     /// Whether the contributors of a step are known.
@@ -698,156 +293,21 @@ impl ParameterServer {
         self.stragglers.set(step).is_some()
     }
 
-    /// Whether the current step waits for a decision.
-    pub(crate) fn is_undecided(&self, cx: &Cx) -> bool {
-        let step = cx.worker.step();
-        cx.plan.drops_stragglers(step) && !self.is_decided(step)
-    }
-
-    /// This rank passes a step that is decided.
-    pub(crate) fn note_passed(&self, cx: &mut Cx, step: Step) {
-        self.stragglers.note_passed(cx, step);
-    }
-
-    /// The current step has begun.
-    pub(crate) fn on_step_begun(&mut self, cx: &mut Cx, step: Step, entry: StepEntry) {
-        if self.stragglers.on_step_begun(cx, step, entry) {
-            self.decide(cx);
-        }
+    /// The current step has begun; whether this rank takes no part in it.
+    pub(crate) fn begin(&mut self, cx: &mut Cx, passes: bool) {
+        self.stragglers.begin(cx, passes);
     }
 
     /// A tensor of the current step was submitted.
     pub(crate) fn on_submitted(&mut self, cx: &mut Cx, tensor: TensorId) {
-        if cx.plan.drops_stragglers(cx.worker.step()) && self.stragglers.on_submitted(cx, tensor) {
-            self.decide(cx);
-        }
+        self.stragglers.on_submitted(cx, tensor);
     }
 
-    /// All that another lane carries of the current step was submitted; in the first one.
-    pub(crate) fn on_submitted_in_a_lane(&mut self, cx: &mut Cx, step: Step) {
-        if self.stragglers.on_submitted_in_a_lane(cx, step) {
-            self.decide(cx);
-        }
-    }
-
-    /// The contributors of a step are known to the first lane.
-    pub(crate) fn take_decision(&mut self, cx: &mut Cx, step: Step, set: &RankSet) {
+    /// The contributors of a step are known.
+    pub(crate) fn decided(&mut self, cx: &mut Cx, step: Step, set: &RankSet) {
         self.stragglers.decided(cx, step, set);
-        self.reduce_decided(cx);
-    }
-
-    /// Checks a frame between a rank and rank 0.
-    pub(crate) fn check_control(&self, cx: &Cx, from: Rank, header: &FrameHeader) -> Validated<()> {
-        stragglers::check_control(cx, from, header)
-    }
-
-    /// Takes a frame between a rank and rank 0.
-    pub(crate) fn take_control(
-        &mut self,
-        cx: &mut Cx,
-        from: Rank,
-        header: &FrameHeader,
-        payload: &[u8],
-    ) -> Validated<()> {
-        if header.kind == FrameKind::Contributors {
-            self.stragglers.take_contributors(cx, header, payload)?;
-            self.reduce_decided(cx);
-        } else {
-            self.stragglers.take_progress(cx, from, header)?;
-            self.decide(cx);
-        }
-        Ok(())
-    }
-
-    /// Decides all steps that can be decided now; on rank 0.
-    pub(crate) fn decide(&mut self, cx: &mut Cx) {
-        while self.stragglers.decide(cx) {
-            self.reduce_decided(cx);
-        }
-    }
-
-    fn reduce_decided(&mut self, cx: &mut Cx) {
         for slice in self.owner.slices() {
             self.reduce_if_decided(cx, slice);
         }
-    }
-
-    /// When rank 0 wants to look again at the progress of the ranks.
-    pub(crate) fn decision_timeout(&self) -> Option<Time> {
-        self.stragglers.decision_timeout()
-    }
-}
-
-/// Missing contributors.
-impl ParameterServer {
-    /// Ranks whose contributions the owned slices still lack in the current step.
-    fn missing_contributors(&self, cx: &Cx) -> RankSet {
-        let mut missing = RankSet::empty(cx.plan.world_size);
-        let step = cx.worker.step();
-        if cx.plan.is_async(step) {
-            return missing;
-        }
-        let set = self.stragglers.set(step);
-        if cx.plan.drops_stragglers(step) && set.is_none() {
-            return self.stragglers.awaited(cx.plan.world_size);
-        }
-        let counts = |rank: &Rank| set.is_none_or(|set| set.contains(*rank));
-        for (slice, owned) in self.owner.iter() {
-            let collects = cx.plan.takes_part(cx.plan.slice(slice).tensor, step);
-            if owned.step() == step && !owned.is_reducing() && collects {
-                self.lacking(cx, owned).filter(counts).for_each(|rank| {
-                    missing.insert(rank);
-                });
-            }
-        }
-        missing.remove(cx.rank);
-        missing
-    }
-}
-
-/// Dedicated servers. They need no worker's state: their contributions say which step they are in.
-impl ParameterServer {
-    /// A slice of a step is reduced, perhaps the first one: priorities are those of the next step from
-    /// now on, and the ones before this step are done with.
-    fn note_served(&mut self, cx: &mut Cx, step: Step) {
-        if self.newest_served.is_none_or(|newest| newest < step) {
-            self.newest_served = Some(step);
-            cx.enter_priorities(step.next());
-        }
-    }
-
-    /// Whether some ranks have contributed to a slice, and others not.
-    pub(crate) fn is_collecting(&self) -> bool {
-        self.owner.collecting().next().is_some()
-    }
-
-    /// The last step of which all that this rank owns is reduced.
-    pub(crate) fn last_served(&self, plan: &Plan) -> Option<Step> {
-        let trained = |slice: SliceId| plan.takes_part(plan.slice(slice).tensor, Step(1));
-        let served = self.owner.iter().filter(|&(slice, _)| trained(slice));
-        let least = served.map(|(_, owned)| owned.step()).min();
-        least.and_then(|step| step.0.checked_sub(1)).map(Step)
-    }
-
-    /// Slices that some ranks have contributed to, and others not.
-    pub(crate) fn uncollected(&self, cx: &Cx) -> Outstanding {
-        let mut outstanding = Outstanding::default();
-        let mut missing = RankSet::empty(cx.plan.world_size);
-        let mut last: Option<TensorId> = None;
-        for (slice, owned) in self.owner.collecting() {
-            outstanding.step = outstanding.step.max(owned.step());
-            let tensor = cx.plan.slice(slice).tensor;
-            if last.replace(tensor) != Some(tensor) {
-                outstanding.add_tensor(cx.plan.name_of(slice));
-            }
-            let bytes = cx.plan.bytes_as(slice, owned.form().unwrap_or(PayloadForm::Raw));
-            for rank in self.lacking(cx, owned) {
-                missing.insert(rank);
-                let arrived = owned.contributions().received_bytes(rank);
-                outstanding.bytes += bytes.saturating_sub(arrived);
-            }
-        }
-        outstanding.ranks = missing.iter().collect();
-        outstanding
     }
 }

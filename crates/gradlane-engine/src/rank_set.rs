@@ -72,6 +72,14 @@ impl RankSet {
         self
     }
 
+    /// These, and others.
+    pub(crate) fn with(mut self, other: &RankSet) -> RankSet {
+        for rank in other.iter() {
+            self.insert(rank);
+        }
+        self
+    }
+
     pub(crate) fn contains(&self, rank: Rank) -> bool {
         self.words.get(rank.index() / 64).is_some_and(|word| word >> (rank.index() % 64) & 1 == 1)
     }

@@ -61,20 +61,6 @@ impl Ring {
         self.slices.iter_mut().for_each(|slice| slice.step = step.next());
     }
 
-    /// Ranks were lost: drops what goes round. Nothing does any more: the next plan has servers.
-    pub(crate) fn drain(&mut self, cx: &mut Cx) {
-        for slice in &mut self.slices {
-            let buffer = match core::mem::take(&mut slice.received) {
-                Received::Nothing => None,
-                Received::Arriving(arriving) => Some(arriving.buffer),
-                Received::Whole(contribution) => contribution.buffer(),
-            };
-            buffer.into_iter().for_each(|buffer| cx.release(buffer));
-        }
-        let unsent = core::mem::take(&mut self.sending);
-        unsent.into_values().for_each(|buffer| cx.release(buffer));
-    }
-
     /// Starts a job that the driver has asked for.
     pub(crate) fn start(&mut self, cx: &mut Cx, slice: SliceId, step: Step, task: RingTask) -> Job {
         match task {
@@ -103,14 +89,14 @@ impl Aggregator for Ring {
 
     /// Begins sums, or adds to those that are here.
     fn contribute(&mut self, cx: &mut Cx, tensor: TensorId) {
-        let step = cx.worker.step();
+        let step = cx.step();
         let topology = topology(cx);
-        for slice in cx.plan.slices_of(tensor) {
+        for slice in cx.plan().slices_of(tensor) {
             if step.is_initial() || topology.ranks == 1 {
                 self.contribute_values(cx, slice, step);
             } else if adds_codes(cx, slice) {
                 self.contribute_scales(cx, slice);
-            } else if topology.sum_begins(&cx.plan, slice) == cx.rank {
+            } else if topology.sum_begins(cx.plan(), slice) == cx.rank() {
                 self.begin_sum(cx, slice, step);
             } else {
                 self.slices[slice.index()].contributed = true;
@@ -130,7 +116,7 @@ impl Aggregator for Ring {
         if header.kind != FrameKind::RingBroadcast && header.step.is_initial() {
             return violation(format!("{}, in which nothing is added", what()));
         }
-        let begins = topology.begins(&cx.plan, header.kind, header.slice, header.step);
+        let begins = topology.begins(cx.plan(), header.kind, header.slice, header.step);
         let (found, right) = (header.hop, topology.hops_from(begins));
         if right == 0 {
             return violation(format!("{} at hop {found}, which begins on this rank", what()));
@@ -142,12 +128,12 @@ impl Aggregator for Ring {
         let has_body = !header.flags.contains(FrameFlags::ABSENT);
         cx.check_form(header, has_body)?;
         let is_scales = header.kind == FrameKind::RingScale;
-        let shares = cx.plan.scale_bytes(header.slice).is_some() && !header.step.is_initial();
+        let shares = cx.plan().scale_bytes(header.slice).is_some() && !header.step.is_initial();
         let encoded = header.form == PayloadForm::Encoded;
         if is_scales && !(shares && encoded == has_body) {
             return violation(format!("{}, whose ranks share no scales", what()));
         }
-        let bytes = if has_body { bytes_of(&cx.plan, header) } else { 0 };
+        let bytes = if has_body { bytes_of(cx.plan(), header) } else { 0 };
         cx.check_extent(header, bytes)
     }
 
@@ -169,12 +155,11 @@ impl Aggregator for Ring {
         let FrameHeader { kind, slice, step, .. } = *header;
         if kind == FrameKind::RingReduce {
             // Makes room for the next one to be encoded.
-            let encoded = cx.encodes.note_sent(slice, step);
-            encoded.into_iter().for_each(|buffer| cx.release(buffer));
+            cx.encoded_sent(slice, step);
         }
         if let Some(buffer) = self.sending.remove(&(slice, step, kind)) {
             cx.release(buffer);
-        } else if step != cx.worker.step() {
+        } else if step != cx.step() {
             // Word that there is nothing was passed on; the slice is done.
         } else if kind == FrameKind::RingReduce {
             cx.push_sent(slice);
@@ -186,9 +171,9 @@ impl Aggregator for Ring {
     /// The gradient with which a sum begins is encoded.
     fn encoded(&mut self, cx: &mut Cx, pending: PendingEncode, key: OrderKey, output: BufferRef) {
         let PendingEncode { slice, step } = pending;
-        cx.worker.mark_push_sent(slice);
-        cx.encodes.note_encoded(pending, key, topology(cx).next(), output);
-        cx.buffers.retain(output);
+        cx.mark_push_sent(slice);
+        cx.note_encoded(pending, key, topology(cx).next(), output);
+        cx.retain(output);
         let from = Some((output.whole(), PayloadForm::Encoded));
         self.send(cx, FrameKind::RingReduce, slice, step, from);
         cx.install_if_open(slice);
@@ -199,27 +184,27 @@ impl Aggregator for Ring {
     /// may be missing, of a result any between this one and the owner. Sums of different slices
     /// begin on different ranks, so one rank that is missing is the only one in all of these.
     fn missing(&self, cx: &Cx) -> RankSet {
-        let step = cx.worker.step();
+        let step = cx.step();
         let topology = topology(cx);
-        let (own, size) = (cx.rank.0, topology.ranks);
+        let (own, size) = (cx.rank().0, topology.ranks);
         let mut votes = vec![0_u32; size as usize];
         for (slice, state) in (0..).map(SliceId).zip(&self.slices) {
-            let tensor = cx.plan.slice(slice).tensor;
-            let is_ring = cx.plan.tensor(tensor).scheme == Scheme::Ring;
-            if !is_ring || cx.worker.is_done(slice) || !cx.plan.takes_part(tensor, step) {
+            let tensor = cx.plan().slice(slice).tensor;
+            let is_ring = cx.plan().tensor(tensor).scheme == Scheme::Ring;
+            if !is_ring || cx.worker().is_done(slice) || !cx.plan().takes_part(tensor, step) {
                 continue;
             }
-            let sum_begins = topology.sum_begins(&cx.plan, slice).0;
+            let sum_begins = topology.sum_begins(cx.plan(), slice).0;
             let (first, end) = match step.is_initial() {
                 true if own > 0 => (0, 1),
                 true => (1, 2),
                 // The sum waits for ranks that have not passed on this rank's scales.
                 false if state.step == step && state.scaled => (own + 1, sum_begins + 1),
                 false if state.step == step && adds_codes(cx, slice) => {
-                    (topology.scales_begin(&cx.plan, slice).0, own)
+                    (topology.scales_begin(cx.plan(), slice).0, own)
                 }
                 false if state.step == step => (sum_begins, own),
-                false => (own + 1, cx.plan.slice(slice).owner.0 + 1),
+                false => (own + 1, cx.plan().slice(slice).owner.0 + 1),
             };
             let count = (end % size + size - first % size) % size;
             (0..count).for_each(|hop| votes[((first + hop) % size) as usize] += 1);
@@ -227,7 +212,7 @@ impl Aggregator for Ring {
         let most = votes.iter().copied().max().unwrap_or(0);
         let mut missing = RankSet::empty(size);
         let named = (0..).map(Rank).zip(votes).filter(|&(_, count)| count == most && most > 0);
-        named.filter(|&(rank, _)| rank != cx.rank).for_each(|(rank, _)| {
+        named.filter(|&(rank, _)| rank != cx.rank()).for_each(|(rank, _)| {
             missing.insert(rank);
         });
         missing
@@ -240,12 +225,12 @@ impl Ring {
     fn contribute_values(&mut self, cx: &mut Cx, slice: SliceId, step: Step) {
         let own = own_gradient(cx, slice);
         if topology(cx).ranks == 1 {
-            cx.worker.mark_push_sent(slice);
+            cx.mark_push_sent(slice);
             cx.slice_done(slice, own.is_some());
-        } else if cx.rank == Rank(0) && own.is_some() && cx.kept.are_kept() {
+        } else if cx.rank() == Rank(0) && own.is_some() && cx.keeps_results() {
             // They are sent from a copy, which stays for ranks that may lack them.
             cx.queue_job(slice, step, RingTask::AddSum(Contribution::Absent));
-        } else if cx.rank == Rank(0) {
+        } else if cx.rank() == Rank(0) {
             // The slice is ready when its values have left.
             let own = own.map(|region| (region, PayloadForm::Raw));
             self.send(cx, FrameKind::RingBroadcast, slice, step, own);
@@ -261,7 +246,7 @@ impl Ring {
         if own.is_some() && cx.own_form(slice) == PayloadForm::Encoded {
             let priority = cx.priority(step, slice);
             let key = cx.slice_key(step, priority, slice);
-            return cx.encodes.push(topology(cx).next(), key, PendingEncode { slice, step });
+            return cx.queue_encode(topology(cx).next(), key, PendingEncode { slice, step });
         }
         let own = own.map(|region| (region, PayloadForm::Raw));
         self.send(cx, FrameKind::RingReduce, slice, step, own);
@@ -274,9 +259,9 @@ impl Ring {
             return;
         };
         let step = state.step;
-        debug_assert_eq!(step, cx.worker.step(), "a rank adds in the step that it is in");
+        debug_assert_eq!(step, cx.step(), "a rank adds in the step that it is in");
         if self.is_mixed(cx, slice, received) {
-            let name = cx.plan.name_of(slice);
+            let name = cx.plan().name_of(slice);
             return cx.abort(format!(
                 "the rank before this one in the ring sent {name:?} in {step} encoded and this one \
                  has it as it is, or the other way: all ranks have to do the same"
@@ -289,10 +274,10 @@ impl Ring {
         if self.passes_on(cx, slice, step, received) {
             return;
         }
-        if received != Contribution::Absent || !cx.worker.has_nothing(&cx.plan, slice) {
+        if received != Contribution::Absent || !cx.worker().has_nothing(cx.plan(), slice) {
             return cx.queue_job(slice, step, RingTask::AddSum(received));
         }
-        cx.worker.mark_push_sent(slice);
+        cx.mark_push_sent(slice);
         if ends_here(cx, slice, step) {
             self.send(cx, FrameKind::RingBroadcast, slice, step, None);
             cx.slice_done(slice, false);
@@ -306,7 +291,7 @@ impl Ring {
         let state = &self.slices[slice.index()];
         let scales_first = adds_codes(cx, slice) && !state.scaled;
         let expected = if scales_first { FrameKind::RingScale } else { FrameKind::RingReduce };
-        let other_form = !cx.worker.has_nothing(&cx.plan, slice)
+        let other_form = !cx.worker().has_nothing(cx.plan(), slice)
             && form_of(cx, slice, received) != cx.own_form(slice);
         state.kind != expected || other_form
     }
@@ -323,11 +308,11 @@ impl Ring {
         let Contribution::Encoded(buffer) = received else {
             return false;
         };
-        let nothing = cx.worker.has_nothing(&cx.plan, slice);
+        let nothing = cx.worker().has_nothing(cx.plan(), slice);
         if ends_here(cx, slice, step) || !nothing || adds_codes(cx, slice) {
             return false;
         }
-        cx.worker.mark_push_sent(slice);
+        cx.mark_push_sent(slice);
         let from = Some((buffer.whole(), PayloadForm::Encoded));
         self.send(cx, FrameKind::RingReduce, slice, step, from);
         true
@@ -341,7 +326,7 @@ impl Ring {
             cx.slice_done(slice, true);
             FrameKind::RingBroadcast
         } else {
-            cx.worker.mark_push_sent(slice);
+            cx.mark_push_sent(slice);
             FrameKind::RingReduce
         };
         self.send(cx, kind, slice, step, Some((output.whole(), form)));
@@ -359,7 +344,7 @@ impl Ring {
         let topology = topology(cx);
         let priority = cx.priority(step, slice);
         let mut header = cx.slice_header(kind, step, slice, priority);
-        header.hop = topology.hops_from(topology.begins(&cx.plan, kind, slice, step)) + 1;
+        header.hop = topology.hops_from(topology.begins(cx.plan(), kind, slice, step)) + 1;
         let body = match from {
             Some((region, form)) => {
                 header.form = form;
@@ -377,7 +362,7 @@ impl Ring {
             FrameKind::RingBroadcast => cx.result_key(step, priority, slice),
             _ => cx.slice_key(step, priority, slice),
         };
-        cx.tx.push(topology.next(), key, Message { header, body });
+        cx.send(topology.next(), key, Message { header, body });
     }
 
     fn land_sum(&mut self, cx: &mut Cx, header: &FrameHeader) -> Validated<PayloadDest> {
@@ -400,9 +385,9 @@ impl Ring {
         if header.length == 0 {
             return Ok(PayloadDest::Nothing);
         }
-        let bytes = bytes_of(&cx.plan, header);
-        let arriving = arriving
-            .unwrap_or_else(|| Arriving { buffer: cx.buffers.acquire(bytes), received_bytes: 0 });
+        let bytes = bytes_of(cx.plan(), header);
+        let arriving =
+            arriving.unwrap_or_else(|| Arriving { buffer: cx.acquire(bytes), received_bytes: 0 });
         state.received = Received::Arriving(arriving);
         (state.kind, state.form) = (header.kind, header.form);
         Ok(PayloadDest::Region(arriving.buffer.whole().part(header.offset, header.length)))
@@ -430,12 +415,12 @@ fn start_sum(cx: &mut Cx, slice: SliceId, step: Step, received: Contribution) ->
     let own = own_gradient(cx, slice);
     let (buffer, sum) = match received {
         Contribution::Buffer(buffer) => (buffer, Some(buffer.whole())),
-        _ => (cx.buffers.acquire(cx.plan.slice_bytes(slice)), None),
+        _ => (cx.acquire(cx.plan().slice_bytes(slice)), None),
     };
     let mut inputs: Vec<Region> = sum.into_iter().chain(own).collect();
     let topology = topology(cx);
-    let begins = topology.sum_begins(&cx.plan, slice);
-    if topology.hops_from(begins) == 1 && cx.rank < begins {
+    let begins = topology.sum_begins(cx.plan(), slice);
+    if topology.hops_from(begins) == 1 && cx.rank() < begins {
         // Of the first two gradients that of the lower rank is first, as on a server.
         inputs.reverse();
     }
@@ -456,14 +441,14 @@ impl Ring {
     fn land_result(&mut self, cx: &mut Cx, header: &FrameHeader) -> Validated<PayloadDest> {
         let what = || cx.describe(header);
         let FrameHeader { slice, step, .. } = *header;
-        let current = cx.worker.step();
+        let current = cx.step();
         if step != current {
             return violation(format!("{}, but this rank is in {current}", what()));
         }
         if !step.is_initial() && self.slices[slice.index()].step == step {
             return violation(format!("{} without a contribution of this rank", what()));
         }
-        cx.worker.check_result(header, what)?;
+        cx.worker().check_result(header, what)?;
         if header.length == 0 {
             return Ok(PayloadDest::Nothing);
         }
@@ -474,11 +459,11 @@ impl Ring {
     fn take_result(&mut self, cx: &mut Cx, header: &FrameHeader) {
         let FrameHeader { slice, step, .. } = *header;
         let goes_on = goes_on(cx, slice, step);
-        match cx.worker.receive(header) {
+        match cx.receive_result(header) {
             Arrived::Part => {}
             Arrived::Buffered(buffer, form) => {
                 if goes_on {
-                    cx.buffers.retain(buffer);
+                    cx.retain(buffer);
                     let from = Some((buffer.whole(), form));
                     self.send(cx, FrameKind::RingBroadcast, slice, step, from);
                 }
@@ -497,5 +482,5 @@ impl Ring {
 
 /// Whether a result goes on from this rank.
 fn goes_on(cx: &Cx, slice: SliceId, step: Step) -> bool {
-    topology(cx).next() != Topology::result_begins(&cx.plan, slice, step)
+    topology(cx).next() != Topology::result_begins(cx.plan(), slice, step)
 }

@@ -338,9 +338,12 @@ impl Worker {
         self.slots[slice.index()].take_early(early)
     }
 
-    /// Waits for all results that are not done from the beginning; buffers that some had begun to arrive in.
-    pub(crate) fn reset_results(&mut self) -> Vec<BufferRef> {
-        self.slots.iter_mut().filter_map(Slot::reset).collect()
+    /// Waits for all results that are not done from the beginning.
+    pub(crate) fn restart(&mut self) {
+        self.slots
+            .iter_mut()
+            .filter(|slot| !slot.is_done())
+            .for_each(|slot| *slot = Slot::default());
     }
 
     pub(crate) fn mark_push_sent(&mut self, slice: SliceId) {

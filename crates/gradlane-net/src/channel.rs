@@ -2,6 +2,7 @@
 
 pub(crate) mod blocks;
 pub(crate) mod completion;
+pub(crate) mod gathered;
 mod guard;
 mod handle;
 pub(crate) mod membership_news;

@@ -20,6 +20,7 @@ pub(crate) mod server_command;
 mod server_optimizer;
 mod state;
 
+pub use error::UpdateRuleError;
 pub use residual::ResidualSquares;
 pub use server_command::StateWrite;
-pub use server_optimizer::{StateKind, StateRead, UpdateRule, UpdateRuleError};
+pub use server_optimizer::{StateKind, StateRead, UpdateRule};

@@ -14,6 +14,7 @@ mod connection;
 mod core;
 mod driver;
 mod frame_reader;
+mod frame_sink;
 mod frame_writer;
 mod keepalive;
 mod lane;
@@ -34,5 +35,6 @@ mod shutdown;
 mod tests;
 
 pub(crate) use driver::{Driver, PeerLink};
-pub(crate) use frame_reader::{Fault, FrameReader, FrameSink, PayloadTarget};
+pub(crate) use frame_reader::FrameReader;
+pub(crate) use frame_sink::{Fault, FrameSink, PayloadTarget};
 pub(crate) use frame_writer::{Flushed, FrameWriter, OutgoingFrame, OutgoingPayload};

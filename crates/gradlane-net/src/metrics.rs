@@ -1,5 +1,6 @@
 //! Counters, traces, and the snapshots that the application reads of them.
 
+pub(crate) mod atomics;
 pub(crate) mod counters;
 pub(crate) mod participation_stats;
 pub(crate) mod queue_stats;

@@ -3,8 +3,8 @@
 
 use crate::event_queue::EventKind;
 use crate::node::IoTask;
+use crate::pauses::pass;
 use crate::simulation::{Clipping, Run};
-use crate::straggling::pass;
 use crate::trace::{Lane, Subject};
 use gradlane_engine::{Engine, Event, Input, Job, Operation, PayloadDest, Scheme};
 use gradlane_units::{Priority, Rank, TensorId, Time};

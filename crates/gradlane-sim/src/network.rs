@@ -8,10 +8,11 @@
 
 use crate::connections::Partial;
 use crate::costs::{ACKNOWLEDGEMENT_BYTES, PACKET_OVERHEAD_BYTES, SMALL_PIECE_BYTES};
+use crate::draws::fraction;
 use crate::event_queue::EventKind;
 use crate::node::IoTask;
 use crate::port::{Content, Piece};
-use crate::simulation::{fraction, Run};
+use crate::simulation::Run;
 use crate::trace::{Lane, Subject};
 use gradlane_engine::Transmit;
 use gradlane_units::Rank;

@@ -7,74 +7,10 @@
 
 use crate::error::SimError;
 use crate::scenario::Scenario;
-use gradlane_engine::{Plan, Scheme, TensorSpec, Update};
+use gradlane_engine::{Plan, Scheme, TensorSpec};
 use gradlane_units::{SliceId, TensorId};
 use gradlane_wire::FrameHeader;
-use serde::{Deserialize, Serialize};
 use std::sync::Arc;
-
-/// Ranks that share nodes.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Nodes {
-    /// Ranks on every node, numbered one after the other; they share its port.
-    pub ranks: u32,
-    /// The tensors that each of a node's first ranks carries after the node's ranks have added up: (number of a
-    /// tensor, elements of it), ascending. None: they do not add up, each talks to all others.
-    #[serde(default)]
-    pub carried: Vec<Vec<(u32, u64)>>,
-    /// Rate between the ranks of a node, bits a second: of a collective that adds up on its way.
-    /// None: shared memory, at the costs of the host.
-    #[serde(default)]
-    pub rate_bps: Option<f64>,
-}
-
-impl Nodes {
-    /// Checks that a scenario can have these nodes.
-    ///
-    /// # Errors
-    /// [`SimError::Argument`] naming the field and what is allowed.
-    pub(crate) fn validate(&self, scenario: &Scenario) -> Result<(), SimError> {
-        let refuse = |text: &str| Err(SimError::Argument(format!("nodes{text}")));
-        let workers = scenario.workers;
-        if self.ranks == 0 || !workers.is_multiple_of(self.ranks) {
-            return refuse(&format!(
-                ".ranks is {}, which {workers} workers do not fill",
-                self.ranks
-            ));
-        }
-        if self.rate_bps.is_some_and(|rate| !(1e3..=1e18).contains(&rate)) {
-            return refuse(".rate_bps: use 1e3 to 1e18");
-        }
-        if scenario.plan.is_some() || scenario.representatives > 0 || scenario.servers.is_some() {
-            return refuse(" cannot be used with a given plan, representatives or servers");
-        }
-        if self.carried.is_empty() {
-            return Ok(());
-        }
-        if scenario.update == Update::Server || !scenario.schemes.is_empty() {
-            return refuse(".carried: sums on nodes go with no update on servers and no schemes");
-        }
-        if self.carried.len() > 1 && !scenario.codecs.is_empty() {
-            return refuse(".carried: shares of tensors are not encoded");
-        }
-        if self.carried.len() > self.ranks as usize {
-            return refuse(&format!(".carried: there are {} ranks on a node", self.ranks));
-        }
-        let mut left: Vec<u64> = scenario.profile.tensors.iter().map(|it| it.numel).collect();
-        for &(tensor, numel) in self.carried.iter().flatten() {
-            let rest = left.get(tensor as usize).and_then(|left| left.checked_sub(numel));
-            let Some(rest) = rest else {
-                return refuse(&format!(".carried: tensor {tensor} has no such {numel} elements"));
-            };
-            left[tensor as usize] = rest;
-        }
-        match left.iter().position(|&numel| numel > 0) {
-            Some(tensor) => refuse(&format!(".carried: nobody carries all of tensor {tensor}")),
-            None => Ok(()),
-        }
-    }
-}
 
 /// Which ranks share a port and a channel.
 #[derive(Clone, Copy, Debug)]

@@ -4,11 +4,12 @@
 use crate::coded_tensors::{self, CodedTensor};
 use crate::costs::{Costs, GOODPUT_SHARE, SEND_BUFFER_FLOOR_BYTES, SHARE_SPREAD};
 use crate::error::SimError;
-use crate::fabric::Paths;
-use crate::nodes::Nodes;
+use crate::node_ranks::Nodes;
+use crate::outputs::Outputs;
+use crate::paths::Paths;
 use crate::profile::{nanos, Profile};
-use crate::schemes::{self, TensorScheme};
 use crate::straggling::Stops;
+use crate::tensor_scheme::{settings, TensorScheme};
 use gradlane_engine::{
     Plan, Roles, StragglerPolicy, Strategy, Synchrony, TensorSpec, Update, FRAME_BYTES_DEFAULT,
 };
@@ -176,31 +177,6 @@ impl Network {
     }
 }
 
-/// Contents of the report beside the figures.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct Outputs {
-    /// Whether frames, computations and waits are kept (see [`crate::Trace`]).
-    pub trace: bool,
-    /// Of this many ranks, the first; 0 keeps those of all.
-    pub trace_ranks: u32,
-    /// Largest number of them; the rest are counted.
-    pub trace_spans_max: u64,
-    /// Width of the intervals over which the ports' use is given; 0 leaves it out.
-    pub utilization_interval_s: f64,
-}
-
-impl Default for Outputs {
-    fn default() -> Outputs {
-        Outputs {
-            trace: false,
-            trace_ranks: 0,
-            trace_spans_max: 4_000_000,
-            utilization_interval_s: 0.0,
-        }
-    }
-}
-
 /// All that a simulation depends on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -359,6 +335,48 @@ impl Scenario {
         Ok(scenario)
     }
 
+    /// Checks its nodes.
+    fn check_nodes(&self, nodes: &Nodes) -> Result<(), SimError> {
+        let refuse = |text: &str| Err(SimError::Argument(format!("nodes{text}")));
+        let workers = self.workers;
+        if nodes.ranks == 0 || !workers.is_multiple_of(nodes.ranks) {
+            return refuse(&format!(
+                ".ranks is {}, which {workers} workers do not fill",
+                nodes.ranks
+            ));
+        }
+        if nodes.rate_bps.is_some_and(|rate| !(1e3..=1e18).contains(&rate)) {
+            return refuse(".rate_bps: use 1e3 to 1e18");
+        }
+        if self.plan.is_some() || self.representatives > 0 || self.servers.is_some() {
+            return refuse(" cannot be used with a given plan, representatives or servers");
+        }
+        if nodes.carried.is_empty() {
+            return Ok(());
+        }
+        if self.update == Update::Server || !self.schemes.is_empty() {
+            return refuse(".carried: sums on nodes go with no update on servers and no schemes");
+        }
+        if nodes.carried.len() > 1 && !self.codecs.is_empty() {
+            return refuse(".carried: shares of tensors are not encoded");
+        }
+        if nodes.carried.len() > nodes.ranks as usize {
+            return refuse(&format!(".carried: there are {} ranks on a node", nodes.ranks));
+        }
+        let mut left: Vec<u64> = self.profile.tensors.iter().map(|it| it.numel).collect();
+        for &(tensor, numel) in nodes.carried.iter().flatten() {
+            let rest = left.get(tensor as usize).and_then(|left| left.checked_sub(numel));
+            let Some(rest) = rest else {
+                return refuse(&format!(".carried: tensor {tensor} has no such {numel} elements"));
+            };
+            left[tensor as usize] = rest;
+        }
+        match left.iter().position(|&numel| numel > 0) {
+            Some(tensor) => refuse(&format!(".carried: nobody carries all of tensor {tensor}")),
+            None => Ok(()),
+        }
+    }
+
     /// Checks every value.
     ///
     /// # Errors
@@ -377,10 +395,11 @@ impl Scenario {
             );
         }
         if let Some(nodes) = &self.nodes {
-            nodes.validate(self)?;
+            self.check_nodes(nodes)?;
         }
         self.validate_serving()?;
-        self.paths.validate(self)?;
+        let local = self.nodes.as_ref().map_or(1, |it| it.ranks.max(1));
+        self.paths.validate(self.ranks() / local, self.representatives)?;
         if self.switch_sums && self.serving == 0 {
             return refuse("switch_sums needs ranks that only serve: use serving 1".into());
         }
@@ -474,7 +493,7 @@ impl Scenario {
         let Some(plan) = &self.plan else {
             let rows = coded_tensors::rows(specs, &self.codecs)?;
             let tensors = rows.into_iter().map(Into::into).collect();
-            let tensors = schemes::settings(tensors, self)?;
+            let tensors = settings(tensors, &self.schemes)?;
             let roles = match self.serving {
                 0 => Roles::first(ranks, self.servers.unwrap_or(ranks)),
                 serving => Roles::dedicated(ranks - serving, serving),

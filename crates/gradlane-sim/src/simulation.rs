@@ -5,6 +5,7 @@
 use crate::accelerator::{Accelerator, Turn};
 use crate::connections::Connections;
 use crate::costs::{Costs, PACKET_BYTES};
+use crate::draws::fraction;
 use crate::error::SimError;
 use crate::event_queue::{EventKind, EventQueue};
 use crate::fabric::Fabric;
@@ -564,9 +565,4 @@ fn new_node(
         unclipped: Vec::new(),
         slowness,
     }
-}
-
-/// A number from 0 to below 1.
-pub(crate) fn fraction(rng: &mut Rng) -> f64 {
-    (rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64
 }

@@ -3,8 +3,8 @@
 //! Its size is bounded: spans of ranks that were not requested are not kept, and those beyond the
 //! limit are counted.
 
+use crate::outputs::Outputs;
 use crate::profile::Profile;
-use crate::scenario::Outputs;
 use gradlane_engine::Operation;
 use gradlane_units::{Priority, SliceId, Step, TensorId};
 use gradlane_wire::FrameKind;

@@ -3,8 +3,8 @@
 
 use crate::connections::Connection;
 use crate::costs::SHARE_LASTS_BYTES;
+use crate::draws::fraction;
 use crate::scenario::Network;
-use crate::simulation::fraction;
 use gradlane_units::Rng;
 
 #[derive(Debug)]

@@ -5,9 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-/// Modules in circles that a crate still has; the others have none.
-const IN_CIRCLES: &[(&str, usize)] =
-    &[("gradlane-codec", 21), ("gradlane-engine", 4), ("gradlane-net", 10), ("gradlane-sim", 10)];
+/// Modules in circles that a crate still has, at most; the others have none.
+const IN_CIRCLES: &[(&str, usize)] = &[("gradlane-codec", 21)];
 
 /// The path of a module or of a name: `["ps", "owner"]`.
 type Names = Vec<String>;
@@ -229,8 +228,8 @@ fn no_module_uses_itself_by_way_of_others() {
         read_modules(&entry.path().join("src"), &Names::new(), &mut modules);
         let found = in_circles(&edges(&modules));
         let allowed = IN_CIRCLES.iter().find(|(of, _)| *of == name).map_or(0, |(_, most)| *most);
-        if found.len() != allowed {
-            wrong.push(format!("{name}: {} instead of {allowed}: {found:?}", found.len()));
+        if found.len() > allowed {
+            wrong.push(format!("{name}: {}, at most {allowed}: {found:?}", found.len()));
         }
     }
     assert!(wrong.is_empty(), "modules in circles:\n{}", wrong.join("\n"));

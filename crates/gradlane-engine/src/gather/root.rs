@@ -23,29 +23,28 @@ impl Gather {
         bytes: u64,
     ) -> Result<(), UsageError> {
         if self.of(tensor, step).is_none_or(|it| it.result != RootResult::Requested) {
-            let name = &cx.plan.tensor(tensor).spec.name;
+            let name = &cx.plan().tensor(tensor).spec.name;
             let what = format!("nobody waits for an answer of this rank for {name:?} in {step}");
             return Err(UsageError::Argument(what));
         }
-        cx.clock.progressed();
         self.broadcast_result(cx, tensor, step, Some(bytes));
         Ok(())
     }
 
     fn broadcast_result(&mut self, cx: &mut Cx, tensor: TensorId, step: Step, bytes: Option<u64>) {
-        let others = cx.plan.workers_but(cx.rank);
+        let others = cx.plan().workers_but(cx.rank());
         self.entry(tensor, step).result = RootResult::Sent(bytes);
         self.send(cx, tensor, step, &others, bytes);
-        self.complete_root(cx, tensor, step, cx.rank);
+        self.complete_root(cx, tensor, step, cx.rank());
     }
 
     /// Requests the result once all blocks are here, and tells of the tensor when the result is.
     pub(super) fn complete_root(&mut self, cx: &mut Cx, tensor: TensorId, step: Step, root: Rank) {
-        let ranks = cx.plan.workers();
+        let ranks = cx.plan().workers();
         let Some(all) = self.of(tensor, step).filter(|it| it.is_queued) else {
             return;
         };
-        if root != cx.rank {
+        if root != cx.rank() {
             let result = all.of.get(&root).copied().filter(Block::is_here);
             if let Some(result) = result.filter(|_| all.unsent == 0) {
                 self.take_result(cx, tensor, step, root, result);
@@ -57,14 +56,14 @@ impl Gather {
                 if all.here() + 1 < ranks as usize {
                     return;
                 }
-                let blocks = all.regions(tensor, cx.rank, ranks);
+                let blocks = all.regions(tensor, cx.rank(), ranks);
                 if blocks.iter().all(Option::is_none) {
                     return self.broadcast_result(cx, tensor, step, None);
                 }
                 let buffers = all.buffers();
                 self.entry(tensor, step).result = RootResult::Requested;
                 self.held.insert((tensor, step), buffers);
-                cx.events.push_back(Event::RootRequest { tensor, step, blocks });
+                cx.tell(Event::RootRequest { tensor, step, blocks });
             }
             RootResult::Sent(bytes) if all.unsent == 0 => {
                 self.under_way.remove(&(tensor, step));
@@ -91,7 +90,7 @@ impl Gather {
             }
             Block::Arriving { .. } | Block::Absent => (None, Vec::new()),
         };
-        let ranks = (0..cx.plan.workers()).map(Rank);
+        let ranks = (0..cx.plan().workers()).map(Rank);
         let blocks = ranks.map(|rank| region.filter(|_| rank == root)).collect();
         self.ready(cx, tensor, step, blocks, buffers);
     }

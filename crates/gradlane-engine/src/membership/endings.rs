@@ -2,7 +2,7 @@
 
 use super::message::Value;
 use super::{Decision, Membership};
-use crate::session::Blame;
+use crate::control::blame::Blame;
 use alloc::format;
 use alloc::string::{String, ToString};
 

@@ -127,24 +127,25 @@ impl AsyncOwners {
 
     /// Keeps the result of step 0 as the state that updates start from; an empty slice has none.
     pub(super) fn keep_initial(&mut self, cx: &mut Cx, slice: SliceId, state: Option<BufferRef>) {
-        if !is_updated(&cx.plan, slice) {
+        if !is_updated(cx.plan(), slice) {
             return;
         }
         let state = match state {
             Some(state) => {
-                cx.buffers.retain(state);
+                cx.retain(state);
                 state
             }
-            None => cx.buffers.acquire(cx.plan.slice_bytes(slice)),
+            None => cx.acquire(cx.plan().slice_bytes(slice)),
         };
         self.owned.insert(slice, OwnedState::new(state));
     }
 
     /// For engines that begin after step 0: states, of any values.
     pub(super) fn skip_initial(&mut self, cx: &mut Cx) {
-        let own = |slice: &SliceId| cx.plan.slice(*slice).owner == cx.rank;
-        for slice in cx.plan.slice_ids().filter(own).filter(|&it| is_updated(&cx.plan, it)) {
-            let state = cx.buffers.acquire(cx.plan.slice_bytes(slice));
+        let own = |slice: &SliceId| cx.plan().slice(*slice).owner == cx.rank();
+        let own = cx.plan().slice_ids().filter(own).filter(|&it| is_updated(cx.plan(), it));
+        for slice in own.collect::<Vec<SliceId>>() {
+            let state = cx.acquire(cx.plan().slice_bytes(slice));
             self.owned.insert(slice, OwnedState::new(state));
             self.updates_ready = true;
         }
@@ -165,7 +166,7 @@ impl AsyncOwners {
         contribution: Contribution,
         priority: Priority,
     ) {
-        let is_empty = cx.plan.slice(slice).length == 0;
+        let is_empty = cx.plan().slice(slice).length == 0;
         let owned = self.owned.get_mut(&slice).expect("a state is there after step 0");
         let (version, state) = (owned.version, owned.state);
         let clock = owned.clock(rank);
@@ -190,19 +191,18 @@ impl AsyncOwners {
         };
         if let Some(push) = owned.waiting.pop_front() {
             owned.applying = Some(push.rank);
-            let key = cx.slice_key(push.step, push.priority, slice);
-            cx.jobs.push(key, slice, push.step, PsTask::Apply(push).into());
+            cx.queue_job_at(push.priority, slice, push.step, PsTask::Apply(push));
         }
     }
 
     pub(super) fn start(&mut self, cx: &mut Cx, slice: SliceId, push: Push) -> Job {
-        let bytes = cx.plan.slice_bytes(slice);
+        let bytes = cx.plan().slice_bytes(slice);
         let (input, buffer, spent) = match push.contribution {
             Contribution::Buffer(buffer) => (buffer.whole(), buffer, Vec::new()),
             Contribution::Encoded(buffer) => {
-                (buffer.whole(), cx.buffers.acquire(bytes), Vec::from([buffer]))
+                (buffer.whole(), cx.acquire(bytes), Vec::from([buffer]))
             }
-            _ => (cx.gradient_region(slice), cx.buffers.acquire(bytes), Vec::new()),
+            _ => (cx.gradient_region(slice), cx.acquire(bytes), Vec::new()),
         };
         let owned = self.owned.get(&slice).expect("a state is there after step 0");
         let (inputs, output) = (Vec::from([input]), buffer.whole());
@@ -235,7 +235,7 @@ impl AsyncOwners {
             clock.received = version;
             let before = core::mem::replace(&mut owned.state, output);
             cx.release(before);
-            cx.events.push_back(Event::Applied { slice, rank, step, version, staleness });
+            cx.tell(Event::Applied { slice, rank, step, version, staleness });
             self.reply(cx, slice, rank, step, Some(output), priority);
         }
         self.apply_next(cx, slice);
@@ -252,9 +252,9 @@ impl AsyncOwners {
         priority: Priority,
     ) {
         if let Some(state) = state {
-            cx.buffers.retain(state);
+            cx.retain(state);
         }
-        if rank == cx.rank {
+        if rank == cx.rank() {
             return match state {
                 Some(state) => cx.result_in_buffer(slice, state, PayloadForm::Raw),
                 None => cx.slice_done(slice, false),
@@ -264,7 +264,7 @@ impl AsyncOwners {
         let message = cx.result_message(slice, step, (state, PayloadForm::Raw), priority);
         debug_assert!(!matches!(message.body, Body::Inline(_)), "a state lies in a buffer");
         let key = cx.slice_key(step, priority, slice);
-        cx.tx.push(rank, key, message);
+        cx.send(rank, key, message);
     }
 
     /// The last frame of a reply is with the kernel.

@@ -209,19 +209,6 @@ impl Owner {
         plan.drops_stragglers(header.step) && self.get(header.slice).is_some_and(behind)
     }
 
-    /// Drops all contributions and results that are owed; their buffers.
-    pub(super) fn drain(&mut self) -> Vec<BufferRef> {
-        let mut buffers = Vec::new();
-        for owned in self.slices.values_mut() {
-            let whole = owned.contributions.take_whole();
-            buffers.extend(whole.iter().filter_map(|(_, contribution)| contribution.buffer()));
-            buffers.extend(owned.contributions.take_arriving().iter().map(|(_, it)| it.buffer));
-        }
-        buffers
-            .extend(core::mem::take(&mut self.broadcasts).into_values().filter_map(|it| it.buffer));
-        buffers
-    }
-
     /// All owned slices.
     pub(super) fn slices(&self) -> Vec<SliceId> {
         self.slices.keys().copied().collect()
@@ -258,18 +245,9 @@ impl Owner {
         self.broadcasts.remove(&(slice, step))?.buffer
     }
 
-    /// No result is owed to a rank any more; buffers that were owed to it alone.
-    pub(super) fn forget_receiver(&mut self, rank: Rank) -> Vec<BufferRef> {
-        let mut buffers = Vec::new();
-        self.broadcasts.retain(|_, pending| {
-            pending.to_pull.remove(rank);
-            pending.to_send.remove(rank);
-            if pending.to_send.is_empty() {
-                buffers.extend(pending.buffer);
-            }
-            !pending.to_send.is_empty()
-        });
-        buffers
+    /// Drops results that are owed; their buffers.
+    pub(super) fn drop_broadcasts(&mut self) -> impl Iterator<Item = BufferRef> {
+        core::mem::take(&mut self.broadcasts).into_values().filter_map(|it| it.buffer)
     }
 
     /// Whether no result is owed to any rank.

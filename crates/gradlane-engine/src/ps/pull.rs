@@ -12,13 +12,13 @@ use gradlane_units::{Rank, TensorId};
 use gradlane_wire::{FrameHeader, FrameKind};
 
 /// Sends the pulls that waited for the next iteration.
-pub(super) fn pull_deferred(cx: &mut Cx) {
-    let step = cx.worker.step();
-    if cx.plan.strategy.pull != PullRule::NextStep || step.is_initial() {
+pub(crate) fn pull_deferred(cx: &mut Cx) {
+    let step = cx.step();
+    if cx.plan().strategy.pull != PullRule::NextStep || step.is_initial() {
         return;
     }
-    for tensor in cx.plan.tensor_ids() {
-        if cx.plan.takes_part(tensor, step) {
+    for tensor in cx.plan().tensor_ids() {
+        if cx.plan().takes_part(tensor, step) {
             pull(cx, tensor);
         }
     }
@@ -26,21 +26,21 @@ pub(super) fn pull_deferred(cx: &mut Cx) {
 
 /// The owner of one slice of the tensor has announced it; the last announcement is followed by pulls.
 pub(super) fn announced(cx: &mut Cx, tensor: TensorId) {
-    if !cx.worker.step().is_initial() && cx.worker.announce(&cx.plan, tensor) {
+    if !cx.step().is_initial() && cx.announce(tensor) {
         pull(cx, tensor);
     }
 }
 
 /// Sends the pulls of a tensor once.
 fn pull(cx: &mut Cx, tensor: TensorId) {
-    if cx.worker.pull(tensor) {
+    if cx.pull(tensor) {
         return;
     }
-    let step = cx.worker.step();
-    let priority = cx.priorities.priority(step, tensor);
-    for slice in cx.plan.slices_of(tensor) {
-        let owner = cx.plan.slice(slice).owner;
-        if owner != cx.rank {
+    let step = cx.step();
+    let priority = cx.priorities().priority(step, tensor);
+    for slice in cx.plan().slices_of(tensor) {
+        let owner = cx.plan().slice(slice).owner;
+        if owner != cx.rank() {
             let header = cx.slice_header(FrameKind::Pull, step, slice, priority);
             cx.send_control_to(owner, header, Body::Empty);
         }
@@ -48,12 +48,12 @@ fn pull(cx: &mut Cx, tensor: TensorId) {
 }
 
 pub(super) fn check_notify(cx: &Cx, from: Rank, header: &FrameHeader) -> Validated<()> {
-    let (worker, tensor) = (&cx.worker, header.tensor);
-    let expected = cx.plan.strategy.pull == PullRule::AfterNotice
+    let (worker, tensor) = (cx.worker(), header.tensor);
+    let expected = cx.plan().strategy.pull == PullRule::AfterNotice
         && header.step == worker.step()
-        && from != cx.rank
+        && from != cx.rank()
         && worker.submission(tensor) != Submission::Missing
-        && worker.awaits_announcement(&cx.plan, tensor);
+        && worker.awaits_announcement(cx.plan(), tensor);
     if expected {
         return Ok(());
     }
@@ -70,7 +70,7 @@ pub(super) fn check_pull(
     let owned = owner.get(header.slice).ok_or("not owned")?;
     let kept = owner.pending(header.slice, header.step);
     let ready = kept.is_some_and(|pending| pending.to_pull.contains(from));
-    let early = cx.plan.strategy.pull == PullRule::NextStep
+    let early = cx.plan().strategy.pull == PullRule::NextStep
         && owned.step() == header.step
         && !owned.has_pulled_early(from);
     if ready || early {

@@ -43,20 +43,20 @@ impl ServerCommands {
     /// Sends a command for the current step to all servers, before its first contribution.
     pub(super) fn send(&mut self, cx: &mut Cx, command: Vec<u8>) -> Result<(), UsageError> {
         let refuse = |why: &str| Err(UsageError::Argument(format!("a command to servers {why}")));
-        let step = cx.worker.step();
-        if !cx.plan.commands_servers() || cx.is_dedicated_server() {
+        let step = cx.step();
+        if !cx.plan().commands_servers() || cx.is_dedicated_server() {
             return refuse("where no dedicated ones update parameters");
         }
-        if step.is_initial() || cx.worker.has_submitted() || self.sent == Some(step) {
+        if step.is_initial() || cx.worker().has_submitted() || self.sent == Some(step) {
             return refuse("comes once a step, before its first contribution");
         }
-        let (bytes, most) = (command.len(), command_bytes_max(&cx.plan));
+        let (bytes, most) = (command.len(), command_bytes_max(cx.plan()));
         if bytes > most {
             return refuse(&format!("of {bytes} bytes; at most {most}"));
         }
         self.sent = Some(step);
-        let mut servers = RankSet::empty(cx.plan.world_size);
-        (cx.plan.workers()..cx.plan.world_size).for_each(|rank| {
+        let mut servers = RankSet::empty(cx.plan().world_size);
+        (cx.plan().workers()..cx.plan().world_size).for_each(|rank| {
             servers.insert(Rank(rank));
         });
         let header = cx.control_header(FrameKind::ServerCommand);
@@ -67,10 +67,10 @@ impl ServerCommands {
     /// Checks that a rank may send a command of this length for this step.
     pub(super) fn check(&self, cx: &Cx, from: Rank, header: &FrameHeader) -> Validated<()> {
         let what = || format!("a command of {} bytes for {}", header.length, header.step);
-        if !cx.plan.commands_servers() || !cx.is_dedicated_server() || !cx.plan.trains(from) {
-            return violation(format!("{} from {from} to {}", what(), cx.rank));
+        if !cx.plan().commands_servers() || !cx.is_dedicated_server() || !cx.plan().trains(from) {
+            return violation(format!("{} from {from} to {}", what(), cx.rank()));
         }
-        let most = command_bytes_max(&cx.plan);
+        let most = command_bytes_max(cx.plan());
         if header.length as usize > most {
             return violation(format!("{}; at most {most}", what()));
         }
@@ -88,7 +88,7 @@ impl ServerCommands {
     /// Checks that a push follows its rank's command.
     pub(super) fn check_push(&self, cx: &Cx, from: Rank, header: &FrameHeader) -> Validated<()> {
         let commanded = header.step.is_initial()
-            || !cx.plan.commands_servers()
+            || !cx.plan().commands_servers()
             || self.received.get(&from) == Some(&header.step);
         if commanded {
             return Ok(());
@@ -109,11 +109,11 @@ impl ServerCommands {
 
     /// Keeps the result of an owned slice, if it is its parameters.
     pub(super) fn keep(&mut self, cx: &mut Cx, slice: SliceId, step: Step, result: BufferRef) {
-        let is_kept = cx.plan.commands_servers()
-            && cx.plan.takes_part(cx.plan.slice(slice).tensor, Step(1))
+        let is_kept = cx.plan().commands_servers()
+            && cx.plan().takes_part(cx.plan().slice(slice).tensor, Step(1))
             && (step.is_initial() || !self.paused);
         if is_kept {
-            cx.buffers.retain(result);
+            cx.retain(result);
             if let Some(old) = self.parameters.insert(slice, result) {
                 cx.release(old);
             }

@@ -31,7 +31,7 @@ pub(super) fn start_sum(cx: &mut Cx, slice: SliceId, step: Step, received: Contr
             (Operation::RingAddCodes { sums: sums.whole(), own, copy_to }, sums, None)
         }
         _ => {
-            let output = cx.buffers.acquire(cx.plan.bytes_as(slice, PayloadForm::Encoded));
+            let output = cx.acquire(cx.plan().bytes_as(slice, PayloadForm::Encoded));
             let operation = Operation::RingEncode {
                 received: came.map(BufferRef::whole),
                 own,
@@ -48,8 +48,8 @@ pub(super) fn start_sum(cx: &mut Cx, slice: SliceId, step: Step, received: Contr
 /// Enlarges the scales so far by this rank's.
 pub(super) fn start_scales(cx: &mut Cx, slice: SliceId, step: Step, received: Contribution) -> Job {
     let came = received.buffer();
-    let bytes = cx.plan.scale_bytes(slice).expect("a slice whose scales go round");
-    let buffer = came.unwrap_or_else(|| cx.buffers.acquire(bytes));
+    let bytes = cx.plan().scale_bytes(slice).expect("a slice whose scales go round");
+    let buffer = came.unwrap_or_else(|| cx.acquire(bytes));
     let operation = Operation::RingMaxScales {
         received: came.map(BufferRef::whole),
         own: cx.gradient_region(slice),
@@ -63,7 +63,7 @@ pub(super) fn start_scales(cx: &mut Cx, slice: SliceId, step: Step, received: Co
 pub(super) fn start_codes(cx: &mut Cx, slice: SliceId, step: Step, received: Contribution) -> Job {
     let own = own_gradient(cx, slice);
     let spent = received.buffer();
-    let output = cx.buffers.acquire(cx.plan.bytes_as(slice, PayloadForm::Encoded));
+    let output = cx.acquire(cx.plan().bytes_as(slice, PayloadForm::Encoded));
     let scales = spent.map(BufferRef::whole);
     let operation = Operation::RingBeginCodes { scales, own, output: output.whole() };
     start_encoded(cx, slice, step, operation, output, spent)
@@ -88,12 +88,12 @@ pub(super) fn check_lap(cx: &Cx, state: &RingSlice, header: &FrameHeader) -> Val
     if is_scales && state.scaled {
         return violation(format!("{} a second time", what()));
     }
-    let shares = cx.plan.scale_bytes(header.slice).is_some();
+    let shares = cx.plan().scale_bytes(header.slice).is_some();
     if !is_scales && shares && header.form == PayloadForm::Encoded && !state.scaled {
         return violation(format!("{} before its scales had this rank's", what()));
     }
     let absent = header.flags.contains(FrameFlags::ABSENT);
-    let has_gradient = !cx.worker.has_nothing(&cx.plan, header.slice);
+    let has_gradient = !cx.worker().has_nothing(cx.plan(), header.slice);
     if !is_scales && state.scaled && absent && has_gradient {
         return violation(format!("{} with nothing, though this rank has a gradient", what()));
     }

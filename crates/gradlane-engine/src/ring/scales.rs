@@ -12,7 +12,7 @@ use gradlane_wire::{FrameKind, PayloadForm};
 impl Ring {
     /// This rank's contribution to a slice whose scales go round first.
     pub(super) fn contribute_scales(&mut self, cx: &mut Cx, slice: SliceId) {
-        let begins = topology(cx).scales_begin(&cx.plan, slice) == cx.rank;
+        let begins = topology(cx).scales_begin(cx.plan(), slice) == cx.rank();
         let state = &mut self.slices[slice.index()];
         state.contributed = true;
         if begins && matches!(state.received, Received::Nothing) {
@@ -30,8 +30,8 @@ impl Ring {
         step: Step,
         received: Contribution,
     ) {
-        let nothing = cx.worker.has_nothing(&cx.plan, slice);
-        if topology(cx).sum_begins(&cx.plan, slice) == cx.rank {
+        let nothing = cx.worker().has_nothing(cx.plan(), slice);
+        if topology(cx).sum_begins(cx.plan(), slice) == cx.rank() {
             self.slices[slice.index()] = RingSlice::new(step.next());
             if nothing && received == Contribution::Absent {
                 self.send(cx, FrameKind::RingReduce, slice, step, None);

@@ -52,17 +52,17 @@ impl RingSlice {
 }
 
 pub(super) fn topology(cx: &Cx) -> Topology {
-    Topology::new(&cx.plan, cx.rank)
+    Topology::new(cx.plan(), cx.rank())
 }
 
 /// Whether a slice's sum ends on this rank; in step 0, whether its values come from here.
 pub(super) fn ends_here(cx: &Cx, slice: SliceId, step: Step) -> bool {
-    Topology::result_begins(&cx.plan, slice, step) == cx.rank
+    Topology::result_begins(cx.plan(), slice, step) == cx.rank()
 }
 
 /// This rank's gradient of a slice, if it has one.
 pub(super) fn own_gradient(cx: &Cx, slice: SliceId) -> Option<Region> {
-    (!cx.worker.has_nothing(&cx.plan, slice)).then(|| cx.gradient_region(slice))
+    (!cx.worker().has_nothing(cx.plan(), slice)).then(|| cx.gradient_region(slice))
 }
 
 /// The form of a sum with this rank's gradient: that of the sum so far, if there is one.
@@ -72,7 +72,7 @@ pub(super) fn form_of(cx: &Cx, slice: SliceId, received: Contribution) -> Payloa
 
 /// Whether codes of a slice are added up as integers in the current step.
 pub(super) fn adds_codes(cx: &Cx, slice: SliceId) -> bool {
-    cx.plan.scale_bytes(slice).is_some() && cx.own_form(slice) == PayloadForm::Encoded
+    cx.plan().scale_bytes(slice).is_some() && cx.own_form(slice) == PayloadForm::Encoded
 }
 
 /// The most bytes of the message that a frame belongs to.
@@ -94,7 +94,7 @@ pub(super) fn on_last(cx: &mut Cx, slice: SliceId, step: Step) -> LastHop {
         return LastHop { divisor: 1, copy_to: None };
     }
     // The gradient is read by this job alone, which may also write there.
-    cx.worker.mark_push_sent(slice);
+    cx.mark_push_sent(slice);
     cx.forget_kept(slice);
-    LastHop { divisor: cx.plan.contributors(step), copy_to: cx.open_region(slice) }
+    LastHop { divisor: cx.plan().contributors(step), copy_to: cx.open_region(slice) }
 }

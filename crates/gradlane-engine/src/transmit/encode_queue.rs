@@ -126,21 +126,10 @@ impl EncodeQueue {
         self.heads.clear();
     }
 
-    /// Drops contributions that wait for a lost owner's socket; their buffers.
-    pub(crate) fn forget(&mut self, owner: Rank) -> Vec<BufferRef> {
-        let mut buffers = Vec::new();
-        self.unsent.retain(|_, &mut (_, to, buffer)| {
-            if to == owner {
-                buffers.push(buffer);
-            }
-            to != owner
-        });
-        buffers
-    }
-
-    /// Drops contributions that wait for their sockets; their buffers.
-    pub(crate) fn drain_unsent(&mut self) -> Vec<BufferRef> {
-        core::mem::take(&mut self.unsent).into_values().map(|(_, _, buffer)| buffer).collect()
+    /// Drops all contributions; their buffers are the caller's.
+    pub(crate) fn restart(&mut self) {
+        self.clear();
+        self.unsent.clear();
     }
 
     pub(crate) fn is_idle(&self) -> bool {

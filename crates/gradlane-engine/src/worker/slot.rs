@@ -165,16 +165,4 @@ impl Slot {
     pub(super) fn finish(&mut self) {
         self.phase = Phase::Done;
     }
-
-    /// Waits for the result from the beginning, unless it is done; a buffer that it has begun to arrive in.
-    pub(super) fn reset(&mut self) -> Option<BufferRef> {
-        if self.is_done() {
-            return None;
-        }
-        let old = core::mem::take(self);
-        match old.phase {
-            Phase::Buffering(buffer) | Phase::Buffered(buffer) => Some(buffer),
-            _ => None,
-        }
-    }
 }

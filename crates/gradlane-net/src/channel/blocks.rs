@@ -3,10 +3,10 @@
 //! Blocks of other ranks lie in scratch buffers, which leave the channel with them: they stay
 //! readable after the session, and return to its pool when they are dropped.
 
+use crate::channel::gathered::GatheredBlock;
 use crate::channel::shared::{Command, LaneInbox, Shared};
-use crate::memory::{MemoryError, MemoryTable, ScratchBuffer};
+use crate::memory::ScratchBuffer;
 use crate::sys::lock;
-use gradlane_engine::{Memory, Region};
 use gradlane_units::{Rank, Step, TensorId};
 use std::sync::Arc;
 
@@ -19,15 +19,6 @@ pub enum Block<'a> {
     Own(u64),
     /// Another rank's block.
     Other(&'a [u8]),
-}
-
-/// A block as the driver hands it over.
-#[derive(Debug)]
-pub(crate) enum GatheredBlock {
-    Absent,
-    Own(u64),
-    Empty,
-    Other(ScratchBuffer, usize),
 }
 
 /// All ranks' blocks of a tensor in a step. Dropping it releases them.
@@ -78,21 +69,4 @@ impl Drop for Blocks {
             lane.command(command);
         }
     }
-}
-
-/// Moves gathered blocks out of the memory of the channel of `rank`.
-pub(crate) fn take_out(
-    memory: &mut MemoryTable,
-    rank: Rank,
-    blocks: &[Option<Region>],
-) -> Result<Vec<GatheredBlock>, MemoryError> {
-    let block = |(index, block): (usize, &Option<Region>)| match block {
-        None => Ok(GatheredBlock::Absent),
-        Some(region) if index == rank.index() => Ok(GatheredBlock::Own(region.length)),
-        Some(Region { memory: Memory::Buffer(buffer), length, .. }) => {
-            Ok(GatheredBlock::Other(memory.take(*buffer)?, *length as usize))
-        }
-        Some(_) => Ok(GatheredBlock::Empty),
-    };
-    blocks.iter().enumerate().map(block).collect()
 }

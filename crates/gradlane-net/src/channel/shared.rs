@@ -1,7 +1,7 @@
 //! State that the threads of a channel share: commands to the lanes, results from them.
 
-use crate::channel::blocks::GatheredBlock;
 use crate::channel::completion::CompletionTable;
+use crate::channel::gathered::GatheredBlock;
 use crate::compute::{ResidualSquares, StateKind, StateRead, StateWrite, UpdateRule};
 use crate::error::{ChannelError, ChannelFailure};
 use crate::memory::{ScratchBuffer, UserMemory};

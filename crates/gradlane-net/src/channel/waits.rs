@@ -7,7 +7,7 @@ use crate::channel::membership_news::MembershipEvent;
 use crate::channel::shared::Command;
 use crate::error::ChannelError;
 use crate::sys::lock;
-use gradlane_engine::{Input, UsageError};
+use gradlane_engine::{Input, PullRule, UsageError};
 use gradlane_units::{SquareSum, Step, TensorId};
 use std::time::{Duration, Instant};
 
@@ -25,7 +25,7 @@ impl Channel {
         self.request(&[tensor], step)
     }
 
-    /// Tells the engine which of these tensors are needed.
+    /// Checks that these tensors may be waited for, and tells the lanes where that sends pulls; else none is woken.
     fn request(&self, tensors: &[TensorId], step: Step) -> Result<(), ChannelError> {
         for &tensor in tensors {
             ApiGuard::check_tensor(&self.plan, tensor)?;
@@ -41,7 +41,9 @@ impl Channel {
             let current = guard.current();
             return Err(UsageError::WrongStep { call: "wait", step, current }.into());
         }
-        self.shared.tell_all(|| Command::Needed(missing.clone(), step));
+        if self.plan.strategy.pull == PullRule::NextStep {
+            self.shared.tell_all(|| Command::Needed(missing.clone(), step));
+        }
         Ok(())
     }
 

@@ -1,8 +1,7 @@
 //! Why a job fails: a broken invariant, or bytes of a peer that are no encoding.
 
-use super::server_optimizer::UpdateRuleError;
 use crate::memory::MemoryError;
-use gradlane_codec::DecodeError;
+use gradlane_codec::{AdamError, DecodeError, SgdError};
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum JobError {
@@ -42,4 +41,15 @@ pub(crate) enum JobError {
     UpdateRule(#[from] UpdateRuleError),
     #[error("a kernel panicked: {0}")]
     Panic(String),
+}
+
+/// Invalid settings of an update.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum UpdateRuleError {
+    /// Of SGD.
+    #[error(transparent)]
+    Sgd(#[from] SgdError),
+    /// Of Adam.
+    #[error(transparent)]
+    Adam(#[from] AdamError),
 }

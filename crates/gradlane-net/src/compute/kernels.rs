@@ -1,7 +1,7 @@
 //! Reductions and optimizer steps on raw values, by the kernels of `gradlane-codec`.
 
-use super::error::JobError;
-use super::server_optimizer::{SliceState, StateKind, StateRead, UpdateRule, UpdateRuleError};
+use super::error::{JobError, UpdateRuleError};
+use super::server_optimizer::{SliceState, StateKind, StateRead, UpdateRule};
 use crate::memory::Span;
 use gradlane_codec::{
     reduce_adam, reduce_mean, reduce_sgd, AdamMemory, AdamOptions, AdamStep, FloatDtype, Mean,

@@ -6,9 +6,9 @@
 //! broadcast it in place of parameters. The residual of a rank's own contributions covers all
 //! slices and differs between ranks.
 
-use super::error::JobError;
+use super::error::{JobError, UpdateRuleError};
 use super::residual::WorkerResidual;
-use gradlane_codec::{AdamError, AdamOptions, SgdError, SgdOptions};
+use gradlane_codec::{AdamOptions, SgdOptions};
 
 /// The update of a tensor in a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -36,17 +36,6 @@ impl UpdateRule {
             UpdateRule::Adam { options, .. } => Ok(options.validate()?),
         }
     }
-}
-
-/// Invalid settings.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub enum UpdateRuleError {
-    /// Of SGD.
-    #[error(transparent)]
-    Sgd(#[from] SgdError),
-    /// Of Adam.
-    #[error(transparent)]
-    Adam(#[from] AdamError),
 }
 
 /// One kind of state, by torch's name for it.

@@ -2,7 +2,7 @@
 
 use super::connection::Connection;
 use super::frame_writer::{OutgoingFrame, OutgoingPayload};
-use crate::channel::blocks;
+use crate::channel::gathered::take_out;
 use crate::channel::membership_news::MembershipEvent;
 use crate::channel::shared::{Command, LaneInbox, Shared, StopCause};
 use crate::compute::job_runner::JobRunner;
@@ -10,7 +10,7 @@ use crate::compute::server_command::ServerCommand;
 use crate::flow::Pacer;
 use crate::flow::PortPacing;
 use crate::memory::MemoryTable;
-use crate::metrics::counters::count;
+use crate::metrics::atomics::count;
 use crate::metrics::straggler_stats::ContributionTimes;
 use crate::options::{ChannelOptions, GoingOnOptions};
 use crate::sys::lock;
@@ -278,7 +278,7 @@ impl Core {
 
     /// Stores gathered blocks until the application takes them.
     fn store_blocks(&mut self, tensor: TensorId, step: Step, blocks: &[Option<Region>]) {
-        match blocks::take_out(&mut self.memory, self.engine.rank(), blocks) {
+        match take_out(&mut self.memory, self.engine.rank(), blocks) {
             Ok(held) => {
                 lock(&self.shared.blocks).insert((tensor, step), held);
             }

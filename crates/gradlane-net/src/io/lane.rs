@@ -8,7 +8,7 @@ use super::connection::Connections;
 use super::core::Core;
 use crate::channel::shared::{panic_text, LaneInbox, Shared, StopCause};
 use crate::flow::WakeupCoalescer;
-use crate::metrics::counters::count;
+use crate::metrics::atomics::count;
 use crate::sys::syscall::{EpollEvents, EpollReport};
 use gradlane_engine::Transmit;
 use gradlane_units::{Rank, Time};

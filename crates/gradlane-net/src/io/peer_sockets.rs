@@ -1,11 +1,11 @@
 //! The sockets of peers: sending, receiving, and their loss.
 
-use super::frame_reader::Fault;
+use super::frame_sink::Fault;
 use super::frame_writer::Flushed;
 use super::lane::Lane;
 use super::receive::ReceivedFrames;
 use crate::flow::Pacer;
-use crate::metrics::counters::count;
+use crate::metrics::atomics::count;
 use crate::sys::poller::Interest;
 use gradlane_units::Rank;
 use std::io;

@@ -1,7 +1,7 @@
 //! Frames from one peer, between its connection and the engine.
 
 use super::core::Core;
-use super::frame_reader::{Fault, FrameSink, PayloadTarget};
+use super::frame_sink::{Fault, FrameSink, PayloadTarget};
 use crate::memory::WriteSpan;
 use gradlane_engine::{PayloadDest, ProtocolError};
 use gradlane_units::Rank;

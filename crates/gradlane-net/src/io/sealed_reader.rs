@@ -1,7 +1,7 @@
 //! Frames coming in on a sealed connection. Bytes are verified and decrypted in a buffer of the reader's own
 //! and only then copied to their destination: what does not open never reaches a tensor.
 
-use super::frame_reader::{target_of, Fault, FrameSink, PayloadTarget};
+use super::frame_sink::{target_of, Fault, FrameSink, PayloadTarget};
 use crate::sys::socket::Socket;
 use gradlane_seal::{FrameOpener, OpenError, Opened};
 use gradlane_wire::FrameHeader;

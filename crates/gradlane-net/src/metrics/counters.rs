@@ -5,6 +5,7 @@
 //! a slice is complete.
 
 use crate::channel::completion::WaitTarget;
+use crate::metrics::atomics::{count, load, seconds};
 use crate::metrics::participation_stats::ParticipationStats;
 use crate::metrics::queue_stats::StatsQuery;
 use crate::metrics::snapshot::{
@@ -49,19 +50,6 @@ impl PeerCounters {
         count(&self.received_frames, 1);
         count(&self.received_payload_bytes, u64::from(header.length));
     }
-}
-
-/// Adds to a counter.
-pub(crate) fn count(counter: &AtomicU64, amount: u64) {
-    counter.fetch_add(amount, Ordering::Relaxed);
-}
-
-pub(crate) fn load(counter: &AtomicU64) -> u64 {
-    counter.load(Ordering::Relaxed)
-}
-
-pub(crate) fn seconds(nanos: u64) -> f64 {
-    nanos as f64 / 1e9
 }
 
 /// Waits of application threads for one tensor.

@@ -43,7 +43,7 @@ impl DroppedPushes {
         if header.length == 0 {
             return Ok(PayloadDest::Nothing);
         }
-        let bytes = cx.plan.bytes_as(header.slice, header.form);
+        let bytes = cx.plan().bytes_as(header.slice, header.form);
         let buffer = match under_way {
             Some(arriving) if arriving.buffer.bytes != bytes => {
                 return violation(format!("{} in another form than before", what()));
@@ -53,7 +53,7 @@ impl DroppedPushes {
                 return violation(format!("{} in the middle of another push", what()));
             }
             None => {
-                let arriving = Arriving { buffer: cx.buffers.acquire(bytes), received_bytes: 0 };
+                let arriving = Arriving { buffer: cx.acquire(bytes), received_bytes: 0 };
                 self.arriving.insert(key, (header.step, arriving));
                 arriving.buffer
             }

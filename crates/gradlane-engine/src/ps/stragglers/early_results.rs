@@ -17,21 +17,19 @@ pub(super) struct EarlyResults {
 
 /// Whether a result is of a step that this rank has not come to.
 pub(in crate::ps) fn is_early(cx: &Cx, step: Step) -> bool {
-    cx.plan.drops_stragglers(step) && step > cx.worker.step()
+    cx.plan().drops_stragglers(step) && step > cx.step()
 }
 
 impl EarlyResults {
     /// A step has begun: hands its results to the worker.
     pub(super) fn begin(&mut self, cx: &mut Cx, step: Step) {
         let here: Vec<(SliceId, EarlyResult)> = cx
-            .plan
+            .plan()
             .slice_ids()
             .filter_map(|slice| Some((slice, self.results.remove(&(step, slice))?)))
             .collect();
         for (slice, early) in here {
-            if !cx.worker.take_early(slice, &early) {
-                cx.result_without_bytes(slice, early.has_value);
-            }
+            cx.take_early(slice, &early);
         }
     }
 
@@ -42,16 +40,16 @@ impl EarlyResults {
         from: Rank,
         header: &FrameHeader,
     ) -> Validated<PayloadDest> {
-        let current = cx.worker.step();
-        let furthest = cx.plan.strategy.synchrony.stragglers().map_or(0, |it| it.ahead_steps);
+        let current = cx.step();
+        let furthest = cx.plan().strategy.synchrony.stragglers().map_or(0, |it| it.ahead_steps);
         let known = self.results.get(&(header.step, header.slice)).copied();
         let arrived = known.map_or(0, |early| early.received_bytes);
         let is_over = known.is_some_and(|early| early.is_whole);
         let is_other = known.is_some_and(|early| early.form != header.form);
         // Another lane of this rank may have begun the next step already.
-        let lag = u32::from(cx.plan.other_lanes > 0);
+        let lag = u32::from(cx.plan().other_lanes > 0);
         let too_far = header.step.0 > current.0 + u64::from(furthest + lag);
-        if too_far || is_over || is_other || arrived != header.offset || from == cx.rank {
+        if too_far || is_over || is_other || arrived != header.offset || from == cx.rank() {
             let (what, offset) = (cx.describe(header), header.offset);
             return violation(format!(
                 "{what} at offset {offset} after {arrived} bytes; this rank is in {current}"
@@ -62,7 +60,7 @@ impl EarlyResults {
         }
         let buffer = match known.and_then(|early| early.buffer) {
             Some(buffer) => buffer,
-            None => cx.buffers.acquire(cx.plan.bytes_as(header.slice, header.form)),
+            None => cx.acquire(cx.plan().bytes_as(header.slice, header.form)),
         };
         let early = EarlyResult {
             buffer: Some(buffer),
@@ -103,7 +101,7 @@ impl EarlyResults {
         form: PayloadForm,
     ) {
         if let Some(buffer) = buffer {
-            cx.buffers.retain(buffer);
+            cx.retain(buffer);
         }
         let received_bytes = buffer.map_or(0, |buffer| buffer.bytes);
         let has_value = buffer.is_some();

@@ -1,18 +1,12 @@
-//! Checks of every frame from a peer, whatever the scheme: its sender, its generation, the size of
-//! control frames, the slice, the form and the extent of the payload. Every field is checked against the
-//! plan and the state before a byte of the payload is accepted; a frame that does not fit is a typed
-//! error that names peer, tensor and bytes, and changes nothing.
+//! Checks of every frame about a slice, whatever the scheme: the slice, its step, its priorities, the form and the
+//! extent of the payload. Every field is checked against the plan and the state before a byte of the payload is
+//! accepted; a frame that does not fit is a typed error that names peer, tensor and bytes, and changes nothing.
 
-use crate::cx::Cx;
-use crate::membership::Membership;
-use crate::session::{Holdings, PrioritySwitch, Session};
+use super::Cx;
 use crate::violation::{violation, Validated};
 use alloc::format;
-use gradlane_units::{Rank, SquareSum};
+use gradlane_units::Rank;
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
-
-/// Longest reason in an abort frame.
-const ABORT_TEXT_BYTES_MAX: u32 = 4096;
 
 impl Cx {
     /// Checks the sender and the generation of any frame.
@@ -27,62 +21,15 @@ impl Cx {
         Ok(())
     }
 
-    /// Checks the length of a control frame.
-    pub(crate) fn check_control(&self, header: &FrameHeader) -> Validated<()> {
-        let FrameHeader { kind, length, .. } = *header;
-        match kind {
-            FrameKind::Abort if length <= ABORT_TEXT_BYTES_MAX => Ok(()),
-            FrameKind::Abort => violation(format!("an abort with a reason of {length} bytes")),
-            FrameKind::SquareSum => {
-                let bytes = SquareSum::BYTES_MIN as u32..=SquareSum::BYTES_MAX as u32;
-                if bytes.contains(&length) {
-                    return Ok(());
-                }
-                violation(format!("a sum of squares of {length} bytes"))
-            }
-            FrameKind::Membership => {
-                let most = Membership::message_bytes_max(self.plan.world_size);
-                if length as usize <= most {
-                    return Ok(());
-                }
-                violation(format!("a message on membership of {length} bytes; at most {most}"))
-            }
-            FrameKind::Holdings => {
-                let expected = Holdings::payload_bytes(&self.plan);
-                if length as usize == expected {
-                    return Ok(());
-                }
-                violation(format!("holdings of {length} bytes instead of {expected}"))
-            }
-            FrameKind::Suspect | FrameKind::Resumed if length == 4 => Ok(()),
-            FrameKind::Resumed => violation(format!("a resumption of {length} bytes")),
-            FrameKind::Suspect => violation(format!("a suspicion of {length} bytes")),
-            FrameKind::PlanSwitch => {
-                let expected = 8 + 4 * self.plan.tensors.len() as u64;
-                if u64::from(length) == expected {
-                    return Ok(());
-                }
-                violation(format!("a priority vector of {length} bytes instead of {expected}"))
-            }
-            _ if length == 0 => Ok(()),
-            _ => violation(format!("{kind:?} with a payload of {length} bytes")),
-        }
+    /// Whether a rank may send a result after its goodbye.
+    pub(crate) fn serves_to_the_end(&self, header: &FrameHeader, from: Rank) -> bool {
+        let spreads = header.step == self.step() && self.settled.get(&header.slice) == Some(&from);
+        header.kind == FrameKind::Broadcast && (self.plan.is_async(header.step) || spreads)
     }
 
     /// Checks that a frame is about a slice of the plan, in a step and under priorities that it may
     /// come in, and that its sender may send it to this rank.
-    pub(crate) fn check_slice(
-        &self,
-        session: &Session,
-        from: Rank,
-        header: &FrameHeader,
-    ) -> Validated<()> {
-        let spreads = self.spread_by.get(&header.slice) == Some(&(header.step, from));
-        let serves =
-            header.kind == FrameKind::Broadcast && (self.plan.is_async(header.step) || spreads);
-        if session.has_departed(from) && !serves {
-            return violation(format!("{} after its goodbye", self.describe(header)));
-        }
+    pub(crate) fn check_slice(&self, from: Rank, header: &FrameHeader) -> Validated<()> {
         let Some(slice) = self.plan.slices.get(header.slice.index()) else {
             let count = self.plan.slices.len();
             return violation(format!("{}, but there are {count} slices", header.slice));
@@ -95,12 +42,24 @@ impl Cx {
             let what = self.describe(header);
             return violation(format!("{what}, a tensor that is not trained"));
         }
-        PrioritySwitch::check_version(self, header)?;
+        self.check_version(header)?;
         if !self.may_send(header.kind, from) {
             let (what, own) = (self.describe(header), self.rank);
             return violation(format!("{what} from {from} to {own}, of which one only serves"));
         }
         Ok(())
+    }
+
+    /// Checks the version of the priorities that a frame about a slice was sent under.
+    fn check_version(&self, header: &FrameHeader) -> Validated<()> {
+        let version = self.priorities.version(header.step);
+        let independent = self.plan.switches_independently() && !header.step.is_initial();
+        if header.plan_version == version || independent {
+            return Ok(());
+        }
+        let found = header.plan_version;
+        let what = self.describe(header);
+        violation(format!("{what} under plan version {found}, this rank has {version}"))
     }
 
     /// Whether a frame of this kind may go from one rank to another: dedicated servers push, pull and

@@ -93,7 +93,7 @@ impl Session {
     /// All others have left, too.
     pub(crate) fn close(&mut self, cx: &mut Cx) {
         self.closed = true;
-        cx.events.push_back(Event::Closed);
+        cx.tell(Event::Closed);
     }
 
     /// A peer has said goodbye after its last step.
@@ -180,11 +180,11 @@ impl Session {
     /// A peer asks whether this rank hears another one.
     pub(crate) fn take_suspicion(&self, cx: &mut Cx, peer: Rank, payload: &[u8]) -> Validated<()> {
         let suspect = <[u8; 4]>::try_from(payload).map_or(u32::MAX, u32::from_le_bytes);
-        if suspect >= cx.plan.world_size || suspect == peer.0 {
+        if suspect >= cx.plan().world_size || suspect == peer.0 {
             return violation(format!("a suspicion of rank {suspect}"));
         }
-        if suspect != cx.rank.0 && !self.has_ended() {
-            cx.events.push_back(Event::Suspected { by: peer, suspect: Rank(suspect) });
+        if suspect != cx.rank().0 && !self.has_ended() {
+            cx.tell(Event::Suspected { by: peer, suspect: Rank(suspect) });
         }
         Ok(())
     }
@@ -192,9 +192,7 @@ impl Session {
     /// Ends the session: drops all queues, and tells the other ranks.
     pub(crate) fn fail(&mut self, cx: &mut Cx, failure: &Failure) {
         self.ended = Some(failure.reason.clone());
-        cx.tx.clear();
-        cx.jobs.clear();
-        cx.encodes.clear();
+        cx.clear();
         let mut others = cx.others();
         // Until this rank has said goodbye, those that have wait for it, and would blame it.
         let is_done = self.goodbye_said && !self.serves_to_the_end;

@@ -7,7 +7,6 @@
 
 use crate::api::UsageError;
 use crate::cx::Cx;
-use crate::plan::{Plan, Synchrony};
 use crate::rank_set::RankSet;
 use crate::transmit::Body;
 use crate::violation::{violation, Validated};
@@ -38,11 +37,6 @@ pub(crate) struct PrioritySwitch {
 /// Steps from a rank's own to the one from which new priorities are in force, at most.
 const STEPS_AHEAD_MAX: u64 = 3;
 
-/// Whether ranks take up new priorities each at a step of its own.
-fn is_independent(plan: &Plan) -> bool {
-    plan.strategy.synchrony != Synchrony::Bulk
-}
-
 impl PrioritySwitch {
     /// Announces another vector, on rank 0.
     pub(crate) fn announce(
@@ -51,17 +45,17 @@ impl PrioritySwitch {
         priorities: Vec<Priority>,
     ) -> Result<(), UsageError> {
         let refuse = |message: &str| Err(UsageError::Argument(message.to_string()));
-        if cx.rank != Rank(0) {
+        if cx.rank() != Rank(0) {
             return refuse("only rank 0 may switch priorities");
         }
-        if priorities.len() != cx.plan.tensors.len() {
+        if priorities.len() != cx.plan().tensors.len() {
             return refuse("a priority vector has one entry a tensor");
         }
-        let independent = is_independent(&cx.plan);
-        let next = cx.worker.step().next();
+        let independent = cx.plan().switches_independently();
+        let next = cx.step().next();
         let from = if independent { next } else { next.next() };
-        let unfinished = self.pending.is_some() || cx.priorities.newest().1 >= from;
-        if !cx.worker.has_begun() || unfinished {
+        let unfinished = self.pending.is_some() || cx.priorities().newest().1 >= from;
+        if !cx.worker().has_begun() || unfinished {
             return refuse("the last switch of priorities is not finished");
         }
         let mut payload = Vec::with_capacity(8 + 4 * priorities.len());
@@ -72,10 +66,10 @@ impl PrioritySwitch {
         if payload.len() > MAX_FRAME_BYTES as usize {
             return refuse("too many tensors for one priority vector");
         }
-        if cx.priorities.newest().0 == u32::MAX {
+        if cx.priorities().newest().0 == u32::MAX {
             return refuse("priorities were switched 4294967295 times: open a new session");
         }
-        let version = cx.priorities.add(from, priorities);
+        let version = cx.add_priorities(from, priorities);
         let missing = cx.others();
         if missing.is_empty() {
             return Ok(());
@@ -93,7 +87,7 @@ impl PrioritySwitch {
     /// Ranks were lost: all go on with the newest priorities that all have.
     pub(crate) fn settle(&mut self, cx: &mut Cx, version: u32) {
         self.pending = None;
-        cx.priorities.forget_after(version);
+        cx.forget_priorities_after(version);
     }
 
     /// Holds back this rank's contribution of a tensor, if the switch needs it; whether it does.
@@ -118,29 +112,28 @@ impl PrioritySwitch {
             return violation(format!("a priority vector of {} bytes", payload.len()));
         };
         let step = Step(u64::from(low) | u64::from(high) << 32);
-        let (newest, newest_from) = cx.priorities.newest();
+        let (newest, newest_from) = cx.priorities().newest();
         let next = Some(header.plan_version) == newest.checked_add(1);
-        let independent = is_independent(&cx.plan);
+        let independent = cx.plan().switches_independently();
         // Rank 0 is in this rank's step, or in one beside it; a rank that trains nothing is in none.
-        let far = !cx.is_dedicated_server()
-            && step.0 > cx.worker.step().0.saturating_add(STEPS_AHEAD_MAX);
-        let late = step <= cx.worker.step() || step <= newest_from;
+        let far = !cx.is_dedicated_server() && step.0 > cx.step().0.saturating_add(STEPS_AHEAD_MAX);
+        let late = step <= cx.step() || step <= newest_from;
         if from != Rank(0) || !next || ((late || far) && !independent) {
             return violation(format!(
                 "priorities of version {} from {step}; this rank has version {newest} and is in {}",
                 header.plan_version,
-                cx.worker.step()
+                cx.step()
             ));
         }
         let priorities: Vec<Priority> = words.map(|word| Priority(word as i32)).collect();
-        if priorities.len() != cx.plan.tensors.len() {
+        if priorities.len() != cx.plan().tensors.len() {
             return violation(format!("{} priorities", priorities.len()));
         }
         if independent {
-            cx.priorities.add(cx.worker.step().next(), priorities);
+            cx.add_priorities(cx.step().next(), priorities);
             return Ok(());
         }
-        cx.priorities.add(step, priorities);
+        cx.add_priorities(step, priorities);
         let mut ack = cx.control_header(FrameKind::PlanSwitchAck);
         ack.plan_version = header.plan_version;
         cx.send_control_to(from, ack, Body::Empty);
@@ -164,18 +157,6 @@ impl PrioritySwitch {
             return Ok(Vec::new());
         }
         Ok(self.pending.take().map(|it| it.held).unwrap_or_default())
-    }
-
-    /// Checks the version of the priorities that a frame about a slice was sent under.
-    pub(crate) fn check_version(cx: &Cx, header: &FrameHeader) -> Validated<()> {
-        let version = cx.priorities.version(header.step);
-        let independent = is_independent(&cx.plan) && !header.step.is_initial();
-        if header.plan_version == version || independent {
-            return Ok(());
-        }
-        let found = header.plan_version;
-        let what = cx.describe(header);
-        violation(format!("{what} under plan version {found}, this rank has {version}"))
     }
 }
 
