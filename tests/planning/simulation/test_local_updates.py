@@ -216,6 +216,9 @@ def test_whatif_asks_and_answers(
     content = json.loads(path.read_text())
     updates = [row["update"] for row in content["rows"]]
     assert updates == ["worker", "worker", "local:steps=8,outer=average"]
+    (cell,) = content["answers"]
+    assert cell["verdict"]["fastest"]["cost"] == RARE and cell["verdict"]["text"] in cell["text"]
+    assert "exchange in each step" in cell["text"]
     (ways,) = content["ways"]
     assert ways["text"] in " ".join(said.split()) and ways["is_enough"]
     for words, told in (

@@ -27,6 +27,7 @@ from gradlane.planning.advice.causes import (
 )
 from gradlane.planning.advice.verdict import (
     OTHER_ROUNDINGS,
+    RARE,
     SLOWER,
     Recommendation,
     offer_name,
@@ -325,7 +326,12 @@ def _advise_cluster(
     if baseline.scaling_factor < GOAL:
         cause = explain(baseline, link_is_enough[_need_key(baseline)])
     not_worth = _not_worth(rows, plain, baseline)
-    whole = [row for row in asked if row.codec != RAW or row.compression == baseline.compression]
+    # Codecs and local updates have a compression of their own.
+    whole = [
+        row
+        for row in asked
+        if row.codec != RAW or row.update != WORKER or row.compression == baseline.compression
+    ]
     verdict = verdict_on(whole)
     own = own_exact(whole)
     slower = []
@@ -494,7 +500,10 @@ def _text(
             most = f"; the most is {_change_text(best)}"
             if best.kind == "nothing":
                 most = f", or more than {_strategy_name(baseline)}"
-            sentences.append(f"Nothing simulated here reaches {_percent(GOAL)}{most}.")
+            here = "here"
+            if verdict is not None and any(offer.cost == RARE for offer in verdict.offers):
+                here = "here with an exchange in each step"
+            sentences.append(f"Nothing simulated {here} reaches {_percent(GOAL)}{most}.")
     sentences += further
     if not_worth:
         sentences.append(f"Not worth it: {'; '.join(not_worth)}.")
