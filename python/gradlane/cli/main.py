@@ -10,6 +10,7 @@ the traceback. The commands of the lab are in `lab.py`, those that ask about a n
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -131,6 +132,34 @@ def watch(
     from gradlane.cli.watch import run_watch
 
     run_watch(address, once=once, as_json=as_json)
+
+
+@app.command()
+def dashboard(
+    alerts: Annotated[
+        bool, typer.Option("--alerts", help="Print rules for Prometheus in its place.")
+    ] = False,
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            help="With --alerts: rate of every rank's port, such as 10gbit; adds a rule for ports "
+            "that stay below."
+        ),
+    ] = None,
+) -> None:
+    """Print a dashboard for Grafana, over the metrics of gradlane.Monitoring(prometheus=...).
+
+    As JSON: `gradlane dashboard > gradlane.json` is imported in Grafana; the file of `gradlane
+    dashboard --alerts > gradlane-rules.yml` goes into `rule_files` of Prometheus.
+    """
+    from gradlane.formats.rates import parse_rate
+    from gradlane.report.grafana import alerts as rules
+    from gradlane.report.grafana import dashboard as panels
+
+    if rate is not None and not alerts:
+        raise ValueError("--rate is of --alerts: a dashboard shows rates, whatever the port's")
+    found = rules(None if rate is None else parse_rate(rate)) if alerts else panels()
+    typer.echo(json.dumps(found, indent=2))
 
 
 @app.command()

@@ -209,6 +209,26 @@ def test_the_endpoint_answers_while_training_and_ends_with_the_session() -> None
             urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
 
 
+@pytest.mark.parametrize("codec", ["onebit", "qsgd:bits=8"])
+def test_the_endpoint_has_the_norm_of_residuals(codec: str) -> None:
+    def body(session: gradlane.Session) -> float:
+        train(session, seeded(Model))
+        address = f"http://127.0.0.1:{session.prometheus_port}/metrics"
+        deadline = time.monotonic() + 30.0
+        while time.monotonic() < deadline:
+            with urllib.request.urlopen(address, timeout=10) as answer:
+                _, values = parsed(answer.read().decode())
+            rank = frozenset({("rank", str(session.rank))})
+            found = values.get(("gradlane_residual_norm", rank))
+            if found is not None or codec != "onebit":
+                return found or 0.0
+            time.sleep(0.2)
+        raise AssertionError("no norm")
+
+    found = run(2, body, prometheus=0, codec=codec)
+    assert all((norm > 0.0) == (codec == "onebit") for norm in found)
+
+
 def test_scalars_are_written_every_so_many_steps() -> None:
     def body(session: gradlane.Session) -> list[tuple[str, float, int]]:
         writer = Writer()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -311,7 +312,11 @@ class Observer:
         Raises:
             ValueError: the address cannot be listened on.
         """
-        self._endpoint = serve(host, port, self.metrics)
+        self._endpoint = serve(host, port, self.metrics, self._residual_norm)
+
+    def _residual_norm(self) -> float | None:
+        norms = self.residual_norms().values()
+        return math.hypot(*norms) if norms else None
 
     @property
     def prometheus_port(self) -> int | None:

@@ -26,11 +26,22 @@ class _Family:
     samples: Sequence[tuple[Mapping[str, object], float]]
 
 
-def exposition(metrics: Metrics) -> str:
-    """Return the metrics in Prometheus' text format."""
+def exposition(metrics: Metrics, residual_norm: float | None = None) -> str:
+    """Return the metrics in Prometheus' text format.
+
+    Args:
+        metrics: the session's.
+        residual_norm: of all residuals together; None: no codec keeps one, or none was read yet.
+    """
     lines = []
     always = {"rank": metrics["rank"]}
-    for family in _families(metrics):
+    residuals = _Family(
+        "residual_norm",
+        "gauge",
+        "Norm of what codecs have yet to send.",
+        [] if residual_norm is None else [({}, residual_norm)],
+    )
+    for family in (*_families(metrics), residuals):
         name = f"gradlane_{family.name}"
         lines.append(f"# HELP {name} {_label(family.text, quotes=False)}")
         lines.append(f"# TYPE {name} {family.kind}")
@@ -126,18 +137,24 @@ def _label(text: str, *, quotes: bool = True) -> str:
     return text.replace('"', r"\"") if quotes else text
 
 
-def serve(host: str, port: int, metrics: Callable[[], Metrics]) -> Endpoint:
+def serve(
+    host: str,
+    port: int,
+    metrics: Callable[[], Metrics],
+    residual_norm: Callable[[], float | None] = lambda: None,
+) -> Endpoint:
     """Start to serve the metrics.
 
     Args:
         host: address to listen on.
         port: port to listen on; 0 for any that is free.
         metrics: returns the numbers; called in another thread, once a second at most.
+        residual_norm: as in `exposition`; called likewise.
 
     Raises:
         ValueError: the address cannot be listened on; the message names it.
     """
-    page = Page(CONTENT_TYPE, lambda: exposition(metrics()).encode())
+    page = Page(CONTENT_TYPE, lambda: exposition(metrics(), residual_norm()).encode())
     return open_endpoint(
         host,
         port,
