@@ -248,9 +248,13 @@ def _checksums(entries: Sequence[TensorEntry], window: int | None = None) -> lis
 
 
 def _window(values: Tensor, number: int) -> Tensor:
-    """Return one part of a tensor's elements; higher numbers go on, and begin again."""
+    """Return one part of a tensor's elements; higher numbers go on, and begin again.
+
+    After as many numbers as there are parts, each element has been in one.
+    """
     count = max(1, _SAMPLE_BYTES // values.element_size())
-    start = number * count % max(1, values.numel())
+    parts = max(1, -(-values.numel() // count))
+    start = number % parts * count
     return values[start : start + count]
 
 
