@@ -17,6 +17,7 @@ import gradlane
 from gradlane.training.options.options import Options, keywords_of
 from gradlane.training.session.init import open_session
 from tests.training.model.fake_core import FakeCore
+from tests.training.model.late_core import LateCore
 from tests.training.model.ranks import run_ranks
 
 
@@ -220,6 +221,35 @@ def test_an_optimizer_whose_parameters_were_all_replaced() -> None:
             optimizer.step()
 
     run_alone(body)
+
+
+@pytest.mark.parametrize("of", ["all", "one"])
+def test_a_model_that_is_called_with_the_parameters_of_another_one(of: str) -> None:
+    """Their update comes inside the call, while the first model has them in place of its own."""
+
+    def train(session: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        models: list[Any] = [nn.Linear(3, 3), nn.Linear(3, 3)]
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in models]
+        if session is not None:
+            for model, optimizer in zip(models, optimizers, strict=True):
+                session.prepare(model, optimizer)
+        kept = dict(models[1].named_parameters())
+        if of == "one":
+            del kept["bias"]
+        seen = []
+        for _ in range(3):
+            (loss(models[0]) + loss(models[1])).backward()  # type: ignore[no-untyped-call]
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            found: Tensor = torch.func.functional_call(models[0], kept, (torch.ones(1, 3),))
+            seen.append(found.detach())
+        return [*seen, *(one.detach() for model in models for one in model.parameters())]
+
+    (found,) = run_ranks(1, train, core=LateCore(timeout_s=10.0))
+    for one, expected in zip(found, train(None), strict=True):
+        assert torch.equal(one, expected)
 
 
 def test_all_parameters_frozen_later() -> None:

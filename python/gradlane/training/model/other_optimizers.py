@@ -100,8 +100,12 @@ class OtherOptimizers:
         )
 
     def _check_stranger(self, other: Optimizer) -> None:
-        """Check, once, that an optimizer trains nothing that the model got since `prepare`."""
-        if any(one is other for watch in _watches() for one in watch._prepared):
+        """Check, once, that an optimizer trains nothing that the model got since `prepare`.
+
+        Not those of other models, whose updates may come while a model is called with their
+        parameters, as by `functional_call`.
+        """
+        if any(watch._is_own(other) for watch in _watches()):
             return
         held = {
             id(parameter)
