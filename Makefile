@@ -22,7 +22,7 @@ $(shell printf 'PYTHON ?= %s\nCONSTRAINTS ?= %s\n' '$(PYTHON)' '$(CONSTRAINTS)' 
 unexport PYTHONDONTWRITEBYTECODE
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml
 
-.PHONY: demo test test-rust test-python test-neon faults swarm fuzz adversary lint bench docs format wheels audit clean build
+.PHONY: demo test test-rust test-python test-neon test-torch-suite faults swarm fuzz adversary lint bench docs format wheels audit clean build
 
 demo: build
 	$(BIN)/gradlane demo
@@ -56,6 +56,12 @@ SWARM_SEEDS ?= 1000000
 swarm: .cache/tools
 	GRADLANE_SWARM=$(SWARM_SEEDS) cargo test --release -p gradlane-engine --lib membership::tests -- --nocapture
 	GRADLANE_SWARM=$(SWARM_SEEDS) cargo test --release -p gradlane-engine --test all -- --nocapture going_on::
+
+# Torch's own tests of its backends over Gloo and over gradlane, and what Gloo alone passes (docs/backend.md);
+# they need expecttest.
+SUITE_RANKS ?= 2
+test-torch-suite: build
+	$(BIN)/python -m tests.distributed.torch_suite --ranks $(SUITE_RANKS)
 
 # By emulation on other machines than aarch64; says what to install. CI does not run it.
 test-neon: .cache/tools

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -176,6 +177,22 @@ def calls_of_gradlane_alone(store: Any, rank: int, world_size: int, job: str) ->
         found.append([it["rank"] for it in objects])
         future = dist.all_reduce(torch.ones(100_000), async_op=True).get_future()
         found.append(future.then(lambda it: it.value()[0].sum().item()).wait())
+        polled: Any = dist.all_reduce(torch.ones(2), async_op=True)
+        while not polled.is_completed():
+            time.sleep(0.001)
+        found.append((polled.is_success(), polled.exception(), polled.result()[0].tolist()))
+        late: Any = dist.irecv(torch.ones(2), (rank + 1) % world_size)
+        found.append(late.is_completed())
+        dist.barrier()
+        dist.send(torch.ones(2), (rank - 1) % world_size)
+        late.wait()
+        found.append(late.is_completed())
+        if rank == 0:
+            ranks = [dist.recv(torch.ones(2), tag=4) for _ in range(world_size - 1)]
+            found.append(sorted(ranks))
+        else:
+            dist.send(torch.ones(2), 0, tag=4)
+            found.append([1, 2])
         pairs = [torch.ones(4), torch.ones(5)]
         with _coalescing_manager(async_ops=True) as manager:
             for pair in pairs:

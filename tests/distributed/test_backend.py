@@ -48,6 +48,10 @@ def test_means_bools_strides_objects_futures_and_coalescing(pool: RankPool) -> N
             [1.0, 1.0, 1.0],
             [0, 1, 2],
             300_000.0,
+            (True, None, [3.0, 3.0]),
+            False,
+            True,
+            [1, 2],
             [[3.0] * 4, [3.0] * 5],
         ]
 

@@ -6,7 +6,7 @@
 //! | `call` | a call of one rank, and what the ranks have to agree on |
 //! | `schedule` | messages and computations of a rank's part in a collective, as data |
 //! | `element` | types of elements and reductions |
-//! | `memory` | the memory of calls |
+//! | `memory`, `scratch` | the memory of calls, and of strands |
 //! | `frame` | the fields of a frame |
 //! | `peers` | frames that wait for each peer, bytes under way, presence |
 //! | `running` | collectives that have begun |
@@ -30,6 +30,7 @@ mod peers;
 mod points;
 mod running;
 mod schedule;
+mod scratch;
 mod state;
 mod work;
 

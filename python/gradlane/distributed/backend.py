@@ -255,7 +255,19 @@ class GradlaneBackend(c10d.Backend):
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
         """Wait until all ranks have come; the error names all that have not, whatever the flag."""
-        self._run("monitored_barrier", [], [], opts).wait()
+        work = self._run("monitored_barrier", [], [], opts)
+        try:
+            work.wait()
+        except DistBackendError as error:
+            missing = work.missing_ranks()
+            if self._own or not missing:
+                raise
+            # Gloo's words, which programs look for.
+            names = ", ".join(map(str, missing))
+            raise DistBackendError(
+                f"[Rank 0]: {'Rank' if len(missing) == 1 else 'Ranks'} {names} failed to pass "
+                f"monitoredBarrier in {opts.timeout // timedelta(milliseconds=1)} ms: {error}"
+            ) from None
 
     # Messages
 

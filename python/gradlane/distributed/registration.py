@@ -39,6 +39,9 @@ def register() -> None:
             f"{torch.__version__}: "
             'install a newer torch, or call init_process_group("gloo")'
         )
+    from gradlane.distributed.forwarding import forward_methods
+
+    forward_methods()
     if NAME.upper() not in torch.distributed.Backend._plugins:
         torch.distributed.Backend.register_backend(
             NAME, _create, extended_api=True, devices=["cpu", "cuda"]

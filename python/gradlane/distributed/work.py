@@ -11,6 +11,8 @@ import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import DistBackendError
 
+from gradlane.distributed.forwarding import answer
+
 if TYPE_CHECKING:
     from gradlane.distributed.core import CoreGroup, CoreWork
 
@@ -93,6 +95,16 @@ class GradlaneWork(c10d.Work):
                 return self._failure(error)
         return None
 
+    def missing_ranks(self) -> list[int]:
+        """Return the ranks that did not come in time to a call that timed out."""
+        for work in self._works:
+            try:
+                work.result()
+            except Exception as error:
+                if len(error.args) == 3 and error.args[1] == "timed out":
+                    return list(error.args[2])
+        return []
+
     def source_rank(self) -> int:
         """Return the rank of the group that a received message is from."""
         rank = self._works[0].result()
@@ -109,6 +121,9 @@ class GradlaneWork(c10d.Work):
 
     def get_future(self) -> Any:
         """Return a future of the output tensors."""
+        asked = answer(self)
+        if asked is not None:
+            return asked
         with self._lock:
             if self._future is None:
                 self._future = torch.futures.Future()

@@ -173,7 +173,10 @@ pub(super) fn combine(element: Element, reduction: Reduction, into: &mut [u8], f
     use Reduction::{And, Max, Mean, Min, Or, Product, Sum, Xor};
     macro_rules! each {
         ($type:ty, $operation:expr) => {
-            each(into, from, <$type>::from_ne_bytes, <$type>::to_ne_bytes, $operation)
+            each(into, from, |a, b| {
+                let operation = $operation;
+                operation(<$type>::from_ne_bytes(a), <$type>::from_ne_bytes(b)).to_ne_bytes()
+            })
         };
     }
     macro_rules! integers {
@@ -260,16 +263,16 @@ pub(super) fn divide(element: Element, values: &mut [u8], ranks: u32) {
     }
 }
 
-fn each<T: Copy, const SIZE: usize>(
+/// Applies an operation, which becomes a loop of its own: a call an element would take longer than all else.
+#[inline(always)]
+fn each<const SIZE: usize>(
     into: &mut [u8],
     from: &[u8],
-    read: fn([u8; SIZE]) -> T,
-    write: fn(T) -> [u8; SIZE],
-    operation: impl Fn(T, T) -> T,
+    operation: impl Fn([u8; SIZE], [u8; SIZE]) -> [u8; SIZE],
 ) {
     let pairs = into.as_chunks_mut::<SIZE>().0.iter_mut().zip(from.as_chunks::<SIZE>().0);
     for (into, from) in pairs {
-        *into = write(operation(read(*into), read(*from)));
+        *into = operation(*into, *from);
     }
 }
 

@@ -282,7 +282,7 @@ impl Group {
         self.shared.flush(links, false);
         self.shared.is_closed.store(true, Ordering::SeqCst);
         self.shared.reported.notify_all();
-        self.shared.poller.wake();
+        self.shared.poller.wake_one_of_several();
         self.shared.call_driver();
     }
 
@@ -436,7 +436,7 @@ impl Shared {
             self.turn(&mut events, SLEEP_MAX, is_idle);
             if self.is_driven.load(Ordering::SeqCst) {
                 // What this turn has ended may be what the thread that drives sleeps for.
-                self.poller.wake();
+                self.poller.wake_one_of_several();
             }
         }
         drop(acceptor);

@@ -13,7 +13,7 @@ use std::time::Instant;
 /// Messages up to this length are sent without asking, in one frame.
 pub(super) const EAGER_BYTES: usize = 64 << 10;
 /// Payload of a frame of longer messages.
-const FRAME_BYTES: usize = 512 << 10;
+const FRAME_BYTES: usize = 128 << 10;
 /// Bytes that were sent to a peer without asking and that no call of the peer has taken yet, at most.
 const CREDIT_BYTES: u64 = 4 << 20;
 /// After this many bytes taken, the peer is told.

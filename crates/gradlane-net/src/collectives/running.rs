@@ -7,6 +7,7 @@ use super::frame::FramePurpose;
 use super::memory::{self, Arithmetic, Spans};
 use super::peers::{Peers, Presence, Sent, EAGER_BYTES};
 use super::schedule::{schedule, Round, Strand};
+use super::scratch::ScratchPool;
 use super::work::{Begun, Work};
 use crate::memory::Span;
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,7 +15,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// Strands of a collective under way at once.
-const STRANDS_AT_ONCE: usize = 4;
+const STRANDS_AT_ONCE: usize = 8;
 /// Rounds of a strand are numbered in the lower bits of a cell.
 const ROUND_BITS: u32 = 8;
 /// Descriptions of collectives that have ended, which late frames are compared with.
@@ -96,6 +97,7 @@ pub(super) struct Collectives {
     /// Descriptions of running and ended ones.
     known: BTreeMap<u64, Description>,
     mail: Vec<Mail>,
+    scratch: ScratchPool,
 }
 
 type Outcome = Result<(), Failure>;
@@ -107,6 +109,7 @@ impl Collectives {
             running: BTreeMap::new(),
             known: BTreeMap::new(),
             mail: (0..size).map(|_| Mail::default()).collect(),
+            scratch: ScratchPool::default(),
         }
     }
 
@@ -183,7 +186,7 @@ impl Collectives {
                 None if running.next < running.strands.len()
                     && running.active.len() < STRANDS_AT_ONCE =>
                 {
-                    running.start_strand()
+                    running.start_strand(&mut self.scratch)
                 }
                 None => break,
             };
@@ -200,7 +203,9 @@ impl Collectives {
                     }
                 }
                 let Some(round) = rounds.get(active.round) else {
-                    running.active.remove(&strand);
+                    if let Some(active) = running.active.remove(&strand) {
+                        self.scratch.give_back(active.into_scratch());
+                    }
                     running.ended += 1;
                     break;
                 };
@@ -440,23 +445,21 @@ impl Collectives {
 
 impl Running {
     /// Begins the next strand and returns its number.
-    fn start_strand(&mut self) -> u32 {
+    fn start_strand(&mut self, pool: &mut ScratchPool) -> u32 {
         let strand = self.next;
         self.next += 1;
         let sizes = &self.strands[strand].scratch;
-        let mut scratch: Vec<Box<[u8]>> =
-            sizes.iter().map(|size| vec![0; *size].into_boxed_slice()).collect();
+        let mut scratch: Vec<Box<[u8]>> = sizes.iter().map(|size| pool.take(*size)).collect();
         let spans = scratch.iter_mut().map(|it| memory::scratch_span(it)).collect();
         self.active.insert(strand as u32, Active { round: 0, outstanding: 0, scratch, spans });
         strand as u32
     }
 }
 
-impl Drop for Active {
-    fn drop(&mut self) {
-        // The addresses go before the memory.
-        self.spans.clear();
-        self.scratch.clear();
+impl Active {
+    /// Returns the memory; no address of it is left.
+    fn into_scratch(self) -> Vec<Box<[u8]>> {
+        self.scratch
     }
 }
 

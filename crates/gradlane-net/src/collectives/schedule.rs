@@ -14,7 +14,7 @@ use super::call::{Call, Operation};
 use super::element::Element;
 
 /// Most bytes of one message of a reduction: long enough for a frame, short enough to overlap.
-const PIECE_BYTES: usize = 256 << 10;
+const PIECE_BYTES: usize = 128 << 10;
 /// Where all contributions together are at most this long, every rank sends its own to all others.
 const EXCHANGE_BYTES: usize = 64 << 10;
 /// Values up to this length go from the root to all others; longer ones in parts, which they exchange.

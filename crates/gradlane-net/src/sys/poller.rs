@@ -114,6 +114,12 @@ impl Poller {
             syscall::eventfd_signal(self.wake.as_fd());
         }
     }
+
+    /// Ends the wait of one thread where several wait, or prevents the next one. The kernel tells one of
+    /// them alone of a socket, and `wake` knows of the last to fall asleep alone.
+    pub(crate) fn wake_one_of_several(&self) {
+        syscall::eventfd_signal(self.wake.as_fd());
+    }
 }
 
 #[cfg(test)]
