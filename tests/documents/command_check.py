@@ -202,7 +202,7 @@ _OF_THE_SYSTEM = (
         "rm",
         "rustup",
     ),
-    *("salloc", "scp", "sed", "srun", "ssh", "umask", "wg", "wg-quick"),
+    *("salloc", "sbatch", "scp", "sed", "srun", "ssh", "umask", "wg", "wg-quick"),
 )
 _CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     "cargo": _cargo,
