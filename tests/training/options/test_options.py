@@ -119,7 +119,8 @@ def test_variables_give_what_the_program_does_not() -> None:
         "GRADLANE_PORTS": "4000-4010",
         "GRADLANE_PACING": "off",
         "GRADLANE_CHECKPOINT_EVERY": "7",
-        "GRADLANE_CHECKPOINT_FOLDER": "",
+        "GRADLANE_CHECKPOINT_FOLDER": "/shared/run1",
+        "GRADLANE_PROMETHEUS": "",
         "GRADLANE_JOB": "night",
         "GRADLANE_STORE": "10.0.0.1:29600",
     }
@@ -129,7 +130,8 @@ def test_variables_give_what_the_program_does_not() -> None:
     assert options.network == gradlane.Network(
         lanes=1, frame_bytes=4096, ports=(4000, 4010), pacing=False
     )
-    assert options.checkpoints == gradlane.Checkpoints(every=7)
+    assert options.checkpoints == gradlane.Checkpoints("/shared/run1", every=7)
+    assert options.monitoring == gradlane.Monitoring()
     assert options.rendezvous == gradlane.Rendezvous(job="night", store="10.0.0.1:29600")
     assert Options.of(network=network).network == network
 

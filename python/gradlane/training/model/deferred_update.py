@@ -73,7 +73,8 @@ class DeferredUpdate:
             takeover: says whose momentum has been applied on the way, or None.
         """
         self._takeover = takeover
-        self._may_defer = may_defer
+        self.may_defer = may_defer
+        """Whether updates may happen later than the user's call, on this rank or on servers."""
         self.is_known = is_known
         self.in_parts = is_known
         """Whether a step may be done in parts."""
@@ -217,7 +218,7 @@ class DeferredUpdate:
     def defers(self) -> bool:
         """Return whether the next update may happen later and in parts."""
         return (
-            self._may_defer
+            self.may_defer
             and self.in_parts
             and not has_step_hooks(self._optimizer)
             and not mixes_first_steps(self._optimizer)

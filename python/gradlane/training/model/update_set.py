@@ -128,6 +128,11 @@ class UpdateSet:
         return all(update.defers() for update in self._updates)
 
     @property
+    def may_defer(self) -> bool:
+        """Whether updates may happen later than the program's call, wherever they happen."""
+        return all(update.may_defer for update in self._updates)
+
+    @property
     def is_guarded(self) -> bool:
         """Whether looks at all optimizers' groups are noticed, and these have all parameters."""
         guarded = all(update.is_guarded for update in self._updates)

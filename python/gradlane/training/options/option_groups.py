@@ -245,6 +245,24 @@ class Checkpoints(OptionGroup):
         super().__post_init__()
         _as_path(self, "folder")
 
+    def options_without_a_folder(self) -> str:
+        """Return why no checkpoint would be written though one is asked for; empty if none is.
+
+        The folder may come from the environment.
+        """
+        given = [
+            f"{name}={getattr(self, name)}"
+            for name in ("every", "keep")
+            if getattr(self, name) != getattr(type(self), name)
+        ]
+        if self.folder is not None or not given:
+            return ""
+        return (
+            f"checkpoints has {', '.join(given)} and no folder, so that none would be written: "
+            "give gradlane.Checkpoints(folder, ...) or set GRADLANE_CHECKPOINT_FOLDER, or leave "
+            "these options and their variables out"
+        )
+
 
 @dataclass(frozen=True, repr=False)
 class Monitoring(OptionGroup):

@@ -178,6 +178,9 @@ class Options:
         why = refusal(others)
         if why:
             raise ValueError(why)
+        without_a_folder = self.checkpoints.options_without_a_folder()
+        if without_a_folder:
+            raise ValueError(without_a_folder)
         unused = unused_codec_option(self.codec, encodes_means=self.update != "server")
         if unused:
             raise ValueError(unused)

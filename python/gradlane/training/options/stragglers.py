@@ -106,6 +106,10 @@ class Stragglers(OptionGroup):
         super().__post_init__()
         if self.parsed is None and self.late != LATE[0]:
             raise ValueError(f'late is {self.late!r} with stragglers="wait": nobody is late there')
+        if self.parsed is None and self.ahead_steps != AHEAD_STEPS:
+            raise ValueError(
+                f'ahead_steps is {self.ahead_steps} with stragglers="wait": nobody is ahead there'
+            )
 
     @property
     def parsed(self) -> StragglerRule | None:

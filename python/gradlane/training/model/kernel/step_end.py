@@ -103,6 +103,8 @@ class StepEnd:
                     phases.refresh()
         if not deferred:
             self._update_now(number, ends=ends)
+        elif self._stages.keeps_means and not self._updates.may_defer:
+            self._update.settle()
         if ends:
             for stage in self._stages.on[StepStage.after_step]:
                 stage.after_step(self._statuses, self._exchange.training_step_of)
