@@ -100,7 +100,9 @@ impl Control {
     pub(crate) fn on_step_begun(&mut self, lane: &mut Lane, step: Step, entry: StepEntry) {
         self.clock.progressed();
         self.check_departed(lane);
-        lane.cx.tell_if_complete(step);
+        if lane.cx.worker().is_complete() {
+            lane.cx.tell(Event::StepComplete { step });
+        }
         lane.begin_contributing(entry == StepEntry::Pass);
         self.contributors.on_step_begun(lane, entry, &mut self.clock);
     }
@@ -244,7 +246,6 @@ impl Control {
             return;
         }
         self.tell_membership_time(lane);
-        self.tell_lanes_time(lane);
         let now = self.clock.now();
         if self.decision_timeout().is_some_and(|due| due <= now) {
             self.contributors.decide(lane, &mut self.clock);

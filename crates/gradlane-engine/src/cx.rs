@@ -45,7 +45,7 @@ pub(crate) struct Cx {
     kept: KeptResults,
     /// Slices of the current step that have a result since ranks were lost, and the rank that it comes from. They are
     /// not contributed to again.
-    settled: BTreeMap<SliceId, Rank>,
+    sources: BTreeMap<SliceId, Rank>,
     /// Why a component cannot go on: the session ends.
     abort: Option<String>,
 }
@@ -68,7 +68,7 @@ impl Cx {
             worker: Worker::new(&plan),
             squares: Squares::default(),
             kept: if keeps { KeptResults::new(&plan) } else { KeptResults::default() },
-            settled: BTreeMap::new(),
+            sources: BTreeMap::new(),
             abort: None,
             plan,
         }
@@ -177,16 +177,16 @@ impl Cx {
     /// Which rank a frame about a slice's result comes from: its owner, or one that has the result since
     /// ranks were lost.
     pub(crate) fn sender_of(&self, header: &FrameHeader) -> Rank {
-        let spread = self.settled.get(&header.slice).filter(|_| header.step == self.step());
-        match spread {
+        let source = self.sources.get(&header.slice).filter(|_| header.step == self.step());
+        match source {
             Some(&rank) if header.kind == FrameKind::Broadcast => rank,
             _ => self.plan.slice(header.slice).owner,
         }
     }
 
     /// Whether a slice has a result since ranks were lost.
-    pub(crate) fn is_settled(&self, slice: SliceId) -> bool {
-        self.settled.contains_key(&slice)
+    pub(crate) fn has_source(&self, slice: SliceId) -> bool {
+        self.sources.contains_key(&slice)
     }
 
     /// Drops what is queued, and hands out control messages alone until [`Cx::resume`].
@@ -213,9 +213,9 @@ impl Cx {
 
     /// Goes on with a plan for other members. Only what this rank has submitted of its step is left, the results that
     /// are kept, and contributions that cannot be made again.
-    pub(crate) fn restart(&mut self, plan: Arc<Plan>, settled: BTreeMap<SliceId, Rank>) {
+    pub(crate) fn restart(&mut self, plan: Arc<Plan>, sources: BTreeMap<SliceId, Rank>) {
         self.plan = plan;
-        self.settled = settled;
+        self.sources = sources;
         self.tx.clear_slices();
         self.encodes.restart();
         self.worker.restart();

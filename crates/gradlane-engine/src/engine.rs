@@ -300,7 +300,7 @@ impl Engine {
     }
 
     fn finish_job(&mut self, id: JobId, bytes: Option<u64>, squares: Option<&SquareSum>) {
-        let running = self.lane.take_job(id);
+        let running = self.lane.cx.take_job(id);
         if self.control.has_ended() {
             return;
         }

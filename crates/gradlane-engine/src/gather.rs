@@ -189,7 +189,7 @@ impl Aggregator for Gather {
         }
         let root = cx.plan().root(header.tensor);
         if let Some(root) = root.filter(|&root| root != cx.rank() && root != from) {
-            return violation(format!("{}, but {root} answers for it", what()));
+            return violation(format!("{}, but {root} is its root", what()));
         }
         let current = cx.step();
         if header.step != current && header.step != current.next() {
@@ -201,7 +201,7 @@ impl Aggregator for Gather {
         let is_current = header.step == current;
         let submitted = cx.worker().submission(header.tensor) != Submission::Missing;
         if root == Some(from) && !(is_current && submitted) {
-            return violation(format!("{} as an answer without a block of this rank", what()));
+            return violation(format!("{} as a result without a block of this rank", what()));
         }
         let known = self.of(header.tensor, header.step).and_then(|it| it.of.get(&from));
         let (arrived, size) = match known {

@@ -2,7 +2,7 @@
 //! and given back. It knows no session and no lost rank.
 
 use crate::aggregator::Aggregator;
-use crate::api::{EngineOptions, Job, JobId, Outstanding, PayloadDest, Transmit, UsageError};
+use crate::api::{EngineOptions, Job, Outstanding, PayloadDest, Transmit, UsageError};
 use crate::cx::{Cx, Next};
 use crate::gather::{self, Gather};
 use crate::jobs::{Done, Queued, Running, Task, Then, Written};
@@ -294,10 +294,6 @@ impl Lane {
             Written::Ring(written) => self.ring.job_done(&mut self.cx, done, written),
         }
     }
-
-    pub(crate) fn take_job(&mut self, id: JobId) -> Running {
-        self.cx.finish_job(id)
-    }
 }
 
 /// Contributors of a step.
@@ -308,22 +304,22 @@ impl Lane {
 
     /// Whether this rank may pass a step: it was left out of the one before, or of this one.
     pub(crate) fn may_pass(&self, step: Step) -> bool {
-        self.ps.may_pass(&self.cx, step)
+        self.cx.plan().drops_stragglers(step) && self.ps.stragglers().may_pass(self.cx.rank(), step)
     }
 
     /// Whether this rank takes no part in the current step.
     pub(crate) fn passes(&self) -> bool {
-        self.ps.passes()
+        self.ps.stragglers().passes()
     }
 
     /// Whether this rank may still contribute to its current step.
     pub(crate) fn may_contribute(&self, step: Step) -> bool {
-        self.ps.may_contribute(&self.cx, step)
+        self.ps.stragglers().may_contribute(self.cx.rank(), step)
     }
 
     /// Whether the contributors of a step are known.
     pub(crate) fn is_decided(&self, step: Step) -> bool {
-        self.ps.is_decided(step)
+        self.ps.stragglers().set(step).is_some()
     }
 
     /// Whether the current step waits for a decision.
@@ -437,7 +433,7 @@ impl Lane {
     }
 
     /// Sends a result that this rank has to others that lack it, whoever owns the slice.
-    pub(crate) fn spread(&mut self, slice: SliceId, step: Step, to: &[Rank]) {
-        self.ps.spread(&mut self.cx, slice, step, to);
+    pub(crate) fn resend(&mut self, slice: SliceId, step: Step, to: &[Rank]) {
+        self.ps.resend(&mut self.cx, slice, step, to);
     }
 }

@@ -108,7 +108,7 @@ impl Aggregator for ParameterServer {
         let contributes = self.contributes(cx, cx.rank(), step);
         for slice in cx.plan().slices_of(tensor) {
             let owner = cx.plan().slice(slice).owner;
-            if !contributes || cx.is_settled(slice) {
+            if !contributes || cx.has_source(slice) {
                 cx.push_sent(slice);
             } else if !absent && cx.own_form(slice) == PayloadForm::Encoded {
                 let key = cx.slice_key(step, priority, slice);
@@ -273,24 +273,8 @@ impl ParameterServer {
 
 /// Stragglers.
 impl ParameterServer {
-    /// Whether this rank may pass a step: it was left out of the one before, or of this one.
-    pub(crate) fn may_pass(&self, cx: &Cx, step: Step) -> bool {
-        cx.plan().drops_stragglers(step) && self.stragglers.may_pass(cx.rank(), step)
-    }
-
-    /// Whether this rank takes no part in the current step.
-    pub(crate) fn passes(&self) -> bool {
-        self.stragglers.passes()
-    }
-
-    /// Whether this rank may still contribute to its current step.
-    pub(crate) fn may_contribute(&self, cx: &Cx, step: Step) -> bool {
-        self.stragglers.may_contribute(cx.rank(), step)
-    }
-
-    /// Whether the contributors of a step are known.
-    pub(crate) fn is_decided(&self, step: Step) -> bool {
-        self.stragglers.set(step).is_some()
+    pub(crate) fn stragglers(&self) -> &Stragglers {
+        &self.stragglers
     }
 
     /// The current step has begun; whether this rank takes no part in it.

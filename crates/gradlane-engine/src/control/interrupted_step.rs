@@ -139,7 +139,7 @@ pub(crate) struct Changes {
 
 /// A result that is sent again, by a rank that has it.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Spread {
+pub(crate) struct Resend {
     pub(crate) slice: SliceId,
     pub(crate) step: Step,
     pub(crate) from: Rank,
@@ -148,7 +148,7 @@ pub(crate) struct Spread {
 
 /// What all members know together.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Findings {
+pub(crate) struct CommonState {
     /// The latest step that a member is in.
     pub(crate) step: Step,
     /// Whether a value that training starts from is nowhere.
@@ -157,9 +157,9 @@ pub(crate) struct Findings {
     pub(crate) lacks_result: bool,
     /// The newest priorities that all have.
     pub(crate) version: u32,
-    pub(crate) spreads: Vec<Spread>,
+    pub(crate) resends: Vec<Resend>,
     /// By slice: whether some member has the result of the latest step.
-    pub(crate) settled: Vec<bool>,
+    pub(crate) has_result: Vec<bool>,
 }
 
 impl Changes {
@@ -252,11 +252,11 @@ impl Changes {
     }
 
     /// What the members have, once all have said so.
-    pub(crate) fn findings(&self, plan: &Plan) -> Option<Findings> {
+    pub(crate) fn common_state(&self, plan: &Plan) -> Option<CommonState> {
         let change = self.now.as_ref().filter(|change| change.phase == Phase::Collecting)?;
         let of = |rank| Some((rank, self.holdings.get(&(change.generation, rank))?));
         let all: Option<Vec<(Rank, &Holdings)>> = change.members.iter().map(of).collect();
-        all.map(|all| find(plan, &all, self.is_last_step))
+        all.map(|all| compare(plan, &all, self.is_last_step))
     }
 
     /// Ends the change, once every member has resumed.
@@ -276,17 +276,17 @@ impl Changes {
 
 /// Puts the holdings of all members together. A slice's result is sent by one of those that have it, in
 /// turn, so that they share the load.
-fn find(plan: &Plan, all: &[(Rank, &Holdings)], is_last_step: bool) -> Findings {
+fn compare(plan: &Plan, all: &[(Rank, &Holdings)], is_last_step: bool) -> CommonState {
     let steps = || all.iter().map(|(_, holdings)| holdings.step);
     let (step, earliest) = (steps().max().unwrap_or_default(), steps().min().unwrap_or_default());
-    let (mut spreads, mut settled) = (Vec::new(), Vec::with_capacity(plan.slices.len()));
+    let (mut resends, mut has_result) = (Vec::new(), Vec::with_capacity(plan.slices.len()));
     for slice in plan.slice_ids() {
         let takes_part = |step| plan.takes_part(plan.slice(slice).tensor, step);
         let has = |holdings: &Holdings, step| {
             let is_here = holdings.of[slice.index()] != Holding::Nothing;
             holdings.step > step || (holdings.step == step && is_here)
         };
-        settled.push(takes_part(step) && all.iter().any(|(_, it)| has(it, step)));
+        has_result.push(takes_part(step) && all.iter().any(|(_, it)| has(it, step)));
         let later = Some(step).filter(|&step| step != earliest);
         for step in [Some(earliest), later].into_iter().flatten().filter(|&it| takes_part(it)) {
             let holders: Vec<Rank> =
@@ -296,7 +296,7 @@ fn find(plan: &Plan, all: &[(Rank, &Holdings)], is_last_step: bool) -> Findings 
                 all.iter().filter(|(_, it)| lacks(it)).map(|&(rank, _)| rank).collect();
             if !to.is_empty() && !holders.is_empty() {
                 let from = holders[slice.index() % holders.len()];
-                spreads.push(Spread { slice, step, from, to });
+                resends.push(Resend { slice, step, from, to });
             }
         }
     }
@@ -308,8 +308,9 @@ fn find(plan: &Plan, all: &[(Rank, &Holdings)], is_last_step: bool) -> Findings 
     };
     let lacks_start = !has_source && plan.slice_ids().filter(starts).any(is_gone);
     let version = all.iter().map(|(_, it)| it.version).min().unwrap_or_default();
-    let is_open =
-        |slice: SliceId| plan.takes_part(plan.slice(slice).tensor, step) && !settled[slice.index()];
+    let is_open = |slice: SliceId| {
+        plan.takes_part(plan.slice(slice).tensor, step) && !has_result[slice.index()]
+    };
     let lacks_result = is_last_step && plan.slice_ids().any(is_open);
-    Findings { step, lacks_start, lacks_result, version, spreads, settled }
+    CommonState { step, lacks_start, lacks_result, version, resends, has_result }
 }

@@ -2,7 +2,7 @@
 //! describes, and tells the other lanes of this rank.
 
 use super::blame::Blame;
-use super::interrupted_step::{Findings, Holdings, Phase};
+use super::interrupted_step::{CommonState, Holdings, Phase};
 use super::Control;
 use crate::api::{Event, LaneNews};
 use crate::lane::Lane;
@@ -112,13 +112,13 @@ impl Control {
                 let FrameHeader { step, plan_version, .. } = *header;
                 let plan = lane.cx.plan();
                 let (generation, holdings) = Holdings::read(plan, step, plan_version, payload)?;
-                if generation > self.generation_in_force() {
+                if generation > self.changes.in_force {
                     self.changes.note(generation, from, holdings)?;
                 }
             }
             _ => {
                 let generation = <[u8; 4]>::try_from(payload).map_or(0, u32::from_le_bytes);
-                if generation > self.generation_in_force() || self.changes.is_in(Phase::Resuming) {
+                if generation > self.changes.in_force || self.changes.is_in(Phase::Resuming) {
                     self.changes.note_resumed(generation, from)?;
                 }
             }
@@ -126,18 +126,16 @@ impl Control {
         Ok(())
     }
 
-    /// The newest membership that this rank takes slices of.
-    fn generation_in_force(&self) -> u32 {
-        self.changes.in_force
-    }
-
-    /// Time has passed.
+    /// Time has passed: also gives up peers that only another lane has lost.
     pub(super) fn tell_membership_time(&mut self, lane: &mut Lane) {
         let now = self.clock.now();
         if let Some(membership) = &mut self.membership {
             membership.handle_time(now);
         }
         self.follow_membership(lane);
+        while let Some((peer, reason)) = self.siblings.take_due(now) {
+            self.lose_in_a_lane(lane, peer, reason, true);
+        }
     }
 
     /// The register in the job's store holds this value.
@@ -233,11 +231,11 @@ impl Control {
         if self.changes.is_in(Phase::Agreeing) && self.session.is_leaving() {
             self.leave_the_lost(lane);
         }
-        if self.changes.is_in(Phase::Settling) && self.is_settled(lane) {
+        if self.changes.is_in(Phase::Settling) && self.is_quiet(lane) {
             self.tell_holdings(lane);
         }
-        if let Some(findings) = self.changes.findings(lane.cx.plan()) {
-            self.take_up(lane, &findings);
+        if let Some(state) = self.changes.common_state(lane.cx.plan()) {
+            self.take_up(lane, &state);
         }
         if let Some(change) = self.changes.finish() {
             lane.cx.resume();
@@ -252,7 +250,7 @@ impl Control {
     }
 
     /// Whether nothing of the old membership is being added up, copied, written or read.
-    fn is_settled(&self, lane: &Lane) -> bool {
+    fn is_quiet(&self, lane: &Lane) -> bool {
         let Some(change) = &self.changes.now else {
             return true;
         };
@@ -283,44 +281,44 @@ impl Control {
         let _ = self.changes.note(generation, lane.cx.rank(), holdings);
     }
 
-    /// Takes up the new membership: what exists is spread, the rest is contributed again.
-    fn take_up(&mut self, lane: &mut Lane, findings: &Findings) {
+    /// Takes up the new membership: what exists is sent again, the rest is contributed again.
+    fn take_up(&mut self, lane: &mut Lane, state: &CommonState) {
         let plan = self.changes.agreed_plan.clone();
         let Some((change, plan)) = self.changes.now.as_mut().zip(plan) else {
             return;
         };
-        if findings.lacks_start {
+        if state.lacks_start {
             let reason = format!(
                 "{}; before another rank had all values to start from: start again",
                 change.reason
             );
             return self.fail(lane, Blame::All, &reason, false);
         }
-        if findings.lacks_result {
+        if state.lacks_result {
             let reason = format!(
                 "{}; it had all results of the last step, {}, which are not on the ranks that are left, and \
                  others may have ended with them",
-                change.reason, findings.step
+                change.reason, state.step
             );
             return self.fail(lane, Blame::All, &reason, false);
         }
         change.phase = Phase::Resuming;
-        change.step = findings.step;
+        change.step = state.step;
         let (generation, members) = (change.generation, change.members.clone());
         self.changes.in_force = generation;
-        self.switch.settle(&mut lane.cx, findings.version);
-        let (own_rank, own_step, latest) = (lane.cx.rank(), lane.cx.step(), findings.step);
+        self.switch.settle(&mut lane.cx, state.version);
+        let (own_rank, own_step, latest) = (lane.cx.rank(), lane.cx.step(), state.step);
         // This rank may have begun the next step since it told its holdings: nothing of that exists.
         let exists = |slice: &SliceId| {
-            own_step < latest || (own_step == latest && findings.settled[slice.index()])
+            own_step < latest || (own_step == latest && state.has_result[slice.index()])
         };
         let existing = plan.slice_ids().filter(exists).map(|slice| (slice, own_rank));
         let mut sources: BTreeMap<SliceId, Rank> = existing.collect();
-        let to_this = findings.spreads.iter().filter(|spread| spread.to.contains(&own_rank));
-        sources.extend(to_this.map(|spread| (spread.slice, spread.from)));
-        lane.restart(plan, latest, &findings.settled, sources);
-        for spread in findings.spreads.iter().filter(|spread| spread.from == own_rank) {
-            lane.spread(spread.slice, spread.step, &spread.to);
+        let to_this = state.resends.iter().filter(|resend| resend.to.contains(&own_rank));
+        sources.extend(to_this.map(|resend| (resend.slice, resend.from)));
+        lane.restart(plan, latest, &state.has_result, sources);
+        for resend in state.resends.iter().filter(|resend| resend.from == own_rank) {
+            lane.resend(resend.slice, resend.step, &resend.to);
         }
         let mut to = members;
         to.remove(own_rank);
@@ -401,14 +399,6 @@ impl Control {
         let wait = self.options.going_on.as_ref().map(|it| it.collect).unwrap_or_default();
         let due = self.clock.now() + wait;
         self.siblings.note_lost(peer, due, reason);
-    }
-
-    /// Time has passed: gives up peers that only another lane has lost.
-    pub(super) fn tell_lanes_time(&mut self, lane: &mut Lane) {
-        let now = self.clock.now();
-        while let Some((peer, reason)) = self.siblings.take_due(now) {
-            self.lose_in_a_lane(lane, peer, reason, true);
-        }
     }
 
     /// Whether the other lanes of this rank let it say goodbye.

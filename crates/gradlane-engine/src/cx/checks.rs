@@ -23,8 +23,9 @@ impl Cx {
 
     /// Whether a rank may send a result after its goodbye.
     pub(crate) fn serves_to_the_end(&self, header: &FrameHeader, from: Rank) -> bool {
-        let spreads = header.step == self.step() && self.settled.get(&header.slice) == Some(&from);
-        header.kind == FrameKind::Broadcast && (self.plan.is_async(header.step) || spreads)
+        let sends_again =
+            header.step == self.step() && self.sources.get(&header.slice) == Some(&from);
+        header.kind == FrameKind::Broadcast && (self.plan.is_async(header.step) || sends_again)
     }
 
     /// Checks that a frame is about a slice of the plan, in a step and under priorities that it may

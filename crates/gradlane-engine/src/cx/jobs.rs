@@ -62,8 +62,8 @@ impl Cx {
         })
     }
 
-    /// The job that the driver has done; its inputs are read no longer.
-    pub(crate) fn finish_job(&mut self, id: JobId) -> Running {
+    /// Takes the job that the driver has done.
+    pub(crate) fn take_job(&mut self, id: JobId) -> Running {
         let running = self.jobs.finish(id);
         running.expect("a job is reported once, after it was handed out")
     }

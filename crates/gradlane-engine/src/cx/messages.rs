@@ -75,7 +75,7 @@ impl Cx {
     ) -> OrderKey {
         let key = self.slice_key(step, priority, slice);
         if self.squares.are_measured(step) {
-            key.on_second_leg()
+            key.deferred()
         } else {
             key
         }

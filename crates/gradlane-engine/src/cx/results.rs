@@ -1,7 +1,7 @@
 //! This rank's step: its submissions, and its own copy of results.
 
 use super::Cx;
-use crate::api::{BufferRef, Event};
+use crate::api::BufferRef;
 use crate::jobs::Task;
 use crate::kept_results::KeptResult;
 use crate::worker::{Arrived, EarlyResult, Install, Submission};
@@ -13,7 +13,7 @@ impl Cx {
     /// Begins the next step.
     pub(crate) fn begin(&mut self, step: Step) {
         self.worker.begin(&self.plan);
-        self.settled.clear();
+        self.sources.clear();
         self.squares.enter(step);
         self.enter_priorities(step);
     }
@@ -147,12 +147,5 @@ impl Cx {
     /// A tensor waits for one thing less.
     pub(crate) fn part_done(&mut self, tensor: TensorId) {
         self.worker.part_done(&self.plan, tensor, &mut self.events);
-    }
-
-    /// Tells that a step without tensors is complete.
-    pub(crate) fn tell_if_complete(&mut self, step: Step) {
-        if self.worker.is_complete() {
-            self.tell(Event::StepComplete { step });
-        }
     }
 }

@@ -24,7 +24,7 @@ impl Gather {
     ) -> Result<(), UsageError> {
         if self.of(tensor, step).is_none_or(|it| it.result != RootResult::Requested) {
             let name = &cx.plan().tensor(tensor).spec.name;
-            let what = format!("nobody waits for an answer of this rank for {name:?} in {step}");
+            let what = format!("no result of this rank is awaited for {name:?} in {step}");
             return Err(UsageError::Argument(what));
         }
         self.broadcast_result(cx, tensor, step, Some(bytes));

@@ -121,7 +121,7 @@ impl Plan {
         }
     }
 
-    /// The rank that answers for a tensor; none where every rank gets all blocks, and of tensors
+    /// The root of a tensor; none where every rank gets all blocks, and of tensors
     /// without blocks.
     #[must_use]
     pub fn root(&self, tensor: TensorId) -> Option<Rank> {

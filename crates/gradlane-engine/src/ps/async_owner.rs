@@ -106,7 +106,7 @@ impl AsyncOwners {
         let owned = self.owned.get(&slice).ok_or("there are no parameters yet")?;
         let waits = owned.waiting.iter().any(|push| push.rank == from);
         if waits || owned.applying == Some(from) || self.replies.contains_key(&(slice, from)) {
-            return violation(format!("{from} was not answered for the step before"));
+            return violation(format!("{from} has no reply for the step before"));
         }
         Ok(owned.clocks.get(&from).copied().unwrap_or(RankClock::START).step)
     }

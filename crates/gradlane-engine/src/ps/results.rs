@@ -173,12 +173,12 @@ impl ParameterServer {
 /// Results since ranks were lost.
 impl ParameterServer {
     /// Sends a result that this rank has to others that lack it, whoever owns the slice.
-    pub(crate) fn spread(&mut self, cx: &mut Cx, slice: SliceId, step: Step, to: &[Rank]) {
+    pub(crate) fn resend(&mut self, cx: &mut Cx, slice: SliceId, step: Step, to: &[Rank]) {
         let mut lacking = RankSet::empty(cx.plan().world_size);
         to.iter().for_each(|&rank| {
             lacking.insert(rank);
         });
-        let kept = cx.kept_result(slice, step).expect("a rank spreads what it said that it has");
+        let kept = cx.kept_result(slice, step).expect("a rank sends what it said that it has");
         let (buffer, form) = match kept {
             KeptResult::Buffer(buffer, form) => (Some(buffer), form),
             KeptResult::Empty | KeptResult::Absent => (None, PayloadForm::Raw),

@@ -32,7 +32,7 @@ const SETS_KEPT: u64 = 8;
 
 /// The contributors of steps, as this rank knows them; empty where no straggler is dropped.
 #[derive(Debug, Default)]
-pub(super) struct Stragglers {
+pub(crate) struct Stragglers {
     sets: BTreeMap<Step, RankSet>,
     early: EarlyResults,
     late: DroppedPushes,
@@ -48,22 +48,22 @@ impl Stragglers {
     }
 
     /// The contributors of a step, if they are known.
-    pub(super) fn set(&self, step: Step) -> Option<&RankSet> {
+    pub(crate) fn set(&self, step: Step) -> Option<&RankSet> {
         self.sets.get(&step)
     }
 
     /// Whether this rank takes no part in the current step.
-    pub(super) fn passes(&self) -> bool {
+    pub(crate) fn passes(&self) -> bool {
         self.passes
     }
 
     /// Whether a rank may still contribute to its current step.
-    pub(super) fn may_contribute(&self, rank: Rank, step: Step) -> bool {
+    pub(crate) fn may_contribute(&self, rank: Rank, step: Step) -> bool {
         !self.passes && self.set(step).is_none_or(|set| set.contains(rank))
     }
 
     /// Whether a rank may pass a step: it was left out of the one before, or the step is decided.
-    pub(super) fn may_pass(&self, rank: Rank, step: Step) -> bool {
+    pub(crate) fn may_pass(&self, rank: Rank, step: Step) -> bool {
         let before = step.0.checked_sub(1).map(Step).unwrap_or_default();
         let was_out = self.set(before).is_some_and(|set| !set.contains(rank));
         was_out || self.set(step).is_some()

@@ -9,7 +9,7 @@ use gradlane_units::{Priority, SliceId, Step, TensorId};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct OrderKey {
     step: Step,
-    is_second_leg: bool,
+    is_deferred: bool,
     urgency: i64,
     tensor: TensorId,
     slice: SliceId,
@@ -47,7 +47,7 @@ impl OrderKeys {
             Order::Arrival => self.sequence as i64,
         };
         let sequence = self.sequence;
-        OrderKey { step, is_second_leg: false, urgency, tensor, slice, sequence }
+        OrderKey { step, is_deferred: false, urgency, tensor, slice, sequence }
     }
 
     /// Key of a control message, a request or a notice: before every slice.
@@ -55,7 +55,7 @@ impl OrderKeys {
         self.sequence += 1;
         OrderKey {
             step: Step(0),
-            is_second_leg: false,
+            is_deferred: false,
             urgency: i64::MIN,
             tensor: TensorId(0),
             slice: SliceId(0),
@@ -71,7 +71,7 @@ impl OrderKey {
     }
 
     /// The same, after everything of its step that has still to be reduced.
-    pub(crate) fn on_second_leg(self) -> OrderKey {
-        OrderKey { is_second_leg: true, ..self }
+    pub(crate) fn deferred(self) -> OrderKey {
+        OrderKey { is_deferred: true, ..self }
     }
 }

@@ -156,7 +156,7 @@ fn whole_tensors_are_dealt_to_servers_by_bytes() {
     assert_eq!(owners(1), [0; 6]);
 }
 
-/// A cluster of three after step 0, whose tensor of up to 100 elements rank 0 answers for.
+/// A cluster of three after step 0, whose tensor of up to 100 elements has rank 0 as its root.
 fn cluster() -> (Cluster, Arc<Plan>) {
     let plan = plan(&[(100, Scheme::GatherToRoot), (10, Scheme::Ps)], 40, 3, 3);
     let mut cluster = Cluster::new(&plan, 64, 64, 1);
@@ -181,14 +181,14 @@ fn an_answer_that_nobody_waits_for_is_misuse() {
         .engine
         .handle(Input::RootResultReady(tensor, Step(1), 8))
         .expect_err("early");
-    assert!(early.to_string().contains("nobody waits for an answer"), "{early}");
+    assert!(early.to_string().contains("no result of this rank is awaited"), "{early}");
     cluster.run();
     assert_eq!(cluster.nodes[0].root_requests, [(tensor, Step(1))]);
     let elsewhere = cluster.nodes[1]
         .engine
         .handle(Input::RootResultReady(tensor, Step(1), 8))
         .expect_err("no owner");
-    assert!(elsewhere.to_string().contains("nobody waits for an answer"), "{elsewhere}");
+    assert!(elsewhere.to_string().contains("no result of this rank is awaited"), "{elsewhere}");
     cluster.nodes[0].release(tensor, Step(1));
     for (bytes, words) in [(404, "at most 400 bytes"), (6, "elements of 4")] {
         let engine = &mut cluster.nodes[0].engine;
@@ -206,7 +206,7 @@ fn an_answer_that_nobody_waits_for_is_misuse() {
         .engine
         .handle(Input::RootResultReady(tensor, Step(1), 400))
         .expect_err("twice");
-    assert!(twice.to_string().contains("nobody waits for an answer"), "{twice}");
+    assert!(twice.to_string().contains("no result of this rank is awaited"), "{twice}");
     cluster.run();
     assert!(cluster.nodes.iter().all(|node| node.completed.last() == Some(&Step(1))));
 }
@@ -249,9 +249,9 @@ fn frames_on_the_wrong_way_are_refused() {
         assert!(error.contains(words), "{error} without {words}");
         assert_eq!(engine.buffers_in_use(), 0, "nothing was kept of it");
     };
-    refused(1, 2, header, "but rank 0 answers for it");
-    refused(1, 0, header, "as an answer without a block of this rank");
-    refused(1, 0, FrameHeader { step: Step(2), ..header }, "as an answer without");
+    refused(1, 2, header, "but rank 0 is its root");
+    refused(1, 0, header, "as a result without a block of this rank");
+    refused(1, 0, FrameHeader { step: Step(2), ..header }, "as a result without");
     refused(0, 1, FrameHeader { block_bytes: 404, ..header }, "at most 400");
     refused(
         0,

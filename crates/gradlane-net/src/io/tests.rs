@@ -488,3 +488,45 @@ fn a_thread_does_not_sleep_while_a_connection_is_to_be_closed() {
         assert_eq!(rank.lane.core.to_disconnect, []);
     }
 }
+
+/// Ends a session of one rank with three lanes by a panic in one of them.
+fn panic_in_a_lane(panicking: usize, begun: bool) {
+    let spec = TensorSpec {
+        name: "tensor".to_owned(),
+        numel: 8,
+        dtype: Dtype::F32,
+        kind: TensorKind::Parameter,
+    };
+    let strategy = Strategy::named("p3", Some(2), 0).expect("a strategy");
+    let plan = Plan::build(vec![spec], strategy, Update::Worker, 1).expect("a plan");
+    let options = ChannelOptions { work_threads: 0, ..ChannelOptions::new(0, 1) };
+    let pollers = (0..3).map(|_| Poller::new().expect("a poller")).collect();
+    let metrics = Arc::new(Metrics::new(Rank(0), &plan, 3));
+    let shared = Arc::new(Shared::new(pollers, &plan, &options, metrics));
+    let links = (0..3).map(|_| vec![None]).collect();
+    let driver = Driver::new(&options, &plan, links, true, &shared).expect("a driver");
+    if begun {
+        shared.tell_all(|| Command::Engine(Input::StepBegin(Step(0))));
+    }
+    let (reply, _replies) = std::sync::mpsc::channel();
+    shared.lanes[panicking].command(Command::WorkerResidual(TensorId(7), reply));
+    driver.run();
+    assert!(matches!(shared.stop.get(), Some(StopCause::Panicked(_))));
+    let Some(ended) = shared.outcome_error() else { panic!("a session that has ended") };
+    assert!(ended.to_string().contains("the I/O thread panicked"), "{ended}");
+}
+
+#[test]
+fn a_panic_of_a_lane_ends_all_lanes_and_the_session() {
+    panic_in_a_lane(1, false);
+}
+
+#[test]
+fn a_panic_of_the_first_lane_ends_all_lanes_and_the_session() {
+    panic_in_a_lane(0, true);
+}
+
+#[test]
+fn a_panic_of_the_last_lane_in_a_step_ends_all_lanes_and_the_session() {
+    panic_in_a_lane(2, true);
+}

@@ -7,7 +7,7 @@ use gradlane_engine::Plan;
 use gradlane_net::{Channel, MetricsSnapshot};
 use gradlane_units::{Dtype, Rank, Step, TensorId};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 const WORLD: u32 = 3;
@@ -115,4 +115,38 @@ fn check(channel: &Channel) {
         assert!((1..=STEPS).contains(&second.wait_step_max), "{second:?}");
         assert!(second.count <= STEPS && second.wait_s >= second.wait_s_max, "{second:?}");
     }
+}
+
+/// The turns of a rank's lanes in 100 announcements that it waits for a tensor, which another rank holds back.
+fn turns_of_waits(strategy: &str) -> u64 {
+    let plan = plan(vec![tensor("weight", 4_000, Dtype::F32)], strategy, 100, 2);
+    let holds_back = Arc::new(Barrier::new(2));
+    let turns = each_rank(world(2, &plan), move |channel| {
+        run_step(&channel, 0).expect("step 0");
+        if channel.rank() == Rank(1) {
+            holds_back.wait();
+            run_step(&channel, 1).expect("step 1");
+            channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
+            return 0;
+        }
+        let _tensors = contribute(&channel, 1).expect("gradients");
+        std::thread::sleep(Duration::from_millis(100));
+        let before = channel.metrics().turns;
+        for _announced in 0..100 {
+            channel.needed(TensorId(0), Step(1)).expect("a tensor of the step");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let turns = channel.metrics().turns - before;
+        holds_back.wait();
+        channel.wait_step(Step(1), &mut never).expect("a step");
+        channel.finish(TEST_TIMEOUT, &mut never).expect("an orderly end");
+        turns
+    });
+    turns[0]
+}
+
+#[test]
+fn a_wait_wakes_no_lane_but_where_it_sends_pulls() {
+    let (pushed, pulled) = (turns_of_waits("p3"), turns_of_waits("deferred-pull"));
+    assert!(2 * pushed < pulled, "{pushed} turns where results are sent unasked, {pulled} else");
 }
