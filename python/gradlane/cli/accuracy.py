@@ -118,8 +118,10 @@ def lab_accuracy(
         given += ["--seeds", str(seeds)] if seeds is not None else []
         given += ["--workers", str(workers)] if workers != study.WORKERS else []
         command = shlex.join(["gradlane", "lab", "accuracy", *given, "--markdown", str(markdown)])
-        text_of = comparison.page_text if between else page_text
-        markdown.write_text(text_of(rows, command), encoding="utf-8")
+        text = page_text(rows, command)
+        if between:
+            text = comparison.page_text(rows, command, still_missing)
+        markdown.write_text(text, encoding="utf-8")
     if summary is not None:
         content = findings.summary(every, " ".join(["gradlane", *sys.argv[1:]]))
         summary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

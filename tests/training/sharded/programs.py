@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import gradlane
+from tests.training.sharded.drawn import draw, step_of
 
 NETWORK = gradlane.Network(silence_timeout_s=20.0, connect_timeout_s=60.0)
 STEPS = 4
@@ -311,6 +312,9 @@ def divide_later(model: Any) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+DIVISIONS = (sum_alone, divide_in_node, divide_later)
+
+
 def compile_blocks(model: Any) -> None:
     """Compile each block, as programs do with FSDP2."""
     for block in model.blocks:
@@ -384,6 +388,23 @@ def through_checkpoints(pair: Pair, folder: str) -> None:
         pair.train(clipped)
 
 
+def run_drawn(number: int) -> str:
+    """Run a drawn program, and return what `Pair.difference` says, or why it was refused."""
+    drawn = draw(number)
+
+    def change(model: Any) -> None:
+        if drawn.freezes:
+            freeze(model)
+        if drawn.division:
+            {one.__name__: one for one in DIVISIONS}[drawn.division](model)
+
+    pair = Pair(change=change, **drawn.options)
+    pair.train(step_of(drawn, loss_of), len(drawn.steps))
+    found = pair.difference()
+    pair.session.close()
+    return found
+
+
 def main(names: list[str]) -> None:
     """Run scenarios, and print a line of each; `node_groups` first: each node is a group."""
     torch.set_num_threads(1)
@@ -397,6 +418,9 @@ def main(names: list[str]) -> None:
     else:
         dist.init_process_group("gloo")
     for name in [name for name in names if name != "node_groups"]:
+        if name.startswith("drawn-"):
+            os.write(1, f"{name}: {run_drawn(int(name.removeprefix('drawn-')))}\n".encode())
+            continue
         options, step = SCENARIOS[name]
         pair = Pair(**options)
         pair.train(step)

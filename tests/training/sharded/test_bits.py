@@ -119,6 +119,16 @@ def test_eight_ranks(
     assert [line[:5] for name in scenarios for line in found[name]] == ["same "] * 16
 
 
+@pytest.mark.parametrize("first", [0, 5])
+def test_drawn_programs_have_the_bits_of_hsdp(
+    programs: ForkedPrograms, tmp_path: Path, first: int
+) -> None:
+    """`search.py` draws more."""
+    names = [f"drawn-{number}" for number in range(first, first + 5)]
+    found = run(programs, tmp_path, names)
+    assert [line[:5] for name in names for line in found[name]] == ["same "] * 20, found
+
+
 def test_metrics_name_ranks_of_the_world(two_nodes: Callable[[str], list[str]]) -> None:
     others = [[2], [3], [0], [1]]
     assert two_nodes("peers") == [f"{ranks} of 4 in step 4" for ranks in others]

@@ -9,14 +9,14 @@ from pathlib import Path
 from gradlane.formats.rates import format_rate
 from gradlane.lab.accuracy.curve import crossing
 from gradlane.lab.accuracy.findings import Spread, final_loss, schemes_of, select, tasks_of
-from gradlane.lab.accuracy.run import FULL_PRECISION
+from gradlane.lab.accuracy.run import FULL_PRECISION, Run
 from gradlane.lab.accuracy.study import RATES_BPS, Result
 from gradlane.lab.accuracy.tasks import task_of
 from gradlane.report.markdown import filled, markdown_table
 from gradlane.report.page import Cell, Table
 
 TEMPLATE = Path(__file__).with_name("between.md")
-LOSS_MARGIN = 0.05
+LOSS_MARGIN = 0.15
 """Above the final loss of full precision, as a share of it: what time is measured to."""
 LIMITS = (
     "One learning rate for all, the one of exact training: an outer learning rate, or a smaller "
@@ -89,12 +89,13 @@ def curves_table(rows: Sequence[Result]) -> Table:
     return Table(("steps", *map(str, first.evaluated)), body)
 
 
-def page_text(rows: Sequence[Result], command: str) -> str:
+def page_text(rows: Sequence[Result], command: str, missing: Sequence[Run] = ()) -> str:
     """Return `docs/between-nodes.md`: `between.md` with its places filled.
 
     Args:
         rows: of the comparison; at least one.
         command: what made them.
+        missing: runs that have not been made yet.
     """
     seeds = len({row.seed for row in rows})
     parts = []
@@ -118,5 +119,14 @@ def page_text(rows: Sequence[Result], command: str) -> str:
         spread="" if seeds > 1 else "One seed: how far seeds lie apart is not known.",
         steps=", ".join(f"{task} {select(rows, task=task)[0].steps}" for task in tasks_of(rows)),
         tasks="\n\n".join(part.strip() for part in parts),
+        margin=f"{LOSS_MARGIN:.0%}".replace("%", " %"),
+        missing=_missing_in_words(missing),
         limits=LIMITS,
     )
+
+
+def _missing_in_words(runs: Sequence[Run]) -> str:
+    if not runs:
+        return ""
+    names = dict.fromkeys(f"`{run.scheme}`" for run in runs)
+    return f"Not run yet, in some seed at least: {', '.join(names)}."
