@@ -384,6 +384,77 @@ def test_numbers_that_no_start_can_have_stop_no_start(tmp_path: Path, name: str)
     assert newest(tmp_path) is None and name in names(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["file", "link", "dangling", "pipe", "kept open"])
+def test_what_cannot_be_removed_stops_no_removal_of_others(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise all later checkpoints would stay, until the disk is full."""
+    root = tmp_path / "root"
+    root.mkdir()
+    planted = folder_of(root, 1, 1)
+    if kind == "file":
+        planted.touch()
+    elif kind == "link":
+        complete(root, 1).rename(tmp_path / "outside")
+        planted.symlink_to(tmp_path / "outside")
+    elif kind == "dangling":
+        planted.symlink_to(tmp_path / "nothing")
+    elif kind == "pipe":
+        os.mkfifo(planted)
+    else:
+        complete(root, 1)
+        unlink = os.unlink
+
+        def busy(name: Any, *, dir_fd: int | None = None) -> None:
+            if dir_fd is not None and os.path.samestat(os.fstat(dir_fd), planted.stat()):
+                raise OSError(errno.EBUSY, "Device or resource busy")
+            unlink(name, dir_fd=dir_fd)
+
+        monkeypatch.setattr(os, "unlink", busy)
+    for step in (2, 3, 4):
+        complete(root, step)
+        prune(root, 1, "a", 1)
+    assert names(root) == [folder_of(root, step, 1).name for step in (1, 4)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "incarnation-\u0663",
+        "incarnation-\u00b2",
+        "incarnation--5",
+        "incarnation-+5",
+        "incarnation-5 ",
+        "incarnation-5\n",
+        "incarnation-1_0",
+        "INCARNATION-5",
+        "step-000000001-incarnation-\u0663",
+        "step-000000001-incarnation-5\n",
+        "step--00000001-incarnation-5",
+    ],
+)
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_names_that_only_look_like_ours_are_left_alone(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    if kind == "file":
+        (root / name).touch()
+    elif kind == "folder":
+        (root / name).mkdir()
+    else:
+        (root / name).symlink_to(outside)
+    assert [claim(root), claim(root)] == [1, 2]
+    complete(root, 1, 2)
+    complete(root, 2, 2)
+    prune(root, 1, "a", 2)
+    found = newest(root)
+    assert found is not None and found.step == 2
+    assert names(root) == sorted([name, "incarnation-2", folder_of(root, 2, 2).name])
+
+
 def test_the_last_number_of_all_is_named(tmp_path: Path) -> None:
     (tmp_path / "incarnation-999999999").touch()
     with pytest.raises(OSError, match=r"incarnation 999999999, which no start can be: remove it"):

@@ -231,7 +231,9 @@ def prune(root: Path, keep: int, run: str, incarnation: int, key: bytes | None =
         last = max((_order(path) for path in complete), default=(0, 0))
         # What comes after the last complete one is being written.
         for path in [one for one in incomplete if _order(one) < last] + complete[:-keep]:
-            _remove(path)
+            # What somebody has put in the place of one holds up no other.
+            with contextlib.suppress(OSError):
+                _remove(path)
 
 
 def withdraw(folder: Path) -> None:
