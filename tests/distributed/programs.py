@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import hashlib
 import time
 import warnings
@@ -330,3 +331,23 @@ def missing_rank(store: Any, rank: int, world_size: int, job: str) -> str:
         finally:
             store.set(f"{job}/told", "yes")
     return "nothing"
+
+
+def lost_references(store: Any, rank: int, world_size: int, job: str) -> list[float]:
+    """Call in groups whose Python objects nobody holds, after a collection."""
+    found = []
+    with world("gradlane", store, rank, world_size, job):
+        group: Any = dist.new_group(list(range(world_size)))
+        gc.collect()
+        for one in (group, None):
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor, group=one)
+            output = torch.empty(world_size)
+            dist.all_gather_into_tensor(output, tensor, group=one)
+            found.append(output.sum().item())
+        lists = [[torch.empty(2), torch.empty(3)] for _ in range(world_size)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dist.all_gather_coalesced(lists, [torch.full((2,), 1.0), torch.full((3,), 2.0)])
+        found.append(sum(tensor.sum().item() for row in lists for tensor in row))
+    return found

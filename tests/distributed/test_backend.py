@@ -56,6 +56,10 @@ def test_means_bools_strides_objects_futures_and_coalescing(pool: RankPool) -> N
         ]
 
 
+def test_groups_outlive_their_python_objects_and_gather_lists(pool: RankPool) -> None:
+    assert pool.run(f"{PROGRAMS}:lost_references", ranks=2) == [[4.0, 4.0, 16.0]] * 2
+
+
 def test_groups_of_some_ranks_do_not_meet_each_other(pool: RankPool) -> None:
     results = pool.run(f"{PROGRAMS}:subgroups", ranks=4)
     assert results == [[4.0, 2.0], [4.0, 4.0], [4.0, 2.0], [4.0, 4.0]]

@@ -1,9 +1,8 @@
 """torch's own tests of its backends, `DistributedTest` of the installed torch, over gradlane.
 
-`python -m tests.distributed.torch_suite --ranks 2` runs every test twice: over Gloo, and with
-gradlane in Gloo's place, under Gloo's name, so that the tests ask of it what they ask of Gloo, but
-for events of torch's profiler, which a backend in Python has none of. Counts are printed, and each
-test that Gloo passes and gradlane does not. The tests are torch's, and need `expecttest`; nothing
+`python -m tests.distributed.torch_suite --ranks 2` runs every test twice: over Gloo, and over
+gradlane. Which tests there are is decided as for Gloo. Counts are printed, and each test that Gloo
+passes and gradlane does not. The tests are torch's, and need `expecttest`; nothing
 of them is here. `--only REGEX` picks some; `--json PATH` writes the outcomes.
 """
 
@@ -25,16 +24,14 @@ from typing import Any
 def run(names: list[str], backend: str) -> dict[str, str]:
     """Run tests and return `passed`, `skipped` or the end of the error of each."""
     os.environ["BACKEND"] = "gloo"
-    from torch import distributed
     from torch.testing._internal.distributed import distributed_test
 
-    plugins: Any = distributed.Backend._plugins
     if backend != "gloo":
         import gradlane.distributed
 
         gradlane.distributed.register()
-        plugins["GLOO"] = plugins["GRADLANE"]
-        del distributed_test.PROFILING_SUPPORTED_BACKENDS[:]
+        # The tests are chosen by now, and only ask for this name from here on.
+        os.environ["BACKEND"] = distributed_test.BACKEND = backend
     cases: Any = distributed_test
 
     class Cases(cases.TestDistBackend, cases.DistributedTest._DistTestBase):  # type: ignore[misc]

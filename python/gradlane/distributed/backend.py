@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import weakref
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,11 @@ _REDUCTIONS = {
 }
 _TAG_MASK = 0xFFFFFFFF
 
-_open: weakref.WeakSet[GradlaneBackend] = weakref.WeakSet()
+_open: set[GradlaneBackend] = set()
+"""Groups that were not left. Torch keeps a backend and loses its Python object, and with it all
+that the class overrides, so this keeps it."""
+_left: deque[CoreGroup] = deque(maxlen=64)
+"""Groups whose last bytes may be on their way at the end of the process."""
 
 
 class GradlaneBackend(c10d.Backend):
@@ -109,15 +113,12 @@ class GradlaneBackend(c10d.Backend):
 
     def shutdown(self) -> None:
         """Leave the group; calls that run fail here, and the other ranks are told."""
-        if os.getpid() == self._process_id:
+        if os.getpid() == self._process_id and self in _open:
+            _open.discard(self)
             self._group.close()
+            _left.append(self._group)
 
     abort = shutdown
-
-    def join(self) -> None:
-        """Wait until what was sent is read, two seconds at most."""
-        if os.getpid() == self._process_id:
-            self._group.join()
 
     # Collectives
 
@@ -163,11 +164,14 @@ class GradlaneBackend(c10d.Backend):
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
     ) -> GradlaneWork:
-        """Give all ranks several tensors of all ranks; `outputs[i]` are those of `inputs[i]`."""
-        for gathered in outputs:
-            self._check_count("all_gather", gathered)
-        pairs = zip(outputs, inputs, strict=True)
-        return self._join([self._run("all_gather", [it], out, opts) for out, it in pairs])
+        """Give all ranks several tensors of all ranks; `outputs[r][i]` is `inputs[i]` of rank r."""
+        self._check_count("all_gather", outputs)
+        if any(len(gathered) != len(inputs) for gathered in outputs):
+            raise ValueError(
+                f"all_gather of {len(inputs)} tensors: give as many outputs for each rank"
+            )
+        calls = zip(inputs, zip(*outputs, strict=True), strict=True)
+        return self._join([self._run("all_gather", [it], out, opts) for it, out in calls])
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
@@ -404,7 +408,7 @@ class GradlaneBackend(c10d.Backend):
             raise ValueError(f"{operation} takes one list of tensors, and has {len(tensors)}")
         return tensors[0]
 
-    def _check_count(self, operation: str, tensors: Sequence[torch.Tensor]) -> None:
+    def _check_count(self, operation: str, tensors: Sequence[Any]) -> None:
         if len(tensors) != self._ranks:
             raise ValueError(
                 f"{operation} takes a tensor for each of {self._ranks} ranks, and has "
@@ -507,8 +511,8 @@ def _copy_back(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
 
 @atexit.register
 def _leave_groups() -> None:
-    groups = list(_open)
-    for group in groups:
+    """Leave all groups, and wait until what was sent is read, two seconds at most."""
+    for group in list(_open):
         group.shutdown()
-    for group in groups:
-        group.join()
+    for left in _left:
+        left.join()

@@ -315,7 +315,7 @@ impl Points {
             let seconds = begun.seconds(now);
             Err(Failure {
                 kind: GroupErrorKind::TimedOut,
-                what: format!("{what} timed out after {seconds:.1} s: {reason}"),
+                what: format!("{what} reached its timeout after {seconds:.1} s: {reason}"),
                 ranks: rank.into_iter().collect(),
             })
         };

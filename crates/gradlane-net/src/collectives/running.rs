@@ -431,7 +431,10 @@ impl Collectives {
         };
         Err(Failure {
             kind: GroupErrorKind::TimedOut,
-            what: format!("{} timed out after {seconds:.1} s: {reason}", self.described(*number)),
+            what: format!(
+                "{} reached its timeout after {seconds:.1} s: {reason}",
+                self.described(*number)
+            ),
             ranks: missing,
         })
     }
