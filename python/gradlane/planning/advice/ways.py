@@ -1,7 +1,7 @@
 """The first way that is enough: exactly, else in fewer bits, else with fewer exchanges.
 
 Ways that change what is learned are looked at only where the user allows them, the smallest change
-first; how much each changes on small networks is in `docs/accuracy.md`.
+first; how much each changes on small networks is in `docs/between-nodes.md`.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _text(
     if is_enough:
         return (
             f"{where}: {reached}; the smallest change that is enough is {name}. It changes what is "
-            "learned."
+            "learned: docs/between-nodes.md says how much on a small language model."
         )
     missing = [kind for kind in KINDS if kind not in allowed]
     more = f"; fewer {' and '.join(missing)} were not allowed" if missing else ""
