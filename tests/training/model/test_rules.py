@@ -252,6 +252,27 @@ def test_a_model_that_is_called_with_the_parameters_of_another_one(of: str) -> N
         assert torch.equal(one, expected)
 
 
+def test_a_session_that_has_failed_hides_no_mistake_of_a_later_one() -> None:
+    kept: list[Any] = []
+
+    def fail(session: Any) -> None:
+        kept.append(session)
+        _, optimizer = prepared(session)
+        kept.append(optimizer)
+        raise ArithmeticError("nan")
+
+    run_ranks(1, fail, expect_errors=True)
+
+    def body(session: Any) -> None:
+        model, optimizer = prepared(session)
+        replace_all(model)
+        backward(model)
+        with pytest.raises(gradlane.UsageError, match="replaced '0.weight', '0.bias'"):
+            steps_rebuilt(session, model, optimizer)
+
+    run_alone(body)
+
+
 def test_all_parameters_frozen_later() -> None:
     def body(session: Any) -> None:
         model, optimizer = prepared(session)

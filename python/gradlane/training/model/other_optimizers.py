@@ -93,11 +93,11 @@ class OtherOptimizers:
             self._refuse(other, self._shared(other) or "", "")
 
     def _is_own(self, other: Optimizer) -> bool:
-        return (
-            any(other is one for one in self._prepared)
-            or self._exempt.depth > 0
-            or self._failure.error is not None
-        )
+        return self._steps(other) or self._failure.error is not None
+
+    def _steps(self, other: Optimizer) -> bool:
+        """Return whether an optimizer is a prepared one, or part of an update in this thread."""
+        return any(other is one for one in self._prepared) or self._exempt.depth > 0
 
     def _check_stranger(self, other: Optimizer) -> None:
         """Check, once, that an optimizer trains nothing that the model got since `prepare`.
@@ -105,7 +105,7 @@ class OtherOptimizers:
         Not those of other models, whose updates may come while a model is called with their
         parameters, as by `functional_call`.
         """
-        if any(watch._is_own(other) for watch in _watches()):
+        if any(watch._steps(other) for watch in _watches()):
             return
         held = {
             id(parameter)
