@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,6 +50,84 @@ def test_steps_after_the_session_are_warned_of_once() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             train(pair)
+
+
+def by_scaler(pair: Pair) -> None:
+    model, optimizer = pair
+    scaler = torch.amp.GradScaler("cpu")
+    loss: Any = model(torch.ones(2, 3)).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def by_closure(pair: Pair) -> None:
+    model, optimizer = pair
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss: Any = model(torch.ones(2, 3)).sum()
+        loss.backward()
+        return float(loss.detach())
+
+    optimizer.step(closure)
+
+
+def with_a_scheduler(pair: Pair) -> None:
+    torch.optim.lr_scheduler.StepLR(pair[1], 1)
+    train(pair)
+
+
+def with_loaded_state(pair: Pair) -> None:
+    pair[1].load_state_dict(pair[1].state_dict())
+    train(pair)
+
+
+@pytest.mark.parametrize("go_on", [by_scaler, by_closure, with_a_scheduler, with_loaded_state])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"update": "server"}, {"update": gradlane.Local(steps=2)}, {"going_on": True}],
+    ids=str,
+)
+def test_loops_of_all_kinds_after_the_session(
+    go_on: Callable[[Pair], None], options: dict[str, Any]
+) -> None:
+    pairs = run_ranks(2, lambda session: trained(session, 0), **options)
+    with pytest.raises(gradlane.UsageError, match="has trained no step"):
+        go_on(pairs[0])
+    pairs = run_ranks(2, lambda session: trained(session, 2), **options)
+    with pytest.warns(UserWarning, match="from step 2 on this rank trains alone"):
+        go_on(pairs[1])
+
+
+@pytest.mark.parametrize("where", ["alone", "first", "last"])
+def test_another_optimizer_after_the_session_is_warned_of_once(where: str) -> None:
+    """As for a second phase of a training that is no more in a session."""
+    for model, _ in run_ranks(2, lambda session: trained(session, 3)):
+        head = nn.Linear(2, 2)
+        parameters = [*model.parameters()]
+        if where == "first":
+            parameters = [*parameters, *head.parameters()]
+        elif where == "last":
+            parameters = [*head.parameters(), *parameters]
+        second = torch.optim.AdamW(parameters)
+        with pytest.warns(UserWarning, match="another AdamW .* closed after step 3: this rank"):
+            train((model, second))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train((model, second))
+            train((model, torch.optim.SGD(parameters, lr=0.1)))
+
+
+def test_another_optimizer_in_another_session_is_no_mistake() -> None:
+    pairs = run_ranks(2, lambda session: trained(session, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        others = [torch.optim.AdamW(model.parameters()) for model, _ in pairs]
+        run_ranks(
+            2, lambda session: trained(session, 1, (pairs[session.rank][0], others[session.rank]))
+        )
+        train((nn.Linear(3, 2), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)))
 
 
 def test_several_optimizers_after_the_session() -> None:

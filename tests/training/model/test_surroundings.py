@@ -369,6 +369,7 @@ def hooks_of_the_process() -> list[int]:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:another SGD than the prepared optimizer steps a model")
 def test_hooks_of_the_process_are_as_many_after_many_sessions_and_do_nothing() -> None:
     """They stay: torch goes through them in any thread, so that taking one out would break that."""
     models: list[Any] = []
