@@ -111,7 +111,7 @@ def test_another_optimizer_after_the_session_is_warned_of_once(where: str) -> No
         elif where == "last":
             parameters = [*head.parameters(), *parameters]
         second = torch.optim.AdamW(parameters)
-        with pytest.warns(UserWarning, match="another AdamW .* closed after step 3: this rank"):
+        with pytest.warns(UserWarning, match=r"another AdamW .* closed after step 3: this rank"):
             train((model, second))
         with warnings.catch_warnings():
             warnings.simplefilter("error")

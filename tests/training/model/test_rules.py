@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.nn.utils import parametrizations, prune
 
 import gradlane
 from gradlane.training.options.options import Options, keywords_of
@@ -267,8 +268,59 @@ def test_a_session_that_has_failed_hides_no_mistake_of_a_later_one() -> None:
         model, optimizer = prepared(session)
         replace_all(model)
         backward(model)
-        with pytest.raises(gradlane.UsageError, match="replaced '0.weight', '0.bias'"):
+        with pytest.raises(gradlane.UsageError, match=r"replaced '0\.weight', '0\.bias'"):
             steps_rebuilt(session, model, optimizer)
+
+    run_alone(body)
+
+
+def pruned_for_good(layer: nn.Module) -> None:
+    prune.l1_unstructured(layer, "weight", 0.5)  # type: ignore[no-untyped-call]
+    prune.remove(layer, "weight")  # type: ignore[no-untyped-call]
+
+
+def as_buffer(layer: nn.Module) -> None:
+    weight = layer.weight.detach().clone()  # type: ignore[operator]
+    del layer.weight
+    layer.register_buffer("weight", weight)
+
+
+def with_factors(layer: nn.Module) -> None:
+    """Train two factors in place of the weight, as adapters do."""
+    layer.weight.requires_grad_(False)
+    layer.down, layer.up = nn.Linear(3, 1), nn.Linear(1, 2)
+
+
+REPARAMETRIZED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "weight norm": (parametrizations.weight_norm, "removed '1.weight'"),
+    "orthogonal": (parametrizations.orthogonal, "removed '1.weight'"),
+    "pruned": (
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),  # type: ignore[no-untyped-call]
+        "added '1.weight_orig'",
+    ),
+    "pruned for good": (pruned_for_good, "its modules were changed"),
+    "a buffer": (as_buffer, "its modules were changed"),
+    "factors": (with_factors, "added '1.down.weight'"),
+}
+
+
+@pytest.mark.parametrize("call", [steps, clips])
+@pytest.mark.parametrize("how", REPARAMETRIZED)
+def test_weights_that_become_something_else_while_training(
+    how: str, call: Callable[..., None]
+) -> None:
+    change, words = REPARAMETRIZED[how]
+
+    def body(session: Any) -> None:
+        model, optimizer = prepared(session)
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        change(model[1])
+        backward(model)
+        with pytest.raises(gradlane.UsageError, match=rf"changed after prepare\(\): .*{words}"):
+            call(session, model, optimizer)
+            steps(session, model, optimizer)
 
     run_alone(body)
 

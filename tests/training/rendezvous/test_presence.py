@@ -143,6 +143,48 @@ def test_a_busy_rank_is_waited_for(call: Callable[..., None], late: int) -> None
     run_ranks(2, body, connect_timeout_s=CONNECT_S)
 
 
+def gathers(session: Any, busy: Callable[[], None]) -> None:
+    session.prepare(*linear())
+    busy()
+    assert session.gather_integers([session.rank]) == [[0], [1]]
+
+
+def server_state(session: Any, busy: Callable[[], None]) -> None:
+    model, optimizer = linear()
+    session.prepare(model, optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    busy()
+    assert optimizer.state_dict()
+
+
+def pushes(session: Any, busy: Callable[[], None]) -> None:
+    session.register("values", (4,), np.float32)
+    busy()
+    session.push("values", np.full(4, session.rank, np.float32))
+    assert session.wait("values").sum() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        (gathers, {"going_on": True}),
+        (server_state, {"update": "server"}),
+        (pushes, {}),
+        (first, {"update": gradlane.Local(steps=2)}),
+        (first, {"update": "server", "strategy": "asgd"}),
+        (first, {"going_on": True}),
+    ],
+)
+def test_a_busy_rank_is_waited_for_by_calls_that_options_make_collective(
+    call: Callable[..., None], options: dict[str, Any]
+) -> None:
+    def body(session: Any) -> None:
+        call(session, lambda: time.sleep(BUSY_S if session.rank == 0 else 0.0))
+
+    run_ranks(2, body, connect_timeout_s=CONNECT_S, **options)
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_is_busy_for_too_long_is_named_as_such(late: int) -> None:
     def body(session: Any) -> None:
