@@ -98,10 +98,64 @@ def arrays(session: Any) -> None:
         session.wait("values")
 
 
+def steps(model: Any, optimizer: Any, count: int = STEPS) -> None:
+    for _ in range(count):
+        model(torch.arange(3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sgd_of_rows(session: Any, *, sparse: bool = False) -> tuple[Any, Any]:
+    model = nn.Embedding(5, 3, sparse=sparse)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.prepare(model, optimizer)
+    return model, optimizer
+
+
+def joined(session: Any) -> None:
+    pair = sgd_of_rows(session)
+    with session.join():
+        steps(*pair, STEPS + session.rank)
+
+
+def weighted(session: Any) -> None:
+    model, optimizer = sgd_of_rows(session)
+    for _ in range(STEPS):
+        session.weight(session.rank + 1)
+        with session.no_sync():
+            model(torch.arange(3)).sum().backward()
+        steps(model, optimizer, 1)
+
+
+def rows(session: Any) -> None:
+    steps(*sgd_of_rows(session, sparse=True))
+
+
+def prepared_again(session: Any) -> None:
+    pair = sgd_of_rows(session)
+    steps(*pair)
+    session.prepare(*pair)
+    steps(*pair)
+
+
+def fragments(session: Any) -> None:
+    steps(*sgd_of_rows(session), 2 * STEPS)
+    session.synchronize()
+    session.state_dict()
+
+
 @pytest.mark.parametrize(
     ("body", "options"),
     [
         (plain, {}),
+        (plain, {"check_every": 1}),
+        (plain, {"strategy": "deferred-pull"}),
+        (fragments, {"update": gradlane.Local(steps=2)}),
+        (fragments, {"update": "server", "strategy": "asgd"}),
+        (joined, {}),
+        (weighted, {}),
+        (rows, {}),
+        (prepared_again, {}),
         (clipped, {}),
         (shut, {"update": "server"}),
         (arrays, {}),
