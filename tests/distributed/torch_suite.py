@@ -9,6 +9,7 @@ of them is here. `--only REGEX` picks some; `--json PATH` writes the outcomes.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -69,6 +70,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--backend", choices=("gloo", "gradlane"))
     given = parser.parse_args()
+    if importlib.util.find_spec("expecttest") is None:
+        parser.error("torch's tests need expecttest: pip install expecttest")
     os.environ.update(
         WORLD_SIZE=str(given.ranks),
         CUDA_VISIBLE_DEVICES="",

@@ -43,6 +43,7 @@ _REDUCTIONS = {
     _OPERATOR.BOR: "or",
     _OPERATOR.BXOR: "xor",
 }
+_NO_TIME = "Rank 0 timed out in monitoredBarrier after"
 _TAG_MASK = 0xFFFFFFFF
 
 _open: set[GradlaneBackend] = set()
@@ -268,10 +269,10 @@ class GradlaneBackend(c10d.Backend):
                 raise
             # Gloo's words, which programs look for.
             names = ", ".join(map(str, missing))
-            raise DistBackendError(
-                f"[Rank 0]: {'Rank' if len(missing) == 1 else 'Ranks'} {names} failed to pass "
-                f"monitoredBarrier in {opts.timeout // timedelta(milliseconds=1)} ms: {error}"
-            ) from None
+            failed = f"{'Rank' if len(missing) == 1 else 'Ranks'} {names} failed to pass"
+            what = f"{failed} monitoredBarrier in" if opts.timeout else _NO_TIME
+            time_ms = opts.timeout // timedelta(milliseconds=1)
+            raise DistBackendError(f"[Rank 0]: {what} {time_ms} ms: {error}") from None
 
     # Messages
 
@@ -364,7 +365,7 @@ class GradlaneBackend(c10d.Backend):
                 root,
                 places,
                 results,
-                timeout_s if timeout_s > 0 else self._timeout_s,
+                timeout_s if timeout_s >= 0 else self._timeout_s,
                 is_waited_for,
             )
         except Exception as error:
@@ -479,7 +480,7 @@ def check_tensor(operation: str, tensor: torch.Tensor) -> None:
 
 
 def _place(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _place_for(tensor: torch.Tensor) -> torch.Tensor:

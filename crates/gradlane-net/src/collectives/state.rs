@@ -211,7 +211,7 @@ impl GroupState {
         let (kind, what) = match fault {
             Fault::Lost(reason) => (
                 GroupErrorKind::Lost,
-                format!("rank {peer} is lost{during}: it {reason}; look at its output"),
+                format!("rank {peer} is lost{during}: {reason}; look at its output"),
             ),
             Fault::ProtocolViolation(what) => {
                 (GroupErrorKind::Protocol, format!("rank {peer} {what}{during}"))

@@ -44,9 +44,13 @@ class PowerSgdExchange:
         for number, parameter in enumerate(model.parameters()):
             rows, columns = self._matrix(parameter).shape
             if (rows + columns) * rank * LEAST_COMPRESSION < rows * columns:
-                self.factors[number] = torch.randn(columns, rank, generator=generator)
+                self.factors[number] = torch.randn(
+                    columns, rank, generator=generator, dtype=torch.float32, device="cpu"
+                )
                 for worker in range(workers):
-                    self.errors[number, worker] = torch.zeros(rows, columns)
+                    self.errors[number, worker] = torch.zeros(
+                        rows, columns, dtype=torch.float32, device="cpu"
+                    )
 
     def average(self, gradients: Sequence[Sequence[Tensor]], step: int) -> list[Tensor]:
         """Return the mean that all workers have, for each tensor.
