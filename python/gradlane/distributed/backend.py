@@ -11,10 +11,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import _distributed_c10d as c10d
 from torch.distributed import DistBackendError
 
 from gradlane.distributed.work import Futures, GradlaneWork
+from gradlane.training.torch_internals import c10d
 
 if TYPE_CHECKING:
     from gradlane.distributed.core import CoreGroup
@@ -53,7 +53,7 @@ _left: deque[CoreGroup] = deque(maxlen=64)
 """Groups whose last bytes may be on their way at the end of the process."""
 
 
-class GradlaneBackend(c10d.Backend):
+class GradlaneBackend(c10d.Backend):  # type: ignore[misc]
     """One rank's end of a group of `torch.distributed`, for CPU tensors.
 
     Each call is one call of the compiled group, which runs it without the interpreter. Ranks are

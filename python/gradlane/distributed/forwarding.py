@@ -13,8 +13,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
+
+from gradlane.training.torch_internals import c10d
 
 _FORWARDED = ("is_completed", "is_success", "exception", "source_rank", "_source_rank", "result")
 

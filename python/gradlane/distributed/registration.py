@@ -31,7 +31,7 @@ def register() -> None:
         raise RuntimeError(
             "the backend gradlane needs a torch that was built with torch.distributed"
         )
-    from torch._C import _distributed_c10d as c10d
+    from gradlane.training.torch_internals import c10d
 
     if not all(hasattr(c10d.Backend, name) for name in NEEDED_METHODS):
         raise RuntimeError(
@@ -42,7 +42,7 @@ def register() -> None:
     from gradlane.distributed.forwarding import forward_methods
 
     forward_methods()
-    if NAME.upper() not in torch.distributed.Backend._plugins:
+    if NAME not in torch.distributed.Backend.backend_list:
         torch.distributed.Backend.register_backend(
             NAME, _create, extended_api=True, devices=["cpu", "cuda"]
         )

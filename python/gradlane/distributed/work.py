@@ -8,10 +8,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import _distributed_c10d as c10d
 from torch.distributed import DistBackendError
 
 from gradlane.distributed.forwarding import answer
+from gradlane.training.torch_internals import c10d
 
 if TYPE_CHECKING:
     from gradlane.distributed.core import CoreGroup, CoreWork
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _NO_TIMEOUT = timedelta(0)
 
 
-class GradlaneWork(c10d.Work):
+class GradlaneWork(c10d.Work):  # type: ignore[misc]
     """One call, or several that end together.
 
     Keeps the tensors of the call until it has ended.

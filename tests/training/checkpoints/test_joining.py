@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import gradlane
+from gradlane import Checkpoints
 from gradlane.training.checkpoints.folder import (
     Manifest,
     complete_folders,
@@ -120,7 +121,11 @@ def test_a_rank_that_takes_none_ends_alone_by_name(
 ) -> None:
     """The others train on, and write the next ones by themselves."""
     folder = tmp_path / "checkpoints"
-    refused = {"checkpoint_folder": None}
+    refused = {
+        "checkpoint_folder": None,
+        "checkpoint_every": Checkpoints.every,
+        "checkpoint_keep": Checkpoints.keep,
+    }
     run = Run(
         programs, tmp_path, kill_all_when=lambda: True, refused=refused, **options_of(folder, 2)
     )
