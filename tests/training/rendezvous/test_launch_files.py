@@ -102,32 +102,22 @@ def check(said: str, store: str) -> None:
 
 
 @needs_core
-@pytest.mark.parametrize("has_store", [False, True])
-def test_a_batch_file_of_slurm_starts_all_ranks(
-    has_store: bool, commands: Path, tmp_path: Path
-) -> None:
-    record = tmp_path / "srun"
-    more = {"RECORD": str(record), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-4]"}
-    port = reserve_port()
-    address = f"127.0.0.1:{port}"
+def test_a_batch_file_of_slurm_starts_all_ranks(commands: Path, tmp_path: Path) -> None:
+    record, port = tmp_path / "srun", reserve_port()
     script, own_port = (FOLDER / "slurm.sbatch").read_text(), "$((29600 + SLURM_JOB_ID % 1000))"
     assert own_port in script
     path = tmp_path / "slurm.sbatch"
     path.write_text(script.replace(own_port, str(port)))
-    if has_store:
-        more["GRADLANE_STORE"] = address
-    around = environment(commands, **more)
-    store = [str(commands / "gradlane"), "store", "--host", "127.0.0.1", "--port", str(port)]
-    with hosted(store, around) if has_store else contextlib.nullcontext():
-        ran = subprocess.run(
-            ["bash", str(path), str(tmp_path / "train.py")],
-            env=around,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+    job = {"RECORD": str(record), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-4]"}
+    ran = subprocess.run(
+        ["bash", str(path), str(tmp_path / "train.py")],
+        env=environment(commands, **job),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert ran.returncode == 0, ran.stderr
-    check(ran.stdout, address)
+    check(ran.stdout, f"127.0.0.1:{port}")
     given = record.read_text().split()
     assert given[:3] == ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
     for line in ("--no-kill", "--nodes=4", "--ntasks-per-node=8"):
