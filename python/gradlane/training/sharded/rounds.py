@@ -340,15 +340,15 @@ class GradientRounds:
         if self._exchange > 1 or every == 0:
             return 0
         if every is None:
-            whole = False
+            part: int | None = self.backward // _SAMPLED_EVERY
             due = self.backward in _SAMPLED_FIRST or self.backward % _SAMPLED_EVERY == 0
         else:
-            whole = True
+            part = None
             due = self.backward % every == 0
         if not due:
             return 0
         shards = (local_of(one.parameter) for unit in self._units for one in unit.parameters)
-        return checksum(shards, whole=whole)
+        return checksum(shards, part)
 
     def _absent(self) -> list[int]:
         """Return the units without gradients in the current exchange."""

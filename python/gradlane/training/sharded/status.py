@@ -95,17 +95,20 @@ class StatusNumbers:
         )
 
 
-def checksum(shards: Iterable[Tensor], *, whole: bool) -> int:
+def checksum(shards: Iterable[Tensor], part: int | None = None) -> int:
     """Return a checksum of shards, below 2^32.
 
     Args:
         shards: dense, on the host.
-        whole: whether all bytes count; else the first of each shard.
+        part: which part of each shard counts; higher numbers go on, and begin again. None: all of
+            it.
     """
     found = 0
     for shard in shards:
         flat = shard.reshape(-1)
-        if not whole:
-            flat = flat[: max(1, _SAMPLE_BYTES // flat.element_size())]
+        if part is not None:
+            count = max(1, _SAMPLE_BYTES // flat.element_size())
+            start = part % max(1, -(-flat.numel() // count)) * count
+            flat = flat[start : start + count]
         found = zlib.crc32(bytes(flat.contiguous().view(torch.uint8).numpy()), found)
     return found
