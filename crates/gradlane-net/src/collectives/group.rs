@@ -180,9 +180,9 @@ impl Group {
     ) -> Result<Arc<Work>, GroupError> {
         let work = Arc::new(Work::default());
         let mut links = self.links()?;
-        links.state.begin(call, Begun::new(&work, timeout))?;
-        self.shared.flush(links, is_waited_for);
-        Ok(work)
+        let begun = links.state.begin(call, Begun::new(&work, timeout));
+        self.shared.flush(links, is_waited_for && begun.is_ok());
+        begun.map(|()| work)
     }
 
     /// Begins a send or a receive; `peer` is `None` for a receive from any rank.
@@ -200,9 +200,9 @@ impl Group {
         let work = Arc::new(Work::default());
         let mut links = self.links()?;
         let begun = Begun::new(&work, timeout);
-        links.state.begin_message(operation, peer, tag, memory, begun)?;
+        let begun = links.state.begin_message(operation, peer, tag, memory, begun);
         self.shared.flush(links, false);
-        Ok(work)
+        begun.map(|()| work)
     }
 
     /// Waits until a work is done and returns its result. `interrupt` is called every 50 ms and returns whether to

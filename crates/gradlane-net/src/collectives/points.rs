@@ -163,12 +163,22 @@ impl Points {
         Ok(())
     }
 
-    /// Finds the receive that a message meets first.
-    fn meet(&mut self, from: u32, tag: u32) -> Option<Wanted> {
+    /// Takes out the receive that a message of `total` bytes meets first; one of another size stays, and fails with
+    /// the group.
+    fn meet(
+        &mut self,
+        peers: &Peers,
+        from: u32,
+        tag: u32,
+        total: usize,
+    ) -> Result<Option<Wanted>, Failure> {
         let fits =
             |it: &Wanted| it.message.tag == tag && it.from.is_none_or(|wanted| wanted == from);
-        let index = self.wanted.iter().position(fits)?;
-        Some(self.wanted.remove(index))
+        let Some(index) = self.wanted.iter().position(fits) else {
+            return Ok(None);
+        };
+        check_size(peers, from, tag, total, self.wanted[index].message.span.length())?;
+        Ok(Some(self.wanted.remove(index)))
     }
 
     /// Takes an offer.
@@ -180,11 +190,10 @@ impl Points {
         tag: u32,
         total: usize,
     ) -> Outcome {
-        let Some(wanted) = self.meet(from, tag) else {
+        let Some(wanted) = self.meet(peers, from, tag, total)? else {
             self.arrivals.push(Arrival { from, number, tag, total, bytes: None });
             return Ok(());
         };
-        check_size(peers, from, tag, total, wanted.message.span.length())?;
         self.landings.insert((from, number), wanted.landing(true));
         grant(peers, from, number, tag, total);
         Ok(())
@@ -226,10 +235,9 @@ impl Points {
     ) -> Result<Option<Span>, Failure> {
         let is_short = start == 0 && length == total && length <= EAGER_BYTES;
         if is_short && !self.landings.contains_key(&(from, number)) {
-            let Some(wanted) = self.meet(from, tag) else {
+            let Some(wanted) = self.meet(peers, from, tag, total)? else {
                 return Ok(None);
             };
-            check_size(peers, from, tag, total, wanted.message.span.length())?;
             self.landings.insert((from, number), wanted.landing(false));
         }
         match self.landings.get(&(from, number)) {
@@ -253,15 +261,25 @@ impl Points {
         length: usize,
         early: Option<&[u8]>,
         ended: &mut Vec<(Arc<Work>, u32)>,
-    ) {
+    ) -> Outcome {
         let Some(landing) = self.landings.get_mut(&(from, number)) else {
-            let bytes = Some(early.unwrap_or_default().to_vec());
+            let bytes = early.unwrap_or_default();
+            // A receive may have begun while they came.
+            if let Some(wanted) = self.meet(peers, from, tag, length)? {
+                if !bytes.is_empty() {
+                    memory::write(wanted.message.span).copy_from_slice(bytes);
+                }
+                peers.note_taken(from, length);
+                ended.push((wanted.begun.work, from));
+                return Ok(());
+            }
+            let bytes = Some(bytes.to_vec());
             self.arrivals.push(Arrival { from, number, tag, total: length, bytes });
-            return;
+            return Ok(());
         };
         landing.filled += length;
         if landing.filled < landing.message.span.length() {
-            return;
+            return Ok(());
         }
         if let Some(landing) = self.landings.remove(&(from, number)) {
             if !landing.is_granted {
@@ -269,6 +287,7 @@ impl Points {
             }
             ended.push((landing.begun.work, from));
         }
+        Ok(())
     }
 
     /// Returns the failure of the messages that cannot come or go without a rank that has left.

@@ -88,7 +88,7 @@ impl GroupState {
         let mut ended = Vec::new();
         let outcome = self.collectives.begin(&mut self.peers, call, begun, &mut ended);
         self.settle(outcome, ended);
-        Ok(())
+        self.check()
     }
 
     /// Begins a send or a receive; `peer` is `None` for a receive from any rank.
@@ -127,7 +127,8 @@ impl GroupState {
         };
         self.settle_received(received);
         self.settle(outcome, ended);
-        Ok(())
+        // A call that has failed at once is nowhere noted, and nobody would end its work.
+        self.check()
     }
 
     /// A call after an idle time is followed by heartbeats soon.
@@ -331,8 +332,10 @@ impl GroupState {
         let is_message = frame::description_of(header).is_none_or(|it| !is_collective(&it));
         if is_message {
             let mut received = Vec::new();
-            self.points.take(&mut self.peers, from, key, length, early, &mut received);
+            let peers = &mut self.peers;
+            let outcome = self.points.take(peers, from, key, length, early, &mut received);
             self.settle_received(received);
+            self.settle(outcome, Vec::new());
             return;
         }
         let mut ended = Vec::new();

@@ -233,6 +233,30 @@ fn messages_that_nobody_receives_wait_with_their_sender() {
 }
 
 #[test]
+fn messages_of_another_size_end_both_ranks() {
+    for (first_ms, second_ms) in [(0, 100), (100, 0)] {
+        let begun = Instant::now();
+        run(2, b"", move |rank, group| {
+            thread::sleep(Duration::from_millis([first_ms, second_ms][rank as usize]));
+            let mut tensor = values(rank, if rank == 0 { 4 } else { 5 });
+            let operation = if rank == 0 { Operation::Send } else { Operation::Receive };
+            let memory = memory(&mut tensor);
+            let work = group.begin_message(operation, Some(1 - rank), 0, memory, Some(LONG));
+            let ended = work.and_then(|it| group.wait(&it, None, &mut || false));
+            if rank == 1 {
+                let error = ended.expect_err("another size").to_string();
+                assert!(error.contains("16 bytes") && error.contains("20"), "{error}");
+            }
+            let call = call(Operation::Barrier, vec![], vec![]);
+            let work = group.begin(&call, Some(LONG), false);
+            let after = work.and_then(|it| group.wait(&it, None, &mut || false));
+            assert!(after.is_err(), "the group has ended");
+        });
+        assert!(begun.elapsed() < LONG);
+    }
+}
+
+#[test]
 fn another_call_on_another_rank_is_named_on_both() {
     let calls: [(Operation, Operation); 3] = [
         (Operation::AllReduce, Operation::Broadcast),
