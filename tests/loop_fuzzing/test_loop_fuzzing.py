@@ -21,8 +21,8 @@ from tests.loop_fuzzing.siblings import siblings
 from tests.loop_fuzzing.verdict import compare, judge
 
 _REGRESSIONS = sorted((Path(__file__).parent / "regressions").glob("*.json"))
-_FIXED_SEEDS = range(24)
-_FRESH_LOOPS = 20
+_FIXED_SEEDS = range(16)
+_FRESH_LOOPS = 12
 _FRESH_SIBLINGS = 40
 _REAL_SEEDS = range(500, 510)
 _ODD_SEEDS = range(400_000, 400_000 + _FRESH_LOOPS)

@@ -330,7 +330,6 @@ def test_a_script_that_leaves_by_a_hard_exit_is_recorded(
     [
         "os.environ['LOCAL_RANK']",
         "os.environ['LOCAL_WORLD_SIZE'] and 0",
-        "os.environ.get('LOCAL_RANK')",
     ],
 )
 def test_a_script_for_a_launcher_runs_as_the_only_rank(reads: str, tmp_path: Path) -> None:
