@@ -35,6 +35,7 @@ from gradlane.training.modules.compiled import (
     register_pre_hook_first,
 )
 from gradlane.training.rendezvous.membership import Membership
+from gradlane.training.rendezvous.parameter_check import is_sampled
 from gradlane.training.rendezvous.tensor_table import without_repeats
 from gradlane.training.torch_internals import buffers_of, foreach_copy, version_of
 
@@ -58,9 +59,6 @@ CHANGED_APART = (
     'all ranks, or give prepare(..., buffers="local"), and restart from the last checkpoint'
 )
 """What follows where buffers were not changed alike."""
-CLOSE_LOOK_EVERY = 100
-_CLOSE_LOOKS = (1, 10)
-"""Steps after which all bytes are compared, beside every so many."""
 UNKNOWN = 0
 """Of `BufferPack.changes`: a forward that was not seen may have changed buffers."""
 UNCHANGED = 1
@@ -242,9 +240,7 @@ class BufferPack:
             silent: this rank has seen no data in this step.
         """
         self._leads = self._membership.leads
-        self._finds_uncounted = not self._may_lack and (
-            step in _CLOSE_LOOKS or step % CLOSE_LOOK_EVERY == 0
-        )
+        self._finds_uncounted = not self._may_lack and is_sampled(step)
         for slot in self._landing():
             slot.note_packed()
         if self._leads:

@@ -38,6 +38,11 @@ _CLOSING_VALUES = 1_000
 """Most checksums of a rank that its closing sample has; of more tensors, neighbours share one."""
 
 
+def is_sampled(number: int) -> bool:
+    """Return whether a sample is due after this one of steps, or of backward calls."""
+    return number in _FIRST_SAMPLES or number % SAMPLE_EVERY == 0
+
+
 class ParameterCheck:
     """Compares parameters across ranks."""
 
@@ -242,17 +247,17 @@ def _checksums(entries: Sequence[TensorEntry], window: int | None = None) -> lis
         for entry in entries:
             values = entry.tensor.detach().reshape(-1)
             found.append(
-                zlib.crc32(_bytes_of(values if window is None else _window(values, window)))
+                zlib.crc32(_bytes_of(values if window is None else part_of(values, window)))
             )
     return found
 
 
-def _window(values: Tensor, number: int) -> Tensor:
+def part_of(values: Tensor, number: int, part_bytes: int = _SAMPLE_BYTES) -> Tensor:
     """Return one part of a tensor's elements; higher numbers go on, and begin again.
 
     After as many numbers as there are parts, each element has been in one.
     """
-    count = max(1, _SAMPLE_BYTES // values.element_size())
+    count = max(1, part_bytes // values.element_size())
     parts = max(1, -(-values.numel() // count))
     start = number % parts * count
     return values[start : start + count]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gradlane.errors import RanksDifferError
 from gradlane.training.core import Channel
+from gradlane.training.rendezvous.parameter_check import SAMPLE_EVERY, is_sampled
 from gradlane.training.sharded.column import ColumnCalls
 from gradlane.training.sharded.fsdp import (
     ShardedUnit,
@@ -35,9 +36,6 @@ STATUS = 0
 """Tensor number of what ranks compare: the most urgent, so that it passes the gradients that wait.
 
 The units follow in their order."""
-_SAMPLED_FIRST = (1, 10)
-_SAMPLED_EVERY = 100
-"""Backward calls whose exchanges compare a sample of all parameters."""
 
 
 @dataclass
@@ -340,8 +338,8 @@ class GradientRounds:
         if self._exchange > 1 or every == 0:
             return 0
         if every is None:
-            part: int | None = self.backward // _SAMPLED_EVERY
-            due = self.backward in _SAMPLED_FIRST or self.backward % _SAMPLED_EVERY == 0
+            part: int | None = self.backward // SAMPLE_EVERY
+            due = is_sampled(self.backward)
         else:
             part = None
             due = self.backward % every == 0

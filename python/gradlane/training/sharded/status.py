@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from gradlane.training.rendezvous.parameter_check import part_of
+
 _PLACE = (
     "the number of optimizer steps",
     "the number of backward calls",
@@ -107,8 +109,6 @@ def checksum(shards: Iterable[Tensor], part: int | None = None) -> int:
     for shard in shards:
         flat = shard.reshape(-1)
         if part is not None:
-            count = max(1, _SAMPLE_BYTES // flat.element_size())
-            start = part % max(1, -(-flat.numel() // count)) * count
-            flat = flat[start : start + count]
+            flat = part_of(flat, part, _SAMPLE_BYTES)
         found = zlib.crc32(bytes(flat.contiguous().view(torch.uint8).numpy()), found)
     return found
