@@ -224,8 +224,8 @@ impl Collectives {
         Ok(())
     }
 
-    /// Notes that a message of a round is through.
-    fn through(
+    /// Notes that a message of a round is through: the kernel has it, or it has come.
+    pub(super) fn through(
         &mut self,
         peers: &mut Peers,
         number: u64,
@@ -241,17 +241,6 @@ impl Collectives {
             return Ok(());
         }
         self.advance(peers, number, Some(strand), ended)
-    }
-
-    /// Notes that the kernel has a message.
-    pub(super) fn sent(
-        &mut self,
-        peers: &mut Peers,
-        number: u64,
-        strand: u32,
-        ended: &mut Vec<Arc<Work>>,
-    ) -> Outcome {
-        self.through(peers, number, strand, ended)
     }
 
     /// Compares a description with this rank's own of the same number, now or when it begins.
@@ -343,6 +332,16 @@ impl Collectives {
             mail.early.insert(key, early.unwrap_or_default().to_vec());
             return Ok(());
         };
+        // The call may have begun while the bytes of an early message came.
+        if let Some(bytes) = early {
+            let own = landing.span.length();
+            if own != length {
+                return Err(self.size_mismatch(from, key.0, length, own));
+            }
+            if own > 0 {
+                memory::write(landing.span).copy_from_slice(bytes);
+            }
+        }
         landing.filled += length;
         if landing.filled < landing.span.length() {
             return Ok(());

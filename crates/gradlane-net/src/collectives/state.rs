@@ -228,7 +228,7 @@ impl GroupState {
         let outcome = match sent {
             Sent::Nothing => return,
             Sent::Collective(number, strand) => {
-                self.collectives.sent(&mut self.peers, number, strand, &mut ended)
+                self.collectives.through(&mut self.peers, number, strand, &mut ended)
             }
             Sent::Point(number) => {
                 self.points.sent(to, number, &mut ended);
