@@ -86,7 +86,7 @@ def driven() -> list[str]:
     return [
         name
         for name in torch_optimizers()
-        if not OPTIMIZER_SUPPORT[name].refused and OPTIMIZER_SUPPORT[name].takes_dense
+        if OPTIMIZER_SUPPORT[name].takes_dense and not OPTIMIZER_SUPPORT[name].evaluates
     ]
 
 
@@ -144,10 +144,8 @@ def page() -> str:
     names = cases()
     for name in torch_optimizers():
         way = OPTIMIZER_SUPPORT[name]
-        if way.refused:
-            lines.append(f"| `{name}` | refused: {way.refused} | | | |")
-            continue
         worker = "as gradients arrive" if way.in_parts else "whole, at `step()`"
+        worker = "by evaluations" if way.evaluates else worker
         server = "yes" if way.on_servers else "no"
         options = [
             f"`{one.removeprefix(name + '-')}`" for one in names if one.startswith(name + "-")
@@ -198,7 +196,12 @@ Hyper-parameters are those at the moment of `optimizer.step()`. They are copied 
 once, before the update has happened.
 
 - **Closures.** `optimizer.step(closure)` evaluates the closure first, once, and then steps, as
-  torch does for all optimizers but `LBFGS`.
+  torch does for all optimizers but `LBFGS`, which calls it itself, as often as it likes. So does
+  any class with an attribute `evaluates_closure = True`. Each evaluation waits for the means of
+  its gradients, which are in `.grad` when the closure returns, and gets the mean of the ranks'
+  losses in place of this rank's: all optimizers decide alike how far they go. They weigh by
+  `session.weight()`, if the closure calls it. An evaluation has two exchanges; all of one
+  `step()` are one step of training.
 - **Schedulers.** All of `torch.optim.lr_scheduler` are tested, those that change momentum or
   betas as well (`OneCycleLR`, `CyclicLR`), stepped before or after `optimizer.step()`.
 - **Step hooks** (`register_step_pre_hook`, `register_step_post_hook`) must see whole steps:

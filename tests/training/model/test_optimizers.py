@@ -218,17 +218,6 @@ def test_every_optimizer_is_seen_whole_by_step_hooks(kind: str) -> None:
     assert seen == [5] * 2 * STEPS
 
 
-@pytest.mark.parametrize("kind", [name for name, way in OPTIMIZER_SUPPORT.items() if way.refused])
-def test_what_cannot_be_driven_is_refused_by_name(kind: str) -> None:
-    def body(session: Any) -> None:
-        model = nn.Linear(3, 2)
-        optimizer = getattr(torch.optim, kind)(model.parameters())
-        with pytest.raises(ValueError, match=f"optimizer {kind} is not supported: it "):
-            session.prepare(model, optimizer)
-
-    run_ranks(1, body)
-
-
 @pytest.mark.parametrize("option", list(REFUSED_OPTIONS))
 @pytest.mark.parametrize("kind", optimizer_cases.driven())
 def test_options_that_cannot_be_are_refused_by_name(kind: str, option: str) -> None:

@@ -433,8 +433,12 @@ def test_models_that_cannot_take_part(build: Callable[[], nn.Module], words: str
 def test_optimizers_that_cannot_take_part() -> None:
     def body(session: Any) -> None:
         model = nn.Linear(2, 2)
-        with pytest.raises(ValueError, match="LBFGS is not supported: it evaluates"):
-            session.prepare(model, torch.optim.LBFGS(model.parameters()))
+        parts: list[Any] = [
+            torch.optim.LBFGS([model.weight]),
+            torch.optim.SGD([model.bias], lr=0.1),
+        ]
+        with pytest.raises(ValueError, match="LBFGS is one of several, and calls its closure"):
+            session.prepare(model, parts)
         with pytest.raises(ValueError, match="does not hold 'bias', which are trained"):
             session.prepare(model, torch.optim.SGD([model.weight], lr=0.1))
         stranger = nn.Parameter(torch.ones(7))

@@ -189,6 +189,11 @@ def prepared(session: Any, **given: Any) -> tuple[nn.Module, torch.optim.Optimiz
     return model, optimizer
 
 
+def evaluating(session: Any) -> None:
+    model = nn.Linear(2, 2)
+    session.prepare(model, torch.optim.LBFGS(model.parameters()))
+
+
 def called(session: Any, call: Callable[[Any], object]) -> None:
     model, _ = prepared(session)
     loss = model(torch.ones(1, 2)).sum()
@@ -209,6 +214,7 @@ CALLED: dict[Feature, Callable[[Any], object]] = {
 }
 PREPARED: dict[Feature, Callable[[Any], object]] = {
     F.PLAN_RULE: lambda session: prepared(session, plan="auto"),
+    F.CLOSURE: lambda session: evaluating(session),
     F.DEFER: lambda session: prepared(session, defer=False),
     F.BUFFERS: lambda session: prepared(session, buffers="average"),
     F.SECOND: lambda session: (prepared(session), prepared(session)),

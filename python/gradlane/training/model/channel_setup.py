@@ -24,7 +24,9 @@ from gradlane.training.core import Channel, CoreModule, check_connected, transla
 from gradlane.training.factors.rows import RowSparse
 from gradlane.training.log import log
 from gradlane.training.model.joined_gradients import choose_groups
+from gradlane.training.model.optimizers import evaluates_closure
 from gradlane.training.model.served_parameters import ServedParameters
+from gradlane.training.model.several_optimizers import members_of
 from gradlane.training.model.staging import carrier_for
 from gradlane.training.model.step_layout import StepLayout, build_step_layout
 from gradlane.training.model.verification import ModelSpec, verify_model_across_ranks
@@ -147,6 +149,9 @@ def connect(
     is_local = ctx.options.local_updates is not None
     if has_statuses and nodes is None and not is_local:
         groups = choose_groups(spec.trained, _lonely(ctx, spec))
+    # Numbers that members gather, moved fragments, losses of evaluations.
+    evaluates = any(map(evaluates_closure, members_of(optimizer)))
+    carries_numbers = ctx.options.going_on.on or is_local or evaluates
     extras, layout = build_step_layout(
         model,
         spec.entries,
@@ -157,7 +162,7 @@ def connect(
         "local" if ctx.options.is_asynchronous else buffers,
         has_statuses=has_statuses,
         may_lack=may_lack,
-        status_lanes=STATUS_LANES if ctx.options.going_on.on or is_local else STATUS_LANES_LEAST,
+        status_lanes=STATUS_LANES if carries_numbers else STATUS_LANES_LEAST,
         groups=groups,
     )
     trained = spec.trained

@@ -57,6 +57,7 @@ _WORDS = {
     StepEnding.STEPPED: "called optimizer.step()",
     StepEnding.DISCARDED: "forgot the gradients (zero_grad() or the end of the session)",
     StepEnding.CARRIED_ON: "ran another backward() on top of the averaged gradients",
+    StepEnding.EVALUATED: "evaluated the closure once more",
 }
 _SHADOW = 8
 _DIGEST_UNIT = 16
@@ -347,7 +348,7 @@ def check_endings(statuses: Statuses, step: int) -> None:
     for rank, status in statuses.items():
         if status.ending is not StepEnding.SHADOWED:
             endings.setdefault(status.ending, []).append(rank)
-        if status.ending is StepEnding.STEPPED:
+        if status.ending in (StepEnding.STEPPED, StepEnding.EVALUATED):
             digests.setdefault(status.digest, []).append(rank)
     if len(endings) > 1:
         told = "; ".join(f"{_ranks(ranks)} {_WORDS[ending]}" for ending, ranks in endings.items())

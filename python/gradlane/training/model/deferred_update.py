@@ -52,7 +52,7 @@ class DeferredUpdate:
     def __init__(
         self,
         optimizer: Optimizer,
-        step: Callable[[], Any],
+        step: Callable[..., Any],
         step_of_class: Callable[[Optimizer], Any] | None,
         parameters: Sequence[Tensor],
         *,
@@ -306,14 +306,18 @@ class DeferredUpdate:
                     "step() waits for all gradients"
                 )
 
-    def _step_with(self, groups: list[dict[str, Any]]) -> None:
+    def step_evaluating(self, closure: Callable[[], Any]) -> Any:
+        """Step the optimizer, which calls a closure as often as it likes."""
+        return self._step_with(self._optimizer.param_groups, closure)
+
+    def _step_with(self, groups: list[dict[str, Any]], *arguments: Any) -> Any:
         """Step the optimizer with some groups, on the state that it had at the recorded step."""
         optimizer = self._optimizer
         own_groups, own_state = optimizer.param_groups, optimizer.state
         optimizer.param_groups = groups
         optimizer.state = self._state  # type: ignore[assignment]
         try:
-            self._step()
+            return self._step(*arguments)
         finally:
             optimizer.param_groups, optimizer.state = own_groups, own_state
 

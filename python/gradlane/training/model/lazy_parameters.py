@@ -41,6 +41,14 @@ class Exemption(threading.local):
         finally:
             self.depth -= 1
 
+    def run_outside(self, call: Callable[[], _Result]) -> _Result:
+        """Run a call of the program inside of such a call: its reads wait as ever."""
+        depth, self.depth = self.depth, 0
+        try:
+            return call()
+        finally:
+            self.depth = depth
+
 
 class AccessGuard(Protocol):
     """Called before a parameter is touched."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from gradlane.errors import UsageError
 from gradlane.training.model.lazy_list import install_lazy_groups, plain, remove_lazy_groups
 from gradlane.training.model.lazy_state import LazyState, install_lazy_state, remove_lazy_state
-from gradlane.training.model.optimizers import written_step
+from gradlane.training.model.optimizers import evaluates_closure, written_step
 from gradlane.training.model.training_steps import TrainingSteps
 from gradlane.training.modules.compiled import compile_disabled
 from gradlane.training.modules.gradient_intake import raw_grad
@@ -57,7 +57,10 @@ class OptimizerHooks:
         hooks, optimizer, step_whole = self, self._optimizer, self.step_whole
         zero_whole = optimizer.zero_grad
         is_plain_zero = getattr(zero_whole, "__func__", None) is Optimizer.zero_grad
-        end_step = compile_disabled(steps.step_end.end_step)
+        if evaluates_closure(optimizer):
+            end_step = compile_disabled(steps.evaluations.step)
+        else:
+            end_step = compile_disabled(steps.step_end.end_step)
 
         def before_state() -> None:
             if steps.stages.in_order.keeps_means and not hooks._saves_state:

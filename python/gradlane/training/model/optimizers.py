@@ -35,14 +35,14 @@ class OptimizerSupport:
         on_servers: whether the servers have a kernel for it (`update="server"`).
         takes_dense: whether it steps on dense gradients.
         takes_sparse: whether it steps on sparse ones.
-        refused: why it is not taken at all; empty where it is.
+        evaluates: whether it calls the closure itself, as often as it likes.
     """
 
     in_parts: bool = True
     on_servers: bool = False
     takes_dense: bool = True
     takes_sparse: bool = False
-    refused: str = ""
+    evaluates: bool = False
 
 
 OPTIMIZER_SUPPORT: dict[str, OptimizerSupport] = {
@@ -53,9 +53,7 @@ OPTIMIZER_SUPPORT: dict[str, OptimizerSupport] = {
     "Adam": OptimizerSupport(on_servers=True),
     "AdamW": OptimizerSupport(on_servers=True),
     "Adamax": OptimizerSupport(),
-    "LBFGS": OptimizerSupport(
-        False, refused="it evaluates the model many times in a step and mixes all parameters"
-    ),
+    "LBFGS": OptimizerSupport(False, evaluates=True),
     "Muon": OptimizerSupport(),
     "NAdam": OptimizerSupport(),
     "RAdam": OptimizerSupport(),
@@ -97,6 +95,17 @@ def _is_of_package(optimizer: Optimizer) -> bool:
     kind, step = type(optimizer), step_of_class(optimizer)
     listed = kind.__name__ in OF_PACKAGES.get(kind.__module__, ())
     return listed and step is not None and _module(inspect.unwrap(step)) == kind.__module__
+
+
+def evaluates_closure(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer calls the closure of its `step` itself, as often as it likes.
+
+    Those of `torch.optim` are known; any other class says so with an attribute
+    `evaluates_closure = True`.
+    """
+    _, support = _support_of(optimizer)
+    known = support is not None and support.evaluates
+    return bool(getattr(optimizer, "evaluates_closure", known))
 
 
 def is_known(optimizer: Optimizer) -> bool:
@@ -228,9 +237,11 @@ def check_optimizer(optimizer: Optimizer, entries: Sequence[TensorEntry]) -> Non
         ValueError: the optimizer cannot be driven, or its parameters are not the model's.
     """
     for member in members_of(optimizer):
-        name, support = _support_of(member)
-        if support is not None and support.refused:
-            raise ValueError(f"optimizer {name} is not supported: {support.refused}")
+        if member is not optimizer and evaluates_closure(member):
+            raise ValueError(
+                f"optimizer {name_of(member)} is one of several, and calls its closure itself: the "
+                "others have no part in what that evaluates; prepare it alone, for all parameters"
+            )
     for number, group in enumerate(optimizer.param_groups):
         _check_group(number, group)
     model_parameters = {id(entry.tensor): entry for entry in entries}

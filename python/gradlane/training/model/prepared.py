@@ -243,6 +243,11 @@ class PreparedModel:
         return self._ctx.options
 
     @property
+    def evaluates_closure(self) -> bool:
+        """Whether the optimizer calls its closure itself."""
+        return any(map(optimizers.evaluates_closure, members_of(self._optimizer)))
+
+    @property
     def trained(self) -> Sequence[TensorEntry]:
         """The model's trained parameters, in the order of the tensor table."""
         return self._trained

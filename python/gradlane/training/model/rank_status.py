@@ -17,6 +17,7 @@ class StepEnding(enum.IntEnum):
     DISCARDED = 2
     CARRIED_ON = 3
     SHADOWED = 4
+    EVALUATED = 5
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gradlane.training.model.clipping_calls import ClippingCalls
+from gradlane.training.model.evaluations import Evaluations
 from gradlane.training.model.factor_intake import FactorIntake
 from gradlane.training.model.gradient_hooks import GradientHooks
 from gradlane.training.model.kernel.gate import Gate
@@ -69,6 +70,8 @@ class TrainingSteps:
             parts, self.update, self.intake, check_unchanged, listeners.step_ended
         )
         """Ends steps: `optimizer.step()` and `zero_grad()`."""
+        self.evaluations = Evaluations(parts, self.update, self.intake, check_unchanged)
+        """Steps optimizers that call their closure themselves."""
         self.gate = Gate(parts, self.update)
         """Waits before something is touched."""
         self.clipping = ClippingCalls(parts, self.update, self.intake, stages, check_unchanged)

@@ -6,7 +6,8 @@ gradients are reset, they are *open*: their means stay in `.grad`, as DDP leaves
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -172,6 +173,10 @@ class UpdateSet:
     def step_whole(self, number: int) -> None:
         """Step an optimizer on `.grad`, as the program would."""
         self._updates[number].step_whole()
+
+    def step_evaluating(self, number: int, closure: Callable[[], Any]) -> Any:
+        """Step an optimizer that calls a closure as often as it likes; returns its result."""
+        return self._updates[number].step_evaluating(closure)
 
     def take_notice(self, number: int) -> str:
         """Return the warning for the program after a step once; empty if there is none."""

@@ -66,6 +66,11 @@ class Feature(enum.Enum):
     DEFER = ("prepare(defer=...)", "leave defer out", When.PREPARE)
     DEFER_TRUE = ("prepare(defer=True)", "leave defer out", When.PREPARE)
     BUFFERS = ('prepare(buffers="average")', 'give buffers="local"', When.PREPARE)
+    CLOSURE = (
+        "an optimizer that calls its closure itself (LBFGS)",
+        "use another optimizer",
+        When.PREPARE,
+    )
     FSDP = (
         "prepare() of a model that fully_shard has sharded",
         "prepare the bare model",
@@ -232,6 +237,15 @@ ROWS = (
     PairRow(_F.SECOND, _F.CHECKPOINTS, NOT_BUILT, "its files hold one model", "prepare one module that holds both, such as nn.ModuleDict, or save the models yourself"),
     PairRow(_F.ACCELERATOR, _F.GOING_ON, NOT_BUILT, "random states, losses and counts go through torch.distributed, which ends with a lost rank", "have each process be the only one of its accelerator (docs/going-on.md)"),
     PairRow(_F.LIGHTNING, _F.GOING_ON, NOT_BUILT, "Lightning's barriers and metrics go through torch.distributed, which ends with a lost rank", "give the trainer one device and no strategy, and prepare in a callback (docs/going-on.md)"),
+    PairRow(_F.CLOSURE, _F.SERVER, CANNOT, "it looks at all gradients to choose its next step, and the servers step with them as they come"),
+    PairRow(_F.CLOSURE, _F.STRAGGLERS, NOT_BUILT, "each evaluation needs the loss of every rank"),
+    PairRow(_F.CLOSURE, _F.GOING_ON, NOT_BUILT, "a rank may be lost or join between two evaluations of one step"),
+    PairRow(_F.CLOSURE, _F.FSDP, CANNOT, "it multiplies the gradients of all parameters, and each rank has a shard of them"),
+    PairRow(_F.CLOSURE, _F.PLAN_RULE, NOT_BUILT, "a step that is recorded would have more exchanges than one"),
+    PairRow(_F.CLOSURE, _F.DEFER_TRUE, CANNOT, "each evaluation waits for all gradients of the one before"),
+    PairRow(_F.JOIN, _F.CLOSURE, NOT_BUILT, "a rank without data cannot tell how many evaluations a step of the others has"),
+    PairRow(_F.QUERY, _F.CLOSURE, NOT_BUILT, "a step that is recorded would have more exchanges than one"),
+    PairRow(_F.BEST_SCHEME, _F.CLOSURE, NOT_BUILT, "a step that is recorded would have more exchanges than one"),
     PairRow(_F.PLAN, _F.JOINS, CANNOT, "a rank that joins uses its session's settings", "leave plan out, or restart all ranks with the plan"),
     PairRow(_F.PLAN, _F.LOCAL, NOT_BUILT, "plans know whole models, whose gradients are sent in each step", "leave plan out"),
     PairRow(_F.PLAN, _F.ASGD, CANNOT, "plans choose among settings that give the same results, and asynchronous training gives others", "leave plan out"),

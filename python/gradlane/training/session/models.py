@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from gradlane.errors import GradlaneError, UsageError
 from gradlane.formats.link_report import LinkReport
 from gradlane.training.connection import SessionContext
 from gradlane.training.local_updates.local_model import LocalModel
 from gradlane.training.model.buffers import MODES
-from gradlane.training.model.optimizers import steps_per_parameter
+from gradlane.training.model.optimizers import evaluates_closure, steps_per_parameter
 from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
 from gradlane.training.model.several_optimizers import as_one, members_of
 from gradlane.training.model.validation import check_arguments
@@ -129,7 +130,7 @@ class PreparedModels:
             )
         if self._ctx.options.rendezvous.join and not self.prepared:
             check_arguments(model, optimizer)
-            self._check_asked(model, defer, buffers, plan)
+            self._check_asked(model, optimizer, defer, buffers, plan)
             self.joins.follow(self.joins.join(model, optimizer, defer, buffers))
             return model, given
         before: PreparedModel | None = None
@@ -137,7 +138,7 @@ class PreparedModels:
         sizes: dict[str, int] = {}
         try:
             check_arguments(model, optimizer)
-            self._check_asked(model, defer, buffers, plan)
+            self._check_asked(model, optimizer, defer, buffers, plan)
             if not (plan is None or isinstance(plan, (Plan, str, os.PathLike))):
                 raise UsageError(
                     f"prepare() was given plan={plan!r}: give a Plan, the path of a plan file, "
@@ -191,7 +192,11 @@ class PreparedModels:
                     UserWarning,
                     stacklevel=3,
                 )
-        unknown = [one for one in members_of(optimizer) if not steps_per_parameter(one)]
+        unknown = [
+            one
+            for one in members_of(optimizer)
+            if not (steps_per_parameter(one) or evaluates_closure(one))
+        ]
         if defer is None and unknown and self._ctx.options.update == "worker":
             names = dict.fromkeys(type(one).__name__ for one in unknown)
             warnings.warn(
@@ -217,7 +222,7 @@ class PreparedModels:
         unable: ValueError | GradlaneError | None = None
         try:
             check_arguments(model, optimizer)
-            self._check_asked(model, defer, buffers, plan)
+            self._check_asked(model, optimizer, defer, buffers, plan)
             units = read_sharded(ctx, model, optimizer)
         except (GradlaneError, ValueError) as error:
             if ctx.options.rendezvous.join:
@@ -257,7 +262,7 @@ class PreparedModels:
         unable: ValueError | GradlaneError | None = None
         try:
             check_arguments(model, optimizer)
-            self._check_asked(model, defer, buffers, plan)
+            self._check_asked(model, optimizer, defer, buffers, plan)
         except (GradlaneError, ValueError) as error:
             # The others are on their way to the meeting, and hear of it there.
             unable = error
@@ -283,7 +288,12 @@ class PreparedModels:
         return found
 
     def _check_asked(
-        self, model: nn.Module, defer: bool | None, buffers: str, plan: PlanArgument
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        defer: bool | None,
+        buffers: str,
+        plan: PlanArgument,
     ) -> None:
         """Check that what `prepare` is asked for goes together, and with the session's options.
 
@@ -295,10 +305,12 @@ class PreparedModels:
             raise ValueError(f"unknown buffers {buffers!r}; known are {', '.join(MODES)}")
         before = [one.model for one in (*self.prepared, self.local) if one is not None]
         rule = isinstance(plan, str) and plan in PLAN_RULES
+        evaluates = any(map(evaluates_closure, members_of(optimizer)))
         asked = {
             feature: words
             for feature, is_given, words in (
                 (Feature.FSDP, is_sharded(model), Feature.FSDP.label),
+                (Feature.CLOSURE, evaluates, Feature.CLOSURE.label),
                 (Feature.PLAN, plan is not None, f"prepare(plan={plan!r})"),
                 (Feature.PLAN_RULE, rule, f"prepare(plan={plan!r})"),
                 (Feature.DEFER, defer is not None, f"prepare(defer={defer})"),
@@ -326,6 +338,8 @@ class PreparedModels:
         among = self._features
         if bool(self.sharded) if is_sharded is None else is_sharded:
             among[Feature.FSDP] = "a model that fully_shard has sharded"
+        if any(one.evaluates_closure for one in self.prepared):
+            among[Feature.CLOSURE] = Feature.CLOSURE.label
         why = refusal({call: call.label}, among)
         if why:
             raise UsageError(why)

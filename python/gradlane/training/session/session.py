@@ -257,7 +257,7 @@ class Session:
             model: on CPU or CUDA; parameters f32, f16, bf16, f64 or complex. Frozen parameters are
                 sent once, as they are. Gradients of sparse embeddings travel as rows (see
                 `docs/sparse.md`), other sparse ones dense.
-            optimizer: any of `torch.optim` except LBFGS; others step whole, see `defer`. With
+            optimizer: any of `torch.optim`; others step whole, see `defer`. With
                 `update="server"` its `state_dict()` and `load_state_dict()` are collective calls,
                 too. Several that step a part of the model each come as a list, or in an object that
                 holds them (see `docs/optimizers.md`).

@@ -130,6 +130,10 @@ class GradientExchange:
         """Number of the training step that a step of the channel was, or came after."""
         return self._steps_before + step - bisect.bisect_right(self._spent_steps, step)
 
+    def repeat_training_step(self) -> None:
+        """Have the next step of the channel be one of the same step of training as this one."""
+        self._spent_steps.append(self.step)
+
     # ---- to the channel
 
     def begin(self, start: StepStart) -> None:

@@ -220,7 +220,9 @@ class Intake:
     def begin(self, *, shadow: bool = False) -> None:
         """Begin a step on the channel; `shadow`: this rank goes along without data."""
         exchange = self._exchange
-        if not any(status.shadow for status in exchange.statuses().values()):
+        if self._phases.evaluates_again:
+            exchange.repeat_training_step()
+        elif not any(status.shadow for status in exchange.statuses().values()):
             # Ranks that went along without data get the others' parameters at the end of join().
             for stage in self._stages.on[StepStage.before_step]:
                 stage.before_step(exchange.training_step + 1)

@@ -56,6 +56,8 @@ class Phases:
         """Whether gradients only add up on this rank, as inside `session.no_sync()`."""
         self.steps_whole = False
         """Whether an optimizer steps on `.grad` now, without the lock."""
+        self.evaluates_again = False
+        """Whether the next backward is of another evaluation in the same step of training."""
         self.running_backwards: weakref.WeakValueDictionary[int, Callable[[], None]] = (
             weakref.WeakValueDictionary()
         )

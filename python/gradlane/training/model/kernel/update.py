@@ -247,11 +247,11 @@ class StepUpdate:
 
     def guarded(self, update: Callable[[], None]) -> None:
         """Run an update; if it breaks off, the parameters are a mixture and stay unreadable."""
-        step = self._exchange.training_step
-        self._phases.update_lock.begin_update(step)
+        self._phases.update_lock.begin_update(self._exchange.training_step)
         try:
             self._exempt.run(update)
         except BaseException as error:
+            step = self._exchange.training_step
             failure = SessionFailedError(
                 f"the optimizer broke off in step {step} with {type(error).__name__}: {error}; "
                 "some parameters may be updated and others not: restart from the last checkpoint",
