@@ -107,6 +107,7 @@ def test_the_line_at_the_end_is_as_printed() -> None:
         "left_out": [],
         "lost": [],
         "joined": [],
+        "clip_steps": 0,
     }
     metrics["layer_waits"] = [wait]
     line = f"gradlane: {summary_line(metrics, [LateRank(2, 0.71, 0.0041)])}"

@@ -50,7 +50,7 @@ def test_every_expression_asks_for_what_is_served() -> None:
         assert wanted - {""} <= known, expression
         assert set(LEGEND.findall(said)) <= known, said
         assert expression.count("(") == expression.count(")"), expression
-    assert len(asked) >= 18
+    assert len(asked) >= 21 and "gradlane_clip_factor" in asked
 
 
 def test_panels_stand_beside_each_other() -> None:

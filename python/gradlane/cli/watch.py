@@ -240,9 +240,16 @@ def _figures(state: LiveState) -> Text:
         (f"step {state['step']:,}", "bold"),
         f"   {format_time(steps['median_s'])} a step (median)   ",
         (f"{window['wait_share']:.0%} waiting", "bold red" if window["wait_share"] > 0.25 else ""),
-        f"   sent {format_rate(sent)}   received {format_rate(received)}\n",
+        f"   sent {format_rate(sent)}   received {format_rate(received)}{_clipping(state)}\n",
         (sparkline(state["recent"]), "blue"),
     )
+
+
+def _clipping(state: LiveState) -> str:
+    if not state["clip_steps"]:
+        return ""
+    share = state["clipped_steps"] / state["clip_steps"]
+    return f"   clipped by {state['clip_factor']:.3g} ({share:.0%} of the steps)"
 
 
 def sparkline(rows: Sequence[StepRow], width: int = 64) -> str:

@@ -183,6 +183,9 @@ class LiveState(TypedDict):
     encoded_bytes: int
     residuals: list[ResidualRow]
     residual_count: int
+    clip_steps: int
+    clipped_steps: int
+    clip_factor: float
     queued_bytes: int
     queued_jobs: int
     scratch_bytes: int

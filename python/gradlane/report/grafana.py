@@ -132,6 +132,20 @@ _PANELS = (
         "What codecs with error feedback have not sent yet. It levels out in a sound training.",
     ),
     _Panel(
+        "Clipping of gradients",
+        "none",
+        [
+            (f"min(gradlane_clip_factor{_SELECTED})", "factor of the last step"),
+            (
+                f"max(rate(gradlane_clipped_steps_total{_SELECTED}[$__rate_interval]) / "
+                f"rate(gradlane_clip_steps_total{_SELECTED}[$__rate_interval]))",
+                "share of steps that are scaled down",
+            ),
+        ],
+        "Of session.clip_grad_norm_(). A factor that falls: gradients grow. 0: a norm that is not "
+        "finite.",
+    ),
+    _Panel(
         "Processors that communication takes",
         "none",
         [

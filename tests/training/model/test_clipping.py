@@ -251,6 +251,40 @@ def test_norms_that_are_not_finite(bad: float) -> None:
         assert str(error).startswith(f"the norm of all averaged gradients is {bad}")
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_the_factor_of_a_norm_that_is_not_finite_is_told_as_0(bad: float) -> None:
+    def body(session: Any) -> tuple[int, int, float]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.prepare(model, optimizer)
+        (model(torch.ones(1, 2)).sum() * bad).backward()
+        session.clip_grad_norm_(1.0)
+        optimizer.step()
+        session.synchronize()
+        found = session.metrics()
+        return found["clip_steps"], found["clipped_steps"], found["clip_factor"]
+
+    assert run_ranks(2, body) == [(1, 1, 0.0)] * 2
+
+
+def test_preparing_again_loses_no_clipped_step() -> None:
+    def body(session: Any) -> tuple[int, float]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            session.prepare(model, optimizer)
+            for _ in range(2):
+                model(torch.ones(1, 2)).sum().backward()
+                session.clip_grad_norm_(0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            session.synchronize()
+        found = session.metrics()
+        return found["clip_steps"], round(found["clip_factor_sum"], 4)
+
+    assert run_ranks(2, body) == [(4, round(4 * 0.1 / 3**0.5, 4))] * 2
+
+
 def test_other_norms_are_torchs() -> None:
     for norm_type in (1.0, 3.0, math.inf):
 

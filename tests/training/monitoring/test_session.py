@@ -9,6 +9,7 @@ import time
 import urllib.request
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from torch import nn
 
 import gradlane
 from gradlane.errors import SessionClosedError
+from gradlane.formats.timeline.chrome import read_chrome
 from gradlane.training.core import load_core
 from gradlane.training.monitoring.metrics import Metrics, waited_s
+from gradlane.training.monitoring.recorded import rank_path
 from tests.built import needs_core
 from tests.training.model.models import seeded
 from tests.training.model.ranks import run_ranks
@@ -251,6 +254,67 @@ def test_scalars_are_written_every_so_many_steps() -> None:
 class BrokenWriter:
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
         raise OSError("no space left")
+
+
+def test_the_factor_of_clipping_is_told_everywhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two steps are clipped, one not enough to matter, and the last one not at all."""
+    caplog.set_level("INFO", "gradlane")
+    limits = [0.5, 1e9, 0.25, None]
+
+    def body(session: Any) -> Any:
+        model = nn.Linear(2, 1)
+        with torch.no_grad():
+            model.weight.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        session.prepare(model, optimizer)
+        written: list[tuple[dict[str, float], int]] = []
+        session.log_to(lambda values, step: written.append((values, step)), every=1)
+        factors = []
+        for limit in limits:
+            # Three gradients of 1: their norm is the root of 3.
+            model(torch.ones(1, 2)).sum().backward()
+            if limit is not None:
+                session.clip_grad_norm_(limit)
+            optimizer.step()
+            optimizer.zero_grad()
+            session.synchronize()
+            factors.append(session.metrics()["clip_factor"])
+        model(torch.ones(1, 2)).sum().backward()
+        factors[-1] = session.metrics()["clip_factor"]
+        optimizer.step()
+        address = f"http://127.0.0.1:{session.prometheus_port}/metrics"
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            page = answer.read().decode()
+        return factors, written, page, session.metrics()
+
+    trace = tmp_path / "trace.json"
+    core: Any = load_core()
+    factors, written, page, found = run_ranks(
+        2, body, core=core, trace=str(trace), prometheus=0, summary=True
+    )[0]
+    root = 3.0**0.5
+    expected = [0.5 / root, 1.0, 0.25 / root, 1.0]
+    assert factors == pytest.approx(expected, rel=1e-5)
+    assert (found["clip_steps"], found["clipped_steps"]) == (3, 2)
+    mean = sum(expected[:3]) / 3
+    assert found["clip_factor_mean"] == pytest.approx(mean, rel=1e-5)
+    _, values = parsed(page)
+    rank = frozenset({("rank", "0")})
+    assert values["gradlane_clip_factor", rank] == 1.0
+    assert values["gradlane_clip_steps_total", rank] == 3.0
+    assert values["gradlane_clipped_steps_total", rank] == 2.0
+    told = {step: values for values, step in written if "gradlane/clip_factor" in values}
+    assert set(told) <= {1, 2, 3} and all("gradlane/clipped_share" in one for one in told.values())
+    assert "gradients clipped in 67% of the steps, by 0.478 on average" in caplog.text
+    spans = read_chrome(rank_path(trace, 0)).spans
+    noted = {
+        span.arguments["step"]: span.arguments["clip_factor"]
+        for span in spans
+        if span.lane == "update" and "clip_factor" in span.arguments
+    }
+    assert [noted[step] for step in (1, 2, 3)] == pytest.approx(expected[:3], rel=1e-5)
 
 
 def test_a_writer_that_fails_does_not_end_the_training() -> None:

@@ -49,7 +49,7 @@ class Span:
     end_ns: int
     arguments: dict[str, Any]
     """`step`; for tensors `tensor`; for frames all of `FRAME_ARGUMENTS`, with `bytes` on the wire,
-    headers included."""
+    headers included; for updates of clipped gradients `clip_factor`."""
 
 
 @dataclass(frozen=True)

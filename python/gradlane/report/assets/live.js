@@ -164,6 +164,8 @@
       [steps.count ? percent(share) : "\u2013", "of recent steps waiting for other ranks", share > 0.25 ? "bad" : ""],
       [rate(sum("tx_bytes_per_s")), "sent"],
       [rate(sum("rx_bytes_per_s")), "received"],
+      ...(state.clip_steps ? [[state.clip_factor.toPrecision(3), "factor of the last gradients, clipped in " +
+        `${percent(state.clipped_steps / state.clip_steps)} of the steps`]] : []),
       [span(state.uptime_s), "since the session began"],
     ];
     byId("figures").replaceChildren(...figures.map(([value, label, tone]) => {

@@ -101,7 +101,7 @@ class ClippingCalls:
             else:
                 self._update.submit_ahead()
                 dtype = norm_dtype(entry.dtype for entry in self._trained)
-                clipping = StepClipping(max_norm, dtype, wait)
+                clipping = StepClipping(max_norm, dtype, wait, self._clipping.count)
                 self._clipping.clip_arriving(clipping)
                 phases.refresh()
             if error_if_nonfinite:
@@ -133,6 +133,7 @@ class ClippingCalls:
             norms = [torch.linalg.vector_norm(one, norm_type).cpu() for one in plain]
             norm = float(torch.linalg.vector_norm(torch.stack(norms), norm_type)) if norms else 0.0
         dtype = norm_dtype(gradient.dtype for gradient in gradients)
-        clipping = StepClipping(max_norm, dtype, lambda: norm)
+        clipping = StepClipping(max_norm, dtype, lambda: norm, self._clipping.count)
+        clipping.factor()
         clipping.scale([values_of(gradient) for gradient in gradients])
         return clipping

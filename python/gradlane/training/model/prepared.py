@@ -183,7 +183,7 @@ class PreparedModel:
         if pack is not None:
             self._hook_manager.follow(BufferWatch(pack, self.steps.gate.before_buffers))
         if connected.recording is not None:
-            connected.recording.watch(model)
+            connected.recording.watch(model, self.steps.stages.in_order.counters)
         self._watch = ctx.observer.watch(
             model,
             self.channel,
@@ -191,6 +191,7 @@ class PreparedModel:
             name=scope.name,
             tensors=[entry.name for entry in (*self._entries, *connected.extras)],
             codecs=self.codecs,
+            counters=self.steps.stages.in_order.counters,
         )
         connected.staging.subscribe(self._staging_failed)
         self._barrier: Barrier | None = None

@@ -122,7 +122,12 @@ class Metrics(TypedDict):
 
     `step` is the number of the current training step, of the model with the most. `codec_ratio`
     is bytes of gradients and results before encoding through bytes sent for them; 1.0 without a
-    codec. `served_tx_bytes` and `served_rx_bytes` are payloads of results that this rank sent as
+    codec. `clip_steps` is how often `session.clip_grad_norm_()` was called, and `clipped_steps` how
+    often it has scaled gradients down; `clip_factor` is what those of the last step were multiplied
+    by (the least of several models; 1.0 without a call, 0.0 where the norm is not finite), and
+    `clip_factor_mean` the mean over `clip_steps`.
+
+    `served_tx_bytes` and `served_rx_bytes` are payloads of results that this rank sent as
     the owner of slices, and of what it got for them. `gathered_slices` is how many of this rank's
     slices all ranks have contributed to, and `tied_slices` those of them without a late rank.
     `left_out` is empty if steps wait for all ranks. There are no reconnections: a lost
@@ -151,6 +156,11 @@ class Metrics(TypedDict):
     served_tx_bytes: int
     served_rx_bytes: int
     codec_ratio: float
+    clip_steps: int
+    clipped_steps: int
+    clip_factor: float
+    clip_factor_sum: float
+    clip_factor_mean: float
     queued_messages: int
     queued_bytes: int
     queued_jobs: int
@@ -188,6 +198,9 @@ _SUMS = (
     "encoded_bytes",
     "served_tx_bytes",
     "served_rx_bytes",
+    "clip_steps",
+    "clipped_steps",
+    "clip_factor_sum",
     "gathered_slices",
     "tied_slices",
     "decided_steps",
@@ -272,6 +285,8 @@ def metrics_of(
         joined=[] if membership is None else [asdict(one) for one in membership.joined],
         step=max((reading.get("step", 0) for reading in readings), default=0),
         codec_ratio=total("raw_bytes") / encoded if encoded else 1.0,
+        clip_factor=min((reading.get("clip_factor", 1.0) for reading in readings), default=1.0),
+        clip_factor_mean=total("clip_factor_sum") / (total("clip_steps") or 1),
         plan_version=max((reading.get("plan_version", 0) for reading in readings), default=0),
         reconnects=0,
         steps=steps,

@@ -55,6 +55,7 @@ class StepNumbers(Protocol):
         """Return the training step that a step of the channel was, or came after."""
 
 
+Counters = Callable[[], dict[str, float]]
 AfterStep = Callable[[int], None]
 """Called with the number of a finished training step, before the next one begins."""
 
@@ -94,6 +95,7 @@ class ModelWatch:
         self._channel: Channel | None = None
         self._steps: StepNumbers | None = None
         self._earlier: Reading = {}
+        self._counters: Counters = dict
 
     def follow(
         self,
@@ -103,6 +105,7 @@ class ModelWatch:
         name: str = "",
         tensors: Sequence[str] = (),
         codecs: Sequence[CodecChoice] = (),
+        counters: Counters = dict,
     ) -> None:
         """Observe a channel in place of the previous one, which must be closed.
 
@@ -112,8 +115,10 @@ class ModelWatch:
             name: of the model in a `Wait`.
             tensors: names of the channel's tensors, by number.
             codecs: of the trained tensors.
+            counters: returns what is counted beside the channel.
         """
         self._earlier = self.reading()
+        self._counters = counters
         self._channel, self._steps = channel, steps
         self.name, self.tensors, self.codecs = name, tensors, codecs
         keeps = any(choice.facts is not None and choice.facts.residual_width for choice in codecs)
@@ -130,7 +135,7 @@ class ModelWatch:
         """Return the counters since the model was first prepared."""
         if self._channel is None or self._steps is None:
             return {}
-        now: Reading = json.loads(self._channel.metrics_json())
+        now: Reading = json.loads(self._channel.metrics_json()) | self._counters()
         now = renumber_steps(now, self._steps.training_step_of)
         now["step"] = self._steps.step
         return join_readings(self._earlier, now) if self._earlier else now
@@ -209,6 +214,7 @@ class Observer:
         name: str = "",
         tensors: Sequence[str] = (),
         codecs: Sequence[CodecChoice] = (),
+        counters: Counters = dict,
     ) -> ModelWatch:
         """Observe a model, or arrays, on a channel; also one that was on another channel before.
 
@@ -221,7 +227,7 @@ class Observer:
             )
             self._numbers[model] = watch
             self._watches.append(watch)
-        watch.follow(channel, steps, name=name, tensors=tensors, codecs=codecs)
+        watch.follow(channel, steps, name=name, tensors=tensors, codecs=codecs, counters=counters)
         self.add_event(f"model {watch.number} is connected: {len(codecs)} tensors", "info")
         return watch
 

@@ -90,6 +90,11 @@ def _families(metrics: Metrics) -> Iterable[_Family]:
             f"{direction}_payload_bytes",
         )
     yield one("codec_ratio", "gauge", "Bytes before encoding through sent.", metrics["codec_ratio"])
+    calls, clipped = metrics["clip_steps"], metrics["clipped_steps"]
+    factor = metrics["clip_factor"]
+    yield one("clip_steps_total", "counter", "Steps with a limit of the norm.", calls)
+    yield one("clipped_steps_total", "counter", "Steps whose gradients were scaled down.", clipped)
+    yield one("clip_factor", "gauge", "Factor of the last step's gradients.", factor)
     yield by_peer("queued_bytes", "gauge", "Bytes that wait to be sent.", "queued_bytes")
     yield by_peer("queued_messages", "gauge", "Messages that wait to be sent.", "queued_messages")
     yield one("queued_jobs", "gauge", "Jobs that wait for a thread.", metrics["queued_jobs"])

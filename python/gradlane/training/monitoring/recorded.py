@@ -44,6 +44,8 @@ class Mark:
     step: int
     tensors: tuple[int, ...] = ()
     """Tensors that were waited for; empty: the whole step."""
+    clip_factor: float | None = None
+    """What gradients of an update were multiplied by, where some are clipped."""
 
 
 class SpanSource(Protocol):
@@ -113,6 +115,8 @@ def _program_spans(rank: int, marks: Sequence[Mark], source: SpanSource) -> Iter
         if mark.tensors:
             name = arguments["tensor"] = source.names[mark.tensors[0]]
             arguments |= _several(source, mark.tensors)
+        if mark.clip_factor is not None:
+            arguments["clip_factor"] = mark.clip_factor
         pieces = [(mark.begin_ns, mark.end_ns)]
         if mark.lane in ("forward", "backward"):
             pieces = list(_subtract_breaks(mark.begin_ns, mark.end_ns, breaks))

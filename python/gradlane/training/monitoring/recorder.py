@@ -112,9 +112,16 @@ class ModelRecording:
         self._backward_since_ns: int | None = None
         self._step_before_backward = 0
         self._handles: list[Any] = []
+        self._counters: Callable[[], dict[str, float]] = dict
 
-    def watch(self, model: nn.Module) -> None:
-        """Record forward and backward of the whole model."""
+    def watch(self, model: nn.Module, counters: Callable[[], dict[str, float]]) -> None:
+        """Record forward and backward of the whole model.
+
+        Args:
+            model: the user's.
+            counters: returns what an update is noted with, if it is clipped.
+        """
+        self._counters = counters
         before, after = _Hook(self._before_forward), _Hook(self._after_forward)
         self._handles += [
             register_pre_hook_first(model, before),
@@ -136,7 +143,10 @@ class ModelRecording:
             try:
                 return step(*arguments, **options)
             finally:
-                self.note(Mark("update", begin_ns, time.monotonic_ns(), self._step))
+                counters = self._counters()
+                factor = counters["clip_factor"] if counters.get("clip_steps") else None
+                end_ns = time.monotonic_ns()
+                self.note(Mark("update", begin_ns, end_ns, self._step, clip_factor=factor))
 
         return timed
 

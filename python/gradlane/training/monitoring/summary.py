@@ -94,6 +94,10 @@ def summary_line(metrics: Metrics, late: Sequence[LateRank], ddp_s: float | None
     left_out = _left_out_ranks(metrics)
     if left_out:
         parts.append(left_out)
+    if metrics["clip_steps"]:
+        clipped = metrics["clipped_steps"] / metrics["clip_steps"]
+        mean = metrics["clip_factor_mean"]
+        parts.append(f"gradients clipped in {clipped:.0%} of the steps, by {mean:.3g} on average")
     if ddp_s is not None:
         beside = beside_ddp(ddp_s, steps["median_s"])
         parts.append(f"{beside} (simulated with the profile and the links of the plan)")

@@ -80,9 +80,10 @@ def scalars(before: Metrics, now: Metrics) -> dict[str, float]:
     """Return the changes between two readings, by tag.
 
     `step_s` and `wait_s` are means of a step in between, `wait_share` their ratio, `tx_bytes` and
-    `rx_bytes` a step's; `late_s/rank1` is how late rank 1 was in the mean where it came last,
-    `last_share/rank1` for which share of slices; `wait_s/LAYER` is a step's, of the five layers
-    that were waited for most.
+    `rx_bytes` a step's; `clip_factor` is the mean of the steps with a limit of the norm, if there
+    are any, and `clipped_share` the share of those below 1; `late_s/rank1` is how late rank 1 was
+    in the mean where it came last, `last_share/rank1` for which share of slices; `wait_s/LAYER` is
+    a step's, of the five layers that were waited for most.
     """
     steps = now["steps"]["count"] - before["steps"]["count"]
     if steps < 1:
@@ -98,6 +99,10 @@ def scalars(before: Metrics, now: Metrics) -> dict[str, float]:
         "rx_bytes": (now["rx_bytes"] - before["rx_bytes"]) / steps,
         "codec_ratio": now["codec_ratio"],
     }
+    clips = now["clip_steps"] - before["clip_steps"]
+    if clips > 0:
+        found["clip_factor"] = (now["clip_factor_sum"] - before["clip_factor_sum"]) / clips
+        found["clipped_share"] = (now["clipped_steps"] - before["clipped_steps"]) / clips
     found.update(_lateness(before, now))
     earlier = {(one["model"], one["name"]): waited_s(one) for one in before["layer_waits"]}
     layers = {

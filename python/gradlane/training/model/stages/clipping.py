@@ -28,6 +28,21 @@ class Clipping(StepStage):
         self._step: StepClipping | None = None
         self.norms: tuple[float, ...] = ()
         """The norms that gradients of this step were clipped to, for all ranks to compare."""
+        self._counted: dict[str, float] = {
+            "clip_steps": 0,
+            "clipped_steps": 0,
+            "clip_factor": 1.0,
+            "clip_factor_sum": 0.0,
+        }
+        self.counters = self._counted
+
+    def count(self, factor: float) -> None:
+        """Count a step, whose gradients are multiplied by a factor; NaN counts as 0."""
+        factor = factor if factor >= 0.0 else 0.0
+        self._counted["clip_factor"] = factor
+        self._counted["clip_factor_sum"] += factor
+        self._counted["clipped_steps"] += factor < 1.0
+        self._counted["clip_steps"] += 1
 
     def clip_arriving(self, clipping: StepClipping) -> None:
         """Clip the means of this step as they arrive."""
@@ -56,8 +71,10 @@ class Clipping(StepStage):
         """Have the norm measured if the last step was clipped: so do all ranks."""
         if self._step is not None:
             # Nothing needed it, but the program may still read it.
-            self._step.norm.resolve()
+            self._step.factor()
             self.attached()
+        if not self.norms:
+            self._counted["clip_factor"] = 1.0
         start.measures |= bool(self.norms)
         if not start.shadow:
             self.norms = ()

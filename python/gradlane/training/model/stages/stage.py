@@ -7,7 +7,8 @@ method for. A new one is a file, and a line in `build.py`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import ClassVar
 
 from torch import Tensor
@@ -41,6 +42,9 @@ class StepStage:
     """Whether `.grad` may not be touched though the step has ended."""
     notes_forwards = False
     """Whether `forward` is to be called."""
+
+    counters: Mapping[str, float] = MappingProxyType({})
+    """Numbers for `session.metrics()`, by names that are keys there."""
 
     def __init__(self, name: str, reason: str) -> None:
         """Name the stage.

@@ -45,6 +45,10 @@ class StageList:
         """Whether a stage is to see which tensors modules use."""
         return any(map(_NOTES_FORWARDS, self._stages))
 
+    def counters(self) -> dict[str, float]:
+        """Return the numbers of all stages."""
+        return {name: value for one in self._stages for name, value in one.counters.items()}
+
     def describe(self) -> list[dict[str, Any]]:
         """Return the stages in order: name, reason and the moments at which each acts."""
         return [

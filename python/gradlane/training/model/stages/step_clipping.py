@@ -18,14 +18,22 @@ _EPSILON = 1e-6
 class StepClipping:
     """How the gradients of one step are clipped."""
 
-    def __init__(self, max_norm: float, dtype: torch.dtype, wait: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        max_norm: float,
+        dtype: torch.dtype,
+        wait: Callable[[], float],
+        told: Callable[[float], None],
+    ) -> None:
         """Clip to a norm.
 
         Args:
             max_norm: the largest norm that gradients keep.
             dtype: of the norm, in which the factor is computed.
             wait: returns the norm of all gradients, once it is known.
+            told: given the factor, once it is known.
         """
+        self._told = told
         self._max_norm = max_norm
         self.norm = LazyNorm.of(dtype, wait)
         self._factor: Tensor | None = None
@@ -34,6 +42,7 @@ class StepClipping:
         """Wait for the norm; return what gradients are multiplied with."""
         if self._factor is None:
             self._factor = torch.clamp(self._max_norm / (self.norm + _EPSILON), max=1.0)
+            self._told(self._factor.item())
         return self._factor
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
