@@ -36,7 +36,7 @@ from gradlane.planning.advice.causes import (
 from gradlane.planning.advice.faults import COLUMNS, cells_of, faults_json
 from gradlane.planning.advice.measured import MeasuredStep, explain_step
 from gradlane.planning.advice.pictures import Picture, clusters_with_pictures, picture_of
-from gradlane.planning.advice.variants import Variant, Variants, changes_many
+from gradlane.planning.advice.variants import Variant, Variants
 from gradlane.planning.advice.verdict import offer_name
 from gradlane.planning.advice.ways import find_ways
 from gradlane.planning.simulation.costs import MachineCosts
@@ -45,7 +45,13 @@ from gradlane.planning.simulation.grid import WORKER, SimulatedRow, clusters_of,
 from gradlane.planning.simulation.hosts import Host
 from gradlane.planning.simulation.ignored_options import check_effects
 from gradlane.planning.simulation.profiles import Profile
-from gradlane.planning.simulation.scenarios import FORMULAS, Cluster, run_scenario, scenario_of
+from gradlane.planning.simulation.scenarios import (
+    FORMULAS,
+    Cluster,
+    has_many_ranks,
+    run_scenario,
+    scenario_of,
+)
 from gradlane.planning.simulation.threads import in_threads, usual_threads
 from gradlane.planning.simulation.timeline import simulated_timeline
 from gradlane.report.console import print_written
@@ -238,7 +244,7 @@ def run_whatif(
 def variants_ahead(clusters: Sequence[Cluster]) -> list[Variant]:
     """Return variants to simulate beside a lone cluster of many ranks, before it is known whether
     they are needed: its own steps keep one processor for long."""
-    if len(clusters) > 1 or not changes_many(clusters[0]) or _has_late(clusters[0]):
+    if len(clusters) > 1 or not has_many_ranks(clusters[0]):
         return []
     return [unlimited_link(clusters[0]), *first_variants(clusters[0])]
 

@@ -14,9 +14,9 @@ from rich.console import Console
 from gradlane.cli import late_progress, whatif
 from gradlane.cli.late_progress import LateProgress
 from gradlane.cli.whatif import run_whatif
-from gradlane.planning.advice import variants as module
 from gradlane.planning.advice.causes import find_cause, first_variants, limit_beyond_link
 from gradlane.planning.advice.variants import Variant, Variants
+from gradlane.planning.simulation import scenarios as module
 from gradlane.planning.simulation.grid import SimulatedRow, evaluate, simulate
 from gradlane.planning.simulation.scenarios import Cluster
 from gradlane.planning.simulation.threads import in_threads

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from gradlane.planning.advice.variants import Variant, Variants, changes_many
+from gradlane.planning.advice.variants import Variant, Variants
 from gradlane.planning.simulation.grid import SimulatedRow
 from gradlane.planning.simulation.paths import Paths, PortRate
-from gradlane.planning.simulation.scenarios import SCHEME_STRATEGIES, Cluster
+from gradlane.planning.simulation.scenarios import SCHEME_STRATEGIES, Cluster, has_many_ranks
 
 GOAL = 0.95
 """The scaling factor that is good enough."""
@@ -193,7 +193,7 @@ def _ideals(cluster: Cluster) -> dict[str, Cluster]:
         with_free_host(cluster),
         rate_bps=_unlimited_bps(cluster),
         paths=Paths(),
-        large_frames=changes_many(cluster),
+        large_frames=has_many_ranks(cluster),
     )
     latency = replace(host, latency_s=0.0)
     return {

@@ -7,12 +7,8 @@ from dataclasses import dataclass, replace
 
 from gradlane.planning.simulation.grid import SimulatedRow, simulate
 from gradlane.planning.simulation.profiles import Profile
-from gradlane.planning.simulation.scenarios import Cluster
+from gradlane.planning.simulation.scenarios import Cluster, has_many_ranks
 from gradlane.planning.simulation.threads import in_threads
-
-MANY_RANKS = 256
-"""Ranks from which on variants are simulated for one step: a mean over so many ranks has less
-noise than the median of three steps of a few."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class Variants:
     def saved_s(self, row: SimulatedRow, variant: Variant) -> float:
         """Return by how many seconds the step of a variant is shorter than that of a row."""
         (changed,) = self.simulate([variant])
-        if changes_many(variant.cluster):
+        if has_many_ranks(variant.cluster):
             return row.first_step_s - changed.first_step_s
         return row.step_s - changed.step_s
 
@@ -70,11 +66,6 @@ class Variants:
                 for tensor in profile.tensors
             )
             profile = replace(profile, tensors=tensors)
-        if changes_many(cluster):
+        if has_many_ranks(cluster):
             cluster = replace(cluster, steps=1)
         return simulate(profile, cluster)[0]
-
-
-def changes_many(cluster: Cluster) -> bool:
-    """Return whether variants of a cluster are simulated for one step."""
-    return cluster.workers >= MANY_RANKS

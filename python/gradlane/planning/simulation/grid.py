@@ -20,10 +20,12 @@ from gradlane.planning.simulation.scenarios import (
     DDP,
     FORMULAS,
     IN_NETWORK,
+    MANY_RANKS_STEPS,
     RING_FUSED,
     Cluster,
     check_rounds,
     columns_of,
+    has_many_ranks,
     local_sums,
     machines_of,
     narrow_tensors,
@@ -163,6 +165,10 @@ def clusters_of(
         for update in (updates if strategy not in FORMULAS else (None,))
         for topology in (topologies if strategy == RING_FUSED else ("flat",))
         for rule in (rules if strategy in LEAVES_OUT else (WAIT,))
+    ]
+    found = [
+        replace(one, steps=min(one.steps, MANY_RANKS_STEPS)) if has_many_ranks(one) else one
+        for one in found
     ]
     valid = [one for one in found if not nodes_refusal(one)]
     reasons = dict.fromkeys(filter(None, map(nodes_refusal, found)))
@@ -315,6 +321,8 @@ def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> Simulate
     bound_s = _ring_bound_s(profile, cluster) if is_ring else _server_bound_s(profile, cluster)
     late = report.get("stragglers")
     step_s = float(report["step_s"] if late is None else late["others_step_s_mean"])
+    if has_many_ranks(cluster) and "steps_s" in report:
+        step_s = float(report["steps_s"][-1])
     staleness = report.get("staleness", {})
     left_out_share = _shares(late, "left_out_steps", cluster.steps)
     contributing = cluster.workers - sum(left_out_share or ())

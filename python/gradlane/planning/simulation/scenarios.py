@@ -63,6 +63,11 @@ LATE_STEPS = 60
 """Simulated steps with stragglers: bursts hit only a few of them."""
 LATE_JITTER = 0.01
 """`compute_jitter` with stragglers: exactly equal ranks would always arrive in the same order."""
+MANY_RANKS = 256
+"""Ranks from which on fewer steps are simulated: a mean over so many ranks has less noise than the
+median of three steps of a few."""
+MANY_RANKS_STEPS = 2
+"""Simulated steps of many ranks: a first, which is not like those after it, and one of these."""
 LANES_MAX = 64
 """Connections of a pair that the simulator takes."""
 REPRESENTATIVES = 8
@@ -173,6 +178,13 @@ def local_sums(cluster: Cluster) -> str:
 def machines_of(cluster: Cluster) -> int:
     """Return the number of machines, those of dedicated servers included."""
     return cluster.workers // cluster.ranks_per_node + cluster.serving
+
+
+def has_many_ranks(cluster: Cluster) -> bool:
+    """Return whether a cluster is simulated for few steps; with late ranks none is."""
+    return (
+        cluster.workers >= MANY_RANKS and cluster.straggler is None and cluster.stragglers == WAIT
+    )
 
 
 def nodes_refusal(cluster: Cluster) -> str:
