@@ -56,7 +56,7 @@ READERS = {
     "whatif resnet50 --workers 4 --rate 10gbit --costs FILE": "lab calibrate --json",
     "plan resnet50 --workers 4 --rate 10gbit --costs FILE": "lab calibrate --json",
     "lab grid --costs FILE": "lab calibrate --json",
-    "whatif resnet50 --workers 4 --rate 10gbit --additions FILE": "lines of elements,seconds",
+    "whatif resnet50 --workers 4 --rate 10gbit --additions FILE": "gradlane additions",
 }
 """Commands that read a file, and what makes one."""
 
@@ -284,10 +284,20 @@ MEASURES: dict[str, tuple[str, str, str, Any]] = {
     ),
 }
 """Commands that measure first: the package, what measures, the module that prints, a result."""
-OTHERS = {"lab run", "demo", "probe", "profile", "reproduce", "serve", "store", "watch"}
-OTHERS |= {"secret sign"}
+OTHERS = {
+    "lab run",
+    "demo",
+    "probe",
+    "profile",
+    "reproduce",
+    "serve",
+    "store",
+    "watch",
+    "additions",
+}
+OTHERS |= {"secret sign", "additions"}
 """Those whose file is there since their first run (`lab run`, `demo`), or that need other ranks, a
-session or checkpoints."""
+session or checkpoints, or that print while they measure."""
 
 
 def test_commands_with_a_file_are_all_known() -> None:

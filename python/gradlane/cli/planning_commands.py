@@ -252,7 +252,7 @@ def whatif(
     codecs = list(dict.fromkeys(codec or [RAW]))
     for text in codecs:
         check_codecs(codec_rules(text))
-    with remedied("it is a CSV file with lines of elements,seconds"):
+    with remedied("`gradlane additions` writes one"):
         added = () if additions is None else lists.read_additions(additions)
     threads = host_with(USUAL_PROCESSORS) if host is None else parse_host(host)
     if measured_single is not None and batch_time_s is not None:
@@ -356,6 +356,22 @@ def profile(
         batch_size=batch_size,
         batch_time_s=batch_time_s,
     )
+
+
+def additions(
+    path: Annotated[Path, typer.Argument(help="Where the CSV file goes.")] = Path("additions.csv"),
+    device: Annotated[
+        str, typer.Option(help="Such as cpu or cuda:1; if absent cuda where it is there, else cpu.")
+    ] = "",
+    json_path: JsonPath = None,
+) -> None:
+    """Measure how long vectors of many lengths take to add up, for `whatif --additions`."""
+    from gradlane.cli.additions import run_additions
+    from gradlane.report.console import wide_console
+
+    require_writable(path)
+    require_writable(json_path)
+    run_additions(device, console=wide_console(), path=path, json_path=json_path)
 
 
 def plan(
@@ -503,6 +519,7 @@ def add_planning(app: typer.Typer) -> None:
     """Put the commands among those of `gradlane`."""
     app.command()(whatif)
     app.command(context_settings={"allow_interspersed_args": False})(profile)
+    app.command()(additions)
     app.command()(plan)
     app.command()(probe)
     app.command()(doctor)
