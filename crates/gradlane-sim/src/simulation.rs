@@ -171,7 +171,7 @@ impl Run {
         };
         // The last rank is one that only serves, where there are any.
         let peers =
-            [0, scenario.ranks() - 1].map(|rank| channels.plan(0).peers_sent_to(Rank(rank)));
+            [0, scenario.ranks() - 1].map(|rank| channels.plan(0).peers_at_busier_end(Rank(rank)));
         if groups.weights.len() < scenario.ranks() as usize {
             channels = Channels::of(scenario, groups.weights.len() as u32)?;
         }

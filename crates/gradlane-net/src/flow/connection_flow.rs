@@ -20,7 +20,8 @@ pub(crate) struct ConnectionFlow {
 }
 
 impl ConnectionFlow {
-    /// Makes the flow control of a new connection, one of `peers` that this rank sends to.
+    /// Makes the flow control of a new connection, one of `peers` at the
+    /// busier of its ends.
     ///
     /// # Errors
     /// When the kernel refuses the size of the buffer.

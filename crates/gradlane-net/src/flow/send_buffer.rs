@@ -31,7 +31,7 @@ pub(super) struct SendBuffer {
 }
 
 impl SendBuffer {
-    /// Makes the buffer of a new connection, one of `peers`: of a fixed size, or (for 0) one that adapts
+    /// Makes the buffer of a new connection, one of `peers` at its busier end: of a fixed size, or (for 0) one that adapts
     /// to the path and to frames of `frame_bytes`. `low_water_bytes` may wait unsent, or more where it
     /// adapts; 0: no bound.
     ///

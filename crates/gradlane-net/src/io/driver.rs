@@ -40,6 +40,7 @@ impl Driver {
         shared: &Arc<Shared>,
     ) -> io::Result<Driver> {
         let sent_to = plan.peers_sent_to(Rank(options.rank)) as usize;
+        let meet = plan.peers_at_busier_end(Rank(options.rank)) as usize;
         let paced = options.pacing && sent_to > 1 && !is_local;
         let lane = |(lane, links): (usize, Vec<Option<PeerLink>>)| {
             let paced_peers = paced.then_some(sent_to);
@@ -53,7 +54,7 @@ impl Driver {
                 };
                 socket.watch(&shared.lanes[lane].poller, rank as u64, Interest::Begin)?;
                 core.engine.handle_writable(Rank(rank as u32), true);
-                let flow = ConnectionFlow::new(&*socket, options, sent_to)?;
+                let flow = ConnectionFlow::new(&*socket, options, meet)?;
                 core.peers.push(Some(Peer::new(Arc::clone(&socket))));
                 connections.push(Some(Connection::new(socket, seals, flow)));
             }
