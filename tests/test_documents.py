@@ -53,5 +53,40 @@ def test_the_index_has_every_page() -> None:
     assert pages == {name for name in re.findall(r"\]\(([^)/]+\.md)\)", index)}
 
 
+SCREEN_LINES = 45
+SCREEN_WORDS = 600
+
+
+def section_of(page: Path, heading: str) -> str:
+    """Return a page's section under a heading, or what stands before its first one."""
+    lines = page.read_text().splitlines()
+    starts = [at for at, line in enumerate(lines) if line.startswith("## ")]
+    if not heading:
+        return "\n".join(lines[: min(starts, default=len(lines))])
+    begins = [
+        at
+        for at, line in enumerate(lines)
+        if (found := re.match(r"#+ (.+)$", line))
+        and re.sub(r"[^\w\- ]", "", found[1].lower()).replace(" ", "-") == heading
+    ]
+    begin = begins[0]
+    end = min((at for at in starts if at > begin), default=len(lines))
+    return "\n".join(lines[begin:end])
+
+
+def test_each_question_is_answered_on_one_screen() -> None:
+    """The index asks what a new user asks; each answer is one click away, and short."""
+    index = (ROOT / "docs" / "README.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| (\[.+?) \|$", index.split("## First steps")[0], re.MULTILINE)
+    assert len(rows) >= 10
+    for question, answers in rows:
+        found = _LINK.findall(answers)
+        assert found, question
+        for path, heading in found:
+            text = section_of(ROOT / "docs" / path, heading)
+            size = len(text.splitlines()), len(text.split())
+            assert size[0] <= SCREEN_LINES and size[1] <= SCREEN_WORDS, (question, path, size)
+
+
 def test_the_front_page_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120

@@ -28,7 +28,7 @@ RunsBudgetS = Annotated[
     float,
     typer.Option(
         "--budget-s",
-        help="Begin no further run after so many seconds; call again for more.",
+        help="Seconds after which no further run begins; call again for more.",
         show_default="no limit",
     ),
 ]

@@ -32,12 +32,13 @@ _VARIABLES_HEAD = """# Environment variables
 
 A value that the program gives to `gradlane.init` goes before its variable. Options that are
 switched on or off take `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`. A variable that
-begins with `GRADLANE_` and is unknown is warned of. Defaults and ranges: [options](options.md).
+begins with `GRADLANE_` and is unknown is warned of. Meanings, defaults and ranges:
+[options](options.md).
 
 `python -m gradlane.cli.reference docs` writes this page.
 
-| variable | option | meaning |
-| --- | --- | --- |
+| variable | option |
+| --- | --- |
 """
 _LAUNCHERS = """
 ## Of launchers
@@ -58,13 +59,13 @@ def cli_page() -> str:
 def variables_page() -> str:
     """Return the page of environment variables."""
     rows = [
-        (rules.variable, f"`{group.__name__}.{name}`", rules.doc)
+        (rules.variable, f"`{group.__name__}.{name}`")
         for group in ENVIRONMENT_GROUPS
         for name, rules in option_rules(group).items()
         if rules.in_environment
     ]
-    rows += [(name, "-", meaning) for name, meaning in FURTHER_VARIABLES.items()]
-    table = "".join(f"| `{name}` | {option} | {doc} |\n" for name, option, doc in sorted(rows))
+    rows += [(name, f"none: {meaning}") for name, meaning in FURTHER_VARIABLES.items()]
+    table = "".join(f"| `{name}` | {option} |\n" for name, option in sorted(rows))
     return _VARIABLES_HEAD + table + _LAUNCHERS
 
 
@@ -73,7 +74,8 @@ def _sections(command: Any, path: str) -> Iterator[str]:
     children = getattr(command, "commands", None)
     if children is None:
         yield f"\n## {path}\n\n{_paragraphs(command.help)}\n"
-        yield f"\n```text\n{_usage(command, path)}\n```\n"
+        if (usage := _usage(command, path)) != f"{path} [OPTIONS]":
+            yield f"\n```text\n{usage}\n```\n"
         rows = [row for one in command.params if (row := _row(one)) is not None]
         if rows:
             yield "\n| argument | default | meaning |\n| --- | --- | --- |\n" + "".join(rows)

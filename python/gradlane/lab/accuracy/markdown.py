@@ -23,14 +23,15 @@ from gradlane.report.markdown import filled, markdown_table
 from gradlane.report.page import Cell, Table
 
 TEMPLATE = Path(__file__).with_name("page.md")
+PAGE_RATE_BPS = 1_000_000_000
+"""The rate whose times the page of text has; files and the page with plots have all."""
 FEW_SAVED = 0.5
 """Of the saving on the best task: less on another is worth a sentence."""
 SPREAD = """
 Tables are means over seeds ± standard deviation. Each seed is compared with the same seed of `p3`,
 which is full precision; a difference is called noise where its 95 % interval over seeds (Student's
-t) holds zero, or where it rounds to no tenth of a point. Of few seeds that interval is wide: a
-large loss so marked needs more seeds: it is not shown to be none. And of twenty differences that
-are none, one falls outside by chance.
+t) holds zero, or where it rounds to no tenth of a point. With few seeds that interval is wide, so
+a large loss that is marked as noise needs more seeds.
 """.strip()
 
 
@@ -155,7 +156,14 @@ def sweep_tables(rows: Sequence[Result]) -> dict[str, Table]:
 
 
 def _markdown(table: Table) -> str:
-    return markdown_table(table.columns, table.rows)
+    """Return a table, with columns of one rate alone where it has some of several."""
+    shown = [
+        at
+        for at, column in enumerate(table.columns)
+        if " at " not in column or column.endswith(f" at {format_rate(PAGE_RATE_BPS)}")
+    ]
+    rows = ([row[at] for at in shown] for row in table.rows)
+    return markdown_table([table.columns[at] for at in shown], rows)
 
 
 def losses_in_words(rows: Sequence[Result]) -> str:

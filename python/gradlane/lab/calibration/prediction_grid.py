@@ -159,13 +159,17 @@ def _is_sealed(run: Row | Prediction) -> bool:
 
 
 def table_of(predictions: Sequence[Prediction]) -> str:
-    """Return every cell as a table: measured, predicted, error."""
-    columns = ("workload", "rate", "dilation", "strategy", "measured", "predicted", "error")
-    rows = [
-        (it.workload, format_rate(it.rate_bps), f"{it.dilation:g}", it.strategy, *it.figures)
-        for it in predictions
-    ]
-    return markdown_table(columns, rows, numbers="-nn-nnn")
+    """Return every cell as a table, a column for each strategy: measured, predicted, error."""
+    strategies = list(dict.fromkeys(it.strategy for it in predictions))
+    rows = []
+    for (workload, rate_bps, dilation), group in grouped(
+        predictions, lambda it: (it.workload, it.rate_bps, it.dilation)
+    ).items():
+        found = {it.strategy: "{} / {} ({})".format(*it.figures) for it in group}
+        cells = (found.get(one, "-").replace(" ms", "").replace(" %", "") for one in strategies)
+        rows.append((workload, format_rate(rate_bps), f"{dilation:g}", *cells))
+    columns = ("workload", "rate", "dilation", *strategies)
+    return markdown_table(columns, rows, numbers="-nn" + "n" * len(strategies))
 
 
 def verdict_of(predictions: Sequence[Prediction]) -> str:

@@ -206,6 +206,12 @@ _CELLS: Mapping[str, Callable[[NetworkRow], str]] = {
 }
 """Cells of a row, by heading."""
 COLUMNS = tuple(_CELLS)
+_ON_THE_PAGE = tuple(
+    name
+    for name in COLUMNS
+    if name not in ("compute ms", "DDP scaling", "p3 scaling", "what helps")
+)
+"""Columns of the page of text, which says the others once for a network or a rate."""
 
 
 def cells_of(row: NetworkRow) -> tuple[str, ...]:
@@ -239,7 +245,7 @@ def answers(rows: Sequence[NetworkRow]) -> list[str]:
         if needs:
             text += (
                 f" Without fewer bytes {len(needs)} stay below: they need {min(needs):.1f} to "
-                f"{max(needs):,.0f} times fewer, or batches so many times larger between two "
+                f"{max(needs):,.0f} times fewer, or batches that much larger between two "
                 "exchanges."
             )
         found.append(text)
@@ -258,8 +264,9 @@ def print_study(console: Console, rows: Sequence[NetworkRow]) -> None:
 
 
 def _table(rows: Sequence[NetworkRow]) -> str:
-    numbers = f"-{'n' * (len(COLUMNS) - 2)}-"
-    return markdown_table(COLUMNS, map(cells_of, rows), numbers=numbers) + "\n"
+    numbers = "-" + "n" * (len(_ON_THE_PAGE) - 1)
+    cells = ([_CELLS[name](row) for name in _ON_THE_PAGE] for row in rows)
+    return markdown_table(_ON_THE_PAGE, cells, numbers=numbers) + "\n"
 
 
 def _assumptions(row: NetworkRow) -> str:

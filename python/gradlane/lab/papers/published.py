@@ -15,7 +15,14 @@ from typing import Any
 
 from rich.console import Console
 
-from gradlane.lab.papers.comparison import ROLES, Comparison, Published, published_of
+from gradlane.lab.papers.comparison import (
+    ROLES,
+    Comparison,
+    Published,
+    published_of,
+    published_tables,
+    speeds,
+)
 from gradlane.lab.papers.figures import FIGURES, Reproduction, paper_of, reproduce
 from gradlane.lab.papers.lowprec import fit_quality
 from gradlane.lab.papers.lowprec_model import PARTS, Errors, constants
@@ -28,6 +35,8 @@ TEMPLATE = Path(__file__).with_name("published.md")
 LIMITS = (5, 10, 25)
 """Percent within which predictions are counted."""
 COLUMNS = ("figure", "number", "published", "ours", "deviation, %", "cause")
+SAME = "as above"
+"""In place of a cause that the row above has, too."""
 
 
 def cause_of(row: Comparison) -> str:
@@ -144,6 +153,55 @@ def cells_of(row: Comparison) -> tuple[str, ...]:
     return theirs.figure, what, number(theirs.value), number(row.value), deviation, cause
 
 
+def lines_of(rows: Sequence[Comparison]) -> list[tuple[str, ...]]:
+    """Return the lines of a figure's table, each cause once where it repeats."""
+    lines: list[tuple[str, ...]] = []
+    last = ""
+    for row in rows:
+        *cells, cause = cells_of(row)[1:]
+        lines.append((*cells, SAME if cause == last else cause))
+        last = cause
+    return lines
+
+
+def speed_lines(rows: Sequence[Comparison]) -> list[tuple[str, ...]]:
+    """Return a table of speeds with a line for each network and encoding, a cell for each number
+    of GPUs: the published speed, ours, and the deviation of a prediction in percent."""
+    found = {row.published.key: row for row in rows}
+    content = published_tables()
+    table = rows[0].published.figure
+    lines: dict[tuple[str, str], dict[int, str]] = {}
+    for speed in speeds(table):
+        row = found[speed.key]
+        text = f"{number(speed.value)} / {number(row.value)}"
+        if not row.role and row.deviation is not None:
+            text += f" ({row.deviation:+.0f})"
+        lines.setdefault((speed.network, speed.encoding), {})[speed.gpus] = text
+    return [
+        (
+            f"{content['networks'][network]}, {content['encodings'][encoding]}",
+            *(cells.get(gpus, "-") for gpus in content["speeds"][table]["gpus"]),
+        )
+        for (network, encoding), cells in lines.items()
+    ]
+
+
+def _table_of(rows: Sequence[Comparison]) -> str:
+    """Return a figure's table, with what has to be said of it."""
+    name = rows[0].published.figure
+    if name not in published_tables()["speeds"]:
+        return markdown_table(COLUMNS[1:], lines_of(rows), numbers="-nnn-") + "\n"
+    gpus = published_tables()["speeds"][name]["gpus"]
+    columns = ("samples/s", *(f"{one} GPU{'s' if one > 1 else ''}" for one in gpus))
+    return (
+        "Published / ours, with the deviation of predictions in percent; the others are fitted or "
+        f"taken as input. `gradlane reproduce {name}` prints the parts of each step, the causes, "
+        "and which cells of the paper are hard to read.\n\n"
+        + markdown_table(columns, speed_lines(rows), numbers="-" + "n" * len(gpus))
+        + "\n"
+    )
+
+
 def _error_cells(text: str, made: Errors) -> tuple[str, ...]:
     within = tuple(str(one) for one in made.within)
     return text, str(made.cells), f"{made.mean:.1f}", f"{made.median:.1f}", *within
@@ -209,9 +267,7 @@ def markdown_of(made: Study, command: str) -> str:
         parts.append(f"### `{name}`: {FIGURES[name].title}\n")
         if name in made.settings:
             parts.append(f"Ours: {made.settings[name]}.\n")
-        parts.append(
-            markdown_table(COLUMNS[1:], [cells_of(row)[1:] for row in own], numbers="-nnn-") + "\n"
-        )
+        parts.append(_table_of(own))
     return filled(
         TEMPLATE,
         command=command,

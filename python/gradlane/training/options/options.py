@@ -61,7 +61,7 @@ class Options:
         UPDATES[0],
         "Where the optimizer runs: `worker`: any optimizer, on every rank; `server`: SGD, Adam or "
         "AdamW, on each slice's owner, which keeps the state (`docs/optimizers.md`); `Local(...)`: "
-        "any optimizer, on every rank by itself, with an exchange every so many steps "
+        "any optimizer, on every rank by itself, with rare exchanges "
         "(`docs/local-updates.md`).",
         known=UPDATES,
         agreed=True,

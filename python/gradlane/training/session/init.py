@@ -189,7 +189,7 @@ def init(
             name counts. See `docs/low-precision.md`.
         update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, Adam or AdamW, on each
             slice's owner, which keeps the state; see `docs/optimizers.md`; `Local(...)`: any
-            optimizer, on every rank by itself, with an exchange every so many steps; see
+            optimizer, on every rank by itself, with rare exchanges; see
             `docs/local-updates.md`.
         local: what the ranks of a node do before anything goes to the network: `"auto"`: they add
             up where several nodes have several ranks, and the order of sums, so the last bits,

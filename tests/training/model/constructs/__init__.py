@@ -30,15 +30,14 @@ same loop gives without gradlane, both with deferred updates (the default) and w
 `prepare(..., defer=False)`; every line is a test. *Refused* means: an error with this message.
 `python -m tests.training.model.constructs` writes this page; a test fails when it is out of date.
 
-References to parameters and gradients that a program keeps are right, too: whoever touches a
-parameter waits, and gradients that are kept from step to step have their means when `backward()`
-returns. Not so tensors that share the memory of parameters and states and are none of the model's,
-such as those of an old `state_dict()`, `p.data` kept from before, or a state kept out of
+Parameters and gradients that a program keeps are right, too: touching a parameter waits, and kept
+gradients have their means when `backward()` returns. Not so tensors that merely share their memory,
+such as those of an old `state_dict()`, a kept `p.data`, or a state kept out of
 `optimizer.state[p]`: call `session.synchronize()` before, or use `defer=False`. The same holds for
-kept parameters that are given to what takes their memory past Python: transforms of `torch.func`,
-functions of TorchScript, `torch.tensor(p)`, nested tensors, DLPack, extensions in C++; parameters
-read from the model (`model.weight`) are right there, too. Buffers that one rank alone writes
-through `.data` or NumPy are not noticed either: nothing counts such writes.
+kept parameters that are given to code that takes their memory past Python: transforms of
+`torch.func`, TorchScript, `torch.tensor(p)`, nested tensors, DLPack, extensions in C++; parameters
+read from the model (`model.weight`) are right there. Buffers that one rank alone writes through
+`.data` or NumPy are noticed late, since nothing counts such writes.
 """
 
 
