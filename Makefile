@@ -22,7 +22,7 @@ $(shell printf 'PYTHON ?= %s\nCONSTRAINTS ?= %s\n' '$(PYTHON)' '$(CONSTRAINTS)' 
 unexport PYTHONDONTWRITEBYTECODE
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml
 
-.PHONY: demo test test-rust test-python test-neon test-torch-suite faults swarm fuzz adversary lint bench docs format wheels audit clean build
+.PHONY: demo test test-rust test-python test-neon test-torch-suite faults swarm fuzz adversary lint bench docs format wheels release audit clean build
 
 demo: build
 	$(BIN)/gradlane demo
@@ -109,6 +109,11 @@ $(DOCS): $(STAMP)
 # What a release publishes, into `dist`: wheels that need no Rust, and the source.
 wheels: .cache/tools
 	PYTHON="$(PYTHON)" bash scripts/make-wheels dist
+
+# Everything that a release publishes, twice from the last commit, compared and checked, and an upload rehearsed on
+# this machine. Uploads nothing. TARGETS=x86_64-unknown-linux-gnu builds that target alone.
+release: .cache/tools
+	PYTHON="$(PYTHON)" "$(PYTHON)" scripts/release dist
 
 # Known weaknesses of the crates and Python packages in use. Needs the network; CI does not run it.
 audit: build
