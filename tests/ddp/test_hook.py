@@ -224,9 +224,9 @@ def test_hooks_of_the_lab_train(pool: FirstRanks, world_size: int) -> None:
     results = pool.run(
         f"{PROGRAMS}:train_in_lab",
         ranks=world_size,
-        hooks=["fp16", "powersgd", "qsgd:bits=8", "f32"],
+        hooks=["fp16", "bfloat16", "powersgd", "qsgd:bits=8", "f32"],
     )
-    for number in range(4):
+    for number in range(5):
         assert len({result[number] for result in results}) == 1
 
 

@@ -58,7 +58,7 @@ def lab_run(
         str,
         typer.Option(
             help="Comma-separated: none, ddp-gloo[:BUCKET_MB], ddp-gloo+CODEC, ddp-gloo+fp16, "
-            "ddp-gloo+powersgd, ddp-gather[:BUCKET_MB], p3, "
+            "ddp-gloo+bfloat16, ddp-gloo+powersgd, ddp-gather[:BUCKET_MB], p3, "
             "slicing, wfbp, kvstore, deferred-pull, ring, asgd, poseidon, sfb, adam, "
             "auto[:any-rounding], hierarchical[-shared][:collective]; p3/sealed: with sealed "
             "connections."

@@ -17,7 +17,8 @@ def register_hook(wrapped: nn.parallel.DistributedDataParallel, hook: str) -> No
 
     Args:
         wrapped: the model.
-        hook: `fp16`, `powersgd[:RANK]`, or the text of a codec.
+        hook: `fp16` and `bfloat16` (PyTorch's `bf16_compress_hook`), `powersgd[:RANK]`, or the
+            text of a codec.
 
     Raises:
         ValueError: there is no such hook.
@@ -25,6 +26,8 @@ def register_hook(wrapped: nn.parallel.DistributedDataParallel, hook: str) -> No
     name, _, argument = hook.partition(":")
     if name == "fp16":
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name == "bfloat16":
+        wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
     elif name == "powersgd":
         wrapped.register_comm_hook(_PowerSgd(int(argument or POWERSGD_RANK)), _powersgd)
     else:

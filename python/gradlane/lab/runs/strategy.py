@@ -61,8 +61,8 @@ class LabStrategy:
             after the name, as in `p3/going-on`.
         sealed: whether ranks have a secret, so that connections are sealed; written after the name,
             as in `p3/sealed`.
-        hook: what encodes DDP's gradients: `fp16` and `powersgd[:RANK]` of PyTorch's own, or a
-            codec for `gradlane.ddp.ddp_hook`; empty where nothing does.
+        hook: what encodes DDP's gradients: `fp16`, `bfloat16` and `powersgd[:RANK]` of PyTorch's
+            own, or a codec for `gradlane.ddp.ddp_hook`; empty where nothing does.
         local: what gradlane's ranks of one node do, as in `gradlane.init`.
         local_sums: how they add up, as in `gradlane.init`.
         any_rounding: whether what gradlane finds may add up in another order than that of the
@@ -243,7 +243,10 @@ def parse_strategy(text: str) -> LabStrategy:
             raise ValueError(f"{text!r}: the bucket size must be a number of megabytes above 0")
         family: Family = "ddp-gloo" if name == "ddp-gloo" else "ddp-gather"
         return LabStrategy(text=text.strip(), family=family, bucket_mb=bucket_mb, hook=hook)
-    ddp = ("ddp-gloo[:BUCKET_MB][+fp16|+powersgd[:RANK]|+CODEC]", "ddp-gather[:BUCKET_MB]")
+    ddp = (
+        "ddp-gloo[:BUCKET_MB][+fp16|+bfloat16|+powersgd[:RANK]|+CODEC]",
+        "ddp-gather[:BUCKET_MB]",
+    )
     on_nodes = (f"{name}[:{COLLECTIVE}]" for name in NODE_STRATEGIES)
     further = (f"{AUTO}[:{ANY_ROUNDING}]", POSEIDON, *FACTOR_SCHEMES, *on_nodes)
     known = ", ".join(("none", *ddp, *STRATEGIES, *further))
