@@ -51,7 +51,7 @@ def torchft_context(model: Any, optimizer: Any, update: str, address: str) -> An
         address: of this rank's node.
     """
     import torch
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo, LocalSGD
 
