@@ -36,7 +36,9 @@ LIMITS = (5, 10, 25)
 """Percent within which predictions are counted."""
 COLUMNS = ("figure", "number", "published", "ours", "deviation, %", "cause")
 SAME = "as above"
-"""In place of a cause that the row above has, too."""
+"""In place of a cause that the last one above says, too."""
+NEAR = 10
+"""Percent up to which the page of text gives no cause for a prediction's deviation."""
 
 
 def cause_of(row: Comparison) -> str:
@@ -154,13 +156,16 @@ def cells_of(row: Comparison) -> tuple[str, ...]:
 
 
 def lines_of(rows: Sequence[Comparison]) -> list[tuple[str, ...]]:
-    """Return the lines of a figure's table, each cause once where it repeats."""
+    """Return the lines of a figure's table: a cause where a prediction is not near, each once."""
     lines: list[tuple[str, ...]] = []
     last = ""
     for row in rows:
         *cells, cause = cells_of(row)[1:]
-        lines.append((*cells, SAME if cause == last else cause))
-        last = cause
+        if not row.role and row.is_within(NEAR):
+            shown = ""
+        else:
+            shown, last = SAME if cause == last else cause, cause
+        lines.append((*cells, shown))
     return lines
 
 
