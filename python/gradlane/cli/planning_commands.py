@@ -184,6 +184,21 @@ def whatif(
             "optimizer state if absent."
         ),
     ] = None,
+    samples: Annotated[
+        str | None,
+        typer.Option(
+            help="Samples of a whole training, such as 90x1.28e6: tells its hours and price, and "
+            "which clusters no other beats."
+        ),
+    ] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            help="Price of a machine for an hour, such as 3.06, or by its port's rate: "
+            "10gbit=3.06,100gbit=9.8."
+        ),
+    ] = None,
+    budget: Annotated[float | None, typer.Option(help="Price of a training at most.")] = None,
     batch_time_s: Annotated[
         str | None,
         typer.Option(
@@ -213,6 +228,7 @@ def whatif(
     """
     from gradlane.cli import whatif as command
     from gradlane.formats.durations import parse_duration_s
+    from gradlane.planning.advice.money import parse_prices
     from gradlane.planning.advice.ways import KINDS
     from gradlane.planning.simulation import lists
     from gradlane.planning.simulation.costs import MachineCosts
@@ -236,6 +252,7 @@ def whatif(
         checkpoint_interval=checkpoint_interval,
         checkpoint_time=checkpoint_time,
     )
+    prices = parse_prices(samples, price, budget)
     numbers = lists.parse_workers(workers)
     node_sizes = lists.parse_node_sizes(ranks_per_node)
     # What gradlane does by itself where nodes have several workers.
@@ -296,6 +313,7 @@ def whatif(
         ranks_per_node=node_sizes,
         rules=rules,
         faults=faults,
+        prices=prices,
         host=threads,
         is_host_given=host is not None,
         measured_step_s=None if measured_step is None else parse_duration_s(measured_step),

@@ -35,6 +35,13 @@ from gradlane.planning.advice.causes import (
 )
 from gradlane.planning.advice.faults import COLUMNS, cells_of, faults_json
 from gradlane.planning.advice.measured import MeasuredStep, explain_step
+from gradlane.planning.advice.money import (
+    TRAINING_COLUMNS,
+    Prices,
+    Trainings,
+    training_cells,
+    trainings_of,
+)
 from gradlane.planning.advice.pictures import Picture, clusters_with_pictures, picture_of
 from gradlane.planning.advice.variants import Variant, Variants
 from gradlane.planning.advice.verdict import offer_name
@@ -80,6 +87,7 @@ def run_whatif(
     updates: Sequence[Local | None] = (None,),
     fewer: Sequence[str] = (),
     faults: FaultSettings | None = None,
+    prices: Prices | None = None,
     host: Host | None = None,
     is_host_given: bool = True,
     measured_step_s: float | None = None,
@@ -105,13 +113,14 @@ def run_whatif(
         updates: local updates of the engine's strategies; None: a mean in each step.
         fewer: of `ways.KINDS`: what may change what is learned where exact training is not enough.
         faults: how often machines are lost; None: what faults cost is not computed.
+        prices: of machines, and a training's length; None: what trainings cost is not computed.
         host: threads of a rank, of which `base` has the numbers; None: they are not said.
         is_host_given: whether the user gave them.
         measured_step_s: a step as measured, which a link may explain or not.
         trace_path: where the timeline of the only combination goes, for Perfetto or Chrome.
         html_path: where an interactive page goes.
         json_path: where `profile` (its figures), `rows`, `answers` and `needs` go, and `faults`
-            where there are any.
+            and `trainings` where there are any.
 
     Raises:
         ValueError: a combination makes no sense, or several are to have one timeline.
@@ -226,6 +235,9 @@ def run_whatif(
         content["faults"] = faults_json(
             faults, [fault_cost(faults, row, profile.size_bytes) for row in rows]
         )
+    trainings = None if prices is None else trainings_of(rows, prices)
+    if trainings is not None:
+        content["trainings"] = trainings.to_json()
     if html_path is not None:
         from gradlane.planning.advice.page import report_from_whatif
 
@@ -236,6 +248,8 @@ def run_whatif(
         console.print(one.text, highlight=False)
     for sentence in (*hints, *(one.text for one in measured), *notes):
         console.print(sentence, highlight=False)
+    if trainings is not None:
+        _print_trainings(console, profile.batch_size, rows, trainings)
     if faults is not None:
         _print_faults(console, content["faults"])
     print_written(console, html_path, json_path)
@@ -431,6 +445,24 @@ def _print_faults(console: Console, faults: Mapping[str, Any]) -> None:
     console.print(table)
     for sentence in faults["verdicts"]:
         console.print(sentence, highlight=False)
+
+
+def _print_trainings(
+    console: Console, batch_size: int, rows: Sequence[SimulatedRow], trainings: Trainings
+) -> None:
+    table = Table(
+        title=f"{trainings.prices.samples:,.0f} samples, each worker with its batch of "
+        f"{batch_size}: what no other cluster beats",
+        title_justify="left",
+        title_style="",
+    )
+    for name in TRAINING_COLUMNS:
+        is_text = name in TRAINING_COLUMNS[-2:]
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name == "strategy")
+    for training in trainings.unbeaten:
+        table.add_row(*training_cells(training, rows[training.row]))
+    console.print(table)
+    console.print(trainings.text, highlight=False)
 
 
 def _table(codec: str, rows: Sequence[SimulatedRow]) -> Table:

@@ -30,6 +30,15 @@ COSTS = {
     STALE: "with gradients that are applied late, which changes what is learned",
 }
 """Kinds of costs, the smallest first."""
+LEARNING = {
+    EXACT: "the same",
+    ROUNDINGS: "other roundings",
+    SWITCH: "the same, by a switch",
+    BITS: "from fewer bits",
+    RARE: "from rare exchanges",
+    STALE: "from late gradients",
+}
+"""The same in a cell of a table."""
 FASTER, TIE, SLOWER = "faster", "tie", "slower"
 
 
