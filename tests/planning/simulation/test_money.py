@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,7 @@ from tests.command_line import run
 (ROW,) = evaluate(synthetic_profile("resnet50"), [Cluster(4, 1e10, free_host=True)])
 
 
-def row(
-    workers: int, samples_per_s: float, rate_bps: float = 1e10, **other: object
-) -> SimulatedRow:
+def row(workers: int, samples_per_s: float, rate_bps: float = 1e10, **other: Any) -> SimulatedRow:
     return replace(
         ROW,
         workers=workers,

@@ -307,7 +307,7 @@ ROWS = (
     PairRow(_F.NODES, _F.STRAGGLERS, CANNOT, "a node's ranks wait for each other before anything leaves, so a late one makes all of them late, and a step without it would lose them all", 'use local="off"'),
     PairRow(_F.NODES, _F.SERVERS, NOT_BUILT, "nodes own slices, not single ranks", 'use local="off"'),
     PairRow(_F.NODES, _F.SERVING, NOT_BUILT, "a node's ranks add up as ranks that train", 'use local="off"'),
-    PairRow(_F.NODES, _F.FACTORS, CANNOT, "factors of a node's ranks do not add up to fewer: as many leave the node as there are ranks, so a sum in the node saves nothing", 'use local="off"'),
+    PairRow(_F.NODES, _F.FACTORS, NOT_BUILT, "factors do not add up: a node's leader would have to collect its ranks' factors, send them to each other node once and hand out theirs (Poseidon, section 5.1)", 'use local="off"'),
     PairRow(_F.NODES, _F.PULLS, NOT_BUILT, "each rank pulls from servers by itself there", 'use local="off"'),
     PairRow(_F.SHARED, _F.CODEC, NOT_BUILT, "a rank carries a share of each large tensor, and a codec needs a tensor's shape", 'use local="leader"'),
     PairRow(_F.COLLECTIVE, _F.NO_NODES, CANNOT, "the ranks of a node add nothing up"),
