@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -248,3 +249,13 @@ def test_what_is_left_before_a_release_is_named(
         "no wheel for aarch64-unknown-linux-gnu: rustup target add aarch64-unknown-linux-gnu",
         "CHANGELOG.md says that 1.2.3 is unreleased: write the date",
     ]
+
+
+def test_the_conda_package_needs_what_the_wheel_does() -> None:
+    project = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")[2]
+    wanted = re.findall(r'"([a-z]+)>=([\d.]+)"', project.partition("]")[0])
+    recipe = (ROOT / "packaging/conda/recipe.yaml").read_text()
+    needs = dict(re.findall(r"^    - (\w+) >=([\d.]+)$", recipe, re.MULTILINE))
+    assert needs.pop("python") == "3.10" and needs.pop("__glibc") == "2.17"
+    assert needs == {{"torch": "pytorch"}.get(name, name): at for name, at in wanted}
+    assert {"torch", "numpy", "typer", "rich"} == {name for name, _ in wanted}
