@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--way", choices=("ddp", "local-sgd", "diloco"), default="ddp")
+    parser.add_argument("--way", choices=("gradients", "local-sgd", "diloco"), default="gradients")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after this time")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -1,9 +1,9 @@
 """Two replica groups under torchft's Manager over gradlane: one is killed, and comes back.
 
     pip install gradlane torchft
-    python examples/torchft_replicas.py --way ddp
+    python examples/torchft_replicas.py --way gradients
 
-`--way` is `ddp` (a mean of gradients each step), `local-sgd` or `diloco` (a mean of parameters
+`--way` is `gradients` (a mean each step), `local-sgd` or `diloco` (a mean of parameters
 every few steps). `--backend gloo` runs the same over torchft's own process group. The parent
 process runs the lighthouse and the two replicas, kills one of them, and starts it again.
 """
@@ -43,7 +43,7 @@ def process_group(backend: str) -> Any:
 def replica(number: int, way: str, backend: str, pause_s: float) -> None:
     """Train one replica group of one rank until it is told to end; prints a line for each try."""
     from torch.distributed import TCPStore
-    from torchft import DistributedDataParallel, Manager, Optimizer
+    from torchft import Manager, Optimizer
     from torchft.local_sgd import DiLoCo, LocalSGD
 
     torch.set_num_threads(1)
@@ -78,9 +78,8 @@ def replica(number: int, way: str, backend: str, pause_s: float) -> None:
     )
     optimizer: Any = inner
     averaging: Any = nullcontext()
-    forward = model
-    if way == "ddp":
-        forward, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
+    if way == "gradients":
+        optimizer = Optimizer(manager, inner)
     elif way == "local-sgd":
         averaging = LocalSGD(manager, model, inner, sync_every=SYNC_EVERY)
     else:
@@ -92,8 +91,12 @@ def replica(number: int, way: str, backend: str, pause_s: float) -> None:
         while not ends:
             inputs = torch.randn(32, 64, generator=generator)
             optimizer.zero_grad()
-            loss = (forward(inputs)[:, 0] - inputs.sum(1)).square().mean()
+            loss = (model(inputs)[:, 0] - inputs.sum(1)).square().mean()
             loss.backward()
+            if way == "gradients":
+                # Not torchft's DDP: it ends when a replica is lost during a sum.
+                for parameter in model.parameters():
+                    manager.allreduce(parameter.grad).wait()
             optimizer.step()
             time.sleep(pause_s)
             total = sum(parameter.double().sum().item() for parameter in model.parameters())
@@ -186,7 +189,7 @@ class Replica:
 def main() -> None:
     """Run two replicas, kill one of them, start it again, and compare what both have learned."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--way", choices=("ddp", "local-sgd", "diloco"), default="ddp")
+    parser.add_argument("--way", choices=("gradients", "local-sgd", "diloco"), default="gradients")
     parser.add_argument("--backend", choices=("gradlane", "gloo"), default="gradlane")
     parser.add_argument("--steps", type=int, default=20, help="tries before the kill, and after")
     parser.add_argument("--pause-s", type=float, default=0.05, help="seconds of work in each step")

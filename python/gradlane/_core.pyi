@@ -54,6 +54,7 @@ class Group:
         job: str,
         rank: int,
         peers: list[str],
+        generation: int,
         secret: bytes,
         seal: bool,
         connect_timeout_s: float,
@@ -68,6 +69,7 @@ class Group:
             job: the same on every rank.
             rank: this one.
             peers: `host:port` of every rank.
+            generation: number of the membership, the same on every rank.
             secret: the same on every rank.
             seal: whether all that is sent is encrypted and authenticated.
             connect_timeout_s: time for all ranks to be connected.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ReduceOp
+from torch.distributed import distributed_c10d as registry
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -351,3 +352,116 @@ def lost_references(store: Any, rank: int, world_size: int, job: str) -> list[fl
             dist.all_gather_coalesced(lists, [torch.full((2,), 1.0), torch.full((3,), 2.0)])
         found.append(sum(tensor.sum().item() for row in lists for tensor in row))
     return found
+
+
+def dropped_works(store: Any, rank: int, world_size: int, job: str) -> list[Any]:
+    """Call, and keep neither works nor tensors; return what arrives, and what is polled for."""
+    found: list[Any] = []
+    size = 3_000_000
+    with world("gradlane", store, rank, world_size, job):
+        if rank == 0:
+            dist.isend(torch.full((size,), 7.0), 1)
+            others = [torch.full((size,), -1.0) for _ in range(4)]
+            store.set(f"{job}/dropped", "yes")
+            found.append(int((others[0] != -1).sum()))
+        else:
+            store.wait([f"{job}/dropped"], datetime.timedelta(seconds=60))
+            tensor = torch.empty(size)
+            dist.recv(tensor, 0)
+            found.append(int((tensor != 7).sum()))
+        columns = torch.arange(6.0).reshape(2, 3).t()
+        polled: Any = dist.all_reduce(columns, async_op=True)
+        while not polled.is_completed():
+            time.sleep(0.001)
+        found.append(columns.tolist())
+        columns = torch.arange(6.0).reshape(2, 3).t()
+        dist.all_reduce(columns, async_op=True)
+        gc.collect()
+        dist.barrier()
+        until = time.monotonic() + 30
+        while columns[0, 1] != 6 and time.monotonic() < until:
+            time.sleep(0.001)
+        found.append(columns.tolist())
+        # Many works with and without futures: none is taken for another one.
+        sums = []
+        for number in range(300):
+            tensor = torch.full((1 + number % 7,), float(number))
+            work: Any = dist.all_reduce(tensor, async_op=True)
+            if number % 3:
+                sums.append(work.get_future().then(lambda it: it.value()[0][0].item()))
+            del work, tensor
+        found.append(sum(it.wait() for it in sums) == 2 * sum(it for it in range(300) if it % 3))
+    return found
+
+
+def reconfigured(store: Any, rank: int, world_size: int, job: str) -> list[Any]:
+    """Shrink, grow and order a group anew; return sums, ranks, sizes and what is said."""
+    said: list[Any] = []
+    count = 0
+
+    def note(call: Callable[[], Any]) -> None:
+        try:
+            said.append(call())
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+
+    def total() -> tuple[float, int, int]:
+        tensor = torch.full((50_000,), float(10**rank))
+        dist.all_reduce(tensor)
+        return tensor[-1].item(), dist.get_rank(), dist.get_world_size()
+
+    def handles(members: Sequence[int]) -> list[str]:
+        nonlocal count
+        count += 1
+        if rank in members:
+            store.set(f"{job}/{count}/{rank}", registry._get_reconfigure_handle())
+        return [store.get(f"{job}/{count}/{it}").decode() for it in members]
+
+    def configure(number: int, given: Any, timeout_s: float = 60) -> None:
+        timeout = datetime.timedelta(seconds=timeout_s)
+        registry._reconfigure(number, given, timeout=timeout).wait()
+
+    gradlane.distributed.register()
+    dist.init_process_group(
+        "gradlane",
+        store=PrefixStore(f"{job}/group", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=60),
+        enable_reconfigure=True,
+    )
+    try:
+        said.append(registry._supports_reconfigure())
+        note(total)
+        configure(1, handles([0, 1, 2]))
+        note(total)
+        # Two of them, in another order; the third one waits for ranks that have left.
+        few = handles([1, 0])
+        if rank < 2:
+            configure(2, few)
+        note(total)
+        # Mistakes, after which the group goes on.
+        every = handles([0, 1, 2])
+        note(lambda: configure(1, every))
+        note(lambda: configure(3, [every[0]] * 2))
+        note(lambda: configure(3, []))
+        note(lambda: configure(3, [it for it in every if it != every[rank]]))
+        note(lambda: configure(3, [*every, "gradlane"]))
+        note(lambda: configure(3, [*every, every[0].replace("127.0.0.1", "127.0.0.2", 1)]))
+        # A call of one rank alone runs while all leave.
+        alone: Any = dist.all_reduce(torch.ones(100_000), async_op=True) if rank == 0 else None
+        configure(4, set(every))
+        note(alone.wait if rank == 0 else lambda: "closed here")
+        note(total)
+        # One rank calls with another number.
+        every = handles([0, 1, 2])
+        note(lambda: configure(5 + (rank == 2), every, timeout_s=2))
+        note(total)
+        every = handles([2, 1, 0])
+        configure(7, every)
+        note(total)
+        registry._abort_process_group()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return said

@@ -18,6 +18,9 @@ import torch
 
 from gradlane.distributed import GroupOptions, registration
 from gradlane.distributed.backend import check_tensor
+from gradlane.distributed.group_connector import JOB
+from gradlane.distributed.reconfiguration import Handle
+from gradlane.training.rendezvous.signatures import StoreSigner
 from tests.built import needs_core
 from tests.paths import ROOT
 from tests.torch_versions import torch_release
@@ -58,6 +61,31 @@ def test_means_bools_strides_objects_futures_and_coalescing(pool: RankPool) -> N
 
 def test_groups_outlive_their_python_objects_and_gather_lists(pool: RankPool) -> None:
     assert pool.run(f"{PROGRAMS}:lost_references", ranks=2) == [[4.0, 4.0, 16.0]] * 2
+
+
+def test_works_that_nobody_keeps_end_in_their_memory(pool: RankPool) -> None:
+    doubled = [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
+    results = pool.run(f"{PROGRAMS}:dropped_works", ranks=2)
+    assert results == [[0, doubled, doubled, True]] * 2
+
+
+def test_a_group_is_reconfigured_for_fewer_more_and_other_ranks(pool: RankPool) -> None:
+    results = pool.run(f"{PROGRAMS}:reconfigured", ranks=3)
+    for rank, said in enumerate(results):
+        supports, empty, whole, few, used, doubled, none, missing, junk, forged, *rest = said
+        running, again, other, failed, last = rest
+        assert supports is True and "has no members" in empty
+        assert whole == (111.0, rank, 3)
+        assert few == (11.0, 1 - rank, 2) if rank < 2 else "has left the group" in few
+        assert "the number 1 was used before" in used
+        assert "a handle twice" in doubled and "at least one" in none
+        assert "its own handle is not among the 2 given" in missing
+        assert "is no handle for this group" in junk and "is no handle for this group" in forged
+        assert "closed here" in running or "has left the group" in running
+        # A set is in the order of the ranks before.
+        assert again == (111.0, [1, 0, 2][rank], 3)
+        assert "DistBackendError" not in other and "has no members" in failed
+        assert last == (111.0, 2 - rank, 3)
 
 
 def test_groups_of_some_ranks_do_not_meet_each_other(pool: RankPool) -> None:
@@ -153,6 +181,23 @@ def test_a_tensor_of_another_device_is_refused_by_name() -> None:
     tensor: Any = SimpleNamespace(device=torch.device("cuda", 1), layout=torch.strided)
     with pytest.raises(ValueError, match=r"all_reduce of a tensor on cuda:1.*cuda:nccl"):
         check_tensor("all_reduce", tensor)
+
+
+def test_a_missing_torchft_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchft", None)
+    monkeypatch.setitem(sys.modules, "torchft.process_group", None)
+    monkeypatch.delitem(sys.modules, "gradlane.distributed.torchft", raising=False)
+    with pytest.raises(ImportError, match=r"needs torchft .*: pip install torchft"):
+        importlib.import_module("gradlane.distributed.torchft")
+
+
+def test_a_handle_of_another_secret_is_refused_by_name() -> None:
+    signers = [StoreSigner.of(0, secret, JOB, "of handles") for secret in ("one", "other", None)]
+    text = Handle(3, "127.0.0.1:9", "token").write(signers[0])
+    assert Handle.read(text, signers[0]) == Handle(3, "127.0.0.1:9", "token")
+    for signer in signers[1:]:
+        with pytest.raises(torch.distributed.DistBackendError, match="no handle for this group"):
+            Handle.read(text, signer)
 
 
 def test_the_package_names_the_registration_as_torch_looks_it_up() -> None:

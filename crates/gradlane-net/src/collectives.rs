@@ -8,6 +8,7 @@
 //! | `element` | types of elements and reductions |
 //! | `memory`, `scratch` | the memory of calls, and of strands |
 //! | `frame` | the fields of a frame |
+//! | `limits` | lengths from which messages go another way |
 //! | `peers` | frames that wait for each peer, bytes under way, presence |
 //! | `running` | collectives that have begun |
 //! | `points` | messages between two ranks |
@@ -23,6 +24,7 @@ mod element;
 mod error;
 mod frame;
 mod group;
+mod limits;
 mod links;
 #[allow(unsafe_code, reason = "borrows the memory of collectives")]
 mod memory;
@@ -31,6 +33,8 @@ mod points;
 mod running;
 mod schedule;
 mod scratch;
+#[cfg(test)]
+mod simulation;
 mod state;
 mod work;
 

@@ -88,7 +88,7 @@ pub(crate) struct Group {
 impl Group {
     /// Connect to all ranks. Blocks until they are connected or the connect timeout is over.
     #[new]
-    #[pyo3(signature = (listener, *, name, job, rank, peers, secret, seal, connect_timeout_s, silence_timeout_s, spin_us))]
+    #[pyo3(signature = (listener, *, name, job, rank, peers, generation, secret, seal, connect_timeout_s, silence_timeout_s, spin_us))]
     #[allow(clippy::too_many_arguments, reason = "keywords of one Python call")]
     fn new(
         py: Python<'_>,
@@ -97,6 +97,7 @@ impl Group {
         job: String,
         rank: u32,
         peers: Vec<String>,
+        generation: u32,
         secret: &[u8],
         seal: bool,
         connect_timeout_s: f64,
@@ -108,6 +109,7 @@ impl Group {
             job,
             rank,
             size: u32::try_from(peers.len()).unwrap_or(u32::MAX),
+            generation,
             seal,
             connect_timeout: seconds(connect_timeout_s)?,
             silence_timeout: seconds(silence_timeout_s)?,

@@ -85,7 +85,28 @@ class GradlaneBackend(c10d.Backend):  # type: ignore[misc]
         self._process_id = os.getpid()
         _open.add(self)
 
+    def replace(self, group: CoreGroup, rank: int, size: int) -> None:
+        """Leave the group, and go on with other connections.
+
+        Args:
+            group: connected, or one that refuses all calls.
+            rank: this rank in it.
+            size: number of its ranks.
+        """
+        self.shutdown()
+        self._group, self._own, self._ranks = group, rank, size
+        self._futures = Futures(group)
+        _open.add(self)
+
     # What the group is
+
+    def rank(self) -> int:
+        """Return this rank."""
+        return self._own
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._ranks
 
     def getBackendName(self) -> str:  # noqa: N802
         """Return the backend's name."""
@@ -265,9 +286,16 @@ class GradlaneBackend(c10d.Backend):  # type: ignore[misc]
             work.wait()
         except DistBackendError as error:
             missing = work.missing_ranks()
-            if self._own or not missing:
-                raise
             # Gloo's words, which programs look for.
+            if self._own:
+                came = (
+                    f"Rank {self._own} successfully reached monitoredBarrier, but received errors"
+                )
+                raise DistBackendError(
+                    f"{came} while waiting for send/recv from rank 0: {error}"
+                ) from None
+            if not missing:
+                raise
             names = ", ".join(map(str, missing))
             failed = f"{'Rank' if len(missing) == 1 else 'Ranks'} {names} failed to pass"
             what = f"{failed} monitoredBarrier in" if opts.timeout else _NO_TIME
@@ -286,7 +314,7 @@ class GradlaneBackend(c10d.Backend):  # type: ignore[misc]
                 to, tag & _TAG_MASK, source.data_ptr(), source.nbytes, self._timeout_s
             )
         except Exception as error:
-            raise self._failure(error) from None
+            raise self.failure(error) from None
         return self._work([work], [source], [], None)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> GradlaneWork:
@@ -306,7 +334,7 @@ class GradlaneBackend(c10d.Backend):  # type: ignore[misc]
                 source, tag & _TAG_MASK, into.data_ptr(), into.nbytes, self._timeout_s
             )
         except Exception as error:
-            raise self._failure(error) from None
+            raise self.failure(error) from None
         return self._work([work], [into], [tensor], _copy_back([(tensor, into)]))
 
     # How calls are made
@@ -369,7 +397,7 @@ class GradlaneBackend(c10d.Backend):  # type: ignore[misc]
                 is_waited_for,
             )
         except Exception as error:
-            raise self._failure(error) from None
+            raise self.failure(error) from None
         finish = _copy_back(copied) if copied else None
         return self._work([work], [*given, *into], list(outputs), finish)
 
@@ -381,14 +409,14 @@ class GradlaneBackend(c10d.Backend):  # type: ignore[misc]
         finish: Any,
     ) -> GradlaneWork:
         return GradlaneWork(
-            self._futures, self._group, works, tensors, outputs, self._failure, finish
+            self._futures, self._group, works, tensors, outputs, self.failure, finish
         )
 
     def _join(self, works: Sequence[GradlaneWork]) -> GradlaneWork:
         """Return one work for several."""
-        return GradlaneWork.joined(works, self._futures, self._group, self._failure)
+        return GradlaneWork.joined(works, self._futures, self._group, self.failure)
 
-    def _failure(self, error: Exception) -> Exception:
+    def failure(self, error: Exception) -> Exception:
         """Return the exception of torch for one of the core."""
         if type(error).__name__ != "GroupError":
             return error

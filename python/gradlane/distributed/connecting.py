@@ -12,21 +12,19 @@ from typing import Any
 from torch.distributed import DistBackendError
 
 from gradlane.distributed.backend import GradlaneBackend
+from gradlane.distributed.group_connector import JOB, GroupConnector
 from gradlane.distributed.options import GroupOptions
-from gradlane.training.core import load_core
-from gradlane.training.options.option_fields import with_environment
-from gradlane.training.options.option_groups import Network
+from gradlane.distributed.reconfiguration import ReconfigurableGroup
 from gradlane.training.options.secret import draw_secret
 from gradlane.training.rendezvous import addresses
 from gradlane.training.rendezvous.rendezvous import store_address
 from gradlane.training.rendezvous.signatures import StoreSigner
 
-_JOB = "torch.distributed"
 _START = "gradlane/start"
 
 
-def connect(settings: Any, options: Any) -> GradlaneBackend:
-    """Connect all ranks of a group and return the backend of this one.
+def create(settings: Any, options: Any) -> Any:
+    """Return the backend of this rank, or a group that waits for its members.
 
     Args:
         settings: torch's `_DistributedBackendOptions`.
@@ -36,67 +34,47 @@ def connect(settings: Any, options: Any) -> GradlaneBackend:
         DistBackendError: a rank did not come in time, or was refused; the message names it.
         ValueError: an option is wrong.
     """
-    rank, size, name = settings.group_rank, settings.group_size, str(settings.group_id or "")
     own = options if isinstance(options, GroupOptions) else GroupOptions()
-    network = with_environment(own.network, os.environ)
+    rank, size = settings.group_rank, settings.group_size
+    name, store = str(settings.group_id or ""), settings.store
     if getattr(settings, "enable_reconfigure", False):
-        raise DistBackendError(
-            f"group {name!r}: the backend gradlane cannot be reconfigured yet: leave "
-            "enable_reconfigure off"
-        )
-    core: Any = load_core()
-    store, wait_s = settings.store, min(network.connect_timeout_s, _seconds(settings.timeout))
+        return ReconfigurableGroup(store, rank, size, name, settings.timeout, own)
+    return connect(store, rank, size, name, settings.timeout, own)
+
+
+def connect(
+    store: Any, rank: int, size: int, name: str, timeout: timedelta, options: GroupOptions
+) -> GradlaneBackend:
+    """Connect all ranks of a group by way of their store, and return the backend of this one.
+
+    Args:
+        store: of the group alone.
+        rank: this rank.
+        size: number of ranks.
+        name: of the group, the same on every rank.
+        timeout: for connections, and of calls that give none.
+        options: see `GroupOptions`.
+
+    Raises:
+        DistBackendError: a rank did not come in time, or was refused; the message names it.
+        ValueError: an option is wrong.
+    """
+    connector = GroupConnector(options, store, name)
+    wait_s = connector.wait_s(timeout)
     at = addresses.endpoint(*store_address(store, os.environ))
-    user_secret = network.read_secret()
-    meeting = _Meeting(store, StoreSigner.of(rank, user_secret, _JOB, at), rank, size, name, wait_s)
+    signer = StoreSigner.of(rank, connector.secret, JOB, at)
+    meeting = _Meeting(store, signer, rank, size, name, wait_s)
     start = {"job": secrets.token_hex(16), "secret": draw_secret()} if rank == 0 else None
-    if start is not None and user_secret is not None:
+    if start is not None and connector.secret is not None:
         del start["secret"]
     start = meeting.share(start)
-    listener, host = _listen(core, network, store)
     try:
-        peers = meeting.exchange(addresses.endpoint(host, listener.port))
-        secret = user_secret if user_secret is not None else start["secret"]
-        group = core.Group(
-            listener,
-            name=name,
-            job=start["job"],
-            rank=rank,
-            peers=peers,
-            secret=secret.encode(),
-            seal=network.seal and user_secret is not None,
-            connect_timeout_s=wait_s,
-            silence_timeout_s=network.silence_timeout_s,
-            spin_us=own.spin_us,
-        )
-    except core.ChannelError as error:
-        raise DistBackendError(f"rank {rank}, group {name!r}: {error.args[0]}") from error
+        peers = meeting.exchange(connector.listen())
+        secret = connector.secret if connector.secret is not None else start["secret"]
+        group = connector.connect(start["job"], rank, peers, 0, secret, wait_s)
     finally:
-        # A listener that the group has taken is not this one's any more.
-        listener.close()
-    return GradlaneBackend(group, rank, size, name, settings.timeout)
-
-
-def _seconds(timeout: timedelta | None) -> float:
-    return float("inf") if timeout is None else timeout.total_seconds()
-
-
-def _listen(core: Any, network: Network, store: Any) -> tuple[Any, str]:
-    """Return a listener and the host that other ranks reach it at."""
-    low, high = network.ports or (0, 0)
-    reached = store_address(store, os.environ)
-    hosts = addresses.listening_addresses(
-        network.interface or os.environ.get("GRADLANE_INTERFACE"), network.advertise, reached
-    )
-    for host in hosts:
-        try:
-            listener = core.Listener(host, low, high)
-        except OSError:
-            if host == hosts[-1]:
-                raise
-            continue
-        return listener, addresses.resolve(network.advertise or host)
-    raise AssertionError("there is an address to listen on")
+        connector.close()
+    return GradlaneBackend(group, rank, size, name, timeout)
 
 
 class _Meeting:

@@ -49,6 +49,6 @@ def register() -> None:
 
 
 def _create(settings: Any, options: Any) -> Any:
-    from gradlane.distributed.connecting import connect
+    from gradlane.distributed.connecting import create
 
-    return connect(settings, options)
+    return create(settings, options)

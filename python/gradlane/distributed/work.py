@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +26,8 @@ _NO_TIMEOUT = timedelta(0)
 class GradlaneWork(c10d.Work):  # type: ignore[misc]
     """One call, or several that end together.
 
-    Keeps the tensors of the call until it has ended.
+    Keeps the tensors of the call until it has ended. When nobody keeps the work itself, its
+    tensors stay with `Futures` until then.
     """
 
     def __init__(
@@ -79,8 +84,11 @@ class GradlaneWork(c10d.Work):  # type: ignore[misc]
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the call has ended."""
-        return all(work.is_done() for work in self._works)
+        """Return whether the call has ended; its results are in their tensors then."""
+        is_done = all(work.is_done() for work in self._works)
+        if is_done and self.exception() is None:
+            self._complete()
+        return is_done
 
     def is_success(self) -> bool:
         """Return whether the call has ended without an error."""
@@ -131,10 +139,17 @@ class GradlaneWork(c10d.Work):  # type: ignore[misc]
             else:
                 is_new = False
         if is_new:
-            self._futures.add(self, self._works)
+            self._futures.add(self._resolve, self._works)
         return self._future
 
-    def resolve(self) -> None:
+    def __del__(self) -> None:
+        """Keep the tensors of a call that runs and that nobody waits for."""
+        if self._tensors and self._futures.is_of_this_process():
+            self._futures.add(
+                functools.partial(_finish, self._works, self._tensors, self._finish), self._works
+            )
+
+    def _resolve(self) -> None:
         """Complete the future of a call that has ended."""
         error = self.exception()
         if error is None:
@@ -154,44 +169,82 @@ class GradlaneWork(c10d.Work):  # type: ignore[misc]
                 finish()
 
 
+def _finish(
+    works: Sequence[CoreWork], tensors: list[torch.Tensor], finish: Callable[[], None] | None
+) -> None:
+    """Give the results of a call that nobody waits for to its tensors, which are kept so long."""
+    del tensors
+    with contextlib.suppress(Exception):
+        for work in works:
+            work.result()
+        if finish is not None:
+            finish()
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A function to call, and how many calls have to end before."""
+
+    ended: Callable[[], None]
+    works: Sequence[CoreWork]
+    left: int
+
+
 class Futures:
-    """Completes the futures of a group's works, on a thread that begins with the first one."""
+    """Calls functions when a group's works have ended, on a thread that begins with the first."""
 
     def __init__(self, group: CoreGroup) -> None:
         self._group = group
-        self._lock = threading.Lock()
-        self._waiting: dict[int, tuple[GradlaneWork, list[Any]]] = {}
+        self._lock = threading.RLock()
+        # By key. A work may be waited for twice: by a future, and for its tensors.
+        self._waiting: dict[int, tuple[CoreWork, list[_Waiting]]] = {}
         self._thread: threading.Thread | None = None
+        self._is_over = False
+        self._process_id = os.getpid()
 
-    def add(self, work: GradlaneWork, works: Sequence[CoreWork]) -> None:
-        """Complete a work's future when all of its calls have ended."""
-        if all(one.is_done() for one in works):
-            work.resolve()
-            return
-        left = [one.key() for one in works]
+    def is_of_this_process(self) -> bool:
+        """Return whether the group is not that of a parent process."""
+        return self._process_id == os.getpid()
+
+    def add(self, ended: Callable[[], None], works: Sequence[CoreWork]) -> None:
+        """Call a function when all works have ended, at once where they have."""
+        waiting = _Waiting(ended, works, len(works))
         with self._lock:
-            for key in left:
-                self._waiting[key] = (work, left)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="gradlane-futures", daemon=True
-                )
-                self._thread.start()
+            is_done = self._is_over or all(one.is_done() for one in works)
+            if not is_done:
+                for one in works:
+                    self._waiting.setdefault(one.key(), (one, []))[1].append(waiting)
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._run, name="gradlane-futures", daemon=True
+                    )
+                    self._thread.start()
+        if is_done:
+            ended()
+            return
         for one in works:
             self._group.watch(one)
 
     def _run(self) -> None:
-        while True:
-            ended = self._group.next_ended(60.0)
-            if ended is None:
-                return
-            for key in ended:
-                with self._lock:
-                    found = self._waiting.pop(key, None)
-                    if found is None:
-                        continue
-                    work, left = found
-                    left.remove(key)
-                    is_last = not left
-                if is_last:
-                    work.resolve()
+        while (keys := self._group.next_ended(60.0)) is not None:
+            for key in keys:
+                for ended in self._ended_by(key):
+                    ended()
+        # The group is closed, and all of its works have ended.
+        with self._lock:
+            self._is_over = True
+            rest = {id(one): one for _, waiting in self._waiting.values() for one in waiting}
+            self._waiting.clear()
+        for one in rest.values():
+            one.ended()
+
+    def _ended_by(self, key: int) -> list[Callable[[], None]]:
+        with self._lock:
+            work, waiting = self._waiting.get(key, (None, []))
+            # A work may be reported twice, and a newer one have its key by then.
+            if work is None or not work.is_done():
+                return []
+            del self._waiting[key]
+            for one in waiting:
+                one.left -= 1
+            return [one.ended for one in waiting if one.left == 0]

@@ -6,6 +6,7 @@
 
 use super::call::{Call, Operation, RANKS_MAX};
 use super::error::{GroupError, GroupErrorKind};
+use super::limits::Limits;
 use super::links::{Link, Links};
 use super::state::GroupState;
 use super::work::{Begun, Work};
@@ -45,6 +46,8 @@ pub struct GroupOptions {
     pub rank: u32,
     /// Number of ranks.
     pub size: u32,
+    /// Number of the membership, the same on every rank; frames of another one are refused.
+    pub generation: u32,
     /// Whether all that ranks send each other is encrypted and authenticated; needs a secret.
     pub seal: bool,
     /// Time for all ranks to be connected.
@@ -94,7 +97,7 @@ impl Group {
         secret: &[u8],
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Group, ChannelError> {
-        let GroupOptions { rank, size, .. } = *options;
+        let GroupOptions { rank, size, generation, .. } = *options;
         if rank >= size || size > RANKS_MAX || peers.len() != size as usize {
             return Err(ChannelError::Argument(format!(
                 "rank {rank} of {size} with {} addresses: a group has 1 to {RANKS_MAX} ranks and the \
@@ -109,7 +112,7 @@ impl Group {
         let identity = Identity {
             rank: Rank(rank),
             world_size: size,
-            generation: 0,
+            generation,
             lanes: 1,
             job_digest: digest(options.job.as_bytes()),
             table_digest: digest(format!("collectives {}", options.name).as_bytes()),
@@ -140,7 +143,8 @@ impl Group {
         let streams = mesh.streams.pop().unwrap_or_default();
         let links = streams.into_iter().map(|stream| stream.map(link)).collect();
         let (name, silence) = (options.name.clone(), options.silence_timeout);
-        let state = GroupState::new(name, rank, size, silence, Instant::now());
+        let state =
+            GroupState::new(name, rank, size, generation, silence, Limits::USUAL, Instant::now());
         let shared = Arc::new(Shared {
             links: Mutex::new(Links::new(state, links, &poller).map_err(system)?),
             poller,
@@ -180,7 +184,7 @@ impl Group {
     ) -> Result<Arc<Work>, GroupError> {
         let work = Arc::new(Work::default());
         let mut links = self.links()?;
-        let begun = links.state.begin(call, Begun::new(&work, timeout));
+        let begun = links.state.begin(call, Begun::new(&work, timeout, Instant::now()));
         self.shared.flush(links, is_waited_for && begun.is_ok());
         begun.map(|()| work)
     }
@@ -199,7 +203,7 @@ impl Group {
     ) -> Result<Arc<Work>, GroupError> {
         let work = Arc::new(Work::default());
         let mut links = self.links()?;
-        let begun = Begun::new(&work, timeout);
+        let begun = Begun::new(&work, timeout, Instant::now());
         let begun = links.state.begin_message(operation, peer, tag, memory, begun);
         self.shared.flush(links, false);
         begun.map(|()| work)

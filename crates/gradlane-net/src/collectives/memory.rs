@@ -22,6 +22,10 @@ pub(super) struct Arithmetic {
 
 /// Names the memory that the application has handed over.
 pub(super) fn user_span(memory: UserMemory) -> Span {
+    if memory.bytes() == 0 {
+        // Tensors without elements have no address.
+        return Span::EMPTY;
+    }
     // SAFETY: whoever made the `UserMemory` vouches for it until the work is done.
     unsafe { Span::new(memory.address() as *mut u8, memory.bytes()) }
 }
@@ -118,4 +122,12 @@ fn reduce(inputs: &[Span], into: Span, arithmetic: Arithmetic) {
         }
         write(part(into, start, length)).copy_from_slice(sum);
     }
+}
+
+/// Names the memory of a test, which keeps it until the call has ended.
+#[cfg(test)]
+pub(super) fn test_memory(values: &mut [i32]) -> UserMemory {
+    let address = if values.is_empty() { 0 } else { values.as_mut_ptr() as usize };
+    // SAFETY: the simulation keeps the values, and fills them again only when the work is done.
+    unsafe { UserMemory::new(address, size_of_val(values)) }
 }

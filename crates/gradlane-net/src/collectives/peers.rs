@@ -2,7 +2,9 @@
 
 use super::call::{Description, Operation};
 use super::frame::FramePurpose;
+use super::limits::Limits;
 use super::memory;
+use super::running::{violation, Failure};
 use crate::io::{OutgoingFrame, OutgoingPayload};
 use crate::memory::Span;
 use gradlane_units::Rank;
@@ -10,14 +12,10 @@ use gradlane_wire::{FrameHeader, HEADER_BYTES};
 use std::collections::VecDeque;
 use std::time::Instant;
 
-/// Messages up to this length are sent without asking, in one frame.
-pub(super) const EAGER_BYTES: usize = 64 << 10;
-/// Payload of a frame of longer messages.
-const FRAME_BYTES: usize = 128 << 10;
-/// Bytes that were sent to a peer without asking and that no call of the peer has taken yet, at most.
-const CREDIT_BYTES: u64 = 4 << 20;
-/// After this many bytes taken, the peer is told.
-const CREDIT_REPORT_BYTES: u64 = CREDIT_BYTES / 4;
+/// Messages that a peer announces before this rank's calls come to them, at most.
+pub(super) const AHEAD_MAX: usize = 1 << 20;
+/// After this part of the bytes that may be under way is taken, the peer is told.
+const CREDIT_REPORT_PART: u64 = 4;
 
 /// What ends when the kernel has a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,17 +50,28 @@ pub(super) struct Peer {
     unreported: u64,
     /// Bytes that it sent without asking, taken here since the last report.
     taken: u64,
+    /// Bytes that it sent without asking and that it was not told to be taken.
+    unasked: u64,
 }
 
 /// All ranks.
 #[derive(Debug)]
 pub(super) struct Peers {
     pub(super) rank: u32,
+    /// Number of the membership, which every frame carries.
+    pub(super) generation: u32,
+    pub(super) limits: Limits,
     all: Vec<Peer>,
 }
 
 impl Peers {
-    pub(super) fn new(rank: u32, size: u32, now: Instant) -> Peers {
+    pub(super) fn new(
+        rank: u32,
+        size: u32,
+        generation: u32,
+        limits: Limits,
+        now: Instant,
+    ) -> Peers {
         let peer = |_| Peer {
             outbox: VecDeque::new(),
             presence: Presence::Live,
@@ -70,8 +79,9 @@ impl Peers {
             begun: 0,
             unreported: 0,
             taken: 0,
+            unasked: 0,
         };
-        Peers { rank, all: (0..size).map(peer).collect() }
+        Peers { rank, generation, limits, all: (0..size).map(peer).collect() }
     }
 
     pub(super) fn size(&self) -> u32 {
@@ -94,9 +104,10 @@ impl Peers {
 
     /// Returns whether a short message may go without asking, and counts it if so.
     pub(super) fn take_credit(&mut self, peer: u32, length: usize) -> bool {
+        let most = self.limits.credit;
         let peer = self.get_mut(peer);
         let bytes = credit_of(length);
-        let is_allowed = peer.unreported + bytes <= CREDIT_BYTES;
+        let is_allowed = peer.unreported + bytes <= most;
         if is_allowed {
             peer.unreported += bytes;
         }
@@ -105,13 +116,27 @@ impl Peers {
 
     /// Notes that a message that came without asking has reached its call.
     pub(super) fn note_taken(&mut self, from: u32, length: usize) {
+        let least = self.limits.credit / CREDIT_REPORT_PART;
         let peer = self.get_mut(from);
         peer.taken += credit_of(length);
-        if peer.taken >= CREDIT_REPORT_BYTES {
+        if peer.taken >= least {
             let taken = std::mem::take(&mut peer.taken);
+            peer.unasked -= taken;
             let header = FramePurpose::Credit.header(self.rank, taken);
             self.push(from, header, OutgoingPayload::Owned(Vec::new()), Sent::Nothing);
         }
+    }
+
+    /// Notes the header of a message that comes without asking. Fails when the peer may not send so much.
+    pub(super) fn note_unasked(&mut self, from: u32, length: usize) -> Result<(), Failure> {
+        let most = self.limits.credit;
+        let peer = self.get_mut(from);
+        peer.unasked += credit_of(length);
+        if peer.unasked <= most {
+            return Ok(());
+        }
+        let unasked = peer.unasked;
+        Err(violation(from, &format!("{unasked} bytes without asking, where {most} are allowed")))
     }
 
     /// Notes a peer's report. Returns whether it is right.
@@ -139,8 +164,9 @@ impl Peers {
         if total == 0 {
             self.push(to, header, OutgoingPayload::Owned(Vec::new()), sent);
         }
-        for start in (0..total).step_by(FRAME_BYTES) {
-            let length = FRAME_BYTES.min(total - start);
+        let most = self.limits.frame;
+        for start in (0..total).step_by(most) {
+            let length = most.min(total - start);
             let header = FrameHeader {
                 offset: header.offset | start as u64,
                 length: length as u32,
@@ -161,6 +187,7 @@ impl Peers {
         sent: Sent,
     ) {
         header.sender = Rank(self.rank);
+        header.generation = self.generation;
         if let OutgoingPayload::Owned(bytes) = &payload {
             header.length = bytes.len() as u32;
         }

@@ -9,8 +9,8 @@ use super::element::{Element, Reduction};
 use super::error::GroupErrorKind;
 use super::frame::FramePurpose;
 use super::memory;
-use super::peers::{Peers, Presence, Sent, EAGER_BYTES};
-use super::running::{gone, Failure};
+use super::peers::{Peers, Presence, Sent, AHEAD_MAX};
+use super::running::{gone, violation, Failure};
 use super::work::{Begun, Work};
 use crate::memory::Span;
 use std::collections::BTreeMap;
@@ -65,6 +65,10 @@ struct Sending {
 pub(super) struct Points {
     /// By peer: the number of the next message to it.
     next: Vec<u64>,
+    /// By peer: the number of the next message from it.
+    expected: Vec<u64>,
+    /// By peer: offers that no receive has met.
+    offers: Vec<usize>,
     wanted: Vec<Wanted>,
     /// In the order in which they came.
     arrivals: Vec<Arrival>,
@@ -87,6 +91,8 @@ impl Points {
     pub(super) fn new(size: u32) -> Points {
         Points {
             next: vec![0; size as usize],
+            expected: vec![0; size as usize],
+            offers: vec![0; size as usize],
             wanted: Vec::new(),
             arrivals: Vec::new(),
             landings: BTreeMap::new(),
@@ -117,7 +123,7 @@ impl Points {
             purpose.message(peers.rank, MESSAGE, number, tag, span.length())
         };
         let (data, offer) = (header(FramePurpose::Data), header(FramePurpose::Offer));
-        if span.length() <= EAGER_BYTES && peers.take_credit(to, span.length()) {
+        if span.length() <= peers.limits.eager && peers.take_credit(to, span.length()) {
             peers.push_copy(to, data, span);
             ended.push(begun.work);
             return Ok(());
@@ -150,6 +156,7 @@ impl Points {
         let arrival = self.arrivals.remove(index);
         check_size(peers, arrival.from, tag, arrival.total, span.length())?;
         let Some(bytes) = arrival.bytes else {
+            self.offers[arrival.from as usize] -= 1;
             let landing = Landing { message, filled: 0, is_granted: true, begun };
             self.landings.insert((arrival.from, arrival.number), landing);
             grant(peers, arrival.from, arrival.number, tag, arrival.total);
@@ -181,6 +188,17 @@ impl Points {
         Ok(Some(self.wanted.remove(index)))
     }
 
+    /// Notes that a peer begins a message: it counts them, one after the other.
+    fn count(&mut self, from: u32, number: u64) -> Outcome {
+        let expected = &mut self.expected[from as usize];
+        if *expected != number {
+            let what = format!("message {number} where message {expected} follows");
+            return Err(violation(from, &what));
+        }
+        *expected += 1;
+        Ok(())
+    }
+
     /// Takes an offer.
     pub(super) fn offered(
         &mut self,
@@ -190,7 +208,13 @@ impl Points {
         tag: u32,
         total: usize,
     ) -> Outcome {
+        self.count(from, number)?;
         let Some(wanted) = self.meet(peers, from, tag, total)? else {
+            self.offers[from as usize] += 1;
+            if self.offers[from as usize] > AHEAD_MAX {
+                let what = format!("more than {AHEAD_MAX} messages that no call receives");
+                return Err(violation(from, &what));
+            }
             self.arrivals.push(Arrival { from, number, tag, total, bytes: None });
             return Ok(());
         };
@@ -226,30 +250,33 @@ impl Points {
     /// Returns the place of a frame's payload: its range, or nothing where no receive has met the message.
     pub(super) fn place(
         &mut self,
-        peers: &Peers,
+        peers: &mut Peers,
         from: u32,
         (number, tag): (u64, u32),
         total: usize,
         start: usize,
         length: usize,
     ) -> Result<Option<Span>, Failure> {
-        let is_short = start == 0 && length == total && length <= EAGER_BYTES;
-        if is_short && !self.landings.contains_key(&(from, number)) {
-            let Some(wanted) = self.meet(peers, from, tag, total)? else {
-                return Ok(None);
-            };
-            self.landings.insert((from, number), wanted.landing(false));
-        }
-        match self.landings.get(&(from, number)) {
-            Some(it) if it.filled == start && total == it.message.span.length() => {
-                Ok(Some(memory::part(it.message.span, start, length)))
+        if let Some(it) = self.landings.get(&(from, number)) {
+            let fits = it.filled == start && start + length <= total;
+            if !fits || total != it.message.span.length() || tag != it.message.tag {
+                let what = format!("bytes {start} to {} of another message", start + length);
+                return Err(violation(from, &what));
             }
-            _ => Err(Failure {
-                kind: GroupErrorKind::Protocol,
-                what: format!("rank {from} sent {length} bytes of a message that was not granted"),
-                ranks: vec![from],
-            }),
+            return Ok(Some(memory::part(it.message.span, start, length)));
         }
+        if start != 0 || length != total || length > peers.limits.eager {
+            let what = format!("{length} bytes of a message that was not granted");
+            return Err(violation(from, &what));
+        }
+        self.count(from, number)?;
+        peers.note_unasked(from, length)?;
+        let Some(wanted) = self.meet(peers, from, tag, total)? else {
+            return Ok(None);
+        };
+        let span = wanted.message.span;
+        self.landings.insert((from, number), wanted.landing(false));
+        Ok(Some(span))
     }
 
     /// Takes a frame that is in its place, or the bytes of a message that no receive has met.

@@ -1,16 +1,16 @@
 //! Collectives that have begun: their strands and rounds, messages that wait for a grant, and messages that
 //! came before their call.
 
-use super::call::{Call, Description};
+use super::call::{Call, Description, Operation};
 use super::error::{rank_list, GroupErrorKind};
 use super::frame::FramePurpose;
 use super::memory::{self, Arithmetic, Spans};
-use super::peers::{Peers, Presence, Sent, EAGER_BYTES};
+use super::peers::{Peers, Presence, Sent, AHEAD_MAX};
 use super::schedule::{schedule, Round, Strand};
 use super::scratch::ScratchPool;
 use super::work::{Begun, Work};
 use crate::memory::Span;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -58,10 +58,10 @@ struct Mail {
     /// Messages that came before their call.
     early: BTreeMap<Key, Vec<u8>>,
     held: BTreeMap<Key, Held>,
-    /// Grants for messages that this rank has not come to.
-    grants: BTreeSet<Key>,
-    /// Offers of messages that this rank has not come to.
-    offers: BTreeSet<Key>,
+    /// Grants for messages that this rank has not come to, and the bytes that they expect.
+    grants: BTreeMap<Key, usize>,
+    /// Offers of messages that this rank has not come to, and their bytes.
+    offers: BTreeMap<Key, usize>,
     /// Descriptions of collectives that this rank has not begun.
     announced: BTreeMap<u64, Description>,
 }
@@ -147,7 +147,7 @@ impl Collectives {
                 description,
                 arithmetic,
                 user: memory.map(|it| memory::user_span(*it)).collect(),
-                strands: schedule(call, peers.rank, peers.size()),
+                strands: schedule(call, peers.rank, peers.size(), peers.limits),
                 active: BTreeMap::new(),
                 next: 0,
                 ended: 0,
@@ -280,41 +280,51 @@ impl Collectives {
     /// Returns the place of a message whose frame has come: its range, or nothing where it is early.
     pub(super) fn place(
         &self,
+        peers: &mut Peers,
         from: u32,
         key: Key,
         total: usize,
         start: usize,
         length: usize,
     ) -> Result<Option<Span>, Failure> {
-        let violation = |what: String| Failure {
-            kind: GroupErrorKind::Protocol,
-            what: format!("rank {from} sent {what}"),
-            ranks: vec![from],
+        let is_short = start == 0 && length == total && length <= peers.limits.eager;
+        let mail = &self.mail[from as usize];
+        let Some(landing) = mail.landings.get(&key) else {
+            self.check_is_ahead(from, key)?;
+            if !is_short || mail.early.contains_key(&key) {
+                return Err(violation(from, &format!("{length} bytes that no call has granted")));
+            }
+            peers.note_unasked(from, length)?;
+            return Ok(None);
         };
-        match self.mail[from as usize].landings.get(&key) {
-            Some(landing) if landing.span.length() != total => {
-                let own = landing.span.length();
-                Err(self.size_mismatch(from, key.0, total, own))
-            }
-            Some(landing) if landing.filled == start && start + length <= total => {
-                Ok(Some(memory::part(landing.span, start, length)))
-            }
-            Some(_) => Err(violation(format!("bytes {start} to {} out of order", start + length))),
-            None if start == 0 && length == total && length <= EAGER_BYTES => Ok(None),
-            None => Err(violation(format!("{length} bytes that no call has granted"))),
+        if landing.span.length() != total {
+            let own = landing.span.length();
+            return Err(self.size_mismatch(from, key.0, total, own));
         }
+        if landing.filled != start || start + length > total {
+            let end = start + length;
+            return Err(violation(from, &format!("bytes {start} to {end} out of order")));
+        }
+        if !landing.is_granted {
+            if !is_short {
+                return Err(violation(from, &format!("{length} bytes that no call has granted")));
+            }
+            peers.note_unasked(from, length)?;
+        }
+        Ok(Some(memory::part(landing.span, start, length)))
+    }
+
+    /// Fails for a message of a collective that has ended here: it has had all of its messages.
+    fn check_is_ahead(&self, from: u32, key: Key) -> Outcome {
+        if key.0 >= self.next || self.running.contains_key(&key.0) {
+            return Ok(());
+        }
+        let what = self.described(key.0);
+        Err(violation(from, &format!("a message of {what}, which has ended on this rank")))
     }
 
     fn size_mismatch(&self, from: u32, number: u64, theirs: usize, own: usize) -> Failure {
-        let own_call = self.known.get(&number).map_or_else(String::new, ToString::to_string);
-        Failure {
-            kind: GroupErrorKind::Mismatch,
-            what: format!(
-                "collective {number} ({own_call}): rank {from} sends {theirs} bytes where {own} are \
-                 expected; the sizes that two ranks give for each other have to agree"
-            ),
-            ranks: vec![from],
-        }
+        size_mismatch(from, &self.described(number), theirs, own)
     }
 
     /// Takes a frame that is in its place, or the bytes of an early message.
@@ -354,30 +364,48 @@ impl Collectives {
     }
 
     /// Sends a message that a peer has granted, or keeps the grant.
-    pub(super) fn granted(&mut self, peers: &mut Peers, from: u32, key: Key) {
+    pub(super) fn granted(
+        &mut self,
+        peers: &mut Peers,
+        from: u32,
+        key: Key,
+        total: usize,
+    ) -> Outcome {
         let mail = &mut self.mail[from as usize];
-        match mail.held.remove(&key) {
-            Some(held) => send_granted(peers, from, key, held.description, held.span),
-            None => {
-                mail.grants.insert(key);
-            }
+        let Some(held) = mail.held.remove(&key) else {
+            self.check_is_ahead(from, key)?;
+            return keep_ahead(&mut self.mail[from as usize].grants, from, key, total);
+        };
+        if held.span.length() != total {
+            return Err(self.size_mismatch(from, key.0, total, held.span.length()));
         }
+        send_granted(peers, from, key, held.description, held.span);
+        Ok(())
     }
 
-    /// Grants a message that a peer has offered, if there is a place for it.
-    pub(super) fn offered(&mut self, peers: &mut Peers, from: u32, key: Key) {
+    /// Grants a message that a peer has offered, if there is a place for it and it is not granted already.
+    pub(super) fn offered(
+        &mut self,
+        peers: &mut Peers,
+        from: u32,
+        key: Key,
+        total: usize,
+    ) -> Outcome {
         let mail = &mut self.mail[from as usize];
-        match mail.landings.get_mut(&key) {
-            Some(landing) => {
-                landing.is_granted = true;
-                if let Some(running) = self.running.get(&key.0) {
-                    grant(peers, from, key, running.description, landing.span.length());
-                }
-            }
-            None => {
-                mail.offers.insert(key);
+        let Some(landing) = mail.landings.get_mut(&key) else {
+            self.check_is_ahead(from, key)?;
+            return keep_ahead(&mut self.mail[from as usize].offers, from, key, total);
+        };
+        let own = landing.span.length();
+        if own != total {
+            return Err(self.size_mismatch(from, key.0, total, own));
+        }
+        if !std::mem::replace(&mut landing.is_granted, true) {
+            if let Some(running) = self.running.get(&key.0) {
+                grant(peers, from, key, running.description, own);
             }
         }
+        Ok(())
     }
 
     /// Returns the failure of the collectives that cannot end without a rank that has left.
@@ -475,24 +503,14 @@ fn begin_round(
     spans: Spans<'_>,
 ) -> Result<usize, Failure> {
     let mut outstanding = 0;
-    let lost = |peer, number: u64| gone(peer, &format!("collective {number} ({description})"));
+    let what = format!("collective {} ({description})", key.0);
     // Places first: what they grant is on its way while this rank's own bytes are.
     for (peer, place) in &round.receives {
         let (peer, span) = (*peer, spans.span(*place));
         let mail = &mut mail[peer as usize];
         if let Some(bytes) = mail.early.remove(&key) {
             if bytes.len() != span.length() {
-                return Err(Failure {
-                    kind: GroupErrorKind::Mismatch,
-                    what: format!(
-                        "collective {} ({description}): rank {peer} sends {} bytes where {} are \
-                         expected; the sizes that two ranks give for each other have to agree",
-                        key.0,
-                        bytes.len(),
-                        span.length()
-                    ),
-                    ranks: vec![peer],
-                });
+                return Err(size_mismatch(peer, &what, bytes.len(), span.length()));
             }
             if !bytes.is_empty() {
                 memory::write(span).copy_from_slice(&bytes);
@@ -501,9 +519,13 @@ fn begin_round(
             continue;
         }
         if peers.get(peer).presence == Presence::Left {
-            return Err(lost(peer, key.0));
+            return Err(gone(peer, &what));
         }
-        let is_granted = span.length() > EAGER_BYTES || mail.offers.remove(&key);
+        let offered = mail.offers.remove(&key);
+        if let Some(theirs) = offered.filter(|it| *it != span.length()) {
+            return Err(size_mismatch(peer, &what, theirs, span.length()));
+        }
+        let is_granted = span.length() > peers.limits.eager || offered.is_some();
         if is_granted {
             grant(peers, peer, key, description, span.length());
         }
@@ -513,28 +535,61 @@ fn begin_round(
     for (peer, place) in &round.sends {
         let (peer, span) = (*peer, spans.span(*place));
         if peers.get(peer).presence == Presence::Left {
-            return Err(lost(peer, key.0));
+            return Err(gone(peer, &what));
         }
         let header = |purpose: FramePurpose| {
             purpose.message(peers.rank, description, key.0, key.1, span.length())
         };
         let (data, offer) = (header(FramePurpose::Data), header(FramePurpose::Offer));
-        let is_short = span.length() <= EAGER_BYTES;
+        let is_short = span.length() <= peers.limits.eager;
         if is_short && peers.take_credit(peer, span.length()) {
             peers.push_copy(peer, data, span);
             continue;
         }
         outstanding += 1;
-        if mail[peer as usize].grants.remove(&key) {
+        if let Some(theirs) = mail[peer as usize].grants.remove(&key) {
+            if theirs != span.length() {
+                return Err(size_mismatch(peer, &what, theirs, span.length()));
+            }
             send_granted(peers, peer, key, description, span);
             continue;
         }
-        if is_short {
+        // What only the two ranks know may be long for one of them alone.
+        if is_short || description.operation == Operation::AllToAll {
             peers.push_control(peer, offer);
         }
         mail[peer as usize].held.insert(key, Held { span, description });
     }
     Ok(outstanding)
+}
+
+/// Keeps a grant or an offer until this rank's call comes to it.
+fn keep_ahead(kept: &mut BTreeMap<Key, usize>, from: u32, key: Key, total: usize) -> Outcome {
+    if kept.len() >= AHEAD_MAX || kept.insert(key, total).is_some() {
+        let what = format!("a message twice, or more than {AHEAD_MAX} of which no call is known");
+        return Err(violation(from, &what));
+    }
+    Ok(())
+}
+
+/// The failure of a peer that breaks the protocol.
+pub(super) fn violation(from: u32, what: &str) -> Failure {
+    Failure {
+        kind: GroupErrorKind::Protocol,
+        what: format!("rank {from} sent {what}"),
+        ranks: vec![from],
+    }
+}
+
+fn size_mismatch(peer: u32, call: &str, theirs: usize, own: usize) -> Failure {
+    Failure {
+        kind: GroupErrorKind::Mismatch,
+        what: format!(
+            "{call}: rank {peer} has {theirs} bytes where {own} are expected; the sizes that two \
+             ranks give for each other have to agree"
+        ),
+        ranks: vec![peer],
+    }
 }
 
 fn grant(peers: &mut Peers, to: u32, key: Key, description: Description, total: usize) {

@@ -12,13 +12,8 @@
 
 use super::call::{Call, Operation};
 use super::element::Element;
+use super::limits::Limits;
 
-/// Most bytes of one message of a reduction: long enough for a frame, short enough to overlap.
-const PIECE_BYTES: usize = 128 << 10;
-/// Where all contributions together are at most this long, every rank sends its own to all others.
-const EXCHANGE_BYTES: usize = 64 << 10;
-/// Values up to this length go from the root to all others; longer ones in parts, which they exchange.
-const WHOLE_BROADCAST_BYTES: usize = 64 << 10;
 /// Ranks up to which a root sends a short value itself, in place of a tree.
 const STAR_RANKS: u32 = 4;
 
@@ -65,9 +60,9 @@ pub(super) struct Strand {
 }
 
 /// Makes the strands of one rank's part in a collective.
-pub(super) fn schedule(call: &Call, rank: u32, size: u32) -> Vec<Strand> {
+pub(super) fn schedule(call: &Call, rank: u32, size: u32, limits: Limits) -> Vec<Strand> {
     let inputs = call.inputs.len();
-    let planner = Planner { rank, size, root: call.root, element: call.element };
+    let planner = Planner { rank, size, root: call.root, element: call.element, limits };
     let input = |index: usize| Place {
         memory: Memory::User(index),
         start: 0,
@@ -107,6 +102,7 @@ struct Planner {
     size: u32,
     root: u32,
     element: Element,
+    limits: Limits,
 }
 
 const NOTHING: Place = Place { memory: Memory::User(0), start: 0, length: 0 };
@@ -149,7 +145,7 @@ impl Planner {
     }
 
     fn all_reduce(&self, whole: Place) -> Vec<Strand> {
-        if whole.length * (self.size as usize - 1) <= EXCHANGE_BYTES {
+        if whole.length * (self.size as usize - 1) <= self.limits.exchange {
             let (scratch, places) = self.contributions(whole, whole.length);
             return vec![Strand {
                 scratch,
@@ -167,7 +163,7 @@ impl Planner {
             strand.rounds.push(self.exchange_blocks(&blocks));
             strand
         };
-        let pieces = self.pieces(whole.length, PIECE_BYTES * self.size as usize);
+        let pieces = self.pieces(whole.length, self.limits.piece * self.size as usize);
         pieces.into_iter().map(strand).collect()
     }
 
@@ -194,10 +190,10 @@ impl Planner {
     }
 
     fn reduce_scatter(&self, inputs: &[Place], output: Place) -> Vec<Strand> {
-        let most = if output.length * (self.size as usize - 1) <= EXCHANGE_BYTES {
+        let most = if output.length * (self.size as usize - 1) <= self.limits.exchange {
             output.length
         } else {
-            PIECE_BYTES
+            self.limits.piece
         };
         let strand = |(start, length)| {
             let blocks: Vec<Place> = inputs.iter().map(|it| it.part(start, length)).collect();
@@ -220,7 +216,7 @@ impl Planner {
     }
 
     fn broadcast(&self, whole: Place) -> Vec<Strand> {
-        if whole.length <= WHOLE_BROADCAST_BYTES || self.size == 2 {
+        if whole.length <= self.limits.whole_broadcast || self.size == 2 {
             let is_star = self.size <= STAR_RANKS;
             return Planner::one_way(if is_star { self.star(whole) } else { self.tree(whole) });
         }
@@ -240,7 +236,7 @@ impl Planner {
             }
             Strand { scratch: Vec::new(), rounds: vec![first, second] }
         };
-        let pieces = self.pieces(whole.length, PIECE_BYTES * self.size as usize);
+        let pieces = self.pieces(whole.length, self.limits.piece * self.size as usize);
         pieces.into_iter().map(strand).collect()
     }
 
@@ -278,7 +274,7 @@ impl Planner {
     }
 
     fn reduce(&self, whole: Place) -> Vec<Strand> {
-        if whole.length * (self.size as usize - 1) <= EXCHANGE_BYTES {
+        if whole.length * (self.size as usize - 1) <= self.limits.exchange {
             let mut strand = Strand::default();
             let mut round = Round::default();
             if self.rank == self.root {
@@ -311,7 +307,7 @@ impl Planner {
             strand.rounds.push(second);
             strand
         };
-        let pieces = self.pieces(whole.length, PIECE_BYTES * self.size as usize);
+        let pieces = self.pieces(whole.length, self.limits.piece * self.size as usize);
         pieces.into_iter().map(strand).collect()
     }
 

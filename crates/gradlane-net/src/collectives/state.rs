@@ -4,10 +4,11 @@
 use super::call::{Call, Operation};
 use super::error::{GroupError, GroupErrorKind};
 use super::frame::{self, FramePurpose};
+use super::limits::Limits;
 use super::memory;
 use super::peers::{is_collective, message_range, Peers, Presence, Sent};
 use super::points::{Message, Points};
-use super::running::{Collectives, Failure};
+use super::running::{violation, Collectives, Failure};
 use super::work::{Begun, Work};
 use crate::io::{Fault, FrameSink, OutgoingPayload, PayloadTarget};
 use crate::memory::{Span, UserMemory, WriteSpan};
@@ -21,6 +22,8 @@ const HEARTBEAT_IDLE: Duration = Duration::from_secs(2);
 const HEARTBEAT_WAITING: Duration = Duration::from_millis(250);
 /// Longest reason of another rank in an error.
 const REASON_BYTES_MAX: usize = 2_000;
+/// Longest payload of a frame that tells a reason.
+const PAYLOAD_BYTES_MAX: u32 = 64 << 10;
 
 /// Everything that a group knows.
 #[derive(Debug)]
@@ -42,12 +45,14 @@ impl GroupState {
         name: String,
         rank: u32,
         size: u32,
+        generation: u32,
         silence: Duration,
+        limits: Limits,
         now: Instant,
     ) -> GroupState {
         GroupState {
             name,
-            peers: Peers::new(rank, size, now),
+            peers: Peers::new(rank, size, generation, limits, now),
             collectives: Collectives::new(size),
             points: Points::new(size),
             failure: None,
@@ -169,7 +174,9 @@ impl GroupState {
             self.peers.get_mut(peer).outbox.clear();
             if self.peers.get(peer).presence == Presence::Live {
                 let header = frame::plain(FrameKind::Abort, own);
-                let reason = OutgoingPayload::Owned(message.clone().into_bytes());
+                let mut reason = message.clone().into_bytes();
+                reason.truncate(PAYLOAD_BYTES_MAX as usize);
+                let reason = OutgoingPayload::Owned(reason);
                 self.peers.push(peer, header, reason, Sent::Nothing);
             }
         }
@@ -306,24 +313,19 @@ impl GroupState {
         let (total, start) = message_range(header);
         let length = header.length as usize;
         let key = (header.step.0, header.tensor.0);
-        let violation = |what: &str| Failure {
-            kind: GroupErrorKind::Protocol,
-            what: format!("rank {from} sent {what}"),
-            ranks: vec![from],
-        };
         let description =
-            frame::description_of(header).ok_or_else(|| violation("an unknown operation"))?;
+            frame::description_of(header).ok_or_else(|| violation(from, "an unknown operation"))?;
         if !is_collective(&description) {
-            return self.points.place(&self.peers, from, key, total, start, length);
+            return self.points.place(&mut self.peers, from, key, total, start, length);
         }
         self.note_begun(from, header);
         self.collectives.check(&self.peers, from, key.0, description)?;
-        self.collectives.place(from, key, total, start, length)
+        self.collectives.place(&mut self.peers, from, key, total, start, length)
     }
 
     fn note_begun(&mut self, from: u32, header: &FrameHeader) {
         let peer = self.peers.get_mut(from);
-        peer.begun = peer.begun.max(header.step.0 + 1);
+        peer.begun = peer.begun.max(header.step.0.saturating_add(1));
     }
 
     fn take_data(&mut self, from: u32, header: &FrameHeader, early: Option<&[u8]>) {
@@ -346,36 +348,30 @@ impl GroupState {
 
     fn take_control(&mut self, from: u32, header: &FrameHeader) -> Result<(), Failure> {
         let key = (header.step.0, header.tensor.0);
-        let violation = |what: &str| Failure {
-            kind: GroupErrorKind::Protocol,
-            what: format!("rank {from} sent {what}"),
-            ranks: vec![from],
-        };
-        let purpose = FramePurpose::of(header).ok_or_else(|| violation("an unknown frame"))?;
+        let purpose =
+            FramePurpose::of(header).ok_or_else(|| violation(from, "an unknown frame"))?;
         if purpose == FramePurpose::Credit {
             return if self.peers.note_credit(from, frame::elements_of(header)) {
                 Ok(())
             } else {
-                Err(violation("a report of more bytes than it was sent"))
+                Err(violation(from, "a report of more bytes than it was sent"))
             };
         }
         let description =
-            frame::description_of(header).ok_or_else(|| violation("an unknown operation"))?;
-        let is_grant = purpose == FramePurpose::Grant;
+            frame::description_of(header).ok_or_else(|| violation(from, "an unknown operation"))?;
+        let (is_grant, (total, _)) = (purpose == FramePurpose::Grant, message_range(header));
         if is_collective(&description) {
             self.note_begun(from, header);
             self.collectives.check(&self.peers, from, key.0, description)?;
-            if is_grant {
-                self.collectives.granted(&mut self.peers, from, key);
+            return if is_grant {
+                self.collectives.granted(&mut self.peers, from, key, total)
             } else {
-                self.collectives.offered(&mut self.peers, from, key);
-            }
-            return Ok(());
+                self.collectives.offered(&mut self.peers, from, key, total)
+            };
         }
         if is_grant {
             return self.points.granted(&mut self.peers, from, key.0);
         }
-        let (total, _) = message_range(header);
         self.points.offered(&mut self.peers, from, key.0, key.1, total)
     }
 
@@ -407,6 +403,17 @@ impl FrameSink for GroupSink<'_> {
     fn on_header(&mut self, header: &FrameHeader) -> Result<PayloadTarget, Fault> {
         let is_data = header.kind == FrameKind::Collective
             && FramePurpose::of(header) == Some(FramePurpose::Data);
+        let own = self.state.peers.generation;
+        if header.generation != own {
+            let what = format!("sent a frame of generation {} to {own}", header.generation);
+            return Err(Fault::ProtocolViolation(what));
+        }
+        let is_reason = header.kind == FrameKind::Abort && header.length <= PAYLOAD_BYTES_MAX;
+        if !is_data && header.length > 0 && !is_reason {
+            let (bytes, kind) = (header.length, header.kind.name());
+            let what = format!("sent {bytes} bytes in a frame of kind {kind}");
+            return Err(Fault::ProtocolViolation(what));
+        }
         if !is_data || self.state.failure.is_some() {
             return Ok(PayloadTarget::Control);
         }
@@ -446,11 +453,7 @@ impl FrameSink for GroupSink<'_> {
                 ),
                 ranks: vec![from],
             }),
-            kind => Err(Failure {
-                kind: GroupErrorKind::Protocol,
-                what: format!("rank {from} sent a frame of kind {}", kind.name()),
-                ranks: vec![from],
-            }),
+            kind => Err(violation(from, &format!("a frame of kind {}", kind.name()))),
         };
         state.settle(outcome, Vec::new());
         Ok(())

@@ -14,9 +14,8 @@ pub(super) struct Begun {
 }
 
 impl Begun {
-    /// Begins a call now.
-    pub(super) fn new(work: &Arc<Work>, timeout: Option<Duration>) -> Begun {
-        let at = Instant::now();
+    /// Begins a call.
+    pub(super) fn new(work: &Arc<Work>, timeout: Option<Duration>, at: Instant) -> Begun {
         Begun { work: Arc::clone(work), at, deadline: timeout.map(|it| at + it) }
     }
 

@@ -28,6 +28,7 @@ fn run<T: Send + 'static>(
                 job: "job".to_owned(),
                 rank: rank as u32,
                 size,
+                generation: 0,
                 seal: !secret.is_empty(),
                 connect_timeout: LONG,
                 silence_timeout: LONG,
@@ -313,6 +314,18 @@ fn other_sizes_are_named() {
         outcome.and_then(next).expect_err("different sizes").to_string()
     });
     assert!(errors.iter().all(|it| it.contains("24 bytes where 16")), "{errors:?}");
+    // Long for one of the two alone, so that neither of them sends.
+    let errors = run(2, b"", |rank, group| {
+        let (mut inputs, mut outputs) = (vec![vec![0; 4]; 2], vec![vec![0; 4]; 2]);
+        if rank == 0 {
+            inputs[1] = vec![0; 60_000];
+        }
+        let inputs = inputs.iter_mut().map(|it| memory(it)).collect();
+        let outputs = outputs.iter_mut().map(|it| memory(it)).collect();
+        let outcome = begin_and_wait(&group, &call(Operation::AllToAll, inputs, outputs), LONG);
+        outcome.expect_err("different sizes").to_string()
+    });
+    assert!(errors.iter().all(|it| it.contains("240000 bytes where 16")), "{errors:?}");
 }
 
 #[test]
@@ -397,4 +410,86 @@ fn watched_works_are_reported_without_a_waiting_thread() {
         group.close();
         assert!(group.next_ended(LONG).is_none());
     });
+}
+
+/// Numbers by a seed.
+fn draw(seed: &mut u64, end: usize) -> usize {
+    *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+    (*seed >> 33) as usize % end
+}
+
+/// Calls drawn sums and broadcasts of a group, some of them at once, and compares the results.
+fn drawn_collectives(rank: u32, size: u32, group: &Group, mut seed: u64) {
+    let mut running = Vec::new();
+    for number in 0..60 {
+        let operation = [Operation::AllReduce, Operation::Broadcast][draw(&mut seed, 2)];
+        let length = [1, 7, 300, 20_000][draw(&mut seed, 4)];
+        let of = |rank: u32, it: usize| value(rank, it + number);
+        let mut tensor: Vec<i32> = (0..length).map(|it| of(rank, it)).collect();
+        let call = call(operation, vec![], vec![memory(&mut tensor)]);
+        let work = group.begin(&call, Some(LONG), false).expect("begun");
+        let expected: Vec<i32> = match operation {
+            Operation::Broadcast => (0..length).map(|it| of(1, it)).collect(),
+            _ => (0..length).map(|it| (0..size).map(|rank| of(rank, it)).sum()).collect(),
+        };
+        running.push((work, tensor, expected));
+        if running.len() > draw(&mut seed, 5) {
+            for (work, tensor, expected) in running.drain(..) {
+                group.wait(&work, None, &mut || false).expect("a result");
+                assert_eq!(tensor, expected, "collective {number}");
+            }
+        }
+    }
+    let mut last = running.into_iter();
+    assert!(last.all(|it| group.wait(&it.0, None, &mut || false).is_ok() && it.1 == it.2));
+}
+
+/// Sends drawn messages to the next rank and receives those of the rank before, by a tag of their own.
+fn drawn_messages(rank: u32, size: u32, group: &Group, mut seed: u64, tag: u32) {
+    for number in 0..80 {
+        let length = [0, 3, 1_000, 30_000][draw(&mut seed, 4)];
+        let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
+        let mut own: Vec<i32> = (0..length).map(|it| value(rank, it + number)).collect();
+        let mut got = vec![0; length];
+        let begin = |operation, peer, it: &mut [i32]| {
+            let memory = memory(it);
+            group.begin_message(operation, Some(peer), tag, memory, Some(LONG)).expect("begun")
+        };
+        let sent = begin(Operation::Send, next, &mut own);
+        if draw(&mut seed, 3) == 0 {
+            thread::yield_now();
+        }
+        let received = begin(Operation::Receive, before, &mut got);
+        for work in [received, sent] {
+            group.wait(&work, None, &mut || false).expect("a message");
+        }
+        let expected: Vec<i32> = (0..length).map(|it| value(before, it + number)).collect();
+        assert_eq!(got, expected, "message {number} with tag {tag}");
+    }
+}
+
+/// `GRADLANE_GROUP_SEED` is the seed.
+#[test]
+fn drawn_calls_of_several_threads_in_several_groups_do_not_meet() {
+    let given = std::env::var("GRADLANE_GROUP_SEED").ok().and_then(|it| it.parse().ok());
+    let seed: u64 = given.unwrap_or(std::process::id().into());
+    eprintln!("GRADLANE_GROUP_SEED={seed}");
+    let groups: Vec<_> = (0..2_u64)
+        .map(|number| {
+            thread::spawn(move || {
+                run(3, b"", move |rank, group| {
+                    let (group, seed) = (&group, seed + number);
+                    thread::scope(|scope| {
+                        scope.spawn(move || drawn_collectives(rank, 3, group, seed));
+                        for tag in 0..2 {
+                            scope.spawn(move || drawn_messages(rank, 3, group, seed + 7, tag));
+                        }
+                    });
+                    let last = call(Operation::Barrier, vec![], vec![]);
+                    begin_and_wait(group, &last, LONG).expect("all");
+                });
+            })
+        })
+        .collect();
+    groups.into_iter().for_each(|it| it.join().expect("a group"));
 }
