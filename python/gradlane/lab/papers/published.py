@@ -36,7 +36,7 @@ LIMITS = (5, 10, 25)
 """Percent within which predictions are counted."""
 COLUMNS = ("figure", "number", "published", "ours", "deviation, %", "cause")
 SAME = "as above"
-"""In place of a cause that the last one above says, too."""
+"""In place of a cause, or a setting, that the last one above says, too."""
 NEAR = 10
 """Percent up to which the page of text gives no cause for a prediction's deviation."""
 
@@ -261,7 +261,7 @@ def markdown_of(made: Study, command: str) -> str:
         model.append(f"{primitive.upper()}: {each}.\n")
         rows = [_error_cells(text, one) for text, one in fit_quality(primitive)]
         model.append(markdown_table(_ERROR_COLUMNS, rows, numbers="-nnnnnn") + "\n")
-    paper, parts = "", []
+    paper, last, parts = "", "", []
     figure_rows: dict[str, list[Comparison]] = {}
     for row in made.rows:
         figure_rows.setdefault(row.published.figure, []).append(row)
@@ -271,7 +271,9 @@ def markdown_of(made: Study, command: str) -> str:
             parts.append(f"## {paper}\n")
         parts.append(f"### `{name}`: {FIGURES[name].title}\n")
         if name in made.settings:
-            parts.append(f"Ours: {made.settings[name]}.\n")
+            setting = made.settings[name]
+            parts.append(f"Ours: {SAME if setting == last else setting}.\n")
+            last = setting
         parts.append(_table_of(own))
     return filled(
         TEMPLATE,
