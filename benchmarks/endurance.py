@@ -172,7 +172,7 @@ def sample(store: Any, session: gradlane.Session | None) -> dict[str, int]:
     if session is not None:
         found["scratch_bytes"] = session.metrics()["scratch_bytes"]
         with urllib.request.urlopen(
-            f"http://127.0.0.1:{session.prometheus_port}/metrics", timeout=20
+            f"http://127.0.0.1:{session.monitoring.prometheus_port}/metrics", timeout=20
         ) as answer:
             assert b"gradlane_steps_total" in answer.read()
     return found

@@ -49,13 +49,13 @@ def train(session: gradlane.Session) -> Arrays:
     """Train on this rank's part of the data."""
     parameters = starting_values()
     for name, value in parameters.items():
-        session.register(name, value.shape, value.dtype)
-    session.spread(parameters)
+        session.arrays.register(name, value.shape, value.dtype)
+    session.arrays.spread(parameters)
     for step in batches(session.world_size):
         for name, gradient in gradients(parameters, *step[session.rank]):
-            session.push(name, gradient)
+            session.arrays.push(name, gradient)
         for name, value in parameters.items():
-            value -= RATE * session.wait(name)
+            value -= RATE * session.arrays.wait(name)
     return parameters
 
 

@@ -93,7 +93,7 @@ class MeanOverRanks:
         self._shardings: list[Any] = [None] * len(found)
         for position, number in enumerate(self._order):
             _, leaf = found[number]
-            session.register(self._names[number], leaf.shape, leaf.dtype, position)
+            session.arrays.register(self._names[number], leaf.shape, leaf.dtype, position)
         for _, leaf in found:
             self._memory.append(np.empty(leaf.shape, leaf.dtype))
 
@@ -106,7 +106,7 @@ class MeanOverRanks:
         """
         for number, leaf in enumerate(self._leaves(params)):
             self._copy_in(number, leaf)
-        self._session.spread(dict(zip(self._names, self._memory, strict=True)))
+        self._session.arrays.spread(dict(zip(self._names, self._memory, strict=True)))
         means = [self._copied_out(number) for number in range(len(self._names))]
         return jax.tree.unflatten(self._structure, means)
 
@@ -143,7 +143,7 @@ class MeanOverRanks:
         leaves = self._leaves(gradients)
         for number in reversed(self._order):
             self._copy_in(number, leaves[number])
-            self._session.push(self._names[number], self._memory[number])
+            self._session.arrays.push(self._names[number], self._memory[number])
 
     def wait(self) -> Any:
         """Wait for the means of what was pushed; returns them in the structure of the parameters.
@@ -170,7 +170,7 @@ class MeanOverRanks:
             GradlaneError: the session has failed or is closed.
         """
         for number in self._order:
-            self._session.wait(self._names[number])
+            self._session.arrays.wait(self._names[number])
             yield number, self._copied_out(number)
 
     def _leaves(self, tree: Any) -> list[Any]:

@@ -45,7 +45,7 @@ def replay(
         session.synchronize()
         counters = session.metrics()
         sent = counters["tx_payload_bytes"] - before
-        schemes = session.schemes
+        schemes = session.monitoring.schemes
     return {
         "wrong": workload.verify(workload.model, steps),
         "digest": digest_parameters(workload.model),

@@ -52,7 +52,7 @@ def run_probe(
             if session.rank == 0:
                 console.print(f"measuring {text}", style="dim", highlight=False)
 
-        report = session.probe(window_s=window_s, on_phase=tell)
+        report = session.planning.probe(window_s=window_s, on_phase=tell)
     if session.rank != 0:
         return
     write_json(json_path, report.to_json())

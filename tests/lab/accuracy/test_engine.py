@@ -47,7 +47,7 @@ def test_asgd_of_the_study_is_that_of_the_engine() -> None:
             losses.append(task.evaluate(model)[0])
             turns[(session.rank + 1) % WORKERS].release()
         session.synchronize()
-        return losses, session.staleness()
+        return losses, session.monitoring.staleness()
 
     core: Any = load_core()
     results = run_ranks(WORKERS, body, core=core, strategy="asgd", update="server")

@@ -34,30 +34,33 @@ def answers_of(session: Any) -> dict[str, Any]:
     """Prepare the model and ask for everything; rank 0 asks last, when the others have trained."""
     torch.manual_seed(0)
     model = Classifier()
-    refused = _refusal(lambda: session.query("workers"))
+    refused = _refusal(lambda: session.planning.query("workers"))
     session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if session.rank == 0:
         session.synchronize()
-    layers = session.query("layers")
-    found: dict[str, Any] = dict(zip(NAMES, session.query(*NAMES), strict=True))
-    found["layers"] = {name: asdict(session.query(name)) for name in layers}
+    layers = session.planning.query("layers")
+    found: dict[str, Any] = dict(zip(NAMES, session.planning.query(*NAMES), strict=True))
+    found["layers"] = {name: asdict(session.planning.query(name)) for name in layers}
     found["best"] = {
-        f"{name} {batch} {rule}": asdict(session.best_scheme(name, batch_size=batch, rule=rule))
+        f"{name} {batch} {rule}": asdict(
+            session.planning.best_scheme(name, batch_size=batch, rule=rule)
+        )
         for name in layers
         for batch in (2, 500)
         for rule in ("poseidon", "auto")
     }
     found["by index"] = (
-        asdict(session.best_scheme(1, batch_size=2)) == found["best"][f"{layers[1]} 2 poseidon"]
+        asdict(session.planning.best_scheme(1, batch_size=2))
+        == found["best"][f"{layers[1]} 2 poseidon"]
     )
     found["refused"] = [
         refused,
-        _refusal(lambda: session.query("rate_bps")),
-        _refusal(lambda: session.query()),
-        _refusal(lambda: session.best_scheme("fc9", batch_size=2)),
-        _refusal(lambda: session.best_scheme("fc", batch_size=0)),
-        _refusal(lambda: session.best_scheme("fc", batch_size=2.5)),
-        _refusal(lambda: session.query("workers", model=nn.Linear(2, 2))),
+        _refusal(lambda: session.planning.query("rate_bps")),
+        _refusal(lambda: session.planning.query()),
+        _refusal(lambda: session.planning.best_scheme("fc9", batch_size=2)),
+        _refusal(lambda: session.planning.best_scheme("fc", batch_size=0)),
+        _refusal(lambda: session.planning.best_scheme("fc", batch_size=2.5)),
+        _refusal(lambda: session.planning.query("workers", model=nn.Linear(2, 2))),
     ]
     session.synchronize()
     return found
@@ -75,8 +78,8 @@ def ask(store: Store, rank: int, world_size: int, job: str, **options: Any) -> d
     with open_session(store, rank, world_size, job, **options) as session:
         found = answers_of(session)
         if options.get("strategy") is None:
-            report = session.probe(window_s=0.05)
-            found["probed"] = session.query("rate_bps", "latency_s")
+            report = session.planning.probe(window_s=0.05)
+            found["probed"] = session.planning.query("rate_bps", "latency_s")
             assert found["probed"] == (report.rate_bps, report.latency_s)
         return found
 

@@ -153,7 +153,7 @@ def _train(
         digests.append(digest(model))
         own_buffers = [buffer.sum().item() for buffer in model.buffers()]
         state = optimizer.state_dict()["state"]
-        found = session.plan
+        found = session.planning.plan
         schemes = prepared_of(model).schemes
         values = [parameter.detach().flatten().tolist() for parameter in model.parameters()]
     return {
@@ -241,7 +241,7 @@ def probe(
     """Measure the links; `blocked`: the last rank connects to a port where nobody listens."""
     with open_session(store, rank, world_size, job) as session:
         if not blocked:
-            return session.probe(window_s=0.1, directions=directions).to_json()
+            return session.planning.probe(window_s=0.1, directions=directions).to_json()
         connect = stream_endpoint.StreamEndpoint.connect
 
         def connect_to_nobody(self: Any, peers: Any, *sides: Any) -> None:
@@ -255,7 +255,7 @@ def probe(
             mock.patch.object(stream_endpoint, "CONNECT_TIMEOUT_S", 1.0),
         ):
             try:
-                session.probe(window_s=0.1)
+                session.planning.probe(window_s=0.1)
             except GradlaneError as error:
                 return f"{type(error).__name__}: {error}"
         return "no error"

@@ -62,7 +62,7 @@ def train_by_plan(
         session.synchronize()
         names = [name for name, _ in model.named_parameters()]
         kinds: dict[str, set[int]] = {name: set() for name in (*names, "joined")}
-        for _, way, kind, _, step, tensor, _, _ in session.take_trace():
+        for _, way, kind, _, step, tensor, _, _ in session.monitoring.take_trace():
             if way == "tx" and step > 0 and kind in (1, 2, 16, 17):
                 kinds[names[tensor] if tensor < len(names) else "joined"].add(kind)
     return {"digests": digests, "kinds": kinds}

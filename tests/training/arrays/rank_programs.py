@@ -97,7 +97,7 @@ def means_of_arrays(
         names = [f"{dtype}{shape}" for dtype in DTYPES for shape in SHAPES]
         for number, name in enumerate(names):
             dtype, shape = DTYPES[number // len(SHAPES)], SHAPES[number % len(SHAPES)]
-            session.register(name, shape, getattr(torch, dtype) if number % 2 else dtype)
+            session.arrays.register(name, shape, getattr(torch, dtype) if number % 2 else dtype)
         for step in range(1, 4):
             pushed: dict[str, Any] = {}
             for number, name in reversed(list(enumerate(names))):
@@ -105,9 +105,9 @@ def means_of_arrays(
                 tensor = values(dtype, shape, rank, step)
                 as_torch = dtype == "bfloat16" or (number % 3 == 0 and TORCH_LENDS)
                 pushed[name] = tensor if as_torch else tensor.numpy()
-                assert session.push(name, pushed[name], step) == step
+                assert session.arrays.push(name, pushed[name], step) == step
             for name in names:
-                mean = session.wait(name, step)
+                mean = session.arrays.wait(name, step)
                 in_place = in_place and mean is pushed[name]
                 seen.append(bits(torch.as_tensor(mean)))
         metrics = session.metrics()
@@ -117,31 +117,34 @@ def means_of_arrays(
 def spread_and_absent(store: Any, rank: int, world_size: int, job: str) -> dict[str, Any]:
     """Spread rank 0's values, then steps in which only some ranks have something."""
     with opened(store, rank, world_size, job) as session:
-        session.register("late", (3,), np.float32, position=9)
-        session.register("soon", (2,), np.float64, position=1)
+        session.arrays.register("late", (3,), np.float32, position=9)
+        session.arrays.register("soon", (2,), np.float64, position=1)
         late = np.full(3, rank, np.float32)
         soon = np.full(2, 10.0 + rank)
         soon.flags.writeable = False
-        spread = session.spread({"late": late, "soon": soon})
+        spread = session.arrays.spread({"late": late, "soon": soon})
         assert spread["late"] is late and soon[0] == 10.0 + rank
         found: dict[str, Any] = {"spread": [one.tolist() for one in spread.values()]}
-        session.push("late", np.full(3, 6.0, np.float32) if rank == 0 else None)
-        session.push("soon", None)
-        found["late"], found["soon"] = session.wait("late").tolist(), session.wait("soon")
+        session.arrays.push("late", np.full(3, 6.0, np.float32) if rank == 0 else None)
+        session.arrays.push("soon", None)
+        found["late"], found["soon"] = (
+            session.arrays.wait("late").tolist(),
+            session.arrays.wait("soon"),
+        )
         fixed = np.full(2, float(rank))
         fixed.flags.writeable = False
-        session.push("soon", fixed)
-        session.push("late", None)
-        mean = session.wait("soon")
-        assert mean is not fixed and mean is session.wait("soon")
+        session.arrays.push("soon", fixed)
+        session.arrays.push("late", None)
+        mean = session.arrays.wait("soon")
+        assert mean is not fixed and mean is session.arrays.wait("soon")
         found["fixed"] = [fixed.tolist(), mean.tolist()]
         # Nobody waits for this step: the next one does, and the memory is whole then.
         whole = np.full(3, float(rank), np.float32)
-        session.push("late", whole)
-        session.push("soon", None)
-        session.push("late", None)
+        session.arrays.push("late", whole)
+        session.arrays.push("soon", None)
+        session.arrays.push("late", None)
         found["unwaited"] = whole.tolist()
-        session.push("soon", None)
+        session.arrays.push("soon", None)
     return found
 
 
@@ -149,8 +152,8 @@ def refused(store: Any, rank: int, world_size: int, job: str) -> list[str]:
     """Push what does not fit, and go on with what does."""
     said = []
     with opened(store, rank, world_size, job) as session:
-        session.register("w", (4, 2), "float32")
-        session.register("b", (2,), "float32")
+        session.arrays.register("w", (4, 2), "float32")
+        session.arrays.register("b", (2,), "float32")
 
         class OnDevice:
             def __dlpack__(self) -> object:
@@ -171,33 +174,33 @@ def refused(store: Any, rank: int, world_size: int, job: str) -> list[str]:
             np.zeros((4, 2), ">f4"),
         ):
             try:
-                session.push("w", unfit)
+                session.arrays.push("w", unfit)
             except gradlane.ArrayRefusedError as error:
                 said.append(f"{error.what}: {error}")
-        session.push("w", np.zeros((4, 2), np.float32))
+        session.arrays.push("w", np.zeros((4, 2), np.float32))
         for call in (
-            lambda: session.push("w", np.zeros((4, 2), np.float32)),
-            lambda: session.push("b", np.zeros(2, np.float32), step=2),
-            lambda: session.push("x", None),
-            lambda: session.wait("b"),
-            lambda: session.register("late", (1,), "float32"),
-            lambda: session.spread({}),
+            lambda: session.arrays.push("w", np.zeros((4, 2), np.float32)),
+            lambda: session.arrays.push("b", np.zeros(2, np.float32), step=2),
+            lambda: session.arrays.push("x", None),
+            lambda: session.arrays.wait("b"),
+            lambda: session.arrays.register("late", (1,), "float32"),
+            lambda: session.arrays.spread({}),
         ):
             try:
                 call()
             except gradlane.UsageError as error:
                 said.append(str(error))
-        session.push("b", np.full(2, float(rank), np.float32))
-        said.append(str(session.wait("b").tolist()))
+        session.arrays.push("b", np.full(2, float(rank), np.float32))
+        said.append(str(session.arrays.wait("b").tolist()))
     return said
 
 
 def differing(store: Any, rank: int, world_size: int, job: str) -> str:
     """Register another shape on one rank."""
     session = opened(store, rank, world_size, job)
-    session.register("w", (2, 2 + rank), "float32")
+    session.arrays.register("w", (2, 2 + rank), "float32")
     try:
-        session.push("w", np.zeros((2, 2 + rank), np.float32))
+        session.arrays.push("w", np.zeros((2, 2 + rank), np.float32))
     except gradlane.RanksDifferError as error:
         session.close()
         return str(error)
@@ -207,9 +210,9 @@ def differing(store: Any, rank: int, world_size: int, job: str) -> str:
 def lost(store: Any, rank: int, world_size: int, job: str) -> str:
     """Give up on one rank while the other waits, and use the session afterwards."""
     session = opened(store, rank, world_size, job)
-    session.register("w", (2,), "float32")
-    session.push("w", np.zeros(2, np.float32))
-    session.wait("w")
+    session.arrays.register("w", (2,), "float32")
+    session.arrays.push("w", np.zeros(2, np.float32))
+    session.arrays.wait("w")
     if rank == 1:
         # The other rank is through with the step, too.
         store.wait([f"{job}/through"])
@@ -219,8 +222,8 @@ def lost(store: Any, rank: int, world_size: int, job: str) -> str:
     said = []
     for _ in range(2):
         try:
-            session.push("w", np.zeros(2, np.float32))
-            session.wait("w")
+            session.arrays.push("w", np.zeros(2, np.float32))
+            session.arrays.wait("w")
         except gradlane.PeerLostError as error:
             said.append(f"{error.rank} {error.last_complete_step} {error}")
     try:
@@ -237,28 +240,28 @@ def beside_a_model(store: Any, rank: int, world_size: int, job: str) -> list[flo
         model = nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         session.prepare(model, optimizer)
-        session.register("loss", (), "float64")
+        session.arrays.register("loss", (), "float64")
         means = []
         for _ in range(3):
             loss = model(torch.randn(4, 3)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            session.push("loss", np.array(loss.item()))
-            means.append(float(session.wait("loss")))
+            session.arrays.push("loss", np.array(loss.item()))
+            means.append(float(session.arrays.wait("loss")))
     return means
 
 
 def ended_in_mid_step(store: Any, rank: int, world_size: int, job: str) -> list[Any]:
     """Close on one rank before all was pushed: the others get zeros for the rest."""
     session = opened(store, rank, world_size, job)
-    session.register("a", (1,), "float32")
-    session.register("b", (1,), "float32")
-    session.push("a", np.array([4.0], np.float32))
+    session.arrays.register("a", (1,), "float32")
+    session.arrays.register("b", (1,), "float32")
+    session.arrays.push("a", np.array([4.0], np.float32))
     means: list[Any] = []
     if rank != 1:
-        session.push("b", np.array([4.0], np.float32))
-        means = [session.wait(name).tolist() for name in ("a", "b")]
+        session.arrays.push("b", np.array([4.0], np.float32))
+        means = [session.arrays.wait(name).tolist() for name in ("a", "b")]
     session.close()
     return means
 

@@ -144,9 +144,9 @@ def test_dtypes_of_all_frameworks_have_one_name() -> None:
 @pytest.mark.parametrize("codec", ["dgc", {"a": "onebit"}])
 def test_codecs_that_keep_something_are_refused(codec: object) -> None:
     def body(session: Any) -> str:
-        session.register("a", (64, 64), "float32")
+        session.arrays.register("a", (64, 64), "float32")
         with pytest.raises(UsageError) as caught:
-            session.push("a", np.ones((64, 64), np.float32))
+            session.arrays.push("a", np.ones((64, 64), np.float32))
         return str(caught.value)
 
     for said in run_ranks(2, body, core=load_core(), codec=codec):  # type: ignore[arg-type]

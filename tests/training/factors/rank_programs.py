@@ -346,15 +346,15 @@ def train(
             digests.append(digest(model))
         session.synchronize()
         values = [parameter.detach().double() for parameter in model.parameters()]
-        schemes = session.schemes
+        schemes = session.monitoring.schemes
         return {
             "digests": digests,
             "values": values,
             "moved": [bool((a != b).any()) for a, b in zip(values, first, strict=True)],
             "schemes": schemes,
-            "plan": session.plan.to_json() if session.plan is not None else None,
+            "plan": session.planning.plan.to_json() if session.planning.plan is not None else None,
             "sent": session.metrics()["tx_payload_bytes"],
-            "codecs": {one.tensor: (one.codec, one.reason) for one in session.codecs},
+            "codecs": {one.tensor: (one.codec, one.reason) for one in session.monitoring.codecs},
         }
 
 
@@ -418,8 +418,8 @@ def wide(
             "digest": digest(model),
             "sent": sent / 4,
             "computed": len(computed),
-            "plan": session.plan.to_json() if session.plan is not None else None,
-            "schemes": session.schemes,
+            "plan": session.planning.plan.to_json() if session.planning.plan is not None else None,
+            "schemes": session.monitoring.schemes,
         }
 
 

@@ -66,7 +66,9 @@ class TestInOneProcess:
                 optimizer.step()
                 optimizer.zero_grad()
             values = [one.detach().clone() for one in model.parameters()]
-            return values, {one.tensor: one.reason for one in session.codecs if one.codec == "raw"}
+            return values, {
+                one.tensor: one.reason for one in session.monitoring.codecs if one.codec == "raw"
+            }
 
         # torch's generator is one for all threads.
         models = [rank_programs.seeded(rank_programs.Classifier) for _ in range(4)]

@@ -89,9 +89,12 @@ def opened(session: Any, build_model: Any = build, **given: Any) -> tuple[nn.Mod
     [
         (lambda it: it.clip_grad_norm_(1.0), "torch.nn.utils.clip_grad_norm_(model.parameters(),"),
         (lambda it: it.join(), "DataLoader(drop_last=True)"),
-        (lambda it: it.register("a", (3,), "float32"), "open a session without it for arrays"),
-        (lambda it: it.query("layers"), "sent in each step"),
-        (lambda it: it.best_scheme(0, batch_size=3), "sent in each step"),
+        (
+            lambda it: it.arrays.register("a", (3,), "float32"),
+            "open a session without it for arrays",
+        ),
+        (lambda it: it.planning.query("layers"), "sent in each step"),
+        (lambda it: it.planning.best_scheme(0, batch_size=3), "sent in each step"),
         (lambda it: opened(it), "such as nn.ModuleDict"),
         (lambda it: it.prepare(it.models[0], adam(it.models[0])), "prepare the model in a new one"),
         (lambda it: it.restore(), "which is not given"),

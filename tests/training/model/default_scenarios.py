@@ -148,12 +148,14 @@ def pushed(store: Store, rank: int, world_size: int, job: str, *, are_set: bool)
     """Average arrays in a codec, some of which a rank does not have."""
     with defaults(are_set), opened(store, rank, world_size, job, codec="int8") as session:
         for name in ("one", "other"):
-            session.register(name, (4, 64), "float32")
-        session.spread({name: values_of(rank, 0).numpy().copy() for name in ("one", "other")})
-        session.push("one", values_of(rank, 1).numpy())
-        session.push("other", None if rank == 1 else values_of(rank, 2))
+            session.arrays.register(name, (4, 64), "float32")
+        session.arrays.spread(
+            {name: values_of(rank, 0).numpy().copy() for name in ("one", "other")}
+        )
+        session.arrays.push("one", values_of(rank, 1).numpy())
+        session.arrays.push("other", None if rank == 1 else values_of(rank, 2))
         return digest(
-            *(torch.from_numpy(np.asarray(session.wait(name))) for name in ("one", "other"))
+            *(torch.from_numpy(np.asarray(session.arrays.wait(name))) for name in ("one", "other"))
         )
 
 

@@ -178,7 +178,7 @@ def main() -> None:
     hear_of_losses(job["steps"] + 1)
     lost = [[row["rank"], row["step"]] for row in session.metrics()["lost"]]
     residuals = [row["residuals"] for row in session.metrics()["lost"]]
-    codecs = {one.tensor: one.codec for one in session.codecs}
+    codecs = {one.tensor: one.codec for one in session.monitoring.codecs}
     session.close()
     torch.save(
         {

@@ -435,7 +435,7 @@ def two_models_and_trace(store: Store, rank: int, world_size: int, job: str) -> 
                 optimizer.step()
                 optimizer.zero_grad()
         session.synchronize()
-        trace = session.take_trace()
+        trace = session.monitoring.take_trace()
         return {"digests": [digest(model) for model in models], "trace": trace}
 
 

@@ -285,7 +285,7 @@ def count_bytes(
             optimizer.zero_grad()
         session.synchronize()
         sent = session.metrics()["tx_payload_bytes"] - before
-        return {"sent": sent / 3, "digest": digest(model), "schemes": session.schemes}
+        return {"sent": sent / 3, "digest": digest(model), "schemes": session.monitoring.schemes}
 
 
 def on_nodes(
@@ -313,7 +313,7 @@ def on_nodes(
             optimizer.step()
             optimizer.zero_grad()
         session.synchronize()
-        return {"digest": digest(model), "schemes": session.schemes}
+        return {"digest": digest(model), "schemes": session.monitoring.schemes}
 
 
 def resumed(

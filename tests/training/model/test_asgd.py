@@ -106,7 +106,7 @@ def test_ranks_run_as_many_steps_as_they_like_and_end_alike() -> None:
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
         session.synchronize()
-        return snapshot(model), losses, session.staleness()
+        return snapshot(model), losses, session.monitoring.staleness()
 
     results = run_apart(3, body, slice_elems=500)
     for parameters, _, _ in results[1:]:
@@ -146,7 +146,7 @@ def test_a_slow_rank_holds_nobody_up_and_nobody_loses_its_gradients() -> None:
             gate.set()
         done.wait()
         session.synchronize()
-        return step, snapshot(model), session.staleness()
+        return step, snapshot(model), session.monitoring.staleness()
 
     results = run_apart(3, body)
     assert [steps for steps, _, _ in results] == [25, 25, 2]

@@ -181,7 +181,7 @@ def test_ranks_stay_alike_and_near_to_exact_training(
         train(session, range(1, 16), model, optimizer)
         session.synchronize()
         sent = session.metrics()["tx_bytes"] - before
-        return snapshot(model), sent, [choice.codec for choice in session.codecs]
+        return snapshot(model), sent, [choice.codec for choice in session.monitoring.codecs]
 
     exact = run_ranks(world_size, body, core=CORE, strategy=strategy)
     lossy = run_ranks(world_size, body, core=CORE, codec=codec, strategy=strategy)
@@ -325,7 +325,7 @@ def test_other_settings_keep_all_residuals(monkeypatch: pytest.MonkeyPatch) -> N
         train(session, range(1, 4), model, optimizer)
         (before,) = session.state_dict()["models"]
         switches[id(model)](plan)
-        assert session.plan is plan
+        assert session.planning.plan is plan
         (after,) = session.state_dict()["models"]
         for kind in ("worker_residual", "owner_residual"):
             for name, value in before[kind].items():

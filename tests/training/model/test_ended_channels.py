@@ -74,7 +74,7 @@ def train(session: Any, optimizer: Callable[..., Any], *, clips: bool = False) -
     held.state_dict()
     session.state_dict()
     session.metrics()
-    session.take_trace()
+    session.monitoring.take_trace()
 
 
 def plain(session: Any) -> None:
@@ -91,11 +91,11 @@ def shut(session: Any) -> None:
 
 
 def arrays(session: Any) -> None:
-    session.register("values", (4,), np.float32)
-    session.spread({"values": np.ones(4, np.float32)})
+    session.arrays.register("values", (4,), np.float32)
+    session.arrays.spread({"values": np.ones(4, np.float32)})
     for _ in range(STEPS):
-        session.push("values", np.ones(4, np.float32))
-        session.wait("values")
+        session.arrays.push("values", np.ones(4, np.float32))
+        session.arrays.wait("values")
 
 
 def steps(model: Any, optimizer: Any, count: int = STEPS) -> None:

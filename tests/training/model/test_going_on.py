@@ -357,7 +357,7 @@ def test_calls_that_do_not_go_on_are_refused_by_name() -> None:
         for call in (
             lambda: session.weight(3),
             session.join,
-            lambda: session.register("x", (1,), "f32"),
+            lambda: session.arrays.register("x", (1,), "f32"),
         ):
             with pytest.raises(gradlane.UsageError, match="with going_on"):
                 call()
@@ -376,7 +376,7 @@ def test_calls_that_need_all_ranks_are_refused_after_a_loss() -> None:
         optimizer.step()
         session.synchronize()
         assert eventually(lambda: bool(session.metrics()["lost"]))
-        for call in (session.probe, lambda: session.exchange(1)):
+        for call in (session.planning.probe, lambda: session.exchange(1)):
             with pytest.raises(gradlane.UsageError, match="after rank 0 was lost"):
                 call()
         with pytest.raises(gradlane.UsageError, match="after ranks were lost"):

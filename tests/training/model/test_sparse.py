@@ -289,7 +289,7 @@ def schemes_with(
 ) -> dict[str, str]:
     def body(session: Any) -> dict[str, str]:
         session.prepare(model, OPTIMIZERS[optimizer](model.parameters()))
-        found: dict[str, str] = session.schemes
+        found: dict[str, str] = session.monitoring.schemes
         return found
 
     found: list[dict[str, str]] = run_ranks(world_size, body, core=FakeCore(), **options)
@@ -354,7 +354,7 @@ def test_codecs_leave_rows_alone_and_say_so() -> None:
     def body(session: Any) -> dict[str, tuple[str, str]]:
         model = Mixed()
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        return {one.tensor: (one.codec, one.reason) for one in session.codecs}
+        return {one.tensor: (one.codec, one.reason) for one in session.monitoring.codecs}
 
     (found,) = run_ranks(1, body, codec="qsgd:bits=8")
     assert found["words.weight"] == ("raw", "travels as rows, which are not encoded")

@@ -34,7 +34,7 @@ pytestmark = needs_core
 
 
 def read(session: gradlane.Session, query: str = "") -> LiveState:
-    url = session.dashboard_url
+    url = session.monitoring.dashboard_url
     assert url is not None
     with urllib.request.urlopen(f"{url}state.json{query}", timeout=30) as answer:
         assert answer.headers["Content-Type"] == "application/json"
@@ -75,10 +75,10 @@ def test_a_page_is_polled_while_two_ranks_train_and_hears_the_end() -> None:
 
     def body(session: gradlane.Session) -> int:
         if session.rank == 0:
-            assert session.dashboard_url is not None
-            readers.append(Reader(session.dashboard_url))
+            assert session.monitoring.dashboard_url is not None
+            readers.append(Reader(session.monitoring.dashboard_url))
         else:
-            assert session.dashboard_url is None
+            assert session.monitoring.dashboard_url is None
         model = seeded(Model)
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
         steps, deadline_s = 0, time.monotonic() + 60.0
@@ -147,8 +147,8 @@ def test_a_session_that_is_given_up_says_why() -> None:
     def body(session: gradlane.Session) -> None:
         train(session, seeded(Model))
         if session.rank == 0:
-            assert session.dashboard_url is not None
-            readers.append(Reader(session.dashboard_url))
+            assert session.monitoring.dashboard_url is not None
+            readers.append(Reader(session.monitoring.dashboard_url))
             assert eventually(lambda: len(readers[0].states) > 1, within_s=60.0)
             raise ValueError("the data are gone")
 
@@ -217,7 +217,7 @@ def test_norms_are_read_in_parts_and_stay_after_the_end() -> None:
 
 def test_a_port_that_is_taken_is_named_with_the_next_step() -> None:
     def body(session: gradlane.Session) -> str:
-        url = session.dashboard_url
+        url = session.monitoring.dashboard_url
         assert url is not None
         port = int(url.rstrip("/").rpartition(":")[2])
         with pytest.raises(ValueError, match=rf"rank 0 .*port {port}.*dashboard=.*, or 0 for any"):
@@ -254,7 +254,7 @@ def test_a_page_for_others_is_asked_for_by_name_and_warned_of_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def urls(session: gradlane.Session) -> str | None:
-        return session.dashboard_url
+        return session.monitoring.dashboard_url
 
     (own,) = run(1, urls, dashboard=0)
     assert own is not None and own.startswith("http://127.0.0.1:")
@@ -277,7 +277,7 @@ def test_a_page_for_others_is_asked_for_by_name_and_warned_of_once(
 
 def test_the_page_lets_a_browser_run_and_load_nothing_else() -> None:
     def body(session: gradlane.Session) -> None:
-        url = session.dashboard_url
+        url = session.monitoring.dashboard_url
         assert url is not None
         with urllib.request.urlopen(url, timeout=10) as answer:
             policy = answer.headers["Content-Security-Policy"]
@@ -302,7 +302,7 @@ def test_a_forked_child_serves_nothing() -> None:
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
-            os._exit(0 if session.dashboard_url is None else 4)
+            os._exit(0 if session.monitoring.dashboard_url is None else 4)
         _, status = os.waitpid(child, 0)
         assert read(session)["step"] == 6
         return os.waitstatus_to_exitcode(status)

@@ -195,7 +195,7 @@ def test_the_endpoint_answers_while_training_and_ends_with_the_session() -> None
 
     def body(session: gradlane.Session) -> str:
         train(session, seeded(Model))
-        port = session.prometheus_port
+        port = session.monitoring.prometheus_port
         assert port is not None
         ports.append(port)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
@@ -216,7 +216,7 @@ def test_the_endpoint_answers_while_training_and_ends_with_the_session() -> None
 def test_the_endpoint_has_the_norm_of_residuals(codec: str) -> None:
     def body(session: gradlane.Session) -> float:
         train(session, seeded(Model))
-        address = f"http://127.0.0.1:{session.prometheus_port}/metrics"
+        address = f"http://127.0.0.1:{session.monitoring.prometheus_port}/metrics"
         deadline = time.monotonic() + 30.0
         while time.monotonic() < deadline:
             with urllib.request.urlopen(address, timeout=10) as answer:
@@ -284,7 +284,7 @@ def test_the_factor_of_clipping_is_told_everywhere(
         model(torch.ones(1, 2)).sum().backward()
         factors[-1] = session.metrics()["clip_factor"]
         optimizer.step()
-        address = f"http://127.0.0.1:{session.prometheus_port}/metrics"
+        address = f"http://127.0.0.1:{session.monitoring.prometheus_port}/metrics"
         with urllib.request.urlopen(address, timeout=10) as answer:
             page = answer.read().decode()
         return factors, written, page, session.metrics()
@@ -341,7 +341,7 @@ def test_forked_children_report_nothing() -> None:
             try:
                 session.metrics()
             except SessionClosedError:
-                code = 0 if session.prometheus_port is None else 4
+                code = 0 if session.monitoring.prometheus_port is None else 4
             finally:
                 os._exit(code)
         _, status = os.waitpid(child, 0)

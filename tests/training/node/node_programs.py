@@ -257,8 +257,8 @@ def means(
     found: dict[str, list[bytes]] = {}
     with opened(store, rank, world_size, job, local_size=local_size, **options) as session:
         for dtype in ("float32", "float64", "float16"):
-            session.register(dtype, (9_001,), dtype)
-            session.register(f"{dtype} small", (3,), dtype)
+            session.arrays.register(dtype, (9_001,), dtype)
+            session.arrays.register(f"{dtype} small", (3,), dtype)
         values = {
             slot: values_of(slot, dtype, size, 0, 0)
             for dtype in ("float32", "float64", "float16")
@@ -266,16 +266,16 @@ def means(
         }
         for first in values.values():
             first *= rank + 1
-        spread = session.spread(values)
+        spread = session.arrays.spread(values)
         found["spread"] = [value.tobytes() for value in spread.values()]
         for step in (1, 2, 3):
             for slot, first in values.items():
                 array = values_of(slot, str(first.dtype), first.size, rank, step)
                 nothing = step == 3 or (step == 2 and rank == 3)
-                session.push(slot, None if nothing else array)
+                session.arrays.push(slot, None if nothing else array)
             found[str(step)] = []
             for slot in values:
-                mean = session.wait(slot)
+                mean = session.arrays.wait(slot)
                 found[str(step)].append(b"" if mean is None else mean.tobytes())
     return found
 
@@ -474,7 +474,7 @@ def planned(store: Any, rank: int, world_size: int, job: str) -> dict[str, Any]:
             sent.append(session.metrics()["channels"][-1]["tx_bytes"])
         session.synchronize()
         sent.append(session.metrics()["channels"][-1]["tx_bytes"])
-        local = None if session.plan is None else session.plan.settings.local
+        local = None if session.planning.plan is None else session.planning.plan.settings.local
         weights = b"".join(one.detach().numpy().tobytes() for one in model.parameters())
     return {
         "local": local,

@@ -25,6 +25,8 @@ from gradlane.training.options.compatibility import (
     refusal,
 )
 from gradlane.training.options.options import Options, keywords_of
+from gradlane.training.session.array_calls import ArrayCalls
+from gradlane.training.session.planning_calls import PlanningCalls
 from tests.built import needs_core
 from tests.paths import ROOT
 from tests.training.model.ranks import run_ranks
@@ -207,10 +209,10 @@ CALLED: dict[Feature, Callable[[Any], object]] = {
     F.CLIP: lambda session: session.clip_grad_norm_(1.0),
     F.JOIN: lambda session: session.join().__enter__(),
     F.NO_SYNC: lambda session: session.no_sync().__enter__(),
-    F.REGISTER: lambda session: session.register("array", (2,), "float32"),
+    F.REGISTER: lambda session: session.arrays.register("array", (2,), "float32"),
     F.GATHER_INTEGERS: lambda session: session.gather_integers([1]),
-    F.QUERY: lambda session: session.query("layers"),
-    F.BEST_SCHEME: lambda session: session.best_scheme(0, batch_size=2),
+    F.QUERY: lambda session: session.planning.query("layers"),
+    F.BEST_SCHEME: lambda session: session.planning.best_scheme(0, batch_size=2),
 }
 PREPARED: dict[Feature, Callable[[Any], object]] = {
     F.PLAN_RULE: lambda session: prepared(session, plan="auto"),
@@ -302,7 +304,11 @@ def test_rows_are_pairs_that_stand_once_and_say_what_to_do() -> None:
         assert row.kind in Kind and not (row.needs and row.kind is Kind.NOT_BUILT)
 
 
+GROUPS: dict[str, Any] = {"": gradlane.Session, "arrays": ArrayCalls, "planning": PlanningCalls}
+
+
 def test_every_call_is_one_of_the_session() -> None:
     for text, feature in CALLS.items():
         assert feature.when is When.CALL
-        assert callable(getattr(gradlane.Session, text.removesuffix("()")))
+        group, _, name = text.removesuffix("()").rpartition(".")
+        assert callable(getattr(GROUPS[group], name))

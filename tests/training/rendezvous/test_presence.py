@@ -124,14 +124,14 @@ def exchange(session: Any, busy: Callable[[], None]) -> None:
 
 def spread(session: Any, busy: Callable[[], None]) -> None:
     busy()
-    session.register("values", (4,), np.float32)
-    found = session.spread({"values": np.full(4, session.rank, np.float32)})
+    session.arrays.register("values", (4,), np.float32)
+    found = session.arrays.spread({"values": np.full(4, session.rank, np.float32)})
     assert found["values"].sum() == 0.0
 
 
 def probe(session: Any, busy: Callable[[], None]) -> None:
     busy()
-    assert len(session.probe(window_s=0.05, directions=False).ports) == 2
+    assert len(session.planning.probe(window_s=0.05, directions=False).ports) == 2
 
 
 @pytest.mark.parametrize("call", [first, again, second_model, exchange, spread, probe])
@@ -159,10 +159,10 @@ def server_state(session: Any, busy: Callable[[], None]) -> None:
 
 
 def pushes(session: Any, busy: Callable[[], None]) -> None:
-    session.register("values", (4,), np.float32)
+    session.arrays.register("values", (4,), np.float32)
     busy()
-    session.push("values", np.full(4, session.rank, np.float32))
-    assert session.wait("values").sum() == 2.0
+    session.arrays.push("values", np.full(4, session.rank, np.float32))
+    assert session.arrays.wait("values").sum() == 2.0
 
 
 @pytest.mark.parametrize(

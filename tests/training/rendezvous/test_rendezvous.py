@@ -503,9 +503,9 @@ def prepared_with_versions(
 
 def pushes(session: Any) -> None:
     """Average an array, without a model."""
-    session.register("a", (2,), "float32")
-    session.push("a", torch.zeros(2).numpy())
-    session.wait("a")
+    session.arrays.register("a", (2,), "float32")
+    session.arrays.push("a", torch.zeros(2).numpy())
+    session.arrays.wait("a")
 
 
 @pytest.mark.parametrize("body", [None, pushes])

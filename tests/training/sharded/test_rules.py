@@ -178,8 +178,8 @@ def test_a_model_that_is_prepared_already() -> None:
         (lambda one: one.no_sync().__enter__(), r"set_requires_gradient_sync\(False\)"),
         (lambda one: one.weight(3), "scale each loss"),
         (lambda one: one.join(), "as many batches"),
-        (lambda one: one.query("layers"), "plans know whole models"),
-        (lambda one: one.best_scheme(0, batch_size=2), "plans know whole models"),
+        (lambda one: one.planning.query("layers"), "plans know whole models"),
+        (lambda one: one.planning.best_scheme(0, batch_size=2), "plans know whole models"),
     ],
 )
 def test_calls_of_the_session(call: Callable[[Any], Any], words: str) -> None:
@@ -288,7 +288,7 @@ def test_a_closed_session_leaves_fsdp_as_it_was() -> None:
         assert opened.step == 1
         metrics = json.loads(json.dumps(opened.metrics()))
         assert metrics["step"] == 1 and len(metrics["channels"]) == 1
-        assert [choice.tensor for choice in opened.codecs] == ["<root>", "0"]
+        assert [choice.tensor for choice in opened.monitoring.codecs] == ["<root>", "0"]
         opened.close()
     backward(model)
     optimizer.step()

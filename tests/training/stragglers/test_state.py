@@ -226,7 +226,7 @@ def test_a_plan_is_put_into_force_in_the_middle_of_a_training(tmp_path: Path) ->
             "gave": gave,
             "state": session.state_dict()["models"][0],
             "weight": model.weight.detach().clone(),
-            "plan": session.plan,
+            "plan": session.planning.plan,
         }
 
     core: Any = load_core()

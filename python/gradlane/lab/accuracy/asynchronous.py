@@ -114,7 +114,7 @@ def _train(rank: int, given: dict[str, Any], answers: Answers) -> dict[str, Any]
         session.synchronize()
         if rank == 0:
             curve.note(run.steps, task, model)
-        applied = session.staleness()
+        applied = session.monitoring.staleness()
     curve.wire_bytes = [2 * 4 * sum(one.numel() for one in model.parameters())] * run.steps
     return {
         "curve": asdict(curve),

@@ -213,10 +213,10 @@ class Gradlane(Communication):
         """Return the session's counters."""
         counters = dict(self._session.metrics())
         counters["tensors_by_scheme"] = dict(Counter(self.schemes()))
-        if staleness := self._session.staleness():
+        if staleness := self._session.monitoring.staleness():
             counters["staleness_by_rank"] = staleness
-        if self._session.plan is not None:
-            plan = self._session.plan.to_json()
+        if self._session.planning.plan is not None:
+            plan = self._session.planning.plan.to_json()
             del plan["tensors"]
             counters["plan"] = plan
         return counters
@@ -236,12 +236,12 @@ class Gradlane(Communication):
         """Return what the session has chosen."""
         return [
             (choice.codec, None if choice.facts is None else choice.facts.wire_bytes_max)
-            for choice in self._session.codecs
+            for choice in self._session.monitoring.codecs
         ]
 
     def schemes(self) -> list[str]:
         """Return what is in force."""
-        return list(self._session.schemes.values())
+        return list(self._session.monitoring.schemes.values())
 
     def close(self) -> None:
         """Close the session."""

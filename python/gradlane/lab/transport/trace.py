@@ -1,7 +1,7 @@
 """Urgency in traces of frames: how soon an urgent slice left, and what left before it.
 
-Pure arithmetic on rows of `Session.take_trace`. Only order is compared within one rank's trace;
-times of different ranks are compared where one machine's clock stamped them all.
+Pure arithmetic on rows of `session.monitoring.take_trace`. Only order is compared within one rank's
+trace; times of different ranks are compared where one machine's clock stamped them all.
 """
 
 from __future__ import annotations

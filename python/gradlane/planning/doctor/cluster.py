@@ -103,7 +103,7 @@ def examine_all(
     findings += reached
     links = None
     if all(one.verdict is Verdict.OK for one in reached):
-        links = session.probe(window_s=window_s, on_phase=on_phase)
+        links = session.planning.probe(window_s=window_s, on_phase=on_phase)
         findings += goodputs(links, everyone)
     return Examination(findings, [one.to_json() for one in everyone], links)
 

@@ -64,7 +64,9 @@ class RegisteredArrays:
         if why:
             raise UsageError(why)
         if not self._slots:
-            raise UsageError("no array is registered: call session.register() for each first")
+            raise UsageError(
+                "no array is registered: call session.arrays.register() for each first"
+            )
         slots = sorted(self._slots.values(), key=lambda slot: slot.position)
         self.exchange = ArrayExchange(self._ctx, self._meet(), slots, initial)
         return self.exchange

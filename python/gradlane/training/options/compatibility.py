@@ -90,14 +90,14 @@ class Feature(enum.Enum):
     ACCELERATOR = ("an accelerator of several processes", "leave it out", When.PREPARE)
     LIGHTNING = ("GradlaneStrategy", "leave it out", When.PREPARE)
 
-    ARRAYS = ("session.push()", "open a session without it for arrays", When.CALL)
-    REGISTER = ("session.register()", "open a session without it for arrays", When.CALL)
+    ARRAYS = ("session.arrays.push()", "open a session without it for arrays", When.CALL)
+    REGISTER = ("session.arrays.register()", "open a session without it for arrays", When.CALL)
     WEIGHT = ("session.weight()", "leave it out", When.CALL)
     CLIP = ("session.clip_grad_norm_()", "leave it out", When.CALL)
     JOIN = ("session.join()", "leave it out", When.CALL)
     NO_SYNC = ("session.no_sync()", "leave it out", When.CALL)
-    QUERY = ("session.query()", "leave it out", When.CALL)
-    BEST_SCHEME = ("session.best_scheme()", "leave it out", When.CALL)
+    QUERY = ("session.planning.query()", "leave it out", When.CALL)
+    BEST_SCHEME = ("session.planning.best_scheme()", "leave it out", When.CALL)
     GATHER_INTEGERS = ("session.gather_integers()", "use session.exchange()", When.CALL)
 
     def __init__(self, label: str, without: str, when: When = When.INIT) -> None:

@@ -287,7 +287,7 @@ class Monitoring(OptionGroup):
         "`trace.rank0.json` for `trace.json`; see `docs/timelines.md`.",
         read=Path,
     )
-    frame_trace: bool = option(False, "Keep a trace of frames, for `Session.take_trace`.")
+    frame_trace: bool = option(False, "Keep the frames for `session.monitoring.take_trace`.")
     summary: bool = option(
         True, "Rank 0 prints a line to stderr at the end on the reasons that steps have waited."
     )

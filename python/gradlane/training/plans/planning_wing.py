@@ -1,5 +1,5 @@
-"""The only way from training to planning: imported late, for `plan="auto"`, `Session.probe`,
-`Session.query` and `Session.best_scheme`."""
+"""The only way from training to planning: imported late, for `plan="auto"` and the calls of
+`session.planning`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gradlane.errors import RendezvousError, SessionFailedError
+from gradlane.errors import RendezvousError, SessionFailedError, UsageError
 from gradlane.training.core import Channel, CoreModule
 from gradlane.training.log import log
 from gradlane.training.rendezvous.environment import RankInfo
@@ -154,6 +154,18 @@ class Membership:
     def lacks_ranks(self) -> bool:
         """Whether ranks of the connections that are open were lost."""
         return self.known_generation > self._opened_with
+
+    def refuse_lost(self, call: str) -> None:
+        """Refuse a collective call that needs all connected ranks, once one was lost.
+
+        Raises:
+            UsageError: one was.
+        """
+        if self.lacks_ranks:
+            raise UsageError(
+                f"session.{call} after rank {self.lost[-1].rank} was lost: it needs the "
+                "lost rank, too; call it before, or use gather_integers()"
+            )
 
     @property
     def leads(self) -> bool:

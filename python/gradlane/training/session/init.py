@@ -12,14 +12,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from gradlane.training.arrays.exchange import ArrayExchange
 from gradlane.training.arrays.registered import RegisteredArrays
 from gradlane.training.checkpoints import manager as checkpointing
 from gradlane.training.connection import SessionContext, listen
 from gradlane.training.core import CoreModule, check_connected, load_core
-from gradlane.training.local_updates.local_model import LocalModel
 from gradlane.training.log import log
-from gradlane.training.model.prepared import PreparedModel
 from gradlane.training.monitoring.observer import make_observer
 from gradlane.training.monitoring.recorder import make_recorder
 from gradlane.training.node.rules import AUTO, OFF, nodes_refusal, with_local
@@ -55,10 +52,10 @@ from gradlane.training.rendezvous.serving import JobAnnouncements, Server, Serve
 from gradlane.training.rendezvous.start_failures import TELL_S, StartFailures
 from gradlane.training.session.lifecycle import describe_exception
 from gradlane.training.session.models import PreparedModels
+from gradlane.training.session.parts import SessionParts
 from gradlane.training.session.scopes import SessionScopes
 from gradlane.training.session.session import Session
 from gradlane.training.session.world import World
-from gradlane.training.sharded.model import ShardedModel
 from gradlane.training.torch_internals import check_torch
 
 Arguments = ParamSpec("Arguments")
@@ -406,15 +403,7 @@ def _assemble_with(
 
     def look() -> None:
         """Raise if a model or the arrays have lost a rank."""
-        parts: list[PreparedModel | ShardedModel | LocalModel | ArrayExchange] = [
-            *models.prepared,
-            *models.sharded,
-        ]
-        if models.local is not None:
-            parts.append(models.local)
-        if arrays.exchange is not None:
-            parts.append(arrays.exchange)
-        for part in parts:
+        for part in parts.all():
             if not part.has_parted:
                 check_connected(core, part.channel)
 
@@ -438,7 +427,8 @@ def _assemble_with(
     world = World(ctx, scopes)
     models = PreparedModels(world, store, look, lambda reason: session.abort(reason))
     arrays = RegisteredArrays(ctx, scopes.open)
-    session = Session(world, store, models, arrays, checkpoints, server)
+    parts = SessionParts(models, arrays)
+    session = Session(world, store, parts, checkpoints, server)
     return session
 
 

@@ -20,44 +20,39 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 
-from gradlane.errors import GradlaneError, SessionClosedError, UsageError
-from gradlane.formats.link_report import LinkReport
-from gradlane.training.arrays.exchange import ArrayExchange
-from gradlane.training.arrays.registered import RegisteredArrays
+from gradlane.errors import UsageError
 from gradlane.training.checkpoints.manager import CheckpointManager
 from gradlane.training.connection import SessionContext
-from gradlane.training.local_updates.local_model import LocalModel
 from gradlane.training.local_updates.state import LOCAL
 from gradlane.training.log import log
 from gradlane.training.model.joining import Stateful
-from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
-from gradlane.training.model.several_optimizers import members_of
+from gradlane.training.model.prepared import CLOSE_TIMEOUT_S
 from gradlane.training.model.uneven_data import Join
 from gradlane.training.monitoring.metrics import Metrics
 from gradlane.training.monitoring.tensorboard import ScalarFunction, ScalarWriter
-from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.options.compatibility import Feature
 from gradlane.training.plans.agreement import PlanArgument
-from gradlane.training.plans.plan import Plan
-from gradlane.training.plans.planning_wing import ChosenScheme
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.membership import MembershipChange
 from gradlane.training.rendezvous.serving import ServedStats, Server
-from gradlane.training.session import after_close, lifecycle
+from gradlane.training.session import lifecycle
 from gradlane.training.session.accelerators import warn_of_accelerator
+from gradlane.training.session.array_calls import ArrayCalls
+from gradlane.training.session.ending import SessionEnding
 from gradlane.training.session.explanation import ExplainedModel, Explanation
-from gradlane.training.session.models import ModelType, OptimizerType, PreparedModels
+from gradlane.training.session.models import ModelType, OptimizerType
+from gradlane.training.session.monitoring_calls import MonitoringCalls
 from gradlane.training.session.pace import BatchType, at_pace
+from gradlane.training.session.parts import SessionParts
+from gradlane.training.session.planning_calls import PlanningCalls
 from gradlane.training.session.scopes import SessionScopes
-from gradlane.training.session.staleness import StalenessSums
 from gradlane.training.session.world import World
-from gradlane.training.sharded.model import ShardedModel
 
 _STATE_VERSION = 1
 _TOLD_EVERY_S = 0.5
@@ -71,23 +66,14 @@ _SAMPLES_MAX = 1 << 46
 class Session:
     """A rank's part in a training job; made by `gradlane.init`.
 
-    Models are averaged by `prepare`; arrays of any framework by these calls::
-
-        for name, value in parameters.items():        # in the order of the forward pass
-            session.register(name, value.shape, value.dtype)
-        parameters = session.spread(parameters)       # rank 0's values everywhere
-        for ...:                                      # backward: the last layer is done first
-            session.push(name, gradient)
-        for ...:                                      # forward, or before each update
-            mean = session.wait(name)
+    Models are averaged by `prepare`; arrays of any framework by the calls of `arrays`.
     """
 
     def __init__(
         self,
         world: World,
         store: BoundedStore,
-        models: PreparedModels,
-        arrays: RegisteredArrays,
+        parts: SessionParts,
         checkpoints: CheckpointManager | None,
         server: Server | None,
     ) -> None:
@@ -96,21 +82,25 @@ class Session:
         Args:
             world: the ranks that this one is connected to.
             store: the rendezvous store.
-            models: the prepared models.
-            arrays: the registered arrays.
+            parts: the models and arrays.
             checkpoints: takes checkpoints, or None.
             server: serves, on a rank that only serves, or None.
         """
         self._world = world
         self._store = store
-        self._models = models
+        self._parts = parts
+        self._models = models = parts.models
         self.has_accelerator = False
         """Whether a Hugging Face accelerator leaves models to this session."""
-        self._arrays = arrays
         self._checkpoints = checkpoints
         self._server = server
-        self._ended: str | None = None
-        lifecycle.watch(self)
+        self._ending = ending = SessionEnding(world, store, parts, checkpoints, server)
+        self.arrays = ArrayCalls(parts.arrays, models, ending)
+        """Means of arrays of any framework."""
+        self.planning = PlanningCalls(models, world, ending)
+        """The plan in force, and what plans are made from."""
+        self.monitoring = MonitoringCalls(parts, world)
+        """How tensors travel, and where numbers are served."""
 
     @property
     def _ctx(self) -> SessionContext:
@@ -123,7 +113,7 @@ class Session:
     def __repr__(self) -> str:
         models = f", models={len(self.models)}" if self.models else ""
         strategy = self._ctx.options.strategy.name
-        state = self._ended or "open"
+        state = self._ending.how or "open"
         role = ", serves" if self.serves else ""
         return (
             f"<Session rank {self.rank} of {self.world_size + self._ctx.rank_info.serving}{role}, "
@@ -144,12 +134,7 @@ class Session:
     @property
     def step(self) -> int:
         """Training steps of the first model that have ended; 0 before there is one."""
-        if self._models.local is not None:
-            return self._models.local.step
-        if not self._models.prepared:
-            return next((one.step for one in self._models.sharded), 0)
-        first = self._models.prepared[0]
-        return first.steps.step - int(first.in_step)
+        return self._parts.step
 
     @property
     def goes_on(self) -> bool:
@@ -171,7 +156,7 @@ class Session:
         Raises:
             SessionClosedError: the session has ended.
         """
-        self._check_open()
+        self._ending.check_open()
         self._ctx.membership.listeners.append(callback)
 
     def gather_integers(self, values: list[int]) -> list[list[int]]:
@@ -189,7 +174,7 @@ class Session:
             SessionFailedError: another rank takes a step instead.
             GradlaneError: the session has failed or is closed.
         """
-        self._check_open()
+        self._ending.check_open()
         prepared = self._models.find(None, "gather_integers()")
         self._models.joins.tell_first_step()
         return prepared.steps.numbers.gather_integers(values)
@@ -211,7 +196,7 @@ class Session:
             TypeError: an object lacks one of the two.
             SessionClosedError: the session has ended.
         """
-        self._check_open()
+        self._ending.check_open()
         for name, one in objects.items():
             if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise TypeError(
@@ -288,7 +273,7 @@ class Session:
             RanksDifferError: the ranks' models, options or plans differ; raised on every rank.
             RendezvousError: a rank did not appear or cannot be reached.
         """
-        self._check_open()
+        self._ending.check_open()
         if not self.has_accelerator:
             warn_of_accelerator()
         return self._models.prepare(model, optimizer, defer=defer, buffers=buffers, plan=plan)
@@ -296,27 +281,7 @@ class Session:
     @property
     def models(self) -> list[nn.Module]:
         """The prepared models, in the order of `prepare`; sharded ones come last."""
-        whole = [prepared.model for prepared in self._models.prepared]
-        local = [] if self._models.local is None else [self._models.local.model]
-        return [*whole, *local, *(sharded.model for sharded in self._models.sharded)]
-
-    @property
-    def codecs(self) -> list[CodecChoice]:
-        """The codec of each trained tensor and of each array, with the reason."""
-        return [choice for part in self._parts() for choice in part.codecs]
-
-    @property
-    def schemes(self) -> dict[str, str]:
-        """How each trained tensor of the models is aggregated, by name.
-
-        `ps`, `ring`, `sfb` or `adam`, or `rows` of a sparse gradient.
-        """
-        found: dict[str, str] = {}
-        for prepared in self._models.prepared:
-            found.update(prepared.schemes)
-        if self._models.local is not None:
-            found.update(self._models.local.schemes)
-        return found
+        return [part.model for part in self._parts.connected_models()]
 
     def explain(self) -> Explanation:
         """Return what each step passes: the stages in force, in order, each with its reason.
@@ -328,98 +293,9 @@ class Session:
         return Explanation(
             tuple(
                 ExplainedModel(type(part.model).__name__, part.explain())
-                for part in self._parts()
-                if not isinstance(part, ArrayExchange)
+                for part in self._parts.connected_models()
             )
         )
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in force: the last given or found plan; None before."""
-        return self._models.plans.plan
-
-    def probe(
-        self,
-        *,
-        window_s: float = 1.0,
-        directions: bool = True,
-        on_phase: Callable[[str], None] = lambda text: None,
-    ) -> LinkReport:
-        """Measure bandwidth and latency between all ranks; a collective call.
-
-        Args:
-            window_s: seconds that each stream is measured for.
-            directions: whether ports are also measured in one direction at a time.
-            on_phase: called with the name of the next measurement.
-
-        Returns:
-            The same report on every rank.
-
-        Raises:
-            ValueError: the window is not 0.05 to 60 seconds.
-            RendezvousError: two ranks cannot reach each other; raised on every rank.
-        """
-        self._check_open()
-        self._refuse_lost("probe()")
-        return self._models.measure_links(
-            window_s=window_s, directions=directions, on_phase=on_phase
-        )
-
-    def query(self, *names: str, model: nn.Module | None = None) -> Any:
-        """Read the coordinator's information book: what all ranks know, the same on every rank.
-
-        No rank waits for another. After Poseidon's `Query` (Zhang et al. 2017, table 2).
-
-        Args:
-            names: `job`, `ranks`, `workers`, `servers` (ranks that own slices), `roles` and
-                `addresses` (by rank: `worker`, `server` or `worker and server`; `host:port`, None
-                for one that only talks to its own node), `nodes` (names of their machines),
-                `strategy`, `update`, `model`, `gradient_bytes`, `layers`, `schemes` and `codecs`
-                (in force, by tensor); `rate_bps` and `latency_s` once `probe()` has measured them;
-                or a layer's name, which gives its `Layer`.
-            model: the prepared model; None: the only one.
-
-        Returns:
-            The value of one name, or a tuple of those of several.
-
-        Raises:
-            ValueError: no name is given, or one is unknown.
-            UsageError: the model is not prepared, or this rank only serves.
-        """
-        self._check_open()
-        return self._models.book(model, "query()").query(*names)
-
-    def best_scheme(
-        self,
-        layer: str | int,
-        *,
-        batch_size: int,
-        rule: str = "poseidon",
-        model: nn.Module | None = None,
-    ) -> ChosenScheme:
-        """Return the scheme that moves the fewest numbers for a layer, the same on every rank.
-
-        No rank waits for another, and nothing changes: `prepare(plan="poseidon")` puts schemes in
-        force. After Poseidon's `BestScheme` (Zhang et al. 2017, algorithm 1).
-
-        Args:
-            layer: its name, or its index in `query("layers")`.
-            batch_size: vectors that a worker applies the layer to in a step: its samples, times
-                words or patches where there are any. Give the same on every rank.
-            rule: `poseidon`, the paper's, or `auto`, among all schemes that sessions run.
-            model: the prepared model; None: the only one.
-
-        Returns:
-            `scheme`, `costs` (numbers that the busiest node sends and receives in each scheme that
-            fits, the cheapest first) and `reason`.
-
-        Raises:
-            ValueError: there is no such layer or rule, or the batch is empty.
-            UsageError: the model is not prepared, or this rank only serves.
-        """
-        self._check_open()
-        book = self._models.book(model, "best_scheme()")
-        return book.best_scheme(book.layer(layer), batch_size=batch_size, rule=rule)
 
     def exchange(self, value: Any) -> list[Any]:
         """Exchange a small value with all ranks through the job's store; a collective call.
@@ -434,8 +310,8 @@ class Session:
             TypeError: the value is not JSON-serializable.
             RendezvousError: a rank did not come.
         """
-        self._check_open()
-        self._refuse_lost("exchange()")
+        self._ending.check_open()
+        self._ctx.membership.refuse_lost("exchange()")
         return self._models.exchange(value)
 
     @contextlib.contextmanager
@@ -446,7 +322,7 @@ class Session:
         which sends the sums. Where all were inside, `optimizer.step()` sends them. It holds for all
         models of the session. What is sent are sums over batches: divide each loss by their number.
         """
-        self._check_open()
+        self._ending.check_open()
         self._models.check_call(Feature.NO_SYNC)
         before = [
             (prepared.steps.phases, prepared.steps.phases.accumulates)
@@ -479,7 +355,7 @@ class Session:
                 `update="server"`; no such model.
             GradlaneError: the session has failed.
         """
-        self._check_open()
+        self._ending.check_open()
         sharded = model is None and bool(self._models.sharded)
         self._models.check_call(Feature.WEIGHT, is_sharded=sharded)
         if not (isinstance(samples, int) and 0 <= samples <= _SAMPLES_MAX):
@@ -529,7 +405,7 @@ class Session:
                 or updates run on the servers, where averaged gradients stay.
             GradlaneError: the session has failed.
         """
-        self._check_open()
+        self._ending.check_open()
         prepared = self._models.find(model, "clip_grad_norm_()")
         return prepared.steps.clipping.clip(
             float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
@@ -552,7 +428,7 @@ class Session:
             UsageError: on entry: with `update="server"`, or inside another one; at the end: a
                 backward without `optimizer.step()` or `zero_grad()`.
         """
-        self._check_open()
+        self._ending.check_open()
         self._models.check_call(Feature.JOIN)
         return Join(list(self._models.prepared), self.rank, throw_on_early_termination)
 
@@ -567,118 +443,11 @@ class Session:
         Raises:
             GradlaneError: the session has failed or was closed.
         """
-        self._check_open()
+        self._ending.check_open()
         for prepared in self._models.prepared:
             prepared.synchronize()
         if self._models.local is not None:
             self._models.local.synchronize()
-
-    def staleness(self) -> list[dict[str, Any]]:
-        """Return how stale gradients were, with `strategy="asgd"`; empty with all others.
-
-        The staleness of a gradient is the number of updates that its slice had had since this
-        gradient's rank received it. Every rank counts the gradients that it applied as an owner of
-        slices, an even part of the whole.
-
-        Returns:
-            For each rank whose gradients were applied here: `rank`, `pushes`, `mean`, `max` and
-            `histogram` (pushes by staleness from 0 on; entry 64 counts that and all above).
-        """
-        total: dict[int, StalenessSums] = {}
-        for prepared in self._models.prepared:
-            for rank, reading in enumerate(prepared.staleness()):
-                total.setdefault(rank, StalenessSums()).add(reading)
-        return [{"rank": rank, **tally.to_json()} for rank, tally in sorted(total.items())]
-
-    def register(
-        self, name: str, shape: Sequence[int], dtype: Any, position: int | None = None
-    ) -> None:
-        """Announce an array that will be averaged in each step; on all ranks alike.
-
-        Args:
-            name: any text, once.
-            shape: sizes of its dimensions, row-major.
-            dtype: f32, f16, bf16, f64 or complex: a NumPy dtype, a torch or JAX one, or a name.
-            position: where the forward pass needs it; smaller is sooner and travels before the
-                rest. None: after all arrays registered so far.
-
-        Raises:
-            ArrayRefusedError: there is nothing to average, or the dtype cannot be averaged.
-            UsageError: the name is taken, or the first step has begun.
-            GradlaneError: the session has failed or is closed.
-        """
-        self._check_open()
-        self._models.check_call(Feature.REGISTER)
-        self._arrays.register(name, shape, dtype, position)
-
-    def spread(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Give every rank rank 0's values, before the first push; a collective call.
-
-        Args:
-            arrays: one for every registered name, as it was registered. They are written in place
-                where they may be.
-
-        Returns:
-            The arrays with rank 0's values: the same objects, but copies by NumPy of those that may
-            not be written.
-
-        Raises:
-            ArrayRefusedError: an array is not as registered.
-            UsageError: a push came before, or names are missing.
-            RanksDifferError: the ranks registered different arrays, or not all spread values.
-            GradlaneError: the session has failed or is closed.
-        """
-        self._check_open()
-        return self._arrays.spread(arrays)
-
-    def push(self, name: str, array: Any, step: int | None = None) -> int:
-        """Hand over this rank's part of a mean; returns at once, but for a step's first.
-
-        Every rank pushes each registered array once a step, in any order: as early as it is done.
-        A step begins with the first push after all were pushed, and waits for the end of the one
-        before. Until `wait` the memory belongs to the session: neither write nor free it.
-
-        Args:
-            name: of a registered array.
-            array: NumPy's, or anything with `__dlpack__` on the host, contiguous, of the registered
-                shape and dtype. It is sent from where it is and its mean lands there, without a
-                copy; one that may not be written is copied once. None: nothing here in this step,
-                which counts as zeros.
-            step: the step that this has to be, from 1 on, to be sure; None: the one that is due.
-
-        Returns:
-            The number of the step.
-
-        Raises:
-            ArrayRefusedError: the array is not as registered; nothing was sent, push another.
-            UsageError: the name is unknown or was pushed in this step, or the step is another.
-            RanksDifferError: the ranks registered different arrays; in the first push.
-            GradlaneError: the session has failed or is closed.
-        """
-        self._check_open()
-        return self._arrays.push(name, array, step)
-
-    def wait(self, name: str, step: int | None = None) -> Any:
-        """Wait for the mean over all ranks of a pushed array; any number of times.
-
-        It is `((a0 + a1) + ...) / N` in rank order, bit for bit the same on all ranks and the same
-        as the gradients of a model that is prepared with torch.
-
-        Args:
-            name: of an array that was pushed.
-            step: the step that this has to be, to be sure; None: that of the last push.
-
-        Returns:
-            The pushed array itself, with the mean in it; an array of NumPy's where that may not be
-            written, or was None; None if every rank pushed None.
-
-        Raises:
-            UsageError: it was not pushed, or in another step.
-            PeerLostError: another rank is lost.
-            GradlaneError: the session has failed or is closed.
-        """
-        self._check_open()
-        return self._arrays.wait(name, step)
 
     def keep_pace(
         self,
@@ -702,7 +471,7 @@ class Session:
             UsageError: not exactly one model is prepared, or its step has not ended.
             GradlaneError: the session has failed or is closed.
         """
-        self._check_open()
+        self._ending.check_open()
         if not self._ctx.options.stragglers.leaves_out or self._ctx.rank_info.world_size == 1:
             return iter(batches)
         return at_pace(batches, lambda: self._models.prepared, on_pass)
@@ -720,7 +489,7 @@ class Session:
             UsageError: a model is in the middle of a step.
             GradlaneError: the session has failed or is closed.
         """
-        self._check_open()
+        self._ending.check_open()
         for prepared in self._models.prepared:
             prepared.check_between_steps()
         models = [prepared.residuals.state_dict() for prepared in self._models.prepared]
@@ -742,7 +511,7 @@ class Session:
             UsageError: a model is in the middle of a step.
             GradlaneError: the session has failed or is closed.
         """
-        self._check_open()
+        self._ending.check_open()
         for prepared in self._models.prepared:
             prepared.check_between_steps()
         version, models = state.get("version"), state.get("models")
@@ -782,7 +551,7 @@ class Session:
             UsageError: the session takes no checkpoints, or it is too early or too late for this.
             CheckpointError: the checkpoint is damaged, of another version, or another model's.
         """
-        self._check_open()
+        self._ending.check_open()
         if self._checkpoints is None:
             raise UsageError("restore() reads gradlane.init(checkpoints=...), which is not given")
         return self._checkpoints.restore()
@@ -815,27 +584,8 @@ class Session:
             TypeError: the writer is no function and has no `add_scalar`.
             SessionClosedError: the session has ended.
         """
-        self._check_open()
+        self._ending.check_open()
         self._ctx.observer.log_to(writer, every)
-
-    @property
-    def prometheus_port(self) -> int | None:
-        """Port that this rank answers Prometheus at, or None."""
-        return self._ctx.observer.prometheus_port
-
-    @property
-    def dashboard_url(self) -> str | None:
-        """URL of the live page that this rank serves, or None."""
-        return self._ctx.observer.dashboard_url
-
-    def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
-        """Return and forget the trace of frames, one list for all models.
-
-        Returns:
-            Rows (time in ns, "tx" or "rx", kind, peer, step, tensor, slice, priority), empty
-            unless the session was opened with `Monitoring(frame_trace=True)`.
-        """
-        return [row for part in self._parts() for row in part.channel.take_trace()]
 
     @property
     def serves(self) -> bool:
@@ -894,50 +644,7 @@ class Session:
         Raises:
             GradlaneError: the session has failed, or the last step could not be finished.
         """
-        if self._ended is not None:
-            return
-        self._ended = "closed"
-        lifecycle.unwatch(self)
-        self._scopes.end_presence()
-        self._models.plans.stop()
-        self._models.joins.close()
-        if self._ctx.rank_info.world_size > 1 and not self._scopes.has_met and not self.serves:
-            log.warning(
-                "rank %d closes a session in which nothing was prepared: no gradient was averaged; "
-                "call session.prepare(model, optimizer)",
-                self.rank,
-            )
-        errors: list[GradlaneError] = []
-        try:
-            self._ctx.membership.leave_registers()
-        except GradlaneError as error:
-            errors.append(error)
-        for part in self._parts():
-            try:
-                part.close(timeout_s)
-            except GradlaneError as error:
-                errors.append(error)
-        if self.world_size > 1:
-            stepped = [(one.optimizer, one.steps.step) for one in self._models.prepared]
-            stepped += [(one.optimizer, one.step) for one in self._models.sharded]
-            if self._models.local is not None:
-                stepped.append((self._models.local.optimizer, self._models.local.step))
-            for optimizer, steps in stepped:
-                for one in members_of(optimizer):
-                    after_close.watch(one, steps, self.world_size)
-        if self._checkpoints is not None:
-            self._checkpoints.close()
-        self._ctx.deadlocks.close()
-        self._stop_serving()
-        parts = self._parts()
-        self._scopes.stop()
-        if parts and all(part.has_parted for part in parts):
-            self._scopes.leave()
-        self._scopes.wait_for_arrivals()
-        self._store.close()
-        self._write_reports(f"failed: {errors[0]}" if errors else "closed")
-        if errors:
-            raise errors[0]
+        self._ending.close(timeout_s)
 
     def abort(self, reason: str) -> None:
         """Abort at once and tell every other rank why; their next call raises it.
@@ -945,24 +652,7 @@ class Session:
         Args:
             reason: one line.
         """
-        if self._ended is not None:
-            return
-        self._ended = f"given up: {reason}"
-        lifecycle.unwatch(self)
-        self._scopes.end_presence()
-        self._models.plans.stop()
-        self._models.joins.close()
-        if self._checkpoints is not None:
-            self._checkpoints.stop()
-        for part in self._parts():
-            part.abort(reason)
-        if not self._parts():
-            # The others have no channel to hear of it through.
-            self._scopes.give_up(f"rank {self.rank} gave up: {reason}")
-        self._scopes.stop()
-        self._ctx.deadlocks.close()
-        self._stop_serving(reason)
-        self._write_reports(self._ended)
+        self._ending.abort(reason)
 
     def __enter__(self) -> Session:
         """Return the session itself."""
@@ -983,57 +673,6 @@ class Session:
         else:
             self.abort(lifecycle.describe_exception(error))
 
-    def close_at_exit(self) -> None:
-        """Close while the interpreter ends: errors are logged, not raised."""
-        try:
-            if any(part.in_step for part in self._parts()):
-                self.abort("the program ended between backward() and optimizer.step()")
-            else:
-                if not self._scopes.has_met:
-                    self._scopes.give_up(f"rank {self.rank}'s program ended before prepare()", 0.0)
-                self.close()
-        except GradlaneError as error:
-            log.error("rank %d: %s", self.rank, error)
-
-    def forget_in_child(self) -> None:
-        """Drop the session in a forked child, where it cannot be used."""
-        self._ended = "left behind in the parent of this forked child"
-        self._ctx.observer.forget_in_child()
-        for part in self._parts():
-            part.forget_in_child()
-
-    def _parts(self) -> list[PreparedModel | ShardedModel | LocalModel | ArrayExchange]:
-        """Return the parts with a channel of their own: models, and the arrays if there are any."""
-        others = (self._models.local, self._arrays.exchange)
-        there = [one for one in others if one is not None]
-        return [*self._models.prepared, *self._models.sharded, *there]
-
-    def _write_reports(self, ending: str) -> None:
-        found = self.plan.prediction.get("ddp_step_s") if self.plan is not None else None
-        self._ctx.observer.close(ending, found if isinstance(found, float) else None)
-        if self._ctx.recorder is not None:
-            self._ctx.recorder.write()
-
-    def _check_open(self) -> None:
-        if self._ended is not None:
-            raise SessionClosedError(
-                f"the session was {self._ended}; open a new one with gradlane.init"
-            )
-        if self._server is not None:
-            raise UsageError(
-                f"rank {self.rank} only serves: of {self._ctx.rank_info.ranks} ranks "
-                f"the first {self.world_size} train; call session.serve()"
-            )
-
-    def _refuse_lost(self, call: str) -> None:
-        """Refuse a collective call that needs all connected ranks, once one was lost."""
-        membership = self._ctx.membership
-        if membership.lacks_ranks:
-            raise UsageError(
-                f"session.{call} after rank {membership.lost[-1].rank} was lost: it needs the "
-                "lost rank, too; call it before, or use gather_integers()"
-            )
-
     def _say(self, connected: ServedStats) -> None:
         """Say that a channel is served from now on."""
         if not self._ctx.options.monitoring.summary:
@@ -1046,10 +685,3 @@ class Session:
             connected.total_bytes / 1e6,
             connected.tensors,
         )
-
-    def _stop_serving(self, reason: str = "") -> None:
-        """Tell the ranks that serve that the session ends; on such a rank, abort open channels."""
-        if self._ctx.announcements is not None:
-            self._ctx.announcements.end(reason)
-        if self._server is not None:
-            self._server.abort(reason or f"rank {self._ctx.rank_info.rank} closed its session")
