@@ -22,7 +22,7 @@ $(shell printf 'PYTHON ?= %s\nCONSTRAINTS ?= %s\n' '$(PYTHON)' '$(CONSTRAINTS)' 
 unexport PYTHONDONTWRITEBYTECODE
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml
 
-.PHONY: demo test test-rust test-python test-neon test-torch-suite faults swarm fuzz adversary lint bench docs format wheels release audit clean build
+.PHONY: demo test test-rust test-python test-neon test-torch-suite test-torch-versions faults swarm fuzz adversary lint bench docs format wheels release audit clean build
 
 demo: build
 	$(BIN)/gradlane demo
@@ -62,6 +62,10 @@ swarm: .cache/tools
 SUITE_RANKS ?= 2
 test-torch-suite: build
 	$(BIN)/python -m tests.distributed.torch_suite --ranks $(SUITE_RANKS)
+
+# The kernel's tests with other versions of torch and Python, each in an environment of its own; says what to install.
+test-torch-versions: build
+	bash scripts/test-torch-versions
 
 # By emulation on other machines than aarch64; says what to install. CI does not run it.
 test-neon: .cache/tools
