@@ -19,7 +19,6 @@ use crate::options::ChannelOptions;
 use crate::sys::lock;
 use crate::sys::poller::Poller;
 use crate::sys::socket::Socket;
-use crate::sys::syscall::EpollEvents;
 use gradlane_engine::{Plan, Strategy, TensorSpec, Update};
 use gradlane_units::Rank;
 use std::collections::VecDeque;
@@ -355,7 +354,6 @@ impl Shared {
     }
 
     fn drive_for(&self, work: &Work, until: Instant) {
-        let mut events = EpollEvents::new();
         let spin_until = Instant::now() + self.spin;
         while !work.is_done() {
             let now = Instant::now();
@@ -363,7 +361,7 @@ impl Shared {
                 return;
             }
             let sleep = if now < spin_until { Duration::ZERO } else { until - now };
-            self.turn(&mut events, sleep, || !work.is_done());
+            self.turn(sleep, || !work.is_done());
         }
     }
 
@@ -390,14 +388,14 @@ impl Shared {
     }
 
     /// Waits for sockets and serves them. `sleeps` as `is_idle` of [`Poller::wait`].
-    fn turn(&self, events: &mut EpollEvents, sleep: Duration, sleeps: impl FnOnce() -> bool) {
+    fn turn(&self, sleep: Duration, sleeps: impl FnOnce() -> bool) {
         let mut reports = Vec::new();
         let sleep = if sleep.is_zero() {
             sleep
         } else {
             sleep.min(lock(&self.links).state.next_tick(Instant::now()))
         };
-        if let Err(error) = self.poller.wait(events, Some(sleep), sleeps, &mut reports) {
+        if let Err(error) = self.poller.wait(Some(sleep), sleeps, &mut reports) {
             log::error!("a group cannot wait for its sockets: {error}");
             std::thread::sleep(INTERRUPT_EVERY);
             return;
@@ -425,7 +423,6 @@ impl Shared {
 
     /// The group's thread, until the group is closed. Late callers are refused as long.
     fn drive_alone(&self, acceptor: Acceptor) {
-        let mut events = EpollEvents::new();
         let running = || !self.is_closed.load(Ordering::SeqCst);
         while running() {
             if self.is_driven.load(Ordering::SeqCst) {
@@ -437,18 +434,18 @@ impl Shared {
                 continue;
             }
             let is_idle = || running() && !self.is_driven.load(Ordering::SeqCst);
-            self.turn(&mut events, SLEEP_MAX, is_idle);
+            self.turn(SLEEP_MAX, is_idle);
             if self.is_driven.load(Ordering::SeqCst) {
                 // What this turn has ended may be what the thread that drives sleeps for.
                 self.poller.wake_one_of_several();
             }
         }
         drop(acceptor);
-        self.linger(&mut events);
+        self.linger();
     }
 
     /// Sends the rest, and reads until the other ranks have closed as well.
-    fn linger(&self, events: &mut EpollEvents) {
+    fn linger(&self) {
         let until = Instant::now() + LINGER;
         let mut has_ended = false;
         while Instant::now() < until {
@@ -461,7 +458,7 @@ impl Shared {
                 has_ended = true;
             }
             drop(links);
-            self.turn(events, INTERRUPT_EVERY, || true);
+            self.turn(INTERRUPT_EVERY, || true);
         }
     }
 }

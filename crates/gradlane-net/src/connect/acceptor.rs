@@ -10,7 +10,6 @@ use crate::metrics::counters::Metrics;
 use crate::sys::descriptors::ForkTracked;
 use crate::sys::lock;
 use crate::sys::poller::{Interest, Poller};
-use crate::sys::syscall::EpollEvents;
 use gradlane_units::Rank;
 use gradlane_wire::{Reject, RejectReason};
 use std::io;
@@ -295,11 +294,10 @@ impl Drop for Acceptor {
 
 fn accept_loop(pending: &Arc<PendingMesh>, listener: &ForkTracked<TcpListener>) {
     let _count = pending.metrics.count_this_thread("acceptor");
-    let mut events = EpollEvents::new();
     let mut reports = Vec::new();
     let running = || !pending.cancelled.load(Ordering::SeqCst);
     while running() {
-        if pending.poller.wait(&mut events, None, running, &mut reports).is_err() {
+        if pending.poller.wait(None, running, &mut reports).is_err() {
             break;
         }
         // Also under a flood of callers the flag is seen.

@@ -21,6 +21,8 @@ use gradlane_wire::{
     REJECT_BYTES, REJECT_SIGNED_BYTES, SEALED_HELLO_BYTES, SEALED_PROOF_BYTES, WIRE_VERSION,
 };
 use hmac::{Hmac, KeyInit, Mac};
+use rustix::io::retry_on_intr;
+use rustix::rand::{getrandom, GetRandomFlags};
 use sha2::{Digest, Sha256};
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -104,7 +106,9 @@ impl Identity {
     /// Returns the hello on a connection of a lane.
     fn hello(&self, lane: u16) -> Result<Hello, HandshakeError> {
         let mut nonce = [0; NONCE_BYTES];
-        crate::sys::syscall::fill_random(&mut nonce).map_err(HandshakeError::System)?;
+        // The kernel gives up to 256 bytes at once.
+        retry_on_intr(|| getrandom(&mut nonce, GetRandomFlags::empty()))
+            .map_err(|error| HandshakeError::System(error.into()))?;
         Ok(Hello {
             version: WIRE_VERSION,
             rank: self.rank,

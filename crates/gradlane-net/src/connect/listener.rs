@@ -2,7 +2,7 @@
 
 use crate::error::ChannelError;
 use crate::sys::descriptors::ForkTracked;
-use socket2::{Domain, Protocol, Socket, Type};
+use rustix::net::{bind, listen, socket_with, sockopt, AddressFamily, SocketFlags, SocketType};
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::ops::RangeInclusive;
@@ -35,7 +35,7 @@ impl Listener {
         }
         let mut last_error = None;
         for port in ports.clone() {
-            match listen(SocketAddr::new(ip, port)) {
+            match listen_on(SocketAddr::new(ip, port)) {
                 Ok(socket) => {
                     let address = socket
                         .local_addr()
@@ -68,15 +68,16 @@ impl Listener {
     }
 }
 
-fn listen(address: SocketAddr) -> io::Result<TcpListener> {
-    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+fn listen_on(address: SocketAddr) -> io::Result<TcpListener> {
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(family, SocketType::STREAM, flags, None)?;
     if address.port() != 0 {
         // A port of a fixed range may still be in TIME_WAIT from the previous run.
-        socket.set_reuse_address(true)?;
+        sockopt::set_socket_reuseaddr(&socket, true)?;
     }
-    socket.bind(&address.into())?;
-    socket.listen(BACKLOG)?;
-    socket.set_nonblocking(true)?;
+    bind(&socket, &address)?;
+    listen(&socket, BACKLOG)?;
     Ok(socket.into())
 }
 

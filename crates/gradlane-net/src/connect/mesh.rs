@@ -14,7 +14,6 @@ use crate::sys::descriptors::ForkTracked;
 use crate::sys::lock;
 use gradlane_units::Rank;
 use gradlane_wire::escaped;
-use socket2::SockRef;
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::atomic::Ordering;
@@ -234,7 +233,8 @@ fn set_options(stream: &TcpStream, options: &ChannelOptions) -> io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_nonblocking(true)?;
     if options.receive_buffer_bytes > 0 {
-        SockRef::from(stream).set_recv_buffer_size(options.receive_buffer_bytes as usize)?;
+        let bytes = options.receive_buffer_bytes as usize;
+        rustix::net::sockopt::set_socket_recv_buffer_size(stream, bytes)?;
     }
     Ok(())
 }

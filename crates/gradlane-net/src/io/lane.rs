@@ -9,7 +9,7 @@ use super::core::Core;
 use crate::channel::shared::{panic_text, LaneInbox, Shared, StopCause};
 use crate::flow::WakeupCoalescer;
 use crate::metrics::atomics::count;
-use crate::sys::syscall::{EpollEvents, EpollReport};
+use crate::sys::poller::Report;
 use gradlane_engine::Transmit;
 use gradlane_units::{Rank, Time};
 use gradlane_wire::FrameHeader;
@@ -73,7 +73,6 @@ impl Lane {
     }
 
     fn run_loop(&mut self) {
-        let mut events = EpollEvents::new();
         let mut reports = Vec::new();
         while let Some(sleep) = self.send() {
             let idle = || self.core.is_idle();
@@ -83,7 +82,7 @@ impl Lane {
                 let _ = poller.rest(sleep.pause, idle);
             }
             let timeout = Some(sleep.at_most - sleep.pause);
-            if let Err(error) = poller.wait(&mut events, timeout, idle, &mut reports) {
+            if let Err(error) = poller.wait(timeout, idle, &mut reports) {
                 self.core.engine.abort(&format!("cannot wait for sockets: {error}"));
             }
             self.handle_reports(Instant::now(), sleep, &reports);
@@ -112,7 +111,7 @@ impl Lane {
     }
 
     /// Begins a turn: advances the time, and handles calls and sockets.
-    pub(super) fn handle_reports(&mut self, now: Instant, sleep: Sleep, reports: &[EpollReport]) {
+    pub(super) fn handle_reports(&mut self, now: Instant, sleep: Sleep, reports: &[Report]) {
         self.coalescer.begin_turn(now);
         self.core.read_clock(now, sleep.at_most);
         // Calls come first: the application made them before a peer's frame arrived.

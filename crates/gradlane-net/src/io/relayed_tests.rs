@@ -9,9 +9,9 @@ use crate::channel::completion::WaitTarget;
 use crate::connect::{accept, call, digest, FrameSeals, HandshakeError, Identity, Link};
 use crate::sys::descriptors::ForkTracked;
 use crate::sys::lock;
-use crate::sys::poller::{Interest, Poller};
+use crate::sys::poller::{Interest, Poller, Report};
 use crate::sys::socket::Socket;
-use crate::sys::syscall::{EpollReport, PathEstimate};
+use crate::sys::syscall::PathEstimate;
 use gradlane_engine::Input;
 use gradlane_units::{Rank, Rng, Step, TensorId};
 use gradlane_wire::{
@@ -36,7 +36,8 @@ pub(super) fn loopback() -> [TcpStream; 2] {
     let (other, _) = listener.accept().expect("a caller");
     for stream in [&one, &other] {
         stream.set_nodelay(true).expect("an option");
-        socket2::SockRef::from(stream).set_linger(Some(Duration::ZERO)).expect("an option");
+        let linger = Some(Duration::ZERO);
+        rustix::net::sockopt::set_socket_linger(stream, linger).expect("an option");
     }
     [one, other]
 }
@@ -79,10 +80,10 @@ impl RelayedSocket {
 }
 
 impl TestSocket for RelayedSocket {
-    fn report(&self, key: u64) -> Option<EpollReport> {
+    fn report(&self, key: u64) -> Option<Report> {
         let interest = *lock(&self.interest);
         let (readable, writable) = (self.is_readable(), interest == Interest::Writable);
-        (interest != Interest::End).then_some(EpollReport { key, readable, writable })
+        (interest != Interest::End).then_some(Report { key, readable, writable })
     }
 }
 

@@ -12,7 +12,6 @@ use crate::error::ChannelFailure;
 use crate::sys::lock;
 use crate::sys::poller::Interest;
 use crate::sys::socket::Socket;
-use crate::sys::syscall::EpollEvents;
 use gradlane_engine::Failure;
 use gradlane_units::Rank;
 use std::io::{self, IoSliceMut};
@@ -159,7 +158,6 @@ impl SessionShutdown {
     /// Sends the rest and reads until the others have closed too: closing with unread bytes would
     /// destroy bytes that they have not read yet.
     fn linger(&mut self, shared: &Shared, deadline: Instant) {
-        let mut events = EpollEvents::new();
         let mut reports = Vec::new();
         let mut shut = Vec::new();
         // One poller takes all connections over. Readiness to send is polled by the timeout below:
@@ -173,7 +171,7 @@ impl SessionShutdown {
             }
             let nap = Some(left.min(Duration::from_millis(20)));
             let poller = &shared.lanes[0].poller;
-            if poller.wait(&mut events, nap, || true, &mut reports).is_err() {
+            if poller.wait(nap, || true, &mut reports).is_err() {
                 return;
             }
         }

@@ -10,9 +10,9 @@ use crate::memory::UserMemory;
 use crate::metrics::Metrics;
 use crate::options::ChannelOptions;
 use crate::sys::lock;
-use crate::sys::poller::{Interest, Poller};
+use crate::sys::poller::{Interest, Poller, Report};
 use crate::sys::socket::Socket;
-use crate::sys::syscall::{EpollReport, PathEstimate};
+use crate::sys::syscall::PathEstimate;
 use gradlane_engine::{Input, Plan, Strategy, TensorKind, TensorSpec, Update};
 use gradlane_units::{Dtype, Rank, Step, TensorId};
 use gradlane_wire::{FrameHeader, FrameKind, HEADER_BYTES};
@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 /// A socket of a rank that is driven turn by turn.
 pub(super) trait TestSocket: Socket + 'static {
     /// Returns what a poller would report of it under `key`.
-    fn report(&self, key: u64) -> Option<EpollReport>;
+    fn report(&self, key: u64) -> Option<Report>;
 }
 
 /// One direction of a connection.
@@ -76,13 +76,13 @@ pub(super) fn seals(job: Job) -> [FrameSeals; 2] {
 }
 
 impl TestSocket for MemorySocket {
-    fn report(&self, key: u64) -> Option<EpollReport> {
+    fn report(&self, key: u64) -> Option<Report> {
         let interest = *lock(&self.interest);
         let (incoming, outgoing) = (lock(&self.incoming), lock(&self.outgoing));
         let readable = !incoming.bytes.is_empty() || incoming.ended;
         let room = outgoing.bytes.len() < outgoing.capacity;
         let writable = interest == Interest::Writable && room;
-        (interest != Interest::End).then_some(EpollReport { key, readable, writable })
+        (interest != Interest::End).then_some(Report { key, readable, writable })
     }
 }
 

@@ -3,9 +3,9 @@
 //! costs a branch.
 
 use crate::sys::lock;
-use crate::sys::syscall::monotonic_ns;
 use gradlane_units::{Rank, SliceId, Step};
 use gradlane_wire::{FrameHeader, FrameKind, HEADER_BYTES};
+use rustix::time::{clock_gettime, ClockId};
 use std::collections::VecDeque;
 use std::sync::Mutex;
 
@@ -202,4 +202,10 @@ impl Trace {
     pub(crate) fn dropped(&self) -> u64 {
         self.ring.as_ref().map_or(0, |ring| lock(ring).dropped)
     }
+}
+
+/// Reads the machine's monotonic clock in nanoseconds, the clock of Python's `time.monotonic_ns`.
+fn monotonic_ns() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }

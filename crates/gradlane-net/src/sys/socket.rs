@@ -4,10 +4,12 @@
 use super::descriptors::ForkTracked;
 use super::poller::{Interest, Poller};
 use super::syscall::{self, PathEstimate};
-use socket2::SockRef;
+use rustix::net::{
+    recvmsg, sendmsg, shutdown, RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags,
+    Shutdown,
+};
 use std::fmt::Debug;
 use std::io::{self, IoSlice, IoSliceMut};
-use std::net::Shutdown;
 use std::os::fd::AsFd;
 
 /// A connected, non-blocking stream.
@@ -42,15 +44,17 @@ pub(crate) trait Socket: Debug + Send + Sync {
 
 impl<T: AsFd + Debug + Send + Sync> Socket for ForkTracked<T> {
     fn send(&self, pieces: &[IoSlice<'_>]) -> io::Result<usize> {
-        syscall::send(self.as_fd(), pieces)
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        Ok(sendmsg(self, pieces, &mut SendAncillaryBuffer::default(), flags)?)
     }
 
     fn receive(&self, pieces: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-        syscall::receive(self.as_fd(), pieces)
+        let mut control = RecvAncillaryBuffer::default();
+        Ok(recvmsg(self, pieces, &mut control, RecvFlags::DONTWAIT)?.bytes)
     }
 
     fn end_stream(&self) -> io::Result<()> {
-        SockRef::from(self).shutdown(Shutdown::Write)
+        Ok(shutdown(self, Shutdown::Write)?)
     }
 
     fn watch(&self, poller: &Poller, key: u64, interest: Interest) -> io::Result<()> {

@@ -329,10 +329,10 @@ fn a_strangers_words_are_escaped_in_the_error() {
 
 /// A connection from an address of the loopback network.
 fn call_from(source: [u8; 4], target: &str) -> Option<TcpStream> {
-    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).ok()?;
-    socket.bind(&std::net::SocketAddr::from((source, 0)).into()).ok()?;
-    let target: std::net::SocketAddr = target.parse().ok()?;
-    socket.connect(&target.into()).ok()?;
+    use rustix::net::{bind, connect, socket, AddressFamily, SocketType};
+    let socket = socket(AddressFamily::INET, SocketType::STREAM, None).ok()?;
+    bind(&socket, &std::net::SocketAddr::from((source, 0))).ok()?;
+    connect(&socket, &target.parse::<std::net::SocketAddr>().ok()?).ok()?;
     Some(socket.into())
 }
 
