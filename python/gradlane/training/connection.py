@@ -308,7 +308,8 @@ def _channel_options(
     ctx: SessionContext, job: str, generation: int, rank: int, world_size: int, *, ranks_each: int
 ) -> dict[str, Any]:
     options = ctx.options
-    work_threads, lanes = options.network.thread_counts(own_processors(os.environ))
+    port = addresses.port_bits_per_s(listening_hosts(ctx)[0][0])
+    work_threads, lanes = options.network.thread_counts(own_processors(os.environ), port)
     # A core without this option still works where it is not used.
     going_on = options.going_on
     optional = {"going_on": going_on.core_options(ranks_each)} if going_on.on else {}

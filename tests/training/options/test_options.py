@@ -313,3 +313,14 @@ def test_threads_follow_processors_unless_they_are_given(
     given: dict[str, Any], processors: int, expected: tuple[int, int]
 ) -> None:
     assert gradlane.Network(**given).thread_counts(processors) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "gbits_per_s", "lanes"),
+    [({}, None, 3), ({}, 1, 1), ({}, 10, 1), ({}, 20, 2), ({}, 100, 3), ({"lanes": 4}, 1, 4)],
+)
+def test_a_slow_port_has_one_lane(
+    given: dict[str, Any], gbits_per_s: float | None, lanes: int
+) -> None:
+    rate = None if gbits_per_s is None else gbits_per_s * 1e9
+    assert gradlane.Network(**given).thread_counts(64, rate) == (lanes, lanes)

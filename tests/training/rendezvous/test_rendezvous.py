@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,6 +198,25 @@ def test_store_address() -> None:
 )
 def test_first_slurm_node(nodes: str, first: str) -> None:
     assert first_slurm_node(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("files", "rate"),
+    [
+        ({"device": "", "speed": "25000"}, 25e9),
+        ({"bonding": "", "speed": "200000"}, 200e9),
+        # A container's port names a rate that it does not have; a virtual machine's names none.
+        ({"speed": "10000"}, None),
+        ({"device": "", "speed": "-1"}, None),
+        ({"device": ""}, None),
+    ],
+)
+def test_the_rate_of_a_port(files: dict[str, str], rate: float | None, tmp_path: Path) -> None:
+    (tmp_path / "lo").mkdir()
+    for name, text in files.items():
+        (tmp_path / "lo" / name).write_text(f"{text}\n")
+    assert addresses.port_bits_per_s("127.0.0.1", tmp_path) == rate
+    assert addresses.port_bits_per_s("192.0.2.1", tmp_path) is None
 
 
 def test_addresses() -> None:

@@ -6,6 +6,7 @@ Each can be given to `gradlane.init`, and each option by an environment variable
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from gradlane.training.torch_internals import Store
 
 _PROCESSORS_A_LANE = 4
+_LANE_BITS_PER_S = 10e9
 _MOST_LANES = 3
 """Three carried 25 Gbit/s, see `docs/research/cuda.md`."""
 
@@ -167,8 +169,9 @@ class Network(OptionGroup):
         None,
         "Connections to each other rank, each with a thread of its own and its share of all "
         "slices. One carries some 10 Gbit/s in each direction. If absent, one for four processors "
-        "that this rank has, at most 3: processors are shared evenly by the ranks of a node. The "
-        "rank with the fewest decides for all.",
+        "that this rank has and for 10 Gbit/s of its port, whichever are fewer, at most 3: "
+        "processors are shared evenly by the ranks of a node. The rank with the fewest decides "
+        "for all.",
         least=1,
         most=16,
         read=read_int,
@@ -186,11 +189,20 @@ class Network(OptionGroup):
             if not 1 <= low <= high <= 65535:
                 raise ValueError(f"ports is {self.ports}; it must be (low, high) in 1 to 65535")
 
-    def thread_counts(self, processors: int) -> tuple[int, int]:
-        """Return `work_threads` and `lanes` of a rank by its number of processors."""
+    def thread_counts(
+        self, processors: int, port_bits_per_s: float | None = None
+    ) -> tuple[int, int]:
+        """Return `work_threads` and `lanes` of a rank.
+
+        Args:
+            processors: those that the rank has for itself.
+            port_bits_per_s: rate of its port; None: unknown.
+        """
         lanes = self.lanes
         if lanes is None:
             lanes = min(_MOST_LANES, max(1, processors // _PROCESSORS_A_LANE))
+            if port_bits_per_s is not None:
+                lanes = min(lanes, max(1, math.ceil(port_bits_per_s / _LANE_BITS_PER_S)))
         return lanes if self.work_threads is None else self.work_threads, lanes
 
     def read_secret(self) -> str | None:

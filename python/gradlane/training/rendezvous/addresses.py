@@ -133,6 +133,31 @@ def resolve(host: str) -> str:
     return str(found[0][4][0])
 
 
+def port_bits_per_s(address: str, ports: Path = Path("/sys/class/net")) -> float | None:
+    """Return the rate of the port that has an address, in bits a second.
+
+    Args:
+        address: a literal address of this machine.
+        ports: the kernel's folder of network interfaces.
+
+    Returns:
+        None where the rate is unknown: of loopback, of a port of a virtual machine or a container,
+        and of an address that this machine does not have.
+    """
+    for _, name in socket.if_nameindex():
+        if address not in (_ipv4_address(name), _ipv6_address(name)):
+            continue
+        # A virtual port names a rate that it does not have.
+        if not any((ports / name / of).exists() for of in ("device", "bonding")):
+            return None
+        try:
+            megabits = int((ports / name / "speed").read_text())
+        except (OSError, ValueError):
+            return None
+        return megabits * 1e6 if megabits > 0 else None
+    return None
+
+
 def _local_address(family: int, kind: int, protocol: int, address: tuple[object, ...]) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
