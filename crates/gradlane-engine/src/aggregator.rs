@@ -24,8 +24,8 @@ pub(crate) trait Aggregator {
     /// Takes a frame whose payload is in place.
     fn take(&mut self, cx: &mut Cx, from: Rank, header: &FrameHeader);
 
-    /// The last frame of a message to a peer is with the kernel.
-    fn sent(&mut self, cx: &mut Cx, to: Rank, header: &FrameHeader);
+    /// Nobody reads the memory of a message to a peer any more.
+    fn read(&mut self, cx: &mut Cx, to: Rank, header: &FrameHeader);
 
     /// This rank's contribution to a slice is encoded: its gradient is read no longer.
     fn encoded(&mut self, cx: &mut Cx, pending: PendingEncode, key: OrderKey, output: BufferRef);

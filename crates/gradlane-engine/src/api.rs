@@ -1,4 +1,4 @@
-//! The interface to drivers: calls, frames, jobs, events, errors, and the journal of all of them.
+//! The interface to drivers: inputs, frames, jobs, events, errors, and the journal of all of them.
 
 mod error;
 mod event;
@@ -11,12 +11,13 @@ mod queue_stats;
 mod region;
 mod staleness;
 
-pub use error::{Failure, Outstanding, PlanError, ProtocolError, UsageError};
+pub(crate) use error::never_refused;
+pub use error::{Failure, Outstanding, PlanError, ProtocolError, Refusal, UsageError};
 pub use event::Event;
 pub use frame::{Payload, PayloadDest, Transmit};
 pub use input::{Input, LaneNews};
-pub use job::{Job, JobId, Operation};
-pub use journal::{Call, Decision, Divergence, Journal, JournaledEngine};
+pub use job::{Job, JobId, JobResult, Operation};
+pub use journal::{Divergence, Entry, Journal, JournaledEngine};
 pub use options::{EngineOptions, GoingOn, FRAME_BYTES_DEFAULT};
 pub use queue_stats::{PeerQueueStats, QueueStats};
 pub use region::{BufferRef, Memory, Region};

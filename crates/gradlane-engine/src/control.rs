@@ -390,9 +390,12 @@ impl Control {
         }
     }
 
-    /// Asks the other ranks whether they hear a peer; whether there is a rank to ask.
-    pub(crate) fn suspect(&mut self, lane: &mut Lane, peer: Rank) -> bool {
-        self.session.suspect(&mut lane.cx, peer)
+    /// Asks the other ranks whether they hear a peer.
+    pub(crate) fn suspect(&mut self, lane: &mut Lane, peer: Rank) -> Result<(), UsageError> {
+        if self.session.suspect(&mut lane.cx, peer) {
+            return Ok(());
+        }
+        Err(UsageError::Argument(format!("there is no rank to ask for {peer}")))
     }
 
     /// A peer hears nothing of another one, and this rank hears both.

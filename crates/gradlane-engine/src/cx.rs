@@ -207,7 +207,7 @@ impl Cx {
 
     /// Whether nothing is added up, copied or written, or read for one of these ranks.
     pub(crate) fn is_quiet(&self, members: &RankSet) -> bool {
-        let is_quiet = |rank| rank == self.rank || self.tx.has_nothing_in_flight(rank);
+        let is_quiet = |rank| rank == self.rank || self.tx.reads_nothing(rank);
         self.jobs.is_idle() && members.iter().all(is_quiet)
     }
 

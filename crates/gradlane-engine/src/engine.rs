@@ -1,8 +1,8 @@
-//! The engine: routes the driver's calls to the rank's session (`control`) and to its data plane (`lane`).
+//! The engine: routes inputs to the rank's session (`control`) and to its data plane (`lane`).
 
 use crate::api::{
-    EngineOptions, Event, Failure, Input, Job, JobId, Outstanding, PayloadDest, ProtocolError,
-    QueueStats, Transmit, UsageError,
+    never_refused, EngineOptions, Event, Input, Job, JobId, JobResult, Outstanding, PayloadDest,
+    ProtocolError, QueueStats, Refusal, Transmit, UsageError,
 };
 use crate::control::{Control, StepEntry};
 use crate::lane::Lane;
@@ -11,7 +11,7 @@ use crate::worker::Submission;
 use alloc::format;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
-use gradlane_units::{Priority, Rank, SquareSum, Step, TensorId, Time};
+use gradlane_units::{Priority, Rank, Step, TensorId, Time};
 use gradlane_wire::FrameHeader;
 
 /// One rank's communication engine.
@@ -67,17 +67,41 @@ impl Engine {
         self.control.fast_forward(step);
     }
 
-    // The application's calls.
+    // Inputs.
 
-    /// Takes a call of the application.
+    /// Takes an input. The answer to a header says where its payload goes.
     ///
     /// # Errors
-    /// When the call does not fit the current step, the plan or the session's state. Nothing was
-    /// changed then.
-    pub fn handle(&mut self, input: Input) -> Result<(), UsageError> {
-        let taken = self.take_input(input);
-        self.control.end_if_aborted(&mut self.lane);
-        taken
+    /// [`Refusal::Usage`] when a call does not fit the current step, the plan or the session's state; nothing was
+    /// changed then. [`Refusal::Protocol`] when no correct peer would send this frame now; the session must end
+    /// then.
+    ///
+    /// # Panics
+    /// When a job was never handed out or is reported twice, or more bytes were sent or encoded than there are.
+    pub fn handle(&mut self, input: Input) -> Result<PayloadDest, Refusal> {
+        let answer = match input {
+            Input::Header(from, header) => return Ok(self.take_header(from, &header)?),
+            Input::Frame(from, header) => self.take_frame(from, &header).map_err(Refusal::from),
+            Input::Control(from, header, payload) => {
+                let taken = self.control.take(&mut self.lane, from, &header, &payload);
+                self.control.settle(&mut self.lane);
+                taken.map_err(|what| what.by(from).into())
+            }
+            other => {
+                let taken = self.take_input(other);
+                self.control.end_if_aborted(&mut self.lane);
+                taken.map_err(Refusal::from)
+            }
+        };
+        answer.map(|()| PayloadDest::Nothing)
+    }
+
+    /// Takes an input that is never refused: what the driver notices of sockets, jobs, time and failures.
+    ///
+    /// # Panics
+    /// When the input is refused all the same, and as [`Engine::handle`].
+    pub fn tell(&mut self, input: Input) {
+        never_refused(self.handle(input));
     }
 
     fn take_input(&mut self, input: Input) -> Result<(), UsageError> {
@@ -142,6 +166,34 @@ impl Engine {
             }
             Input::Told(news) => control.take_news(lane, news),
             Input::Finish => control.finish(lane),
+            Input::Writable(peer, writable) => lane.cx.set_writable(peer, writable),
+            Input::FrameBytes(peer, frame_bytes) => lane.cx.set_frame_bytes(peer, frame_bytes),
+            Input::Sent(peer, header) => {
+                if control.counts_sent(peer) {
+                    lane.cx.frame_sent(peer, &header);
+                    control.settle(lane);
+                }
+            }
+            Input::Read(peer, header) => {
+                if control.counts_sent(peer) {
+                    lane.cx.frame_read(peer);
+                    if !header.kind.is_control() && !control.has_ended() {
+                        lane.slice_read(peer, &header);
+                    }
+                    control.settle(lane);
+                }
+            }
+            Input::JobDone(id, result) => self.finish_job(id, &result),
+            Input::Time(now) => control.handle_time(lane, now),
+            Input::PeerLost(peer, reason) => control.handle_peer_lost(lane, peer, &reason),
+            Input::Suspect(peer) => return control.suspect(lane, peer),
+            Input::BlameLink(one, other) => control.blame_link(lane, one, other),
+            Input::RejectPeer(peer, reason) => control.reject_peer(lane, peer, &reason),
+            Input::Abort(reason) => control.abort(lane, &reason),
+            Input::EndAs(failure) => control.end_as(lane, &failure),
+            Input::Header(..) | Input::Frame(..) | Input::Control(..) => {
+                unreachable!("frames are taken apart from calls")
+            }
         }
         Ok(())
     }
@@ -181,13 +233,7 @@ impl Engine {
         self.lane.check_call(tensor, step, call)
     }
 
-    // Frames.
-
-    /// A verified header has arrived from a peer: where does its payload go?
-    ///
-    /// # Errors
-    /// When no correct peer would send this frame now. The session must end then.
-    pub fn handle_header(
+    fn take_header(
         &mut self,
         from: Rank,
         header: &FrameHeader,
@@ -197,14 +243,10 @@ impl Engine {
             Ok(false) => Ok(PayloadDest::Control),
             Err(what) => Err(what),
         };
-        landed.map_err(|what| ProtocolError { peer: from, what: what.0 })
+        landed.map_err(|what| what.by(from))
     }
 
-    /// The payload of the frame announced last by this peer is in place and its checksum is right.
-    ///
-    /// # Errors
-    /// When no correct peer would send this frame now.
-    pub fn handle_frame(&mut self, from: Rank, header: &FrameHeader) -> Result<(), ProtocolError> {
+    fn take_frame(&mut self, from: Rank, header: &FrameHeader) -> Result<(), ProtocolError> {
         if self.control.has_ended() {
             return Ok(());
         }
@@ -220,50 +262,22 @@ impl Engine {
         Ok(())
     }
 
-    /// A control frame and its payload have arrived.
-    ///
-    /// # Errors
-    /// When the payload makes no sense.
-    pub fn handle_control(
-        &mut self,
-        from: Rank,
-        header: &FrameHeader,
-        payload: &[u8],
-    ) -> Result<(), ProtocolError> {
-        let taken = self.control.take(&mut self.lane, from, header, payload);
-        self.control.settle(&mut self.lane);
-        taken.map_err(|what| ProtocolError { peer: from, what: what.0 })
-    }
-
-    /// The socket to a peer can, or cannot, take more without queueing in the kernel.
-    pub fn handle_writable(&mut self, peer: Rank, writable: bool) {
-        self.lane.cx.set_writable(peer, writable);
-    }
-
-    /// Frames to a peer have at most this many bytes of payload from now on, whatever the options say:
-    /// more on a connection that is so fast that an urgent slice hardly waits longer for it.
-    pub fn handle_frame_bytes(&mut self, peer: Rank, frame_bytes: u32) {
-        self.lane.cx.set_frame_bytes(peer, frame_bytes);
-    }
-
-    /// The kernel has a whole frame that `poll_transmit` gave out.
-    pub fn handle_sent(&mut self, transmit: &Transmit) {
-        if !self.control.counts_sent(transmit.peer) {
+    fn finish_job(&mut self, id: JobId, result: &JobResult) {
+        let running = self.lane.cx.take_job(id);
+        if self.control.has_ended() {
             return;
         }
-        self.lane.cx.frame_sent(transmit);
-        if !transmit.header.kind.is_control() && !self.control.has_ended() {
-            self.lane.slice_sent(transmit);
-        }
+        self.control.progressed();
+        self.lane.finish_job(running, result, self.control.drops_slices());
         self.control.settle(&mut self.lane);
     }
+
+    // What the engine decides.
 
     /// The next frame to send: the most urgent one whose peer can take it.
     pub fn poll_transmit(&mut self) -> Option<Transmit> {
         self.lane.cx.poll_transmit()
     }
-
-    // Jobs.
 
     /// The next job for the driver's threads, most urgent first.
     pub fn poll_job(&mut self) -> Option<Job> {
@@ -273,101 +287,21 @@ impl Engine {
         self.lane.poll_job()
     }
 
-    /// The driver has done a job.
-    ///
-    /// # Panics
-    /// When the job was never handed out or is reported twice.
-    pub fn handle_job_done(&mut self, id: JobId) {
-        self.finish_job(id, None, None);
-    }
-
-    /// The driver has done a job whose output is an encoding of this many bytes. Where all are equally
-    /// long, [`Engine::handle_job_done`] says the same.
-    ///
-    /// # Panics
-    /// As [`Engine::handle_job_done`]; when there is no room for as many bytes.
-    pub fn handle_encoded(&mut self, id: JobId, bytes: u64) {
-        self.finish_job(id, Some(bytes), None);
-    }
-
-    /// The driver has added up squares ([`Operation::AddSquares`](crate::Operation::AddSquares)); reported with
-    /// [`Engine::handle_job_done`], they count nothing.
-    ///
-    /// # Panics
-    /// As [`Engine::handle_job_done`].
-    pub fn handle_squares(&mut self, id: JobId, sum: &SquareSum) {
-        self.finish_job(id, None, Some(sum));
-    }
-
-    fn finish_job(&mut self, id: JobId, bytes: Option<u64>, squares: Option<&SquareSum>) {
-        let running = self.lane.cx.take_job(id);
-        if self.control.has_ended() {
-            return;
-        }
-        self.control.progressed();
-        self.lane.finish_job(running, bytes, squares, self.control.drops_slices());
-        self.control.settle(&mut self.lane);
-    }
-
-    // Events and time.
-
     /// The next event.
     pub fn poll_event(&mut self) -> Option<Event> {
         self.lane.cx.poll_event()
     }
 
-    /// When [`Engine::handle_time`] wants to be called at the latest.
+    /// When [`Input::Time`] is wanted at the latest.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Time> {
         self.control.poll_timeout(&self.lane)
     }
 
-    /// When rank 0 wants [`Engine::handle_time`] to look again at the progress of the ranks.
+    /// When rank 0 wants [`Input::Time`] to look again at the progress of the ranks.
     #[must_use]
     pub fn decision_timeout(&self) -> Option<Time> {
         self.control.decision_timeout()
-    }
-
-    /// It is `now`. Without progress for the progress timeout the session fails, naming the ranks
-    /// that are missing.
-    pub fn handle_time(&mut self, now: Time) {
-        self.control.handle_time(&mut self.lane, now);
-    }
-
-    // The end of the session.
-
-    /// The connection to a peer is gone: closed, reset, or silent for too long. After the peer's
-    /// goodbye that is in order.
-    pub fn handle_peer_lost(&mut self, peer: Rank, reason: &str) {
-        self.control.handle_peer_lost(&mut self.lane, peer, reason);
-    }
-
-    /// Nothing was heard of a peer for too long: asks the other ranks whether they hear it. Returns
-    /// whether there is a rank to ask.
-    pub fn suspect(&mut self, peer: Rank) -> bool {
-        self.control.suspect(&mut self.lane, peer)
-    }
-
-    /// A peer hears nothing of another one, and this rank hears both: the session fails on all ranks
-    /// with the same words.
-    pub fn blame_link(&mut self, one: Rank, other: Rank) {
-        self.control.blame_link(&mut self.lane, one, other);
-    }
-
-    /// Gives up and tells the other ranks why.
-    pub fn abort(&mut self, reason: &str) {
-        self.control.abort(&mut self.lane, reason);
-    }
-
-    /// A peer broke the protocol or sent a payload with a wrong checksum: the session fails, naming
-    /// it. Where training goes on without lost ranks, the ranks agree on who leaves.
-    pub fn reject_peer(&mut self, peer: Rank, reason: &str) {
-        self.control.reject_peer(&mut self.lane, peer, reason);
-    }
-
-    /// Another lane of this rank has failed: this one tells its peers the same, and ends without an event.
-    pub fn end_as(&mut self, failure: &Failure) {
-        self.control.end_as(&mut self.lane, failure);
     }
 
     // Views.

@@ -278,7 +278,7 @@ impl Aggregator for Gather {
         self.complete(cx, header.tensor, header.step);
     }
 
-    fn sent(&mut self, cx: &mut Cx, _to: Rank, header: &FrameHeader) {
+    fn read(&mut self, cx: &mut Cx, _to: Rank, header: &FrameHeader) {
         let FrameHeader { tensor, step, .. } = *header;
         if let Some(blocks) = self.under_way.get_mut(&(tensor, step)) {
             blocks.unsent -= 1;

@@ -2,7 +2,7 @@
 //! and given back. It knows no session and no lost rank.
 
 use crate::aggregator::Aggregator;
-use crate::api::{EngineOptions, Job, Outstanding, PayloadDest, Transmit, UsageError};
+use crate::api::{EngineOptions, Job, JobResult, Outstanding, PayloadDest, UsageError};
 use crate::cx::{Cx, Next};
 use crate::gather::{self, Gather};
 use crate::jobs::{Done, Queued, Running, Task, Then, Written};
@@ -17,7 +17,7 @@ use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
-use gradlane_units::{Priority, Rank, SliceId, SquareSum, Step, TensorId};
+use gradlane_units::{Priority, Rank, SliceId, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader};
 
 #[derive(Debug)]
@@ -229,12 +229,11 @@ impl Lane {
         scheme.take(cx, from, header);
     }
 
-    /// A frame of a slice is with the kernel.
-    pub(crate) fn slice_sent(&mut self, transmit: &Transmit) {
-        let header = &transmit.header;
+    /// Nobody reads the memory of a slice's frame any more.
+    pub(crate) fn slice_read(&mut self, to: Rank, header: &FrameHeader) {
         if header.flags.contains(FrameFlags::LAST) {
             let (scheme, cx) = self.of_tensor(header.tensor);
-            scheme.sent(cx, transmit.peer, header);
+            scheme.read(cx, to, header);
         }
     }
 
@@ -263,22 +262,23 @@ impl Lane {
     }
 
     /// The driver has done a job. Contributions are dropped while a membership changes.
-    pub(crate) fn finish_job(
-        &mut self,
-        running: Running,
-        bytes: Option<u64>,
-        squares: Option<&SquareSum>,
-        drops: bool,
-    ) {
+    pub(crate) fn finish_job(&mut self, running: Running, result: &JobResult, drops: bool) {
         let Running { slice, step, spent, then } = running;
         spent.into_iter().for_each(|buffer| self.cx.release(buffer));
         let (output, written) = match then {
             Then::Installed => return self.cx.slice_done(slice, true),
             Then::AddedSquares => {
+                let squares = match result {
+                    JobResult::Squares(sum) => Some(sum),
+                    _ => None,
+                };
                 self.cx.add_squares(squares);
                 return self.cx.finish_slice(slice, true);
             }
-            Then::Wrote(output, written) => (output.fitted(bytes), written),
+            Then::Wrote(output, written) => match result {
+                JobResult::Encoded(bytes) => (output.fitted(*bytes), written),
+                _ => (output, written),
+            },
         };
         let done = Done { slice, step, output };
         match written {

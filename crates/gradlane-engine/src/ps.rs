@@ -173,7 +173,7 @@ impl Aggregator for ParameterServer {
         }
     }
 
-    fn sent(&mut self, cx: &mut Cx, to: Rank, header: &FrameHeader) {
+    fn read(&mut self, cx: &mut Cx, to: Rank, header: &FrameHeader) {
         let FrameHeader { slice, step, .. } = *header;
         match header.kind {
             FrameKind::Push => cx.contribution_sent(slice, step),

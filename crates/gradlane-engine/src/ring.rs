@@ -151,7 +151,7 @@ impl Aggregator for Ring {
         }
     }
 
-    fn sent(&mut self, cx: &mut Cx, _to: Rank, header: &FrameHeader) {
+    fn read(&mut self, cx: &mut Cx, _to: Rank, header: &FrameHeader) {
         let FrameHeader { kind, slice, step, .. } = *header;
         if kind == FrameKind::RingReduce {
             // Makes room for the next one to be encoded.

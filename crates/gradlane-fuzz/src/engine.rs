@@ -3,8 +3,8 @@
 
 use arbitrary::{Arbitrary, Result, Unstructured};
 use gradlane_engine::{
-    Cutoff, Engine, EngineOptions, GoingOn, Input, JobId, Memory, Payload, PayloadDest, Plan,
-    Scheme, StragglerPolicy, Strategy, Synchrony, TensorKind, TensorSpec, Transmit, Update,
+    Cutoff, Engine, EngineOptions, GoingOn, Input, JobId, JobResult, Memory, Payload, PayloadDest,
+    Plan, Scheme, StragglerPolicy, Strategy, Synchrony, TensorKind, TensorSpec, Transmit, Update,
 };
 use gradlane_units::{Dtype, Priority, Rank, SliceId, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
@@ -163,7 +163,7 @@ fn new_engine(plan: &Arc<Plan>, rank: Rank, goes_on: bool) -> Engine {
         EngineOptions { going_on: goes_on.then_some(going_on), ..EngineOptions::new(rank) };
     let mut engine = Engine::new(options, plan.clone());
     for peer in (0..plan.world_size).map(Rank).filter(|&peer| peer != rank) {
-        engine.handle_writable(peer, true);
+        engine.tell(Input::Writable(peer, true));
     }
     engine
 }
@@ -183,7 +183,7 @@ fn begin_training(plan: &Arc<Plan>, engines: &mut [Engine; 3]) {
         for from in 0..engines.len() {
             moves |= do_jobs(&mut engines[from]);
             while let Some(transmit) = engines[from].poll_transmit() {
-                engines[from].handle_sent(&transmit);
+                sent_and_read(&mut engines[from], &transmit);
                 let peer = &mut engines[transmit.peer.0 as usize];
                 deliver(peer, Rank(from as u32), &transmit);
                 moves = true;
@@ -196,7 +196,7 @@ fn begin_training(plan: &Arc<Plan>, engines: &mut [Engine; 3]) {
 fn do_jobs(engine: &mut Engine) -> bool {
     let mut moves = false;
     while let Some(job) = engine.poll_job() {
-        engine.handle_job_done(job.id);
+        engine.tell(Input::JobDone(job.id, JobResult::Written));
         moves = true;
     }
     moves
@@ -208,7 +208,7 @@ fn exchange(engine: &mut Engine, peer: &mut Engine, transmits: &mut Vec<Transmit
     if let Some(index) = transmits.iter().position(|it| it.peer == peer.rank()) {
         let transmit = transmits.remove(index);
         deliver(peer, engine.rank(), &transmit);
-        engine.handle_sent(&transmit);
+        sent_and_read(engine, &transmit);
     }
     for step in 0..5 {
         // What does not fit is refused.
@@ -220,11 +220,17 @@ fn exchange(engine: &mut Engine, peer: &mut Engine, transmits: &mut Vec<Transmit
     do_jobs(peer);
     while peer.poll_event().is_some() {}
     while let Some(transmit) = peer.poll_transmit() {
-        peer.handle_sent(&transmit);
+        sent_and_read(peer, &transmit);
         if transmit.peer == engine.rank() {
             return deliver(engine, peer.rank(), &transmit);
         }
     }
+}
+
+/// Tells an engine that a driver has copied a frame.
+fn sent_and_read(engine: &mut Engine, transmit: &Transmit) {
+    engine.tell(Input::Sent(transmit.peer, transmit.header));
+    engine.tell(Input::Read(transmit.peer, transmit.header));
 }
 
 /// Gives an engine a frame of another one.
@@ -271,19 +277,22 @@ fn apply(
             let payload = vec![frame.fill; header.length as usize];
             return receive(engine, peer(frame.from), &header, &payload);
         }
-        Action::Writable(which, writable) => engine.handle_writable(peer(*which), *writable),
+        Action::Writable(which, writable) => engine.tell(Input::Writable(peer(*which), *writable)),
         Action::Sent(index) if !transmits.is_empty() => {
             let transmit = transmits.remove(*index as usize % transmits.len());
-            engine.handle_sent(&transmit);
+            sent_and_read(engine, &transmit);
         }
         Action::Done(index) if !jobs.is_empty() => {
-            engine.handle_job_done(jobs.remove(*index as usize % jobs.len()));
+            engine.tell(Input::JobDone(
+                jobs.remove(*index as usize % jobs.len()),
+                JobResult::Written,
+            ));
         }
         // Up to five hours.
-        Action::Time(now) => engine.handle_time(Time(u64::from(*now) << 12)),
+        Action::Time(now) => engine.tell(Input::Time(Time(u64::from(*now) << 12))),
         Action::Ending(0, _) => drop(engine.handle(Input::Finish)),
-        Action::Ending(1, _) => engine.abort("enough"),
-        Action::Ending(2, which) => engine.handle_peer_lost(peer(*which), "gone"),
+        Action::Ending(1, _) => engine.tell(Input::Abort("enough".to_owned())),
+        Action::Ending(2, which) => engine.tell(Input::PeerLost(peer(*which), "gone".to_owned())),
         Action::Sent(_) | Action::Done(_) | Action::Ending(..) | Action::Exchange(_) => {}
     }
     false
@@ -339,7 +348,7 @@ fn header(engine: &Engine, frame: &Frame) -> FrameHeader {
 
 /// Gives the engine a frame. Returns whether its payload landed.
 fn receive(engine: &mut Engine, from: Rank, header: &FrameHeader, payload: &[u8]) -> bool {
-    match engine.handle_header(from, header) {
+    match engine.handle(Input::Header(from, *header)) {
         Ok(PayloadDest::Region(region)) => {
             let limit = match region.memory {
                 Memory::Buffer(buffer) => buffer.bytes,
@@ -349,12 +358,12 @@ fn receive(engine: &mut Engine, from: Rank, header: &FrameHeader, payload: &[u8]
                 }
             };
             assert!(region.offset + region.length <= limit);
-            let _ = engine.handle_frame(from, header);
+            let _ = engine.handle(Input::Frame(from, *header));
             return true;
         }
-        Ok(PayloadDest::Nothing) => drop(engine.handle_frame(from, header)),
+        Ok(PayloadDest::Nothing) => drop(engine.handle(Input::Frame(from, *header))),
         Ok(PayloadDest::Control) => {
-            let _ = engine.handle_control(from, header, payload);
+            let _ = engine.handle(Input::Control(from, *header, payload.to_vec()));
         }
         Err(_) => {}
     }

@@ -16,7 +16,7 @@
 //!
 //! | folder | holds |
 //! | --- | --- |
-//! | `sys` | system calls, poller, descriptors closed after a fork, clock |
+//! | `sys` | poller, sockets, descriptors closed after a fork, clock |
 //! | `memory` | addresses of gradients, parameters and scratch buffers |
 //! | `connect` | listener, acceptor, handshake, mesh of connections |
 //! | `io` | I/O threads: frames between sockets and the engine, keepalive, shutdown |
@@ -26,8 +26,8 @@
 //! | `channel` | the handle for applications, checks of its calls, completions |
 //! | `collectives` | groups of ranks for programs of `torch.distributed`, beside channels |
 //!
-//! Each I/O thread has the connections of some peers, but there is one engine for all: its choice of the
-//! next frame is global, because all peers share one port. The crate needs Linux (epoll, eventfd).
+//! Each lane has an I/O thread, an engine for its share of the slices and a connection to each peer. The crate
+//! needs Linux (epoll, eventfd).
 //!
 //! `tests/all/unsafe_files.rs` lists the files that may hold unsafe code.
 

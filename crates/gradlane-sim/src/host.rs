@@ -6,7 +6,9 @@ use crate::node::IoTask;
 use crate::pauses::pass;
 use crate::simulation::{Clipping, Run};
 use crate::trace::{Lane, Subject};
-use gradlane_engine::{Engine, Event, Input, Job, Operation, PayloadDest, Scheme};
+use gradlane_engine::{
+    Engine, Event, Input, Job, JobResult, Operation, PayloadDest, Refusal, Scheme,
+};
 use gradlane_units::{Priority, Rank, TensorId, Time};
 use gradlane_wire::FrameHeader;
 use std::cmp::Reverse;
@@ -73,16 +75,13 @@ impl Run {
         let node = &mut self.nodes[rank as usize];
         let engine = &mut node.engine;
         if leaves_out {
-            engine.handle_time(Time(begin));
+            engine.tell(Input::Time(Time(begin)));
         }
         let mut time = begin;
         let result = match input {
             IoTask::Header(number) => {
                 let header = frames.get(number);
-                engine
-                    .handle_header(header.sender, &header)
-                    .map(|_| ())
-                    .map_err(|it| it.to_string())
+                engine.handle(Input::Header(header.sender, header))
             }
             IoTask::Frame(number, is_new) => {
                 let (header, control) = frames.remove(number);
@@ -92,33 +91,27 @@ impl Run {
                 time += (cost * weight) as u64;
                 receive(engine, &header, &control, is_new)
             }
-            IoTask::Writable(peer) => {
-                engine.handle_writable(Rank(peer), true);
-                Ok(())
-            }
-            IoTask::JobDone(id, _) => {
-                engine.handle_job_done(id);
-                Ok(())
-            }
+            IoTask::Writable(peer) => engine.handle(Input::Writable(Rank(peer), true)),
+            IoTask::JobDone(id, _) => engine.handle(Input::JobDone(id, JobResult::Written)),
             IoTask::Begin(step) => {
                 let begun = engine.handle(Input::StepBegin(step));
                 let commanded = match engine.plan().commands_servers() && !step.is_initial() {
                     true => engine.handle(Input::ServerCommand(vec![0; SERVER_COMMAND_BYTES])),
-                    false => Ok(()),
+                    false => Ok(PayloadDest::Nothing),
                 };
                 let measured = match self.clipping {
                     Some(Clipping::Measured) => {
                         let tensors = TensorId(engine.plan().tensors.len() as u32);
                         engine.handle(Input::MeasureSquares(tensors, step))
                     }
-                    _ => Ok(()),
+                    _ => Ok(PayloadDest::Nothing),
                 };
-                begun.and(commanded).and(measured).map_err(|it| it.to_string())
+                begun.and(commanded).and(measured)
             }
             IoTask::Gradient(tensor, step) => {
                 time += charges.command;
                 let planned = self.channels.plan(rank).tensor(tensor);
-                let given = match planned.scheme {
+                match planned.scheme {
                     // A profile knows no sizes of single steps: blocks are as large as they may be.
                     Scheme::AllGather => {
                         let bytes = planned.spec.numel * planned.spec.dtype.bytes();
@@ -131,30 +124,26 @@ impl Run {
                         engine.handle(Input::BlockReady(tensor, step, bytes))
                     }
                     _ => engine.handle(Input::GradientReady(tensor, step)),
-                };
-                given.map_err(|it| it.to_string())
+                }
             }
             IoTask::Needed(tensor, step) => {
                 // Need is a wish: a tensor that became ready in the meantime needs nothing.
-                let _ = engine.handle(Input::TensorNeeded(tensor, step));
-                Ok(())
+                engine.handle(Input::TensorNeeded(tensor, step)).or(Ok(PayloadDest::Nothing))
             }
             IoTask::Answer(tensor, step) => {
                 time += charges.command;
                 let planned = &self.channels.plan(rank).tensor(tensor).spec;
                 let bytes = self.root_tensors[tensor.index()]
                     .map_or(planned.numel * planned.dtype.bytes(), |it| it.result_bytes);
-                engine
-                    .handle(Input::RootResultReady(tensor, step, bytes))
-                    .map_err(|it| it.to_string())
+                engine.handle(Input::RootResultReady(tensor, step, bytes))
             }
-            IoTask::Pass(step) => pass(engine, step).map_err(|it| it.to_string()),
+            IoTask::Pass(step) => pass(engine, step),
             // The clock was read above.
-            IoTask::Clock => Ok(()),
-            IoTask::End(step) => engine.handle(Input::StepEnd(step)).map_err(|it| it.to_string()),
+            IoTask::Clock => Ok(PayloadDest::Nothing),
+            IoTask::End(step) => engine.handle(Input::StepEnd(step)),
         };
-        if let Err(reason) = result {
-            self.fail(rank, reason);
+        if let Err(refusal) = result {
+            self.fail(rank, refusal.to_string());
             return;
         }
         if matches!(input, IoTask::Header(_)) && !leaves_out {
@@ -323,13 +312,11 @@ fn receive(
     header: &FrameHeader,
     control: &[u8],
     is_new: bool,
-) -> Result<(), String> {
+) -> Result<PayloadDest, Refusal> {
     let from = header.sender;
-    let landing = is_new.then(|| engine.handle_header(from, header)).transpose();
-    let taken = match landing {
-        Ok(Some(PayloadDest::Control)) => engine.handle_control(from, header, control),
-        Ok(_) => engine.handle_frame(from, header),
-        Err(error) => Err(error),
-    };
-    taken.map_err(|error| error.to_string())
+    let landing = is_new.then(|| engine.handle(Input::Header(from, *header))).transpose()?;
+    engine.handle(match landing {
+        Some(PayloadDest::Control) => Input::Control(from, *header, control.to_vec()),
+        _ => Input::Frame(from, *header),
+    })
 }

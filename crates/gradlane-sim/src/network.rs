@@ -14,7 +14,7 @@ use crate::node::IoTask;
 use crate::port::{Content, Piece};
 use crate::simulation::Run;
 use crate::trace::{Lane, Subject};
-use gradlane_engine::Transmit;
+use gradlane_engine::{Input, Transmit};
 use gradlane_units::Rank;
 
 /// Acknowledgements behind one another leave together where that is so near in time.
@@ -38,7 +38,7 @@ impl Run {
     /// The connection takes no more for now.
     fn mark_busy(&mut self, rank: u32, peer: u32) {
         self.connections[(rank, peer)].busy = true;
-        self.nodes[rank as usize].engine.handle_writable(Rank(peer), false);
+        self.nodes[rank as usize].engine.tell(Input::Writable(Rank(peer), false));
     }
 
     /// Gives the kernel what waited for a connection to take more.
@@ -124,7 +124,11 @@ impl Run {
         if !self.is_below_low_water(rank, peer) {
             self.mark_busy(rank, peer);
         }
-        self.nodes[rank as usize].engine.handle_sent(&partial.transmit);
+        // The kernel has copied it.
+        let Transmit { peer, header, .. } = partial.transmit;
+        let engine = &mut self.nodes[rank as usize].engine;
+        engine.tell(Input::Sent(peer, header));
+        engine.tell(Input::Read(peer, header));
     }
 
     /// Notes bytes that a connection holds.

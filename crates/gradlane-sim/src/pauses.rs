@@ -7,7 +7,7 @@ use crate::profile::nanos;
 use crate::report::StragglerFigures;
 use crate::scenario::Scenario;
 use crate::simulation::Run;
-use gradlane_engine::{Event, UsageError};
+use gradlane_engine::{Engine, Event, Input, PayloadDest, Refusal};
 use gradlane_units::{Step, TensorId};
 
 /// Steps at most before those that count: deadlines follow from steps that were measured.
@@ -146,14 +146,14 @@ impl Run {
 }
 
 /// A rank begins a step without a part in it; all that comes of it lands as after any other.
-pub(crate) fn pass(engine: &mut gradlane_engine::Engine, step: Step) -> Result<(), UsageError> {
-    engine.handle(gradlane_engine::Input::StepPass(step))?;
+pub(crate) fn pass(engine: &mut Engine, step: Step) -> Result<PayloadDest, Refusal> {
+    engine.handle(Input::StepPass(step))?;
     let taking_part: Vec<TensorId> = (0..engine.plan().tensors.len() as u32)
         .map(TensorId)
         .filter(|&tensor| engine.plan().takes_part(tensor, step))
         .collect();
     for tensor in taking_part {
-        engine.handle(gradlane_engine::Input::TensorAbsent(tensor, step))?;
+        engine.handle(Input::TensorAbsent(tensor, step))?;
     }
-    engine.handle(gradlane_engine::Input::StepEnd(step))
+    engine.handle(Input::StepEnd(step))
 }

@@ -22,7 +22,7 @@ use crate::schemes::{root_tensors, RootTensor};
 use crate::straggling::{Pace, Stops};
 use crate::trace::{Lane, Span, Subject, Trace};
 use crate::window_jitter::WindowJitter;
-use gradlane_engine::{Engine, EngineOptions, Plan, Staleness};
+use gradlane_engine::{Engine, EngineOptions, Input, Plan, Staleness};
 use gradlane_units::{Priority, Rank, Rng, Step, TensorId};
 use gradlane_wire::{sealed_bytes, HEADER_BYTES};
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
@@ -544,7 +544,7 @@ fn new_node(
     };
     let mut engine = Engine::after_initial(options, Arc::clone(plan), priorities);
     for peer in (0..plan.world_size).filter(|&peer| peer != member) {
-        engine.handle_writable(Rank(peer), true);
+        engine.tell(Input::Writable(Rank(peer), true));
     }
     Node {
         engine,

@@ -81,6 +81,24 @@ pub struct ProtocolError {
     pub what: String,
 }
 
+/// An input that the engine refuses.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// A call of the application or the driver.
+    #[error(transparent)]
+    Usage(#[from] UsageError),
+    /// A frame.
+    #[error(transparent)]
+    Protocol(#[from] ProtocolError),
+}
+
+/// Asserts that the engine took an input that it always takes.
+pub(crate) fn never_refused<T>(answer: Result<T, Refusal>) {
+    if let Err(refusal) = answer {
+        panic!("an engine was told what it cannot take: {refusal}");
+    }
+}
+
 /// Why a session ended before its time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {

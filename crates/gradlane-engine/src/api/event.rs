@@ -98,7 +98,7 @@ pub enum Event {
     },
     /// This rank is no longer connected to a peer that the others go on without: the driver closes the
     /// connection, reads and writes nothing more for it, and calls
-    /// [`Engine::handle_peer_lost`](crate::Engine::handle_peer_lost).
+    /// [`Input::PeerLost`](crate::Input::PeerLost).
     Disconnect(Rank),
     /// As many ranks are left as were lost: the driver writes this value into the register of this
     /// generation in the job's store, unless that holds one, and tells what it holds

@@ -11,9 +11,9 @@ use gradlane_wire::FrameHeader;
 pub enum PayloadDest {
     /// Straight into this memory.
     Region(Region),
-    /// Into a buffer of the driver's own, to be given to `handle_control`.
+    /// Into a buffer of the driver's own, to be given to the engine (`Input::Control`).
     Control,
-    /// There is no payload: call `handle_frame` at once.
+    /// There is no payload: `Input::Frame` follows at once. Also the answer to every input but a header.
     Nothing,
 }
 

@@ -1,8 +1,11 @@
-//! The application's calls, and what lanes of its rank tell each other.
+//! All that an engine is told: the application's calls, what the driver notices, and what lanes of its rank tell
+//! each other.
 
+use crate::api::{Failure, JobId, JobResult};
 use alloc::string::String;
 use alloc::vec::Vec;
-use gradlane_units::{Priority, Rank, Step, TensorId};
+use gradlane_units::{Priority, Rank, Step, TensorId, Time};
+use gradlane_wire::FrameHeader;
 
 /// What the lanes of a rank tell each other, where training goes on when ranks are lost, or steps without
 /// stragglers. The first lane leads.
@@ -40,7 +43,8 @@ pub enum LaneNews {
     Contributors(Step, Vec<Rank>),
 }
 
-/// A call of the application, for [`Engine::handle`](crate::Engine::handle).
+/// All that an engine is told, for [`Engine::handle`](crate::Engine::handle): first the application's calls, then
+/// what the driver notices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Input {
     /// Begins a step: 0 first (rank 0's values go everywhere), then 1, 2, …
@@ -90,7 +94,7 @@ pub enum Input {
     UpdatesPaused,
     /// Before its first contribution to the current step, this rank tells the dedicated servers how to
     /// handle the step. What it says is the driver's: the engine delivers it
-    /// ([`Engine::handle_control`](crate::Engine::handle_control)), and takes no push without.
+    /// ([`Input::Control`]), and takes no push without.
     ServerCommand(Vec<u8>),
     /// What the register in the job's store holds for a membership's generation; none: the store does not
     /// answer. After [`Event::ClaimNeeded`](crate::Event::ClaimNeeded).
@@ -101,4 +105,42 @@ pub enum Input {
     /// There will be no more steps: the engine sends what it owes, then goodbye. In the middle of a
     /// step that this rank has not finished contributing to, this is an abort.
     Finish,
+
+    /// A verified header has arrived from a peer. The answer says where its payload goes.
+    Header(Rank, FrameHeader),
+    /// The payload of the frame announced last by this peer is in place and its checksum is right.
+    Frame(Rank, FrameHeader),
+    /// A control frame and its payload have arrived.
+    Control(Rank, FrameHeader, Vec<u8>),
+    /// The socket to a peer can, or cannot, take more without queueing in the kernel.
+    Writable(Rank, bool),
+    /// Frames to a peer have at most this many bytes of payload from now on, whatever the options say:
+    /// more on a connection that is so fast that an urgent slice hardly waits longer for it.
+    FrameBytes(Rank, u32),
+    /// The kernel has a whole frame to a peer: its credit comes back.
+    Sent(Rank, FrameHeader),
+    /// Nobody reads the memory of a frame that was sent to a peer any more: it may be written, or freed. Frames
+    /// to a peer are read in the order in which they are sent.
+    Read(Rank, FrameHeader),
+    /// The driver has done a job.
+    JobDone(JobId, JobResult),
+    /// It is now this late. Without progress for the progress timeout the session fails, naming the ranks
+    /// that are missing.
+    Time(Time),
+    /// The connection to a peer is gone: closed, reset, or silent for too long. After the peer's
+    /// goodbye that is in order.
+    PeerLost(Rank, String),
+    /// Nothing was heard of a peer for too long: the other ranks are asked whether they hear it. Refused where there
+    /// is no other rank to ask.
+    Suspect(Rank),
+    /// A peer hears nothing of another one, and this rank hears both: the session fails on all ranks
+    /// with the same words.
+    BlameLink(Rank, Rank),
+    /// A peer broke the protocol or sent a payload with a wrong checksum: the session fails, naming
+    /// it. Where training goes on without lost ranks, the ranks agree on who leaves.
+    RejectPeer(Rank, String),
+    /// This rank gives up, and tells the other ranks why.
+    Abort(String),
+    /// Another lane of this rank has failed: this one tells its peers the same, and ends without an event.
+    EndAs(Failure),
 }

@@ -3,16 +3,16 @@
 
 use crate::api::Region;
 use alloc::vec::Vec;
-use gradlane_units::{Priority, SliceId, Step, TensorId};
+use gradlane_units::{Priority, SliceId, SquareSum, Step, TensorId};
 
-/// Names one job between `poll_job` and `handle_job_done`.
+/// Names one job between `poll_job` and `Input::JobDone`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct JobId(pub u64);
 
 /// A computation that the driver executes on its threads (or charges time for).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Job {
-    /// To be given back to `handle_job_done`.
+    /// To be given back (`Input::JobDone`).
     pub id: JobId,
     pub slice: SliceId,
     /// The tensor that the slice is part of.
@@ -132,7 +132,7 @@ pub enum Operation {
         copy_to: Option<Region>,
     },
     /// The exact sum of the squares of `input`. To be reported with the sum
-    /// ([`Engine::handle_squares`](crate::Engine::handle_squares)).
+    /// ([`JobResult::Squares`]).
     AddSquares {
         /// The mean of an owned slice.
         input: Region,
@@ -151,4 +151,15 @@ pub enum Operation {
         /// Destination.
         to: Region,
     },
+}
+
+/// What came of a job besides what it wrote.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum JobResult {
+    /// Nothing, or an encoding of the only length that there is.
+    Written,
+    /// An encoding of this many bytes.
+    Encoded(u64),
+    /// The squares of [`Operation::AddSquares`].
+    Squares(SquareSum),
 }

@@ -4,55 +4,20 @@
 //! run over real sockets give the same landings, frames, jobs and events, one by one. Without a
 //! journal, nothing is kept and nothing is paid but a branch a call.
 
-use crate::api::{
-    EngineOptions, Event, Failure, Input, Job, JobId, PayloadDest, ProtocolError, Transmit,
-    UsageError,
-};
+use crate::api::{never_refused, EngineOptions, Event, Input, Job, PayloadDest, Refusal, Transmit};
 use crate::engine::Engine;
 use crate::plan::Plan;
 use alloc::format;
-use alloc::string::{String, ToString};
+use alloc::string::String;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::ops::Deref;
-use gradlane_units::{Rank, SquareSum, Time};
-use gradlane_wire::FrameHeader;
 
-/// A call of the driver.
+/// What was said.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[allow(missing_docs, reason = "each is the method of Engine with its name and arguments")]
-pub enum Call {
-    Handle(Input),
-    Writable(Rank, bool),
-    FrameBytes(Rank, u32),
-    Sent(Transmit),
-    Header(Rank, FrameHeader),
-    Frame(Rank, FrameHeader),
-    Control(Rank, FrameHeader, Vec<u8>),
-    JobDone(JobId),
-    Encoded(JobId, u64),
-    Squares(JobId, SquareSum),
-    Now(Time),
-    PeerLost(Rank, String),
-    Suspect(Rank),
-    BlameLink(Rank, Rank),
-    RejectPeer(Rank, String),
-    Abort(String),
-    EndAs(Failure),
-    PollTransmit,
-    PollJob,
-    PollEvent,
-}
-
-/// The engine's decision.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Decision {
-    /// Nothing but a new state.
-    Done,
-    /// It refused, for this reason.
-    Refused(String),
-    /// A payload lands here.
-    PayloadDest(PayloadDest),
+pub enum Entry {
+    /// An input, and its answer.
+    Input(Input, Result<PayloadDest, Refusal>),
     /// The next frame.
     Transmit(Option<Transmit>),
     /// The next job.
@@ -66,27 +31,25 @@ pub enum Decision {
 pub struct Journal {
     options: EngineOptions,
     plan: Arc<Plan>,
-    entries: Vec<(Call, Decision)>,
+    entries: Vec<Entry>,
 }
 
 /// Where a replay went another way.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("entry {entry}, {call}: decided {recorded}, and {replayed} when replayed")]
+#[error("entry {entry}: recorded {recorded}, and {replayed} when replayed")]
 pub struct Divergence {
     /// Number of the entry.
     pub entry: usize,
-    /// The call, as recorded.
-    pub call: String,
-    /// The recorded decision.
+    /// As recorded.
     pub recorded: String,
-    /// The decision of the replay.
+    /// As replayed.
     pub replayed: String,
 }
 
 impl Journal {
     /// All entries.
     #[must_use]
-    pub fn entries(&self) -> &[(Call, Decision)] {
+    pub fn entries(&self) -> &[Entry] {
         &self.entries
     }
 
@@ -104,77 +67,19 @@ impl Journal {
     /// [`Divergence`] at the first decision that is another one.
     pub fn replay(&self) -> Result<(), Divergence> {
         let mut engine = Engine::new(self.options.clone(), Arc::clone(&self.plan));
-        for (number, (call, recorded)) in self.entries.iter().enumerate() {
-            let replayed = tell(&mut engine, call);
+        for (entry, recorded) in self.entries.iter().enumerate() {
+            let replayed = match recorded {
+                Entry::Input(input, _) => Entry::Input(input.clone(), engine.handle(input.clone())),
+                Entry::Transmit(_) => Entry::Transmit(engine.poll_transmit()),
+                Entry::Job(_) => Entry::Job(engine.poll_job()),
+                Entry::Event(_) => Entry::Event(engine.poll_event()),
+            };
             if replayed != *recorded {
-                return Err(Divergence {
-                    entry: number,
-                    call: format!("{call:?}"),
-                    recorded: format!("{recorded:?}"),
-                    replayed: format!("{replayed:?}"),
-                });
+                let (recorded, replayed) = (format!("{recorded:?}"), format!("{replayed:?}"));
+                return Err(Divergence { entry, recorded, replayed });
             }
         }
         Ok(())
-    }
-}
-
-fn tell(engine: &mut Engine, call: &Call) -> Decision {
-    match call {
-        Call::Handle(input) => usage_of(&engine.handle(input.clone())),
-        Call::Header(from, header) => landing_of(&engine.handle_header(*from, header)),
-        Call::Frame(from, header) => protocol_of(&engine.handle_frame(*from, header)),
-        Call::Control(from, header, payload) => {
-            protocol_of(&engine.handle_control(*from, header, payload))
-        }
-        Call::PollTransmit => Decision::Transmit(engine.poll_transmit()),
-        Call::PollJob => Decision::Job(engine.poll_job()),
-        Call::PollEvent => Decision::Event(engine.poll_event()),
-        _ => {
-            note(engine, call);
-            Decision::Done
-        }
-    }
-}
-
-/// Calls that decide nothing by themselves.
-fn note(engine: &mut Engine, call: &Call) {
-    match call {
-        Call::Writable(peer, writable) => engine.handle_writable(*peer, *writable),
-        Call::FrameBytes(peer, bytes) => engine.handle_frame_bytes(*peer, *bytes),
-        Call::Sent(transmit) => engine.handle_sent(transmit),
-        Call::JobDone(id) => engine.handle_job_done(*id),
-        Call::Encoded(id, bytes) => engine.handle_encoded(*id, *bytes),
-        Call::Squares(id, sum) => engine.handle_squares(*id, sum),
-        Call::Now(now) => engine.handle_time(*now),
-        Call::PeerLost(peer, reason) => engine.handle_peer_lost(*peer, reason),
-        Call::Suspect(peer) => drop(engine.suspect(*peer)),
-        Call::BlameLink(one, other) => engine.blame_link(*one, *other),
-        Call::RejectPeer(peer, reason) => engine.reject_peer(*peer, reason),
-        Call::Abort(reason) => engine.abort(reason),
-        Call::EndAs(failure) => engine.end_as(failure),
-        _ => unreachable!("{call:?} decides something"),
-    }
-}
-
-fn usage_of(result: &Result<(), UsageError>) -> Decision {
-    match result {
-        Ok(()) => Decision::Done,
-        Err(error) => Decision::Refused(error.to_string()),
-    }
-}
-
-fn protocol_of(result: &Result<(), ProtocolError>) -> Decision {
-    match result {
-        Ok(()) => Decision::Done,
-        Err(error) => Decision::Refused(error.to_string()),
-    }
-}
-
-fn landing_of(result: &Result<PayloadDest, ProtocolError>) -> Decision {
-    match result {
-        Ok(landing) => Decision::PayloadDest(*landing),
-        Err(error) => Decision::Refused(error.to_string()),
     }
 }
 
@@ -191,30 +96,6 @@ impl Deref for JournaledEngine {
     fn deref(&self) -> &Engine {
         &self.engine
     }
-}
-
-/// Methods that hand on to the engine, and note the call and the decision.
-macro_rules! journaled {
-    ($($name:ident($($argument:ident: $type:ty),*) $(-> $result:ty)?,
-        $input:expr, $decision:expr;)+) => {
-        $(
-            #[doc = concat!("[`Engine::", stringify!($name), "`].")]
-            #[allow(clippy::missing_errors_doc, reason = "as the engine's")]
-            pub fn $name(&mut self, $($argument: $type),*) $(-> $result)? {
-                if self.journal.is_none() {
-                    return self.engine.$name($($argument),*);
-                }
-                let input = $input;
-                let result = self.engine.$name($($argument),*);
-                let decide = $decision;
-                let decision = decide(&result);
-                if let Some(journal) = &mut self.journal {
-                    journal.entries.push((input, decision));
-                }
-                result
-            }
-        )+
-    };
 }
 
 impl JournaledEngine {
@@ -237,40 +118,51 @@ impl JournaledEngine {
         self.journal.take()
     }
 
-    journaled! {
-        handle(input: Input) -> Result<(), UsageError>,Call::Handle(input.clone()), usage_of;
-        handle_writable(peer: Rank, writable: bool),
-            Call::Writable(peer, writable), |&()| Decision::Done;
-        handle_frame_bytes(peer: Rank, frame_bytes: u32),
-            Call::FrameBytes(peer, frame_bytes), |&()| Decision::Done;
-        handle_sent(transmit: &Transmit), Call::Sent(transmit.clone()), |&()| Decision::Done;
-        handle_header(from: Rank, header: &FrameHeader) -> Result<PayloadDest, ProtocolError>,
-            Call::Header(from, *header), landing_of;
-        handle_frame(from: Rank, header: &FrameHeader) -> Result<(), ProtocolError>,
-            Call::Frame(from, *header), protocol_of;
-        handle_control(from: Rank, header: &FrameHeader, payload: &[u8])
-            -> Result<(), ProtocolError>,
-            Call::Control(from, *header, payload.to_vec()), protocol_of;
-        handle_job_done(id: JobId), Call::JobDone(id), |&()| Decision::Done;
-        handle_encoded(id: JobId, bytes: u64), Call::Encoded(id, bytes), |&()| Decision::Done;
-        handle_squares(id: JobId, sum: &SquareSum),
-            Call::Squares(id, sum.clone()), |&()| Decision::Done;
-        handle_time(now: Time), Call::Now(now), |&()| Decision::Done;
-        handle_peer_lost(peer: Rank, reason: &str),
-            Call::PeerLost(peer, reason.to_string()), |&()| Decision::Done;
-        suspect(peer: Rank) -> bool,
-            Call::Suspect(peer), |_: &bool| Decision::Done;
-        blame_link(one: Rank, other: Rank),
-            Call::BlameLink(one, other), |&()| Decision::Done;
-        reject_peer(peer: Rank, reason: &str),
-            Call::RejectPeer(peer, reason.to_string()), |&()| Decision::Done;
-        abort(reason: &str), Call::Abort(reason.to_string()), |&()| Decision::Done;
-        end_as(failure: &Failure), Call::EndAs(failure.clone()), |&()| Decision::Done;
-        poll_transmit() -> Option<Transmit>, Call::PollTransmit,
-            |result: &Option<Transmit>| Decision::Transmit(result.clone());
-        poll_job() -> Option<Job>, Call::PollJob,
-            |result: &Option<Job>| Decision::Job(result.clone());
-        poll_event() -> Option<Event>, Call::PollEvent,
-            |result: &Option<Event>| Decision::Event(result.clone());
+    /// [`Engine::handle`].
+    ///
+    /// # Errors
+    /// As the engine's.
+    pub fn handle(&mut self, input: Input) -> Result<PayloadDest, Refusal> {
+        let Some(journal) = &mut self.journal else {
+            return self.engine.handle(input);
+        };
+        let answer = self.engine.handle(input.clone());
+        journal.entries.push(Entry::Input(input, answer.clone()));
+        answer
+    }
+
+    /// [`Engine::tell`].
+    ///
+    /// # Panics
+    /// As the engine's.
+    pub fn tell(&mut self, input: Input) {
+        never_refused(self.handle(input));
+    }
+
+    /// [`Engine::poll_transmit`].
+    pub fn poll_transmit(&mut self) -> Option<Transmit> {
+        let transmit = self.engine.poll_transmit();
+        self.note(|| Entry::Transmit(transmit.clone()));
+        transmit
+    }
+
+    /// [`Engine::poll_job`].
+    pub fn poll_job(&mut self) -> Option<Job> {
+        let job = self.engine.poll_job();
+        self.note(|| Entry::Job(job.clone()));
+        job
+    }
+
+    /// [`Engine::poll_event`].
+    pub fn poll_event(&mut self) -> Option<Event> {
+        let event = self.engine.poll_event();
+        self.note(|| Entry::Event(event.clone()));
+        event
+    }
+
+    fn note(&mut self, entry: impl FnOnce() -> Entry) {
+        if let Some(journal) = &mut self.journal {
+            journal.entries.push(entry());
+        }
     }
 }

@@ -15,7 +15,7 @@ pub struct EngineOptions {
     pub rank: Rank,
     /// Payload of one frame: an urgent slice waits for one at most, a peer. A rest of up to an eighth
     /// of it goes with the last frame of a message. Other sizes for single peers are
-    /// [`crate::Engine::handle_frame_bytes`]'s.
+    /// [`crate::Input::FrameBytes`]'s.
     pub frame_bytes: u32,
     /// Bytes handed out towards a peer and not yet reported as sent. One frame always goes.
     pub credit_bytes: u64,

@@ -14,8 +14,7 @@ pub struct BufferRef {
 
 impl BufferRef {
     /// The same buffer, of which this many bytes are used.
-    pub(crate) fn fitted(self, bytes: Option<u64>) -> BufferRef {
-        let bytes = bytes.unwrap_or(self.bytes);
+    pub(crate) fn fitted(self, bytes: u64) -> BufferRef {
         assert!(bytes <= self.bytes, "{bytes} encoded bytes in {}", self.bytes);
         BufferRef { bytes, ..self }
     }

@@ -205,8 +205,8 @@ mod tests {
                 hop: 0,
                 payload_checksum: 0,
             };
-            engine.handle_header(Rank(0), &header).expect("its form is right");
-            let refused = engine.handle_control(Rank(0), &header, &payload);
+            engine.handle(Input::Header(Rank(0), header)).expect("its form is right");
+            let refused = engine.handle(Input::Control(Rank(0), header, payload));
             let error = refused.expect_err("no rank is near that step");
             assert!(error.to_string().contains("priorities of version 1"), "{error}");
         }

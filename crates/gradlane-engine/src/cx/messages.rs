@@ -128,14 +128,14 @@ impl Cx {
         self.release(buffer);
     }
 
-    /// An encoded contribution, if it was one, is with the kernel; whether it was.
+    /// An encoded contribution, if it was one, is read no longer; whether it was one.
     pub(crate) fn encoded_sent(&mut self, slice: SliceId, step: Step) -> bool {
         let buffer = self.encodes.note_sent(slice, step);
         buffer.into_iter().for_each(|buffer| self.release(buffer));
         buffer.is_some()
     }
 
-    /// This rank's contribution to a slice is with the kernel, or goes nowhere.
+    /// This rank's contribution to a slice is read no longer, or goes nowhere.
     pub(crate) fn contribution_sent(&mut self, slice: SliceId, step: Step) {
         if !self.encoded_sent(slice, step) {
             self.push_sent(slice);
@@ -167,16 +167,21 @@ impl Cx {
         self.tx.poll()
     }
 
-    /// A frame that was handed out is with the kernel.
-    pub(crate) fn frame_sent(&mut self, transmit: &Transmit) {
-        self.tx.sent(transmit);
+    /// The kernel has a frame that was handed out.
+    pub(crate) fn frame_sent(&mut self, peer: Rank, header: &FrameHeader) {
+        self.tx.sent(peer, header.length);
+    }
+
+    /// Nobody reads the memory of a frame any more.
+    pub(crate) fn frame_read(&mut self, peer: Rank) {
+        self.tx.read(peer);
     }
 
     pub(crate) fn queue_stats(&self) -> QueueStats {
         QueueStats { peers: self.tx.queue_stats(), jobs: self.jobs.queued() as u64 }
     }
 
-    /// Whether every message is with the kernel.
+    /// Whether every message is with the kernel, and read no longer.
     pub(crate) fn has_sent_all(&self) -> bool {
         self.tx.is_idle()
     }

@@ -20,7 +20,10 @@ use gradlane_wire::{FrameKind, HEADER_BYTES};
 #[repr(align(64))]
 struct Peer {
     queue: Queue,
+    /// Bytes handed out that the kernel does not have.
     in_flight_bytes: u64,
+    /// Frames handed out whose memory is still read.
+    frames_read: u32,
     /// Largest payload of a frame to it.
     frame_bytes: u32,
     writable: bool,
@@ -125,14 +128,21 @@ impl Scheduler {
         self.reindex(peer, head);
     }
 
-    /// A frame handed out by `poll` is with the kernel.
-    pub(crate) fn sent(&mut self, transmit: &Transmit) {
-        let bytes = frame_cost(transmit.header.length);
-        let peer = &mut self.peers[transmit.peer.index()];
+    /// The kernel has a frame handed out by `poll`, with this much payload.
+    pub(crate) fn sent(&mut self, rank: Rank, length: u32) {
+        let bytes = frame_cost(length);
+        let peer = &mut self.peers[rank.index()];
         assert!(peer.in_flight_bytes >= bytes, "more bytes were sent than were handed out");
         peer.in_flight_bytes -= bytes;
         let head = peer.head();
-        self.reindex(transmit.peer, head);
+        self.reindex(rank, head);
+    }
+
+    /// The memory of a frame handed out by `poll` is read no longer.
+    pub(crate) fn read(&mut self, rank: Rank) {
+        let peer = &mut self.peers[rank.index()];
+        assert!(peer.frames_read > 0, "more frames were read than were handed out");
+        peer.frames_read -= 1;
     }
 
     /// Drops everything queued; frames handed out stay accounted for.
@@ -167,6 +177,7 @@ impl Scheduler {
         let before = peer.head();
         peer.queue.clear();
         peer.in_flight_bytes = 0;
+        peer.frames_read = 0;
         peer.writable = false;
         self.reindex(rank, before);
         self.shared.retain(|_, entry| {
@@ -175,15 +186,16 @@ impl Scheduler {
         });
     }
 
-    /// Whether nothing that was handed out for a peer is on its way to the kernel.
-    pub(crate) fn has_nothing_in_flight(&self, rank: Rank) -> bool {
-        self.peers[rank.index()].in_flight_bytes == 0
+    /// Whether nothing that was handed out for a peer is read any more.
+    pub(crate) fn reads_nothing(&self, rank: Rank) -> bool {
+        self.peers[rank.index()].frames_read == 0
     }
 
-    /// Whether nothing is queued and nothing is in flight.
+    /// Whether nothing is queued, in flight, or read.
     pub(crate) fn is_idle(&self) -> bool {
-        self.shared.is_empty()
-            && self.peers.iter().all(|it| it.queue.is_empty() && it.in_flight_bytes == 0)
+        let is_idle =
+            |it: &Peer| it.queue.is_empty() && it.in_flight_bytes == 0 && it.frames_read == 0;
+        self.shared.is_empty() && self.peers.iter().all(is_idle)
     }
 
     /// Sizes of all queues; a message to several peers counts for each that it is still owed to.
@@ -252,6 +264,7 @@ impl Scheduler {
         let length = entry.next_bytes;
         let transmit = entry.message.frame(rank, entry.offset, length);
         peer.in_flight_bytes += frame_cost(length);
+        peer.frames_read += 1;
         entry.offset += u64::from(length);
         if entry.offset < entry.message.bytes() {
             entry.next_bytes = entry.message.frame_length(entry.offset, peer.frame_bytes);

@@ -195,7 +195,8 @@ fn check(actions: &[Action], order: Order, credit: u64) -> Result<(), TestCaseEr
             Action::Sent => {
                 let transmit = unsent.remove(slice as usize % unsent.len());
                 model.in_flight[transmit.peer.index()] -= frame_cost(transmit.header.length);
-                scheduler.sent(&transmit);
+                scheduler.sent(transmit.peer, transmit.header.length);
+                scheduler.read(transmit.peer);
             }
         }
         let depths: Vec<PeerQueueStats> = (0..WORLD).map(|peer| model.depth(Rank(peer))).collect();
@@ -208,13 +209,15 @@ fn check(actions: &[Action], order: Order, credit: u64) -> Result<(), TestCaseEr
     }
     for transmit in unsent {
         model.in_flight[transmit.peer.index()] -= frame_cost(transmit.header.length);
-        scheduler.sent(&transmit);
+        scheduler.sent(transmit.peer, transmit.header.length);
+        scheduler.read(transmit.peer);
     }
     while let Some(transmit) = scheduler.poll() {
         let expected = model.most_urgent();
         prop_assert_eq!(model.take(&transmit), expected);
         model.in_flight[transmit.peer.index()] -= frame_cost(transmit.header.length);
-        scheduler.sent(&transmit);
+        scheduler.sent(transmit.peer, transmit.header.length);
+        scheduler.read(transmit.peer);
     }
     prop_assert!(model.entries.is_empty(), "left behind: {:?}", model.entries);
     prop_assert!(scheduler.is_idle());
@@ -259,6 +262,7 @@ fn a_frame_between_two_slices_is_all_that_an_urgent_one_waits_for() {
     let first = scheduler.poll().expect("a frame");
     let urgent = keys.slice(Step(1), Priority(0), TensorId(0), SliceId(0));
     scheduler.push(Rank(1), urgent, message(0, 10));
-    scheduler.sent(&first);
+    scheduler.sent(first.peer, first.header.length);
+    scheduler.read(first.peer);
     assert_eq!(scheduler.poll().map(|it| it.header.slice), Some(SliceId(0)));
 }

@@ -34,7 +34,9 @@ fn give(cluster: &mut Cluster, plan: &Plan, rank: u32, tensor: u32, step: u64) {
     let node = &mut cluster.nodes[rank as usize];
     let (id, at) = (TensorId(tensor), Step(step));
     match (given(plan, rank, tensor, step), plan.tensor(id).scheme) {
-        (None, _) => node.engine.handle(Input::TensorAbsent(id, at)).expect("an absence"),
+        (None, _) => {
+            node.engine.handle(Input::TensorAbsent(id, at)).expect("an absence");
+        }
         (Some(block), Scheme::AllGather) => {
             node.tensors[tensor as usize][..block.len()].copy_from_slice(&block);
             node.engine.handle(Input::BlockReady(id, at, 4 * block.len() as u64)).expect("a block");
@@ -204,7 +206,7 @@ fn who_gives_no_block_is_named() {
     cluster.nodes[1].engine.handle(Input::TensorAbsent(TensorId(1), Step(1))).expect("an absence");
     cluster.run();
     let deadline = cluster.nodes[0].engine.poll_timeout().expect("a deadline");
-    cluster.nodes[0].engine.handle_time(deadline);
+    cluster.nodes[0].engine.tell(Input::Time(deadline));
     cluster.nodes[0].take_events();
     let failure = cluster.nodes[0].failure.as_ref().expect("a failure");
     assert!(failure.timed_out);
@@ -233,20 +235,20 @@ fn blocks_that_are_larger_than_the_plan_or_change_their_size_are_refused() {
         (FrameHeader { kind: FrameKind::Push, block_bytes: 0, ..header }, "of scheme gather"),
         (FrameHeader { tensor: TensorId(1), slice: SliceId(3), ..header }, "of scheme ps"),
     ] {
-        let error = engine.handle_header(Rank(1), &wrong).expect_err(words).to_string();
+        let error = engine.handle(Input::Header(Rank(1), wrong)).expect_err(words).to_string();
         assert!(error.contains(words) && error.contains("rank 1"), "{error} without {words}");
         assert_eq!(engine.buffers_in_use(), 0, "nothing was kept of it");
     }
-    engine.handle_header(Rank(1), &header).expect("an honest frame");
-    engine.handle_frame(Rank(1), &header).expect("an honest frame");
+    engine.handle(Input::Header(Rank(1), header)).expect("an honest frame");
+    engine.handle(Input::Frame(Rank(1), header)).expect("an honest frame");
     let more = FrameHeader { offset: 100, length: 60, flags: last, ..header };
     let grown = FrameHeader { block_bytes: 204, ..more };
-    let error = engine.handle_header(Rank(1), &grown).expect_err("another size").to_string();
+    let error = engine.handle(Input::Header(Rank(1), grown)).expect_err("another size").to_string();
     assert!(error.contains("a block of 204 bytes, after 100 of 200"), "{error}");
     for frame in [more, FrameHeader { slice: second, offset: 160, length: 40, ..more }] {
-        engine.handle_header(Rank(1), &frame).expect("an honest frame");
-        engine.handle_frame(Rank(1), &frame).expect("an honest frame");
+        engine.handle(Input::Header(Rank(1), frame)).expect("an honest frame");
+        engine.handle(Input::Frame(Rank(1), frame)).expect("an honest frame");
     }
-    let error = engine.handle_header(Rank(1), &more).expect_err("again").to_string();
+    let error = engine.handle(Input::Header(Rank(1), more)).expect_err("again").to_string();
     assert!(error.contains("after the whole block"), "{error}");
 }

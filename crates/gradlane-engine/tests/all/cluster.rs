@@ -387,7 +387,7 @@ fn an_abort_reaches_everyone_with_its_reason() {
     let mut cluster = Cluster::new(&plan, 64, 64, 3);
     cluster.step_zero();
     cluster.begin(Step(1));
-    cluster.nodes[2].engine.abort("the loss is not a number");
+    cluster.nodes[2].engine.tell(Input::Abort("the loss is not a number".to_owned()));
     cluster.run();
     for node in &cluster.nodes[..2] {
         let failure = node.failure.as_ref().expect("a failure");
@@ -405,7 +405,7 @@ fn an_abort_reaches_a_rank_that_has_said_goodbye_and_waits() {
     cluster.step_zero();
     cluster.nodes[1].engine.handle(Input::Finish).expect("always taken");
     cluster.run();
-    cluster.nodes[0].engine.abort("its data has ended");
+    cluster.nodes[0].engine.tell(Input::Abort("its data has ended".to_owned()));
     cluster.run();
     for rank in [1, 2] {
         let failure = cluster.nodes[rank].failure.as_ref().expect("a failure");
@@ -420,11 +420,11 @@ fn a_cut_link_is_blamed_alike_by_those_who_hear_both_ends() {
     let mut cluster = Cluster::new(&plan, 64, 64, 3);
     cluster.step_zero();
     cluster.begin(Step(1));
-    assert!(cluster.nodes[1].engine.suspect(Rank(2)));
+    assert!(cluster.nodes[1].engine.handle(Input::Suspect(Rank(2))).is_ok());
     cluster.run();
     assert_eq!(cluster.nodes[0].suspicions, [(Rank(1), Rank(2))]);
     assert!(cluster.nodes[2].suspicions.is_empty());
-    cluster.nodes[0].engine.blame_link(Rank(2), Rank(1));
+    cluster.nodes[0].engine.tell(Input::BlameLink(Rank(2), Rank(1)));
     cluster.run();
     let said = |node: &common::Node| {
         let failure = node.failure.as_ref().expect("a failure");
@@ -434,7 +434,7 @@ fn a_cut_link_is_blamed_alike_by_those_who_hear_both_ends() {
     let first = said(&cluster.nodes[0]);
     assert!(first.starts_with("the link between rank 1 and rank 2 is cut"), "{first}");
     assert!(cluster.nodes.iter().all(|node| said(node) == first));
-    assert!(!cluster.nodes[1].engine.suspect(Rank(2)), "the session has ended");
+    assert!(cluster.nodes[1].engine.handle(Input::Suspect(Rank(2))).is_err(), "it has ended");
 }
 
 #[test]
@@ -473,10 +473,10 @@ fn ranks_that_do_not_take_part_are_named_after_the_progress_timeout() {
     assert_eq!(cluster.nodes[1].engine.poll_timeout(), None, "it is its own turn");
     let deadline = cluster.nodes[0].engine.poll_timeout().expect("a deadline");
     let node = &mut cluster.nodes[0];
-    node.engine.handle_time(gradlane_units::Time(deadline.0 - 1));
+    node.engine.tell(Input::Time(gradlane_units::Time(deadline.0 - 1)));
     node.take_events();
     assert!(node.failure.is_none());
-    node.engine.handle_time(deadline);
+    node.engine.tell(Input::Time(deadline));
     node.take_events();
     let failure = node.failure.as_ref().expect("a failure");
     assert!(failure.timed_out);

@@ -275,7 +275,7 @@ fn who_holds_up_a_step_is_named_by_the_servers_before_workers_blame_these() {
     let at = |seconds: u64| Time(seconds * 1_000_000_000);
     // Half an hour between two steps is nobody's fault.
     for node in &mut cluster.nodes {
-        node.engine.handle_time(at(3600));
+        node.engine.tell(Input::Time(at(3600)));
     }
     cluster.begin(Step(1));
     for rank in [0, 2] {
@@ -289,7 +289,7 @@ fn who_holds_up_a_step_is_named_by_the_servers_before_workers_blame_these() {
     let later = cluster.nodes[0].engine.poll_timeout().expect("a deadline");
     assert!(due < later, "{due:?} {later:?}");
     for node in &mut cluster.nodes {
-        node.engine.handle_time(due);
+        node.engine.tell(Input::Time(due));
     }
     cluster.run();
     // Rank 1 itself hears of it from a server.
@@ -326,7 +326,7 @@ fn frames_that_no_role_sends_are_refused() {
         (3, FrameKind::RingReduce, 0, 0),
     ] {
         let engine = &mut cluster.nodes[to as usize].engine;
-        let refused = engine.handle_header(Rank(from), &header(kind, slice, from));
+        let refused = engine.handle(Input::Header(Rank(from), header(kind, slice, from)));
         let text = refused.expect_err("no correct peer sends it").to_string();
         assert!(text.contains("only serves"), "{kind:?}: {text}");
     }

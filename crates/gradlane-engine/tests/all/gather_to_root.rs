@@ -215,7 +215,7 @@ fn an_answer_that_nobody_waits_for_is_misuse() {
 fn blamed(cluster: &mut Cluster, rank: usize) -> Vec<Rank> {
     let node = &mut cluster.nodes[rank];
     let deadline = node.engine.poll_timeout().expect("a deadline");
-    node.engine.handle_time(deadline);
+    node.engine.tell(Input::Time(deadline));
     node.take_events();
     let failure = node.failure.as_ref().expect("a failure");
     assert!(failure.timed_out);
@@ -245,7 +245,7 @@ fn frames_on_the_wrong_way_are_refused() {
     let mut refused = |rank: usize, from: u32, header: FrameHeader, words: &str| {
         let header = FrameHeader { sender: Rank(from), ..header };
         let engine = &mut cluster.nodes[rank].engine;
-        let error = engine.handle_header(Rank(from), &header).expect_err(words).to_string();
+        let error = engine.handle(Input::Header(Rank(from), header)).expect_err(words).to_string();
         assert!(error.contains(words), "{error} without {words}");
         assert_eq!(engine.buffers_in_use(), 0, "nothing was kept of it");
     };
@@ -261,5 +261,5 @@ fn frames_on_the_wrong_way_are_refused() {
     );
     cluster.nodes[1].engine.handle(Input::BlockReady(TensorId(0), Step(1), 4)).expect("a block");
     let answer = FrameHeader { sender: Rank(0), ..header };
-    cluster.nodes[1].engine.handle_header(Rank(0), &answer).expect("an answer may come now");
+    cluster.nodes[1].engine.handle(Input::Header(Rank(0), answer)).expect("an answer may come now");
 }

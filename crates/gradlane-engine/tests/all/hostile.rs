@@ -3,8 +3,8 @@
 
 use crate::common::{frame, plan, tensors, Cluster};
 use gradlane_engine::{
-    Cutoff, Engine, EngineOptions, Event, GoingOn, Input, Memory, PayloadDest, Plan,
-    StragglerPolicy, Strategy as Setting, Synchrony, Update,
+    Cutoff, Engine, EngineOptions, Event, GoingOn, Input, JobResult, Memory, PayloadDest, Plan,
+    Refusal, StragglerPolicy, Strategy as Setting, Synchrony, Update,
 };
 use gradlane_units::{Priority, Rank, SliceId, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
@@ -78,7 +78,7 @@ proptest! {
         }
         for frame in frames {
             let from = Rank(frame.from);
-            match engine.handle_header(from, &frame.header) {
+            match engine.handle(Input::Header(from, frame.header)) {
                 Ok(PayloadDest::Region(region)) => {
                     let slice = frame.header.slice;
                     let bytes = match region.memory {
@@ -90,15 +90,16 @@ proptest! {
                     };
                     prop_assert!(region.offset + region.length <= bytes);
                     prop_assert_eq!(region.length, u64::from(frame.header.length));
-                    let _ = engine.handle_frame(from, &frame.header);
+                    let _ = engine.handle(Input::Frame(from, frame.header));
                 }
                 Ok(PayloadDest::Nothing) => {
-                    let _ = engine.handle_frame(from, &frame.header);
+                    let _ = engine.handle(Input::Frame(from, frame.header));
                 }
                 Ok(PayloadDest::Control) => {
-                    let _ = engine.handle_control(from, &frame.header, &frame.payload);
+                    let _ = engine.handle(Input::Control(from, frame.header, frame.payload.to_vec()));
                 }
-                Err(error) => prop_assert_eq!(error.peer, from),
+                Err(Refusal::Protocol(error)) => prop_assert_eq!(error.peer, from),
+                        Err(Refusal::Usage(error)) => panic!("{error}"),
             }
             while engine.poll_job().is_some() {}
             while engine.poll_transmit().is_some() {}
@@ -158,29 +159,31 @@ proptest! {
                     let (step, length) = (Step(step), payload.len() as u32);
                     let header = FrameHeader { step, length, ..frame(kind, Rank(from)) };
                     let from = Rank(from);
-                    match engine.handle_header(from, &header) {
+                    match engine.handle(Input::Header(from, header)) {
                         Ok(PayloadDest::Control) => {
-                            let _ = engine.handle_control(from, &header, &payload);
+                            let _ = engine.handle(Input::Control(from, header, payload.to_vec()));
                         }
                         Ok(_) => {
-                            let _ = engine.handle_frame(from, &header);
+                            let _ = engine.handle(Input::Frame(from, header));
                         }
-                        Err(error) => prop_assert_eq!(error.peer, from),
+                        Err(Refusal::Protocol(error)) => prop_assert_eq!(error.peer, from),
+                        Err(Refusal::Usage(error)) => panic!("{error}"),
                     }
                 }
-                Happening::Lost(peer) => engine.handle_peer_lost(Rank(peer), "closed"),
+                Happening::Lost(peer) => engine.tell(Input::PeerLost(Rank(peer), "closed".to_owned())),
                 Happening::Seconds(seconds) => now = now + Duration::from_secs(seconds),
             }
-            engine.handle_time(now);
+            engine.tell(Input::Time(now));
             while let Some(job) = engine.poll_job() {
-                engine.handle_job_done(job.id);
+                engine.tell(Input::JobDone(job.id, JobResult::Written));
             }
             while let Some(transmit) = engine.poll_transmit() {
-                engine.handle_sent(&transmit);
+                engine.tell(Input::Sent(transmit.peer, transmit.header));
+                engine.tell(Input::Read(transmit.peer, transmit.header));
             }
             while let Some(event) = engine.poll_event() {
                 if let Event::Disconnect(peer) = event {
-                    engine.handle_peer_lost(peer, "left out");
+                    engine.tell(Input::PeerLost(peer, "left out".to_owned()));
                 }
             }
         }
@@ -193,7 +196,8 @@ fn errors_name_peer_tensor_step_and_bytes() {
     let mut cluster = Cluster::new(&plan, 64, 64, 1);
     cluster.step_zero();
     let header = FrameHeader { offset: 199, length: 64, ..frame(FrameKind::Push, Rank(1)) };
-    let error = cluster.nodes[0].engine.handle_header(Rank(1), &header).unwrap_err().to_string();
+    let error =
+        cluster.nodes[0].engine.handle(Input::Header(Rank(1), header)).unwrap_err().to_string();
     for part in ["rank 1", "layer0.weight", "step 1", "64 bytes at offset 199 of 200"] {
         assert!(error.contains(part), "{error:?} does not name {part:?}");
     }

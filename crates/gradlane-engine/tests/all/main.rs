@@ -12,6 +12,7 @@ mod going_on;
 mod hostile;
 mod ring;
 mod ring_quantized;
+mod sent_and_read;
 mod server_commands;
 mod squares;
 mod stragglers;

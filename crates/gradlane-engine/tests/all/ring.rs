@@ -318,7 +318,7 @@ fn the_rank_that_does_not_take_part_is_named_after_the_progress_timeout() {
                 assert_eq!(node.engine.rank(), Rank(missing), "it is its own turn");
                 continue;
             };
-            node.engine.handle_time(Time(deadline.0));
+            node.engine.tell(Input::Time(Time(deadline.0)));
             node.take_events();
             let failure = node.failure.as_ref().expect("a failure");
             assert!(failure.timed_out);
@@ -351,7 +351,7 @@ fn frames_of_another_rank_hop_step_or_slice_are_refused() {
         cluster.step_zero();
         cluster.nodes.swap_remove(1).engine
     };
-    let landing = engine(&plan).handle_header(Rank(0), &header).expect("an honest frame");
+    let landing = engine(&plan).handle(Input::Header(Rank(0), header)).expect("an honest frame");
     assert!(matches!(landing, PayloadDest::Region(region)
         if matches!(region.memory, Memory::Buffer(_)) && region.length == 160));
     let other = |owner: u32| {
@@ -384,7 +384,7 @@ fn frames_of_another_rank_hop_step_or_slice_are_refused() {
     ];
     for (from, header, why) in wrong {
         let mut engine = engine(&plan);
-        let error = engine.handle_header(from, &header).expect_err(why).to_string();
+        let error = engine.handle(Input::Header(from, header)).expect_err(why).to_string();
         assert!(error.contains(why), "{error}");
         assert!(error.contains(&from.to_string()), "{error}");
         assert_eq!(engine.buffers_in_use(), 0, "nothing was kept of it");
@@ -392,15 +392,16 @@ fn frames_of_another_rank_hop_step_or_slice_are_refused() {
     // A result before this rank's own part, and a sum that comes twice.
     let mut engine = engine(&plan);
     engine.handle(Input::StepBegin(Step(1))).expect("begins");
-    let error = engine.handle_header(Rank(0), &gather).expect_err("too early").to_string();
+    let error = engine.handle(Input::Header(Rank(0), gather)).expect_err("too early").to_string();
     assert!(error.contains("without a contribution of this rank"), "{error}");
-    engine.handle_header(Rank(0), &header).expect("an honest frame");
-    engine.handle_frame(Rank(0), &header).expect("an honest frame");
-    let error = engine.handle_header(Rank(0), &header).expect_err("twice").to_string();
+    engine.handle(Input::Header(Rank(0), header)).expect("an honest frame");
+    engine.handle(Input::Frame(Rank(0), header)).expect("an honest frame");
+    let error = engine.handle(Input::Header(Rank(0), header)).expect_err("twice").to_string();
     assert!(error.contains("a second time"), "{error}");
     let servers = common::plan(&[40; 4], "p3", 50, 4);
     let mut cluster = Cluster::new(&servers, 64, 64, 1);
     cluster.step_zero();
-    let error = cluster.nodes[1].engine.handle_header(Rank(0), &header).expect_err("no ring");
+    let error =
+        cluster.nodes[1].engine.handle(Input::Header(Rank(0), header)).expect_err("no ring");
     assert!(error.to_string().contains("a tensor of scheme ps"), "{error}");
 }

@@ -232,7 +232,7 @@ fn the_rank_that_does_not_take_part_is_named() {
         cluster.run();
         for node in cluster.nodes.iter_mut().filter(|it| it.engine.rank() != Rank(missing)) {
             let deadline = node.engine.poll_timeout().expect("it waits");
-            node.engine.handle_time(Time(deadline.0));
+            node.engine.tell(Input::Time(Time(deadline.0)));
             node.take_events();
             let failure = node.failure.as_ref().expect("a failure");
             assert_eq!(failure.outstanding.ranks, [Rank(missing)], "{failure}");
@@ -261,7 +261,7 @@ fn scales_and_sums_that_nobody_expects_are_refused() {
         cluster.step_zero();
         cluster.nodes.swap_remove(own as usize).engine
     };
-    assert!(engine().handle_header(before, &header).is_ok());
+    assert!(engine().handle(Input::Header(before, header)).is_ok());
     let sum = FrameHeader { kind: FrameKind::RingReduce, length: 164, hop: 2, ..header };
     let wrong = [
         (FrameHeader { hop: 2, ..header }, "at hop 2, this rank gets it at hop 1"),
@@ -273,21 +273,21 @@ fn scales_and_sums_that_nobody_expects_are_refused() {
     ];
     for (header, why) in wrong {
         let mut engine = engine();
-        let error = engine.handle_header(before, &header).expect_err(why).to_string();
+        let error = engine.handle(Input::Header(before, header)).expect_err(why).to_string();
         assert!(error.contains(why), "{error}");
         assert_eq!(engine.buffers_in_use(), 0, "nothing was kept of it");
     }
     let mut engine = engine();
-    engine.handle_header(before, &header).expect("scales");
-    engine.handle_frame(before, &header).expect("scales");
-    let error = engine.handle_header(before, &header).expect_err("twice").to_string();
+    engine.handle(Input::Header(before, header)).expect("scales");
+    engine.handle(Input::Frame(before, header)).expect("scales");
+    let error = engine.handle(Input::Header(before, header)).expect_err("twice").to_string();
     assert!(error.contains("a second time"), "{error}");
     // Without shared scales there is nothing to send them for.
     let hops = plan_of(&[40, 40, 40, 40, 4], HOPS, 50, 4);
     let mut cluster = Cluster::with_toy(&hops, HOPS, 64, 64, 1);
     cluster.step_zero();
     let engine = &mut cluster.nodes[own as usize].engine;
-    let error = engine.handle_header(before, &header).expect_err("no scales").to_string();
+    let error = engine.handle(Input::Header(before, header)).expect_err("no scales").to_string();
     assert!(error.contains("RingScale") && error.contains("as encoded bytes"), "{error}");
 }
 

@@ -126,13 +126,16 @@ fn a_push_without_a_command_is_refused_and_so_is_a_command_that_no_rank_sends() 
     };
     let mut told = |to: usize, header: FrameHeader| {
         let engine = &mut cluster.nodes[to].engine;
-        let landed = engine.handle_header(header.sender, &header);
+        let landed = engine.handle(Input::Header(header.sender, header));
         if landed == Ok(PayloadDest::Control) {
-            let taken =
-                engine.handle_control(header.sender, &header, &vec![0; header.length as usize]);
-            return taken.map_err(|error| error.to_string());
+            let taken = engine.handle(Input::Control(
+                header.sender,
+                header,
+                vec![0; header.length as usize],
+            ));
+            return taken.map(drop).map_err(|error| error.to_string());
         }
-        landed.map(|_| ()).map_err(|error| error.to_string())
+        landed.map(drop).map_err(|error| error.to_string())
     };
     let refused = |result: Result<(), String>| result.expect_err("refused");
     let push =

@@ -247,21 +247,26 @@ fn sums_that_make_no_sense_are_refused() {
     };
     let too_long = vec![0; SquareSum::BYTES_MAX + 1];
     for payload in [&[][..], &[0; 3], &too_long] {
-        let error = engine.handle_header(Rank(1), &header(1, payload)).expect_err("refused");
+        let error = engine.handle(Input::Header(Rank(1), header(1, payload))).expect_err("refused");
         assert!(error.to_string().contains("a sum of squares of"), "{error}");
     }
     for wrong in [&[9, 0, 0, 0][..], &[0, 0, 1, 0], &[0, 200, 1, 0, 1, 0, 0, 0]] {
-        engine.handle_header(Rank(1), &header(1, wrong)).expect("of a possible length");
-        let error = engine.handle_control(Rank(1), &header(1, wrong), wrong).expect_err("refused");
+        engine.handle(Input::Header(Rank(1), header(1, wrong))).expect("of a possible length");
+        let error = engine
+            .handle(Input::Control(Rank(1), header(1, wrong), wrong.to_vec()))
+            .expect_err("refused");
         assert!(error.to_string().contains("a sum of squares that is none"), "{error}");
     }
     for step in [0, 3, u64::MAX] {
-        let taken = engine.handle_control(Rank(1), &header(step, &payload), &payload);
+        let taken =
+            engine.handle(Input::Control(Rank(1), header(step, &payload), payload.to_vec()));
         // Steps before the current one are done with, whatever their sums.
         assert_eq!(taken.is_err(), step != 0, "step {step}");
     }
-    engine.handle_control(Rank(1), &header(1, &payload), &payload).expect("the first one");
-    let error = engine.handle_control(Rank(1), &header(1, &payload), &payload);
+    engine
+        .handle(Input::Control(Rank(1), header(1, &payload), payload.to_vec()))
+        .expect("the first one");
+    let error = engine.handle(Input::Control(Rank(1), header(1, &payload), payload.to_vec()));
     assert!(error.expect_err("twice").to_string().contains("this rank is in step 1"));
 }
 

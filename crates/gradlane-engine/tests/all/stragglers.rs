@@ -222,7 +222,7 @@ impl Run {
             for cluster in self.lanes() {
                 let node = &mut cluster.nodes[reader as usize];
                 if !node.dead {
-                    node.engine.handle_time(now);
+                    node.engine.tell(Input::Time(now));
                     node.take_events();
                 }
             }
@@ -453,6 +453,11 @@ fn enter(run: &mut Run, rank: u32) {
     assert!(run.walks[rank as usize].left > 0, "rank {rank} has not begun another step");
 }
 
+/// The next rank that acts passes no step.
+fn toss_against_passing(run: &mut Run) {
+    run.cluster.rng = (0..).map(Rng::new).find(|rng| rng.clone().below(2) == 1).expect("a coin");
+}
+
 #[test]
 fn nothing_is_released_before_the_set_is_known_and_all_of_it_is_here() {
     let plan = plan(&[60, 60], "p3", 20, 3, stragglers(Cutoff::Backup { ranks: 1 }, 2));
@@ -507,6 +512,7 @@ fn a_rank_that_sleeps_takes_the_results_it_missed_and_is_in_again() {
     run.cluster.run();
     assert_eq!(run.cluster.nodes[0].decided.len(), 3, "two steps ahead, and no further");
     while run.cluster.nodes[0].decided.len() < 4 || run.walks[2].step < 4 {
+        toss_against_passing(&mut run);
         run.act(2);
         run.cluster.run();
     }
@@ -515,6 +521,7 @@ fn a_rank_that_sleeps_takes_the_results_it_missed_and_is_in_again() {
     give(&mut run, 2);
     run.cluster.run();
     if run.walks[2].step == 4 {
+        toss_against_passing(&mut run);
         enter(&mut run, 2);
         give(&mut run, 2);
     }

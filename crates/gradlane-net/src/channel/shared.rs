@@ -10,7 +10,7 @@ use crate::metrics::Metrics;
 use crate::options::ChannelOptions;
 use crate::sys::lock;
 use crate::sys::poller::Poller;
-use gradlane_engine::{Failure, Input, Journal, Plan, UsageError};
+use gradlane_engine::{Failure, Input, Journal, Plan, Refusal, UsageError};
 use gradlane_units::{SliceId, Step, TensorId};
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -154,10 +154,12 @@ impl Shared {
     }
 
     /// Keeps a misuse for the next call.
-    pub(crate) fn note_usage(&self, error: UsageError) {
-        // After the end, the reason of the end explains more.
-        if !matches!(error, UsageError::Ended { .. }) {
-            lock(&self.usage).get_or_insert(error);
+    pub(crate) fn note_usage(&self, refusal: Refusal) {
+        match refusal {
+            // After the end, the reason of the end explains more.
+            Refusal::Usage(UsageError::Ended { .. }) => {}
+            Refusal::Usage(error) => drop(lock(&self.usage).get_or_insert(error)),
+            Refusal::Protocol(error) => unreachable!("no call is a frame: {error}"),
         }
     }
 

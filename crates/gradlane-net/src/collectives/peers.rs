@@ -191,7 +191,7 @@ impl Peers {
         if let OutgoingPayload::Owned(bytes) = &payload {
             header.length = bytes.len() as u32;
         }
-        let frame = OutgoingFrame::new(header, payload, None);
+        let frame = OutgoingFrame::new(header, payload, false);
         self.get_mut(to).outbox.push_back((frame, sent));
     }
 }

@@ -4,8 +4,8 @@ use super::error::JobError;
 use super::residual::WorkerResidual;
 use super::server_optimizer::SliceState;
 use crate::metrics::JobKind;
-use gradlane_engine::{Job as Request, JobId};
-use gradlane_units::{SliceId, SquareSum, Step};
+use gradlane_engine::{Job as Request, JobId, JobResult};
+use gradlane_units::{SliceId, Step};
 use std::fmt;
 
 /// The part of a slice's state that a job takes along and gives back. A late rank may encode its
@@ -17,19 +17,10 @@ pub(crate) enum JobState {
     OwnerResidual(Vec<f32>),
 }
 
-/// The report of a job to the engine.
-#[derive(Debug)]
-pub(crate) enum Finding {
-    Nothing,
-    /// The length of the encoding that it has made.
-    EncodedBytes(u64),
-    Squares(SquareSum),
-}
-
 /// The outcome of a job.
 #[derive(Debug)]
 pub(crate) struct Outcome {
-    pub(crate) result: Result<Finding, JobError>,
+    pub(crate) result: Result<JobResult, JobError>,
     pub(crate) state: Option<JobState>,
 }
 

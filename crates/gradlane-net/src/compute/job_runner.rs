@@ -1,13 +1,13 @@
 //! The jobs between the engine and the threads: started when the engine asks, reported when finished.
 
 use super::error::JobError;
-use super::job::{Finding, FinishedJob};
+use super::job::FinishedJob;
 use super::job_queue::JobQueue;
 use super::state::ComputeState;
 use crate::channel::shared::Shared;
 use crate::memory::MemoryTable;
 use crate::options::ChannelOptions;
-use gradlane_engine::JournaledEngine;
+use gradlane_engine::{Input, JournaledEngine};
 use gradlane_units::SliceId;
 use std::io;
 use std::sync::Arc;
@@ -92,12 +92,8 @@ impl JobRunner {
         if let Some(state) = job.outcome.state {
             self.state.store_state(job.slice, state);
         }
-        match job.outcome.result {
-            Ok(Finding::EncodedBytes(bytes)) => engine.handle_encoded(job.id, bytes),
-            Ok(Finding::Squares(sum)) => engine.handle_squares(job.id, &sum),
-            Ok(Finding::Nothing) => engine.handle_job_done(job.id),
-            Err(error) => return Err(self.failed(job.slice, error)),
-        }
+        let result = job.outcome.result.map_err(|error| self.failed(job.slice, error))?;
+        engine.tell(Input::JobDone(job.id, result));
         Ok(())
     }
 

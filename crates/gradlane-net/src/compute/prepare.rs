@@ -3,7 +3,7 @@
 
 use super::encoded::{self, EncodedParts, SliceCodec};
 use super::error::JobError;
-use super::job::{Finding, Job, JobState, Outcome};
+use super::job::{Job, JobState, Outcome};
 use super::kernels::{self, Averaging, ReduceMemory};
 use super::quantized_ring;
 use super::server_optimizer::{SliceState, StateKind};
@@ -11,7 +11,7 @@ use super::state::{ComputeState, Write};
 use crate::memory::{InPlace, MemoryTable, ReadSpan, Span, WriteSpan};
 use crate::metrics::JobKind;
 use gradlane_codec::{square_sum, DrawKey, FloatDtype};
-use gradlane_engine::{Job as Request, Operation, Region};
+use gradlane_engine::{Job as Request, JobResult, Operation, Region};
 
 /// Lends the memory of one operation.
 struct Lender<'a>(&'a mut MemoryTable);
@@ -80,15 +80,15 @@ impl Lender<'_> {
 }
 
 fn outcome(result: Result<(), JobError>, state: SliceState) -> Outcome {
-    Outcome { result: result.map(|()| Finding::Nothing), state: Some(JobState::Slice(state)) }
+    Outcome { result: result.map(|()| JobResult::Written), state: Some(JobState::Slice(state)) }
 }
 
 fn stateless(result: Result<(), JobError>) -> Outcome {
-    Outcome { result: result.map(|()| Finding::Nothing), state: None }
+    Outcome { result: result.map(|()| JobResult::Written), state: None }
 }
 
 fn encoding(result: Result<u64, JobError>, state: JobState) -> Outcome {
-    Outcome { result: result.map(Finding::EncodedBytes), state: Some(state) }
+    Outcome { result: result.map(JobResult::Encoded), state: Some(state) }
 }
 
 /// The residual of this rank's contributions, where the codec keeps one.
@@ -122,7 +122,7 @@ impl ComputeState {
                 let dtype = FloatDtype::of(dtype).ok_or(JobError::PlainBytes)?;
                 Ok(Job::new(request, JobKind::Reduce, input.len(), move || {
                     let sum = square_sum(dtype, &input);
-                    Outcome { result: Ok(Finding::Squares(sum)), state: None }
+                    Outcome { result: Ok(JobResult::Squares(sum)), state: None }
                 }))
             }
             Operation::Reduce { output, .. }

@@ -4,7 +4,7 @@ use super::core::Core;
 use crate::channel::shared::Command;
 use crate::compute::server_command::ServerCommand;
 use crate::sys::lock;
-use gradlane_engine::{Input, Synchrony, UsageError};
+use gradlane_engine::{Input, Refusal, Synchrony};
 use gradlane_units::{Rank, Step, TensorId};
 
 impl Core {
@@ -20,7 +20,11 @@ impl Core {
         self.commands = commands;
     }
 
-    fn handle_command(&mut self, command: Command) -> Result<(), UsageError> {
+    fn tell(&mut self, call: Input) -> Result<(), Refusal> {
+        self.engine.handle(call).map(drop)
+    }
+
+    fn handle_command(&mut self, command: Command) -> Result<(), Refusal> {
         match command {
             Command::Engine(input) => {
                 let begun = match input {
@@ -29,7 +33,7 @@ impl Core {
                     }
                     _ => None,
                 };
-                self.engine.handle(input)?;
+                self.tell(input)?;
                 if let Some(step) = begun {
                     self.jobs.state.begin_step(step);
                 }
@@ -44,10 +48,10 @@ impl Core {
                     Input::BlockReady(tensor, ..) | Input::RootResultReady(tensor, ..) => {
                         (tensor, None)
                     }
-                    input => return self.engine.handle(input),
+                    input => return self.tell(input),
                 };
                 // A call that is refused must not move the memory that frames are read from.
-                self.engine.handle(input)?;
+                self.tell(input)?;
                 self.memory.set_gradient(tensor, memory);
                 if let Some(step) = step {
                     self.note_own_contribution(tensor, step);
@@ -56,7 +60,7 @@ impl Core {
             }
             Command::ReleaseBlocks(tensor, step, scratch) => {
                 scratch.into_iter().for_each(|buffer| self.memory.recycle(buffer));
-                self.engine.handle(Input::ReleaseBlocks(tensor, step))
+                self.tell(Input::ReleaseBlocks(tensor, step))
             }
             Command::Needed(tensors, step) => {
                 for tensor in tensors {
@@ -73,11 +77,11 @@ impl Core {
                 self.carry_out_or_send(ServerCommand::Update(rows), Step(0))
             }
             Command::WriteState(write, step) => {
-                self.engine.handle(Input::SendRaw(step))?;
+                self.tell(Input::SendRaw(step))?;
                 self.carry_out_or_send(ServerCommand::WriteState(write), step)
             }
             Command::WriteParameters(tensors, step) => {
-                self.engine.handle(Input::SendRaw(step))?;
+                self.tell(Input::SendRaw(step))?;
                 self.carry_out_or_send(ServerCommand::WriteParameters(tensors), step)
             }
             Command::ReadState(read, step) => {
@@ -87,7 +91,7 @@ impl Core {
                     return Ok(());
                 }
                 // State is exact: owners broadcast it as it is.
-                self.engine.handle(Input::SendRaw(step))
+                self.tell(Input::SendRaw(step))
             }
             Command::WorkerResidual(tensor, reply) => {
                 // The caller may have been interrupted.
@@ -112,7 +116,7 @@ impl Core {
                 Ok(())
             }
             Command::Abort(reason) => {
-                self.engine.abort(&reason);
+                self.engine.tell(Input::Abort(reason));
                 Ok(())
             }
             Command::ReportQueueStats => {
@@ -124,27 +128,29 @@ impl Core {
     }
 
     /// Carries a command out where this rank's owners are, or sends it to the dedicated servers.
-    fn carry_out_or_send(&mut self, command: ServerCommand, step: Step) -> Result<(), UsageError> {
+    fn carry_out_or_send(&mut self, command: ServerCommand, step: Step) -> Result<(), Refusal> {
         if self.engine.plan().commands_servers() {
-            return self.engine.handle(Input::ServerCommand(command.encode()));
+            return self.tell(Input::ServerCommand(command.encode()));
         }
         self.carry_out(command, step)
     }
 
     /// Carries a command out in a step.
-    fn carry_out(&mut self, command: ServerCommand, step: Step) -> Result<(), UsageError> {
+    fn carry_out(&mut self, command: ServerCommand, step: Step) -> Result<(), Refusal> {
         let updates = match &command {
             ServerCommand::Update(_) | ServerCommand::WriteParameters(_) => Input::UpdatesReady,
             ServerCommand::ReadState(_) | ServerCommand::WriteState(_) => Input::UpdatesPaused,
         };
         self.jobs.state.carry_out(command, step);
-        self.engine.handle(updates)
+        self.tell(updates)
     }
 
     /// Takes another rank's command for a step, which has to be that of all ranks.
     pub(super) fn take_server_command(&mut self, from: Rank, step: Step, bytes: &[u8]) {
         let Some(command) = ServerCommand::decode(bytes, self.engine.plan()) else {
-            return self.engine.reject_peer(from, &format!("{from} sent no command for {step}"));
+            return self
+                .engine
+                .tell(Input::RejectPeer(from, format!("{from} sent no command for {step}")));
         };
         match &self.server_command {
             Some((of, first, same)) if *of == step && *same == command => {}
@@ -155,12 +161,12 @@ impl Core {
                     "{first} has {theirs} in {step} and {from} {ours}: what updates parameters has to \
                      be the same on all ranks that train"
                 );
-                self.engine.reject_peer(first.max(from), &reason);
+                self.engine.tell(Input::RejectPeer(first.max(from), reason));
             }
             _ => {
                 self.server_command = Some((step, from, command.clone()));
                 if let Err(error) = self.carry_out(command, step) {
-                    self.engine.abort(&error.to_string());
+                    self.engine.tell(Input::Abort(error.to_string()));
                 }
             }
         }

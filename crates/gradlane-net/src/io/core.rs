@@ -18,8 +18,8 @@ use crate::sys::poller::Interest;
 use crate::sys::socket::Socket;
 use crate::sys::suspend_aware_clock::SuspendAwareClock;
 use gradlane_engine::{
-    EngineOptions, Event, Failure, Input, JournaledEngine, Payload, ProtocolError, Region,
-    Synchrony, Transmit,
+    EngineOptions, Event, Failure, Input, JournaledEngine, Payload, Refusal, Region, Synchrony,
+    Transmit,
 };
 use gradlane_units::{Rank, Step, TensorId, Time};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
@@ -176,7 +176,7 @@ impl Core {
     /// Advances the time after a turn that slept for at most `sleep`.
     pub(super) fn read_clock(&mut self, now: Instant, sleep: Duration) {
         self.now = self.clock.advance(now, sleep);
-        self.engine.handle_time(self.now);
+        self.engine.tell(Input::Time(self.now));
     }
 
     /// Reports finished jobs and starts new ones.
@@ -185,7 +185,7 @@ impl Core {
         let gauge = &self.shared.metrics.lanes[self.lane].jobs_in_flight;
         gauge.store(self.jobs.in_flight(), Ordering::Relaxed);
         result.unwrap_or_else(|error| {
-            self.engine.abort(&error.to_string());
+            self.engine.tell(Input::Abort(error.to_string()));
             true
         })
     }
@@ -234,7 +234,7 @@ impl Core {
             }
             Event::Suspected { by, suspect } => {
                 if self.heard_recently(suspect) {
-                    self.engine.blame_link(by, suspect);
+                    self.engine.tell(Input::BlameLink(by, suspect));
                 }
             }
             Event::Disconnect(rank) => self.to_disconnect.push(rank),
@@ -282,34 +282,34 @@ impl Core {
             Ok(held) => {
                 lock(&self.shared.blocks).insert((tensor, step), held);
             }
-            Err(error) => self.engine.abort(&error.to_string()),
+            Err(error) => self.engine.tell(Input::Abort(error.to_string())),
         }
     }
 
     /// Puts a chosen frame into the outbox of its peer.
     pub(super) fn stage(&mut self, transmit: Transmit) {
         let (rank, header) = (transmit.peer, transmit.header);
-        let payload = match &transmit.payload {
+        let payload = match transmit.payload {
             Payload::None => Ok(OutgoingPayload::Owned(Vec::new())),
-            Payload::Inline(bytes) => Ok(OutgoingPayload::Owned(bytes.clone())),
-            // SAFETY: the engine lends this region to this frame until `handle_sent`, or until the session
+            Payload::Inline(bytes) => Ok(OutgoingPayload::Owned(bytes)),
+            // SAFETY: the engine lends this region to this frame until `Input::Read`, or until the session
             // ends; the writer drops the borrow before either.
             Payload::Region(region) => self
                 .memory
-                .locate(*region)
+                .locate(region)
                 .map(|span| OutgoingPayload::Borrowed(unsafe { span.read() })),
         };
         let payload = match payload {
             Ok(payload) => payload,
             Err(error) => {
-                return self.engine.abort(&format!("cannot send to {rank}: {error}"));
+                return self.engine.tell(Input::Abort(format!("cannot send to {rank}: {error}")));
             }
         };
         if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
             peer.said_goodbye |= header.kind == FrameKind::Goodbye;
             self.inbox().trace.chosen(rank);
             count(&self.shared.metrics.outgoing_frames, 1);
-            self.enqueue(rank, OutgoingFrame::new(header, payload, Some(transmit)));
+            self.enqueue(rank, OutgoingFrame::new(header, payload, true));
         }
     }
 
@@ -331,24 +331,25 @@ impl Core {
     }
 
     /// Notes frames that the kernel has, and `bytes` that it took since the last call.
-    pub(super) fn sent(
-        &mut self,
-        rank: Rank,
-        bytes: usize,
-        frames: &mut Vec<(FrameHeader, Option<Transmit>)>,
-    ) {
-        let metrics = &self.shared.metrics;
-        for (header, transmit) in frames.drain(..) {
+    pub(super) fn sent(&mut self, rank: Rank, bytes: usize, frames: &mut Vec<(FrameHeader, bool)>) {
+        for (header, is_engines) in frames.drain(..) {
+            let metrics = &self.shared.metrics;
             metrics.sent(rank, &header);
             metrics.sent_message(self.engine.plan(), &header);
-            if let Some(transmit) = transmit {
+            if is_engines {
                 metrics.outgoing_frames.fetch_sub(1, Ordering::Relaxed);
-                self.engine.handle_sent(&transmit);
+                self.copied(rank, header);
             }
         }
         if let Some(Some(peer)) = self.peers.get_mut(rank.index()) {
             peer.pacer.sent(self.now, bytes);
         }
+    }
+
+    /// The kernel has a copy of a frame: nobody reads the memory that it came from any more.
+    pub(super) fn copied(&mut self, rank: Rank, header: FrameHeader) {
+        self.engine.tell(Input::Sent(rank, header));
+        self.engine.tell(Input::Read(rank, header));
     }
 
     /// Handles a verified frame; `control` has the payload that the engine reads itself.
@@ -357,16 +358,16 @@ impl Core {
         from: Rank,
         header: &FrameHeader,
         control: Option<&[u8]>,
-    ) -> Result<(), ProtocolError> {
+    ) -> Result<(), Refusal> {
         self.shared.metrics.received(from, header);
         match control {
             Some(payload) => {
-                self.engine.handle_control(from, header, payload)?;
+                self.engine.handle(Input::Control(from, *header, payload.to_vec()))?;
                 if header.kind == FrameKind::ServerCommand {
                     self.take_server_command(from, header.step, payload);
                 }
             }
-            None => self.engine.handle_frame(from, header)?,
+            None => drop(self.engine.handle(Input::Frame(from, *header))?),
         }
         if header.kind == FrameKind::Push && header.flags.contains(FrameFlags::LAST) {
             let FrameHeader { slice, step, .. } = *header;
@@ -386,7 +387,7 @@ impl Core {
             if !writable {
                 peer.pacer.note_backlog();
             }
-            self.engine.handle_writable(rank, writable);
+            self.engine.tell(Input::Writable(rank, writable));
         }
     }
 
@@ -445,11 +446,8 @@ impl Core {
             None => {
                 let until = now + SUSPECT_REPLY_TIMEOUT.min(self.options.silence_timeout() / 4);
                 peer.suspected_until = Some(until);
-                if self.engine.suspect(rank) {
-                    Err(until)
-                } else {
-                    Ok(())
-                }
+                // Without a rank to ask, it is silent to all.
+                self.engine.handle(Input::Suspect(rank)).map_or(Ok(()), |_| Err(until))
             }
         }
     }
@@ -469,13 +467,13 @@ impl Core {
             return;
         }
         peer.writable = false;
-        let dropped = peer.outbox.drain(..).filter(|frame| frame.is_counted()).count() as u64;
+        let dropped = peer.outbox.drain(..).filter(|frame| frame.is_engines()).count() as u64;
         self.shared.metrics.outgoing_frames.fetch_sub(dropped, Ordering::Relaxed);
         // The socket is closed later; an unwatched one is in order.
         let poller = &self.shared.lanes[self.lane].poller;
         let _ = peer.socket.watch(poller, u64::from(rank.0), Interest::End);
-        self.engine.handle_writable(rank, false);
-        self.engine.handle_peer_lost(rank, reason);
+        self.engine.tell(Input::Writable(rank, false));
+        self.engine.tell(Input::PeerLost(rank, reason.to_owned()));
     }
 
     /// Shares this rank's port out among its connections, at intervals.

@@ -10,7 +10,7 @@ use crate::flow::ConnectionFlow;
 use crate::options::ChannelOptions;
 use crate::sys::poller::Interest;
 use crate::sys::socket::Socket;
-use gradlane_engine::Plan;
+use gradlane_engine::{Input, Plan};
 use gradlane_units::Rank;
 use std::io;
 use std::sync::Arc;
@@ -53,7 +53,7 @@ impl Driver {
                     continue;
                 };
                 socket.watch(&shared.lanes[lane].poller, rank as u64, Interest::Begin)?;
-                core.engine.handle_writable(Rank(rank as u32), true);
+                core.engine.tell(Input::Writable(Rank(rank as u32), true));
                 let flow = ConnectionFlow::new(&*socket, options, meet)?;
                 core.peers.push(Some(Peer::new(Arc::clone(&socket))));
                 connections.push(Some(Connection::new(socket, seals, flow)));

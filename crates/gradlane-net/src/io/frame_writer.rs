@@ -3,7 +3,6 @@
 
 use crate::memory::ReadSpan;
 use crate::sys::socket::Socket;
-use gradlane_engine::Transmit;
 use gradlane_seal::FrameSealer;
 use gradlane_wire::{checksum, FrameHeader, FrameKind, CHUNK_BYTES, HEADER_BYTES, TAG_BYTES};
 use std::collections::VecDeque;
@@ -41,8 +40,8 @@ pub(crate) struct OutgoingFrame {
     /// The encoded header, once its checksums are computed.
     encoded: Option<[u8; HEADER_BYTES]>,
     payload: OutgoingPayload,
-    /// Reported to the engine when the frame is sent; `None` for frames of the driver's own.
-    transmit: Option<Transmit>,
+    /// Whether the engine has chosen it, and hears when it is sent.
+    is_engines: bool,
 }
 
 impl OutgoingFrame {
@@ -50,14 +49,14 @@ impl OutgoingFrame {
     pub(crate) fn new(
         header: FrameHeader,
         payload: OutgoingPayload,
-        transmit: Option<Transmit>,
+        is_engines: bool,
     ) -> OutgoingFrame {
-        OutgoingFrame { header, encoded: None, payload, transmit }
+        OutgoingFrame { header, encoded: None, payload, is_engines }
     }
 
     /// Whether the engine has chosen the frame.
-    pub(crate) fn is_counted(&self) -> bool {
-        self.transmit.is_some()
+    pub(crate) fn is_engines(&self) -> bool {
+        self.is_engines
     }
 
     fn length(&self) -> usize {
@@ -193,7 +192,7 @@ impl FrameWriter {
         &mut self,
         socket: &dyn Socket,
         total: &mut usize,
-        mut sent: impl FnMut(&FrameHeader, Option<Transmit>),
+        mut sent: impl FnMut(&FrameHeader, bool),
     ) -> io::Result<Flushed> {
         while !self.queue.is_empty() {
             let mut pieces = [IoSlice::new(&[]); PIECES_MAX];
@@ -244,7 +243,7 @@ impl FrameWriter {
         count
     }
 
-    fn advance(&mut self, count: usize, sent: &mut impl FnMut(&FrameHeader, Option<Transmit>)) {
+    fn advance(&mut self, count: usize, sent: &mut impl FnMut(&FrameHeader, bool)) {
         let Some(sealed) = &mut self.sealed else {
             self.first_sent += count;
             while let Some(length) = self.queue.front().map(OutgoingFrame::length) {
@@ -261,21 +260,21 @@ impl FrameWriter {
         }
     }
 
-    fn pop(&mut self, sent: &mut impl FnMut(&FrameHeader, Option<Transmit>)) {
+    fn pop(&mut self, sent: &mut impl FnMut(&FrameHeader, bool)) {
         if let Some(frame) = self.queue.pop_front() {
-            sent(&frame.header, frame.transmit);
+            sent(&frame.header, frame.is_engines);
         }
     }
 
     /// How many frames wait that the engine has chosen.
-    pub(crate) fn counted_frames(&self) -> u64 {
-        self.queue.iter().filter(|frame| frame.is_counted()).count() as u64
+    pub(crate) fn engines_frames(&self) -> u64 {
+        self.queue.iter().filter(|frame| frame.is_engines).count() as u64
     }
 
     /// Ends all borrows of registered memory. A frame that has begun is copied or sealed, so that the stream
     /// stays in order; frames that have not begun are dropped, except for the reason of an abort.
-    /// Returns the engine's part of the dropped ones.
-    pub(crate) fn release_memory(&mut self) -> Vec<Transmit> {
+    /// Returns the dropped ones that the engine has chosen.
+    pub(crate) fn release_memory(&mut self) -> Vec<FrameHeader> {
         let begun = match &mut self.sealed {
             Some(sealed) => sealed.complete(&self.queue),
             None => usize::from(self.first_sent > 0),
@@ -290,8 +289,8 @@ impl FrameWriter {
         for frame in self.queue.split_off(begun.min(self.queue.len())) {
             if frame.header.kind == FrameKind::Abort {
                 self.queue.push_back(frame);
-            } else {
-                dropped.extend(frame.transmit);
+            } else if frame.is_engines {
+                dropped.push(frame.header);
             }
         }
         dropped

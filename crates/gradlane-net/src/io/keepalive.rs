@@ -83,5 +83,5 @@ fn heartbeat(options: &ChannelOptions) -> OutgoingFrame {
         hop: 0,
         payload_checksum: 0,
     };
-    OutgoingFrame::new(header, OutgoingPayload::Owned(Vec::new()), None)
+    OutgoingFrame::new(header, OutgoingPayload::Owned(Vec::new()), false)
 }

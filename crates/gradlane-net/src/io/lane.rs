@@ -10,7 +10,7 @@ use crate::channel::shared::{panic_text, LaneInbox, Shared, StopCause};
 use crate::flow::WakeupCoalescer;
 use crate::metrics::atomics::count;
 use crate::sys::poller::Report;
-use gradlane_engine::Transmit;
+use gradlane_engine::Input;
 use gradlane_units::{Rank, Time};
 use gradlane_wire::FrameHeader;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -41,7 +41,7 @@ pub(super) struct Lane {
     /// Peers to send to now, the most urgent first.
     chosen: Vec<Rank>,
     /// Frames that the kernel has and the engine has not heard of.
-    pub(super) sent: Vec<(FrameHeader, Option<Transmit>)>,
+    pub(super) sent: Vec<(FrameHeader, bool)>,
 }
 
 impl Lane {
@@ -83,7 +83,7 @@ impl Lane {
             }
             let timeout = Some(sleep.at_most - sleep.pause);
             if let Err(error) = poller.wait(timeout, idle, &mut reports) {
-                self.core.engine.abort(&format!("cannot wait for sockets: {error}"));
+                self.core.engine.tell(Input::Abort(format!("cannot wait for sockets: {error}")));
             }
             self.handle_reports(Instant::now(), sleep, &reports);
         }

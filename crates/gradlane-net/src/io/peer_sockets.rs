@@ -7,6 +7,7 @@ use super::receive::ReceivedFrames;
 use crate::flow::Pacer;
 use crate::metrics::atomics::count;
 use crate::sys::poller::Interest;
+use gradlane_engine::Input;
 use gradlane_units::Rank;
 use std::io;
 use std::sync::atomic::Ordering;
@@ -24,9 +25,9 @@ impl Lane {
         let (trace, sent) = (&self.shared.lanes[core.lane].trace, &mut self.sent);
         let mut total = 0;
         let socket = &*connection.socket;
-        let result = connection.writer.flush(socket, &mut total, |header, transmit| {
+        let result = connection.writer.flush(socket, &mut total, |header, is_engines| {
             trace.sent(rank, header);
-            sent.push((*header, transmit));
+            sent.push((*header, is_engines));
         });
         self.coalescer.count(total);
         if total > 0 {
@@ -38,7 +39,7 @@ impl Lane {
             connection.last_sent = core.now;
         }
         if let Some(frame_bytes) = connection.flow.frame_bytes(core.now) {
-            core.engine.handle_frame_bytes(rank, frame_bytes);
+            core.engine.tell(Input::FrameBytes(rank, frame_bytes));
         }
         core.sent(rank, total, &mut self.sent);
         connection.flow.set_paced_by_thread(core.pacer(rank).is_some_and(Pacer::by_thread));
@@ -63,7 +64,7 @@ impl Lane {
             if let Some(connection) = self.connections[rank.index()].take() {
                 // The peer may still be there, and is to notice.
                 let _ = connection.socket.end_stream();
-                let dropped = connection.writer.counted_frames();
+                let dropped = connection.writer.engines_frames();
                 self.shared.metrics.outgoing_frames.fetch_sub(dropped, Ordering::Relaxed);
             }
         }
@@ -100,7 +101,8 @@ impl Lane {
         let (socket, poller) = (&connection.socket, &self.shared.lanes[core.lane].poller);
         let interest = if armed { Interest::Writable } else { Interest::Readable };
         if let Err(error) = socket.watch(poller, u64::from(rank.0), interest) {
-            core.engine.abort(&format!("cannot wait for the socket of {rank}: {error}"));
+            core.engine
+                .tell(Input::Abort(format!("cannot wait for the socket of {rank}: {error}")));
         }
     }
 
@@ -151,13 +153,13 @@ impl Lane {
             Err(Fault::Lost(reason)) => self.lose(rank, &reason),
             Err(Fault::ProtocolViolation(what)) => {
                 let reason = format!("{rank} {what}");
-                core.engine.reject_peer(rank, &reason);
+                core.engine.tell(Input::RejectPeer(rank, reason.clone()));
                 if core.goes_on() {
                     // Nothing that follows on this connection can be read.
                     self.lose(rank, &reason);
                 }
             }
-            Err(Fault::Internal(what)) => core.engine.abort(&what),
+            Err(Fault::Internal(what)) => core.engine.tell(Input::Abort(what)),
         }
         bytes
     }

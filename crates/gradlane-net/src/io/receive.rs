@@ -3,7 +3,7 @@
 use super::core::Core;
 use super::frame_sink::{Fault, FrameSink, PayloadTarget};
 use crate::memory::WriteSpan;
-use gradlane_engine::{PayloadDest, ProtocolError};
+use gradlane_engine::{Input, PayloadDest, Refusal};
 use gradlane_units::Rank;
 use gradlane_wire::{FrameHeader, FrameKind};
 
@@ -14,21 +14,26 @@ pub(super) struct ReceivedFrames<'a> {
     pub(super) heard_goodbye: &'a mut bool,
 }
 
-fn violation(error: &ProtocolError) -> Fault {
-    Fault::ProtocolViolation(format!("broke the protocol: {}", error.what))
+fn violation(refusal: Refusal) -> Fault {
+    match refusal {
+        Refusal::Protocol(error) => {
+            Fault::ProtocolViolation(format!("broke the protocol: {}", error.what))
+        }
+        Refusal::Usage(error) => Fault::Internal(error.to_string()),
+    }
 }
 
 impl FrameSink for ReceivedFrames<'_> {
     fn on_header(&mut self, header: &FrameHeader) -> Result<PayloadTarget, Fault> {
         self.core.inbox().trace.announced(self.peer);
-        let dest = self.core.engine.handle_header(self.peer, header);
-        let located = match dest.map_err(|error| violation(&error))? {
+        let dest = self.core.engine.handle(Input::Header(self.peer, *header));
+        let located = match dest.map_err(violation)? {
             PayloadDest::Control => return Ok(PayloadTarget::Control),
             PayloadDest::Nothing => return Ok(PayloadTarget::Memory(WriteSpan::empty())),
             PayloadDest::Region(region) => self.core.memory.locate(region),
         };
         match located {
-            // SAFETY: the engine lends this region to this frame until `handle_frame`, or until the
+            // SAFETY: the engine lends this region to this frame until `Input::Frame`, or until the
             // session ends; the reader drops the borrow before either.
             Ok(span) => Ok(PayloadTarget::Memory(unsafe { span.write() })),
             Err(error) => {
@@ -41,7 +46,7 @@ impl FrameSink for ReceivedFrames<'_> {
     fn on_frame(&mut self, header: &FrameHeader, control: Option<&[u8]>) -> Result<(), Fault> {
         self.core.inbox().trace.received(self.peer, header);
         *self.heard_goodbye |= header.kind == FrameKind::Goodbye;
-        self.core.frame_arrived(self.peer, header, control).map_err(|error| violation(&error))
+        self.core.frame_arrived(self.peer, header, control).map_err(violation)
     }
 
     fn describe(&self, header: &FrameHeader) -> String {

@@ -39,7 +39,7 @@ impl FrameSink for Taken {
 /// Writes frames through a sealed writer whose kernel takes `capacity` bytes at a time.
 fn written(frames: &[Frame], writer: &mut FrameWriter, capacity: usize) -> Vec<u8> {
     let outgoing = |(header, payload): &Frame| {
-        OutgoingFrame::new(*header, OutgoingPayload::Owned(payload.clone()), None)
+        OutgoingFrame::new(*header, OutgoingPayload::Owned(payload.clone()), false)
     };
     let mut queue: VecDeque<OutgoingFrame> = frames.iter().map(outgoing).collect();
     writer.append(&mut queue);

@@ -12,7 +12,7 @@ use crate::error::ChannelFailure;
 use crate::sys::lock;
 use crate::sys::poller::Interest;
 use crate::sys::socket::Socket;
-use gradlane_engine::Failure;
+use gradlane_engine::{Failure, Input};
 use gradlane_units::Rank;
 use std::io::{self, IoSliceMut};
 use std::sync::Arc;
@@ -54,11 +54,11 @@ impl EndedLane {
         for (rank, connection) in &mut self.open {
             self.core.take_chosen(*rank, connection);
             for dropped in connection.writer.release_memory() {
-                self.core.engine.handle_sent(&dropped);
+                self.core.copied(*rank, dropped);
             }
         }
         for (rank, _) in &self.open {
-            self.core.engine.handle_writable(*rank, true);
+            self.core.engine.tell(Input::Writable(*rank, true));
         }
     }
 
@@ -71,9 +71,9 @@ impl EndedLane {
         // A peer whose socket fails cannot be told.
         self.open.retain_mut(|(rank, connection)| {
             core.take_chosen(*rank, connection);
-            let sent = |_: &_, transmit: Option<_>| {
-                if let Some(transmit) = transmit {
-                    core.engine.handle_sent(&transmit);
+            let sent = |header: &_, is_engines| {
+                if is_engines {
+                    core.copied(*rank, *header);
                 }
             };
             connection.writer.flush(&*connection.socket, &mut 0, sent).is_ok()
@@ -141,7 +141,7 @@ impl SessionShutdown {
             Some(StopCause::Failed(failure)) => {
                 for lane in &mut self.lanes {
                     lane.release_memory();
-                    lane.core.engine.end_as(failure);
+                    lane.core.engine.tell(Input::EndAs(failure.clone()));
                     lane.send_abort_reasons();
                 }
                 shared.end(SessionOutcome::Failed(channel_failure(failure)));

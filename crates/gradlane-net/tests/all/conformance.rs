@@ -7,7 +7,7 @@ use crate::support::{
     run_step, specs, tensor, world_with, TEST_TIMEOUT,
 };
 use gradlane_engine::{
-    Call, Cutoff, Decision, Input, Journal, StragglerPolicy, Strategy, Synchrony, Update,
+    Cutoff, Entry, Input, JobResult, Journal, StragglerPolicy, Strategy, Synchrony, Update,
 };
 use gradlane_units::{Dtype, Priority, Step, TensorId};
 
@@ -46,13 +46,12 @@ fn journals(strategy: &'static str) -> Vec<Journal> {
 
 fn conforms(strategy: &'static str) {
     let journals = journals(strategy);
-    let count = |wanted: &dyn Fn(&Decision) -> bool| {
-        let entries = journals.iter().flat_map(Journal::entries);
-        entries.filter(|(_, decision)| wanted(decision)).count()
+    let count = |wanted: fn(&&Entry) -> bool| {
+        journals.iter().flat_map(Journal::entries).filter(wanted).count()
     };
     // Three tensors, five steps: each is reduced once and leaves its owner and its workers.
-    assert!(count(&|it| matches!(it, Decision::Job(Some(_)))) >= 15);
-    assert!(count(&|it| matches!(it, Decision::Transmit(Some(_)))) >= 15 * 4);
+    assert!(count(|it| matches!(it, Entry::Job(Some(_)))) >= 15);
+    assert!(count(|it| matches!(it, Entry::Transmit(Some(_)))) >= 15 * 4);
     for journal in &journals {
         journal.replay().unwrap_or_else(|divergence| panic!("{strategy}: {divergence}"));
     }
@@ -103,7 +102,8 @@ fn a_replay_of_encoded_tensors_decides_the_same() {
     });
     for of_rank in journals {
         let encoded = of_rank.iter().flat_map(Journal::entries);
-        let encoded = encoded.filter(|it| matches!(it.0, Call::Encoded(..)));
+        let encoded = encoded
+            .filter(|it| matches!(it, Entry::Input(Input::JobDone(_, JobResult::Encoded(_)), _)));
         // Fifteen slices of at most 19 buckets, three steps: contributions, and the five it owns.
         assert_eq!(encoded.count(), 3 * (15 + 5));
         replay(&of_rank);
@@ -157,7 +157,7 @@ fn a_replay_of_steps_that_leave_an_encoding_rank_out_decides_the_same() {
         let gathered = of_rank
             .iter()
             .flat_map(Journal::entries)
-            .filter(|it| matches!(it.0, Call::Handle(Input::StepBarrier(_))));
+            .filter(|it| matches!(it, Entry::Input(Input::StepBarrier(_), _)));
         assert_eq!(gathered.count(), 1);
         replay(&of_rank);
     }
@@ -166,8 +166,11 @@ fn a_replay_of_steps_that_leave_an_encoding_rank_out_decides_the_same() {
 #[test]
 fn a_replay_notices_an_input_that_is_missing() {
     let journal = journals("p3").remove(1);
-    let mut decided = journal.entries().iter().enumerate().filter(|(_, (call, _))| {
-        matches!(call, Call::Frame(..) | Call::JobDone(_) | Call::Handle(Input::GradientReady(..)))
+    let mut decided = journal.entries().iter().enumerate().filter(|(_, entry)| match entry {
+        Entry::Input(input, _) => {
+            matches!(input, Input::Frame(..) | Input::JobDone(..) | Input::GradientReady(..))
+        }
+        _ => false,
     });
     let (entry, _) = decided.nth(20).expect("a run of many frames");
     assert!(journal.without(entry).replay().is_err());

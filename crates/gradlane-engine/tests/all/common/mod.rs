@@ -7,11 +7,12 @@ pub mod round;
 pub mod toy;
 
 use gradlane_engine::{
-    Failure, Input, Job, Operation, Plan, Scheme, Strategy, TensorKind, TensorSpec, Update,
+    Failure, Input, Job, JobResult, Operation, Plan, Scheme, Strategy, TensorKind, TensorSpec,
+    Update,
 };
 use gradlane_units::{Dtype, Priority, Rank, Rng, SliceId, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
-pub use node::Node;
+pub use node::{take_first, Node};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use toy::Toy;
@@ -232,14 +233,12 @@ impl Cluster {
         let job = node.jobs.swap_remove(pick % node.jobs.len());
         if let Operation::AddSquares { input } = job.operation {
             let sum = node.square_sum(input);
-            node.engine.handle_squares(job.id, &sum);
+            node.engine.tell(Input::JobDone(job.id, JobResult::Squares(sum)));
             node.take_events();
             return true;
         }
-        match node.execute(&job) {
-            Some(bytes) => node.engine.handle_encoded(job.id, bytes),
-            None => node.engine.handle_job_done(job.id),
-        }
+        let result = node.execute(&job).map_or(JobResult::Written, JobResult::Encoded);
+        node.engine.tell(Input::JobDone(job.id, result));
         node.take_events();
         true
     }
@@ -257,30 +256,52 @@ impl Cluster {
         true
     }
 
+    /// The kernel takes a frame, or reads the memory of one that it has.
     fn hand_to_kernel(&mut self, index: usize) -> bool {
-        let pick = self.rng.next_u64() as usize;
+        let pick = self.rng.next_u64();
+        let node = &self.nodes[index];
+        if node.dead || (node.unsent.is_empty() && node.unread.is_empty()) {
+            return false;
+        }
+        let (takes_first, pick) = (pick >> 63 == 0, pick as usize);
+        (takes_first && self.send(index, pick)) || self.read(index, pick) || self.send(index, pick)
+    }
+
+    fn send(&mut self, index: usize, pick: usize) -> bool {
         let node = &mut self.nodes[index];
-        if node.unsent.is_empty() || node.dead {
+        if node.unsent.is_empty() {
             return false;
         }
         // Frames to one peer stay in order; which peer's goes first is up to the seed.
         let peer = node.unsent[pick % node.unsent.len()].peer;
-        let position = node.unsent.iter().position(|it| it.peer == peer).expect("it was there");
         let wire = self.wires.entry((index as u32, peer.0)).or_default();
-        if wire.len() >= self.wire_depth {
+        let unread = node.unread.iter().filter(|it| it.peer == peer).count();
+        if wire.len() + unread >= self.wire_depth {
             return false;
         }
-        let transmit = node.unsent.remove(position).expect("it was there");
-        let payload = node.payload(&transmit.payload);
-        assert_eq!(payload.len(), transmit.header.length as usize);
-        wire.push_back((transmit.header, payload));
+        let transmit = take_first(&mut node.unsent, peer);
+        node.engine.tell(Input::Sent(peer, transmit.header));
+        node.unread.push_back(transmit);
+        node.take_events();
+        true
+    }
+
+    fn read(&mut self, index: usize, pick: usize) -> bool {
+        let node = &mut self.nodes[index];
+        if node.unread.is_empty() {
+            return false;
+        }
+        let peer = node.unread[pick % node.unread.len()].peer;
+        let transmit = take_first(&mut node.unread, peer);
         let (kind, flags) = (transmit.header.kind, transmit.header.flags);
         let begins = kind == FrameKind::RingReduce && transmit.header.hop == 1;
         if (kind == FrameKind::Push || begins) && flags.contains(FrameFlags::LAST) {
             let sent = (transmit.header.step, transmit.header.slice);
             node.ahead.entry(peer.0).or_default().remove(&sent);
         }
-        node.engine.handle_sent(&transmit);
+        let payload = node.read_frame(&transmit);
+        let wire = self.wires.entry((index as u32, peer.0)).or_default();
+        wire.push_back((transmit.header, payload));
         node.take_events();
         true
     }
@@ -307,7 +328,7 @@ impl Cluster {
             self.wires.remove(&(rank, other));
             if !self.nodes[other as usize].dead {
                 let node = &mut self.nodes[other as usize];
-                node.engine.handle_peer_lost(Rank(rank), "connection closed");
+                node.engine.tell(Input::PeerLost(Rank(rank), "connection closed".to_owned()));
                 node.take_events();
             }
         }

@@ -3,7 +3,7 @@
 use super::toy::Toy;
 use gradlane_engine::{
     Engine, EngineOptions, Event, Failure, Input, Job, Memory, Operation, Payload, PayloadDest,
-    Plan, Region, Transmit,
+    Plan, Refusal, Region, Transmit,
 };
 use gradlane_units::{Rank, SliceId, SquareSum, Step, TensorId};
 use gradlane_wire::FrameHeader;
@@ -20,7 +20,10 @@ pub struct Node {
     pub parameters: Vec<Vec<f32>>,
     buffers: BTreeMap<u32, Vec<u8>>,
     pub jobs: Vec<Job>,
+    /// Frames that the kernel does not have.
     pub unsent: VecDeque<Transmit>,
+    /// Frames that the kernel has, and whose memory it has still to read.
+    pub unread: VecDeque<Transmit>,
     pub ready: Vec<(TensorId, Step, bool)>,
     pub completed: Vec<Step>,
     pub applied: Vec<Applied>,
@@ -78,7 +81,21 @@ pub struct Applied {
     pub staleness: u64,
 }
 
+/// Takes the first frame to one of the peers out of a queue.
+pub fn take_first(frames: &mut VecDeque<Transmit>, peer: Rank) -> Transmit {
+    let position = frames.iter().position(|it| it.peer == peer).expect("it is there");
+    frames.remove(position).expect("it is there")
+}
+
 impl Node {
+    /// The bytes of a frame that the kernel reads now, and never again.
+    pub fn read_frame(&mut self, transmit: &Transmit) -> Vec<u8> {
+        let payload = self.payload(&transmit.payload);
+        assert_eq!(payload.len(), transmit.header.length as usize);
+        self.engine.tell(Input::Read(transmit.peer, transmit.header));
+        payload
+    }
+
     pub fn new(plan: &Arc<Plan>, rank: u32, frame_bytes: u32, credit_bytes: u64) -> Node {
         let options = EngineOptions { frame_bytes, credit_bytes, ..EngineOptions::new(Rank(rank)) };
         Node::with_options(plan, options)
@@ -91,7 +108,7 @@ impl Node {
         let rank = options.rank.0;
         let mut engine = Engine::new(options, plan.clone());
         for peer in (0..plan.world_size).filter(|&peer| peer != rank) {
-            engine.handle_writable(Rank(peer), true);
+            engine.tell(Input::Writable(Rank(peer), true));
         }
         Node {
             engine,
@@ -100,6 +117,7 @@ impl Node {
             buffers: BTreeMap::new(),
             jobs: Vec::new(),
             unsent: VecDeque::new(),
+            unread: VecDeque::new(),
             ready: Vec::new(),
             completed: Vec::new(),
             applied: Vec::new(),
@@ -185,23 +203,25 @@ impl Node {
     }
 
     pub fn receive(&mut self, from: Rank, header: &FrameHeader, payload: &[u8]) {
-        let landing = match self.engine.handle_header(from, header) {
-            Err(error) if self.lenient => {
-                self.engine.reject_peer(from, &error.what);
+        let landing = match self.engine.handle(Input::Header(from, *header)) {
+            Err(Refusal::Protocol(error)) if self.lenient => {
+                self.engine.tell(Input::RejectPeer(from, error.what));
                 return self.take_events();
             }
             landing => landing.expect("a correct frame"),
         };
         match landing {
             PayloadDest::Control => {
-                self.engine.handle_control(from, header, payload).expect("a correct frame");
+                self.engine
+                    .handle(Input::Control(from, *header, payload.to_vec()))
+                    .expect("a correct frame");
             }
             PayloadDest::Nothing => {
-                self.engine.handle_frame(from, header).expect("a correct frame");
+                self.engine.handle(Input::Frame(from, *header)).expect("a correct frame");
             }
             PayloadDest::Region(region) => {
                 self.write(region, payload);
-                self.engine.handle_frame(from, header).expect("a correct frame");
+                self.engine.handle(Input::Frame(from, *header)).expect("a correct frame");
             }
         }
         self.take_events();

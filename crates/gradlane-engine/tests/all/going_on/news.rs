@@ -15,7 +15,7 @@ fn lane(lane: u32) -> Engine {
     let going_on = GoingOn { min_ranks: 1, collect: COLLECT, answer: Duration::from_secs(2) };
     let options = EngineOptions { going_on: Some(going_on), ..EngineOptions::new(Rank(0)) };
     let mut engine = Engine::new(options, Arc::new(plan));
-    (1..3).for_each(|peer| engine.handle_writable(Rank(peer), true));
+    (1..3).for_each(|peer| engine.tell(Input::Writable(Rank(peer), true)));
     engine
 }
 
@@ -44,7 +44,7 @@ fn a_peer_that_only_another_lane_has_lost_is_given_up_after_a_while() {
     lead.handle(lost(false)).expect("taken");
     assert_eq!(lead.poll_timeout(), Some(Time::ZERO + COLLECT));
     assert!(events(&mut lead).is_empty() && messages(&mut lead).is_empty());
-    lead.handle_time(Time::ZERO + COLLECT);
+    lead.tell(Input::Time(Time::ZERO + COLLECT));
     let told = events(&mut lead);
     assert!(told.contains(&Event::Disconnect(Rank(2))), "{told:?}");
     assert!(told.contains(&Event::TellLanes(LaneNews::Suspended)), "{told:?}");
@@ -55,8 +55,8 @@ fn a_peer_that_only_another_lane_has_lost_is_given_up_after_a_while() {
 fn the_reason_that_a_peer_gives_itself_counts() {
     let mut lead = lane(0);
     lead.handle(lost(false)).expect("taken");
-    lead.handle_peer_lost(Rank(2), "its own reason");
-    lead.handle_time(Time::ZERO + COLLECT);
+    lead.tell(Input::PeerLost(Rank(2), "its own reason".to_owned()));
+    lead.tell(Input::Time(Time::ZERO + COLLECT));
     assert!(!events(&mut lead).contains(&Event::Disconnect(Rank(2))), "it is gone already");
     let text = messages(&mut lead);
     assert!(text.contains("its own reason") && !text.contains("closed in lane 1"), "{text:?}");
@@ -65,7 +65,7 @@ fn the_reason_that_a_peer_gives_itself_counts() {
 #[test]
 fn a_peer_that_a_lane_leaves_is_left_in_all_at_once() {
     let mut other = lane(1);
-    other.reject_peer(Rank(2), "it sent nonsense");
+    other.tell(Input::RejectPeer(Rank(2), "it sent nonsense".to_owned()));
     let reason = "it sent nonsense".to_owned();
     let news = LaneNews::PeerLost { peer: Rank(2), reason, by_own_will: true };
     assert_eq!(
@@ -82,7 +82,7 @@ fn a_peer_that_a_lane_leaves_is_left_in_all_at_once() {
 fn ranks_agree_in_their_first_lanes_alone() {
     let mut other = lane(1);
     let header = frame(FrameKind::Membership, Rank(1));
-    other.handle_header(Rank(1), &header).expect("it is short enough");
-    let error = other.handle_control(Rank(1), &header, &[]).expect_err("not there");
+    other.handle(Input::Header(Rank(1), header)).expect("it is short enough");
+    let error = other.handle(Input::Control(Rank(1), header, [].to_vec())).expect_err("not there");
     assert!(error.to_string().contains("lane 1"), "{error}");
 }

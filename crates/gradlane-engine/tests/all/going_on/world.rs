@@ -3,10 +3,10 @@
 use crate::common::model::{self, gradient};
 use crate::common::node::Residuals;
 use crate::common::toy::Toy;
-use crate::common::{round, tensors, Node};
+use crate::common::{round, take_first, tensors, Node};
 use gradlane_engine::{
-    CodecSizes, EngineOptions, Event, Failure, GoingOn, Input, PayloadDest, Plan, RingBytes,
-    Scheme, Strategy, TensorSetting, Update,
+    CodecSizes, EngineOptions, Event, Failure, GoingOn, Input, JobResult, PayloadDest, Plan,
+    RingBytes, Scheme, Strategy, TensorSetting, Update,
 };
 use gradlane_units::{Rank, Rng, SliceId, Step, TensorId, Time};
 use gradlane_wire::{FrameHeader, FrameKind};
@@ -501,7 +501,9 @@ impl World {
                 let node = self.lanes_of(rank).start + lane;
                 if self.is_alive(node) {
                     self.may_end.insert(rank);
-                    self.nodes[node as usize].engine.abort("ValueError in its program");
+                    self.nodes[node as usize]
+                        .engine
+                        .tell(Input::Abort("ValueError in its program".to_owned()));
                     self.listen(node);
                     self.leave_if_ended(rank);
                 }
@@ -553,7 +555,7 @@ impl World {
             return false;
         }
         self.now = Time(self.now.0 + ACTION_NS);
-        self.nodes[node as usize].engine.handle_time(self.now);
+        self.nodes[node as usize].engine.tell(Input::Time(self.now));
         let moved = match action {
             0 => self.take_job(node),
             1 => self.do_job(node),
@@ -578,18 +580,21 @@ impl World {
         for index in self.lanes_of(rank) {
             let node = &mut self.nodes[index as usize];
             if let Some(failure) = &failure {
-                node.engine.end_as(failure);
+                node.engine.tell(Input::EndAs(failure.clone()));
+            }
+            let mut last = Vec::new();
+            while let Some(transmit) = node.unread.pop_front() {
+                last.push((transmit.peer, transmit.header, node.read_frame(&transmit)));
             }
             while let Some(transmit) =
                 node.unsent.pop_front().or_else(|| node.engine.poll_transmit())
             {
-                let payload = node.payload(&transmit.payload);
-                node.engine.handle_sent(&transmit);
-                let peer = transmit.peer.0 * self.setting.lanes + index % self.setting.lanes;
-                if !self.cut.contains(&(index, peer)) {
-                    let wire = self.wires.entry((index, peer)).or_default();
-                    wire.push_back(Item::Frame(transmit.header, payload));
-                }
+                node.engine.tell(Input::Sent(transmit.peer, transmit.header));
+                last.push((transmit.peer, transmit.header, node.read_frame(&transmit)));
+            }
+            for (peer, header, payload) in last {
+                let peer = peer.0 * self.setting.lanes + index % self.setting.lanes;
+                self.put_on_wire((index, peer), header, payload);
             }
             for peer in self.peers_of(index) {
                 if self.cut.insert((index, peer)) {
@@ -619,7 +624,7 @@ impl World {
         if let Some(next) = next {
             self.now = self.now.max(next);
             for node in alive {
-                self.nodes[node as usize].engine.handle_time(self.now);
+                self.nodes[node as usize].engine.tell(Input::Time(self.now));
                 self.listen(node);
                 self.leave_if_ended(self.rank_of(node));
             }
@@ -669,10 +674,8 @@ impl World {
             return false;
         }
         let job = node.jobs.swap_remove(pick % node.jobs.len());
-        match node.execute(&job) {
-            Some(bytes) => node.engine.handle_encoded(job.id, bytes),
-            None => node.engine.handle_job_done(job.id),
-        }
+        let result = node.execute(&job).map_or(JobResult::Written, JobResult::Encoded);
+        node.engine.tell(Input::JobDone(job.id, result));
         true
     }
 
@@ -685,30 +688,52 @@ impl World {
         true
     }
 
+    /// The kernel takes a frame, or reads the memory of one that it has.
     fn send(&mut self, node: u32) -> bool {
-        let pick = self.rng.next_u64() as usize;
+        let pick = self.rng.next_u64();
+        let (takes_first, pick) = (pick >> 63 == 0, pick as usize);
+        (takes_first && self.hand_to_kernel(node, pick))
+            || self.read(node, pick)
+            || self.hand_to_kernel(node, pick)
+    }
+
+    fn hand_to_kernel(&mut self, node: u32, pick: usize) -> bool {
         // A full wire to one peer holds up no other.
-        let unsent = &self.nodes[node as usize].unsent;
+        let of = &self.nodes[node as usize];
         let has_room = |peer: Rank| {
             let pair = (node, self.peer_of(node, peer.0));
-            let wire = self.wires.get(&pair);
-            self.cut.contains(&pair) || wire.is_none_or(|wire| wire.len() < self.setting.wire_depth)
+            let unread = of.unread.iter().filter(|it| it.peer == peer).count();
+            let held = self.wires.get(&pair).map_or(0, VecDeque::len) + unread;
+            self.cut.contains(&pair) || held < self.setting.wire_depth
         };
-        let open: Vec<Rank> = unsent.iter().map(|it| it.peer).filter(|&it| has_room(it)).collect();
+        let unsent = of.unsent.iter().map(|it| it.peer);
+        let open: Vec<Rank> = unsent.filter(|&it| has_room(it)).collect();
         let Some(&peer) = open.get(pick % open.len().max(1)) else {
             return false;
         };
-        let pair = (node, self.peer_of(node, peer.0));
         let node = &mut self.nodes[node as usize];
-        let position = node.unsent.iter().position(|it| it.peer == peer).expect("it was there");
-        let transmit = node.unsent.remove(position).expect("it was there");
-        let payload = node.payload(&transmit.payload);
-        if !self.cut.contains(&pair) {
-            let wire = self.wires.entry(pair).or_default();
-            wire.push_back(Item::Frame(transmit.header, payload));
-        }
-        node.engine.handle_sent(&transmit);
+        let transmit = take_first(&mut node.unsent, peer);
+        node.engine.tell(Input::Sent(peer, transmit.header));
+        node.unread.push_back(transmit);
         true
+    }
+
+    fn read(&mut self, node: u32, pick: usize) -> bool {
+        let of = &mut self.nodes[node as usize];
+        if of.unread.is_empty() {
+            return false;
+        }
+        let peer = of.unread[pick % of.unread.len()].peer;
+        let transmit = take_first(&mut of.unread, peer);
+        let payload = of.read_frame(&transmit);
+        self.put_on_wire((node, self.peer_of(node, peer.0)), transmit.header, payload);
+        true
+    }
+
+    fn put_on_wire(&mut self, pair: (u32, u32), header: FrameHeader, payload: Vec<u8>) {
+        if !self.cut.contains(&pair) {
+            self.wires.entry(pair).or_default().push_back(Item::Frame(header, payload));
+        }
     }
 
     fn receive(&mut self, node: u32) -> bool {
@@ -725,7 +750,7 @@ impl World {
                     if self.spoiled == Some(rank) && !header.kind.is_control() =>
                 {
                     let reason = format!("{} sent a corrupted payload", Rank(rank));
-                    self.nodes[node as usize].engine.reject_peer(Rank(rank), &reason);
+                    self.nodes[node as usize].engine.tell(Input::RejectPeer(Rank(rank), reason));
                     self.lose(node, rank);
                     return true;
                 }
@@ -756,7 +781,7 @@ impl World {
         }
         let rank = Rank(self.rank_of(from));
         let engine = &mut self.nodes[to as usize].engine;
-        let dest = engine.handle_header(rank, &header).expect("a correct frame");
+        let dest = engine.handle(Input::Header(rank, header)).expect("a correct frame");
         self.arriving.insert((from, to), (header, payload, dest));
     }
 
@@ -770,11 +795,13 @@ impl World {
     ) {
         let (node, from) = (&mut self.nodes[to as usize], Rank(from));
         let taken = match dest {
-            PayloadDest::Control => node.engine.handle_control(from, header, payload),
-            PayloadDest::Nothing => node.engine.handle_frame(from, header),
+            PayloadDest::Control => {
+                node.engine.handle(Input::Control(from, *header, payload.to_vec()))
+            }
+            PayloadDest::Nothing => node.engine.handle(Input::Frame(from, *header)),
             PayloadDest::Region(region) => {
                 node.write(region, payload);
-                node.engine.handle_frame(from, header)
+                node.engine.handle(Input::Frame(from, *header))
             }
         };
         taken.expect("a correct frame");
@@ -788,7 +815,8 @@ impl World {
         let is_told = self.cut.contains(&(node, peer));
         let of = &mut self.nodes[node as usize];
         of.unsent.retain(|transmit| transmit.peer != Rank(rank));
-        of.engine.handle_peer_lost(Rank(rank), "connection closed");
+        of.unread.retain(|transmit| transmit.peer != Rank(rank));
+        of.engine.tell(Input::PeerLost(Rank(rank), "connection closed".to_owned()));
         if !is_told {
             self.close(node, peer);
         }
