@@ -44,7 +44,7 @@ def run_additions(device: str, *, console: Console, path: Path, json_path: Path 
 def _device(text: str) -> torch.device:
     try:
         device = torch.device(text or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=device)
+        torch.empty(1, dtype=torch.float32, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"torch cannot use device {text!r} here: {reason}") from None

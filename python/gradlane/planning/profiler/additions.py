@@ -46,7 +46,8 @@ def measure_additions(
     """
     found = []
     for count in elements:
-        into, other = torch.zeros(count, device=device), torch.ones(count, device=device)
+        into = torch.zeros(count, dtype=torch.float32, device=device)
+        other = torch.ones(count, dtype=torch.float32, device=device)
         additions = 1
         while _add(into, other, additions) < TIMED_S:
             additions *= 2
