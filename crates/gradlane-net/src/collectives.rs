@@ -24,6 +24,8 @@ mod element;
 mod error;
 mod frame;
 mod group;
+#[cfg(test)]
+mod hostile_tests;
 mod limits;
 mod links;
 #[allow(unsafe_code, reason = "borrows the memory of collectives")]

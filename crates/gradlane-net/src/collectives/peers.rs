@@ -139,6 +139,12 @@ impl Peers {
         Err(violation(from, &format!("{unasked} bytes without asking, where {most} are allowed")))
     }
 
+    /// Bytes that a peer has sent without asking, and was not told to be taken.
+    #[cfg(test)]
+    pub(super) fn unasked_of(&self, peer: u32) -> u64 {
+        self.get(peer).unasked
+    }
+
     /// Notes a peer's report. Returns whether it is right.
     pub(super) fn note_credit(&mut self, from: u32, bytes: u64) -> bool {
         let peer = self.get_mut(from);
