@@ -44,3 +44,20 @@ pub(super) fn rank_list(ranks: &[u32]) -> String {
     let word = if ranks.len() == 1 { "rank" } else { "ranks" };
     format!("{word} {}{more}", names.join(", "))
 }
+
+/// Why a group ends.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Failure {
+    pub(super) kind: GroupErrorKind,
+    pub(super) what: String,
+    pub(super) ranks: Vec<u32>,
+}
+
+/// The failure of a peer that breaks the protocol.
+pub(super) fn violation(from: u32, what: &str) -> Failure {
+    Failure {
+        kind: GroupErrorKind::Protocol,
+        what: format!("rank {from} sent {what}"),
+        ranks: vec![from],
+    }
+}

@@ -1,10 +1,10 @@
 //! The other ranks of a group: frames that wait to be sent, bytes under way, presence.
 
 use super::call::{Description, Operation};
+use super::error::{violation, Failure};
 use super::frame::FramePurpose;
 use super::limits::Limits;
 use super::memory;
-use super::running::{violation, Failure};
 use crate::io::{OutgoingFrame, OutgoingPayload};
 use crate::memory::Span;
 use gradlane_units::Rank;

@@ -6,11 +6,11 @@
 
 use super::call::{Description, Operation};
 use super::element::{Element, Reduction};
-use super::error::GroupErrorKind;
+use super::error::{violation, Failure, GroupErrorKind};
 use super::frame::FramePurpose;
 use super::memory;
 use super::peers::{Peers, Presence, Sent, AHEAD_MAX};
-use super::running::{gone, violation, Failure};
+use super::running::gone;
 use super::work::{Begun, Work};
 use crate::memory::Span;
 use std::collections::BTreeMap;

@@ -2,7 +2,7 @@
 //! came before their call.
 
 use super::call::{Call, Description, Operation};
-use super::error::{rank_list, GroupErrorKind};
+use super::error::{rank_list, violation, Failure, GroupErrorKind};
 use super::frame::FramePurpose;
 use super::memory::{self, Arithmetic, Spans};
 use super::peers::{Peers, Presence, Sent, AHEAD_MAX};
@@ -20,14 +20,6 @@ const STRANDS_AT_ONCE: usize = 8;
 const ROUND_BITS: u32 = 8;
 /// Descriptions of collectives that have ended, which late frames are compared with.
 const ENDED_KEPT: u64 = 4_096;
-
-/// Why a group ends.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Failure {
-    pub(super) kind: GroupErrorKind,
-    pub(super) what: String,
-    pub(super) ranks: Vec<u32>,
-}
 
 /// A message by the collective's number and the cell; between two ranks in one direction.
 pub(super) type Key = (u64, u32);
@@ -570,15 +562,6 @@ fn keep_ahead(kept: &mut BTreeMap<Key, usize>, from: u32, key: Key, total: usize
         return Err(violation(from, &what));
     }
     Ok(())
-}
-
-/// The failure of a peer that breaks the protocol.
-pub(super) fn violation(from: u32, what: &str) -> Failure {
-    Failure {
-        kind: GroupErrorKind::Protocol,
-        what: format!("rank {from} sent {what}"),
-        ranks: vec![from],
-    }
 }
 
 fn size_mismatch(peer: u32, call: &str, theirs: usize, own: usize) -> Failure {

@@ -2,13 +2,13 @@
 //! knows no sockets and no threads.
 
 use super::call::{Call, Operation};
-use super::error::{GroupError, GroupErrorKind};
+use super::error::{violation, Failure, GroupError, GroupErrorKind};
 use super::frame::{self, FramePurpose};
 use super::limits::Limits;
 use super::memory;
 use super::peers::{is_collective, message_range, Peers, Presence, Sent};
 use super::points::{Message, Points};
-use super::running::{violation, Collectives, Failure};
+use super::running::Collectives;
 use super::work::{Begun, Work};
 use crate::io::{Fault, FrameSink, OutgoingPayload, PayloadTarget};
 use crate::memory::{Span, UserMemory, WriteSpan};
