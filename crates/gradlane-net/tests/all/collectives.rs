@@ -204,7 +204,8 @@ fn messages_meet_receives_by_rank_and_tag() {
 
 #[test]
 fn messages_that_nobody_receives_wait_with_their_sender() {
-    run(2, b"", |rank, group| {
+    let looked = Arc::new(std::sync::Barrier::new(2));
+    run(2, b"", move |rank, group| {
         const COUNT: usize = 300;
         const LENGTH: usize = 16_000;
         let mut tensors: Vec<Vec<i32>> = (0..COUNT).map(|it| values(it as u32, LENGTH)).collect();
@@ -218,10 +219,11 @@ fn messages_that_nobody_receives_wait_with_their_sender() {
                 .map(|it| it.expect("begun"))
                 .collect();
             let done = works.iter().filter(|it| it.is_done()).count();
+            looked.wait();
             assert!(done < COUNT, "the bytes under way are bounded");
             works.iter().for_each(|it| assert!(group.wait(it, None, &mut || false).is_ok()));
         } else {
-            thread::sleep(Duration::from_millis(200));
+            looked.wait();
             for tensor in &tensors {
                 let mut got = vec![0; LENGTH];
                 let memory = memory(&mut got);
