@@ -448,8 +448,11 @@ def reconfigured(store: Any, rank: int, world_size: int, job: str) -> list[Any]:
         note(lambda: configure(3, [it for it in every if it != every[rank]]))
         note(lambda: configure(3, [*every, "gradlane"]))
         note(lambda: configure(3, [*every, every[0].replace("127.0.0.1", "127.0.0.2", 1)]))
-        # A call of one rank alone runs while all leave.
+        # A call of one rank alone runs while all leave; the others leave once it has begun.
         alone: Any = dist.all_reduce(torch.ones(100_000), async_op=True) if rank == 0 else None
+        if rank == 0:
+            store.set(f"{job}/begun", "")
+        store.wait([f"{job}/begun"])
         configure(4, set(every))
         note(alone.wait if rank == 0 else lambda: "closed here")
         note(total)
