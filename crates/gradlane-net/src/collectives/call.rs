@@ -34,22 +34,27 @@ pub enum Operation {
     Receive = 12,
 }
 
-const OPERATIONS: [Operation; 12] = [
-    Operation::AllReduce,
-    Operation::ReduceScatter,
-    Operation::AllGather,
-    Operation::Broadcast,
-    Operation::Reduce,
-    Operation::Gather,
-    Operation::Scatter,
-    Operation::AllToAll,
-    Operation::Barrier,
-    Operation::MonitoredBarrier,
-    Operation::Send,
-    Operation::Receive,
-];
+const MESSAGES: [Operation; 2] = [Operation::Send, Operation::Receive];
 
 impl Operation {
+    /// Those that all ranks of a group call.
+    pub(super) const COLLECTIVES: [Operation; 10] = [
+        Operation::AllReduce,
+        Operation::ReduceScatter,
+        Operation::AllGather,
+        Operation::Broadcast,
+        Operation::Reduce,
+        Operation::Gather,
+        Operation::Scatter,
+        Operation::AllToAll,
+        Operation::Barrier,
+        Operation::MonitoredBarrier,
+    ];
+
+    fn all() -> impl Iterator<Item = Operation> {
+        Operation::COLLECTIVES.into_iter().chain(MESSAGES)
+    }
+
     /// The name in messages and calls.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -72,11 +77,11 @@ impl Operation {
     /// Returns the operation with a name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Operation> {
-        OPERATIONS.into_iter().find(|it| it.name() == name)
+        Operation::all().find(|it| it.name() == name)
     }
 
     fn from_code(code: u32) -> Option<Operation> {
-        OPERATIONS.into_iter().find(|it| *it as u32 == code)
+        Operation::all().find(|it| *it as u32 == code)
     }
 
     /// Whether contributions are reduced.

@@ -10,55 +10,53 @@ use super::state::GroupState;
 use super::work::{Begun, Work};
 use crate::io::{FrameSink, PayloadTarget};
 use crate::memory::UserMemory;
-use gradlane_units::{Priority, SliceId, Step, TensorId};
+use gradlane_units::{Priority, Rng, SliceId, Step, TensorId};
 use gradlane_wire::{FrameHeader, FrameKind};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-fn draw(seed: &mut u64, end: u64) -> u64 {
-    *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-    (*seed >> 33) % end
+fn draw(rng: &mut Rng, end: u64) -> u64 {
+    rng.next_u64() % end
 }
 
 /// A frame like those of groups: most fields are near what this rank expects.
-fn drawn_header(seed: &mut u64, next_message: u64) -> FrameHeader {
+fn drawn_header(rng: &mut Rng, next_message: u64) -> FrameHeader {
     let kinds = [FrameKind::Heartbeat, FrameKind::Abort, FrameKind::Goodbye, FrameKind::Push];
-    let kind = match draw(seed, 400) {
+    let kind = match draw(rng, 400) {
         it if it < 4 => kinds[it as usize],
         _ => FrameKind::Collective,
     };
-    let number = match draw(seed, 40) {
+    let number = match draw(rng, 40) {
         0 => u64::MAX,
-        1 => draw(seed, 1 << 40),
-        2..=5 => draw(seed, 6),
+        1 => draw(rng, 1 << 40),
+        2..=5 => draw(rng, 6),
         _ => next_message,
     };
     // Messages and calls of the kinds that this rank begins; seldom any.
     let usual = [1, 11, 12];
-    let purpose =
-        if draw(seed, 10) == 0 { draw(seed, 4) as u32 } else { FramePurpose::Data as u32 };
-    let any = 1 + draw(seed, 13) as u32;
-    let operation = if draw(seed, 30) == 0 { any } else { usual[draw(seed, 3) as usize] };
+    let purpose = if draw(rng, 10) == 0 { draw(rng, 4) as u32 } else { FramePurpose::Data as u32 };
+    let any = 1 + draw(rng, 13) as u32;
+    let operation = if draw(rng, 30) == 0 { any } else { usual[draw(rng, 3) as usize] };
     let lengths = [4, 8, 40, 48, 0, 64, u64::from(u32::MAX)];
-    let known = if draw(seed, 30) == 0 { 7 } else { 4 };
-    let length = lengths[draw(seed, known) as usize];
-    let total = if draw(seed, 30) == 0 { lengths[draw(seed, 7) as usize] } else { length };
-    let start = if draw(seed, 30) == 0 { lengths[draw(seed, 7) as usize] } else { 0 };
+    let known = if draw(rng, 30) == 0 { 7 } else { 4 };
+    let length = lengths[draw(rng, known) as usize];
+    let total = if draw(rng, 30) == 0 { lengths[draw(rng, 7) as usize] } else { length };
+    let start = if draw(rng, 30) == 0 { lengths[draw(rng, 7) as usize] } else { 0 };
     let is_data = purpose == FramePurpose::Data as u32 && kind == FrameKind::Collective;
     FrameHeader {
-        generation: u32::from(draw(seed, 200) == 0),
+        generation: u32::from(draw(rng, 200) == 0),
         step: Step(number),
-        tensor: TensorId(if draw(seed, 30) == 0 {
-            draw(seed, 1 << 32) as u32
+        tensor: TensorId(if draw(rng, 30) == 0 {
+            draw(rng, 1 << 32) as u32
         } else {
-            draw(seed, 2) as u32
+            draw(rng, 2) as u32
         }),
-        slice: SliceId(operation << 27 | 8 << 22 | purpose << 15 | draw(seed, 3) as u32),
-        plan_version: if draw(seed, 30) == 0 { draw(seed, 12) as u32 } else { (total / 4) as u32 },
-        priority: Priority(if draw(seed, 9) == 0 { -1 } else { 0 }),
+        slice: SliceId(operation << 27 | 8 << 22 | purpose << 15 | draw(rng, 3) as u32),
+        plan_version: if draw(rng, 30) == 0 { draw(rng, 12) as u32 } else { (total / 4) as u32 },
+        priority: Priority(if draw(rng, 9) == 0 { -1 } else { 0 }),
         offset: total << 32 | start,
-        length: if is_data || draw(seed, 50) == 0 { length as u32 } else { 0 },
+        length: if is_data || draw(rng, 50) == 0 { length as u32 } else { 0 },
         ..plain(kind, 1)
     }
 }
@@ -69,20 +67,20 @@ fn frames_of_a_hostile_peer_are_bounded() {
     let limits = Limits { eager: 48, frame: 40, credit: 4_000, ..Limits::USUAL };
     let (mut violations, mut taken) = (0, 0);
     for first in 0..400_u64 {
-        let mut seed = first;
+        let mut rng = Rng::new(first);
         let silence = Duration::from_secs(60);
         let mut state = GroupState::new("hostile".to_owned(), 0, 2, 0, silence, limits, now);
         // The memory of all calls, as long as the group may use it.
         let mut tensors: Vec<Vec<i32>> = Vec::new();
         let mut messages = 0;
         for _ in 0..200 {
-            if draw(&mut seed, 6) == 0 {
-                tensors.push(vec![0; [0, 1, 12, 40][draw(&mut seed, 4) as usize]]);
+            if draw(&mut rng, 6) == 0 {
+                tensors.push(vec![0; [0, 1, 12, 40][draw(&mut rng, 4) as usize]]);
                 let memory = test_memory(tensors.last_mut().expect("a tensor"));
                 let begun = Begun::new(&Arc::new(Work::default()), None, now);
                 let (element, reduction) = (Element::I32, Reduction::Sum);
                 // The failure of a group that has ended is looked at below.
-                let _ = match draw(&mut seed, 3) {
+                let _ = match draw(&mut rng, 3) {
                     0 => {
                         let (operation, outputs) = (Operation::AllReduce, vec![memory]);
                         let (root, inputs) = (0, Vec::new());
@@ -93,7 +91,7 @@ fn frames_of_a_hostile_peer_are_bounded() {
                     _ => state.begin_message(Operation::Receive, None, 1, memory, begun),
                 };
             }
-            let header = drawn_header(&mut seed, messages);
+            let header = drawn_header(&mut rng, messages);
             let mut sink = state.sink(1);
             let Ok(target) = sink.on_header(&header) else {
                 violations += 1;

@@ -16,6 +16,7 @@ use crate::sys::lock;
 use crate::sys::poller::{Interest, Poller};
 use crate::sys::socket::Socket;
 use crate::sys::syscall::PathEstimate;
+use gradlane_units::Rng;
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::{Arc, Mutex};
@@ -30,19 +31,15 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 const UNTOUCHED: i32 = -77;
 
 #[derive(Debug)]
-struct Draws(u64);
+struct Draws(Rng);
 
 impl Draws {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut it = self.0;
-        it = (it ^ (it >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        it = (it ^ (it >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        it ^ (it >> 31)
+    fn new(seed: u64) -> Draws {
+        Draws(Rng::new(seed))
     }
 
     fn below(&mut self, end: usize) -> usize {
-        (self.next() % end as u64) as usize
+        (self.0.next_u64() % end as u64) as usize
     }
 }
 
@@ -169,19 +166,6 @@ struct Program {
     steps: Vec<VecDeque<Step>>,
 }
 
-const COLLECTIVES: [Operation; 10] = [
-    Operation::AllReduce,
-    Operation::ReduceScatter,
-    Operation::AllGather,
-    Operation::Broadcast,
-    Operation::Reduce,
-    Operation::Gather,
-    Operation::Scatter,
-    Operation::AllToAll,
-    Operation::Barrier,
-    Operation::MonitoredBarrier,
-];
-
 fn drawn_elements(draws: &mut Draws) -> usize {
     match draws.below(6) {
         0 => draws.below(3),
@@ -194,7 +178,7 @@ impl Program {
     fn draw(draws: &mut Draws, size: u32) -> Program {
         let collectives: Vec<Collective> = (0..draws.below(10))
             .map(|_| Collective {
-                operation: COLLECTIVES[draws.below(COLLECTIVES.len())],
+                operation: Operation::COLLECTIVES[draws.below(Operation::COLLECTIVES.len())],
                 root: draws.below(size as usize) as u32,
                 elements: drawn_elements(draws),
             })
@@ -238,13 +222,13 @@ impl Program {
     /// Element of an input of a collective.
     fn input(&self, number: usize, rank: u32, index: usize, element: usize) -> i32 {
         let mixed = (number * 31 + rank as usize * 7 + index * 5 + element) as u64;
-        (Draws(mixed).next() % 1000) as i32
+        (Rng::new(mixed).next_u64() % 1000) as i32
     }
 
     /// Elements that a rank has for another one in an `AllToAll`.
     fn split(&self, number: usize, from: u32, to: u32) -> usize {
         let most = self.collectives[number].elements + 1;
-        Draws((number * 100 + from as usize * 10 + to as usize) as u64).below(most)
+        Draws::new((number * 100 + from as usize * 10 + to as usize) as u64).below(most)
     }
 
     fn inputs(&self, number: usize, rank: u32) -> Vec<Vec<i32>> {
@@ -615,7 +599,7 @@ fn stale_frame(number: u32) -> [u8; gradlane_wire::HEADER_BYTES] {
 /// One history: generations of a group, each with the processes that are there. Returns the numbers of
 /// calls that succeeded and failed.
 fn history(seed: u64, poller: &Poller) -> (usize, usize) {
-    let draws = Arc::new(Mutex::new(Draws(seed)));
+    let draws = Arc::new(Mutex::new(Draws::new(seed)));
     let mut now = Instant::now();
     let (mut succeeded, mut failed) = (0, 0);
     let mut processes = 1 + lock(&draws).below(4);
