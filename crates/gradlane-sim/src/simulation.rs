@@ -169,9 +169,7 @@ impl Run {
             0 => RankGroups::none(scenario.ranks()),
             count => RankGroups::of(channels.plan(0), count)?,
         };
-        // The last rank is one that only serves, where there are any.
-        let peers =
-            [0, scenario.ranks() - 1].map(|rank| channels.plan(0).peers_at_busier_end(Rank(rank)));
+        let peers = channels.plan(0).peers_at_busier_end();
         if groups.weights.len() < scenario.ranks() as usize {
             channels = Channels::of(scenario, groups.weights.len() as u32)?;
         }
@@ -193,11 +191,10 @@ impl Run {
         let mut window_jitter = WindowJitter::new(network);
         let mut connections = Connections::new(nodes.len(), channels.plan(0).world_size as usize);
         for (rank, node) in nodes.iter_mut().enumerate() {
-            let peers = peers[usize::from(rank >= training)];
             node.window_bytes = network.window_bytes(peers) as f64;
             let own = connections.of(rank as u32);
             own.iter_mut().for_each(|it| window_jitter.begin(it, node.window_bytes));
-            // Nor does it compute: it has finished before it begins.
+            // A rank that only serves computes nothing: it has finished before it begins.
             node.accelerator.finished = rank >= training;
         }
         let ns_per_byte = 8e9 / network.goodput_bps();

@@ -121,13 +121,11 @@ impl Plan {
         }
     }
 
-    /// How many connections share the busier of the ports that a rank sends from and to: many workers
-    /// meet at the port of one dedicated server.
+    /// How many connections share the busier end of one: many workers meet at the port of one dedicated
+    /// server. Without dedicated servers all ranks send to as many.
     #[must_use]
-    pub fn peers_at_busier_end(&self, rank: Rank) -> u32 {
-        let ends = [Rank(0), Rank(self.world_size - 1)].map(|end| self.peers_sent_to(end));
-        let meet = if self.dedicated_servers > 0 { ends[0].max(ends[1]) } else { 0 };
-        self.peers_sent_to(rank).max(meet)
+    pub fn peers_at_busier_end(&self) -> u32 {
+        self.peers_sent_to(Rank(0)).max(self.peers_sent_to(Rank(self.world_size - 1)))
     }
 
     /// The root of a tensor; none where every rank gets all blocks, and of tensors

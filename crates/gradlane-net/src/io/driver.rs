@@ -40,7 +40,7 @@ impl Driver {
         shared: &Arc<Shared>,
     ) -> io::Result<Driver> {
         let sent_to = plan.peers_sent_to(Rank(options.rank)) as usize;
-        let meet = plan.peers_at_busier_end(Rank(options.rank)) as usize;
+        let meet = plan.peers_at_busier_end() as usize;
         let paced = options.pacing && sent_to > 1 && !is_local;
         let lane = |(lane, links): (usize, Vec<Option<PeerLink>>)| {
             let paced_peers = paced.then_some(sent_to);
