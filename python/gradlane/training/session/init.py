@@ -50,6 +50,7 @@ from gradlane.training.rendezvous.rendezvous import (
 )
 from gradlane.training.rendezvous.serving import JobAnnouncements, Server, ServerRegistry
 from gradlane.training.rendezvous.start_failures import TELL_S, StartFailures
+from gradlane.training.session.ending import SessionEnding
 from gradlane.training.session.lifecycle import describe_exception
 from gradlane.training.session.models import PreparedModels
 from gradlane.training.session.parts import SessionParts
@@ -425,11 +426,11 @@ def _assemble_with(
     if registry is not None:
         registry.presence = scopes.presence
     world = World(ctx, scopes)
-    models = PreparedModels(world, store, look, lambda reason: session.abort(reason))
+    models = PreparedModels(world, store, look, lambda reason: ending.abort(reason))
     arrays = RegisteredArrays(ctx, scopes.open)
     parts = SessionParts(models, arrays)
-    session = Session(world, store, parts, checkpoints, server)
-    return session
+    ending = SessionEnding(world, store, parts, checkpoints, server)
+    return Session(world, parts, checkpoints, server, ending)
 
 
 def _open_store(options: Options, rank_info: RankInfo, secret: str | None) -> BoundedStore:

@@ -38,7 +38,6 @@ from gradlane.training.monitoring.metrics import Metrics
 from gradlane.training.monitoring.tensorboard import ScalarFunction, ScalarWriter
 from gradlane.training.options.compatibility import Feature
 from gradlane.training.plans.agreement import PlanArgument
-from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.membership import MembershipChange
 from gradlane.training.rendezvous.serving import ServedStats, Server
 from gradlane.training.session import lifecycle
@@ -51,7 +50,6 @@ from gradlane.training.session.monitoring_calls import MonitoringCalls
 from gradlane.training.session.pace import BatchType, at_pace
 from gradlane.training.session.parts import SessionParts
 from gradlane.training.session.planning_calls import PlanningCalls
-from gradlane.training.session.scopes import SessionScopes
 from gradlane.training.session.world import World
 
 _STATE_VERSION = 1
@@ -72,29 +70,28 @@ class Session:
     def __init__(
         self,
         world: World,
-        store: BoundedStore,
         parts: SessionParts,
         checkpoints: CheckpointManager | None,
         server: Server | None,
+        ending: SessionEnding,
     ) -> None:
         """Open a session of these parts; use `gradlane.init` instead.
 
         Args:
             world: the ranks that this one is connected to.
-            store: the rendezvous store.
             parts: the models and arrays.
             checkpoints: takes checkpoints, or None.
             server: serves, on a rank that only serves, or None.
+            ending: ends all of them.
         """
         self._world = world
-        self._store = store
         self._parts = parts
         self._models = models = parts.models
         self.has_accelerator = False
         """Whether a Hugging Face accelerator leaves models to this session."""
         self._checkpoints = checkpoints
         self._server = server
-        self._ending = ending = SessionEnding(world, store, parts, checkpoints, server)
+        self._ending = ending
         self.arrays = ArrayCalls(parts.arrays, models, ending)
         """Means of arrays of any framework."""
         self.planning = PlanningCalls(models, world, ending)
@@ -105,10 +102,6 @@ class Session:
     @property
     def _ctx(self) -> SessionContext:
         return self._world.ctx
-
-    @property
-    def _scopes(self) -> SessionScopes:
-        return self._world.scopes
 
     def __repr__(self) -> str:
         models = f", models={len(self.models)}" if self.models else ""
