@@ -28,9 +28,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.rank_environment import rank_environment
+
 from gradlane.formats.rates import parse_rate
 from gradlane.lab.cluster.counters import read_port_bytes
-from gradlane.lab.cluster.namespaces import EmulatedCluster
+from gradlane.lab.cluster.namespaces import INTERFACE, EmulatedCluster
 from gradlane.lab.workloads import WorkloadSpec, build
 
 RANKS = 4
@@ -257,15 +259,9 @@ class Ranks:
                 rank,
                 program,
                 environment={
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(RANKS),
-                    "LOCAL_RANK": "0",
-                    "LOCAL_WORLD_SIZE": "1",
-                    "MASTER_ADDR": cluster.addresses[0],
-                    "MASTER_PORT": str(port),
+                    **rank_environment(cluster, rank, RANKS, port),
                     "NODE_ADDRESS": cluster.addresses[rank],
-                    "GLOO_SOCKET_IFNAME": "eth0",
-                    "OMP_NUM_THREADS": "1",
+                    "GLOO_SOCKET_IFNAME": INTERFACE,
                     **beside,
                 },
                 stdin=subprocess.PIPE,

@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.rank_environment import rank_environment
+
 from gradlane.formats.rates import parse_rate
 from gradlane.lab.cluster.namespaces import EmulatedCluster
 from gradlane.planning.simulation.grid import simulate
@@ -117,15 +119,7 @@ def main() -> None:
             cluster.spawn(
                 rank,
                 [sys.executable, "-m", "benchmarks.local_step_times", "--train"],
-                environment={
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(given.ranks),
-                    "LOCAL_RANK": "0",
-                    "LOCAL_WORLD_SIZE": "1",
-                    "MASTER_ADDR": cluster.addresses[0],
-                    "MASTER_PORT": "29521",
-                    "OMP_NUM_THREADS": "1",
-                },
+                environment=rank_environment(cluster, rank, given.ranks, 29521),
                 stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
             )
             for rank in range(given.ranks)

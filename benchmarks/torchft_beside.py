@@ -20,8 +20,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from benchmarks.rank_environment import rank_environment
+
 from gradlane.formats.rates import parse_rate
-from gradlane.lab.cluster.namespaces import EmulatedCluster
+from gradlane.lab.cluster.namespaces import INTERFACE, EmulatedCluster
 from gradlane.training.options.local_updates import parse_local
 
 RANKS = 4
@@ -153,16 +155,10 @@ def run_way(cluster: EmulatedCluster, engine: str, update: str, steps: int, seed
     ranks = []
     for rank in range(RANKS):
         environment = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(RANKS),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": cluster.addresses[0],
-            "MASTER_PORT": str(port),
+            **rank_environment(cluster, rank, RANKS, port),
             "NODE_ADDRESS": cluster.addresses[rank],
             "TORCHFT_LIGHTHOUSE": f"http://{cluster.addresses[0]}:{LIGHTHOUSE_PORT}",
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": INTERFACE,
         }
         own = [*program, "--train", engine, update, str(steps), str(seed)]
         where = subprocess.PIPE if rank == 0 else subprocess.DEVNULL

@@ -46,6 +46,18 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Any:
     return value
 
 
+def evaluation(model: nn.Module, optimizer: Any, rank: int, step: int) -> Callable[[], Any]:
+    """Return the closure of a step."""
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        return loss
+
+    return closure
+
+
 class Sharpness(torch.optim.SGD):
     """Steps by the gradient at a point uphill, as SAM does, which it finds by one evaluation."""
 
@@ -222,14 +234,7 @@ def test_ranks_of_local_updates_evaluate_by_themselves() -> None:
         optimizer = MAKES["searching"](model)
         session.prepare(model, optimizer, buffers="local")
         for step in range(4):
-
-            def closure(step: int = step) -> Any:
-                optimizer.zero_grad()
-                loss = loss_of(model, session.rank, step)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
+            optimizer.step(evaluation(model, optimizer, session.rank, step))
         session.synchronize()
         return snapshot(model)
 
@@ -244,14 +249,7 @@ def test_checkpoints_are_taken_between_steps_and_hold_the_state(tmp_path: Path) 
         session.prepare(model, optimizer)
         assert session.restore() == steps.start
         for step in steps:
-
-            def closure(step: int = step) -> Any:
-                optimizer.zero_grad()
-                loss = loss_of(model, session.rank, step)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
+            optimizer.step(evaluation(model, optimizer, session.rank, step))
         return snapshot(model)
 
     whole = run_ranks(2, lambda session: body(session, range(4)), **saved(tmp_path / "whole"))
@@ -287,14 +285,7 @@ def test_ranks_that_evaluate_unlike_are_named() -> None:
         optimizer.defaults["times"] = 1 + session.rank
         session.prepare(model, optimizer)
         for step in range(3):
-
-            def closure(step: int = step) -> Any:
-                optimizer.zero_grad()
-                loss = loss_of(model, session.rank, step)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
+            optimizer.step(evaluation(model, optimizer, session.rank, step))
 
     errors = run_ranks(2, body, expect_errors=True)
     assert all(isinstance(one, gradlane.SessionFailedError) for one in errors), errors
