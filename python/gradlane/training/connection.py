@@ -308,7 +308,7 @@ def _channel_options(
     ctx: SessionContext, job: str, generation: int, rank: int, world_size: int, *, ranks_each: int
 ) -> dict[str, Any]:
     options = ctx.options
-    port = addresses.port_bits_per_s(listening_hosts(ctx)[0][0])
+    port = addresses.port_rate_bps(listening_hosts(ctx)[0][0])
     work_threads, lanes = options.network.thread_counts(own_processors(os.environ), port)
     # A core without this option still works where it is not used.
     going_on = options.going_on

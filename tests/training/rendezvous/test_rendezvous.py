@@ -215,8 +215,8 @@ def test_the_rate_of_a_port(files: dict[str, str], rate: float | None, tmp_path:
     (tmp_path / "lo").mkdir()
     for name, text in files.items():
         (tmp_path / "lo" / name).write_text(f"{text}\n")
-    assert addresses.port_bits_per_s("127.0.0.1", tmp_path) == rate
-    assert addresses.port_bits_per_s("192.0.2.1", tmp_path) is None
+    assert addresses.port_rate_bps("127.0.0.1", tmp_path) == rate
+    assert addresses.port_rate_bps("192.0.2.1", tmp_path) is None
 
 
 def test_addresses() -> None:

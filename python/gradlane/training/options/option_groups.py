@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gradlane.training.torch_internals import Store
 
 _PROCESSORS_A_LANE = 4
-_LANE_BITS_PER_S = 10e9
+_LANE_RATE_BPS = 10e9
 _MOST_LANES = 3
 """Three carried 25 Gbit/s, see `docs/research/cuda.md`."""
 
@@ -189,20 +189,18 @@ class Network(OptionGroup):
             if not 1 <= low <= high <= 65535:
                 raise ValueError(f"ports is {self.ports}; it must be (low, high) in 1 to 65535")
 
-    def thread_counts(
-        self, processors: int, port_bits_per_s: float | None = None
-    ) -> tuple[int, int]:
+    def thread_counts(self, processors: int, port_rate_bps: float | None = None) -> tuple[int, int]:
         """Return `work_threads` and `lanes` of a rank.
 
         Args:
             processors: those that the rank has for itself.
-            port_bits_per_s: rate of its port; None: unknown.
+            port_rate_bps: rate of its port; None: unknown.
         """
         lanes = self.lanes
         if lanes is None:
             lanes = min(_MOST_LANES, max(1, processors // _PROCESSORS_A_LANE))
-            if port_bits_per_s is not None:
-                lanes = min(lanes, max(1, math.ceil(port_bits_per_s / _LANE_BITS_PER_S)))
+            if port_rate_bps is not None:
+                lanes = min(lanes, max(1, math.ceil(port_rate_bps / _LANE_RATE_BPS)))
         return lanes if self.work_threads is None else self.work_threads, lanes
 
     def read_secret(self) -> str | None:

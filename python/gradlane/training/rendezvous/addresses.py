@@ -133,7 +133,7 @@ def resolve(host: str) -> str:
     return str(found[0][4][0])
 
 
-def port_bits_per_s(address: str, ports: Path = Path("/sys/class/net")) -> float | None:
+def port_rate_bps(address: str, ports: Path = Path("/sys/class/net")) -> float | None:
     """Return the rate of the port that has an address, in bits a second.
 
     Args:
