@@ -76,8 +76,8 @@ lint: build
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	cargo clippy -p gradlane-units -p gradlane-wire -p gradlane-engine -- -D warnings
-	$(BIN)/ruff check python tests examples benchmarks
-	$(BIN)/ruff format --check python tests examples benchmarks
+	$(BIN)/ruff check python papers tests examples benchmarks
+	$(BIN)/ruff format --check python papers tests examples benchmarks
 	$(BIN)/mypy
 
 bench: .cache/tools
@@ -125,8 +125,8 @@ audit: build
 
 format: build
 	cargo fmt --all
-	$(BIN)/ruff check --fix python tests examples benchmarks
-	$(BIN)/ruff format python tests examples benchmarks
+	$(BIN)/ruff check --fix python papers tests examples benchmarks
+	$(BIN)/ruff format python papers tests examples benchmarks
 
 build: $(EXTENSION)
 
@@ -135,7 +135,7 @@ $(EXTENSION): $(STAMP) $(RUST_SOURCES)
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --quiet --skip-install
 	@touch $@
 
-$(STAMP): .cache/tools pyproject.toml $(CONSTRAINTS) scripts/make-venv $(CHOICE)
+$(STAMP): .cache/tools pyproject.toml papers/pyproject.toml $(CONSTRAINTS) scripts/make-venv $(CHOICE)
 	PYTHON="$(PYTHON)" bash scripts/make-venv $(VENV) $(CONSTRAINTS) $(CHOICE)
 	@touch $@
 

@@ -21,9 +21,9 @@ from tests.training.model.ranks import run_ranks
 from torch.nn import functional
 
 import gradlane
-from gradlane.lab.accuracy.networks import CONTEXT, SmallTransformer
 from gradlane.lab.workloads.char_transformer import SYMBOLS, standard_library_text
 from gradlane.training.core import load_core
+from gradlane_papers.accuracy.networks import CONTEXT, SmallTransformer
 
 RANKS, BATCH = 4, 8
 HELD_OUT_WINDOWS = 512

@@ -90,8 +90,8 @@ def train(engine: str, update: str, steps: int, seed: int) -> None:
     from benchmarks.local_updates import BATCH, HELD_OUT_WINDOWS, loss_of, windows
 
     import gradlane
-    from gradlane.lab.accuracy.networks import SmallTransformer
     from gradlane.lab.workloads.char_transformer import standard_library_text
+    from gradlane_papers.accuracy.networks import SmallTransformer
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])

@@ -12,9 +12,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from gradlane.lab.papers.simulations import FREE, SLOW_SERVER, Job, Simulations
 from gradlane.planning.simulation.scenarios import Cluster
 from gradlane.report.markdown import markdown_table
+from gradlane_papers.reproduction.simulations import FREE, SLOW_SERVER, Job, Simulations
 
 RATES_GBPS = (8, 10, 15)
 STRATEGIES = ("kvstore", "slicing", "p3")

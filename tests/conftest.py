@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from tests.forked_programs import ForkedPrograms
     from tests.training.model.pool import RankPool
 
-_SOURCES = str(Path(__file__).parent.parent / "python")
+_SOURCES = [str(Path(__file__).parent.parent / folder) for folder in ("papers", "python")]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if _SOURCES not in sys.path:
-    sys.path.insert(0, _SOURCES)
+for _source in _SOURCES:
+    if _source not in sys.path:
+        sys.path.insert(0, _source)
 # How long a machine takes decides no test; where CI is set, hypothesis has a profile that says so.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 if "CI" not in os.environ:
@@ -37,7 +38,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 _PROCESS_FIXTURES = {"pool", "programs", "started"}
-_PROCESS_FOLDERS = ("lab", "faults", "loop_fuzzing", "training/serving", "training/node")
+_PROCESS_FOLDERS = (
+    "lab",
+    "papers",
+    "faults",
+    "loop_fuzzing",
+    "training/serving",
+    "training/node",
+)
 _ABOUT_S = {"slow": 30.0, "root": 6.0, "processes": 3.0, "other": 0.15}
 """Seconds of a test by the first that it is, for the order of files."""
 

@@ -14,7 +14,7 @@ TEXT = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 TRANSPORT = ROOT / "crates/gradlane-net/src"
 ENGINE = ROOT / "crates/gradlane-engine/src"
 CODECS = ROOT / "crates/gradlane-codec/src/encode"
-BASES = ("crates/gradlane-", "python/gradlane/", "")
+BASES = ("crates/gradlane-", "python/gradlane/", "papers/gradlane_papers/", "")
 """Starts of paths that tables leave out."""
 
 

@@ -7,15 +7,21 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 
-from tests.paths import PACKAGE, ROOT
+from tests.paths import PACKAGE, PAPERS, ROOT
 
 FACADE = ("__init__", "__main__")
 """Modules behind `import gradlane` and `python -m gradlane`; these import from every wing."""
-WINGS = ("training", "planning", "lab")
-"""Packages whose own packages are listed one by one."""
+WINGS = {
+    "training": PACKAGE / "training",
+    "planning": PACKAGE / "planning",
+    "lab": PACKAGE / "lab",
+    "papers": PAPERS,
+}
+"""Packages whose own packages are listed one by one; `papers` is the second distribution's."""
 COMPILED = "_core"
 """The compiled module, below everything."""
 
@@ -26,20 +32,20 @@ def layers() -> list[set[str]]:
     Names in one line do not import each other.
     """
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    listing = re.search(r"```\n(cli .*?)```", text, re.DOTALL)
+    listing = re.search(r"```\n(papers/plugin .*?)```", text, re.DOTALL)
     assert listing is not None
     lines = listing[1].strip().splitlines()
     return [set(re.split(r"\s{2,}", line)[0].split(", ")) for line in reversed(lines)]
 
 
 def package_of(module: str) -> str:
-    """Return the listed package of a dotted module below `gradlane`."""
+    """Return the listed package of a module by its dotted name, as `modules` gives it."""
     parts = module.split(".")
     return "/".join(parts[: 2 if parts[0] in WINGS else 1])
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and name below `gradlane` of every import, at any depth of a module.
+    """Yield line and name, as `modules` gives it, of every import, at any depth of a module.
 
     Imports in functions count, and those of annotations alone (`if TYPE_CHECKING:`). A name may be
     a module's, or a module's and what it defines; an empty one stands for `gradlane` itself.
@@ -56,15 +62,27 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
             package, _, rest = name.partition(".")
             if package == "gradlane" and rest != COMPILED:
                 yield node.lineno, rest
+            elif package == PAPERS.name:
+                yield node.lineno, f"papers.{rest}".rstrip(".")
+
+
+def modules() -> dict[str, Path]:
+    """Return the files of both distributions by dotted names below `gradlane`, or `papers`."""
+    found = {}
+    for package, start in ((PACKAGE, ()), (PAPERS, ("papers",))):
+        for path in sorted(package.rglob("*.py")):
+            parts = (*start, *path.relative_to(package).with_suffix("").parts)
+            found[".".join(parts)] = path
+    return found
 
 
 def packages() -> set[str]:
     """Return all modules and packages that are to be listed."""
     found = {path.stem for path in PACKAGE.glob("*.py")} - set(FACADE)
     found |= {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - set(WINGS)
-    for wing in WINGS:
-        found |= {f"{wing}/{path.stem}" for path in (PACKAGE / wing).glob("*.py")}
-        found |= {f"{wing}/{path.parent.name}" for path in (PACKAGE / wing).glob("*/__init__.py")}
+    for wing, folder in WINGS.items():
+        found |= {f"{wing}/{path.stem}" for path in folder.glob("*.py")}
+        found |= {f"{wing}/{path.parent.name}" for path in folder.glob("*/__init__.py")}
         found.discard(f"{wing}/__init__")
     return found
 
@@ -78,8 +96,8 @@ def test_each_package_stands_in_the_list_once() -> None:
 def test_packages_import_only_what_is_below_them() -> None:
     height = {name: index for index, line in enumerate(layers()) for name in line}
     wrong = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        own = package_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
+    for module, path in modules().items():
+        own = package_of(module)
         if own in FACADE or own.endswith("/__init__"):
             continue
         for line, name in imported(ast.parse(path.read_text())):
@@ -111,10 +129,9 @@ def circle(sources: Mapping[str, str]) -> list[str]:
 
 def test_no_modules_import_each_other() -> None:
     sources = {}
-    for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if name and name not in FACADE:
+    for module, path in modules().items():
+        name = module.removesuffix(".__init__")
+        if name not in FACADE:
             sources[name] = path.read_text()
     assert circle(sources) == []
 

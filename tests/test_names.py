@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.paths import PACKAGE, ROOT
+from tests.paths import PACKAGES, ROOT
 
 TESTS = (ROOT / "tests", ROOT / "benchmarks")
 NOT_REACHES = {
@@ -90,14 +90,14 @@ def twice(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
 
 
 def test_public_classes_have_names_of_their_own() -> None:
-    assert len(sources(PACKAGE)) > 300
-    assert twice(sources(PACKAGE)) == {}, "let each name say what its class is, or merge them"
+    assert len(sources(*PACKAGES)) > 300
+    assert twice(sources(*PACKAGES)) == {}, "let each name say what its class is, or merge them"
     other = ast.parse("class Session: ...\nclass _Session: ...")
     assert twice({"a.py": other, "b.py": other}) == {"Session": ["a.py", "b.py"]}
 
 
 def test_tests_do_not_reach_into_private_attributes() -> None:
-    paths = [path for folder in (PACKAGE, *TESTS) for path in folder.rglob("*.py")]
+    paths = [path for folder in (*PACKAGES, *TESTS) for path in folder.rglob("*.py")]
     own = {name for path in paths for name in defined(path.read_text(encoding="utf-8"))}
     found = {
         (path, name)

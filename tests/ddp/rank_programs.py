@@ -17,9 +17,9 @@ from torch._C._distributed_c10d import Store
 import gradlane
 import gradlane.ddp
 from gradlane.ddp.routes import ShardCodec
-from gradlane.lab.accuracy.exchange import EmulatedExchange
 from gradlane.lab.runs.communication import mean_in_rank_order
 from gradlane.lab.runs.ddp_hooks import register_hook
+from gradlane_papers.accuracy.exchange import EmulatedExchange
 from tests.dgc_oracle import DgcOracle
 
 DGC_RATE = 0.02

@@ -96,7 +96,9 @@ def _python(words: list[str]) -> str | None:
         if module in ("pytest", "venv"):
             return None
         path = module.replace(".", "/")
-        known = [ROOT / top / f"{path}{end}" for top in ("python", ".") for end in (".py", "")]
+        known = [
+            ROOT / top / f"{path}{end}" for top in ("python", "papers", ".") for end in (".py", "")
+        ]
         sources = [path for path in known if path.exists()]
         if not sources:
             return f"there is no module {module}"

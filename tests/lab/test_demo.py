@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gradlane.lab.experiments import demo
+from gradlane.lab.runs import demo
 from gradlane.lab.runs.options import LabOptions
 from gradlane.lab.runs.rows import Row
 from tests.documents.command_check import refusal_of

@@ -18,7 +18,6 @@ from gradlane.formats.timeline.checks import check_events
 from gradlane.formats.timeline.chrome import read_chrome, to_chrome
 from gradlane.lab.cluster.counters import TrafficSampler
 from gradlane.lab.cluster.errors import RankError
-from gradlane.lab.experiments.utilization import with_activity
 from gradlane.lab.runs import run as run_module
 from gradlane.lab.runs.notes import loss_over_time, loss_table
 from gradlane.lab.runs.options import LabOptions
@@ -28,6 +27,7 @@ from gradlane.lab.runs.strategy import parse_strategies, parse_strategy, with_ru
 from gradlane.planning.simulation.lists import parse_rates
 from gradlane.planning.simulation.straggler import parse_straggler
 from gradlane.training.plans.settings import LEARNING_STEPS
+from gradlane_papers.experiments.utilization import with_activity
 from tests.built import needs_core
 from tests.command_line import run
 from tests.formats.timeline.names import named

@@ -14,6 +14,18 @@ import pytest
 from tests.paths import ROOT
 
 PATH = "/usr/bin:/bin"
+BACKEND = """\
+import zipfile
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    name = "gradlane_papers-1.0-py3-none-any.whl"
+    about = "gradlane_papers-1.0.dist-info"
+    with zipfile.ZipFile(f"{folder}/{name}", "w") as wheel:
+        text = "Metadata-Version: 2.1\\nName: gradlane-papers\\nVersion: 1.0\\n"
+        wheel.writestr(f"{about}/METADATA", text)
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\\nTag: py3-none-any\\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    return name
+"""
 
 
 def environment(folder: Path) -> Path:
@@ -51,6 +63,18 @@ def clone(folder: Path) -> None:
         wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr(f"{about}/entry_points.txt", "[console_scripts]\nmaturin = maturin:main\n")
         wheel.writestr(f"{about}/RECORD", "")
+    with zipfile.ZipFile(wheels / "flit_core-4.2.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("flit_core/buildapi.py", BACKEND)
+        about = "flit_core-4.2.0.dist-info"
+        wheel.writestr(
+            f"{about}/METADATA", "Metadata-Version: 2.1\nName: flit_core\nVersion: 4.2.0\n"
+        )
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    (folder / "papers").mkdir()
+    (folder / "papers" / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "flit_core.buildapi"\n'
+    )
     for name in ("Makefile", "scripts"):
         (folder / name).symlink_to(ROOT / name)
     for name in (".cache/tools", "pyproject.toml", "Cargo.toml"):
@@ -177,6 +201,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_torch_of_a_virtual_environment_is_used(made: Path) -> None:
+    code = "from importlib.metadata import version; print(version('gradlane-papers'))"
+    assert imported(made, code) == "1.0"
     assert imported(made, "import torch; print(torch.version)") == "2.9.1"
     assert "torch==" not in (made / ".venv" / "constraints.txt").read_text()
 

@@ -108,6 +108,11 @@ def test_a_version_without_changes_is_refused(text: str, word: str) -> None:
 def test_the_version_stands_in_one_place() -> None:
     assert f'version = "{SCRIPT["version"]()}"' in (ROOT / "Cargo.toml").read_text()
     assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()
+    # A build of the second distribution by itself sees no Cargo.toml.
+    papers = (ROOT / "papers" / "pyproject.toml").read_text()
+    assert f'version = "{SCRIPT["version"]()}"' in papers
+    assert f'"gradlane[lab]=={SCRIPT["version"]()}"' in papers
+    assert (ROOT / "papers" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
     SCRIPT["notes"]((ROOT / "CHANGELOG.md").read_text(), SCRIPT["version"]())
 
 
@@ -185,8 +190,8 @@ def source(path: Path, content: dict[str, bytes]) -> Path:
 
 
 def test_what_is_wrong_with_a_source_is_named(tmp_path: Path) -> None:
-    content = {name: b"" for name in SCRIPT["IN_SOURCE"]}
-    content |= {"PKG-INFO": METADATA.encode(), "python/gradlane/py.typed": b""}
+    content = {name: b"" for name in SCRIPT["IN_SOURCE"]["gradlane"]}
+    content |= {"PKG-INFO": METADATA.encode()}
     path = source(tmp_path / "a.tar.gz", content)
     assert SCRIPT["check"](path, "1.2.3", []) == []
     del content["Cargo.lock"]
@@ -197,11 +202,37 @@ def test_what_is_wrong_with_a_source_is_named(tmp_path: Path) -> None:
     ]
 
 
+def papers_wheel(folder: Path, needs: str = "gradlane[lab]==1.2.3") -> Path:
+    about = "gradlane_papers-1.2.3.dist-info"
+    metadata = METADATA.replace("Name: gradlane", "Name: gradlane-papers")
+    metadata = metadata.replace("Requires-Dist: torch>=2.4", f"Requires-Dist: {needs}")
+    names = [f"gradlane_papers/{one}" for one in SCRIPT["IN_WHEEL"]["gradlane_papers"]]
+    texts = dict.fromkeys([*names, f"{about}/licenses/LICENSE", f"{about}/RECORD"], "")
+    texts[f"{about}/METADATA"] = metadata
+    content = {name: text.encode() for name, text in texts.items()}
+    return repacked(folder / "gradlane_papers-1.2.3-py3-none-any.whl", content)
+
+
+def test_the_second_distribution_is_checked_and_needs_gradlane_of_its_version(
+    tmp_path: Path,
+) -> None:
+    assert SCRIPT["check"](papers_wheel(tmp_path), "1.2.3", []) == []
+    path = papers_wheel(tmp_path, needs="gradlane[lab]")
+    assert SCRIPT["check"](path, "1.2.3", []) == [
+        f"{path.name}: its metadata does not require gradlane[lab]==1.2.3"
+    ]
+    inside = files() | {"gradlane_papers/plugin.py": b""}
+    assert SCRIPT["check"](repacked(tmp_path / "a.whl", inside), "1.2.3", []) == [
+        "a.whl: gradlane_papers/plugin.py is outside of the package"
+    ]
+
+
 def test_the_bill_names_crates_packages_and_files(tmp_path: Path) -> None:
-    path = repacked(tmp_path / "a.whl", files())
+    path, papers = repacked(tmp_path / "a.whl", files()), papers_wheel(tmp_path)
     found: dict[str, Any] = SCRIPT["bill_of_materials"](tmp_path, "1.2.3")
     by_name = {one["name"]: one for one in found["components"]}
-    assert set(by_name) == {"gradlane-py", "half", "torch", path.name}  # of no extra
+    # What an extra adds is left out.
+    assert set(by_name) == {"gradlane-py", "half", "torch", path.name, papers.name}
     assert by_name["torch"]["properties"][0]["value"] == "torch>=2.4"
     (digest,) = by_name[path.name]["hashes"]
     assert digest["content"] == SCRIPT["hashlib"].sha256(path.read_bytes()).hexdigest()

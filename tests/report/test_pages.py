@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gradlane.lab.experiments.runs_page import report_from_results, sections_from_results
 from gradlane.lab.runs.display import print_tables
+from gradlane.lab.runs.page import report_from_results, sections_from_results
 from gradlane.lab.runs.rows import Row, rows_of, summarize
 from gradlane.report import (
     Measurement,

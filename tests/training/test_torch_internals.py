@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gradlane.errors import UsageError
 from gradlane.training import torch_internals
 from gradlane.training.modules import gradient_intake
-from tests.paths import PACKAGE
+from tests.paths import PACKAGE, PACKAGES
 from tests.training.model.models import seeded
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import same_bits
@@ -66,8 +66,9 @@ def uses(source: str) -> Iterator[tuple[int, str]]:
 
 def test_no_other_module_names_a_private_part_of_torch() -> None:
     wrong = [
-        f"{path.relative_to(PACKAGE)}:{line} {text}"
-        for path in sorted(PACKAGE.rglob("*.py"))
+        f"{path.relative_to(package)}:{line} {text}"
+        for package in PACKAGES
+        for path in sorted(package.rglob("*.py"))
         if path != HERE
         for line, text in uses(path.read_text())
     ]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradlane.cli.accuracy import lab_accuracy
 from gradlane.cli.options import (
     FROM_PROFILE,
     CostsPath,
@@ -26,7 +25,6 @@ from gradlane.cli.options import (
     session_option,
     write_json,
 )
-from gradlane.cli.presets import add_presets
 from gradlane.formats.signals import unwind_on_sigterm
 from gradlane.training.options.option_groups import Network
 from gradlane.training.options.server_places import SERVERS_HELP, parse_servers
@@ -37,10 +35,6 @@ if TYPE_CHECKING:
     from gradlane.lab.runs.rows import Row
 
 lab = typer.Typer(help="An emulated cluster on this machine.", no_args_is_help=True)
-
-
-add_presets(lab)
-lab.command("accuracy")(lab_accuracy)
 
 
 @lab.callback()
@@ -176,7 +170,7 @@ def _run_and_show(options: LabOptions, json_path: Path | None, html_path: Path |
     with bar_progress(console, options.steps_in_total) as progress:
         rows = run_lab(options, progress=progress, on_rows=keep)
     if html_path is not None:
-        from gradlane.lab.experiments.runs_page import report_from_results
+        from gradlane.lab.runs.page import report_from_results
 
         report_from_results(rows, html_path)
     print_tables(console, rows)

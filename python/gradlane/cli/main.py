@@ -31,6 +31,7 @@ from gradlane.cli.options import (
     write_json,
 )
 from gradlane.cli.planning_commands import add_planning
+from gradlane.cli.plugins import Plugins, preset_of
 from gradlane.cli.secret import secret
 from gradlane.cli.serve import serve
 from gradlane.cli.store import store
@@ -99,7 +100,7 @@ def demo(
     """Train a real model on four emulated nodes, with DDP beside gradlane, in a few minutes."""
     from gradlane.formats.rates import parse_rate
     from gradlane.lab.cluster.privilege import ensure_namespaces
-    from gradlane.lab.experiments.demo import parts_of, run_demo
+    from gradlane.lab.runs.demo import parts_of, run_demo
     from gradlane.report.console import wide_console
 
     parts = parts_of(workload, None if rate is None else parse_rate(rate))
@@ -162,47 +163,6 @@ def dashboard(
     typer.echo(json.dumps(found, indent=2))
 
 
-@app.command()
-def reproduce(
-    figures: Annotated[
-        list[str] | None,
-        typer.Argument(help="Such as p3:fig7; p3 for all of a paper's; all; modern; or published."),
-    ] = None,
-    list_them: Annotated[
-        bool, typer.Option("--list", help="Show all figures, and what those not there yet need.")
-    ] = False,
-    profiles: Annotated[
-        Path | None,
-        typer.Option(help="Folder with recorded profiles for the what-if paper's figures."),
-    ] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write the page of text.")] = None,
-    json_path: JsonPath = None,
-    html_path: HtmlPath = None,
-) -> None:
-    """Put figures of the papers beside what is simulated here, and say why they differ."""
-    from gradlane.cli import reproduce as command
-    from gradlane.report.console import wide_console
-
-    require_writable(json_path, html_path, markdown)
-    if list_them:
-        content = command.run_list(wide_console())
-    elif not figures:
-        raise ValueError(
-            "name a figure, a paper, all, modern or published; --list shows what there is"
-        )
-    else:
-        content = command.run_reproduce(
-            figures,
-            console=wide_console(),
-            profile_dir=profiles,
-            markdown=markdown,
-            html_path=html_path,
-        )
-    if json_path is not None:
-        write_json(json_path, content)
-        typer.echo(f"wrote {json_path}")
-
-
 @trace_commands.command("merge")
 def trace_merge(
     files: Annotated[
@@ -230,9 +190,7 @@ def report(
     html_path: HtmlPath = None,
 ) -> None:
     """Make an HTML page with plots of a results file."""
-    from gradlane.lab.experiments.findings import Findings
-    from gradlane.lab.experiments.presets import is_of_preset, report_from_preset
-    from gradlane.lab.experiments.runs_page import report_from_results, text_of_marked
+    from gradlane.lab.runs.page import report_from_results, text_of_marked
     from gradlane.lab.runs.rows import rows_of
     from gradlane.planning.advice.page import report_from_whatif
 
@@ -244,17 +202,8 @@ def report(
     note = ""
     if isinstance(content, dict) and "rows" in content and "answers" in content:
         report_from_whatif(content, target)
-    elif isinstance(content, list) and is_of_preset(content):
-        if content[0]["preset"] == "accuracy":
-            # Its page needs torch, which no other one does.
-            from gradlane.lab.accuracy.page import write_page
-            from gradlane.lab.accuracy.study import results_of
-
-            write_page(results_of(content), target)
-        else:
-            rows = rows_of(content)
-            report_from_preset(rows, target)
-            note = Findings(rows).note
+    elif preset := preset_of(content):
+        note = plugins.page_writer(preset)(content, target)
     else:
         with remedied(from_results):
             rows = rows_of(rows_in(content, results))
@@ -275,6 +224,7 @@ def _join_lines(commands: typer.Typer) -> None:
             _join_lines(group.typer_instance)
 
 
+plugins = Plugins({"": app, "lab": lab})
 _join_lines(app)
 
 

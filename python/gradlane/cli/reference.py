@@ -14,6 +14,7 @@ from typing import Any
 import typer.main
 
 from gradlane.cli.main import app
+from gradlane.cli.plugins import distribution_of
 from gradlane.training.options.option_fields import option_rules
 from gradlane.training.options.option_groups import ENVIRONMENT_GROUPS
 from gradlane.training.options.reference import FURTHER_VARIABLES
@@ -74,6 +75,8 @@ def _sections(command: Any, path: str) -> Iterator[str]:
     children = getattr(command, "commands", None)
     if children is None:
         yield f"\n## {path}\n\n{_paragraphs(command.help)}\n"
+        if (distribution := distribution_of(command)) != "gradlane":
+            yield f"\nOf the distribution `{distribution}` ([install](install.md)).\n"
         if (usage := _usage(command, path)) != f"{path} [OPTIONS]":
             yield f"\n```text\n{usage}\n```\n"
         rows = [row for one in command.params if (row := _row(one)) is not None]

@@ -1,7 +1,7 @@
 """Reports: one HTML file with tables and plots that opens anywhere, without a network.
 
 A page is a list of sections, each a list of blocks. All inserted text is escaped. Pages are made in
-`lab/experiments/`, `planning/advice/page.py` and `lab/accuracy/page.py`. The live page of a session
+`lab/runs/page.py` and `planning/advice/page.py`, and by plug-ins. The live page of a session
 (`live_page.py`) is one of its own, which has the same look and no plotting library.
 """
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import gradlane
-from gradlane.lab.accuracy.exchange import EmulatedExchange
 from gradlane.training.core import load_core
+from gradlane_papers.accuracy.exchange import EmulatedExchange
 from tests.training.local_updates.reference import LocalReference
 from tests.training.model.models import seeded
 from tests.training.model.ranks import run_ranks

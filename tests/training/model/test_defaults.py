@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from torch.utils._device import _device_constructors
 
-import gradlane
 from tests.built import needs_core
+from tests.paths import PACKAGES, ROOT
 from tests.training.model.pool import RankPool
 
 HERE = "tests.training.model.default_scenarios"
-PACKAGE = Path(gradlane.__file__).parent
 MAKES = {function.__name__ for function in _device_constructors()} | {"normal"}
 """Functions of torch whose tensors are on the default device, or of the default dtype."""
 LEGACY = {"Tensor", "FloatTensor", "DoubleTensor", "get_default_dtype", "get_default_device"}
@@ -50,7 +49,7 @@ def calls_of_torch(tree: ast.AST) -> Iterator[tuple[ast.AST, str, set[str | None
 
 def test_every_tensor_is_made_with_a_device_and_a_dtype() -> None:
     wrong = []
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(path for package in PACKAGES for path in package.rglob("*.py")):
         tree = ast.parse(path.read_text())
         # A function that is passed on, such as a dataclass's factory, is called without arguments.
         called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
@@ -67,7 +66,7 @@ def test_every_tensor_is_made_with_a_device_and_a_dtype() -> None:
             is_call = isinstance(node, ast.Call)
             lacks = name in MAKES and not {"device", "dtype"} <= keywords
             if lacks or (is_call and name in LEGACY):
-                wrong.append(f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)} {name}")
+                wrong.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)} {name}")
     assert not wrong
 
 

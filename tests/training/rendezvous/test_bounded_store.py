@@ -28,7 +28,7 @@ from gradlane.training.rendezvous.rendezvous import RendezvousScope, open_store
 from gradlane.training.rendezvous.signatures import StoreSigner
 from gradlane.training.session.init import open_session
 from tests.forked_programs import SOURCES, ForkedPrograms
-from tests.paths import PACKAGE, ROOT
+from tests.paths import PACKAGES, ROOT
 from tests.ports import reserve_port
 from tests.training.model.fake_core import FakeCore
 from tests.training.rendezvous.stores import bounded
@@ -50,7 +50,7 @@ MAKERS = {
     "lab/transport/node.py",
     "lab/runs/communication.py",
     "lab/runs/trial.py",
-    "lab/accuracy/asynchronous.py",
+    "accuracy/asynchronous.py",
 }
 
 
@@ -385,7 +385,8 @@ def test_a_host_that_stands_still_holds_up_no_process(
 
 def test_no_other_module_calls_a_store() -> None:
     found = set()
-    for path in sorted(PACKAGE.rglob("*.py")):
+    paths = {path: package for package in PACKAGES for path in package.rglob("*.py")}
+    for path, package in paths.items():
         for node in ast.walk(ast.parse(path.read_text())):
             names: list[str] = []
             if isinstance(node, ast.ImportFrom):
@@ -393,7 +394,7 @@ def test_no_other_module_calls_a_store() -> None:
             elif isinstance(node, ast.Attribute):
                 names = [node.attr]
             if {"Store", "TCPStore", "HashStore", "FileStore", "PrefixStore"}.intersection(names):
-                found.add(str(Path(path).relative_to(PACKAGE)))
+                found.add(str(path.relative_to(package)))
     assert found == MAKERS
 
 
