@@ -142,6 +142,26 @@ def test_a_sharded_model_is_its_nodes_behind_their_ports() -> None:
     assert hsdp.tx_bytes_per_step == pytest.approx(PROFILE.size_bytes)
 
 
+def test_rare_exchanges_of_a_sharded_model_are_those_of_its_nodes() -> None:
+    nodes = row_of(Local(steps=8, fragments=2), workers=2)
+    shards = row_of(Local(steps=8, fragments=2), workers=8, ranks_per_node=4, sharded=True)
+    assert shards.step_s == pytest.approx(nodes.step_s, rel=0.02)
+    assert shards.tx_bytes_per_step == pytest.approx(PROFILE.size_bytes / 8, rel=0.01)
+    assert shards.outer_bytes == nodes.outer_bytes // 4  # type: ignore[operator]
+    assert shards.sharded and shards.samples_per_s == pytest.approx(8 * 16 / shards.step_s)
+    # Error feedback, which exact training of shards refuses.
+    sparse = row_of(Local(outer="average"), workers=8, ranks_per_node=4, sharded=True, codec="topk")
+    assert sparse.step_s < shards.step_s
+
+
+def test_a_sharded_model_may_exchange_rarely_where_that_is_allowed() -> None:
+    base = replace(FREE, workers=8, ranks_per_node=4, sharded=True, rate_bps=1e7)
+    (found,) = find_ways(
+        [base], evaluate(PROFILE, [base]), (EXCHANGES,), lambda it: simulate(PROFILE, it)[0]
+    )
+    assert found.is_enough and found.chosen.sharded and found.chosen.update.startswith("local")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -151,7 +171,6 @@ def test_a_sharded_model_is_its_nodes_behind_their_ports() -> None:
         ({"update": Local(), "serving": 1}, "serve"),
         ({"update": Local(), "stragglers": "drop"}, "stragglers"),
         ({"update": Local(), "strategy": "in-network"}, "not simulated"),
-        ({"update": Local(), "ranks_per_node": 2, "sharded": True}, "fully_shard|--sharded"),
         ({"codec": "topk", "ranks_per_node": 2, "sharded": True}, "topk"),
         ({"strategy": "hierarchical", "ranks_per_node": 2, "sharded": True}, "hierarchical"),
         ({"strategy": "kvstore", "ranks_per_node": 2, "sharded": True}, "kvstore"),

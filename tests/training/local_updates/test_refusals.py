@@ -17,7 +17,6 @@ from torch._C._distributed_c10d import HashStore
 import gradlane
 from gradlane.training.core import load_core
 from gradlane.training.options.options import Options, keywords_of
-from gradlane.training.session import models
 from gradlane.training.session.init import open_session
 from tests.training.local_updates.test_training import adam, build, loss
 from tests.training.model.models import SmallCnn, seeded
@@ -120,12 +119,6 @@ def test_calls_that_do_not_go_with_it(calls: Any, words: str) -> None:
 def test_arguments_of_prepare(given: dict[str, Any], words: str) -> None:
     with pytest.raises(gradlane.UsageError, match=re.escape(words)):
         run_ranks(1, lambda it: opened(it, **given), core=CORE, update=LOCAL)
-
-
-def test_a_sharded_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "is_sharded", lambda model: True)
-    with pytest.raises(gradlane.UsageError, match="differences are taken of whole parameters"):
-        run_ranks(1, opened, core=CORE, update=LOCAL)
 
 
 @pytest.mark.parametrize(

@@ -54,12 +54,14 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A language model in small: root parameters, a tied head, blocks, and one of them unused."""
 
-    def __init__(self, *, tied: bool = False, skips: bool = False, **block: Any) -> None:
+    def __init__(
+        self, *, tied: bool = False, skips: bool = False, scales: int = 3, **block: Any
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 6)
         self.blocks = nn.ModuleList(Block(6, **block) for _ in range(3))
         self.head = nn.Linear(6, 11, bias=False)
-        self.scale = nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.ones(scales))
         self.skips = skips
         self.twice = self.adds_zeros = False
         self.is_reference = False
@@ -75,7 +77,7 @@ class Model(nn.Module):
                 # Torch's HSDP needs all ranks in the same order of units.
                 x = x + 0.0 * block(x) if self.is_reference and self.adds_zeros else x
                 continue
-            x = block(x) * self.scale[number]
+            x = block(x) * self.scale[number % len(self.scale)]
             if self.twice and number == 0:
                 x = block(x)
         logits: Tensor = self.head(x)

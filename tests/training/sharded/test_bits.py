@@ -45,10 +45,15 @@ def start(
 
 
 def run(
-    programs: ForkedPrograms, folder: Path, scenarios: list[str], nodes: int = 2, local: int = 2
+    programs: ForkedPrograms,
+    folder: Path,
+    scenarios: list[str],
+    nodes: int = 2,
+    local: int = 2,
+    program: str = PROGRAM,
 ) -> dict[str, list[str]]:
     """Run scenarios on nodes of ranks; returns what each rank found, by scenario."""
-    printed = start(programs, folder, PROGRAM, scenarios, nodes, local)
+    printed = start(programs, folder, program, scenarios, nodes, local)
     found: dict[str, list[str]] = {}
     for output in printed:
         for line in output.splitlines():

@@ -66,7 +66,6 @@ def backward(model: Any) -> None:
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "going_on": ({"going_on": True}, "restart from a checkpoint"),
     "stragglers": ({"stragglers": "drop"}, 'use stragglers="wait"'),
-    "local_updates": ({"update": gradlane.Local(steps=4)}, "or leave update out"),
     "update": ({"update": "server"}, 'use update="worker"'),
     "asgd": ({"update": "server", "strategy": "asgd"}, 'use update="worker"'),
     "scheme": ({"strategy": gradlane.Strategy("p3", scheme="sfb")}, "leave the scheme out"),
@@ -89,6 +88,37 @@ def test_options(name: str) -> None:
         model = sharded()
         with pytest.raises(gradlane.UsageError, match=words):
             opened.prepare(model, adam(model))
+
+
+@pytest.mark.parametrize(
+    ("local", "words"),
+    [
+        ({}, "parameter '0.weight' is torch.bfloat16, in which"),
+        ({"fragments": 3}, "the model has 2 layers with trained parameters"),
+    ],
+)
+def test_models_with_local_updates(local: dict[str, Any], words: str) -> None:
+    with session(update=gradlane.Local(steps=4, **local)) as opened:
+        model = sharded().bfloat16() if not local else sharded()
+        with pytest.raises(ValueError, match=words):
+            opened.prepare(model, adam(model))
+
+
+def test_codecs_with_local_updates_may_keep_residuals_and_go_by_names() -> None:
+    """What exact training refuses."""
+    codec = {"0.*": gradlane.codecs.TopK(ratio=0.1), "*": None}
+    with session(update=gradlane.Local(steps=2), codec=codec) as opened:
+        model = sharded()
+        optimizer = adam(model)
+        opened.prepare(model, optimizer)
+        for _ in range(3):
+            backward(model)
+            optimizer.step()
+        assert opened.step == 3 and opened.state_dict()["models"][0]["local_updates"]["step"] == 3
+        with pytest.raises(
+            gradlane.UsageError, match=r"fully_shard has sharded: .*scale each loss"
+        ):
+            opened.weight(3)
 
 
 @pytest.mark.parametrize(

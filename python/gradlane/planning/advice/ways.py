@@ -36,9 +36,13 @@ SPARSE_LOCALS = (Local(steps=32, outer=AVERAGE), Local(steps=128, outer=AVERAGE)
 SPARSE_RATIO = 0.02
 
 
-def sparse_codec(workers: int) -> str:
-    """Return SparseLoCo's codec, with room for all ranks' values on the way back."""
-    broadcast_ratio = min(1.0, SPARSE_RATIO * workers)
+def sparse_codec(copies: int) -> str:
+    """Return SparseLoCo's codec, with room for the values of all copies on the way back.
+
+    Args:
+        copies: of the model that train by themselves.
+    """
+    broadcast_ratio = min(1.0, SPARSE_RATIO * copies)
     return (
         f"topk:ratio={SPARSE_RATIO},broadcast_ratio={broadcast_ratio:g},"
         "bits=2,bucket=4096,decay=0.95"
@@ -123,9 +127,9 @@ def _candidates(base: Cluster, allowed: Sequence[str]) -> list[Cluster]:
     found = []
     if BITS in allowed:
         found += [replace(base, codec=codec) for codec in CODECS]
-    # The ranks of a node hold shards, of which no differences are taken yet.
-    if EXCHANGES in allowed and not base.sharded:
-        ways = [*LOCALS, *((local, sparse_codec(base.workers)) for local in SPARSE_LOCALS)]
+    if EXCHANGES in allowed:
+        copies = base.workers // (base.ranks_per_node if base.sharded else 1)
+        ways = [*LOCALS, *((local, sparse_codec(copies)) for local in SPARSE_LOCALS)]
         found += [replace(base, update=local, codec=codec) for local, codec in ways]
     return found
 

@@ -226,6 +226,13 @@ def simulate(
         ValueError: the cluster makes no sense.
     """
     check_rounds(replace(cluster, sharded=False) if cluster.strategy == DDP else cluster)
+    return _simulated(profile, cluster, is_traced)
+
+
+def _simulated(
+    profile: Profile, cluster: Cluster, is_traced: bool = False
+) -> tuple[SimulatedRow, dict[str, Any] | None]:
+    """Simulate a cluster that was checked, or a part of one."""
     if cluster.update is not None:
         return _local_row(profile, cluster), None
     if cluster.sharded:
@@ -240,7 +247,7 @@ def _local_row(profile: Profile, cluster: Cluster) -> SimulatedRow:
     """Simulate the exchanges of a round, each by itself, and put the mean step together."""
     assert cluster.update is not None
     local, exact = cluster.update, replace(cluster, update=None)
-    parts = [simulate(part, exact)[0] for part in fragment_profiles(profile, local)]
+    parts = [_simulated(part, exact)[0] for part in fragment_profiles(profile, local)]
     # Every exchange waits for the slowest rank.
     compute_s = profile.compute_s * (1.0 + cluster.compute_spread)
     step_s = local_step_s(compute_s, [part.step_s for part in parts], local)
@@ -248,6 +255,9 @@ def _local_row(profile: Profile, cluster: Cluster) -> SimulatedRow:
     sent = [part.tx_bytes_per_step or 0.0 for part in parts]
     tx_bytes = sum(sent) / local.steps
     encoded = _compression(profile, exact)
+    # Of a sharded model each node holds one copy.
+    copies = cluster.workers // (shards := cluster.ranks_per_node if cluster.sharded else 1)
+    outer_bytes = outer_state_bytes(profile, local, _choices(profile, exact), copies)
     return replace(
         parts[0],
         compression=round(encoded * local.steps, 2),
@@ -264,13 +274,13 @@ def _local_row(profile: Profile, cluster: Cluster) -> SimulatedRow:
         / step_s,
         tx_bytes_per_step=tx_bytes,
         update=local.text,
-        outer_bytes=outer_state_bytes(profile, local, _choices(profile, exact), cluster.workers),
+        outer_bytes=outer_bytes // shards,
     )
 
 
 def _sharded_row(profile: Profile, cluster: Cluster) -> SimulatedRow:
     """Simulate the nodes of a sharded model, each behind its port; DDP is torch's HSDP then."""
-    row = simulate(profile, columns_of(cluster))[0]
+    row = _simulated(profile, columns_of(cluster))[0]
     return replace(
         row,
         workers=cluster.workers,

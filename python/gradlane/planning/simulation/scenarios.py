@@ -223,6 +223,8 @@ def check_rounds(cluster: Cluster) -> None:
         features[Feature.LOCAL] = f"--update {cluster.update.text}"
     if cluster.sharded:
         features[Feature.FSDP] = "--sharded"
+        if cluster.update is None:
+            features[Feature.FSDP_EXACT] = "--sharded"
         if local_sums(cluster) != "off":
             features[Feature.NODES] = f"--strategy {name}"
         if cluster.servers is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,23 +24,20 @@ from torch.optim import Optimizer
 from gradlane.errors import GradlaneError, SessionClosedError, SessionFailedError, UsageError
 from gradlane.training.connection import SessionContext, shutdown_channel
 from gradlane.training.core import check_connected, translate_error
-from gradlane.training.local_updates.fragments import divide
 from gradlane.training.local_updates.outer_exchange import Occasion, OuterExchange, RankReport
 from gradlane.training.local_updates.outer_optimizer import OuterOptimizer
+from gradlane.training.local_updates.replica import Replica
 from gradlane.training.local_updates.rounds import FragmentProgress, Rounds
 from gradlane.training.local_updates.state import LocalState, UnderWay
 from gradlane.training.local_updates.step_hook import StepHook
 from gradlane.training.model.barrier import Barrier
-from gradlane.training.model.channel_setup import connect, schemes_of
+from gradlane.training.model.channel_setup import schemes_of
 from gradlane.training.model.consistency_check import compare_endings, tell_ending
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.residual_state import ResidualState
 from gradlane.training.model.several_optimizers import members_of
-from gradlane.training.model.validation import check_model
 from gradlane.training.options.local_updates import Local
 from gradlane.training.rendezvous.parameter_check import ParameterCheck
-from gradlane.training.rendezvous.rendezvous import RendezvousScope
-from gradlane.training.rendezvous.tensor_table import build_table
 
 _STEPS_KEPT = 64
 """Exchanges whose training step is remembered, for readings of the channel's counters."""
@@ -57,55 +54,42 @@ class LocalModel:
     def __init__(
         self,
         ctx: SessionContext,
-        meet: Callable[[], RendezvousScope],
+        replica: Replica,
         model: nn.Module,
         optimizer: Optimizer,
         local: Local,
     ) -> None:
-        """Agree with all ranks, connect, broadcast rank 0's values and follow the optimizer.
+        """Follow the optimizer.
 
         Args:
             ctx: the session's.
-            meet: opens a scope where the ranks agree.
+            replica: of the model, connected.
             model: the user's.
             optimizer: the user's.
             local: how often and how the ranks exchange.
-
-        Raises:
-            ValueError: the model or the optimizer cannot take part.
-            GradlaneError: the ranks differ, or cannot reach each other.
         """
         self.model = model
         self.optimizer = optimizer
         self._ctx = ctx
         self._local = local
-        scope = meet()
-        try:
-            check_model(model)
-            _check_dtypes(model)
-            trained = [entry for entry in build_table(model) if entry.trained]
-            self._fragments = divide(model, trained, local.fragments)
-        except ValueError as error:
-            scope.refuse(str(error))
-            raise
-        connected = self._connected = connect(ctx, scope, model, optimizer, "local")
+        self._replica = replica
+        connected = self._connected = replica.connected
         self.channel, self.codecs = connected.channel, connected.codecs
-        self._scope = scope
+        scope = self._scope = connected.scope
         self._trained = connected.spec.trained
         self._failure = FailureLatch()
-        self._form = _form(model)
+        self._fragments = replica.fragments
+        self._form = replica.form()
         self._rounds = Rounds(local)
         self._outer = OuterOptimizer(local, self._trained)
         self._exchange = OuterExchange(
-            connected, functools.partial(ctx.deadlocks.waiting, scope.name)
+            connected, functools.partial(ctx.deadlocks.waiting, replica.name)
         )
         self._under_way: UnderWay | None = None
         self._samples: int | None = None
         self.step = 0
         """Steps of this rank's optimizer."""
         self._steps_of_exchanges: dict[int, int] = {}
-        frozen = [entry for entry in connected.spec.entries if not entry.trained]
-        parameters = {id(one) for one in model.parameters()}
         common = [
             replace(entry, tensor=value)
             for entry, value in zip(self._trained, self._outer.common, strict=True)
@@ -113,7 +97,7 @@ class LocalModel:
         self._agreement = ParameterCheck(
             scope,
             common,
-            [entry for entry in frozen if id(entry.tensor) in parameters],
+            replica.frozen,
             ctx.options.check_every,
             0,
         )
@@ -121,7 +105,7 @@ class LocalModel:
             model,
             self.channel,
             self,
-            name=scope.name,
+            name=replica.name,
             tensors=[entry.name for entry in (*connected.spec.entries, *connected.extras)],
             codecs=self.codecs,
         )
@@ -130,6 +114,7 @@ class LocalModel:
             scope=scope,
             local=local,
             trained=self._trained,
+            shards=replica.shards,
             barrier=Barrier(self.channel, scope, ctx.options.network.progress_timeout_s),
             residuals=ResidualState(
                 channel=self.channel,
@@ -142,6 +127,7 @@ class LocalModel:
                 translating=self._translating,
                 ranks_per_residual=connected.ranks_each,
                 membership=ctx.membership,
+                ranks=replica.ranks,
             ),
             outer=self._outer,
             rounds=self._rounds,
@@ -219,7 +205,7 @@ class LocalModel:
             tell_ending(self._scope, self._exchange.step, None, self._agreement)
         if shutdown_channel(self._ctx, self.channel, self._watch, self._scope, timeout_s):
             if compares:
-                compare_endings(self._scope, self._agreement)
+                compare_endings(self._scope, self._agreement, self._replica.shards)
             self._scope.delete_keys()
             self.has_parted = True
 
@@ -297,6 +283,7 @@ class LocalModel:
 
     def _begin(self, fragments: Sequence[int], occasion: Occasion) -> None:
         """Send this rank's differences of some fragments."""
+        self._replica.settle()
         self._check_unchanged()
         samples = _samples_of([self._rounds.progress[number] for number in fragments])
         differences = {
@@ -323,7 +310,8 @@ class LocalModel:
         if under_way is None or under_way.means is not None:
             return
         with self._translating(f"waiting for the exchange after step {self.step}"):
-            means, told = self._exchange.wait()
+            means, reports = self._exchange.wait()
+        told = {self._replica.ranks[number]: report for number, report in reports.items()}
         self._judge(told)
         weights = [report.samples for report in told.values() if report.samples is not None]
         if weights and means:
@@ -338,6 +326,7 @@ class LocalModel:
         self._land()
         under_way, self._under_way = self._under_way, None
         assert under_way is not None and under_way.means is not None
+        self._replica.settle()
         for index, mean in under_way.means.items():
             self._outer.step(index, mean)
             self._outer.mix(index, share)
@@ -382,7 +371,7 @@ class LocalModel:
         Raises:
             UsageError: they were changed.
         """
-        now = _form(self.model)
+        now = self._replica.form()
         if now != self._form:
             name = next((name for name, _ in set(now.items()) ^ set(self._form.items())), "")
             raise UsageError(
@@ -430,25 +419,3 @@ def _samples_of(held: Sequence[FragmentProgress]) -> int | None:
                 "exchange: call it before each step, or before none"
             )
     return max(one.samples for one in held)
-
-
-def _form(model: nn.Module) -> dict[str, tuple[int, bool, Any, Any, Any]]:
-    """Return what must stay as it is of each parameter, by name."""
-    return {
-        name: (id(one), one.requires_grad, one.dtype, one.shape, one.device)
-        for name, one in model.named_parameters()
-    }
-
-
-def _check_dtypes(model: nn.Module) -> None:
-    """Check that differences of parameters keep their digits.
-
-    Raises:
-        ValueError: a trained parameter has 16 bits.
-    """
-    for name, one in model.named_parameters():
-        if one.requires_grad and one.dtype.itemsize == 2:
-            raise ValueError(
-                f"parameter {name!r} is {one.dtype}, in which what a few steps change is rounded "
-                "away: keep parameters in float32, and compute in 16 bits by torch.autocast"
-            )

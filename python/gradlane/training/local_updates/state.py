@@ -30,6 +30,9 @@ LOCAL = "local_updates"
 _FIXED = ("steps", "fragments", "overlap_steps")
 """Options that a round under way has to be finished with."""
 
+_WHOLE = [0, 1]
+"""The shard of a rank that has all of its model, and of states that say none."""
+
 
 @dataclass
 class UnderWay:
@@ -55,6 +58,7 @@ class LocalState:
         scope: RendezvousScope,
         local: Local,
         trained: Sequence[TensorEntry],
+        shards: int,
         barrier: Barrier,
         residuals: ResidualState,
         outer: OuterOptimizer,
@@ -66,6 +70,7 @@ class LocalState:
             scope: where the ranks agree.
             local: options of its rounds.
             trained: table entries of its trained parameters.
+            shards: consecutive ranks that hold the model together.
             barrier: where all ranks tell what they load.
             residuals: of its codecs.
             outer: common values and momentum.
@@ -74,6 +79,7 @@ class LocalState:
         self._rank_info = scope.rank_info
         self._local = local
         self._trained = trained
+        self._shard = [scope.rank_info.rank % shards, shards]
         self._barrier = barrier
         self._residuals = residuals
         self._outer = outer
@@ -97,6 +103,7 @@ class LocalState:
             }
         state[LOCAL] = {
             "options": asdict(self._local),
+            "shard": self._shard,
             "step": step,
             "rounds": self._rounds.state_dict(),
             "common": self._named(dict(enumerate(self._outer.common))),
@@ -122,16 +129,13 @@ class LocalState:
                 "this is no state of a session with update=gradlane.Local(...): to go on from "
                 "exact training, load the model and the optimizer alone"
             )
-        common, momentum = self._numbered(own["common"]), self._numbered(own["momentum"])
-        missing = [entry.name for i, entry in enumerate(self._trained) if i not in common]
-        if missing:
-            raise ValueError(
-                f"the state has no common value of {missing[0]!r}: is it another model's?"
-            )
         waiting = own["under_way"]
         is_common = waiting is None and not any(one["differs"] for one in own["rounds"]["progress"])
         self._check_options(own["options"], is_common)
+        if own.get("shard", _WHOLE) == self._shard:
+            self._check_values(own)
         self._agree(state, own, is_common)
+        common, momentum = self._numbered(own["common"]), self._numbered(own["momentum"])
         with torch.no_grad():
             for index, value in common.items():
                 self._outer.common[index].copy_(value)
@@ -146,6 +150,16 @@ class LocalState:
             return step, None
         means = {i: self._like(i, one) for i, one in self._numbered(waiting["means"]).items()}
         return step, UnderWay(list(waiting["fragments"]), int(waiting["due_step"]), means)
+
+    def _check_values(self, own: Mapping[str, Any]) -> None:
+        """Check that the values of a state are of this model's tensors, of each of them."""
+        self._numbered(own["momentum"])
+        common = self._numbered(own["common"])
+        missing = [entry.name for i, entry in enumerate(self._trained) if i not in common]
+        if missing:
+            raise ValueError(
+                f"the state has no common value of {missing[0]!r}: is it another model's?"
+            )
 
     def _check_options(self, saved: Mapping[str, Any], is_common: bool) -> None:
         """Check that a round that is under way can be finished with these options."""
@@ -171,9 +185,19 @@ class LocalState:
             "fits": _digest(entry.tensor for entry in self._trained) == own["parameters"],
             "digest": _digest([*own["common"].values(), *own["momentum"].values()]),
             "step": int(own["step"]),
+            "shard": own.get("shard", _WHOLE),
         }
         call = "session.load_state_dict()"
         told = [json.loads(one) for one in self._barrier.all_here(call, json.dumps(word))]
+        shards = self._shard[1]
+        for rank, one in enumerate(told):
+            if one["shard"] != [rank % shards, shards]:
+                held, among = one["shard"]
+                raise UsageError(
+                    f"{call} on rank {rank}, which holds shard {rank % shards} of {shards}, was "
+                    f"given shard {held} of {among}: load what a rank with the same shard has "
+                    "saved, or, in nodes of another size, the model and the optimizer alone"
+                )
         unfit = [rank for rank, one in enumerate(told) if not one["fits"]]
         if unfit:
             raise UsageError(
@@ -182,10 +206,14 @@ class LocalState:
                 "rank 0's, and before this"
             )
         for rank, one in enumerate(told):
-            if (one["digest"], one["step"]) != (told[0]["digest"], told[0]["step"]):
+            # Of another shard nothing but the step is alike.
+            first = told[rank % shards]
+            if one["digest"] != first["digest"] or one["step"] != told[0]["step"]:
+                other = rank % shards if one["step"] == told[0]["step"] else 0
                 raise UsageError(
-                    f"{call}: the states of ranks 0 and {rank} have other common values (steps "
-                    f"{told[0]['step']} and {one['step']}); load what was saved at the same step"
+                    f"{call}: the states of ranks {other} and {rank} have other common values "
+                    f"(steps {told[other]['step']} and {one['step']}); load what was saved at the "
+                    "same step"
                 )
         if not all(one["is_own"] for one in told) and not all(one["is_common"] for one in told):
             raise UsageError(

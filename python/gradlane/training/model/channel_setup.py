@@ -202,7 +202,7 @@ def connect(
         staging,
         ranks_each_of(opened),
     )
-    _run_step_0(ctx, connected, spreads=spreads)
+    run_step_0(ctx, connected, first=ctx.rank_info.rank == 0, spreads=spreads)
     return connected
 
 
@@ -299,14 +299,26 @@ def _carrier(
     return carrier_for(channel, {**trained, **beside}, staging_failed, zeroes=zeroes)
 
 
-def _run_step_0(ctx: SessionContext, connected: Connected, *, spreads: bool) -> None:
-    """Run step 0, or tell all ranks why it failed."""
+def run_step_0(
+    ctx: SessionContext, connected: Connected, *, first: bool, spreads: bool = True
+) -> None:
+    """Run step 0, or tell all ranks why it failed.
+
+    Args:
+        ctx: the session's.
+        connected: its channel, on which no step has begun.
+        first: whether this rank's values are broadcast.
+        spreads: whether any rank's are.
+
+    Raises:
+        GradlaneError: a rank was lost.
+    """
     everything = [*connected.spec.entries, *connected.extras]
     try:
         if spreads:
             connected.carrier.broadcast_initial(
                 everything,
-                first=ctx.rank_info.rank == 0,
+                first=first,
                 without=connected.layout.factored.keys(),
             )
         else:

@@ -521,11 +521,16 @@ def tell_ending(
         scope.put(f"ending/{scope.rank_info.rank}", json.dumps(told))
 
 
-def compare_endings(scope: RendezvousScope, agreement: ParameterCheck) -> None:
+def compare_endings(scope: RendezvousScope, agreement: ParameterCheck, shards: int = 1) -> None:
     """Compare all ranks' last steps, on rank 0, once all have said goodbye.
 
     Parameters that differ are a warning: a program may have changed those of one rank since the
     last step, for an export for example.
+
+    Args:
+        scope: where the ranks have met.
+        agreement: knows the tensors of their last samples.
+        shards: consecutive ranks that hold a model together, each other parameters.
 
     Raises:
         SessionFailedError: the ranks ended the last step differently.
@@ -545,8 +550,11 @@ def compare_endings(scope: RendezvousScope, agreement: ParameterCheck) -> None:
     step = lanes[0][0]
     statuses = [RankStatus(StepEnding(ending), False, digest) for _, ending, digest, _ in lanes]
     check_endings(dict(enumerate(statuses)), step)
-    difference = agreement.closing_difference([lane[3] for lane in lanes])
-    if difference:
+    for first in range(shards):
+        column = range(first, rank_info.world_size, shards)
+        difference = agreement.closing_difference({rank: lanes[rank][3] for rank in column})
+        if not difference:
+            continue
         log.warning(
             "as the session closes after step %d, %s: a rank has loaded or changed them by itself, "
             "and what the ranks trained since is not one model; load on all ranks, or before "

@@ -67,6 +67,7 @@ class ResidualState:
         ranks_per_residual: int = 1,
         membership: Membership,
         gather: Callable[[Sequence[int]], list[list[int]]] | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         """Find the tensors whose codecs keep a residual.
 
@@ -85,6 +86,7 @@ class ResidualState:
             membership: the ranks that train.
             gather: gathers whole numbers of all members, where training goes on without lost
                 ranks; None: it does not.
+            ranks: of the world, by their numbers on the channel; None: all.
         """
         self._channel = channel
         self._scope = scope
@@ -98,13 +100,12 @@ class ResidualState:
         self._ranks_per_residual = ranks_per_residual
         self._membership = membership
         self._gather = gather
+        self._ranks = range(scope.rank_info.world_size) if ranks is None else ranks
         self._begin = channel.step_barrier if leaves_out else channel.step_begin
         self._kept = [
             index
             for index, choice in enumerate(choices)
-            if choice.facts is not None
-            and choice.facts.residual_width > 0
-            and scope.rank_info.world_size > 1
+            if choice.facts is not None and choice.facts.residual_width > 0 and len(self._ranks) > 1
         ]
         self._widths = {
             index: choices[index].facts.residual_width  # type: ignore[union-attr]
@@ -366,10 +367,11 @@ class ResidualState:
 
     def _of_owners(self) -> dict[int, Tensor]:
         """Have the owners broadcast their residuals, 16-bit tensors in two halves."""
-        rank_info, may_be_lost = self._scope.rank_info, self._gather is not None
+        number = self._ranks.index(self._scope.rank_info.rank)
+        may_be_lost = self._gather is not None
 
         def gives(index: int) -> bool:
-            return may_be_lost or index % rank_info.world_size == rank_info.rank
+            return may_be_lost or index % len(self._ranks) == number
 
         def read(part: int, indices: Sequence[int]) -> dict[int, Tensor]:
             landings = {index: self._empty(index) for index in indices}

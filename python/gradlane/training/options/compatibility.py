@@ -76,6 +76,11 @@ class Feature(enum.Enum):
         "prepare the bare model",
         When.PREPARE,
     )
+    FSDP_EXACT = (
+        "prepare() of a model that fully_shard has sharded, without update=gradlane.Local(...)",
+        "open the session with update=gradlane.Local(...)",
+        When.PREPARE,
+    )
     SECOND = (
         "prepare() of a second model",
         "prepare one module that holds both, such as nn.ModuleDict",
@@ -280,7 +285,6 @@ ROWS = (
     PairRow(_F.DEFER, _F.LOCAL, CANNOT, "no update waits for a mean", "leave defer out"),
     PairRow(_F.BUFFERS, _F.LOCAL, NOT_BUILT, "buffers stay each rank's own", 'give buffers="local", and average them where all ranks meet'),
     PairRow(_F.BUFFERS, _F.ASGD, CANNOT, "the ranks are in different steps, and there is no mean of their buffers", 'give buffers="local", and exchange them where all ranks meet'),
-    PairRow(_F.FSDP, _F.LOCAL, NOT_BUILT, "differences are taken of whole parameters, and each rank of a node has a shard", "prepare the bare model, or leave update out"),
     PairRow(_F.FSDP, _F.GOING_ON, NOT_BUILT, "the ranks of a node hold a part of the model each, and none can go on without the others", "open the session without it and restart from a checkpoint"),
     PairRow(_F.FSDP, _F.STRAGGLERS, NOT_BUILT, "each shard would leave out other ranks"),
     PairRow(_F.FSDP, _F.SERVER, CANNOT, "FSDP gathers the parameters that ranks update"),
@@ -290,8 +294,8 @@ ROWS = (
     PairRow(_F.FSDP, _F.SERVING, NOT_BUILT, "the ranks that hold a shard own its slices"),
     PairRow(_F.FSDP, _F.NODES, CANNOT, "the ranks of a node hold different shards, so there is nothing that they could add up", "leave local out"),
     PairRow(_F.FSDP, _F.CHECKPOINTS, NOT_BUILT, "its files hold whole models", "use torch.distributed.checkpoint with get_state_dict(model, optimizer), as with FSDP alone"),
-    PairRow(_F.FSDP, _F.PATTERNS, NOT_BUILT, "the gradients of a unit travel as one"),
-    PairRow(_F.FSDP, _F.RESIDUAL, NOT_BUILT, "it keeps what it has lost, and checkpoints of torch have no place for that"),
+    PairRow(_F.FSDP_EXACT, _F.PATTERNS, NOT_BUILT, "the gradients of a unit travel as one"),
+    PairRow(_F.FSDP_EXACT, _F.RESIDUAL, NOT_BUILT, "it keeps what it has lost, and checkpoints of torch have no place for that"),
     PairRow(_F.FSDP, _F.DEFER_TRUE, CANNOT, "gradients are the means when backward() returns, and step() is torch's own"),
     PairRow(_F.FSDP, _F.BUFFERS, NOT_BUILT, "FSDP leaves buffers to each rank", 'give buffers="local", and average them where the program needs it'),
     PairRow(_F.FSDP, _F.PLAN, NOT_BUILT, "plans know whole models, whose gradients are sent in each step"),

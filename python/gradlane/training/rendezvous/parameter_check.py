@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -201,18 +201,25 @@ class ParameterCheck:
             found.append(values)
         return found
 
-    def closing_difference(self, told: Sequence[Sequence[int | None]]) -> str:
+    def closing_difference(self, told: Mapping[int, Sequence[int | None]]) -> str:
         """Return a sentence on the first difference between closing samples; empty: none.
 
         Args:
-            told: by rank; all ranks have taken the same number of steps.
+            told: by rank; all ranks have taken the same number of steps. Ranks of another shard
+                than this one's may have other tensors, of which none is named.
         """
-        for other, theirs in enumerate(told):
-            for group, first, second in zip(self._closing_groups(), told[0], theirs, strict=False):
-                if first != second and first is not None and second is not None:
+        first_rank, own = next(iter(told.items()))
+        groups = self._closing_groups() if self._scope.rank_info.rank in told else None
+        for other, theirs in told.items():
+            for at, (first, second) in enumerate(zip(own, theirs, strict=False)):
+                if first == second or first is None or second is None:
+                    continue
+                what = "a shard"
+                if groups is not None:
+                    group = groups[at]
                     more = f", or of the {len(group) - 1} after it," if len(group) > 1 else ""
-                    where = f"between rank 0 and rank {other}"
-                    return f"values of {group[0].name!r}{more} differ {where}"
+                    what = f"{group[0].name!r}{more}"
+                return f"values of {what} differ between rank {first_rank} and rank {other}"
         return ""
 
     def _closing_groups(self) -> list[Sequence[TensorEntry]]:

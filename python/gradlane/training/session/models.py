@@ -16,6 +16,8 @@ from gradlane.errors import GradlaneError, UsageError
 from gradlane.formats.link_report import LinkReport
 from gradlane.training.connection import SessionContext
 from gradlane.training.local_updates.local_model import LocalModel
+from gradlane.training.local_updates.replica import connect_model
+from gradlane.training.local_updates.shards import connect_shards
 from gradlane.training.model.buffers import MODES
 from gradlane.training.model.optimizers import evaluates_closure, steps_per_parameter
 from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
@@ -33,7 +35,8 @@ from gradlane.training.session import after_close
 from gradlane.training.session.joining import Joins
 from gradlane.training.session.world import World
 from gradlane.training.sharded.fsdp import ShardedUnit, is_sharded
-from gradlane.training.sharded.model import ShardedModel, read_sharded
+from gradlane.training.sharded.model import ShardedModel
+from gradlane.training.sharded.units import read_sharded
 from gradlane.training.torch_internals import check_torch
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
@@ -115,12 +118,12 @@ class PreparedModels:
         """Connect a model and its optimizer, or optimizers, to all ranks."""
         check_torch()
         optimizer: Any = as_one(given)
-        if is_sharded(model):
-            self._prepare_sharded(model, optimizer, defer, buffers, plan)
-            return model, given
         local = self._ctx.options.local_updates
         if local is not None:
             self._prepare_local(model, optimizer, local, defer=defer, buffers=buffers, plan=plan)
+            return model, given
+        if is_sharded(model):
+            self._prepare_sharded(model, optimizer, defer, buffers, plan)
             return model, given
         if self._ctx.membership.lacks_ranks:
             # On all ranks alike, and the lost ones come to no meeting.
@@ -254,30 +257,45 @@ class PreparedModels:
         buffers: str,
         plan: PlanArgument,
     ) -> None:
-        """Connect the model that each rank trains by itself.
+        """Connect the model that each rank, or the ranks of each node, train by themselves.
 
         Raises:
             UsageError: a call or an argument does not go with that.
         """
+        ctx = self._ctx
+        units: list[ShardedUnit] = []
         unable: ValueError | GradlaneError | None = None
         try:
             check_arguments(model, optimizer)
             self._check_asked(model, optimizer, defer, buffers, plan)
+            if is_sharded(model):
+                units = read_sharded(ctx, model, optimizer)
         except (GradlaneError, ValueError) as error:
             # The others are on their way to the meeting, and hear of it there.
             unable = error
         agree_on_plan(self._meet(), None, {}, unable)
-        self.local = LocalModel(self._ctx, self._meet, model, optimizer, local)
+        scope = self._meet()
+        replica = (
+            connect_shards(ctx, scope, model, optimizer, local, units)
+            if units
+            else connect_model(ctx, scope, model, optimizer, local)
+        )
+        self.local = LocalModel(ctx, replica, model, optimizer, local)
         for member in members_of(optimizer):
             after_close.forget(member)
         own = [name for name, _ in model.named_buffers()]
-        if own and buffers != "local" and self._ctx.rank_info.world_size > 1:
+        if own and buffers != "local" and ctx.rank_info.world_size > 1:
             warnings.warn(
                 f"buffers={buffers!r} with update=gradlane.Local(...): {own[0]!r} and all other "
                 'buffers stay each rank\'s own; give buffers="local" to say that this is meant',
                 UserWarning,
                 stacklevel=4,
             )
+
+    @property
+    def has_sharded(self) -> bool:
+        """Whether `fully_shard` has sharded one of the models."""
+        return bool(self.sharded) or (self.local is not None and is_sharded(self.local.model))
 
     @property
     def _features(self) -> dict[Feature, str]:
@@ -310,6 +328,11 @@ class PreparedModels:
             feature: words
             for feature, is_given, words in (
                 (Feature.FSDP, is_sharded(model), Feature.FSDP.label),
+                (
+                    Feature.FSDP_EXACT,
+                    is_sharded(model) and self._ctx.options.local_updates is None,
+                    Feature.FSDP.label,
+                ),
                 (Feature.CLOSURE, evaluates, Feature.CLOSURE.label),
                 (Feature.PLAN, plan is not None, f"prepare(plan={plan!r})"),
                 (Feature.PLAN_RULE, rule, f"prepare(plan={plan!r})"),
@@ -336,7 +359,7 @@ class PreparedModels:
             UsageError: it does not.
         """
         among = self._features
-        if bool(self.sharded) if is_sharded is None else is_sharded:
+        if self.has_sharded if is_sharded is None else is_sharded:
             among[Feature.FSDP] = "a model that fully_shard has sharded"
         if any(one.evaluates_closure for one in self.prepared):
             among[Feature.CLOSURE] = Feature.CLOSURE.label

@@ -51,6 +51,7 @@ from gradlane.training.session.pace import BatchType, at_pace
 from gradlane.training.session.parts import SessionParts
 from gradlane.training.session.planning_calls import PlanningCalls
 from gradlane.training.session.world import World
+from gradlane.training.sharded.fsdp import is_sharded
 
 _STATE_VERSION = 1
 _TOLD_EVERY_S = 0.5
@@ -349,7 +350,7 @@ class Session:
             GradlaneError: the session has failed.
         """
         self._ending.check_open()
-        sharded = model is None and bool(self._models.sharded)
+        sharded = self._models.has_sharded if model is None else is_sharded(model)
         self._models.check_call(Feature.WEIGHT, is_sharded=sharded)
         if not (isinstance(samples, int) and 0 <= samples <= _SAMPLES_MAX):
             raise ValueError(f"weight({samples!r}): give a number of samples, 0 to 2^46")

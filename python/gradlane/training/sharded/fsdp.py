@@ -157,6 +157,11 @@ class ShardedUnit:
         trained = {one.number: one for one in self.trained}
         return [trained[number] for number in order or sorted(trained) if number in trained]
 
+    def reshard(self) -> None:
+        """Have the module hold shards, where a forward has left whole parameters in their place."""
+        if self._group.is_unsharded:
+            self.module.reshard()
+
     def set_hook(self, hook: ReduceHook | None) -> None:
         """Have FSDP call a hook, or none."""
         self.module.set_all_reduce_hook(hook)

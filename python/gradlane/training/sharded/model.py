@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from gradlane.errors import GradlaneError, SessionClosedError, SessionFailedError, UsageError
 from gradlane.training.connection import SessionContext, open_column, shutdown_channel
 from gradlane.training.core import Channel, translate_error
-from gradlane.training.model.optimizers import check_optimizer
-from gradlane.training.model.several_optimizers import members_of, name_of
+from gradlane.training.model.several_optimizers import members_of
 from gradlane.training.options.codec_choice import (
     CodecChoice,
     choose_codecs,
@@ -29,78 +28,14 @@ from gradlane.training.options.codec_choice import (
 )
 from gradlane.training.options.strategy import RING, ring_ranks
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
-from gradlane.training.rendezvous.tensor_table import TensorEntry, extra_entry, state_entry
+from gradlane.training.rendezvous.tensor_table import TensorEntry, extra_entry
 from gradlane.training.sharded.column import ColumnCalls, ColumnChannel, column_of
-from gradlane.training.sharded.fsdp import (
-    ShardedUnit,
-    local_of,
-    parameters_outside,
-    read_units,
-)
+from gradlane.training.sharded.fsdp import ShardedUnit
 from gradlane.training.sharded.rounds import GradientRounds
 from gradlane.training.sharded.status import StatusNumbers
+from gradlane.training.sharded.units import agree_on_units, initial_entries
 
 _STATUS = "(status)"
-
-
-def read_sharded(ctx: SessionContext, model: nn.Module, optimizer: Optimizer) -> list[ShardedUnit]:
-    """Return a sharded model's units, checked on this rank.
-
-    Raises:
-        UsageError: torch lacks what is needed, or the model is sharded in a way that cannot be
-            averaged between nodes; the message says what to write.
-        ValueError: the optimizer does not fit the model.
-    """
-    units = read_units(model)
-    if not units:
-        raise UsageError(
-            "the sharded model has no trained parameter (requires_grad=True): train one, or do "
-            "without prepare()"
-        )
-    for unit in units:
-        _check_unit(ctx, unit)
-    outside = parameters_outside(model, units)
-    if outside:
-        raise UsageError(
-            f"parameter {outside[0]!r} is in no unit of fully_shard, so that torch averages its "
-            "gradient on no rank: call fully_shard on the whole model, too, and give it no "
-            "ignored_params that are trained"
-        )
-    entries = [extra_entry(one.name, one.parameter) for unit in units for one in unit.trained]
-    check_optimizer(optimizer, entries)
-    return units
-
-
-def _check_unit(ctx: SessionContext, unit: ShardedUnit) -> None:
-    mesh, rank_info = unit.mesh, ctx.rank_info
-    if unit.replicates or mesh.ndim != 1:
-        names = mesh.mesh_dim_names
-        within = f"mesh[{names[-1]!r}]" if names else 'mesh["shard"], of named dimensions'
-        raise UsageError(
-            f"unit {unit.name!r} is on a mesh of {mesh.ndim} dimensions ({mesh}): torch would "
-            "average between nodes, or shard in two ways; call fully_shard(module, mesh="
-            f"{within}), the dimension within the node, and gradlane averages between nodes"
-        )
-    shards = mesh.size()
-    if rank_info.world_size % shards or mesh.get_local_rank() != rank_info.rank % shards:
-        raise UsageError(
-            f"unit {unit.name!r} is sharded over {shards} ranks, of which rank {rank_info.rank} of "
-            f"{rank_info.world_size} is number {mesh.get_local_rank()}: give fully_shard the mesh "
-            'of the consecutive ranks of one node, such as init_device_mesh("cpu", (nodes, '
-            'ranks_per_node), mesh_dim_names=("node", "shard"))["shard"]'
-        )
-    if unit.is_hooked:
-        raise UsageError(
-            f"unit {unit.name!r} has an all-reduce hook already, of another session or of the "
-            "program (set_all_reduce_hook): close that session, or leave the hook out"
-        )
-    devices = {local_of(one.parameter).device.type for one in unit.parameters}
-    if devices != {"cpu"}:
-        raise UsageError(
-            f"unit {unit.name!r} is on {', '.join(sorted(devices))}: sharded models are averaged "
-            "on the CPU so far; use native HSDP there (a mesh of two dimensions, without "
-            "session.prepare)"
-        )
 
 
 class ShardedModel:
@@ -142,13 +77,13 @@ class ShardedModel:
             extra_entry(unit.name, torch.empty(unit.elements, dtype=dtype, device="cpu"))
             for unit, dtype in zip(units, dtypes, strict=True)
         ]
-        initial = _initial_entries(model, units)
+        initial = initial_entries(model, units)
         try:
             self.codecs = self._choose_codecs(buffers)
         except (ValueError, UsageError) as error:
             scope.refuse(str(error))
             raise
-        self._agree(dtypes, shards)
+        agree_on_units(ctx, scope, optimizer, units)
         status = StatusNumbers([one.name for unit in units for one in unit.trained])
         rows = [
             {"name": _STATUS, "numel": status.count, "dtype": "f64", "role": "parameter"},
@@ -249,22 +184,6 @@ class ShardedModel:
             raise ValueError(unused)
         return choices
 
-    def _agree(self, dtypes: Sequence[torch.dtype], shards: int) -> None:
-        """Compare the model, the units and the options of all ranks, also of other columns."""
-        options = {
-            **self._ctx.options.agreed(),
-            "world_size": self._ctx.rank_info.world_size,
-            "optimizer": name_of(self.optimizer),
-            "shards": shards,
-            "units": [[unit.name, str(one)] for unit, one in zip(self._units, dtypes, strict=True)],
-        }
-        tensors = [
-            {**extra_entry(one.name, one.parameter).row(), "unit": unit.name}
-            for unit in self._units
-            for one in unit.trained
-        ]
-        self._scope.agree({"options": options, "tensors": tensors})
-
     def _broadcast_initial(
         self, buffers: Sequence[TensorEntry], initial: Sequence[TensorEntry]
     ) -> None:
@@ -333,19 +252,6 @@ class ShardedModel:
             unit.set_hook(None)
         for handle in self._handles:
             handle.remove()
-
-
-def _initial_entries(model: nn.Module, units: Sequence[ShardedUnit]) -> list[TensorEntry]:
-    """Return what step 0 broadcasts: shards of this rank, parameters in no unit, and buffers."""
-    shards = {id(one.parameter) for unit in units for one in unit.parameters}
-    found = [
-        state_entry(one.name, local_of(one.parameter)) for unit in units for one in unit.parameters
-    ]
-    others = [*model.named_parameters(), *model.named_buffers()]
-    found += [
-        state_entry(name, local_of(tensor)) for name, tensor in others if id(tensor) not in shards
-    ]
-    return [entry for entry in found if entry.nbytes]
 
 
 def _dense(entry: TensorEntry) -> Tensor:
