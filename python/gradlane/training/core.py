@@ -19,6 +19,9 @@ CoreRow = tuple[tuple[int, int], str, str, int, int, tuple[int, int, int], int, 
 """((begin, end) in ns, "tx", "rx" or "work", kind, peer, step, (tensor, slice, offset), bytes,
 priority): a frame or job that the core has recorded."""
 
+BLOCK_MOST_BYTES = 2**32 - 16
+"""Bytes that a block may have: frames say its size in 32 bits."""
+
 
 class Listener(Protocol):
     """A bound, listening socket."""

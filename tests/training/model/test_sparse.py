@@ -320,7 +320,6 @@ def test_embeddings_say_that_their_gradients_are_sparse() -> None:
             "servers there, and rows are not added up there",
         ),
         ({"stragglers": "drop"}, 'stragglers="drop": a dense mean is made of the ranks in time'),
-        ({"local": "leader"}, 'which rows do not: use local="off"'),
     ],
 )
 def test_where_rows_do_not_travel_they_go_dense_and_sparse_adam_is_refused(
@@ -384,23 +383,11 @@ def test_too_many_rows_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
 @needs_core
 @pytest.mark.parametrize(
     ("inner", "optimizer", "schemes"),
-    [
-        # The matrix is more bytes than the embedding: sums on nodes save more than rows.
-        (1024, "sgd", ["ps", "ps", "ps"]),
-        (8, "sgd", ["rows", "ps", "ps"]),
-        (0, "sparse-adam", ["rows"]),
-    ],
+    [(1024, "sgd", ["rows", "ps", "ps"]), (0, "sparse-adam", ["rows"])],
 )
-def test_nodes_add_up_where_that_is_fewer_bytes(
+def test_rows_travel_from_nodes_whose_other_gradients_add_up(
     pool: RankPool, inner: int, optimizer: str, schemes: list[str]
 ) -> None:
     found = pool.run(f"{MODULE}:on_nodes", inner=inner, optimizer_name=optimizer)
     assert [list(one["schemes"].values()) for one in found] == [schemes] * 4
     assert len({one["digest"] for one in found}) == 1
-
-
-@needs_core
-def test_sums_on_nodes_that_were_asked_for_exclude_sparse_adam(pool: RankPool) -> None:
-    scenario = f"{MODULE}:on_nodes"
-    for one in pool.run(scenario, inner=0, optimizer_name="sparse-adam", local="leader"):
-        assert 'local="leader": the ranks of a node add up first' in one["refused"]

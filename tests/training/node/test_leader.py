@@ -64,7 +64,7 @@ def test_a_step_begins_when_the_norm_of_the_one_before_is_known() -> None:
     link: Any = SimpleNamespace(layout=NodeLayout(2, 1, 0, 0, 1))
     core: Any = SimpleNamespace(ChannelError=ConnectionError)
     stub: Any = channel
-    leader = NodeLeader(core, stub, link, [], sink, None, 0, goes_on=False)
+    leader = NodeLeader(core, stub, link, [], {}, sink, None, 0, goes_on=False)
     leader.begin_step(1)
     leader.measure_squares(1, 1)
     leader.end_step(1)

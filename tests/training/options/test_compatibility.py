@@ -37,7 +37,8 @@ OPTIONS: dict[Feature, list[dict[str, Any]]] = {
     F.RING: [{"strategy": "ring"}, {"scheme": "ring"}],
     F.PULLS: [{"strategy": "kvstore"}, {"strategy": "deferred-pull"}],
     F.ASGD: [{"strategy": "asgd"}],
-    F.FACTORS: [{"scheme": "sfb"}, {"scheme": "adam"}],
+    F.FACTORS: [{"scheme": "sfb"}],
+    F.ONE_OWNER: [{"scheme": "adam"}],
     F.SERVER: [{"update": "server"}],
     F.LOCAL: [{"update": gradlane.Local(steps=2)}],
     F.STRAGGLERS: [{"stragglers": "drop"}, {"stragglers": "backup=1"}],
@@ -60,6 +61,7 @@ OPTIONS: dict[Feature, list[dict[str, Any]]] = {
 }
 """How each option is asked for."""
 IMPLIED: list[tuple[set[Feature], Feature]] = [
+    ({F.ONE_OWNER}, F.FACTORS),
     ({F.DGC}, F.RESIDUAL),
     ({F.INTEGER_RING}, F.RING),
     ({F.RESIDUAL}, F.CODEC),

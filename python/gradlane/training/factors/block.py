@@ -202,8 +202,8 @@ def _expected_bytes(
         return shape.numel() * dtype.itemsize
     if kind == _LINEAR and len(shape) == 2:
         return rows * (shape[0] + shape[1]) * values_dtype.itemsize
-    if kind == _ROWS and len(shape) > 0 and values_dtype == dtype:
-        return rows * _row_bytes(shape, dtype)
+    if kind == _ROWS and len(shape) > 0:
+        return rows * _row_bytes(shape, values_dtype)
     return -1
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from gradlane.training.core import BLOCK_MOST_BYTES
 from gradlane.training.factors.block import Part, block_bytes
 from gradlane.training.factors.capture import can_factor, own_factors
 from gradlane.training.factors.rebuild import rebuild
@@ -30,8 +31,6 @@ _BLOCK_ELEMENT_BYTES = 4
 _DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 _SENT_AS = {codec: _DTYPES[codec] for codec in ROUNDING}
 """What factors travel in under a codec."""
-BLOCK_MOST_BYTES = 2**32 - 16
-"""Bytes that a block may have: frames say its size in 32 bits."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from gradlane.training.core import BLOCK_MOST_BYTES
 from gradlane.training.factors.block import Part, TouchedRows, can_travel, most_rows_bytes
-from gradlane.training.factors.factored_weights import BLOCK_MOST_BYTES, Factored
+from gradlane.training.factors.factored_weights import Factored
 from gradlane.training.factors.rebuild import mean_of_rows, sparse_of
 from gradlane.training.log import log
 from gradlane.training.options.compatibility import Feature, conflict

@@ -21,8 +21,6 @@ from gradlane.training.connection import (
     ranks_each_of,
 )
 from gradlane.training.core import Channel, CoreModule, check_connected, translate_error
-from gradlane.training.factors.rows import RowSparse
-from gradlane.training.log import log
 from gradlane.training.model.joined_gradients import choose_groups
 from gradlane.training.model.optimizers import evaluates_closure
 from gradlane.training.model.served_parameters import ServedParameters
@@ -33,15 +31,13 @@ from gradlane.training.model.verification import ModelSpec, verify_model_across_
 from gradlane.training.monitoring.recorder import ModelRecording
 from gradlane.training.node.channel import NodeChannel
 from gradlane.training.node.collective_carrier import CollectiveCarrier
-from gradlane.training.node.layout import NodeLayout
-from gradlane.training.node.opening import rows_obstacle
 from gradlane.training.options.codec_choice import CodecChoice, rows_with_codecs
 from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.going_on import STATUS_LANES, STATUS_LANES_LEAST
 from gradlane.training.options.strategy import FACTOR_SCHEMES, RING
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.serving import check_codecs_served
-from gradlane.training.rendezvous.tensor_table import TensorEntry, names_of
+from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 
 class StagingFailures:
@@ -137,8 +133,6 @@ def connect(
     """
     spec = verify_model_across_ranks(ctx, scope, model, optimizer, buffers, checked)
     nodes = node_layout(ctx, scope)
-    if nodes is not None:
-        spec = _for_nodes(spec, nodes, ctx.rank_info.rank)
     serves = ctx.options.update == "server"
     # Servers update a step's parameters before they have read statuses; and those of ranks that are
     # left out of a step would be missing.
@@ -236,36 +230,6 @@ def _plan_rows(
     for index, one in spec.factored.items():
         rows[index] = one.plan_row()
     return rows_with_codecs(rows, [entry.coded() for entry in spec.trained], spec.codecs)
-
-
-def _for_nodes(spec: ModelSpec, nodes: NodeLayout, rank: int) -> ModelSpec:
-    """Return a model with dense gradients where rows would cost more than sums on nodes save.
-
-    Rows are not added up on nodes, and neither is anything else of a model that sends some:
-    everything but the rows then goes through a node's port once for each of its ranks. Rows count
-    for nothing here, since their number is not known yet.
-    """
-    sparse = [one for one in spec.factored.values() if isinstance(one, RowSparse)]
-    if not sparse or any(one.is_needed for one in sparse):
-        return spec
-    sparse_bytes = sum(one.entry.nbytes for one in sparse)
-    other_bytes = sum(entry.nbytes for entry in spec.trained) - sparse_bytes
-    dense = spec.with_dense_rows()
-    if sparse_bytes > (nodes.local_size - 1) * other_bytes or rows_obstacle(
-        _plan_rows(dense), nodes
-    ):
-        return spec
-    if rank == 0:
-        log.info(
-            "the sparse gradients of %s travel dense (%.3g MB): the ranks of a node add up first, "
-            "which rows do not, and the rest of the model (%.3g MB) would go %d times through each "
-            'port (local="off" sends rows)',
-            names_of([one.entry for one in sparse]),
-            sparse_bytes / 1e6,
-            other_bytes / 1e6,
-            nodes.local_size,
-        )
-    return dense
 
 
 def schemes_of(ctx: SessionContext, spec: ModelSpec) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,7 @@ from gradlane.training.factors.factored_weights import (
     with_dtypes,
     without_codecs,
 )
-from gradlane.training.factors.rows import RowSparse, choose_row_sparse
+from gradlane.training.factors.rows import choose_row_sparse
 from gradlane.training.log import log
 from gradlane.training.model.optimizers import (
     check_optimizer,
@@ -66,13 +66,6 @@ class ModelSpec:
     def codecs(self) -> list[CodecChoice]:
         """How each trained tensor is encoded."""
         return without_codecs(self.chosen_codecs, self.factored)
-
-    def with_dense_rows(self) -> ModelSpec:
-        """Return the same model with sparse gradients that are sent dense."""
-        factored = {
-            index: one for index, one in self.factored.items() if not isinstance(one, RowSparse)
-        }
-        return replace(self, factored=factored)
 
     @property
     def trained(self) -> list[TensorEntry]:

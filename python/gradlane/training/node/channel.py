@@ -3,8 +3,9 @@
 It implements the core's `Channel` protocol. A gradient goes to the node leaders of its parts. Once
 all ranks of the node have contributed, the leader submits the node's mean to the channel between
 nodes, and the result lands on every rank of the node. All ranks copy the same bytes and so have the
-same bits. Gradients that collectives add up reach the leader through `CollectiveQueue` instead;
-step 0 and tensors that are not gradients never do.
+same bits. Blocks are collected by the leader, sent as one, and copied by every rank. Gradients that
+collectives add up reach the leader through `CollectiveQueue` instead; step 0 and tensors that are
+not gradients never do.
 
 A rank that ends without a goodbye fails the channel at once, on its node and, through the leaders,
 on all others. A rank whose process stands still fails it after the silence timeout. Where training
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from gradlane.formats.longer_waits import CLOSE, PROGRESS, SILENCE
 from gradlane.training.core import CoreChannel, CoreModule, MembershipRow, SquareSum
+from gradlane.training.node.blocks import ABSENT, GatheredBlocks
 from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.devices import ON_HOST, SumBackend
 from gradlane.training.node.failure import Failure, KeepaliveMonitor
@@ -46,9 +48,9 @@ from gradlane.training.node.link import (
     LocalLink,
     Message,
 )
-from gradlane.training.node.parts import TensorPart
+from gradlane.training.node.parts import TensorPart, node_block_most_bytes
 from gradlane.training.node.reports import ChannelReports
-from gradlane.training.node.sums import copy
+from gradlane.training.node.sums import Memory, copy
 from gradlane.training.node.unsupported_calls import UnsupportedCalls
 from gradlane.training.node.wait_stats import WaitStats
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
@@ -67,6 +69,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         link: LocalLink,
         rows: Sequence[Mapping[str, Any]],
         parts: Sequence[TensorPart],
+        rooms: Mapping[int, int],
         inter_node: CoreChannel | None,
         *,
         source_rank: int,
@@ -83,6 +86,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             link: to the ranks of this node.
             rows: the plan's tensors.
             parts: all parts, with their leaders.
+            rooms: offset of each part's room for blocks (`room_offsets`).
             inter_node: the channel to the other nodes; None unless this rank is a leader.
             source_rank: the rank whose values step 0 broadcasts.
             progress_timeout_s: longest wait for ranks that are alive but do not take part.
@@ -121,6 +125,8 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         self._departed: set[int] = set()
         self._pointers = [0] * len(rows)
         self._landed = LandedParts(rows, parts, self._changed)
+        self._rooms = rooms
+        self._gathered: dict[tuple[int, int], GatheredBlocks] = {}
         self._waits = WaitStats(self._names)
         self._norm = (-1, 0.0)
         self._residual_messages: Counter[int] = Counter()
@@ -135,6 +141,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
                 inter_node,
                 link,
                 parts,
+                rooms,
                 self,
                 source if node == self._layout.node else None,
                 node,
@@ -185,6 +192,66 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
                 copy(start, self._link.address(self._local_rank, part.offset), part.nbytes)
                 self._local_bytes += part.nbytes
             self._link.send(part.leader, CONTRIBUTION, part.number, step, absent=absent)
+
+    def block_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        """Submit this rank's block of a tensor; borrowed until that is ready."""
+        self._submit_block(tensor, step, (pointer, nbytes))
+
+    def block_absent(self, tensor: int, step: int) -> None:
+        """Report that this rank has no block of a tensor in this step."""
+        self._submit_block(tensor, step, None)
+
+    def _submit_block(self, tensor: int, step: int, memory: Memory | None) -> None:
+        self._check()
+        (part,) = self._parts_of_tensor[tensor]
+        nbytes = 0 if memory is None else memory[1]
+        if not part.has_blocks or nbytes > part.nbytes:
+            raise ValueError(
+                f"a block of {nbytes} bytes for tensor {self._names[tensor]!r}, whose blocks are "
+                f"at most {part.nbytes if part.has_blocks else 0} bytes"
+            )
+        if part.leader == self._local_rank:
+            assert self._leader is not None
+            self._leader.submit(Contribution(part, self._local_rank, step, memory))
+            return
+        if memory is not None:
+            copy(memory[0], self._link.address(self._local_rank, part.offset), nbytes)
+            self._local_bytes += nbytes
+        self._link.send(
+            part.leader,
+            CONTRIBUTION,
+            part.number,
+            step,
+            absent=memory is None,
+            text=_pack_sizes([nbytes]),
+        )
+
+    def distribute_blocks(self, part: TensorPart, step: int, sizes: Sequence[int]) -> None:
+        """Send the blocks of all nodes, which are in their room, to all ranks of this node."""
+        text = _pack_sizes(sizes)
+        for peer in self._link.peers:
+            self._link.send(peer, RESULT, part.number, step, text=text)
+        self._keep_blocks(part, step, sizes)
+
+    def _keep_blocks(self, part: TensorPart, step: int, sizes: Sequence[int]) -> None:
+        """Copy the blocks of all nodes from their leader's room, which the next step overwrites."""
+        most_bytes = node_block_most_bytes(part.nbytes, self._layout.local_size)
+        room = self._link.address(part.leader, self._rooms[part.number])
+        nodes = [
+            None if size == ABSENT else (room + node * most_bytes, size)
+            for node, size in enumerate(sizes)
+        ]
+        blocks = GatheredBlocks(nodes, self._layout)
+        self._local_bytes += blocks.nbytes
+        with self._changed:
+            self._gathered[part.tensor, step] = blocks
+        self.on_landed(part, step, absent=not blocks.nbytes)
+
+    def take_blocks(self, tensor: int, step: int) -> GatheredBlocks | None:
+        """Return all ranks' blocks of a tensor that is ready in a step, once."""
+        self._check()
+        with self._changed:
+            return self._gathered.pop((tensor, step), None)
 
     @property
     def collective_tensors(self) -> int:
@@ -250,9 +317,9 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         self._wait_for(self._landed.tensors_in_step(step), step, whole_step=True)
 
     def has_measurable_squares(self, tensors: int) -> bool:
-        """Return whether the nodes can add up squares: where one leader has tensors whole, and no
-        node may be lost."""
-        return self._layout.leaders == 1 and not self._goes_on
+        """Return whether the nodes can add up squares: where one leader has tensors whole, all of
+        them are added up, and no node may be lost."""
+        return self._layout.leaders == 1 and not self._goes_on and not self._rooms
 
     def measure_squares(self, tensors: int, step: int) -> None:
         """Have the nodes add up the squares of the first tensors in the step that has begun."""
@@ -271,7 +338,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
 
     def wait_norm(self, step: int, blocks: SquareSum | None = None) -> float:
         """Wait for the norm of a step's gradients; means may be still to come."""
-        assert blocks is None, "tensors of blocks are refused where a node's ranks add up"
+        assert blocks is None, "squares are not measured beside tensors of blocks"
         self._wait_until(lambda: self._norm[0] == step, f"the norm of all gradients in step {step}")
         return self._norm[1]
 
@@ -601,8 +668,12 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         if message.kind == CONTRIBUTION and self._leader is not None:
             part = self._parts[message.part]
             start = self._link.address(message.sender, part.offset)
-            memory = None if message.absent else (start, part.nbytes)
+            nbytes = _unpack_sizes(message.text)[0] if part.has_blocks else part.nbytes
+            memory = None if message.absent else (start, nbytes)
             self._leader.submit(Contribution(part, message.sender, message.step, memory))
+        elif message.kind == RESULT and self._parts[message.part].has_blocks:
+            part = self._parts[message.part]
+            self._keep_blocks(part, message.step, _unpack_sizes(message.text))
         elif message.kind == RESULT:
             self._copy_mean(self._parts[message.part], message.step, message.absent)
         elif message.kind in COLLECTIVE_KINDS and self._collectives is not None:
@@ -630,3 +701,11 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             rank = self._layout.rank_of(self._layout.node, message.sender)
             text = f"rank {rank} was lost: its process ended without a goodbye"
             self.fail(Failure(text, self._landed.last_complete, rank))
+
+
+def _pack_sizes(sizes: Sequence[int]) -> bytes:
+    return array.array("q", sizes).tobytes()
+
+
+def _unpack_sizes(text: bytes) -> list[int]:
+    return array.array("q", text).tolist()

@@ -30,10 +30,10 @@ class LandedParts:
             changed: notified when a tensor is ready.
         """
         self._changed = changed
-        self._first_step_only = [row["role"] != "parameter" for row in rows]
         self._part_counts = [0] * len(rows)
         for part in parts:
             self._part_counts[part.tensor] += 1
+        self._a_part_of = {part.tensor: part for part in parts}
         self._landed = [0] * len(rows)
         self._ready_step = [-1] * len(rows)
         self._unclaimed: deque[tuple[int, int, bool]] = deque()
@@ -65,12 +65,8 @@ class LandedParts:
         return next((one for one in tensors if self._ready_step[one] < step), None)
 
     def tensors_in_step(self, step: int) -> list[int]:
-        """Return the tensors of a step; those that are not parameters take part in step 0 only."""
-        return [
-            tensor
-            for tensor, only_first in enumerate(self._first_step_only)
-            if step == 0 or not only_first
-        ]
+        """Return the tensors of a step."""
+        return sorted(one for one, part in self._a_part_of.items() if part.takes_part(step))
 
     @property
     def unclaimed_count(self) -> int:

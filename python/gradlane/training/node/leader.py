@@ -1,5 +1,5 @@
 """The leader of parts: it adds up the node's contributions, submits the sum, and distributes the
-mean.
+mean. Blocks it collects, submits as one block, and distributes those of all nodes.
 
 Of its threads, one adds up and submits parts in the order in which their contributions are
 complete. The others wait, for means, for the norm of all gradients and, where training goes on
@@ -13,12 +13,13 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import memset
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from gradlane.training.core import CoreChannel, CoreModule, MembershipRow
+from gradlane.training.node.blocks import ABSENT, block_sizes, join_blocks
 from gradlane.training.node.failure import (
     Failure,
     failure_in_world_ranks,
@@ -27,7 +28,7 @@ from gradlane.training.node.failure import (
 )
 from gradlane.training.node.layout import NodeLayout
 from gradlane.training.node.link import LocalLink
-from gradlane.training.node.parts import TensorPart
+from gradlane.training.node.parts import TensorPart, node_block_most_bytes
 from gradlane.training.node.sums import Memory, copy, local_mean
 
 
@@ -36,6 +37,10 @@ class MeanSink(Protocol):
 
     def distribute_mean(self, part: TensorPart, step: int, absent: bool) -> None:
         """Take the mean over nodes, which is in the leader's memory, for all ranks of the node."""
+
+    def distribute_blocks(self, part: TensorPart, step: int, sizes: Sequence[int]) -> None:
+        """Take the blocks of all nodes, which are in the leader's memory, for all ranks of the
+        node: the bytes of each, or `ABSENT`."""
 
     def distribute_norm(self, step: int, norm: float) -> None:
         """Take the norm of all gradients of a step, for all ranks of the node."""
@@ -58,7 +63,7 @@ class Contribution:
         part: the part.
         local_rank: the contributing rank.
         step: number of the step.
-        memory: its gradient in this process; None: it has no gradient.
+        memory: its gradient or block in this process; None: it has none.
     """
 
     part: TensorPart
@@ -99,6 +104,7 @@ class NodeLeader:
         channel: CoreChannel,
         link: LocalLink,
         parts: Sequence[TensorPart],
+        rooms: Mapping[int, int],
         sink: MeanSink,
         source: int | None,
         first_node: int,
@@ -112,6 +118,7 @@ class NodeLeader:
             channel: to the same local rank of every other node.
             link: to the other ranks of this node.
             parts: all parts.
+            rooms: offset of each part's room for blocks (`room_offsets`).
             sink: receives means and failures.
             source: local rank whose values step 0 broadcasts; None if it is on another node.
             first_node: the first node of the channel; the others follow in their order.
@@ -124,6 +131,7 @@ class NodeLeader:
         self._local_rank = self._layout.local_rank
         self.own_parts = [part for part in parts if part.leader == self._local_rank]
         self._index = {part.number: index for index, part in enumerate(self.own_parts)}
+        self._rooms = rooms
         self._sink = sink
         self._source = source
         self._first_node = first_node
@@ -258,7 +266,7 @@ class NodeLeader:
                 self._step_ended.set()
 
     def _parts_in_step(self, step: int) -> int:
-        return sum(step == 0 or not part.only_first for part in self.own_parts)
+        return sum(part.takes_part(step) for part in self.own_parts)
 
     def _collect(self, item: Contribution) -> None:
         index = self._index[item.part.number]
@@ -269,6 +277,9 @@ class NodeLeader:
         if progress.count < self._layout.local_size:
             return
         self._progress[index] = _PartProgress()
+        if item.part.has_blocks:
+            self._submit_blocks(item.part, item.step, progress.present)
+            return
         pointer = self._link.address(self._local_rank, item.part.offset)
         with self._sum_lock:
             if not self._may_read:
@@ -284,6 +295,42 @@ class NodeLeader:
         call = self.channel.tensor_absent if mean.absent else self.channel.gradient_ready
         call(self._index[mean.part.number], mean.step, mean.pointer, mean.part.nbytes)
         self._submitted += 1
+
+    def _submit_blocks(self, part: TensorPart, step: int, present: dict[int, Memory]) -> None:
+        """Submit the blocks of the node's ranks as one."""
+        index = self._index[part.number]
+        self._submitted += 1
+        if not present:
+            self.channel.block_absent(index, step)
+            return
+        room = self._room(part, self._layout.node)
+        with self._sum_lock:
+            if not self._may_read:
+                return
+            nbytes = join_blocks(present, self._layout.local_size, room)
+        self.channel.block_ready(index, step, room, nbytes)
+
+    def _room(self, part: TensorPart, node: int) -> int:
+        """Return the address of the room for a node's block of a part."""
+        most_bytes = node_block_most_bytes(part.nbytes, self._layout.local_size)
+        return self._link.address(self._local_rank, self._rooms[part.number] + node * most_bytes)
+
+    def _gather(self, part: TensorPart, step: int) -> list[int]:
+        """Put the blocks of all nodes into their room, and return the bytes of each node's."""
+        sizes = [ABSENT] * self._layout.nodes
+        blocks = self.channel.take_blocks(self._index[part.number], step)
+        if blocks is None:
+            return sizes
+        for number, region in enumerate(blocks.regions()):
+            node = (self._first_node + number) % self._layout.nodes
+            if region is None:
+                continue
+            sizes[node] = region[1]
+            if node != self._layout.node:
+                block_sizes(region, self._layout.local_size)
+                copy(region[0], self._room(part, node), region[1])
+        blocks.release()
+        return sizes
 
     def _write_mean(
         self, part: TensorPart, step: int, present: dict[int, Memory], pointer: int
@@ -301,7 +348,11 @@ class NodeLeader:
             left = self._parts_in_step(step)
             while left:
                 for index, absent in self.channel.next_ready(step):
-                    self._sink.distribute_mean(self.own_parts[index], step, absent)
+                    part = self.own_parts[index]
+                    if part.has_blocks:
+                        self._sink.distribute_blocks(part, step, self._gather(part, step))
+                    else:
+                        self._sink.distribute_mean(part, step, absent)
                     left -= 1
 
     def _members_loop(self) -> None:

@@ -56,7 +56,7 @@ class Message:
         absent: True if there is no gradient or mean.
         part: number of the part; of `READY` and `SUM`, of the tensor.
         step: number of the step.
-        text: of `ORDER`, `FAILED`, `NORM` and `MEMBERS`.
+        text: of `ORDER`, `FAILED`, `NORM` and `MEMBERS`; of blocks, their bytes.
     """
 
     sender: int
@@ -127,11 +127,18 @@ class LocalLink:
         return self._addresses[local_rank] + offset
 
     def send(
-        self, peer: int, kind: int, part: int = 0, step: int = 0, *, absent: bool = False
+        self,
+        peer: int,
+        kind: int,
+        part: int = 0,
+        step: int = 0,
+        *,
+        absent: bool = False,
+        text: bytes = b"",
     ) -> None:
         """Send a message; a peer that is gone is ignored."""
         with contextlib.suppress(OSError):
-            self._sockets[peer].send(_HEADER.pack(kind, absent, 0, part, step))
+            self._sockets[peer].send(_HEADER.pack(kind, absent, 0, part, step) + text)
 
     def send_text(self, peer: int, kind: int, text: bytes, *, waits: bool = True) -> None:
         """Send a text to a rank.

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from gradlane.training.core import CoreChannel, CoreModule
+from gradlane.training.node.blocks import room_offsets
 from gradlane.training.node.channel import NodeChannel
 from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.devices import agree_on_sum_backend
@@ -16,10 +17,10 @@ from gradlane.training.node.group import NodeGroup, open_node_store
 from gradlane.training.node.layout import NodeLayout
 from gradlane.training.node.link import LocalLink, connect
 from gradlane.training.node.parts import (
+    BLOCKS,
     TensorPart,
     cut_into_parts,
     rows_of_leader,
-    shared_memory_bytes,
 )
 from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.momentum import keeps_momentum
@@ -67,10 +68,11 @@ def open_node_channel(
         )
     sum_backend = agree_on_sum_backend(options, scope, layout, gradients)
     parts = cut_into_parts(rows, layout.leaders)
+    rooms, memory_bytes = room_offsets(parts, layout)
     link = connect(
         layout,
         scope,
-        shared_memory_bytes(parts),
+        memory_bytes,
         options.network.connect_timeout_s,
         core,
         options.network.silence_timeout_s / KEEPALIVES_PER_TIMEOUT,
@@ -85,7 +87,8 @@ def open_node_channel(
             source_node = source_rank // layout.local_size
             nodes = [(source_node + index) % layout.nodes for index in range(layout.nodes)]
             ranks = [layout.rank_of(node, layout.local_rank) for node in nodes]
-            inter_node = open_inter_node(rows_of_leader(rows, parts, layout.local_rank), ranks)
+            leader_rows = rows_of_leader(rows, parts, layout.local_rank, layout.local_size)
+            inter_node = open_inter_node(leader_rows, ranks)
     except BaseException:
         if collectives is not None:
             collectives.cancel()
@@ -96,6 +99,7 @@ def open_node_channel(
         link,
         rows,
         parts,
+        rooms,
         inter_node,
         source_rank=source_rank,
         progress_timeout_s=options.network.progress_timeout_s,
@@ -128,10 +132,10 @@ def rows_obstacle(rows: Sequence[Mapping[str, Any]], layout: NodeLayout) -> str:
     """Return why some of a plan's tensors are not added up on these nodes; empty if all can be."""
     for row in rows:
         scheme = row.get("scheme", "ps")
-        if scheme not in ("ps", "ring"):
+        if scheme not in ("ps", "ring", BLOCKS):
             return (
-                f"tensor {row['name']!r} goes by scheme {scheme!r}, whose blocks are each rank's "
-                "own and are not added up on nodes"
+                f"tensor {row['name']!r} goes by scheme {scheme!r}, whose blocks go to one rank, "
+                "and nodes take part as one"
             )
         if layout.nodes == 1 and keeps_momentum(row.get("codec", RAW)):
             return (

@@ -49,6 +49,11 @@ def copy(source: int, target: int, nbytes: int) -> None:
     ctypes.memmove(target, source, nbytes)
 
 
+def read_bytes(pointer: int, nbytes: int) -> bytes:
+    """Return a copy of the bytes at an address."""
+    return ctypes.string_at(pointer, nbytes)
+
+
 def _raw(memory: Memory) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return memory as bytes; the caller keeps it alive."""
     pointer, nbytes = memory

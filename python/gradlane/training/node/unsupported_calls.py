@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from gradlane.training.core import Blocks
-
 
 class UnsupportedCalls:
     """Channel calls that a node's ranks cannot make."""
@@ -30,25 +28,13 @@ class UnsupportedCalls:
         """Refuse: stragglers are single ranks."""
         _refuse("leaving out late ranks")
 
-    def block_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
-        """Refuse: blocks are each rank's own."""
-        _refuse("sending blocks")
-
-    def block_absent(self, tensor: int, step: int) -> None:
-        """Refuse: blocks are each rank's own."""
-        _refuse("sending blocks")
-
     def root_result_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
-        """Refuse: blocks are each rank's own."""
-        _refuse("sending blocks")
+        """Refuse: a root is a single rank."""
+        _refuse("sending blocks to one rank")
 
     def next_root_requests(self, *, wait: bool = True) -> list[tuple[int, int]]:
-        """Refuse: blocks are each rank's own."""
-        _refuse("sending blocks")
-
-    def take_blocks(self, tensor: int, step: int) -> Blocks | None:
-        """Refuse: blocks are each rank's own."""
-        _refuse("sending blocks")
+        """Refuse: a root is a single rank."""
+        _refuse("sending blocks to one rank")
 
     def set_parameter(self, tensor: int, pointer: int, nbytes: int) -> None:
         """Refuse: updates run on the workers."""

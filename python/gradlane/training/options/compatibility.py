@@ -33,6 +33,7 @@ class Feature(enum.Enum):
     PULLS = ('strategy="kvstore"` or `"deferred-pull"', 'use strategy="p3", "slicing" or "wfbp"')
     ASGD = ('strategy="asgd"', 'use strategy="p3"')
     FACTORS = ('scheme="sfb"` or `"adam"', "leave the scheme out")
+    ONE_OWNER = ('scheme="adam"', 'use scheme="sfb"')
     SERVER = ('update="server"', 'use update="worker"')
     LOCAL = ("update=gradlane.Local(...)", 'use update="worker"')
     STRAGGLERS = ('stragglers="drop"` or `"backup=1"', 'use stragglers="wait"')
@@ -311,13 +312,12 @@ ROWS = (
     PairRow(_F.NODES, _F.STRAGGLERS, CANNOT, "a node's ranks wait for each other before anything leaves, so a late one makes all of them late, and a step without it would lose them all", 'use local="off"'),
     PairRow(_F.NODES, _F.SERVERS, NOT_BUILT, "nodes own slices, not single ranks", 'use local="off"'),
     PairRow(_F.NODES, _F.SERVING, NOT_BUILT, "a node's ranks add up as ranks that train", 'use local="off"'),
-    PairRow(_F.NODES, _F.FACTORS, NOT_BUILT, "factors do not add up: a node's leader would have to collect its ranks' factors, send them to each other node once and hand out theirs (Poseidon, section 5.1)", 'use local="off"'),
+    PairRow(_F.NODES, _F.ONE_OWNER, NOT_BUILT, "a single rank makes the mean of a layer, and nodes take part as one"),
     PairRow(_F.NODES, _F.PULLS, NOT_BUILT, "each rank pulls from servers by itself there", 'use local="off"'),
     PairRow(_F.SHARED, _F.CODEC, NOT_BUILT, "a rank carries a share of each large tensor, and a codec needs a tensor's shape", 'use local="leader"'),
     PairRow(_F.COLLECTIVE, _F.NO_NODES, CANNOT, "the ranks of a node add nothing up"),
     PairRow(_F.ROWS, _F.GOING_ON, NOT_BUILT, "means are made again after a loss, which needs dense gradients"),
     PairRow(_F.ROWS, _F.STRAGGLERS, NOT_BUILT, "a dense mean is made of the ranks in time"),
-    PairRow(_F.ROWS, _F.NODES, NOT_BUILT, 'the ranks of a node add up first, which rows do not: use local="off"'),
     PairRow(_F.ROWS, _F.LOCAL, CANNOT, "differences of several steps touch more rows than a batch"),
     PairRow(_F.ROWS, _F.SERVER, NOT_BUILT, "the servers that own slices keep the optimizer's state, and rows are not added up there"),
     PairRow(_F.ROWS, _F.PULLS, NOT_BUILT, "workers pull from servers there, and rows are not added up there"),

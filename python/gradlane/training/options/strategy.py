@@ -119,6 +119,8 @@ def strategy_features(
         found[Feature.SERVER] = f'update="{update}"'
     if factors:
         found[Feature.FACTORS] = f'scheme="{factors}"'
+    if factors == ADAM:
+        found[Feature.ONE_OWNER] = f'scheme="{factors}"'
     if stragglers != WAIT:
         found[Feature.STRAGGLERS] = f'stragglers="{stragglers}"'
     return found
