@@ -6,6 +6,9 @@
 //! another, and gives the mean to the channel between nodes. Every rank copies the result out for
 //! itself. A gradient is there when all of its parts are.
 //!
+//! Blocks are copied in place of added up: the carrier puts those of its node below one another, and
+//! every rank copies those of all nodes.
+//!
 //! Over a collective of a given rate (`Nodes::rate_bps`) a part is at its carrier after its bytes at
 //! this rate, added up on the way, and back after as long.
 
@@ -21,20 +24,20 @@ pub(crate) struct LocalCharges {
     pub(crate) copy_byte: f64,
     /// Of each rank's contribution.
     pub(crate) sum_byte: f64,
+    /// Of blocks, which go through the host's memory wherever gradients are added up.
+    pub(crate) block_byte: f64,
     pub(crate) word: u64,
 }
 
 impl LocalCharges {
     pub(crate) fn new(scenario: &Scenario) -> LocalCharges {
         let (costs, word) = (&scenario.costs, (scenario.costs.local_word_s * 1e9) as u64);
-        match scenario.nodes.as_ref().and_then(|it| it.rate_bps) {
-            Some(rate_bps) => LocalCharges { copy_byte: 8e9 / rate_bps, sum_byte: 0.0, word },
-            None => LocalCharges {
-                copy_byte: costs.local_copy_byte_s * 1e9,
-                sum_byte: costs.local_sum_byte_s * 1e9,
-                word,
-            },
-        }
+        let block_byte = costs.local_copy_byte_s * 1e9;
+        let (copy_byte, sum_byte) = match scenario.nodes.as_ref().and_then(|it| it.rate_bps) {
+            Some(rate_bps) => (8e9 / rate_bps, 0.0),
+            None => (block_byte, costs.local_sum_byte_s * 1e9),
+        };
+        LocalCharges { copy_byte, sum_byte, block_byte, word }
     }
 
     /// Time of a byte between two ranks of a node.

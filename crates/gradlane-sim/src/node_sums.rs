@@ -7,6 +7,18 @@ use crate::simulation::Run;
 use crate::trace::{Lane, Subject};
 use gradlane_units::{Step, TensorId};
 use std::cmp::Reverse;
+
+/// Times of one part within a node, in nanoseconds.
+#[derive(Clone, Copy, Debug)]
+struct PartTimes {
+    /// Of one rank's contribution on its way to the carrier.
+    contributed_ns: u64,
+    /// Of all contributions at the carrier.
+    collected_ns: u64,
+    /// Of the result on its way to each rank.
+    passed_on_ns: u64,
+}
+
 impl Run {
     fn node_sums(&mut self) -> &mut IntraNode {
         self.intra_node.as_mut().expect("ranks add up on their nodes")
@@ -25,14 +37,14 @@ impl Run {
         let first = rank - topology.local(rank);
         for (carrier, part) in self.node_sums().parts[tensor.index()].clone() {
             let to = first + carrier;
-            let bytes = self.part_bytes(to, part);
+            let in_ns = self.part_times(to, part).contributed_ns;
             let now = self.now;
             let sums = self.node_sums();
             let (charges, local) = (sums.charges, &mut sums.ranks[rank as usize]);
             let at = if to == rank {
                 now
             } else {
-                local.in_until = local.in_until.max(now) + (charges.copy_byte * bytes) as u64;
+                local.in_until = local.in_until.max(now) + in_ns;
                 local.in_until + charges.word
             };
             self.will_do(to, at, NodeAction::Hear(part, step));
@@ -49,14 +61,14 @@ impl Run {
     pub(crate) fn pass_on(&mut self, carrier: u32, part: TensorId, step: Step, time: u64) {
         let topology = self.channels.topology;
         let tensor = self.channels.tensor(carrier, part);
-        let bytes = self.part_bytes(carrier, part);
+        let out_ns = self.part_times(carrier, part).passed_on_ns;
         let first = carrier - topology.local(carrier);
         for rank in first..first + topology.per_node {
             let sums = self.node_sums();
             let charges = sums.charges;
             let told = if rank == carrier { time } else { time + charges.word };
             let local = &mut sums.ranks[rank as usize];
-            local.out_until = local.out_until.max(told) + (charges.copy_byte * bytes) as u64;
+            local.out_until = local.out_until.max(told) + out_ns;
             let at = local.out_until;
             self.will_do(rank, at, NodeAction::Land(tensor, step));
         }
@@ -94,17 +106,16 @@ impl Run {
 
     fn hear_part(&mut self, rank: u32, part: TensorId, step: Step) {
         let per_node = self.channels.topology.per_node;
-        let bytes = self.part_bytes(rank, part);
+        let collected_ns = self.part_times(rank, part).collected_ns;
         let now = self.now;
-        let sums = self.node_sums();
-        let (charges, local) = (sums.charges, &mut sums.ranks[rank as usize]);
+        let local = &mut self.node_sums().ranks[rank as usize];
         local.heard[part.index()] += 1;
         if local.heard[part.index()] < per_node {
             return;
         }
         local.heard[part.index()] = 0;
         let begin = local.sums_until.max(now);
-        let end = begin + (charges.sum_byte * bytes * f64::from(per_node)) as u64;
+        let end = begin + collected_ns;
         local.sums_until = end;
         let subject = Subject::Tensor(self.channels.tensor(rank, part));
         self.span(rank, Lane::Reduce, step, subject, begin, end);
@@ -134,8 +145,25 @@ impl Run {
         }
     }
 
-    fn part_bytes(&self, carrier: u32, part: TensorId) -> f64 {
-        let spec = &self.channels.plan(carrier).tensor(part).spec;
-        (spec.numel * spec.dtype.bytes()) as f64
+    /// The times of a part within a node. A tensor of blocks has the bytes of a node's.
+    fn part_times(&self, carrier: u32, part: TensorId) -> PartTimes {
+        let planned = self.channels.plan(carrier).tensor(part);
+        let bytes = (planned.spec.numel * planned.spec.dtype.bytes()) as f64;
+        let topology = self.channels.topology;
+        let charges = self.intra_node.as_ref().expect("ranks add up on their nodes").charges;
+        let per_node = f64::from(topology.per_node);
+        if planned.scheme.has_blocks() {
+            let block_ns = charges.block_byte * bytes;
+            return PartTimes {
+                contributed_ns: (block_ns / per_node) as u64,
+                collected_ns: block_ns as u64,
+                passed_on_ns: (block_ns * f64::from(topology.nodes())) as u64,
+            };
+        }
+        PartTimes {
+            contributed_ns: (charges.copy_byte * bytes) as u64,
+            collected_ns: (charges.sum_byte * bytes * per_node) as u64,
+            passed_on_ns: (charges.copy_byte * bytes) as u64,
+        }
     }
 }

@@ -110,6 +110,8 @@ impl Topology {
         }
         let nodes = ranks / local;
         match scheme {
+            // A node's block, which has the bytes of its ranks' together, to each other node.
+            Scheme::AllGather if self.adds_up() => nodes - 1.0,
             _ if self.adds_up() => (nodes - 1.0) / nodes,
             Scheme::AllGather | Scheme::GatherToRoot => local * (ranks - local),
             Scheme::Ring => (ranks - 1.0) / ranks,

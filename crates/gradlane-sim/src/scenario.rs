@@ -354,8 +354,12 @@ impl Scenario {
         if nodes.carried.is_empty() {
             return Ok(());
         }
-        if self.update == Update::Server || !self.schemes.is_empty() {
-            return refuse(".carried: sums on nodes go with no update on servers and no schemes");
+        if self.update == Update::Server {
+            return refuse(".carried: sums on nodes go with no update on servers");
+        }
+        let is_rooted = |scheme: &TensorScheme| matches!(scheme, TensorScheme::Adam { .. });
+        if let Some((name, _)) = self.schemes.iter().find(|it| is_rooted(it.1)) {
+            return refuse(&format!(".carried: tensor {name:?} has one owner, and nodes are none"));
         }
         if nodes.carried.len() > 1 && !self.codecs.is_empty() {
             return refuse(".carried: shares of tensors are not encoded");
@@ -491,9 +495,9 @@ impl Scenario {
     /// [`SimError::Argument`] when none can be made, or the given one is not for this scenario.
     pub(crate) fn plan(&self, ranks: u32, specs: Vec<TensorSpec>) -> Result<Plan, SimError> {
         let Some(plan) = &self.plan else {
-            let rows = coded_tensors::rows(specs, &self.codecs)?;
+            let rows = coded_tensors::rows(specs.clone(), &self.codecs)?;
             let tensors = rows.into_iter().map(Into::into).collect();
-            let tensors = settings(tensors, &self.schemes)?;
+            let tensors = settings(tensors, &self.schemes_of_members(&specs))?;
             let roles = match self.serving {
                 0 => Roles::first(ranks, self.servers.unwrap_or(ranks)),
                 serving => Roles::dedicated(ranks - serving, serving),
@@ -511,6 +515,22 @@ impl Scenario {
         }
         plan.validate().map_err(|error| SimError::Argument(format!("plan: {error}")))?;
         Ok(plan.clone())
+    }
+
+    /// The schemes of a channel's tensors: where it connects nodes, their blocks are those of all
+    /// ranks of a node, as one.
+    fn schemes_of_members(&self, specs: &[TensorSpec]) -> BTreeMap<String, TensorScheme> {
+        let mut schemes = self.schemes.clone();
+        let Some(nodes) = self.nodes.as_ref().filter(|it| !it.carried.is_empty()) else {
+            return schemes;
+        };
+        schemes.retain(|name, _| specs.iter().any(|it| it.name == *name));
+        for scheme in schemes.values_mut() {
+            if let TensorScheme::Sfb { block_bytes, .. } = scheme {
+                *block_bytes = block_bytes.saturating_mul(u64::from(nodes.ranks));
+            }
+        }
+        schemes
     }
 
     /// The strategy with all its rules.

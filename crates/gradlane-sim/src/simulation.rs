@@ -135,9 +135,12 @@ impl Clipping {
     fn of(scenario: &Scenario, channels: &Channels) -> Option<Clipping> {
         let plan = channels.plan(0);
         let tensors = TensorId(plan.tensors.len() as u32);
-        // Several leaders of a node have parts of tensors, and none knows all squares.
+        // Several leaders of a node have parts of tensors, and none knows all squares; nor are they
+        // measured beside blocks that a leader collects.
         let leaders = scenario.nodes.as_ref().map_or(0, |nodes| nodes.carried.len());
-        let measured = leaders < 2 && plan.check_measurable_squares(tensors).is_ok();
+        let has_blocks = plan.tensors.iter().any(|it| it.scheme.has_blocks());
+        let known = leaders == 0 || (leaders == 1 && !has_blocks);
+        let measured = known && plan.check_measurable_squares(tensors).is_ok();
         scenario.clips.then_some(if measured { Clipping::Measured } else { Clipping::Whole })
     }
 }

@@ -38,10 +38,11 @@ def whatif(
         typer.Option(
             help="Comma-separated: ddp (PyTorch's, with the best bucket size), p3, slicing, wfbp, "
             "kvstore, deferred-pull, asgd, ring (p3 round a ring), poseidon and sfb (p3 with "
-            "factors where they are fewer numbers, or wherever there are any), adam (factors to "
-            "one rank, the whole back), hierarchical and hierarchical-shared (p3 between nodes "
-            "whose ranks add up first; --ranks-per-node), ring-fused (a model of fused buffers and "
-            "rings); if absent ddp, p3, and hierarchical where nodes have several workers."
+            "factors where they are fewer numbers, or wherever there are any; on nodes ranks add "
+            "up first and a leader sends their factors), adam (factors to one rank, the whole "
+            "back), hierarchical and hierarchical-shared (p3 between nodes whose ranks add up "
+            "first; --ranks-per-node), ring-fused (a model of fused buffers and rings); if absent "
+            "ddp, p3, and hierarchical where nodes have several workers."
         ),
     ] = "",
     codec: Annotated[

@@ -13,6 +13,7 @@ from gradlane.planning.advice.advice import advise, required_links, text_of_requ
 from gradlane.planning.advice.causes import Cause, find_cause
 from gradlane.planning.advice.variants import Variants
 from gradlane.planning.planner.coordinator import Coordinator
+from gradlane.planning.schemes.layers import layers_of
 from gradlane.planning.simulation.bound import port_bytes
 from gradlane.planning.simulation.grid import SimulatedRow, clusters_of, evaluate
 from gradlane.planning.simulation.profiles import Profile, synthetic_profile
@@ -67,6 +68,34 @@ def test_the_answer_is_to_add_up_in_the_node_first(
     assert "8 workers on 2 nodes of 4 at 4 Gbit/s" in answer.text
     assert "aggregate in the node first" in answer.text
     assert "8 workers on 2 nodes of 4:" in text_of_required_links(needs)[0]
+
+
+def test_factors_leave_a_node_once() -> None:
+    """VGG-19's three classifiers with 32 rows a rank on four nodes of eight."""
+    vgg = synthetic_profile("vgg19", 0.3)
+    factors = {
+        layer.name: 32 * sum(layer.matrix or ()) * 4 for layer in layers_of(vgg) if layer.matrix
+    }
+    rest = sum(one.size_bytes for one in vgg.tensors if not one.name.startswith("classifier."))
+    base = Cluster(workers=32, rate_bps=1e10, ranks_per_node=8, free_host=True, large_frames=True)
+    (found,) = evaluate(vgg, [replace(base, strategy="sfb", steps=2)])
+    expected = 3 * 8 * sum(factors.values()) + 2 * 3 / 4 * rest
+    assert found.tx_bytes_per_step == pytest.approx(expected, rel=0.01)
+    assert expected < 280e6
+    assert found.step_s >= found.bound_step_s * 0.999
+
+
+def test_poseidons_rule_on_nodes_is_that_of_their_ranks() -> None:
+    """Both sides of it have as many times fewer bytes, and its plan is simulated on nodes."""
+    vgg = synthetic_profile("vgg19", 0.3)
+    facts = ClusterFacts(32, 1e10, ranks_per_node=8)
+    plan = Coordinator(vgg, facts, rule="poseidon").plan(budget_s=30.0)
+    alone = Coordinator(vgg, ClusterFacts(32, 1e10), rule="poseidon")
+    chosen = {one.name: one.scheme for one in plan.tensors}
+    for layer in layers_of(vgg):
+        assert chosen[layer.parameters[0]] == alone.best_scheme(layer.name).scheme
+    assert "each of 4 nodes" in plan.tensors[-2].reason
+    assert plan.prediction["node_bytes"] < plan.prediction["node_bytes_ps"]
 
 
 def test_a_slow_way_within_the_node_is_not_worth_it(profile: Profile) -> None:

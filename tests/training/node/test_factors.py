@@ -130,3 +130,11 @@ def test_rows_of_sparse_gradients_through_leaders(pool: RankPool, local: str) ->
     alone = pool.run(f"{HERE}:sparse", local="off")
     found = pool.run(f"{HERE}:sparse", local=local)
     assert {rank["digest"] for rank in (*alone, *found)} == {alone[0]["digest"]}
+
+
+@needs_core
+def test_poseidons_rule_in_a_session_of_nodes(pool: RankPool) -> None:
+    found = pool.run(f"{HERE}:planned", local="auto")
+    assert len({rank["digest"] for rank in found}) == 1
+    schemes = found[0]["schemes"]
+    assert schemes["again.weight"] == "sfb" and schemes["words.weight"] == "ps"

@@ -210,3 +210,54 @@ proptest! {
         prop_assert!(simulate(&scenario).expect("it runs").report == report);
     }
 }
+
+/// A layer that travels as factors of 4,000 bytes a rank, and a gradient of 40,000 bytes.
+fn factored() -> (Profile, gradlane_sim::TensorScheme) {
+    let tensors = vec![tensor("fc", 250_000, 0.0, COMPUTE_S), tensor("conv", 10_000, 0.0, 0.05)];
+    let profile = Profile { tensors, forward_s: 0.0, compute_s: COMPUTE_S };
+    (profile, gradlane_sim::TensorScheme::Sfb { block_bytes: 4_000, rebuild_s: 0.0 })
+}
+
+#[test]
+fn factors_leave_a_node_once_for_each_other_node() {
+    // Eight ranks on two nodes of four. By themselves each rank sends its block to the four ranks of
+    // the other node, and a port carries 4 * 4 blocks; collected, one block of four, and the
+    // gradient of 10,000 elements once there and once back in halves.
+    let (profile, sfb) = factored();
+    let sent = |nodes: Nodes, share: f64, blocks: f64| {
+        let mut scenario = free(profile.clone(), 8, nodes);
+        scenario.schemes.insert("fc".into(), sfb);
+        scenario.network.rate_bps = 1e6;
+        scenario.steps = 2;
+        let report = run(&scenario);
+        let expected = blocks * 4_000.0 + share * 40_000.0;
+        near(report.port_bound_s * 1e6 / 8.0, expected, 1.0);
+        near(report.tx_bytes_per_step_mean / expected, 1.01, 0.01);
+        near(report.tx_bytes_per_step_max, report.tx_bytes_per_step_mean, 1.0);
+    };
+    sent(flat(4), 4.0, 16.0);
+    sent(led(4, &profile), 1.0, 4.0);
+    // Of four leaders the first has the factors whole, and each a quarter of the gradient.
+    let mut nodes = shared(4, &profile);
+    nodes.carried.iter_mut().for_each(|it| it.retain(|it| it.0 == 1));
+    nodes.carried[0].insert(0, (0, 250_000));
+    sent(nodes, 1.0, 4.0);
+}
+
+#[test]
+fn factors_are_copied_within_a_node_and_not_added_up() {
+    // Two ranks on each of two nodes: a block in, both blocks below one another, and those of both
+    // nodes out: 1 + 2 + 4 blocks at 100 ns a byte.
+    let (profile, sfb) = factored();
+    let mut scenario = free(profile.clone(), 4, led(2, &profile));
+    scenario.schemes.insert("fc".into(), sfb);
+    let without_s = run(&scenario).steps_s[1];
+    scenario.costs.local_copy_byte_s = 1e-7;
+    // The gradient's own copies are over before the factors are there.
+    let took_s = run(&scenario).steps_s[1] - without_s;
+    near(took_s, 7.0 * 4_000.0 * 1e-7, 1e-4);
+    let mut owned = scenario.clone();
+    let adam = gradlane_sim::TensorScheme::Adam { block_bytes: 4_000, rebuild_s: 0.0 };
+    owned.schemes.insert("fc".into(), adam);
+    assert!(simulate(&owned).is_err_and(|error| error.to_string().contains("has one owner")));
+}

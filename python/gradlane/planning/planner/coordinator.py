@@ -31,11 +31,12 @@ from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.ddp import ddp_step_s
 from gradlane.planning.simulation.grid import GOODPUT_SHARE, rebuild_s, traffic
 from gradlane.planning.simulation.profiles import Profile, timings_in
+from gradlane.training.node.rules import OFF
 from gradlane.training.options.codec_choice import CodecChoice, codec_rules, rules_text
 from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.strategy import PLAN_RULES, RING, ring_ranks
 from gradlane.training.plans.plan import Plan, PlannedTensor
-from gradlane.training.plans.settings import ClusterFacts, Settings
+from gradlane.training.plans.settings import ClusterFacts, Settings, local_of_session
 
 
 class Coordinator:
@@ -65,16 +66,10 @@ class Coordinator:
             any_rounding: whether rule `auto` may choose schemes that do not add up in rank order.
 
         Raises:
-            ValueError: there is no such rule, or it does not go with nodes of several ranks.
+            ValueError: there is no such rule.
         """
         if rule not in PLAN_RULES:
             raise ValueError(f"unknown rule {rule!r} of a plan; known are {', '.join(PLAN_RULES)}")
-        if rule == "poseidon" and facts.ranks_per_node > 1:
-            raise ValueError(
-                "plan poseidon is a rule for ranks that each have a port, and factors do not go "
-                f"with sums on nodes of {facts.ranks_per_node} ranks: leave ranks_per_node out, or "
-                "use plan auto"
-            )
         self._profile = profile
         self._facts = facts
         self._base = base or Settings()
@@ -94,8 +89,14 @@ class Coordinator:
             "latency_s": facts.latency_s,
             "update": facts.update,
         }
+        adds_up = local_of_session(self._base, facts) not in (None, OFF)
+        self._summing_nodes = facts.nodes if adds_up else 0
         self._book = InformationBook(
-            entries, layers_of(profile), facts.owners, serving=facts.serving > 0
+            entries,
+            layers_of(profile),
+            self._summing_nodes or facts.owners,
+            serving=facts.serving > 0,
+            summing_nodes=self._summing_nodes,
         )
         self._layers = self._book.layers
 
@@ -242,16 +243,19 @@ class Coordinator:
 
     def _hybrid_step(self, schemes: Mapping[str, str]) -> HybridStep:
         profile, facts = self._profile, self._facts
+        # Ranks that share a port without adding up have a part of it each.
+        count = self._summing_nodes or facts.workers
+        times = facts.workers // count
         return hybrid_step(
-            self._layers,
+            [replace(one, rows=one.rows and one.rows * times) for one in self._layers],
             schemes,
             NodeCluster(
-                facts.workers,
-                facts.rate_bps * GOODPUT_SHARE,
+                count,
+                facts.rate_bps * GOODPUT_SHARE * times / facts.ranks_per_node,
                 operations_per_s(profile),
                 facts.serving,
             ),
-            batch_rows=profile.batch_size,
+            batch_rows=profile.batch_size * times,
             compute_s=profile.compute_s,
         )
 

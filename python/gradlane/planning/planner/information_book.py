@@ -169,16 +169,14 @@ class InformationBook:
         candidates = PLAN_RULES[rule]
         compared = candidates if rule == "auto" else tuple(SCHEMES)
         if self._summing_nodes:
-            workers, candidates, compared = self._summing_nodes, ("ps",), ("ps",)
+            # A node's leader sends the factors of all its ranks once.
+            rows, workers = rows * workers // self._summing_nodes, self._summing_nodes
         counts = Counts(rows, workers, self._servers, self._serving)
         costs = costs_of(layer, counts, compared)
         best = next(cost for cost in costs if cost.scheme in candidates)
         reason = scheme_reason(layer, counts, best, costs)
         if self._summing_nodes:
-            reason += (
-                "; counted for nodes, since the ranks of a node add up first, which takes dense "
-                'gradients alone: local="off" lets factors in'
-            )
+            reason += f", which is each of {workers} nodes: its ranks' gradients add up first"
         return SchemeChoice(best.scheme, tuple(costs), reason)
 
 

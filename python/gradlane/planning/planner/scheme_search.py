@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from gradlane.planning.planner.candidates import TIE, Candidate, CandidateSimulator
 from gradlane.planning.schemes.costs import Layer
 from gradlane.planning.schemes.layers import factors_of, layers_of, simulated_schemes
+from gradlane.planning.simulation.bound import port_bytes
 from gradlane.planning.simulation.grid import rebuild_s
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.training.options.codec_options import RAW
@@ -317,8 +318,19 @@ class _Search:
         """Describe a layer's factors by bytes and rebuilding time."""
         factors, workers = factors_of(layer, self._profile), self._facts.workers
         assert factors is not None
-        whole = 2.0 * (workers - 1) / workers * self._whole_bytes(factors.tensor)
-        sent = (workers - 1) * factors.block_bytes
+        adds_up, local_ranks = self._kept.settings.adds_up_on_nodes, self._facts.ranks_per_node
+        whole = port_bytes(
+            self._whole_bytes(factors.tensor),
+            workers=workers,
+            scheme="hierarchical" if adds_up else "ps",
+            local_ranks=local_ranks,
+        )
+        sent = port_bytes(
+            factors.block_bytes,
+            workers=workers,
+            scheme="collected" if adds_up else "sfb",
+            local_ranks=local_ranks,
+        )
         rebuilt_s = rebuild_s(
             simulated_schemes(self._profile, [(layer.name, "sfb")], workers, self._simulator.speed)
         )

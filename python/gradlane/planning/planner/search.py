@@ -189,6 +189,15 @@ def search(
         for local in choose_local(simulator, facts, best, any_rounding, given_codec):
             choices.append(local)
             best = _with_setting(best, "local", local.value)
+    plain = best._replace(schemes=())
+    if best.settings.adds_up_on_nodes and not restrictions.factor_obstacle:
+        # What was found for ranks by themselves is found anew for nodes.
+        simulator.run([plain])
+        if simulator.step_s(plain) is not None:
+            schemes = choose_schemes(simulator, profile, facts, plain, restrictions)
+            choices = [one for one in choices if one.setting != "schemes"]
+            choices += _scheme_choice(schemes)
+            best, reasons = schemes.best, schemes.reasons
     encoded = _with_setting(best, "codec", given_codec)
     best, tuning = _tune_sizes(simulator, best, base)
     if given_codec not in (None, RAW):
@@ -196,9 +205,6 @@ def search(
     choices += tuning
     step_s = simulator.step_s(best)
     assert step_s is not None
-    if best.settings.adds_up_on_nodes:
-        # The reasons for factors apply to ranks without sums on nodes.
-        reasons = {}
     return SearchResult(best.settings, step_s, base_step_s, tuple(choices), best.schemes, reasons)
 
 
@@ -230,8 +236,7 @@ def choose_local(
     Args:
         simulator: where candidates are simulated; `best` has been.
         facts: the cluster.
-        best: what was chosen so far, each rank talking for itself; factors are given up where
-            nodes add up.
+        best: what was chosen so far, each rank talking for itself.
         any_rounding: whether gradients may be added up in another order.
         codec: one that is asked for, or None.
 
@@ -337,8 +342,6 @@ def _with_setting(candidate: Candidate, setting: str, value: Value) -> Candidate
     if setting == "strategy" and value != candidate.settings.strategy:
         # Each strategy has a slice size of its own.
         changes["slice_elems"] = None
-    if setting == "local" and value != OFF:
-        candidate = candidate._replace(schemes=())
     return candidate._replace(settings=replace(candidate.settings, **changes))
 
 

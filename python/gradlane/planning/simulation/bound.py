@@ -17,9 +17,10 @@ from gradlane.planning.models.timings import TensorTiming
 
 Float64Array = npt.NDArray[np.float64]
 
-SCHEMES = ("ps", "ring", "sfb", "adam", "hierarchical")
+SCHEMES = ("ps", "ring", "sfb", "adam", "hierarchical", "collected")
 """Schemes with known traffic: sharded parameter server, ring all-reduce, factors from every rank to
-every other one or to one that sends the whole back, sums of nodes on sharded servers."""
+every other one or to one that sends the whole back, sums of nodes on sharded servers, factors of a
+node's ranks that its leader sends to every other node."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ def port_bytes(
     sends (N-1)/N in each of its two phases. Both make 2 (N-1)/N of the tensor. Factors go to the
     N-1 others. Where L workers share a node's port, what goes between them does not pass it: L
     times 2 (N-L)/N of the tensor is left, and of a ring over neighbours as much as before. Where
-    they add up first, the nodes are the N. Where S ranks alone are servers, each of them gives
-    its 1/S of the averages to N-1 others and sends (S-1)/S of its own gradients: (N+S-2)/S.
+    they add up first, the nodes are the N, and factors go to each other node once. Where S ranks
+    alone are servers, each of them gives its 1/S of the averages to N-1 others and sends (S-1)/S of
+    its own gradients: (N+S-2)/S.
     Where one rank answers for all (`adam`), ports are not equal, and this is their mean, of what
     they send: `port_loads` has each.
 
@@ -85,6 +87,8 @@ def port_bytes(
     if scheme == "hierarchical":
         nodes = workers // local_ranks
         return 2.0 * (nodes - 1) / nodes * size_bytes
+    if scheme == "collected":
+        return (workers - local_ranks) * size_bytes
     if scheme == "sfb":
         return local_ranks * (workers - local_ranks) * size_bytes
     if scheme == "adam":
@@ -262,7 +266,7 @@ def _first_leg(scheme: str, workers: int, servers: int | None, serving: int) -> 
     receives N-1 gradients of its slices and the S-1 means of the others. All is in the first leg
     where ranks need the mean itself: of factors, or with servers that do not train.
     """
-    if serving or scheme in ("sfb", "adam"):
+    if serving or scheme in ("sfb", "adam", "collected"):
         return 1.0
     return (workers - 1.0) / (workers + (servers or workers) - 2.0) if workers > 1 else 0.0
 

@@ -44,6 +44,7 @@ from gradlane.training.options.strategy import (
     ADAM,
     FACTOR_SCHEMES,
     RING,
+    SFB,
     SPLITTING_STRATEGIES,
     ring_ranks,
 )
@@ -458,7 +459,10 @@ def traffic(
         float(scheme.get("block_bytes", bytes_))
         for scheme, bytes_ in zip(own, wire_bytes, strict=True)
     ]
-    return travelling, [str(scheme.get("scheme", default_scheme)) for scheme in own]
+    kinds = [str(scheme.get("scheme", default_scheme)) for scheme in own]
+    if default_scheme == "hierarchical":
+        kinds = ["collected" if kind == SFB else kind for kind in kinds]
+    return travelling, kinds
 
 
 def _ring_bound_s(profile: Profile, cluster: Cluster) -> float:

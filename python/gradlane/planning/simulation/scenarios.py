@@ -22,8 +22,8 @@ from gradlane.planning.simulation.costs import HOST_CONSTANTS, MachineCosts
 from gradlane.planning.simulation.paths import Paths
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.straggler import StragglerSpec
-from gradlane.training.node.parts import cut_into_parts
-from gradlane.training.node.rules import NODE_STRATEGIES
+from gradlane.training.node.parts import BLOCKS, cut_into_parts
+from gradlane.training.node.rules import LEADER, NODE_STRATEGIES
 from gradlane.training.options import strategy as strategies
 from gradlane.training.options.codec_choice import codec_features, codec_rules, local_clip
 from gradlane.training.options.codec_options import RAW, ROUNDING
@@ -171,8 +171,9 @@ def engine_strategy(strategy: str) -> str:
 
 
 def local_sums(cluster: Cluster) -> str:
-    """Return the cluster's sums on nodes."""
-    return NODE_STRATEGIES.get(cluster.strategy, cluster.local)
+    """Return the cluster's sums on nodes; a leader collects the factors of its ranks."""
+    collects = cluster.strategy in ("poseidon", strategies.SFB) and cluster.ranks_per_node > 1
+    return NODE_STRATEGIES.get(cluster.strategy, LEADER if collects else cluster.local)
 
 
 def machines_of(cluster: Cluster) -> int:
@@ -278,8 +279,15 @@ def _nodes(profile: Profile, cluster: Cluster) -> dict[str, Any]:
             f"codec {cluster.codec} with {cluster.strategy}: shares of tensors are not encoded; "
             "simulate hierarchical"
         )
+    schemes = tensor_schemes(profile, cluster)
+    blocks = {name for name, one in schemes.items() if one["scheme"] == strategies.SFB}
     rows = [
-        {"numel": tensor.numel, "dtype": tensor.dtype, "role": "parameter"}
+        {
+            "numel": tensor.numel,
+            "dtype": tensor.dtype,
+            "role": "parameter",
+            "scheme": BLOCKS if tensor.name in blocks else "",
+        }
         for tensor in profile.tensors
     ]
     parts_of_leader: list[list[tuple[int, int]]] = [[] for _ in range(leaders)]
@@ -325,9 +333,8 @@ def narrow_tensors(profile: Profile, cluster: Cluster) -> frozenset[str]:
 def _sends_rows(cluster: Cluster) -> bool:
     """Return whether sparse gradients travel as rows; `options.rows_refusal` has the reasons."""
     refuses = (*FORMULAS, *strategies.SPLITTING_STRATEGIES, strategies.ASGD)
-    # Nodes of several ranks send rows only where that is less than sums on nodes: counted dense.
     return (
-        cluster.workers > cluster.ranks_per_node == 1
+        cluster.workers > cluster.ranks_per_node
         and cluster.strategy not in refuses
         and cluster.stragglers == WAIT
     )
