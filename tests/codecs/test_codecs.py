@@ -19,6 +19,8 @@ SPECS = (
     "fp8",
     "qsgd:bits=8",
     "qsgd:bits=2,norm=l2,levels=uniform",
+    "qsgd:bits=1",
+    "qsgd:bits=4,levels=optimal",
     "topk:ratio=0.1",
     "topk:ratio=0.1,bits=2",
     "topk:ratio=0.02,bits=4,bucket=4096,decay=0.9",

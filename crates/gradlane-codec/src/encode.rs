@@ -211,6 +211,11 @@ pub fn build_with(
             let quantizer = onebit::OneBit::new(*packing);
             Arc::new(BucketQuantizer::new(instruction_set, spec, bucket.elements(shape), quantizer))
         }
+        Method::Qsgd(options) if options.levels == Levels::Optimal => {
+            let bucket = u64::from(options.bucket);
+            let quantizer = qsgd::OptimalQsgd::new(*options);
+            Arc::new(BucketQuantizer::new(instruction_set, spec, bucket, quantizer))
+        }
         Method::Qsgd(options) => {
             let quantizer = qsgd::Qsgd::new(*options);
             Arc::new(BucketQuantizer::new(

@@ -68,6 +68,9 @@ def test_an_object_its_text_and_the_cores_text_are_the_same_codec(kind: type[Cod
 def test_values_that_an_option_has_anyway_change_nothing() -> None:
     assert Qsgd(bits=16, bucket=8192) == Qsgd(bits=16) and Qsgd(bits=16).bucket_values == 8192
     assert TopK(ratio=0.1, broadcast_ratio=0.1) == TopK(ratio=0.1)
+    assert parse_codec("qsgd:bits=1") == Qsgd(bits=1) == Qsgd(bits=1, levels="uniform")
+    assert Qsgd(bits=1).levels_in_force == "uniform" and Qsgd().levels_in_force == "sign"
+    assert Qsgd(bits=2, levels="optimal").text == "qsgd:bits=2,levels=optimal"
     assert parse_codec("qsgd:ring=integer") == Qsgd(ring="integer")
     assert parse_codec(" raw ") is None and parse_codec("f32") is None
 
@@ -75,11 +78,15 @@ def test_values_that_an_option_has_anyway_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [
-        (Qsgd, {"bits": 3}, "unknown Qsgd.bits 3; known are 2, 4, 8, 16"),
+        (Qsgd, {"bits": 3}, "unknown Qsgd.bits 3; known are 1, 2, 4, 8, 16"),
         (Qsgd, {"bucket": 33}, "Qsgd.bucket is 33; it must be a multiple of 32 from 32 to 1048576"),
         (Qsgd, {"bucket": 1 << 21}, "Qsgd.bucket is 2097152"),
         (Qsgd, {"norm": "l1"}, "unknown Qsgd.norm 'l1'; known are max, l2"),
         (Qsgd, {"ring": "integer", "levels": "uniform"}, "use levels='sign'"),
+        (Qsgd, {"ring": "integer", "levels": "optimal"}, "use levels='sign'"),
+        (Qsgd, {"bits": 1, "ring": "integer", "levels": "uniform"}, "use levels='sign'"),
+        (Qsgd, {"bits": 1, "levels": "sign"}, "leaves no bit for a magnitude"),
+        (Qsgd, {"bits": 8, "levels": "optimal"}, "use bits=2 or bits=4"),
         (OneBit, {"bucket": "row"}, "OneBit.bucket is 'row'; it must be 'column', 'tensor' or"),
         (OneBit, {"packing": "bits"}, "known are bytes, cntk"),
         (Int8, {"bucket": 0}, "Int8.bucket is 0"),

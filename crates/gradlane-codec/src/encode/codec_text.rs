@@ -29,6 +29,8 @@ pub enum Levels {
     Sign,
     /// The ends of `2^bits - 1` equal intervals over `[-scale, scale]`: zero is not a level.
     Uniform,
+    /// `2^(bits-1)` magnitudes with both signs, where the bucket's variance is smallest.
+    Optimal,
 }
 
 /// How many consecutive values share averages, or ends.
@@ -86,7 +88,7 @@ pub enum RingSums {
 /// Options of QSGD.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct QsgdOptions {
-    /// Bits of one code: 2, 4, 8 or 16.
+    /// Bits of one code: 1, 2, 4, 8 or 16.
     pub bits: u32,
     /// Values that share a scale: a multiple of 32.
     pub bucket: u32,
@@ -99,10 +101,10 @@ pub struct QsgdOptions {
 }
 
 impl QsgdOptions {
-    /// The bucket that the paper used with this many bits.
+    /// The bucket that the paper used with this many bits; of one bit it names none.
     pub const fn default_bucket(bits: u32) -> u32 {
         match bits {
-            2 => 128,
+            1 | 2 => 128,
             16 => 8192,
             _ => 512,
         }
@@ -230,6 +232,7 @@ impl fmt::Display for CodecSpec {
                 let levels = match levels {
                     Levels::Sign => "sign",
                     Levels::Uniform => "uniform",
+                    Levels::Optimal => "optimal",
                 };
                 write!(formatter, ":bits={bits},bucket={bucket},norm={norm},levels={levels}")?;
                 if *ring == RingSums::Integer {
@@ -389,25 +392,42 @@ impl FromStr for CodecSpec {
 }
 
 fn qsgd(options: &mut Options<'_>) -> Result<QsgdOptions, CodecSpecError> {
-    let widths = [("2", 2), ("4", 4), ("8", 8), ("16", 16)];
-    let bits = options.choice("bits", "2, 4, 8 or 16", &widths)?.unwrap_or(4);
+    let widths = [("1", 1), ("2", 2), ("4", 4), ("8", 8), ("16", 16)];
+    let bits = options.choice("bits", "1, 2, 4, 8 or 16", &widths)?.unwrap_or(4);
     let bucket = options.parsed("bucket", ELEMENTS_ALLOWED, parse_elements)?;
     let bucket = bucket.unwrap_or(QsgdOptions::default_bucket(bits));
     let norms = [("max", Norm::Max), ("l2", Norm::L2)];
     let norm = options.choice("norm", "max or l2", &norms)?.unwrap_or(Norm::Max);
-    let kinds = [("sign", Levels::Sign), ("uniform", Levels::Uniform)];
-    let levels = options.choice("levels", "sign or uniform", &kinds)?.unwrap_or(Levels::Sign);
+    let kinds =
+        [("sign", Levels::Sign), ("uniform", Levels::Uniform), ("optimal", Levels::Optimal)];
+    let levels = options.choice("levels", "sign, uniform or optimal", &kinds)?;
+    // One bit has no sign and a magnitude beside zero.
+    let levels = levels.unwrap_or(if bits == 1 { Levels::Uniform } else { Levels::Sign });
     let sums = [("hops", RingSums::Hops), ("integer", RingSums::Integer)];
     let ring = options.choice("ring", "hops or integer", &sums)?.unwrap_or_default();
-    if (ring, levels) == (RingSums::Integer, Levels::Uniform) {
-        return Err(CodecSpecError::BadValue {
-            codec: "qsgd",
-            option: "levels",
-            found: "uniform".to_owned(),
-            allowed:
-                "sign with ring=integer, where a rank without a gradient adds zeros and uniform \
-                      levels have none",
-        });
+    let refused = match levels {
+        Levels::Uniform if ring == RingSums::Integer => Some((
+            "uniform",
+            "sign with ring=integer, where a rank without a gradient adds zeros and uniform levels \
+             have none",
+        )),
+        Levels::Optimal if ring == RingSums::Integer => Some((
+            "optimal",
+            "sign with ring=integer, where all ranks' codes are added up and stand for the same \
+             levels",
+        )),
+        Levels::Sign if bits == 1 => {
+            Some(("sign", "uniform with bits=1: a sign alone leaves no bit for a magnitude"))
+        }
+        Levels::Optimal if !matches!(bits, 2 | 4) => Some((
+            "optimal",
+            "sign or uniform with this many bits; optimal goes with bits=2 and bits=4",
+        )),
+        _ => None,
+    };
+    if let Some((found, allowed)) = refused {
+        let found = found.to_owned();
+        return Err(CodecSpecError::BadValue { codec: "qsgd", option: "levels", found, allowed });
     }
     Ok(QsgdOptions { bits, bucket, norm, levels, ring })
 }

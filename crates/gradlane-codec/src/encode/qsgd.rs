@@ -3,14 +3,17 @@
 //! A bucket has one scale, the largest magnitude or the 2-norm of its values. With `h` =
 //! `2^(bits-1) - 1` (`levels=sign`) or `2^(bits-1) - 1/2` (`levels=uniform`), a code `k` in `0..=2h`
 //! stands for the value `(k - h) * (scale / h)`: the paper's sign and magnitude in the first case,
-//! its equal intervals over `[-scale, scale]` in the second.
+//! its equal intervals over `[-scale, scale]` in the second. Levels that differ by bucket
+//! (`levels=optimal`) are in `optimal`.
 
 mod decoding;
 mod fields;
 mod kernel;
+mod optimal;
 mod oracle;
 mod sums;
 
+pub(super) use optimal::OptimalQsgd;
 pub use sums::IntegerSums;
 
 use super::bucket_quantizer::Quantizer;
@@ -39,7 +42,8 @@ impl Qsgd {
         let power = 1_u32 << (options.bits - 1);
         let (half, code_of_nothing) = match options.levels {
             Levels::Sign => (power as f32 - 1.0, power - 1),
-            Levels::Uniform => (power as f32 - 0.5, power),
+            // Optimal levels are those of `OptimalQsgd`.
+            Levels::Uniform | Levels::Optimal => (power as f32 - 0.5, power),
         };
         Qsgd { options, half, code_of_nothing }
     }

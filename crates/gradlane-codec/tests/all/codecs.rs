@@ -8,8 +8,12 @@ fn error_bound(text: &str, bucket: &[f32]) -> f64 {
     let largest = bucket.iter().fold(0.0_f64, |all, value| all.max(f64::from(value.abs())));
     let norm = bucket.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
     let scale = if text.contains("norm=l2") { norm } else { largest };
-    let half =
-        |bits: i32| 2.0_f64.powi(bits - 1) - if text.contains("uniform") { 0.5 } else { 1.0 };
+    let half = |bits: i32| match bits {
+        // Optimal levels may leave nearly all of the range to two of them.
+        _ if text.contains("optimal") => 0.5,
+        _ if bits == 1 || text.contains("uniform") => 2.0_f64.powi(bits - 1) - 0.5,
+        _ => 2.0_f64.powi(bits - 1) - 1.0,
+    };
     let bound = match text.split(':').next() {
         Some("f32") => 0.0,
         Some("bf16") => largest * 2.0_f64.powi(-8),
@@ -250,7 +254,10 @@ fn ratios_are_those_of_the_layouts() {
     for (text, expected) in [
         ("f32", 1.0),
         ("f16", 2.0),
+        ("qsgd:bits=1", 4.0 * 128.0 / (4.0 + 16.0)),
         ("qsgd:bits=2", 4.0 * 128.0 / (4.0 + 32.0)),
+        ("qsgd:bits=2,levels=optimal", 4.0 * 128.0 / (5.0 + 32.0)),
+        ("qsgd:bits=4,levels=optimal", 4.0 * 512.0 / (11.0 + 256.0)),
         ("qsgd:bits=4", 4.0 * 512.0 / (4.0 + 256.0)),
         ("qsgd:bits=8", 4.0 * 512.0 / (4.0 + 512.0)),
         ("qsgd:bits=16", 4.0 * 8192.0 / (4.0 + 16384.0)),

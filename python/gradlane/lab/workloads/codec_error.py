@@ -52,8 +52,10 @@ def largest_error(codec: str) -> float | None:
             return 2.0 / 255.0
         case Fp8(format=format):
             return 2.0**-4 if format == "e4m3" else 2.0**-3
-        case Qsgd(bits=bits, levels=levels, norm=norm) as qsgd:
-            step = 2.0 / (2.0**bits - 1) if levels == "uniform" else 1.0 / (2.0 ** (bits - 1) - 1)
+        case Qsgd(bits=bits, levels_in_force=levels, norm=norm) as qsgd:
+            # Optimal levels may leave nearly all of the range to two of them.
+            steps = {"optimal": 0.5, "uniform": (2.0**bits - 1) / 2, "sign": 2.0 ** (bits - 1) - 1}
+            step = 1.0 / steps[levels]
             # The 2-norm of a bucket is at most this many times its largest magnitude.
             return step * (math.sqrt(qsgd.bucket_values) if norm == "l2" else 1.0)
         case OneBit() | TopK() | Dgc():

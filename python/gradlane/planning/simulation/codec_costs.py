@@ -30,7 +30,10 @@ CALIBRATED_CODECS = (
     "fp8:format=e4m3,bucket=128",
     "int8",
     "onebit:bucket=64",
+    "qsgd:bits=1,bucket=128,norm=max,levels=uniform",
     "qsgd:bits=2,bucket=128,norm=max,levels=sign",
+    "qsgd:bits=2,bucket=128,norm=max,levels=optimal",
+    "qsgd:bits=4,bucket=512,norm=max,levels=optimal",
     "qsgd:bits=4,bucket=512,norm=max,levels=sign",
     "qsgd:bits=8,bucket=512,norm=max,levels=sign",
     "qsgd:bits=16,bucket=8192,norm=max,levels=sign",
@@ -61,10 +64,11 @@ USUAL_COSTS: Mapping[str, CodecCost] = {
     "int8": CodecCost(0.08e-9, 0.06e-9),
     "onebit": CodecCost(0.18e-9, 0.07e-9),
     "qsgd": CodecCost(0.19e-9, 0.08e-9),
+    "qsgd:levels=optimal": CodecCost(12e-9, 1.9e-9),
     "topk": CodecCost(0.25e-9, 0.03e-9),
     "dgc": CodecCost(0.55e-9, 0.04e-9),
 }
-"""Costs by the name of the codec, whatever its options."""
+"""Costs by the name of the codec, whatever its options but levels that are chosen by bucket."""
 
 
 def measure_cost(codec: str) -> CodecCost:
@@ -105,14 +109,20 @@ def cost_of(codec: str, measured: Mapping[str, CodecCost]) -> CodecCost:
     """
     # The simulator charges for adding up codes separately.
     codec = codec.replace(",ring=integer", "")
-    name = codec.partition(":")[0]
-    by_name = {text.partition(":")[0]: cost for text, cost in measured.items()}
+    name = _name_of(codec)
+    by_name = {_name_of(text): cost for text, cost in measured.items()}
     return (
         measured.get(codec)
         or by_name.get(name)
         or USUAL_COSTS.get(name)
         or CodecCost(0.3e-9, 0.15e-9)
     )
+
+
+def _name_of(codec: str) -> str:
+    """Return the key of `USUAL_COSTS` that a codec's text has."""
+    is_optimal = "levels=optimal" in codec
+    return "qsgd:levels=optimal" if is_optimal else codec.partition(":")[0]
 
 
 def codecs_in(

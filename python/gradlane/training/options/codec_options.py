@@ -26,8 +26,9 @@ LOSSLESS = (RAW, "f32")
 """Texts that mean no codec."""
 ROUNDING = ("bf16", "f16")
 """Codecs that round each value by itself; factors travel in these, and as they are with others."""
-_BUCKETS = {2: 128, 4: 512, 8: 512, 16: 8192}
+_BUCKETS = {1: 128, 2: 128, 4: 512, 8: 512, 16: 8192}
 """Values of a bucket of `Qsgd` by its bits, as in Grubic et al. 2018."""
+_OPTIMAL_BITS = (2, 4)
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,11 +103,11 @@ class Qsgd(CodecOptions):
     """Random, unbiased rounding to few levels of a bucket's scale (Alistarh et al. 2017)."""
 
     name = "qsgd"
-    bits: int = option(4, "Bits of a value's code.", unit="bits", known=(2, 4, 8, 16))
+    bits: int = option(4, "Bits of a value's code.", unit="bits", known=(1, 2, 4, 8, 16))
     bucket: int | None = option(
         None,
         "Consecutive values that share a scale: a multiple of 32 up to 1048576; if absent 128, "
-        "512, 512 and 8192 for 2, 4, 8 and 16 bits.",
+        "128, 512, 512 and 8192 for 1, 2, 4, 8 and 16 bits.",
         read=read_int,
     )
     norm: str = option(
@@ -114,11 +115,13 @@ class Qsgd(CodecOptions):
         "The scale of a bucket: its largest magnitude, or its 2-norm.",
         known=("max", "l2"),
     )
-    levels: str = option(
-        "sign",
+    levels: str | None = option(
+        None,
         "`sign`: 2^(bits-1) - 1 magnitudes with a sign, and zero; `uniform`: the ends of "
-        "2^bits - 1 equal intervals, without zero.",
-        known=("sign", "uniform"),
+        "2^bits - 1 equal intervals, without zero; `optimal`, with 2 or 4 bits: where each "
+        "bucket's variance is smallest, which takes long; if absent `sign`, and `uniform` for 1 "
+        "bit.",
+        known=("sign", "uniform", "optimal"),
     )
     ring: str = option(
         "hops",
@@ -133,8 +136,17 @@ class Qsgd(CodecOptions):
         """Number of values that share a scale."""
         return self.bucket or _BUCKETS[self.bits]
 
+    @property
+    def levels_in_force(self) -> str:
+        """Where the levels stand."""
+        return self.levels or self._usual_levels
+
+    @property
+    def _usual_levels(self) -> str:
+        return "uniform" if self.bits == 1 else "sign"
+
     def __post_init__(self) -> None:
-        """Check every option; the usual bucket is written as none.
+        """Check every option; the usual bucket and the usual levels are written as none.
 
         Raises:
             ValueError: an option is out of its range, or does not go with another one.
@@ -144,11 +156,24 @@ class Qsgd(CodecOptions):
             object.__setattr__(self, "bucket", None)
         if self.bucket is not None:
             _check_bucket(self)
-        if (self.ring, self.levels) == ("integer", "uniform"):
+        levels = self.levels_in_force
+        if levels != "sign" and self.ring == "integer":
             raise ValueError(
-                "Qsgd.levels is 'uniform' with ring='integer', where a rank without a gradient "
-                "adds zeros: use levels='sign'"
+                f"Qsgd.levels is {levels!r} with ring='integer', where a rank without a gradient "
+                "adds zeros and all ranks have the same levels: use levels='sign'"
             )
+        if levels == "sign" and self.bits == 1:
+            raise ValueError(
+                "Qsgd.levels is 'sign' with bits=1, where a sign leaves no bit for a magnitude: "
+                "use levels='uniform'"
+            )
+        if levels == "optimal" and self.bits not in _OPTIMAL_BITS:
+            raise ValueError(
+                f"Qsgd.levels is 'optimal' with bits={self.bits}: use bits=2 or bits=4, or levels="
+                "'uniform'"
+            )
+        if self.levels == self._usual_levels:
+            object.__setattr__(self, "levels", None)
 
 
 @dataclass(frozen=True, repr=False)

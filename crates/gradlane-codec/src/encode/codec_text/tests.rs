@@ -25,6 +25,7 @@ fn texts_have_one_canonical_form() {
         "fp8:format=e5m2,bucket=column,residual=on"
     );
     assert_eq!(canonical("qsgd"), "qsgd:bits=4,bucket=512,norm=max,levels=sign");
+    assert_eq!(canonical("qsgd:bits=1"), "qsgd:bits=1,bucket=128,norm=max,levels=uniform");
     assert_eq!(canonical("qsgd:bits=2"), "qsgd:bits=2,bucket=128,norm=max,levels=sign");
     assert_eq!(canonical("qsgd:bits=16"), "qsgd:bits=16,bucket=8192,norm=max,levels=sign");
     assert_eq!(
@@ -38,6 +39,9 @@ fn errors_say_what_would_do() {
     let message = |text: &str| text.parse::<CodecSpec>().unwrap_err().to_string();
     assert!(message("gzip").contains("qsgd"), "{}", message("gzip"));
     assert!(message("qsgd:bits=3").contains("2, 4, 8 or 16"));
+    assert!(message("qsgd:bits=1,levels=sign").contains("leaves no bit for a magnitude"));
+    assert!(message("qsgd:bits=8,levels=optimal").contains("bits=2 and bits=4"));
+    assert!(message("qsgd:levels=optimal,ring=integer").contains("stand for the same"));
     assert!(message("qsgd:bucket=100").contains("multiple of 32"));
     assert!(message("qsgd:bukket=64").contains("bits, bucket, norm, levels"));
     assert!(message("fp8:format=e3m4").contains("e4m3 or e5m2"));

@@ -19,6 +19,7 @@ pub(super) unsafe fn decode<R: Lanes, const N: usize, const ADD: bool>(
     // SAFETY: as the caller promises.
     unsafe {
         match qsgd.options.bits {
+            1 => values::<R, N, ADD, 1>(qsgd, bytes, out),
             2 => values::<R, N, ADD, 2>(qsgd, bytes, out),
             4 => values::<R, N, ADD, 4>(qsgd, bytes, out),
             8 => values::<R, N, ADD, 8>(qsgd, bytes, out),
@@ -57,6 +58,12 @@ unsafe fn values<R: Lanes, const N: usize, const ADD: bool, const BITS: u32>(
                 let packed = Words::load_bytes(from);
                 let lowest = Words::same((1 << BITS) - 1);
                 match BITS {
+                    1 => {
+                        for bit in 0..8 {
+                            let code = Words::and(packed.right_by(bit), lowest);
+                            set(at + bit as usize * WIDTH, code, out);
+                        }
+                    }
                     2 => {
                         set(at, Words::and(packed, lowest), out);
                         set(at + WIDTH, Words::and(packed.right::<2>(), lowest), out);

@@ -84,10 +84,11 @@ pub(super) unsafe fn quantize<R: Lanes, const N: usize, const KEEP: bool>(
             (4, Levels::Sign) => apart!(4, true),
             (8, Levels::Sign) => apart!(8, true),
             (_, Levels::Sign) => apart!(16, true),
-            (2, Levels::Uniform) => apart!(2, false),
-            (4, Levels::Uniform) => apart!(4, false),
-            (8, Levels::Uniform) => apart!(8, false),
-            (_, Levels::Uniform) => apart!(16, false),
+            (1, _) => apart!(1, false),
+            (2, _) => apart!(2, false),
+            (4, _) => apart!(4, false),
+            (8, _) => apart!(8, false),
+            _ => apart!(16, false),
         }
     }
 }
@@ -286,7 +287,12 @@ impl<const KEEP: bool> Bucket<KEEP> {
                 self.blocks::<R, N, BITS, SIGN, MANY>(constants, at, codes);
                 at += MANY * BLOCK;
             }
-            if BITS == 2 {
+            if BITS == 1 {
+                while elements - at >= 4 * BLOCK {
+                    self.blocks::<R, N, BITS, SIGN, 4>(constants, at, codes);
+                    at += 4 * BLOCK;
+                }
+            } else if BITS == 2 {
                 while elements - at >= 2 * BLOCK {
                     self.blocks::<R, N, BITS, SIGN, 2>(constants, at, codes);
                     at += 2 * BLOCK;
@@ -321,7 +327,8 @@ impl<const KEEP: bool> Bucket<KEEP> {
         }
     }
 
-    /// Writes the codes of some blocks from `at` on; of two bits, two blocks share bytes.
+    /// Writes the codes of some blocks from `at` on; of two bits, two blocks share bytes, and of one
+    /// bit four.
     #[inline(always)]
     unsafe fn blocks<
         R: Lanes,
@@ -356,6 +363,15 @@ impl<const KEEP: bool> Bucket<KEEP> {
                 let high = codes_of(start + WIDTH, drawn.right::<9>());
                 let to = codes.as_mut_ptr().add(start * BITS as usize / 8);
                 let (bytes, blocks_before) = match BITS {
+                    1 => {
+                        let shift = 2 * (block % 4) as u32;
+                        let both = Words::or(low.left_by(shift), high.left_by(shift + 1));
+                        packed = Words::or(if shift == 0 { Words::same(0) } else { packed }, both);
+                        if shift < 6 {
+                            continue;
+                        }
+                        (packed, 3)
+                    }
                     2 if block % 2 == 0 => {
                         packed = Words::or(low, high.left::<2>());
                         continue;

@@ -93,7 +93,7 @@ pub(super) fn code_of(qsgd: Qsgd, grid: Grid, value: f32, uniform: f32) -> u32 {
     let levels = value * grid.levels_per_value;
     let code = match qsgd.options.levels {
         Levels::Sign => (levels + uniform.copysign(levels)).trunc() + half,
-        Levels::Uniform => ((levels + half) + uniform).trunc(),
+        Levels::Uniform | Levels::Optimal => ((levels + half) + uniform).trunc(),
     };
     code.clamp(0.0, 2.0 * half) as u32
 }
