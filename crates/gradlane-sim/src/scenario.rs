@@ -495,9 +495,10 @@ impl Scenario {
     /// [`SimError::Argument`] when none can be made, or the given one is not for this scenario.
     pub(crate) fn plan(&self, ranks: u32, specs: Vec<TensorSpec>) -> Result<Plan, SimError> {
         let Some(plan) = &self.plan else {
-            let rows = coded_tensors::rows(specs.clone(), &self.codecs)?;
+            let schemes = self.schemes_of_members(&specs);
+            let rows = coded_tensors::rows(specs, &self.codecs)?;
             let tensors = rows.into_iter().map(Into::into).collect();
-            let tensors = settings(tensors, &self.schemes_of_members(&specs))?;
+            let tensors = settings(tensors, &schemes)?;
             let roles = match self.serving {
                 0 => Roles::first(ranks, self.servers.unwrap_or(ranks)),
                 serving => Roles::dedicated(ranks - serving, serving),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradlane.planning.planner import plan_while_training
+from gradlane.training.plans.settings import LEARNING_STEPS
 from tests.training.node.node_programs import digest, opened
 
 WIDE, LONG = 256, 512
@@ -105,7 +105,7 @@ def sparse(store: Any, rank: int, world_size: int, job: str, **options: Any) -> 
             draw = torch.Generator().manual_seed(100 * step + rank)
             words = torch.randint(900, (2 + rank,), generator=draw)
             model(words).square().sum().backward()
-            optimizer.step()
+            optimizer.step()  # type: ignore[no-untyped-call]
             optimizer.zero_grad()
         session.synchronize()
         return {"digest": digest(model), "sent": session.metrics()["tx_payload_bytes"]}
@@ -117,7 +117,7 @@ def planned(store: Any, rank: int, world_size: int, job: str, **options: Any) ->
         model = Weights()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         session.prepare(model, optimizer, plan="poseidon")
-        for step in range(plan_while_training.LEARNING_STEPS + 3):
+        for step in range(LEARNING_STEPS + 3):
             plain(session, model, optimizer, rank, step)
             optimizer.step()
             optimizer.zero_grad()

@@ -74,7 +74,7 @@ class TestBlocks:
 def test_factors_through_leaders_have_the_bits_of_single_ranks(
     pool: RankPool, program: str
 ) -> None:
-    given = {"program": program, "scheme": "sfb"}
+    given: dict[str, Any] = {"program": program, "scheme": "sfb"}
     alone = pool.run(f"{HERE}:trained", local="off", **given)
     led = pool.run(f"{HERE}:trained", local="leader", **given)
     assert {rank["digest"] for rank in (*alone, *led)} == {alone[0]["digest"]}
@@ -84,7 +84,7 @@ def test_factors_through_leaders_have_the_bits_of_single_ranks(
 @needs_core
 def test_a_nodes_factors_leave_it_once(pool: RankPool) -> None:
     """To one other node and not to both of its ranks: half the bytes, from the leader alone."""
-    given = {"program": "plain", "scheme": "sfb"}
+    given: dict[str, Any] = {"program": "plain", "scheme": "sfb"}
     alone = pool.run(f"{HERE}:trained", local="off", **given)
     between = sum(
         sum(rank["peers"][other] for other in range(4) if other // 2 != number // 2)
@@ -110,7 +110,7 @@ def test_a_nodes_factors_leave_it_once(pool: RankPool) -> None:
 def test_other_ways_through_a_node_give_the_same_bits(
     pool: RankPool, options: dict[str, Any]
 ) -> None:
-    given = {"program": "missing", "scheme": "sfb"}
+    given: dict[str, Any] = {"program": "missing", "scheme": "sfb"}
     alone = pool.run(f"{HERE}:trained", local="off", **given)
     found = pool.run(f"{HERE}:trained", **given, **options)
     assert {rank["digest"] for rank in found} == {alone[0]["digest"]}
@@ -118,7 +118,7 @@ def test_other_ways_through_a_node_give_the_same_bits(
 
 @needs_core
 def test_rounded_factors_through_leaders(pool: RankPool) -> None:
-    given = {"program": "plain", "scheme": "sfb", "codec": "bf16"}
+    given: dict[str, Any] = {"program": "plain", "scheme": "sfb", "codec": "bf16"}
     alone = pool.run(f"{HERE}:trained", local="off", **given)
     led = pool.run(f"{HERE}:trained", local="leader", **given)
     assert {rank["digest"] for rank in (*alone, *led)} == {alone[0]["digest"]}

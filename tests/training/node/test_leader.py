@@ -45,6 +45,9 @@ class Sink:
     def distribute_mean(self, *_: Any) -> None:
         raise AssertionError("there are no parts")
 
+    def distribute_blocks(self, *_: Any) -> None:
+        raise AssertionError("there are no parts")
+
     def distribute_norm(self, step: int, norm: float) -> None:
         self.norms.append((step, norm))
 

@@ -189,8 +189,8 @@ fn best_magnitudes(counts: &[u32; GRID], m: usize) -> [u32; MAGNITUDES_MAX] {
     };
     let mut best = [[i64::MAX; GRID + 1]; MAGNITUDES_MAX];
     let mut chosen = [[0; GRID + 1]; MAGNITUDES_MAX];
-    for end in 1..=GRID {
-        best[0][end] = variance(0, end, -2 * end as i64);
+    for (end, sum) in best[0].iter_mut().enumerate().skip(1) {
+        *sum = variance(0, end, -2 * end as i64);
     }
     for index in 1..m {
         for end in index + 1..=GRID {
