@@ -441,13 +441,15 @@ impl Channel {
         }
     }
 
+    /// Waits until the threads have ended, also where another thread waits for them already.
     fn join(&self) {
-        let threads = lock(&self.threads).take();
-        if let Some(Threads { io, acceptor }) = threads {
+        let mut threads = lock(&self.threads);
+        if let Some(Threads { io, acceptor }) = threads.take() {
             // The thread turns its own panics into a failure of the session.
             let _ = io.join();
             drop(acceptor);
         }
+        drop(threads);
     }
 
     /// Closes, in a forked child, all descriptors that gradlane had open in the parent, of every

@@ -14,7 +14,7 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::Ordering;
 use std::sync::{mpsc, Barrier};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 fn model() -> Vec<gradlane_engine::TensorSpec> {
     vec![tensor("weight", 40_000, Dtype::F32), tensor("bias", 10, Dtype::F32)]
@@ -595,6 +595,40 @@ fn an_abort_tells_its_reason_to_everybody() {
         assert!(failure.message.contains(shown), "{failure}");
         assert!(!failure.message.contains(char::is_control), "{failure}");
         assert_eq!(failure.peer, Some(Rank(1)), "{failure}");
+    });
+}
+
+/// A signal handler ends its process after `abort`, which another thread may have called already: the reason
+/// would be lost.
+#[test]
+fn each_of_two_aborts_returns_once_the_reason_was_told() {
+    let (listeners, addresses) = listeners("127.0.0.1", 2);
+    let proxy = Proxy::start(&addresses[0]);
+    let mut seen = addresses;
+    seen[0] = proxy.address;
+    let channels = world_at(listeners, &seen, &plan(model(), "p3", 1_000, 2), |_| {});
+    let stalled = proxy.stalled;
+    let barrier = Barrier::new(2);
+    each_rank(channels, move |channel| {
+        run_step(&channel, 0).expect("step 0");
+        barrier.wait();
+        if channel.rank().0 == 1 {
+            failure_of(run_step(&channel, 1));
+            return;
+        }
+        // Nothing gets through, so the reason is told for the whole second.
+        stalled.store(true, Ordering::SeqCst);
+        let took = std::thread::scope(|scope| {
+            let abort = || {
+                let start = Instant::now();
+                channel.abort("enough");
+                start.elapsed()
+            };
+            let other = scope.spawn(abort);
+            abort().min(other.join().expect("a thread"))
+        });
+        stalled.store(false, Ordering::SeqCst);
+        assert!(took > Duration::from_millis(500), "{took:?}");
     });
 }
 
