@@ -67,20 +67,6 @@ class Channel(Protocol):
     def step_begin(self, step: int) -> None:
         """Begin a step; the one before must be complete."""
 
-    def step_pass(self, step: int) -> None:
-        """Begin a step without contributing to it (stragglers); report all tensors as absent."""
-
-    def step_barrier(self, step: int) -> None:
-        """Begin a step that no rank is left out of (stragglers); all ranks have to begin it so."""
-
-    def wait_decided(self, step: int) -> None:
-        """Wait until the contributors of a step are known (stragglers)."""
-
-    def participation(self, step: int) -> tuple[bool | None, bool, int]:
-        """Return whether this rank contributed to a step, or None if unknown; whether the others
-        were in the next step when its gradients were there; and the last step whose contributors
-        are known."""
-
     def gradient_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
         """Submit a gradient; the core borrows the memory until the tensor is ready."""
 
@@ -93,11 +79,8 @@ class Channel(Protocol):
     def block_absent(self, tensor: int, step: int) -> None:
         """Report that this rank has no block of a tensor in this step."""
 
-    def root_result_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
-        """Submit, for all ranks, the result of the blocks of a tensor of scheme `answer`."""
-
-    def next_root_requests(self, *, wait: bool = True) -> list[tuple[int, int]]:
-        """Return (tensor, step) whose blocks are all here and wait for this rank's result."""
+    def take_blocks(self, tensor: int, step: int) -> Blocks | None:
+        """Return all ranks' blocks of a tensor that is ready in a step, once."""
 
     def next_changes(self, *, wait: bool = True) -> list[MembershipRow]:
         """Return (kind, generation, members, step, text) of changes of the members: `members`:
@@ -108,23 +91,8 @@ class Channel(Protocol):
     def answer_claim(self, generation: int, text: str | None) -> None:
         """Tell what the job's store holds for a generation; None: it did not answer."""
 
-    def take_blocks(self, tensor: int, step: int) -> Blocks | None:
-        """Return all ranks' blocks of a tensor that is ready in a step, once."""
-
-    def set_parameter(self, tensor: int, pointer: int, nbytes: int) -> None:
-        """Register a parameter's own memory (`update="server"`)."""
-
-    def set_optimizer(self, step: int, rows_json: str) -> None:
-        """Set every tensor's hyper-parameters for a step (`update="server"`)."""
-
     def read_state(self, name: str, part: int) -> None:
         """Make the step that has just begun broadcast optimizer state (`update="server"`)."""
-
-    def write_state(self, name: str, part: int, clear: bool) -> None:
-        """Make the step that has just begun hand optimizer state to dedicated servers."""
-
-    def write_parameters(self, tensors: list[int]) -> None:
-        """Make the step that has just begun hand parameters to dedicated servers, and so to all."""
 
     def send_raw(self, step: int) -> None:
         """Send this rank's contributions to a step that has just begun without codecs."""
@@ -152,9 +120,6 @@ class Channel(Protocol):
     ) -> tuple[list[tuple[int, int, float]], int]:
         """Return (tensor, slice, sum of squares) of this rank's residuals from a slice on, until
         about so many numbers are read, and the slice to go on with: 0 after the last."""
-
-    def clear_state(self) -> None:
-        """Delete all optimizer state on this rank (`update="server"`)."""
 
     def load_state(self, tensor: int, name: str, pointer: int, count: int) -> None:
         """Load the f32 optimizer state of a tensor, as far as this rank owns it
@@ -207,7 +172,61 @@ class Channel(Protocol):
         """Close descriptors in a forked child."""
 
 
-class CoreChannel(Channel, Protocol):
+class RankChannel(Channel, Protocol):
+    """A channel whose ranks take part one by one, and not as the nodes that they are on."""
+
+    def step_pass(self, step: int) -> None:
+        """Begin a step without contributing to it (stragglers); report all tensors as absent."""
+
+    def step_barrier(self, step: int) -> None:
+        """Begin a step that no rank is left out of (stragglers); all ranks have to begin it so."""
+
+    def wait_decided(self, step: int) -> None:
+        """Wait until the contributors of a step are known (stragglers)."""
+
+    def participation(self, step: int) -> tuple[bool | None, bool, int]:
+        """Return whether this rank contributed to a step, or None if unknown; whether the others
+        were in the next step when its gradients were there; and the last step whose contributors
+        are known."""
+
+    def root_result_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
+        """Submit, for all ranks, the result of the blocks of a tensor of scheme `answer`."""
+
+    def next_root_requests(self, *, wait: bool = True) -> list[tuple[int, int]]:
+        """Return (tensor, step) whose blocks are all here and wait for this rank's result."""
+
+    def set_parameter(self, tensor: int, pointer: int, nbytes: int) -> None:
+        """Register a parameter's own memory (`update="server"`)."""
+
+    def set_optimizer(self, step: int, rows_json: str) -> None:
+        """Set every tensor's hyper-parameters for a step (`update="server"`)."""
+
+    def write_state(self, name: str, part: int, clear: bool) -> None:
+        """Make the step that has just begun hand optimizer state to dedicated servers."""
+
+    def write_parameters(self, tensors: list[int]) -> None:
+        """Make the step that has just begun hand parameters to dedicated servers, and so to all."""
+
+    def clear_state(self) -> None:
+        """Delete all optimizer state on this rank (`update="server"`)."""
+
+
+def rank_channel(channel: Channel, wanted: str) -> RankChannel:
+    """Return a channel as one of single ranks.
+
+    Args:
+        channel: of single ranks, or a node's.
+        wanted: what needs single ranks, for the message.
+
+    Raises:
+        ValueError: it is a node's.
+    """
+    if not hasattr(channel, RankChannel.participation.__name__):
+        raise ValueError(f'{wanted} does not go with sums on nodes: use local="off"')
+    return cast(RankChannel, channel)
+
+
+class CoreChannel(RankChannel, Protocol):
     """A channel of the core itself, which the leader of a node takes results from."""
 
     def next_ready(self, step: int) -> list[tuple[int, bool]]:

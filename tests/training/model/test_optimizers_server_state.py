@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 import gradlane
+from gradlane.training.core import rank_channel
 from gradlane.training.model.lazy_state import plain_state
 from gradlane.training.options.options import keywords_of
 from tests.built import needs_core
@@ -404,7 +405,7 @@ def test_the_core_refuses_rows_that_make_no_sense(rows: str, words: str) -> None
         model = nn.Linear(3, 2)
         with seen_prepared() as prepared_of:
             session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        channel = prepared_of(model).channel
+        channel = rank_channel(prepared_of(model).channel, "updating on servers")
         with pytest.raises(ValueError, match=words):
             channel.set_optimizer(1, rows)
         values = torch.zeros(3)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import gradlane
+from gradlane.training.core import rank_channel
 from tests.training.model.prepared_models import seen_prepared
 
 _LR = 0.01
@@ -78,7 +79,7 @@ def follow(
             optimizer.step()
             optimizer.zero_grad()
         session.synchronize()
-    was_in = {step: channel.participation(step)[0] for step in mine}
+    was_in = {step: rank_channel(channel, "participation").participation(step)[0] for step in mine}
     metrics = session.metrics()
     result = {
         "digest": _digest(model),

@@ -19,6 +19,7 @@ from gradlane.formats.live_state import StepTimes
 from gradlane.lab.cluster.straggling import Bursts
 from gradlane.lab.runs.strategy import parse_strategies, parse_strategy, with_rules
 from gradlane.planning.simulation.straggler import StragglerSpec, parse_straggler
+from gradlane.training.model.contributors import Contributors
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.kernel.gradient_exchange import GradientExchange
 from gradlane.training.model.kernel.parts import KernelParts
@@ -95,7 +96,9 @@ def test_numbers_of_ranks_are_checked() -> None:
 
 
 def test_what_a_step_went_on_without_is_in_the_next_gradient() -> None:
-    carrying = LateGradientBuffer()
+    contributors = mock.Mock(spec=Contributors)
+    contributors.lack_this_rank.side_effect = lambda step: step < 3
+    carrying = LateGradientBuffer(contributors)
 
     def give(index: int, value: float) -> float:
         gradient = torch.full((3,), value)
@@ -106,14 +109,14 @@ def test_what_a_step_went_on_without_is_in_the_next_gradient() -> None:
         return float(given[0])
 
     assert (give(0, 1.0), give(1, 5.0)) == (1.0, 5.0)
-    carrying.completed(lambda: True)
+    carrying.completed(1)
     assert give(0, 2.0) == 3.0
-    carrying.completed(lambda: True)
+    carrying.completed(2)
     assert give(0, 4.0) == 7.0
-    carrying.completed(lambda: False)
+    carrying.completed(3)
     assert give(0, 1.0) == 1.0
     assert give(1, 1.0) == 6.0, "it waits until there is a gradient to be added to"
-    carrying.completed(lambda: False)
+    carrying.completed(4)
     assert give(1, 1.0) == 1.0
 
 
@@ -157,8 +160,9 @@ def _left_out(*, goes_on: bool, meets: bool = False) -> OthersSteps:
     exchange.is_measured = False
     exchange.is_watched.return_value = False
     exchange.statuses.return_value = {}
-    exchange.was_left_out.return_value = True
-    exchange.next_goes_on.return_value = goes_on
+    contributors = mock.Mock(spec=Contributors)
+    contributors.lack_this_rank.return_value = True
+    contributors.are_past.return_value = goes_on
     exchange.take.side_effect = _WaitedError
     consistency = mock.Mock(join=None)
     consistency.compares_after.return_value = meets
@@ -167,7 +171,9 @@ def _left_out(*, goes_on: bool, meets: bool = False) -> OthersSteps:
     updates, lazy = mock.Mock(stepped=[]), LazyParameters([parameter])
     parts = KernelParts(phases, exchange, updates, in_order, Exemption(), lazy, mock.Mock())
     stages = mock.Mock(consistency=consistency)
-    steps = TrainingSteps(parts, stages, mock.Mock(), mock.Mock(), lambda: None, None)
+    steps = TrainingSteps(
+        parts, stages, mock.Mock(), mock.Mock(), lambda: None, None, contributors, mock.Mock()
+    )
     steps.step_end.end_step()
     assert phases.phase is Phase.PENDING
     return steps.others

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from gradlane.training.core import Channel, CoreModule
+from gradlane.training.core import CoreModule, RankChannel
 
 
 class RootAggregator(Protocol):
@@ -29,7 +29,7 @@ class RootThread:
     def __init__(
         self,
         core: CoreModule,
-        channel: Channel,
+        channel: RankChannel,
         maker: RootAggregator,
         describe: Callable[[int, int], str],
     ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradlane.training.core import Blocks, Channel, CoreModule
+from gradlane.training.core import Blocks, Channel, CoreModule, RankChannel, rank_channel
 from gradlane.training.factors.block import (
     BlockError,
     Dense,
@@ -77,7 +77,11 @@ class FactorExchange:
                 name = factored[index].entry.name
                 return f"rebuilding {name!r} in step {training_step_of(step)}"
 
-            self._answering = RootThread(core, channel, self, describe)
+            self._answering = RootThread(core, self._at_root, self, describe)
+
+    @property
+    def _at_root(self) -> RankChannel:
+        return rank_channel(self._channel, "gathering to a root")
 
     def begin(self) -> None:
         """Begin a step, and forget factors that were held and not sent."""
@@ -177,7 +181,7 @@ class FactorExchange:
         finally:
             blocks.release()
         self._made[index] = mean
-        self._channel.root_result_ready(index, step, block.data_ptr(), block.nbytes)
+        self._at_root.root_result_ready(index, step, block.data_ptr(), block.nbytes)
 
     def _answered(self, index: int, blocks: Blocks) -> Tensor:
         """Return what a tensor's owner has made, in the memory in which it has arrived."""

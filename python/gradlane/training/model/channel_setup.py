@@ -20,7 +20,13 @@ from gradlane.training.connection import (
     open_channel,
     ranks_each_of,
 )
-from gradlane.training.core import Channel, CoreModule, check_connected, translate_error
+from gradlane.training.core import (
+    Channel,
+    CoreModule,
+    check_connected,
+    rank_channel,
+    translate_error,
+)
 from gradlane.training.model.joined_gradients import choose_groups
 from gradlane.training.model.optimizers import evaluates_closure
 from gradlane.training.model.served_parameters import ServedParameters
@@ -192,7 +198,11 @@ def connect(
         channel,
         recording,
         _carrier(ctx, opened, channel, spec, extras, staging.tell),
-        ServedParameters(channel, trained, ctx.rank_info, layout.beside) if serves else None,
+        ServedParameters(
+            rank_channel(channel, "updating on servers"), trained, ctx.rank_info, layout.beside
+        )
+        if serves
+        else None,
         staging,
         ranks_each_of(opened),
     )

@@ -20,6 +20,7 @@ from gradlane.training.model.kernel.intake import Intake
 from gradlane.training.model.kernel.parts import KernelParts
 from gradlane.training.model.kernel.phases import Phase
 from gradlane.training.model.kernel.update import StepUpdate
+from gradlane.training.model.number_exchange import NumberExchange
 from gradlane.training.model.rank_status import Statuses, StepEnding
 from gradlane.training.model.stages.stage import StepStage
 from gradlane.training.modules.forward_order import inside_backward
@@ -36,6 +37,7 @@ class Evaluations:
         update: StepUpdate,
         intake: Intake,
         check_unchanged: Callable[[], None],
+        numbers: NumberExchange,
     ) -> None:
         """Evaluate nothing yet.
 
@@ -44,7 +46,9 @@ class Evaluations:
             update: waits for means.
             intake: knows the gradients.
             check_unchanged: raises `UsageError` if the model is not the one that was prepared.
+            numbers: exchanges losses.
         """
+        self._numbers = numbers
         self._phases = parts.phases
         self._failure = parts.phases.failure
         self._exchange = parts.exchange
@@ -180,7 +184,7 @@ class Evaluations:
             ) from None
         if not statuses:
             return loss
-        told = self._exchange.exchange_numbers(0, _LOSS.size, _LOSS.pack(own))
+        told = self._numbers.exchange(0, _LOSS.size, _LOSS.pack(own))
         weights = {rank: one.weight for rank, one in statuses.items()}
         total, samples = 0.0, 0
         for rank, one in told.items():

@@ -9,6 +9,7 @@ from gradlane.errors import SessionFailedError, UsageError
 from gradlane.training.model.kernel.parts import KernelParts
 from gradlane.training.model.kernel.phases import Phase
 from gradlane.training.model.kernel.update import StepUpdate
+from gradlane.training.model.number_exchange import NumberExchange
 from gradlane.training.model.rank_status import RankNumbers
 from gradlane.training.rendezvous.membership import Membership
 
@@ -17,7 +18,11 @@ class MemberNumbers:
     """Gathers numbers over the channel of one model."""
 
     def __init__(
-        self, parts: KernelParts, update: StepUpdate, membership: Membership | None
+        self,
+        parts: KernelParts,
+        update: StepUpdate,
+        membership: Membership | None,
+        numbers: NumberExchange,
     ) -> None:
         """Gather nothing yet.
 
@@ -25,7 +30,9 @@ class MemberNumbers:
             parts: those below.
             update: settles the last step.
             membership: the ranks that train, where training goes on without lost ones, or None.
+            numbers: exchanges bytes.
         """
+        self._numbers = numbers
         self._phases = parts.phases
         self._exchange = parts.exchange
         self._update = update
@@ -82,7 +89,7 @@ class MemberNumbers:
         failure.raise_failure()
         self._update.settle()
         with self._phases.lock:
-            found = self._exchange.exchange_numbers(membership.known_generation, size, part)
+            found = self._numbers.exchange(membership.known_generation, size, part)
         others = [rank for rank, one in found.items() if one.generation is None]
         if others:
             failure.fail_and_raise(

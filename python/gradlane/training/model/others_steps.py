@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradlane.errors import UsageError
 from gradlane.training.model.consistency_check import ConsistencyCheck
+from gradlane.training.model.contributors import Contributors
 from gradlane.training.model.kernel.intake import Intake
 from gradlane.training.model.kernel.parts import KernelParts
 from gradlane.training.model.kernel.phases import Phase
@@ -18,7 +19,12 @@ class OthersSteps:
     """Goes along in the others' steps without data, or takes over what they have come to."""
 
     def __init__(
-        self, parts: KernelParts, update: StepUpdate, intake: Intake, consistency: ConsistencyCheck
+        self,
+        parts: KernelParts,
+        update: StepUpdate,
+        intake: Intake,
+        consistency: ConsistencyCheck,
+        contributors: Contributors,
     ) -> None:
         """Start with no such step.
 
@@ -27,6 +33,7 @@ class OthersSteps:
             update: ends steps and applies means.
             intake: begins steps.
             consistency: tells the others how this rank trains.
+            contributors: of the steps.
         """
         self._phases = parts.phases
         self._exchange = parts.exchange
@@ -35,6 +42,7 @@ class OthersSteps:
         self._intake = intake
         self._stages = parts.stages
         self._consistency = consistency
+        self._contributors = contributors
         self._exempt = parts.exempt
         self._stale_flags = parts.stale_flags
 
@@ -92,7 +100,8 @@ class OthersSteps:
         if not self._updates.is_single:
             # The others' program alone knows which of them step.
             return False
-        if exchange.step == 0 or not exchange.was_left_out() or not exchange.next_goes_on():
+        last, contributors = exchange.step, self._contributors
+        if not (last and contributors.lack_this_rank(last) and contributors.are_past(last)):
             # The rest of the last step comes during the next forward, as ever.
             return False
         if self._consistency.compares_after(step):
@@ -103,7 +112,8 @@ class OthersSteps:
             for stage in self._stages.on[StepStage.before_step]:
                 stage.before_step(step + 1)
             status = self._consistency.status_for(None)
-            exchange.begin(StepStart(step, exchange.wait_for_weighting, passes=True, status=status))
+            start = StepStart(step, exchange.wait_for_statuses, status=status)
+            exchange.begin(start, contributors.begin_without)
             exchange.submit_rest(discards=True)
             exchange.submit_buffers(shadow=True)
             self._exempt.run(lambda: self._updates.record_first(0))

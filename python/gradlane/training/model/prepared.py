@@ -25,7 +25,7 @@ from gradlane.errors import (
     UsageError,
 )
 from gradlane.training.connection import SessionContext, shutdown_channel
-from gradlane.training.core import translate_error
+from gradlane.training.core import rank_channel, translate_error
 from gradlane.training.factors.sending import FactorHooks
 from gradlane.training.model import optimizers
 from gradlane.training.model.barrier import Barrier
@@ -38,6 +38,7 @@ from gradlane.training.model.broadcast_state import (
 from gradlane.training.model.buffers import BufferWatch
 from gradlane.training.model.channel_setup import Connected, connect, schemes_of
 from gradlane.training.model.consistency_check import compare_endings, tell_ending
+from gradlane.training.model.contributors import Contributors
 from gradlane.training.model.deferred_update import DeferredUpdate
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.hooks import HookManager
@@ -47,6 +48,7 @@ from gradlane.training.model.kernel.parts import KernelParts
 from gradlane.training.model.kernel.phases import Phase, Phases
 from gradlane.training.model.lazy_parameters import Exemption, LazyParameters
 from gradlane.training.model.model_structure import ModelStructure
+from gradlane.training.model.number_exchange import NumberExchange
 from gradlane.training.model.precopy import PrecopyPlan, PrecopySource
 from gradlane.training.model.residual_state import ResidualState
 from gradlane.training.model.server_state import AsyncContext, ServerState
@@ -220,7 +222,8 @@ class PreparedModel:
         if self._barrier is not None and self._updates is not None:
             # From now on this rank updates its own slices, also before its own first step.
             with self._translating("preparing the model"):
-                self.channel.set_optimizer(0, self._updates.checked_rows())
+                ranks = rank_channel(self.channel, "updating on servers")
+                ranks.set_optimizer(0, self._updates.checked_rows())
 
         ctx.membership.training_step_of = self.steps.exchange.training_step_of
         self.has_parted = False
@@ -636,9 +639,11 @@ class PreparedModel:
         }
         owners = [owner[id(parameter)] for parameter in parameters]
         updates = UpdateSet(self._updates_here, owners, parameters)
+        contributors = Contributors(ctx.core, self.channel, self._failure)
         stages = build_stages(
             ctx.options,
             rank_info,
+            self.channel,
             self._layout,
             self._buffers,
             optimizer,
@@ -647,6 +652,7 @@ class PreparedModel:
             ctx.membership,
             self._failure,
             exempt,
+            contributors,
             of_session=self._session_stages(),
             server=self._updates,
             takeover=self._takeover,
@@ -681,6 +687,8 @@ class PreparedModel:
             self.listeners,
             self._check_unchanged,
             ctx.membership if ctx.options.going_on.on else None,
+            contributors,
+            NumberExchange(self.channel, self._connected.carrier, self._layout, exchange.spend),
         )
 
     def _session_stages(self) -> list[StepStage]:
@@ -757,7 +765,7 @@ class PreparedModel:
         barrier = self._barrier
         assert self._served is not None
         return ServerState(
-            channel=self.channel,
+            channel=rank_channel(self.channel, "updating on servers"),
             scope=self._scope,
             optimizer=self._optimizer,
             trained=self._trained,

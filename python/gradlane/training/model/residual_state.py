@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from gradlane.errors import UsageError
-from gradlane.training.core import Channel
+from gradlane.training.core import Channel, rank_channel
 from gradlane.training.model.stages.late_gradients import LateGradientBuffer
 from gradlane.training.model.step_layout import StepLayout
 from gradlane.training.options.codec_choice import CodecChoice
@@ -101,7 +101,11 @@ class ResidualState:
         self._membership = membership
         self._gather = gather
         self._ranks = range(scope.rank_info.world_size) if ranks is None else ranks
-        self._begin = channel.step_barrier if leaves_out else channel.step_begin
+        self._begin = (
+            rank_channel(channel, "leaving out late ranks").step_barrier
+            if leaves_out
+            else channel.step_begin
+        )
         self._kept = [
             index
             for index, choice in enumerate(choices)

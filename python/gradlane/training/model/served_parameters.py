@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from gradlane.errors import UsageError
-from gradlane.training.core import Channel
+from gradlane.training.core import RankChannel
 from gradlane.training.rendezvous.environment import RankInfo
 from gradlane.training.rendezvous.tensor_table import TensorEntry
 from gradlane.training.torch_internals import DisableTorchFunctionSubclass, version_of
@@ -28,7 +28,7 @@ class ServedParameters:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: RankChannel,
         trained: Sequence[TensorEntry],
         rank_info: RankInfo,
         beside: Mapping[int, Tensor] = MappingProxyType({}),

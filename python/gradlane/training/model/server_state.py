@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from gradlane.errors import PeerLostError, RanksDifferError, RendezvousError, SessionFailedError
-from gradlane.training.core import Channel
+from gradlane.training.core import RankChannel
 from gradlane.training.model.barrier import Barrier
 from gradlane.training.model.lazy_state import plain_state
 from gradlane.training.model.served_parameters import ServedParameters
@@ -63,7 +63,7 @@ class ServerState:
     def __init__(
         self,
         *,
-        channel: Channel,
+        channel: RankChannel,
         scope: RendezvousScope,
         optimizer: Optimizer,
         trained: Sequence[TensorEntry],

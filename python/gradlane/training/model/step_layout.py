@@ -56,6 +56,14 @@ class StepLayout:
         return {index for group in self.groups for index in group.members}
 
     @property
+    def gradient_numbers(self) -> list[int]:
+        """The channel's numbers of what gradients travel in: alone, in groups, and the absences."""
+        joined = self.joined
+        alone = [index for index in range(len(self.trained)) if index not in joined]
+        beside = len(self.groups) + bool(self.groups)
+        return [*alone, *range(self.table_size, self.table_size + beside)]
+
+    @property
     def means(self) -> int:
         """Number of leading tensors of the channel among which all means of gradients are."""
         return self.table_size + len(self.groups) if self.groups else len(self.trained)

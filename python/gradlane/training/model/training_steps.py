@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gradlane.training.model.clipping_calls import ClippingCalls
+from gradlane.training.model.contributors import Contributors
 from gradlane.training.model.evaluations import Evaluations
 from gradlane.training.model.factor_intake import FactorIntake
 from gradlane.training.model.gradient_hooks import GradientHooks
@@ -21,6 +22,7 @@ from gradlane.training.model.kernel.step_end import StepEnd
 from gradlane.training.model.kernel.update import StepUpdate
 from gradlane.training.model.member_numbers import MemberNumbers
 from gradlane.training.model.model_structure import ModelStructure
+from gradlane.training.model.number_exchange import NumberExchange
 from gradlane.training.model.others_steps import OthersSteps
 from gradlane.training.model.scaler_calls import ScalerCalls
 from gradlane.training.model.stages.build import ModelStages
@@ -39,6 +41,8 @@ class TrainingSteps:
         listeners: StepListeners,
         check_unchanged: Callable[[], None],
         membership: Membership | None,
+        contributors: Contributors,
+        numbers: NumberExchange,
     ) -> None:
         """Start after step 0.
 
@@ -49,6 +53,8 @@ class TrainingSteps:
             listeners: called at the end of each training step.
             check_unchanged: raises `UsageError` if the model is not the one that was prepared.
             membership: the ranks that train, where training goes on without lost ranks.
+            contributors: of the steps.
+            numbers: exchanges bytes between two steps.
         """
         self.phases = parts.phases
         """Where the step is."""
@@ -70,7 +76,7 @@ class TrainingSteps:
             parts, self.update, self.intake, check_unchanged, listeners.step_ended
         )
         """Ends steps: `optimizer.step()` and `zero_grad()`."""
-        self.evaluations = Evaluations(parts, self.update, self.intake, check_unchanged)
+        self.evaluations = Evaluations(parts, self.update, self.intake, check_unchanged, numbers)
         """Steps optimizers that call their closure themselves."""
         self.gate = Gate(parts, self.update)
         """Waits before something is touched."""
@@ -78,9 +84,9 @@ class TrainingSteps:
         """Clips means by their norm."""
         self.scaler = ScalerCalls(parts, self.update, self.intake, stages.unscaling)
         """Gives `GradScaler` what it looks at."""
-        self.others = OthersSteps(parts, self.update, self.intake, stages.consistency)
+        self.others = OthersSteps(parts, self.update, self.intake, stages.consistency, contributors)
         """Goes along in steps that this rank takes no part in."""
-        self.numbers = MemberNumbers(parts, self.update, membership)
+        self.numbers = MemberNumbers(parts, self.update, membership, numbers)
         """Gathers numbers of all members between two steps."""
 
     @property

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gradlane.formats.timeline.chrome import write_chrome
-from gradlane.training.core import Channel, CoreRow
+from gradlane.training.core import Channel, CoreRow, rank_channel
 from gradlane.training.modules.compiled import is_tracing, register_pre_hook_first
 from gradlane.training.modules.forward_order import inside_backward
 from gradlane.training.monitoring.recorded import Mark, rank_path, recorded_timeline
@@ -206,11 +206,11 @@ class _RecordingChannel:
         self._recording.begin_step(step)
 
     def step_pass(self, step: int) -> None:
-        self._channel.step_pass(step)
+        rank_channel(self._channel, "leaving out late ranks").step_pass(step)
         self._recording.begin_step(step)
 
     def step_barrier(self, step: int) -> None:
-        self._channel.step_barrier(step)
+        rank_channel(self._channel, "leaving out late ranks").step_barrier(step)
         self._recording.begin_step(step)
 
     def wait(self, tensors: list[int], step: int) -> None:

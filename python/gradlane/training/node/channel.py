@@ -1,11 +1,11 @@
 """A channel to all ranks that reaches the ranks of its own node through shared memory.
 
-It implements the core's `Channel` protocol. A gradient goes to the node leaders of its parts. Once
-all ranks of the node have contributed, the leader submits the node's mean to the channel between
-nodes, and the result lands on every rank of the node. All ranks copy the same bytes and so have the
-same bits. Blocks are collected by the leader, sent as one, and copied by every rank. Gradients that
-collectives add up reach the leader through `CollectiveQueue` instead; step 0 and tensors that are
-not gradients never do.
+It implements the core's `Channel` protocol, and not `RankChannel`. A gradient goes to the node
+leaders of its parts. Once all ranks of the node have contributed, the leader submits the node's
+mean to the channel between nodes, and the result lands on every rank of the node. All ranks copy
+the same bytes and so have the same bits. Blocks are collected by the leader, sent as one, and
+copied by every rank. Gradients that collectives add up reach the leader through `CollectiveQueue`
+instead; step 0 and tensors that are not gradients never do.
 
 A rank that ends without a goodbye fails the channel at once, on its node and, through the leaders,
 on all others. A rank whose process stands still fails it after the silence timeout. Where training
@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from gradlane.formats.longer_waits import CLOSE, PROGRESS, SILENCE
-from gradlane.training.core import CoreChannel, CoreModule, MembershipRow, SquareSum
+from gradlane.training.core import CoreChannel, CoreModule, CoreRow, MembershipRow, SquareSum
 from gradlane.training.node.blocks import ABSENT, GatheredBlocks
 from gradlane.training.node.collective_queue import CollectiveQueue
 from gradlane.training.node.devices import ON_HOST, SumBackend
@@ -49,9 +49,8 @@ from gradlane.training.node.link import (
     Message,
 )
 from gradlane.training.node.parts import TensorPart, node_block_most_bytes
-from gradlane.training.node.reports import ChannelReports
+from gradlane.training.node.reports import NodeReports
 from gradlane.training.node.sums import Memory, copy
-from gradlane.training.node.unsupported_calls import UnsupportedCalls
 from gradlane.training.node.wait_stats import WaitStats
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 
@@ -60,7 +59,7 @@ _NORM = struct.Struct("<qd")
 """A step, and the norm of its gradients."""
 
 
-class NodeChannel(UnsupportedCalls, ChannelReports):
+class NodeChannel:
     """Connections to the ranks of this node and, on a leader, to the other nodes."""
 
     def __init__(
@@ -98,7 +97,6 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         self._core = core
         self._link = link
         self._collectives = collectives
-        self._sum_backend = sum_backend
         if collectives is not None:
             collectives.set_sink(self)
         self._layout = link.layout
@@ -131,7 +129,6 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
         self._norm = (-1, 0.0)
         self._residual_messages: Counter[int] = Counter()
         self._collective_parts: set[int] = set()
-        self._local_bytes = 0
         node, source = divmod(source_rank, self._layout.local_size)
         self._leader = (
             None
@@ -147,6 +144,9 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
                 node,
                 goes_on=goes_on,
             )
+        )
+        self._reports = NodeReports(
+            self._leader, collectives, link.layout, sum_backend, self._waits
         )
         self._listener_thread = threading.Thread(
             target=self._listen, name="gradlane-node-listen", daemon=True
@@ -190,7 +190,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
                 continue
             if copies:
                 copy(start, self._link.address(self._local_rank, part.offset), part.nbytes)
-                self._local_bytes += part.nbytes
+                self._reports.local_bytes += part.nbytes
             self._link.send(part.leader, CONTRIBUTION, part.number, step, absent=absent)
 
     def block_ready(self, tensor: int, step: int, pointer: int, nbytes: int) -> None:
@@ -216,7 +216,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             return
         if memory is not None:
             copy(memory[0], self._link.address(self._local_rank, part.offset), nbytes)
-            self._local_bytes += nbytes
+            self._reports.local_bytes += nbytes
         self._link.send(
             part.leader,
             CONTRIBUTION,
@@ -242,7 +242,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             for node, size in enumerate(sizes)
         ]
         blocks = GatheredBlocks(nodes, self._layout)
-        self._local_bytes += blocks.nbytes
+        self._reports.local_bytes += blocks.nbytes
         with self._changed:
             self._gathered[part.tensor, step] = blocks
         self.on_landed(part, step, absent=not blocks.nbytes)
@@ -298,7 +298,7 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
             if not absent and not (step == 0 and self._is_source):
                 source = self._link.address(part.leader, part.offset)
                 copy(source, self._pointers[part.tensor] + part.first_byte, part.nbytes)
-                self._local_bytes += part.nbytes
+                self._reports.local_bytes += part.nbytes
         self.on_landed(part, step, absent=absent)
 
     def on_landed(self, part: TensorPart, step: int, *, absent: bool) -> None:
@@ -513,6 +513,24 @@ class NodeChannel(UnsupportedCalls, ChannelReports):
     def read_state(self, name: str, part: int) -> None:
         """Have the step that has just begun broadcast the owners' residuals between nodes."""
         self._call_leader(lambda leader: leader.channel.read_state(name, part))
+
+    # ---- reports
+
+    def metrics_json(self) -> str:
+        """Return counters as a JSON object: the network's on a leader, and waits."""
+        return self._reports.metrics_json()
+
+    def waited_ns(self) -> int:
+        """Return the time that threads of the program have waited so far, in nanoseconds."""
+        return self._waits.waited_ns
+
+    def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
+        """Return and clear the trace of frames between nodes."""
+        return self._reports.take_trace()
+
+    def take_timeline(self) -> tuple[list[CoreRow], int]:
+        """Return and clear the trace between nodes, and the number of rows that were dropped."""
+        return self._reports.take_timeline()
 
     # ---- the end
 

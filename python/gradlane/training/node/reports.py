@@ -13,16 +13,36 @@ from gradlane.training.node.leader import NodeLeader
 from gradlane.training.node.wait_stats import WaitStats
 
 
-class ChannelReports:
-    """The reporting methods of a node's channel."""
+class NodeReports:
+    """What a node's channel reports.
 
-    _leader: NodeLeader | None
-    _collectives: CollectiveQueue | None
-    _layout: NodeLayout
-    _local_bytes: int
-    _local_rank: int
-    _sum_backend: SumBackend
-    _waits: WaitStats
+    Attributes:
+        local_bytes: bytes that this rank has copied within its node.
+    """
+
+    def __init__(
+        self,
+        leader: NodeLeader | None,
+        collectives: CollectiveQueue | None,
+        layout: NodeLayout,
+        sum_backend: SumBackend,
+        waits: WaitStats,
+    ) -> None:
+        """Begin with nothing copied.
+
+        Args:
+            leader: this rank's; None unless it is one.
+            collectives: where gradients are added up on their device, or None.
+            layout: of the nodes.
+            sum_backend: where a node's sums are made.
+            waits: of this rank's threads.
+        """
+        self._leader = leader
+        self._collectives = collectives
+        self._layout = layout
+        self._sum_backend = sum_backend
+        self._waits = waits
+        self.local_bytes = 0
 
     def metrics_json(self) -> str:
         """Return counters as a JSON object: the network's on a leader, and waits."""
@@ -35,21 +55,17 @@ class ChannelReports:
             empty = dict.fromkeys(by_node[0], 0) if by_node else {}
             rows = [dict(empty) for _ in range(world_size)]
             for node, row in enumerate(by_node):
-                rows[self._layout.rank_of(node, self._local_rank)] = row
+                rows[self._layout.rank_of(node, self._layout.local_rank)] = row
             reading[table] = rows if by_node else []
         reading["waits"] = self._waits.rows()
         reading["wait_s"] = self._waits.waited_ns * 1e-9
-        reading["local_bytes"] = self._local_bytes
+        reading["local_bytes"] = self.local_bytes
         reading["local_sums"] = self._sum_backend.backend or "host"
         reading["local_sums_reason"] = self._sum_backend.reason
         reading["collective_bytes"] = (
             self._collectives.nbytes if self._collectives is not None else 0
         )
         return json.dumps(reading)
-
-    def waited_ns(self) -> int:
-        """Return the time that threads of the program have waited so far, in nanoseconds."""
-        return self._waits.waited_ns
 
     def take_trace(self) -> list[tuple[int, str, int, int, int, int, int, int]]:
         """Return and clear the trace of frames between nodes."""
@@ -72,7 +88,7 @@ class ChannelReports:
         return named, dropped
 
     def _peer(self, node: int) -> int:
-        return self._layout.rank_of(node, self._local_rank)
+        return self._layout.rank_of(node, self._layout.local_rank)
 
     def _tensor(self, index: int) -> int:
         assert self._leader is not None

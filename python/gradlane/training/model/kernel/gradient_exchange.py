@@ -28,18 +28,14 @@ from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.joined_gradients import JoinedGradients
 from gradlane.training.model.kernel.buffer_exchange import BufferExchange
 from gradlane.training.model.kernel.step_norm import StepNorm
-from gradlane.training.model.rank_status import RankNumbers, Statuses
+from gradlane.training.model.rank_status import Statuses
 from gradlane.training.model.stages.stage import StepStage
 from gradlane.training.model.stages.stage_list import StageList
 from gradlane.training.model.stages.step_start import StepStart
 from gradlane.training.model.step_layout import StepLayout
-from gradlane.training.modules.forward_order import ForwardOrder
 from gradlane.training.modules.gradient_intake import GradientIntake, raw_grad
-from gradlane.training.rendezvous.tensor_table import in_layout, is_dense
 from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
-from gradlane.training.torch_internals import DisableTorchFunctionSubclass
 
-_stride = Tensor.stride
 WaitContext = Callable[[int, list[int] | None], contextlib.AbstractContextManager[None]]
 
 
@@ -136,18 +132,20 @@ class GradientExchange:
 
     # ---- to the channel
 
-    def begin(self, start: StepStart) -> None:
-        """Begin the next step, once the one before is complete everywhere."""
+    def begin(self, start: StepStart, begin: Callable[[int], None] | None = None) -> None:
+        """Begin the next step, once the one before is complete everywhere.
+
+        Args:
+            start: how it begins.
+            begin: begins it on the channel in another way than by contributing to it.
+        """
         try:
             # Every tensor may be ready a moment before the channel counts the step as complete.
             with WAIT_NOTIFIER, self._waiting(self.step, None):
                 self._channel.wait_step(self.step)
             self.statuses()
             self.complete()
-            if start.passes:
-                self._channel.step_pass(self.step + 1)
-            else:
-                self._channel.step_begin(self.step + 1)
+            (begin or self._channel.step_begin)(self.step + 1)
             # Another thread that looks on must not take the last step's marks for this one's.
             self.is_submitted = [False] * len(self._trained)
             if self._buffers is not None:
@@ -156,8 +154,8 @@ class GradientExchange:
             self._intake.begin_step()
             self._weight = start.weight
             self._norm.begin(self.step, wanted=start.measures)
-            if start.settings is not None:
-                self._channel.set_optimizer(self.step, start.settings)
+            for call in start.on_channel:
+                call(self.step)
             if self._layout.status is not None and start.status is not None:
                 lanes = self._layout.status.write(start.status)
                 self._channel.gradient_ready(
@@ -168,21 +166,6 @@ class GradientExchange:
         self._gradients = [None] * len(self._trained)
         self._joined.begin()
         self._factors.begin()
-        if start.order is not None:
-            self._switch_priorities(start.order)
-
-    def _switch_priorities(self, order: ForwardOrder) -> None:
-        """Have all ranks send first the tensors that a forward uses first."""
-        layout = self._layout
-        priorities = order.priorities(layout.table_size + layout.extras)
-        # Statuses are asked for before any update, and buffers by the first module that has some.
-        priorities[layout.table_size :] = [0] * layout.extras
-        for number, group in enumerate(layout.groups, layout.table_size):
-            priorities[number] = max(priorities[index] for index in group.members)
-        try:
-            self._channel.switch_priorities(priorities)
-        except self._core.ChannelError as error:
-            self._raise_failed(error, "telling the order of the forward")
 
     def hold_factors(self, index: int, part: Part) -> None:
         """Take factors of a part of a parameter's gradient."""
@@ -386,40 +369,6 @@ class GradientExchange:
                 self._failure.fail_and_raise(SessionFailedError(broken))
             raise
 
-    def exchange_numbers(self, generation: int, size: int, part: bytes) -> dict[int, RankNumbers]:
-        """Exchange some bytes with all ranks, in a step that is none of training.
-
-        Args:
-            generation: number of the newest membership that this rank knows.
-            size: how many bytes this rank has in all.
-            part: of them.
-
-        Returns:
-            What came of each rank that is in the step.
-        """
-        layout, channel = self._layout, self._channel
-        found: dict[int, RankNumbers] = {}
-        if layout.status is None:
-            return found
-        status, lent = layout.status, []
-
-        def run(step: int) -> None:
-            lanes = status.write_numbers(generation, size, part)
-            channel.step_begin(step)
-            channel.gradient_ready(layout.status_index, step, lanes.data_ptr(), lanes.nbytes)
-            alone = (one for one, group in enumerate(self._joined.group_of) if group < 0)
-            for index in (*alone, *self._joined.numbers):
-                lent.append(self._carrier.submit_absent(index, step))
-            if layout.buffers is not None:
-                lent.append(self._carrier.submit_absent(layout.buffers_index, step))
-            channel.step_end(step)
-            channel.wait_step(step)
-            channel.take_ready(step)
-            found.update(status.read_numbers())
-
-        self.spend(run, "gathering numbers")
-        return found
-
     def abort(self, reason: str) -> None:
         """Tell all ranks why this one gives up."""
         self._channel.abort(reason)
@@ -481,7 +430,7 @@ class GradientExchange:
         if groups:
             arrived.gradients += joined.take(groups, self._wait_for, lends=lends)
         arrived.gradients += rebuilt
-        self._match_layouts(arrived)
+        arrived.match_layouts(self._trained, are_dense=not self._factored)
         return arrived
 
     def _wait_for(self, number: int) -> None:
@@ -538,26 +487,11 @@ class GradientExchange:
                 self._channel.abort(reason)
             self._failure.fail_and_raise(SessionFailedError(reason, self.training_step - 1), error)
 
-    def _match_layouts(self, arrived: ArrivedGradients) -> None:
-        """Give gradients the layout of parameters that were laid out anew after prepare().
-
-        Fused optimizers take both for flat memory in the same order.
-        """
-        # Parameters whose update is due make a detour of each look at them.
-        with DisableTorchFunctionSubclass():
-            # Loops outside of Python: there may be thousands, in each step.
-            parameters = [self._trained[index].tensor for index, _ in arrived.gradients]
-            means = [gradient for _, gradient in arrived.gradients]
-            if not self._factored and [*map(_stride, parameters)] == [*map(_stride, means)]:
-                return
-            for position, (index, gradient) in enumerate(arrived.gradients):
-                if gradient.layout is not torch.strided:
-                    continue
-                parameter = self._trained[index].tensor
-                if parameter.stride() != gradient.stride() and is_dense(parameter):
-                    with torch.no_grad(), torch.inference_mode(False):
-                        laid_out = in_layout(gradient, parameter.stride())
-                    arrived.gradients[position] = (index, laid_out)
+    def complete(self) -> None:
+        """Have stages see what the last step, which must have ended here, has come to."""
+        if self.step > 0:
+            for stage in self._stages.on[StepStage.completed]:
+                stage.completed(self.step)
 
     # ---- statuses of all ranks
 
@@ -581,11 +515,6 @@ class GradientExchange:
             self._raise_failed(error, "waiting for the other ranks' statuses")
         return self.statuses()
 
-    def wait_for_weighting(self) -> float:
-        """Wait for all ranks' samples in this step; return the number of ranks over their sum."""
-        statuses = self.wait_for_statuses()
-        return len(statuses) / sum(status.weight or 0 for status in statuses.values())
-
     def _wait_for_status_tensor(self) -> None:
         """Wait for the statuses; they were the first to leave, so they mostly are here already."""
         index = self._layout.status_index
@@ -601,31 +530,6 @@ class GradientExchange:
             return self._channel.is_ready(self._layout.status_index, self.step)
         except self._core.ChannelError as error:
             self._raise_failed(error, "waiting for the other ranks' statuses")
-
-    # ---- where steps go on without late ranks
-
-    def was_left_out(self) -> bool:
-        """Whether the current step goes on without this rank; waits until that is known."""
-        was_in, _, _ = self._channel.participation(self.step)
-        if was_in is None:
-            try:
-                with WAIT_NOTIFIER:
-                    self._channel.wait_decided(self.step)
-            except self._core.ChannelError as error:
-                self._raise_failed(error, "waiting for the contributors")
-            was_in, _, _ = self._channel.participation(self.step)
-        return was_in is False
-
-    def complete(self) -> None:
-        """Have stages see what the last step, which must have ended here, has come to."""
-        if self.step > 0:
-            for stage in self._stages.on[StepStage.completed]:
-                stage.completed(self.was_left_out)
-
-    def next_goes_on(self) -> bool:
-        """Whether the others are in the next step already, or have finished it."""
-        _, behind, decided = self._channel.participation(self.step)
-        return behind or decided > self.step
 
     def _raise_failed(self, error: Exception, doing: str, index: int | None = None) -> NoReturn:
         where = f"{doing} in step {self.training_step}"

@@ -226,7 +226,7 @@ class Intake:
             # Ranks that went along without data get the others' parameters at the end of join().
             for stage in self._stages.on[StepStage.before_step]:
                 stage.before_step(exchange.training_step + 1)
-        start = StepStart(exchange.training_step, exchange.wait_for_weighting, shadow)
+        start = StepStart(exchange.training_step, exchange.wait_for_statuses, shadow)
         for stage in self._stages.on[StepStage.begin]:
             stage.begin(start)
         self._updates.begin()

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
+from gradlane.training.core import Channel, rank_channel
 from gradlane.training.model.consistency_check import ConsistencyCheck, Hyperparameters
+from gradlane.training.model.contributors import Contributors
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.lazy_parameters import Exemption
 from gradlane.training.model.server_updates import ServerUpdates
@@ -58,6 +60,7 @@ class ModelStages:
 def build_stages(
     options: Options,
     rank_info: RankInfo,
+    channel: Channel,
     layout: StepLayout,
     buffers: str,
     optimizer: Optimizer,
@@ -66,6 +69,7 @@ def build_stages(
     membership: Membership,
     failure: FailureLatch,
     exempt: Exemption,
+    contributors: Contributors,
     *,
     of_session: Sequence[StepStage] = (),
     server: ServerUpdates | None = None,
@@ -78,6 +82,7 @@ def build_stages(
     Args:
         options: in force for it.
         rank_info: this rank.
+        channel: the model's.
         layout: the tensors that take part.
         buffers: how they are kept: `"broadcast"`, `"average"` or `"local"`.
         optimizer: the user's.
@@ -86,6 +91,7 @@ def build_stages(
         membership: the ranks that train.
         failure: the model's.
         exempt: threads in it read parameters without waiting.
+        contributors: of the steps.
         of_session: what the session does before each step; these come first.
         server: updates of `update="server"`, or None where each rank updates.
         takeover: gives momentum to codecs that apply it, or None.
@@ -111,11 +117,12 @@ def build_stages(
     )
     late = None
     if options.stragglers.late == "carry" and rank_info.world_size > 1:
-        late = LateGradientBuffer()
+        late = LateGradientBuffer(contributors)
     stages: list[StepStage] = [*of_session]
     stages.append(StepStage("local accumulation", "session.no_sync(): gradients add up, unsent"))
     if server is not None:
-        stages.append(Servers(server, updates, failure, exempt))
+        ranks = rank_channel(channel, "updating on servers")
+        stages.append(Servers(ranks, server, updates, failure, exempt))
     schemes = Counter(one.scheme for one in layout.factored.values())
     for scheme, count in sorted(schemes.items()):
         stages.append(StepStage(f"scheme {scheme}", f"{count} tensors travel as factors or rows"))
@@ -137,7 +144,7 @@ def build_stages(
             StepStage("buffers", f"prepare(buffers={buffers!r}): all ranks have the same")
         )
     if rank_info.rank == 0 and rank_info.ranks > 1:
-        stages.append(ForwardPriorities())
+        stages.append(ForwardPriorities(channel, layout))
     stages += [full_waits, consistency]
     if options.going_on.on:
         stages.append(MemberChanges(membership))

@@ -6,20 +6,20 @@ copy is kept until it is known whether the step has the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from gradlane.training.model.contributors import Contributors
 from gradlane.training.model.stages.stage import StepStage
 
 
 class LateGradientBuffer(StepStage):
     """Keeps copies of this rank's gradients of the current step, and late ones of earlier steps."""
 
-    def __init__(self) -> None:
-        """Start without gradients."""
+    def __init__(self, contributors: Contributors) -> None:
+        """Start without gradients; `contributors`: of the model's steps."""
         super().__init__("late gradients", 'stragglers with late="carry": added to the next ones')
+        self._contributors = contributors
         self._submitted: dict[int, Tensor] = {}
         self._carried: dict[int, Tensor] = {}
 
@@ -44,9 +44,9 @@ class LateGradientBuffer(StepStage):
         """Have this added to a tensor's next gradient, in place of the late one."""
         self._carried[index] = gradient
 
-    def completed(self, was_left_out: Callable[[], bool]) -> None:
+    def completed(self, step: int) -> None:
         """Carry the submitted gradients on, if the step has gone on without them."""
-        if was_left_out():
+        if self._contributors.lack_this_rank(step):
             self._carried.update(self._submitted)
         else:
             for index in self._submitted:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from gradlane.errors import SessionFailedError, UsageError
+from gradlane.training.core import RankChannel
 from gradlane.training.model.arrived_gradients import ArrivedGradients
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.lazy_parameters import Exemption
@@ -28,17 +29,24 @@ class Servers(StepStage):
     keeps_means = True
 
     def __init__(
-        self, server: ServerUpdates, updates: UpdateSet, failure: FailureLatch, exempt: Exemption
+        self,
+        channel: RankChannel,
+        server: ServerUpdates,
+        updates: UpdateSet,
+        failure: FailureLatch,
+        exempt: Exemption,
     ) -> None:
         """Start before the first step.
 
         Args:
-            server: tells and counts.
+            channel: the model's.
+            server: knows the settings, and counts.
             updates: the model's optimizers.
             failure: the model's.
             exempt: threads in it read parameters without waiting.
         """
         super().__init__("servers", 'update="server": the servers step the parameters')
+        self._channel = channel
         self._server = server
         self._updates = updates
         self._failure = failure
@@ -48,7 +56,8 @@ class Servers(StepStage):
 
     def begin(self, start: StepStart) -> None:
         """Tell the servers the optimizer's settings: their updates begin with the first mean."""
-        start.settings = self._settings = self._exempt.run(self._server.checked_rows)
+        settings = self._settings = self._exempt.run(self._server.checked_rows)
+        start.on_channel.append(lambda step: self._channel.set_optimizer(step, settings))
 
     def local(self, *, by_hand: bool) -> None:
         """Note whether gradients begin to add up on means, which are not here."""

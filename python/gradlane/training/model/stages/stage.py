@@ -87,8 +87,8 @@ class StepStage:
     def attached(self) -> None:
         """See that all means of a step are in `.grad`."""
 
-    def completed(self, was_left_out: Callable[[], bool]) -> None:
-        """See that all of a step has come back; it may have gone on without this rank."""
+    def completed(self, step: int) -> None:
+        """See that all of a step of the channel has come back, which may lack this rank."""
 
     def before_update(self, number: int, step: int) -> None:
         """See that an optimizer is about to step."""

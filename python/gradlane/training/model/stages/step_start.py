@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from gradlane.training.model.rank_status import RankStatus
-from gradlane.training.modules.forward_order import ForwardOrder
+from gradlane.training.model.rank_status import RankStatus, Statuses
 
 
 @dataclass
@@ -15,22 +14,19 @@ class StepStart:
 
     Attributes:
         last_step: number of the training step before.
-        wait_for_weighting: returns the number of ranks over the samples of all, once it is known.
+        wait_for_statuses: returns those of all ranks in this step.
         shadow: this rank goes along without data.
-        passes: this rank takes no part in it.
         status: tells all ranks how this one trains; None: they are told nothing.
         weight: factor of this rank's gradients, or None.
         measures: the norm of all gradients will be asked for, on all ranks.
-        settings: hyper-parameters for updates on the servers, as JSON.
-        order: in which a forward has used the tensors, for all ranks to send in, or None.
+        on_channel: called with the channel's number of the step once it has begun there, before
+            anything is submitted.
     """
 
     last_step: int
-    wait_for_weighting: Callable[[], float]
+    wait_for_statuses: Callable[[], Statuses]
     shadow: bool = False
-    passes: bool = False
     status: RankStatus | None = None
     weight: int | None = None
     measures: bool = False
-    settings: str | None = None
-    order: ForwardOrder | None = None
+    on_channel: list[Callable[[int], None]] = field(default_factory=list)

@@ -14,7 +14,7 @@ import torch
 from gradlane.errors import UsageError
 from gradlane.training.model.arrived_gradients import ArrivedGradients
 from gradlane.training.model.kernel.phases import Phase, Phases
-from gradlane.training.model.rank_status import StepEnding
+from gradlane.training.model.rank_status import Statuses, StepEnding
 from gradlane.training.model.stages.stage import StepStage
 from gradlane.training.model.stages.step_start import StepStart
 from gradlane.training.modules.gradient_intake import values_of
@@ -81,7 +81,7 @@ class Weighting(StepStage):
             start.weight = self._in_force
         # The mean over N ranks has divided by N in place of by the samples of all ranks.
         waits = start.weight is not None
-        self.factor = functools.cache(start.wait_for_weighting) if waits else None
+        self.factor = functools.cache(lambda: _factor(start.wait_for_statuses())) if waits else None
 
     def arrived(self, arrived: ArrivedGradients) -> None:
         """Weigh means."""
@@ -98,3 +98,8 @@ class Weighting(StepStage):
         """Weigh what adds up on means, which are averaged again in the same step of training."""
         if ending is StepEnding.CARRIED_ON:
             self._samples = self._in_force
+
+
+def _factor(statuses: Statuses) -> float:
+    """Return the number of ranks over the samples of all of them."""
+    return len(statuses) / sum(status.weight or 0 for status in statuses.values())
