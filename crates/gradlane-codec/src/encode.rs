@@ -125,6 +125,13 @@ pub trait Codec: Send + Sync + Debug {
     /// The most bytes that `elements` values take under any key; exact where the size is fixed.
     fn max_wire_bytes(&self, elements: usize) -> usize;
 
+    /// The bytes that `elements` values take on average once all steps are alike: those of a rank's
+    /// contribution, or of a mean that an owner sends.
+    fn expected_wire_bytes(&self, elements: usize, is_mean: bool) -> usize {
+        let _ = is_mean;
+        self.max_wire_bytes(elements)
+    }
+
     /// The most bytes that `elements` values take in this step and on this leg.
     fn max_wire_bytes_at(&self, key: &DrawKey, elements: usize) -> usize {
         let _ = key;

@@ -64,6 +64,11 @@ impl CodecSizes for TensorCodec {
         usize::try_from(elements).map_or(u64::MAX, |it| self.codec.max_wire_bytes(it) as u64)
     }
 
+    fn bytes_expected(&self, elements: u64, is_mean: bool) -> u64 {
+        usize::try_from(elements)
+            .map_or(u64::MAX, |it| self.codec.expected_wire_bytes(it, is_mean) as u64)
+    }
+
     fn is_fixed(&self) -> bool {
         self.codec.is_fixed_size()
     }

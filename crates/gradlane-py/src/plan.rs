@@ -98,7 +98,8 @@ pub(crate) fn plan_json(
 /// Say what a codec does to a tensor, as a JSON object, or "null" where it would change nothing.
 ///
 /// sizes are those of the tensor's dimensions in the order of its storage. "codec" is the canonical
-/// text, "wire_bytes_max" the most bytes of the encoded tensor, and exact with "fixed_size"; slices
+/// text, "wire_bytes_max" the most bytes of the encoded tensor, and exact with "fixed_size";
+/// "wire_bytes_expected" those that its contribution and its mean take on average, half of both; slices
 /// begin at multiples of "granule_elems"; "residual_width" numbers are kept for each value (error
 /// feedback). With ring_ranks, the bytes are those of a ring of so many ranks: half of what goes round in
 /// all laps. ValueError names what is wrong with the text, or why it cannot go round.
@@ -124,9 +125,15 @@ pub(crate) fn codec_json(
             .map_err(|why| refuse(format!("codec {:?} on a ring: {why}", codec.name())))?,
         _ => None,
     };
-    let bytes = match on_ring {
-        Some(RingBytes { scales, sums }) => sums + scales.div_ceil(2),
-        None => codec.bytes_max(elements),
+    // A hop of a ring encodes sums: of those no share is known but the largest.
+    let of_servers =
+        (codec.bytes_expected(elements, false) + codec.bytes_expected(elements, true)) / 2;
+    let (bytes, expected) = match (on_ring, ring_ranks) {
+        (Some(RingBytes { scales, sums }), _) => {
+            (sums + scales.div_ceil(2), sums + scales.div_ceil(2))
+        }
+        (None, Some(_)) => (codec.bytes_max(elements), codec.bytes_max(elements)),
+        (None, None) => (codec.bytes_max(elements), of_servers),
     };
     let facts = serde_json::json!({
         "codec": codec.name(),
@@ -135,6 +142,7 @@ pub(crate) fn codec_json(
         "residual_width": codec.residual_width(),
         "unbiased": codec.is_unbiased(),
         "wire_bytes_max": bytes,
+        "wire_bytes_expected": expected,
     });
     Ok(facts.to_string())
 }

@@ -2,9 +2,10 @@
 
 use crate::error::SimError;
 use gradlane_codec::TensorCodec;
-use gradlane_engine::{CodecSizes, TensorSpec};
+use gradlane_engine::{CodecSizes, Job, JobResult, Operation, Plan, TensorSpec};
+use gradlane_units::{SliceId, TensorId};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// The codec of a tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,4 +42,48 @@ pub(crate) fn rows(
         Ok((spec, codec.map(|codec| -> Box<dyn CodecSizes> { Box::new(codec) })))
     };
     specs.into_iter().map(row).collect()
+}
+
+/// The bytes that slices are expected to take where encodings differ in length; all others are as long
+/// as a plan says.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ExpectedSizes {
+    /// Of a contribution and of a mean, by tensor and length in elements.
+    by_length: HashMap<(TensorId, u64), [u64; 2]>,
+}
+
+impl ExpectedSizes {
+    /// Those of a plan whose codecs are known.
+    pub(crate) fn of(plan: &Plan) -> ExpectedSizes {
+        let mut by_length = HashMap::new();
+        for (index, tensor) in plan.tensors.iter().enumerate() {
+            let Some(planned) = tensor.codec.as_ref().filter(|it| !it.fixed) else {
+                continue;
+            };
+            let parsed = TensorCodec::parse(&planned.name, tensor.spec.dtype, &planned.sizes);
+            let Ok(Some(codec)) = parsed else { continue };
+            for &(length, most) in &planned.bytes {
+                let bytes = [false, true].map(|mean| codec.bytes_expected(length, mean).min(most));
+                by_length.insert((TensorId(index as u32), length), bytes);
+            }
+        }
+        ExpectedSizes { by_length }
+    }
+
+    /// The bytes of a slice's contribution, or of its mean; `None`: as the plan says.
+    pub(crate) fn bytes(&self, plan: &Plan, slice: SliceId, is_mean: bool) -> Option<u64> {
+        let slice = plan.slice(slice);
+        let bytes = self.by_length.get(&(slice.tensor, slice.length))?;
+        Some(bytes[usize::from(is_mean)])
+    }
+
+    /// What comes of a job.
+    pub(crate) fn result_of(&self, plan: &Plan, job: &Job) -> JobResult {
+        let is_mean = match job.operation {
+            Operation::Encode { .. } => false,
+            Operation::DecodeReduceEncode { .. } => true,
+            _ => return JobResult::Written,
+        };
+        self.bytes(plan, job.slice, is_mean).map_or(JobResult::Written, JobResult::Encoded)
+    }
 }

@@ -92,7 +92,10 @@ impl Run {
                 receive(engine, &header, &control, is_new)
             }
             IoTask::Writable(peer) => engine.handle(Input::Writable(Rank(peer), true)),
-            IoTask::JobDone(id, _) => engine.handle(Input::JobDone(id, JobResult::Written)),
+            IoTask::JobDone(id, _) => {
+                let result = node.results.remove(&id).unwrap_or(JobResult::Written);
+                engine.handle(Input::JobDone(id, result))
+            }
             IoTask::Begin(step) => {
                 let begun = engine.handle(Input::StepBegin(step));
                 let commanded = match engine.plan().commands_servers() && !step.is_initial() {
@@ -249,6 +252,10 @@ impl Run {
         let end = begin + cost;
         *thread = end;
         node.jobs.push(Reverse((end, job.id, lane)));
+        let result = self.channels.expected(rank).result_of(self.channels.plan(rank), job);
+        if let JobResult::Encoded(_) = result {
+            node.results.insert(job.id, result);
+        }
         self.meters.work_ns += cost;
         self.events.at(end, EventKind::JobDone, rank);
         let plan = self.channels.plan(rank);

@@ -6,7 +6,7 @@
 use crate::accelerator::Accelerator;
 use crate::connections::Partial;
 use crate::straggling::Pace;
-use gradlane_engine::{Engine, JobId, Transmit};
+use gradlane_engine::{Engine, JobId, JobResult, Transmit};
 use gradlane_units::{Step, TensorId};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
@@ -68,6 +68,8 @@ pub(crate) struct Node {
     pub(crate) work_until: Vec<u64>,
     /// Jobs with their ends, the first to end first.
     pub(crate) jobs: BinaryHeap<Reverse<(u64, JobId, u32)>>,
+    /// What comes of those that encode to other lengths than the plan's.
+    pub(crate) results: BTreeMap<JobId, JobResult>,
     /// Tensors whose gradient it makes for all, the first to end first, each with when it is made.
     pub(crate) root_requests: VecDeque<(u64, TensorId, Step)>,
     /// When the accelerator's present stretch of computing began.

@@ -5,6 +5,7 @@
 //! a channel to the ranks of the same number on the other nodes, and an engine that knows nodes alone.
 //! `intra_node` has the sums within a node.
 
+use crate::coded_tensors::ExpectedSizes;
 use crate::error::SimError;
 use crate::scenario::Scenario;
 use gradlane_engine::{Plan, Scheme, TensorSpec};
@@ -125,6 +126,8 @@ impl Topology {
 pub(crate) struct Channels {
     pub(crate) topology: Topology,
     plans: Vec<Arc<Plan>>,
+    /// By channel.
+    expected: Vec<ExpectedSizes>,
     /// The profile's tensor that each of a plan's tensors is, or is a part of; by channel.
     tensors: Vec<Vec<TensorId>>,
     /// By channel and slice.
@@ -145,13 +148,19 @@ impl Channels {
             let lanes = vec![plan.lanes_of_slices(scenario.lanes)];
             return Ok(Channels {
                 topology,
+                expected: vec![ExpectedSizes::of(&plan)],
                 plans: vec![Arc::new(plan)],
                 tensors: vec![all()],
                 lanes,
             });
         };
-        let mut channels =
-            Channels { topology, plans: Vec::new(), tensors: Vec::new(), lanes: Vec::new() };
+        let mut channels = Channels {
+            topology,
+            plans: Vec::new(),
+            expected: Vec::new(),
+            tensors: Vec::new(),
+            lanes: Vec::new(),
+        };
         for carried in &nodes.carried {
             let part = |&(tensor, numel): &(u32, u64)| TensorSpec {
                 numel,
@@ -160,6 +169,7 @@ impl Channels {
             let specs = carried.iter().map(part).collect();
             let plan = scenario.plan(topology.nodes(), specs)?;
             channels.lanes.push(plan.lanes_of_slices(scenario.lanes));
+            channels.expected.push(ExpectedSizes::of(&plan));
             channels.plans.push(Arc::new(plan));
             channels.tensors.push(carried.iter().map(|it| TensorId(it.0)).collect());
         }
@@ -169,6 +179,11 @@ impl Channels {
     /// The plan of a rank's channel; of one that carries nothing that of the first.
     pub(crate) fn plan(&self, rank: u32) -> &Arc<Plan> {
         self.plans.get(self.number(rank)).unwrap_or(&self.plans[0])
+    }
+
+    /// The bytes that encodings of a rank's channel are expected to take.
+    pub(crate) fn expected(&self, rank: u32) -> &ExpectedSizes {
+        self.expected.get(self.number(rank)).unwrap_or(&self.expected[0])
     }
 
     /// The lane that a rank sends a frame in, or hears it: control goes in the first.

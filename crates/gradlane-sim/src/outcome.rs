@@ -1,5 +1,6 @@
 //! The report of a finished run.
 
+use crate::coded_tensors::ExpectedSizes;
 use crate::node::Node;
 use crate::report::{median, Report, StalenessFigures, TensorWait, Utilization};
 use crate::scenario::Scenario;
@@ -25,6 +26,7 @@ impl Run {
     }
 
     fn port_bytes_of(&self, plan: &Plan, ranks: u32, serves: bool) -> f64 {
+        let sizes = ExpectedSizes::of(plan);
         let slices = (0..plan.slices.len() as u32).map(SliceId);
         let taking_part = slices.filter(|&it| plan.takes_part(plan.slice(it).tensor, Step(1)));
         let bytes = taking_part.map(|slice| {
@@ -38,7 +40,9 @@ impl Run {
             }
             let travels = |kind| {
                 let encoded = plan.may_be_encoded(kind, slice, Step(1));
-                plan.bytes_as(slice, if encoded { PayloadForm::Encoded } else { PayloadForm::Raw })
+                let form = if encoded { PayloadForm::Encoded } else { PayloadForm::Raw };
+                let expected = sizes.bytes(plan, slice, kind == FrameKind::Broadcast);
+                expected.filter(|_| encoded).unwrap_or_else(|| plan.bytes_as(slice, form))
             };
             let round_trip = travels(FrameKind::Push) + travels(FrameKind::Broadcast);
             share * round_trip as f64

@@ -556,6 +556,7 @@ fn new_node(
         io: (0..scenario.lanes).map(|_| IoThread::default()).collect(),
         work_until: vec![0; scenario.work_threads],
         jobs: BinaryHeap::new(),
+        results: BTreeMap::new(),
         root_requests: VecDeque::new(),
         computes_since: 0,
         pace: Pace::default(),

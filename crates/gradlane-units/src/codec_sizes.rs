@@ -23,7 +23,12 @@ pub trait CodecSizes {
     fn granule_elems(&self) -> u64;
     /// The most bytes of `elements` encoded elements.
     fn bytes_max(&self, elements: u64) -> u64;
-    /// Whether that is also the least.
+    /// The bytes of `elements` encoded elements on average: of a rank's contribution, or of a mean.
+    fn bytes_expected(&self, elements: u64, is_mean: bool) -> u64 {
+        let _ = is_mean;
+        self.bytes_max(elements)
+    }
+    /// Whether [`CodecSizes::bytes_max`] is also the least.
     fn is_fixed(&self) -> bool;
     /// Numbers a value in the residual (error feedback); 0: no residual.
     fn residual_width(&self) -> u32;

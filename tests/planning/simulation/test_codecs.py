@@ -99,7 +99,7 @@ def sent_mib(model: str, codec: Any) -> float:
 def test_dgc_sends_a_600th_of_resnet_50() -> None:
     """Every layer is sparse: what is left in full precision would be most of the bytes."""
     dense = synthetic_profile("resnet50").size_bytes / 2**20
-    assert 600 < dense / sent_mib("resnet50", "dgc") < 670
+    assert 600 < dense / sent_mib("resnet50", "dgc") < 690
     # Of a quantizer, less than 1 % of all parameters stay as they are: that alone is 1 / 108.
     assert dense / sent_mib("resnet50", "onebit:bucket=64") < 32
 
@@ -111,7 +111,7 @@ VECTORS = {"*.bias": "raw", "*bn*": "raw", "*downsample.1.*": "raw"}
 @pytest.mark.parametrize(("model", "mib"), [("resnet50", 0.35), ("alexnet", 0.39)])
 def test_the_papers_sizes_are_those_of_matrices_alone(model: str, mib: float) -> None:
     """Table 3 of Lin et al. 2018, 277 and 597 times fewer bytes: vectors stay as they are."""
-    assert round(sent_mib(model, {**VECTORS, "*": "dgc"}), 2) == mib
+    assert sent_mib(model, {**VECTORS, "*": "dgc"}) == pytest.approx(mib, rel=0.03)
 
 
 def test_gradients_wait_for_their_norm_where_dgc_clips() -> None:

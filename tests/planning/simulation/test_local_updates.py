@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from gradlane.planning.advice.advice import advise, required_links
@@ -21,12 +22,14 @@ from gradlane.planning.simulation.local_updates import (
 )
 from gradlane.planning.simulation.profiles import Profile, ProfileTensor
 from gradlane.planning.simulation.scenarios import Cluster
+from gradlane.training.core import load_core
 from gradlane.training.local_updates.fragments import divide
 from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.options.local_updates import Local, parse_local
 from gradlane.training.rendezvous.tensor_table import build_table
 from tests.built import needs_core
 from tests.command_line import run
+from tests.training.model.ranks import run_ranks
 
 pytestmark = needs_core
 
@@ -152,6 +155,47 @@ def test_rare_exchanges_of_a_sharded_model_are_those_of_its_nodes() -> None:
     # Error feedback, which exact training of shards refuses.
     sparse = row_of(Local(outer="average"), workers=8, ranks_per_node=4, sharded=True, codec="topk")
     assert sparse.step_s < shards.step_s
+
+
+@pytest.mark.parametrize(
+    ("ranks", "codec"),
+    [
+        (2, "topk:ratio=0.02"),
+        (4, "topk:ratio=0.02,broadcast_ratio=0.08,bits=2,bucket=4096,decay=0.95"),
+        (3, "topk:ratio=0.01,broadcast_ratio=0.3"),
+    ],
+)
+def test_sparse_codecs_have_the_bytes_that_connections_carry(ranks: int, codec: str) -> None:
+    update, sizes = Local(steps=4, outer="average"), [(512, 512), (512, 256), (256, 512)]
+
+    def body(session: Any) -> float:
+        model = nn.Sequential(*(nn.Linear(*one, bias=False) for one in sizes))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        session.prepare(model, optimizer)
+        session.exchange("all have rank 0's values")
+        before = session.metrics()["tx_bytes"]
+        draws = torch.Generator().manual_seed(session.rank)
+        for _ in range(16):
+            optimizer.zero_grad()
+            model(torch.randn(4, 512, generator=draws)).square().mean().backward()
+            optimizer.step()
+        session.exchange("all have what this rank has sent")
+        return float(session.metrics()["tx_bytes"] - before) / 16
+
+    core: Any = load_core()
+    sent = run_ranks(ranks, body, core=core, update=update, local="off", codec=codec)
+    profile = Profile(
+        "as trained",
+        1,
+        0.1,
+        0.3,
+        tuple(
+            ProfileTensor(f"{index}.weight", (one[1], one[0]), "f32", 0.0, 0.3)
+            for index, one in enumerate(sizes)
+        ),
+    )
+    row, _ = simulate(profile, replace(FREE, workers=ranks, update=update, codec=codec))
+    assert row.tx_bytes_per_step == pytest.approx(sum(sent) / ranks, rel=0.05)
 
 
 def test_a_sharded_model_may_exchange_rarely_where_that_is_allowed() -> None:

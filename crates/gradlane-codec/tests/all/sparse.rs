@@ -312,3 +312,29 @@ proptest! {
         prop_assert_eq!(one, other);
     }
 }
+
+#[test]
+fn encodings_are_as_long_as_expected() {
+    let texts = [
+        "topk:ratio=0.001",
+        "topk:ratio=0.01,broadcast_ratio=0.3",
+        "topk:ratio=0.02,broadcast_ratio=0.08,bits=2,bucket=4096,decay=0.95",
+        "topk:ratio=0.05,bits=8,bucket=128",
+        "dgc:ratio=0.01,broadcast_ratio=0.04,warmup=40",
+        "qsgd:bits=4",
+    ];
+    let instruction_set = InstructionSet::available().next().expect("there is one");
+    for text in texts {
+        let codec = codec(instruction_set, text);
+        for elements in [1_000, 50_000] {
+            let values = gradient(5, elements);
+            for (leg, is_mean) in [(0, false), (DrawKey::BROADCAST, true)] {
+                let (bytes, _) = sent(&*codec, &key(50, leg), &values, None);
+                let expected = codec.expected_wire_bytes(elements, is_mean);
+                let off = bytes.len().abs_diff(expected);
+                assert!(off <= 3 + expected / 50, "{text}, {elements}: {off} of {expected}");
+                assert!(expected <= codec.max_wire_bytes(elements));
+            }
+        }
+    }
+}

@@ -46,6 +46,26 @@ fn codecs_shorten_steps_by_their_bytes_and_cost_what_the_host_says() {
 }
 
 #[test]
+fn each_way_has_the_bytes_that_a_sparse_codec_is_expected_to_take() {
+    let mut raw = Scenario::new(wide_profile(), 4, "p3", Network::new(1e7));
+    raw.costs = Costs::FREE;
+    let sent = |codec: &str| {
+        let report = simulate(&encoded(raw.clone(), codec)).expect("a report").report;
+        assert!(report.port_bound_s < report.step_s && report.step_s < 1.5 * report.port_bound_s);
+        report.tx_bytes_per_step_mean
+    };
+    // Four bytes a value, and one or two of its position; three quarters go to others.
+    let values = 0.75 * 5e6;
+    let few = sent("topk:ratio=0.02") / values;
+    assert!((0.98..1.03).contains(&(few / (2.0 * 0.02 * 5.08))), "{few}");
+    // The way back has four times as many values, with single bytes of positions.
+    let back = sent("topk:ratio=0.02,broadcast_ratio=0.08") / values;
+    assert!((0.98..1.03).contains(&(back / (0.02 * 5.08 + 0.08 * 5.0))), "{back}");
+    // A warm-up is over once.
+    assert_eq!(sent("dgc:ratio=0.01,warmup=40"), sent("dgc:ratio=0.01,warmup=0"));
+}
+
+#[test]
 fn where_compute_is_the_limit_codecs_change_nothing() {
     let raw = Scenario::new(wide_profile(), 4, "p3", Network::new(100e9));
     let right = simulate(&raw).expect("a report").report.step_s;

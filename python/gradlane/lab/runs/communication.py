@@ -235,7 +235,7 @@ class Gradlane(Communication):
     def codecs(self) -> list[tuple[str, int | None]]:
         """Return what the session has chosen."""
         return [
-            (choice.codec, None if choice.facts is None else choice.facts.wire_bytes_max)
+            (choice.codec, None if choice.facts is None else choice.facts.wire_bytes_expected)
             for choice in self._session.monitoring.codecs
         ]
 

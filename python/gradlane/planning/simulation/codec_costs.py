@@ -150,9 +150,10 @@ def coded_tensors(profile: Profile) -> list[CodedTensor]:
 
 
 def wire_bytes(profile: Profile, choices: Sequence[CodecChoice]) -> list[float]:
-    """Return the encoded bytes of each tensor's gradient, without headers."""
+    """Return the encoded bytes of each tensor's gradient, without headers: of codecs whose bytes
+    depend on the values those of an average step."""
     return [
-        float(tensor.size_bytes if choice.facts is None else choice.facts.wire_bytes_max)
+        float(tensor.size_bytes if choice.facts is None else choice.facts.wire_bytes_expected)
         for tensor, choice in zip(profile.tensors, choices, strict=True)
     ]
 

@@ -57,6 +57,7 @@ class CodecFacts:
         unbiased: whether the expectation of a decoded value is the value.
         wire_bytes_max: most bytes of the encoded tensor; exact with `fixed_size`. On a ring half of
             what goes round in all laps.
+        wire_bytes_expected: bytes of its contribution and its mean on average, half of both.
     """
 
     codec: str
@@ -65,6 +66,7 @@ class CodecFacts:
     residual_width: int
     unbiased: bool
     wire_bytes_max: int
+    wire_bytes_expected: int
 
 
 @dataclass(frozen=True)

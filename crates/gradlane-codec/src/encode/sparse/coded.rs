@@ -40,6 +40,12 @@ impl CodedLayout {
         COUNT_BYTES + codes + wire::position_bytes_max(count, self.elements)
     }
 
+    /// The bytes that `count` values take on average.
+    pub(crate) fn expected_bytes(self, count: usize) -> usize {
+        let codes = self.code_bytes(count).expect("a slice fits into memory");
+        COUNT_BYTES + codes + wire::expected_position_bytes(count, self.elements)
+    }
+
     /// Bytes of levels and codes of so many values.
     fn code_bytes(self, count: usize) -> Option<usize> {
         let codes = count.checked_mul(self.bits as usize)?.div_ceil(8);

@@ -60,6 +60,10 @@ impl Codec for Dgc {
         wire::bytes_max(count_of(self.options.ratio_max(), elements), elements)
     }
 
+    fn expected_wire_bytes(&self, elements: usize, is_mean: bool) -> usize {
+        wire::expected_bytes(count_of(self.options.shares.of(is_mean), elements), elements)
+    }
+
     fn max_wire_bytes_at(&self, key: &DrawKey, elements: usize) -> usize {
         wire::bytes_max(count_of(self.options.ratio_at(key), elements), elements)
     }

@@ -27,16 +27,21 @@ pub struct SentShares {
 impl SentShares {
     /// The share that is sent on this leg.
     pub(crate) fn at(&self, key: &DrawKey) -> f64 {
-        if key.leg == DrawKey::BROADCAST {
-            self.broadcast_ratio
-        } else {
-            self.ratio
-        }
+        self.of(key.leg == DrawKey::BROADCAST)
     }
 
     /// The largest share that is sent on any leg.
     pub(crate) fn max(&self) -> f64 {
         self.ratio.max(self.broadcast_ratio)
+    }
+
+    /// The share that is sent of a contribution, or of a mean.
+    pub(crate) fn of(&self, is_mean: bool) -> f64 {
+        if is_mean {
+            self.broadcast_ratio
+        } else {
+            self.ratio
+        }
     }
 
     fn parse(options: &mut Options<'_>) -> Result<SentShares, CodecSpecError> {

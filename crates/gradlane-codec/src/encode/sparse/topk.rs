@@ -37,9 +37,14 @@ impl Topk {
         self.options.bucket.map_or(elements.max(1), |bucket| bucket as usize)
     }
 
-    fn bytes_of_share(&self, ratio: f64, elements: usize) -> usize {
+    /// Values that are sent where this share of each bucket is.
+    fn count_of_share(&self, ratio: f64, elements: usize) -> usize {
         let (bucket, rest) = (self.bucket(elements), elements % self.bucket(elements));
-        let count = elements / bucket * count_of(ratio, bucket) + count_of(ratio, rest);
+        elements / bucket * count_of(ratio, bucket) + count_of(ratio, rest)
+    }
+
+    fn bytes_of_share(&self, ratio: f64, elements: usize) -> usize {
+        let count = self.count_of_share(ratio, elements);
         match self.coded(elements) {
             None => wire::bytes_max(count, elements),
             Some(layout) => layout.bytes_max(count),
@@ -99,6 +104,14 @@ impl Codec for Topk {
 
     fn max_wire_bytes(&self, elements: usize) -> usize {
         self.bytes_of_share(self.options.shares.max(), elements)
+    }
+
+    fn expected_wire_bytes(&self, elements: usize, is_mean: bool) -> usize {
+        let count = self.count_of_share(self.options.shares.of(is_mean), elements);
+        match self.coded(elements) {
+            None => wire::expected_bytes(count, elements),
+            Some(layout) => layout.expected_bytes(count),
+        }
     }
 
     fn max_wire_bytes_at(&self, key: &DrawKey, elements: usize) -> usize {

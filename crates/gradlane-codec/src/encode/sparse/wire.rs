@@ -84,6 +84,24 @@ pub(super) fn position_bytes_max(count: usize, elements: usize) -> usize {
     bytes
 }
 
+/// The bytes that `count` values of a slice take on average, at places that are drawn.
+pub(crate) fn expected_bytes(count: usize, elements: usize) -> usize {
+    COUNT_BYTES + count * VALUE_BYTES + expected_position_bytes(count, elements)
+}
+
+/// The bytes that the positions of `count` values take on average: a number is longer than a byte
+/// where no value lies in 128 places, longer than two where none lies in 128² places, and so on.
+pub(super) fn expected_position_bytes(count: usize, elements: usize) -> usize {
+    let empty = 1.0 - count as f64 / elements.max(1) as f64;
+    let mut bytes = count as f64;
+    let mut places = 1_u64 << GROUP_BITS;
+    while places <= elements as u64 {
+        bytes += count as f64 * empty.powf(places as f64);
+        places <<= GROUP_BITS;
+    }
+    bytes.round() as usize
+}
+
 /// Writes the values at these increasing positions and returns how many bytes that took.
 ///
 /// A value is the first of `WIDTH` numbers.
