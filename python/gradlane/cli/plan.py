@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from gradlane.planning.advice.ways import find_ways
 from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.planner.reasons import format_value
 from gradlane.planning.planner.search import candidate_count
+from gradlane.planning.planner.simulations import planned_cluster
 from gradlane.planning.schemes.costs import SCHEMES
 from gradlane.planning.simulation.costs import MachineCosts
+from gradlane.planning.simulation.grid import simulate
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.report.console import print_written
 from gradlane.training.monitoring.summary import WORTH_A_MOVE, beside_ddp
@@ -39,6 +43,7 @@ def run_plan(
     costs: MachineCosts | None = None,
     codec: str = RAW,
     any_rounding: bool = False,
+    fewer: Sequence[str] = (),
     path: Path | None = None,
 ) -> Plan:
     """Make a plan, save it, and print each choice with its reason.
@@ -53,6 +58,8 @@ def run_plan(
         codec: one that may be used, as for `gradlane.init`.
         any_rounding: whether schemes may be chosen that add up in another order than that of the
             ranks: rings, factors.
+        fewer: of `ways.KINDS`: what may change what is learned where exact training is not enough.
+            The plan itself does not change.
         path: where the plan goes, or None.
 
     Raises:
@@ -72,6 +79,11 @@ def run_plan(
             f"any-rounding has no effect with plan {rule}, whose rule says the scheme of each "
             "layer: leave it out, or use plan auto"
         )
+    if fewer and facts.update != "worker":
+        raise ValueError(
+            f"fewer has no effect with update={facts.update}, whose servers send parameters: leave "
+            "one of both out"
+        )
     base = Settings() if rules == RAW else Settings(codec=rules_text(rules))
     coordinator = Coordinator(
         profile, facts, base=base, rule=rule, costs=costs, any_rounding=any_rounding
@@ -89,8 +101,28 @@ def run_plan(
     if rules != RAW:
         print_codecs(console, plan)
     console.print(answer_of(plan.prediction, plan.summary), highlight=False)
+    if fewer:
+        console.print(way_of(profile, plan, fewer, costs), highlight=False)
     print_written(console, path)
     return plan
+
+
+def way_of(
+    profile: Profile, plan: Plan, fewer: Sequence[str], costs: MachineCosts | None = None
+) -> str:
+    """Return the smallest change that is enough on a plan's cluster, in words.
+
+    Args:
+        profile: what a step computes.
+        plan: for exact training it counts without its codec.
+        fewer: of `ways.KINDS`: what may change what is learned.
+        costs: constants of the cluster's machines; None: the simulator's own.
+    """
+    exact = planned_cluster(plan.facts, replace(plan.settings, codec=None), costs)
+    (found,) = find_ways(
+        [exact], [simulate(profile, exact)[0]], fewer, lambda one: simulate(profile, one)[0]
+    )
+    return found.text
 
 
 def answer_of(prediction: Mapping[str, Any], summary: str) -> str:

@@ -439,6 +439,14 @@ def plan(
             "factors): results then differ in their last bits.",
         ),
     ] = False,
+    fewer: Annotated[
+        str,
+        typer.Option(
+            help="What may change what is learned where exact training is not enough: bits, or "
+            "bits,exchanges. The first way that is enough is named, with the arguments of "
+            "gradlane.init; the plan stays exact."
+        ),
+    ] = "",
     costs: CostsPath = None,
     json_path: JsonPath = None,
 ) -> None:
@@ -448,6 +456,8 @@ def plan(
     """
     from gradlane.cli.plan import run_plan
     from gradlane.formats.rates import parse_rate
+    from gradlane.planning.advice.ways import KINDS
+    from gradlane.planning.simulation import lists
     from gradlane.report.console import wide_console
     from gradlane.training.plans.settings import ClusterFacts
 
@@ -470,6 +480,7 @@ def plan(
         costs=costs_of(costs),
         codec=codec,
         any_rounding=any_rounding,
+        fewer=lists.parse_names(fewer, KINDS, "fewer") if fewer else (),
         path=json_path,
     )
 

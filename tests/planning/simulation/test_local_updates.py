@@ -20,7 +20,7 @@ from gradlane.planning.simulation.local_updates import (
     local_step_s,
     outer_state_bytes,
 )
-from gradlane.planning.simulation.profiles import Profile, ProfileTensor
+from gradlane.planning.simulation.profiles import Profile, ProfileTensor, write_profile
 from gradlane.planning.simulation.scenarios import Cluster
 from gradlane.training.core import load_core
 from gradlane.training.local_updates.fragments import divide
@@ -291,6 +291,27 @@ def test_whatif_asks_and_answers(
         (["--update", "local", "--strategy", "ddp"], "--update has no effect"),
     ):
         status, _, why = run(monkeypatch, capsys, "whatif", "alexnet", *words)
+        assert status == 2 and told in why
+
+
+def test_plan_names_the_smallest_change_where_that_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, path = tmp_path / "profile.json", tmp_path / "plan.json"
+    write_profile(PROFILE, profile)
+    given = [str(profile), "--workers", "4", "--rate", "10mbit", "--budget-s", "0.1"]
+    given += ["--json", str(path)]
+    status, said, _ = run(monkeypatch, capsys, "plan", *given)
+    assert status == 0 and "gradlane.Local" not in said
+    exact = json.loads(path.read_text())["settings"]
+    status, said, _ = run(monkeypatch, capsys, "plan", *given, "--fewer", "bits,exchanges")
+    assert status == 0 and "gradlane.init(update=gradlane.Local(" in " ".join(said.split())
+    assert json.loads(path.read_text())["settings"] == exact, "the plan changes no result"
+    status, said, _ = run(monkeypatch, capsys, "plan", *given, "--fewer", "bits")
+    assert status == 0 and "gradlane.Local" not in said and "were not allowed" in said
+    for words, told in ((["--update", "server"], "no effect"), ([], "fewer")):
+        kinds = "bits" if words else "steps"
+        status, _, why = run(monkeypatch, capsys, "plan", *given, *words, "--fewer", kinds)
         assert status == 2 and told in why
 
 

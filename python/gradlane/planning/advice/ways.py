@@ -17,7 +17,7 @@ from gradlane.planning.advice.verdict import offer_name
 from gradlane.planning.simulation.grid import WORKER, SimulatedRow
 from gradlane.planning.simulation.scenarios import FORMULAS, IN_NETWORK, Cluster
 from gradlane.training.options.codec_options import RAW
-from gradlane.training.options.local_updates import AVERAGE, Local
+from gradlane.training.options.local_updates import AVERAGE, Local, parse_local
 from gradlane.training.options.strategy import ASGD, Strategy
 
 BITS, EXCHANGES = KINDS = ("bits", "exchanges")
@@ -149,6 +149,8 @@ def _text(
         facts.append(f"{_mb(chosen.tx_bytes_per_step)} a step through a port")
     if chosen.outer_bytes:
         facts.append(f"{_mb(chosen.outer_bytes)} more memory a rank")
+    if chosen.update != WORKER or chosen.codec != RAW:
+        facts.append(f"gradlane.init({_arguments(chosen)})")
     name = f"{offer_name(chosen)} ({', '.join(facts)})"
     if chosen is exact and is_enough:
         return f"{where}: exact training is enough, with {name}."
@@ -161,6 +163,16 @@ def _text(
     missing = [kind for kind in KINDS if kind not in allowed]
     more = f"; fewer {' and '.join(missing)} were not allowed" if missing else ""
     return f"{where}: {reached}, and nothing is enough; the fastest is {name}{more}."
+
+
+def _arguments(row: SimulatedRow) -> str:
+    """Return what to write in `gradlane.init` for a way that changes what is learned."""
+    found = []
+    if row.update != WORKER:
+        found.append(f"update=gradlane.{parse_local(row.update)!r}")
+    if row.codec != RAW:
+        found.append(f'codec="{row.codec}"')
+    return ", ".join(found)
 
 
 def _mb(size_bytes: float) -> str:

@@ -40,7 +40,32 @@ def predict_step_s(
     Raises:
         ValueError: the simulator refuses the profile or the settings; the text names the field.
     """
-    cluster = Cluster(
+    cluster = planned_cluster(facts, settings, costs, schemes)
+    scenario = scenario_of(profile, cluster)
+    scenario["frame_bytes"] = settings.frame_bytes
+    scenario["update"] = facts.update
+    window_bytes = round(settings.send_buffer_bytes * _WINDOW_PER_BUFFER_BYTE)
+    scenario["network"]["send_buffer_bytes"] = window_bytes
+    report = run_scenario(scenario)["report"]
+    late = report.get("stragglers")
+    return float(report["step_s"] if late is None else late["others_step_s_mean"])
+
+
+def planned_cluster(
+    facts: ClusterFacts,
+    settings: Settings,
+    costs: MachineCosts | None = None,
+    schemes: Schemes = (),
+) -> Cluster:
+    """Return a cluster with the settings of a plan, as far as every simulation knows them.
+
+    Args:
+        facts: the cluster.
+        settings: of the engine.
+        costs: constants of its machines in place of the simulator's own.
+        schemes: layers whose scheme is not the strategy's.
+    """
+    return Cluster(
         workers=facts.workers,
         rate_bps=facts.rate_bps,
         servers=facts.servers,
@@ -57,14 +82,6 @@ def predict_step_s(
         steps=_steps(facts),
         costs=costs or MachineCosts(),
     )
-    scenario = scenario_of(profile, cluster)
-    scenario["frame_bytes"] = settings.frame_bytes
-    scenario["update"] = facts.update
-    window_bytes = round(settings.send_buffer_bytes * _WINDOW_PER_BUFFER_BYTE)
-    scenario["network"]["send_buffer_bytes"] = window_bytes
-    report = run_scenario(scenario)["report"]
-    late = report.get("stragglers")
-    return float(report["step_s"] if late is None else late["others_step_s_mean"])
 
 
 def _steps(facts: ClusterFacts) -> int:
