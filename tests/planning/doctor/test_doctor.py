@@ -236,6 +236,7 @@ def test_real_ranks_are_examined_together(programs: ForkedPrograms, tmp_path: Pa
     (first, out, err), (second, silent, _) = ranks(programs, tmp_path)
     assert (first, second) == (0, 0), err
     assert "all 2 (each pair, both ways)" in out and "Ready to train" in out
+    assert "all_reduce of 4 bytes over all ranks in" in out or "not looked at" in out
     assert not silent
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["fit"] and len(found["ranks"]) == 2 and found["links"]["rate_bps"] > 0

@@ -12,6 +12,7 @@ from gradlane.formats.link_report import LinkReport
 from gradlane.formats.rates import format_rate
 from gradlane.formats.untrusted import escaped
 from gradlane.planning.doctor.findings import Finding, Verdict, fault, merged, ok, warning
+from gradlane.planning.doctor.group import CHECK, group_finding
 from gradlane.planning.doctor.machine import LocalMachine, MachineFacts
 from gradlane.planning.doctor.reach import unreached
 from gradlane.planning.probe.stream_endpoint import listen_on
@@ -105,6 +106,8 @@ def examine_all(
     if all(one.verdict is Verdict.OK for one in reached):
         links = session.planning.probe(window_s=window_s, on_phase=on_phase)
         findings += goodputs(links, everyone)
+        on_phase(CHECK)
+        findings.append(group_finding(session, network))
     return Examination(findings, [one.to_json() for one in everyone], links)
 
 
