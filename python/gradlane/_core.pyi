@@ -127,6 +127,9 @@ class Group:
             GroupError: it failed, or the time is over, after which it goes on.
         """
 
+    def poll(self, work: Work) -> bool:
+        """Serve the sockets once without waiting, and return whether a work is done."""
+
     def watch(self, work: Work) -> None:
         """Have a work returned by `next_ended`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 import hashlib
 import time
@@ -49,6 +50,7 @@ def world(
         dist.destroy_process_group()
 
 
+@functools.lru_cache(maxsize=64)
 def values(dtype: torch.dtype, size: int, rank: int, *, exact: bool) -> torch.Tensor:
     """Return a rank's values; sums and products of exact ones do not depend on their order."""
     generator = torch.Generator().manual_seed(1_000 * rank + size)
@@ -58,56 +60,66 @@ def values(dtype: torch.dtype, size: int, rank: int, *, exact: bool) -> torch.Te
 
 
 def each_call(rank: int, ranks: int, size: int, dtype: torch.dtype, group: Any) -> dict[str, Any]:
-    """Call every operation in a group and return its results by name."""
+    """Call every operation in a group, many at once, and return its results by name."""
     found: dict[str, Any] = {}
+    works: list[Any] = []
+    kept: list[torch.Tensor] = []
     exact = ranks > 2
+    options: Any = {"group": group, "async_op": True}
 
     def own(seed: int = 0) -> torch.Tensor:
-        return values(dtype, size, rank + 10 * seed, exact=exact)
+        kept.append(values(dtype, size, rank + 10 * seed, exact=exact).clone())
+        return kept[-1]
+
+    def whole() -> torch.Tensor:
+        kept.append(torch.cat([own(it) for it in range(ranks)]))
+        return kept[-1]
 
     operators = OPERATORS + (() if dtype.is_floating_point else BITS)
     for operator in operators:
         tensor = own()
-        dist.all_reduce(tensor, operator, group=group)
+        works.append(dist.all_reduce(tensor, operator, **options))
         found[f"all_reduce {operator}"] = tensor
         tensor = own()
-        dist.reduce(tensor, ranks - 1, operator, group=group)
+        works.append(dist.reduce(tensor, ranks - 1, operator, **options))
         # What a root alone gets is undefined elsewhere under Gloo.
         found[f"reduce {operator}"] = tensor if rank == ranks - 1 else None
         output = torch.empty(size, dtype=dtype)
-        dist.reduce_scatter(output, [own(it) for it in range(ranks)], operator, group=group)
+        given = [own(it) for it in range(ranks)]
+        works.append(dist.reduce_scatter(output, given, operator, **options))
         found[f"reduce_scatter {operator}"] = output
-        whole = torch.cat([own(it) for it in range(ranks)])
         output = torch.empty(size, dtype=dtype)
-        dist.reduce_scatter_tensor(output, whole, operator, group=group)
+        works.append(dist.reduce_scatter_tensor(output, whole(), operator, **options))
         found[f"reduce_scatter_tensor {operator}"] = output
     for root in range(ranks):
         tensor = own()
-        dist.broadcast(tensor, root, group=group)
+        works.append(dist.broadcast(tensor, root, **options))
         found[f"broadcast {root}"] = tensor
     gathered = [torch.empty(size, dtype=dtype) for _ in range(ranks)]
-    dist.all_gather(gathered, own(), group=group)
+    works.append(dist.all_gather(gathered, own(), **options))
     found["all_gather"] = gathered
     output = torch.empty(size * ranks, dtype=dtype)
-    dist.all_gather_into_tensor(output, own(), group=group)
+    works.append(dist.all_gather_into_tensor(output, own(), **options))
     found["all_gather_into_tensor"] = output
     gathered = [torch.empty(size, dtype=dtype) for _ in range(ranks)]
-    dist.gather(own(), gathered if rank == 1 else None, 1, group=group)
+    works.append(dist.gather(own(), gathered if rank == 1 else None, 1, **options))
     found["gather"] = gathered if rank == 1 else None
     output = torch.empty(size, dtype=dtype)
     scattered = [own(it) for it in range(ranks)] if rank == 1 else None
-    dist.scatter(output, scattered, 1, group=group)
+    works.append(dist.scatter(output, scattered, 1, **options))
     found["scatter"] = output
-    whole = torch.cat([own(it) for it in range(ranks)])
-    output = torch.empty_like(whole)
-    dist.all_to_all_single(output, whole, group=group)
+    output = torch.empty(size * ranks, dtype=dtype)
+    works.append(dist.all_to_all_single(output, whole(), **options))
     found["all_to_all_single"] = output
     # Rank `a` gives rank `b` a + b rows.
-    given = [rank + it for it in range(ranks)]
-    source = torch.arange(2 * sum(given)).reshape(-1, 2).to(dtype)
+    rows = [rank + it for it in range(ranks)]
+    source = torch.arange(2 * sum(rows)).reshape(-1, 2).to(dtype)
     output = torch.empty_like(source)
-    dist.all_to_all_single(output, source, given, given, group=group)
+    works.append(dist.all_to_all_single(output, source, rows, rows, **options))
     found["all_to_all_single with splits"] = output
+    for work in works:
+        if work is not None:
+            work.wait()
     if rank == 0:
         dist.send(own(), 1, group=group, tag=3)
     if rank == 1:
@@ -316,6 +328,20 @@ def other_calls(store: Any, rank: int, world_size: int, job: str) -> str:
             dist.barrier()
         except RuntimeError as error:
             return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def other_splits(store: Any, rank: int, world_size: int, job: str, *, rows: list[int]) -> str:
+    """Exchange rows of which the ranks give each other different numbers; return what is said."""
+    with world("gradlane", store, rank, world_size, job, timeout_s=20.0):
+        mine, theirs = rows[rank], rows[rank]
+        tensor, output = torch.ones(mine), torch.ones(theirs)
+        splits = [mine, 0] if rank else [0, mine]
+        try:
+            dist.all_to_all_single(output, tensor, splits, splits)
+            dist.barrier()
+        except RuntimeError as error:
+            return str(error)
     return "nothing"
 
 

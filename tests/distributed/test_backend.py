@@ -116,6 +116,16 @@ def test_another_call_on_another_rank_is_named_on_every_rank(pool: RankPool) -> 
         assert "broadcast of 4 f32 with root 0" in said
 
 
+# In as many pieces, in one piece more, and in none.
+@pytest.mark.parametrize("rows", [[200_000, 199_000], [400_000, 420_000], [300_000, 0]])
+def test_other_splits_on_another_rank_are_named_with_their_bytes(
+    pool: RankPool, rows: list[int]
+) -> None:
+    for said in pool.run(f"{PROGRAMS}:other_splits", ranks=2, rows=rows):
+        assert "all_to_all of f32" in said and "timeout" not in said, said
+        assert all(f"{4 * it} " in said for it in rows), said
+
+
 def test_a_rank_that_does_not_come_is_named(pool: RankPool) -> None:
     said = pool.run(f"{PROGRAMS}:missing_rank", ranks=3)
     assert any("rank 1 did not begin it" in it for it in (said[0], said[2])), said
@@ -128,6 +138,9 @@ KILLED = """
     import gradlane.distributed
 
     gradlane.distributed.register()
+    # One process has imported torch for both.
+    child = os.fork()
+    os.environ["RANK"] = "0" if child else "1"
     dist.init_process_group("gradlane")
     tensor = torch.ones(1_000_000)
     dist.all_reduce(tensor)
@@ -137,34 +150,31 @@ KILLED = """
         while True:
             dist.all_reduce(tensor)
     except dist.DistBackendError as error:
-        print("told:", error, flush=True)
+        print("told:", error)
+        print("killed by", os.WTERMSIG(os.waitpid(child, 0)[1]), flush=True)
         os._exit(7)
 """
 
 
 def test_a_killed_rank_is_named_at_once() -> None:
-    port = str(20_000 + os.getpid() % 20_000)
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT / 'python'}:{os.environ.get('PYTHONPATH', '')}",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(20_000 + os.getpid() % 20_000),
         "WORLD_SIZE": "2",
     }
     begun = time.monotonic()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(KILLED)],
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    output, _ = ranks[0].communicate(timeout=100)
-    ranks[1].communicate(timeout=20)
-    assert ranks[1].returncode == -signal.SIGKILL
-    assert ranks[0].returncode == 7
+    rank = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(KILLED)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=100,
+    )
+    output = rank.stdout
+    assert rank.returncode == 7
+    assert f"killed by {signal.SIGKILL.value}" in output
     assert "told: rank 0, group" in output and "rank 1 is lost" in output, output
     assert time.monotonic() - begun < 90
 
@@ -178,7 +188,8 @@ def test_a_torch_without_backends_in_python_is_refused_by_name(
 
 
 def test_a_tensor_of_another_device_is_refused_by_name() -> None:
-    tensor: Any = SimpleNamespace(device=torch.device("cuda", 1), layout=torch.strided)
+    device = torch.device("cuda", 1)
+    tensor: Any = SimpleNamespace(is_cpu=False, device=device, layout=torch.strided)
     with pytest.raises(ValueError, match=r"all_reduce of a tensor on cuda:1.*cuda:nccl"):
         check_tensor("all_reduce", tensor)
 

@@ -190,6 +190,11 @@ impl Group {
         result.map_err(|error| signals.raised().unwrap_or_else(|| failed(&error)))
     }
 
+    /// Serve the sockets once without waiting; whether a work is done.
+    fn poll(&self, py: Python<'_>, work: &Work) -> bool {
+        py.detach(|| self.group.poll(&work.work))
+    }
+
     /// Have a work returned by `next_ended`.
     fn watch(&self, work: &Work) {
         self.group.watch(&work.work);

@@ -168,8 +168,7 @@ impl Run {
 
     /// When a piece of a connection may leave, which the kernel takes at `time`: behind those before it,
     /// and where several connections share a port, when it is due at this one's part. The transport finds
-    /// its rate where the slower of both ports lets it through, and does not pace a rank with a single peer:
-    /// workers of one dedicated server drift apart at its port.
+    /// its rate where the slower of both ports lets it through.
     fn paced(&mut self, peer: u32, piece: &Piece, time: u64) -> u64 {
         let rank = piece.from;
         let connection = &mut self.connections[(rank, peer)];
@@ -177,8 +176,7 @@ impl Run {
         connection.due = leaves_at;
         let share = f64::from(connection.window_bytes) / self.nodes[rank as usize].window_bytes;
         let (out, into) = self.ports_to(rank, peer);
-        let has_one_peer = self.nodes[rank as usize].has_one_peer;
-        if has_one_peer || !(self.paces && self.channels.topology.is_outside(out)) {
+        if !(self.paces && self.channels.topology.is_outside(out)) {
             return leaves_at;
         }
         let part = |sharing: u32, member: u32| {

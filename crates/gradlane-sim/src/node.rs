@@ -55,8 +55,6 @@ pub(crate) struct Node {
     pub(crate) accelerator: Accelerator,
     /// Bytes that the kernel takes of a connection on average before the first is acknowledged.
     pub(crate) window_bytes: f64,
-    /// Whether it sends to one other rank alone, and so is not paced.
-    pub(crate) has_one_peer: bool,
     /// Frames that the kernel has not taken whole, by rank.
     pub(crate) partial: BTreeMap<u32, Partial>,
     /// Frames behind them that the engine has chosen, by rank.

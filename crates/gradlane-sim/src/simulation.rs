@@ -550,7 +550,6 @@ fn new_node(
         engine,
         accelerator: Accelerator::new(scenario.profile.tensors.len(), u64::from(scenario.steps)),
         window_bytes: 0.0,
-        has_one_peer: plan.peers_sent_to(Rank(member)) == 1,
         partial: BTreeMap::new(),
         unsent: BTreeMap::new(),
         io: (0..scenario.lanes).map(|_| IoThread::default()).collect(),

@@ -494,7 +494,7 @@ def check_tensor(operation: str, tensor: torch.Tensor) -> None:
     Raises:
         ValueError: it is not on the CPU, or not dense.
     """
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ValueError(
             f"{operation} of a tensor on {tensor.device}: the backend gradlane moves CPU "
             "tensors; for others give them a backend of their own, as in "

@@ -49,6 +49,9 @@ class CoreGroup(Protocol):
     def wait(self, work: Any, timeout_s: float | None) -> int:
         """Wait until a work is done."""
 
+    def poll(self, work: Any) -> bool:
+        """Serve the sockets once without waiting, and return whether a work is done."""
+
     def watch(self, work: Any) -> None:
         """Have a work returned by `next_ended`."""
 

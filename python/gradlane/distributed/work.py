@@ -85,7 +85,7 @@ class GradlaneWork(c10d.Work):  # type: ignore[misc]
 
     def is_completed(self) -> bool:
         """Return whether the call has ended; its results are in their tensors then."""
-        is_done = all(work.is_done() for work in self._works)
+        is_done = all(self._group.poll(work) for work in self._works)
         if is_done and self.exception() is None:
             self._complete()
         return is_done

@@ -128,12 +128,3 @@ def test_what_is_no_number_of_servers_is_refused(text: str) -> None:
     assert parse_servers(None) == (None, 0)
     assert parse_servers("3") == (3, 0)
     assert parse_servers("separate=3") == (None, 3)
-
-
-def test_workers_of_one_dedicated_server_drift_apart() -> None:
-    """They have a single peer, so the transport does not pace them, and the server waits for the
-    last of them: measured 1.13 of the bound where processors are no limit (docs/research)."""
-    (one,) = evaluate(
-        synthetic_profile("resnet50", 0.3), [Cluster(4, 1e9, "p3", serving=1, steps=4)]
-    )
-    assert 1.08 < one.step_s / one.bound_step_s < 1.13

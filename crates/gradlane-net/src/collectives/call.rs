@@ -198,7 +198,8 @@ pub(super) struct Description {
     pub(super) element: Element,
     pub(super) reduction: Reduction,
     pub(super) root: u32,
-    /// Elements of one tensor.
+    /// Elements of one tensor. All ranks have those of an `AllToAll` in common with each other alone: here they
+    /// are 0, or one more than the sender of a message has for its receiver.
     pub(super) elements: u64,
 }
 
@@ -207,6 +208,21 @@ const ROOT_BITS: u32 = 15;
 pub(super) const RANKS_MAX: u32 = 1 << ROOT_BITS;
 
 impl Description {
+    /// Adds the bytes that the sender has for the receiver.
+    pub(super) fn of_pair(self, bytes: usize) -> Description {
+        Description { elements: (bytes / self.element.bytes()) as u64 + 1, ..self }
+    }
+
+    /// Returns what all ranks have in common, and the bytes that the sender has for the receiver.
+    pub(super) fn without_pair(self) -> (Description, Option<usize>) {
+        if self.operation != Operation::AllToAll {
+            return (self, None);
+        }
+        let elements = self.elements.checked_sub(1).and_then(|it| usize::try_from(it).ok());
+        let bytes = elements.map(|it| it.saturating_mul(self.element.bytes()));
+        (Description { elements: 0, ..self }, bytes)
+    }
+
     /// The numbers on the wire.
     pub(super) fn encode(self) -> (u32, u64) {
         let operation = (self.operation as u32) << 27;

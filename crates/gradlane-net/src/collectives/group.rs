@@ -1,8 +1,9 @@
 //! The handle of a group, and the threads that drive it.
 //!
-//! Whoever waits drives: a thread that waits for a call reads and writes the sockets itself, so that an answer
-//! reaches it without a detour. While nobody waits, a thread of the group does. That one rests beside a
-//! waiting thread, and looks after some milliseconds, or when it is called, whether it is needed again.
+//! A thread that waits for a call drives: it reads and writes the sockets itself, so that an answer reaches it
+//! without a detour. While none waits, a thread of the group does. That one rests while another thread drives, and
+//! between calls that are waited for: each message would wake both. It looks after some milliseconds, or
+//! when it is called, whether it is needed again.
 
 use super::call::{Call, Operation, RANKS_MAX};
 use super::error::{GroupError, GroupErrorKind};
@@ -22,7 +23,7 @@ use crate::sys::socket::Socket;
 use gradlane_engine::{Plan, Strategy, TensorSpec, Update};
 use gradlane_units::Rank;
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -70,7 +71,9 @@ struct Shared {
     spin: Duration,
     /// Whether a waiting thread drives.
     is_driven: AtomicBool,
-    /// Whether the group's thread rests beside it.
+    /// Number of waits that have begun.
+    waits: AtomicU64,
+    /// Whether the group's thread rests.
     rests: AtomicBool,
     rest: Mutex<()>,
     wanted: Condvar,
@@ -149,6 +152,7 @@ impl Group {
             poller,
             spin: options.spin,
             is_driven: AtomicBool::new(false),
+            waits: AtomicU64::new(0),
             rests: AtomicBool::new(false),
             rest: Mutex::new(()),
             wanted: Condvar::new(),
@@ -204,7 +208,10 @@ impl Group {
         let mut links = self.links()?;
         let begun = Begun::new(&work, timeout, Instant::now());
         let begun = links.state.begin_message(operation, peer, tag, memory, begun);
-        self.shared.flush(links, false);
+        // A short message needs no answer: until the group's thread looks, or a caller waits or asks, it stays in
+        // the kernel. Most receives are waited for at once.
+        let may_stay = operation == Operation::Receive && links.state.is_short(memory.bytes());
+        self.shared.flush(links, may_stay && begun.is_ok());
         begun.map(|()| work)
     }
 
@@ -219,6 +226,7 @@ impl Group {
         timeout: Option<Duration>,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<u32, GroupError> {
+        self.shared.waits.fetch_add(1, Ordering::SeqCst);
         let until = timeout.map(|it| Instant::now() + it);
         loop {
             if let Some(result) = work.result() {
@@ -238,6 +246,14 @@ impl Group {
                 return Err(GroupError::new(GroupErrorKind::Interrupted, message, Vec::new()));
             }
         }
+    }
+
+    /// Serves the sockets once without waiting, unless another thread does. Returns whether a work is done.
+    pub fn poll(&self, work: &Work) -> bool {
+        if !work.is_done() && self.process_id == std::process::id() {
+            self.shared.poll();
+        }
+        work.is_done()
     }
 
     /// Asks that a work is among those that [`Group::next_ended`] returns.
@@ -320,10 +336,10 @@ impl Drop for Group {
 }
 
 impl Shared {
-    /// Sends what a call has queued. `is_waited_for`: the caller drives right away.
+    /// Sends what a call has queued. `is_waited_for`: the caller drives soon.
     fn flush(&self, mut links: MutexGuard<'_, Links>, is_waited_for: bool) {
         let watched = links.flush(&self.poller);
-        let needs_driver = !(is_waited_for || links.state.is_idle() && links.is_flushed());
+        let needs_driver = !(is_waited_for || links.is_idle());
         drop(links);
         self.report(watched);
         if needs_driver {
@@ -353,6 +369,15 @@ impl Shared {
         *waiters -= 1;
     }
 
+    fn poll(&self) {
+        let order = (Ordering::SeqCst, Ordering::SeqCst);
+        if self.is_driven.compare_exchange(false, true, order.0, order.1).is_ok() {
+            self.turn(Duration::ZERO, || false);
+            self.is_driven.store(false, Ordering::SeqCst);
+            self.hand_over();
+        }
+    }
+
     fn drive_for(&self, work: &Work, until: Instant) {
         let spin_until = Instant::now() + self.spin;
         while !work.is_done() {
@@ -371,10 +396,7 @@ impl Shared {
             self.ended.notify_all();
             return;
         }
-        let links = lock(&self.links);
-        let is_needed = !(links.state.is_idle() && links.is_flushed());
-        drop(links);
-        if is_needed {
+        if !lock(&self.links).is_idle() {
             self.call_driver();
         }
     }
@@ -385,6 +407,18 @@ impl Shared {
             let _rest = lock(&self.rest);
             self.wanted.notify_all();
         }
+    }
+
+    /// Rests once where there is reason to, until the group's thread is called, `REST` at most.
+    fn rest_while(&self, may_rest: impl FnOnce() -> bool) {
+        let rest = lock(&self.rest);
+        self.rests.store(true, Ordering::SeqCst);
+        // Asked now: a call that begins from here on finds this thread at rest, and calls it.
+        if may_rest() {
+            let rested = self.wanted.wait_timeout(rest, REST);
+            drop(rested.unwrap_or_else(PoisonError::into_inner));
+        }
+        self.rests.store(false, Ordering::SeqCst);
     }
 
     /// Waits for sockets and serves them. `sleeps` as `is_idle` of [`Poller::wait`].
@@ -424,18 +458,18 @@ impl Shared {
     /// The group's thread, until the group is closed. Late callers are refused as long.
     fn drive_alone(&self, acceptor: Acceptor) {
         let running = || !self.is_closed.load(Ordering::SeqCst);
+        let is_driven = || self.is_driven.load(Ordering::SeqCst);
+        let mut waits = 0;
         while running() {
-            if self.is_driven.load(Ordering::SeqCst) {
-                let rest = lock(&self.rest);
-                self.rests.store(true, Ordering::SeqCst);
-                let rested = self.wanted.wait_timeout(rest, REST);
-                drop(rested.unwrap_or_else(PoisonError::into_inner));
-                self.rests.store(false, Ordering::SeqCst);
+            let before = std::mem::replace(&mut waits, self.waits.load(Ordering::SeqCst));
+            self.rest_while(|| is_driven() || waits > before && lock(&self.links).is_idle());
+            if is_driven() {
                 continue;
             }
-            let is_idle = || running() && !self.is_driven.load(Ordering::SeqCst);
-            self.turn(SLEEP_MAX, is_idle);
-            if self.is_driven.load(Ordering::SeqCst) {
+            let is_called = waits == before || !lock(&self.links).is_idle();
+            let sleep = if is_called { SLEEP_MAX } else { Duration::ZERO };
+            self.turn(sleep, || running() && !is_driven());
+            if is_driven() {
                 // What this turn has ended may be what the thread that drives sleeps for.
                 self.poller.wake_one_of_several();
             }
@@ -460,5 +494,48 @@ impl Shared {
             drop(links);
             self.turn(INTERRUPT_EVERY, || true);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::collectives::{Element, Reduction};
+
+    #[test]
+    fn the_groups_thread_rests_between_calls_that_are_waited_for() {
+        let listener = Listener::bind("127.0.0.1", 0..=0).expect("a listener");
+        let peers = [listener.address().to_string()];
+        let second = Duration::from_secs(1);
+        let options = GroupOptions {
+            name: "alone".to_owned(),
+            job: "tests".to_owned(),
+            rank: 0,
+            size: 1,
+            generation: 0,
+            seal: false,
+            connect_timeout: second * 60,
+            silence_timeout: second * 60,
+            spin: Duration::ZERO,
+        };
+        let group =
+            Group::connect(listener, &options, &peers, b"secret", &mut || false).expect("a group");
+        let call = Call {
+            operation: Operation::Barrier,
+            element: Element::Bytes,
+            reduction: Reduction::Sum,
+            root: 0,
+            inputs: Vec::new(),
+            outputs: Vec::new(),
+        };
+        let until = Instant::now() + second * 60;
+        while !group.shared.rests.load(Ordering::SeqCst) {
+            assert!(Instant::now() < until, "it waits for sockets beside a thread that calls");
+            let work = group.begin(&call, None, true).expect("begun");
+            assert_eq!(group.wait(&work, None, &mut || false), Ok(0));
+            assert!(group.poll(&work));
+        }
+        group.close();
+        group.join();
     }
 }

@@ -64,7 +64,7 @@ fn drawn_header(rng: &mut Rng, next_message: u64) -> FrameHeader {
 #[test]
 fn frames_of_a_hostile_peer_are_bounded() {
     let now = Instant::now();
-    let limits = Limits { eager: 48, frame: 40, credit: 4_000, ..Limits::USUAL };
+    let limits = Limits { eager: 48, frame: 48, credit: 4_000, ..Limits::USUAL };
     let (mut violations, mut taken) = (0, 0);
     for first in 0..400_u64 {
         let mut rng = Rng::new(first);
@@ -136,7 +136,8 @@ fn what_one_rank_sends_in_a_round_another_one_receives() {
         Operation::Barrier,
         Operation::MonitoredBarrier,
     ];
-    let limits = Limits { piece: 64, exchange: 64, whole_broadcast: 64, ..Limits::USUAL };
+    let limits =
+        Limits { piece: 64, piece_least: 16, exchange: 64, whole_broadcast: 64, ..Limits::USUAL };
     for size in 1..=6_u32 {
         for (operation, elements) in operations.iter().flat_map(|it| [(*it, 3), (*it, 301)]) {
             let mut tensor = vec![0; elements];

@@ -161,6 +161,11 @@ impl Links {
         self.state.release();
     }
 
+    /// Whether no call runs, and all bytes are with the kernel.
+    pub(super) fn is_idle(&self) -> bool {
+        self.state.is_idle() && self.is_flushed()
+    }
+
     /// Whether all bytes are with the kernel.
     pub(super) fn is_flushed(&self) -> bool {
         let links = self.links.iter().enumerate();

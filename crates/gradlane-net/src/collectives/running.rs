@@ -14,8 +14,6 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Strands of a collective under way at once.
-const STRANDS_AT_ONCE: usize = 8;
 /// Rounds of a strand are numbered in the lower bits of a cell.
 const ROUND_BITS: u32 = 8;
 /// Descriptions of collectives that have ended, which late frames are compared with.
@@ -66,6 +64,8 @@ struct Active {
     outstanding: usize,
     scratch: Vec<Box<[u8]>>,
     spans: Vec<Span>,
+    /// Bytes of its longest message.
+    longest: usize,
 }
 
 #[derive(Debug)]
@@ -176,7 +176,7 @@ impl Collectives {
             let strand = match current.take() {
                 Some(strand) => strand,
                 None if running.next < running.strands.len()
-                    && running.active.len() < STRANDS_AT_ONCE =>
+                    && running.under_way() < peers.limits.under_way =>
                 {
                     running.start_strand(&mut self.scratch)
                 }
@@ -247,13 +247,16 @@ impl Collectives {
             return self.compare(peers, from, number, theirs);
         }
         let announced = &mut self.mail[from as usize].announced;
-        if announced.len() < ENDED_KEPT as usize {
+        // What messages say is more than what heartbeats do.
+        let says_more = announced.get(&number).is_none_or(|it| theirs.elements > it.elements);
+        if says_more && announced.len() < ENDED_KEPT as usize {
             announced.insert(number, theirs);
         }
         Ok(())
     }
 
     fn compare(&self, peers: &Peers, from: u32, number: u64, theirs: Description) -> Outcome {
+        let (theirs, pair) = theirs.without_pair();
         match self.known.get(&number) {
             Some(own) if *own != theirs => Err(Failure {
                 kind: GroupErrorKind::Mismatch,
@@ -265,8 +268,21 @@ impl Collectives {
                 ),
                 ranks: vec![from],
             }),
-            _ => Ok(()),
+            _ => self.compare_pair(peers, from, number, pair),
         }
+    }
+
+    /// Compares the bytes that a rank has for this one with those that this one expects.
+    fn compare_pair(&self, peers: &Peers, from: u32, number: u64, pair: Option<usize>) -> Outcome {
+        let running = self.running.get(&number);
+        let Some((theirs, running)) = pair.zip(running) else {
+            return Ok(());
+        };
+        let own = running.user[(peers.size() + from) as usize].length();
+        if own == theirs {
+            return Ok(());
+        }
+        Err(self.size_mismatch(from, number, theirs, own))
     }
 
     /// Returns the place of a message whose frame has come: its range, or nothing where it is early.
@@ -466,14 +482,21 @@ impl Collectives {
 }
 
 impl Running {
+    /// Bytes of the longest messages of the strands under way.
+    fn under_way(&self) -> usize {
+        self.active.values().map(|it| it.longest).sum()
+    }
+
     /// Begins the next strand and returns its number.
     fn start_strand(&mut self, pool: &mut ScratchPool) -> u32 {
         let strand = self.next;
         self.next += 1;
-        let sizes = &self.strands[strand].scratch;
+        let Strand { scratch: sizes, .. } = &self.strands[strand];
+        let longest = self.strands[strand].longest();
         let mut scratch: Vec<Box<[u8]>> = sizes.iter().map(|size| pool.take(*size)).collect();
         let spans = scratch.iter_mut().map(|it| memory::scratch_span(it)).collect();
-        self.active.insert(strand as u32, Active { round: 0, outstanding: 0, scratch, spans });
+        self.active
+            .insert(strand as u32, Active { round: 0, outstanding: 0, scratch, spans, longest });
         strand as u32
     }
 }
@@ -495,14 +518,14 @@ fn begin_round(
     spans: Spans<'_>,
 ) -> Result<usize, Failure> {
     let mut outstanding = 0;
-    let what = format!("collective {} ({description})", key.0);
+    let what = || format!("collective {} ({description})", key.0);
     // Places first: what they grant is on its way while this rank's own bytes are.
     for (peer, place) in &round.receives {
         let (peer, span) = (*peer, spans.span(*place));
         let mail = &mut mail[peer as usize];
         if let Some(bytes) = mail.early.remove(&key) {
             if bytes.len() != span.length() {
-                return Err(size_mismatch(peer, &what, bytes.len(), span.length()));
+                return Err(size_mismatch(peer, &what(), bytes.len(), span.length()));
             }
             if !bytes.is_empty() {
                 memory::write(span).copy_from_slice(&bytes);
@@ -511,11 +534,11 @@ fn begin_round(
             continue;
         }
         if peers.get(peer).presence == Presence::Left {
-            return Err(gone(peer, &what));
+            return Err(gone(peer, &what()));
         }
         let offered = mail.offers.remove(&key);
         if let Some(theirs) = offered.filter(|it| *it != span.length()) {
-            return Err(size_mismatch(peer, &what, theirs, span.length()));
+            return Err(size_mismatch(peer, &what(), theirs, span.length()));
         }
         let is_granted = span.length() > peers.limits.eager || offered.is_some();
         if is_granted {
@@ -527,27 +550,36 @@ fn begin_round(
     for (peer, place) in &round.sends {
         let (peer, span) = (*peer, spans.span(*place));
         if peers.get(peer).presence == Presence::Left {
-            return Err(gone(peer, &what));
+            return Err(gone(peer, &what()));
         }
+        let description = match description.operation {
+            Operation::AllToAll => description.of_pair(spans.user[peer as usize].length()),
+            _ => description,
+        };
         let header = |purpose: FramePurpose| {
             purpose.message(peers.rank, description, key.0, key.1, span.length())
         };
         let (data, offer) = (header(FramePurpose::Data), header(FramePurpose::Offer));
         let is_short = span.length() <= peers.limits.eager;
-        if is_short && peers.take_credit(peer, span.length()) {
+        let needs_no_grant = is_short && peers.take_credit(peer, span.length());
+        if needs_no_grant && span.length() <= peers.limits.copied {
             peers.push_copy(peer, data, span);
             continue;
         }
         outstanding += 1;
+        if needs_no_grant {
+            let sent = Sent::Collective(key.0, key.1 >> ROUND_BITS);
+            peers.push_message(peer, data, span, sent);
+            continue;
+        }
         if let Some(theirs) = mail[peer as usize].grants.remove(&key) {
             if theirs != span.length() {
-                return Err(size_mismatch(peer, &what, theirs, span.length()));
+                return Err(size_mismatch(peer, &what(), theirs, span.length()));
             }
             send_granted(peers, peer, key, description, span);
             continue;
         }
-        // What only the two ranks know may be long for one of them alone.
-        if is_short || description.operation == Operation::AllToAll {
+        if is_short {
             peers.push_control(peer, offer);
         }
         mail[peer as usize].held.insert(key, Held { span, description });

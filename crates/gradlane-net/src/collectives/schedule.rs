@@ -59,6 +59,14 @@ pub(super) struct Strand {
     pub(super) rounds: Vec<Round>,
 }
 
+impl Strand {
+    /// Bytes of its longest message.
+    pub(super) fn longest(&self) -> usize {
+        let messages = self.rounds.iter().flat_map(|it| it.sends.iter().chain(&it.receives));
+        messages.map(|(_, place)| place.length).max().unwrap_or(0)
+    }
+}
+
 /// Makes the strands of one rank's part in a collective.
 pub(super) fn schedule(call: &Call, rank: u32, size: u32, limits: Limits) -> Vec<Strand> {
     let inputs = call.inputs.len();
@@ -121,12 +129,24 @@ impl Planner {
         (0..ranks).map(|index| whole.part(cut(index), cut(index + 1) - cut(index))).collect()
     }
 
+    /// Bytes of the pieces of a message.
+    fn piece(&self, length: usize) -> usize {
+        let Limits { piece, pieces, piece_least, .. } = self.limits;
+        (length / pieces).clamp(piece_least.min(piece), piece)
+    }
+
     /// Cuts a range into pieces of at most `most` bytes, at whole elements; one piece where it is empty.
     fn pieces(&self, length: usize, most: usize) -> Vec<(usize, usize)> {
         let unit = self.element.bytes();
         let most = (most / unit).max(1) * unit;
         let starts = (0..length.max(1)).step_by(most);
         starts.map(|start| (start, most.min(length - start))).collect()
+    }
+
+    /// Cuts a range so that the blocks of each part are pieces.
+    fn pieces_of_blocks(&self, length: usize) -> Vec<(usize, usize)> {
+        let ranks = self.size as usize;
+        self.pieces(length, self.piece(length / ranks) * ranks)
     }
 
     /// Scratch memory for the contributions of the other ranks, of `length` bytes each, and the places of
@@ -163,8 +183,7 @@ impl Planner {
             strand.rounds.push(self.exchange_blocks(&blocks));
             strand
         };
-        let pieces = self.pieces(whole.length, self.limits.piece * self.size as usize);
-        pieces.into_iter().map(strand).collect()
+        self.pieces_of_blocks(whole.length).into_iter().map(strand).collect()
     }
 
     /// Every rank reduces its block of all ranks' values.
@@ -193,7 +212,7 @@ impl Planner {
         let most = if output.length * (self.size as usize - 1) <= self.limits.exchange {
             output.length
         } else {
-            self.limits.piece
+            self.piece(output.length)
         };
         let strand = |(start, length)| {
             let blocks: Vec<Place> = inputs.iter().map(|it| it.part(start, length)).collect();
@@ -207,12 +226,8 @@ impl Planner {
     }
 
     fn all_gather(&self, input: Place, outputs: &[Place]) -> Vec<Strand> {
-        let into = outputs[self.rank as usize];
-        Planner::one_round(Round {
-            sends: self.others().map(|peer| (peer, input)).collect(),
-            receives: self.others().map(|peer| (peer, outputs[peer as usize])).collect(),
-            then: vec![Local::Copy { from: input, into }],
-        })
+        let inputs = vec![input; outputs.len()];
+        self.all_to_all(&inputs, outputs)
     }
 
     fn broadcast(&self, whole: Place) -> Vec<Strand> {
@@ -236,8 +251,7 @@ impl Planner {
             }
             Strand { scratch: Vec::new(), rounds: vec![first, second] }
         };
-        let pieces = self.pieces(whole.length, self.limits.piece * self.size as usize);
-        pieces.into_iter().map(strand).collect()
+        self.pieces_of_blocks(whole.length).into_iter().map(strand).collect()
     }
 
     fn one_way(rounds: Vec<Round>) -> Vec<Strand> {
@@ -307,8 +321,7 @@ impl Planner {
             strand.rounds.push(second);
             strand
         };
-        let pieces = self.pieces(whole.length, self.limits.piece * self.size as usize);
-        pieces.into_iter().map(strand).collect()
+        self.pieces_of_blocks(whole.length).into_iter().map(strand).collect()
     }
 
     fn gather(&self, input: Place, outputs: &[Place]) -> Vec<Strand> {
@@ -333,13 +346,30 @@ impl Planner {
         Planner::one_round(round)
     }
 
+    /// In each strand a piece to and from every rank that has one.
     fn all_to_all(&self, inputs: &[Place], outputs: &[Place]) -> Vec<Strand> {
+        let mut rounds = vec![Round::default()];
+        for peer in self.others() {
+            let (sent, received) = (inputs[peer as usize], outputs[peer as usize]);
+            let (sent, received) = (self.cut(sent), self.cut(received));
+            rounds.resize_with(rounds.len().max(sent.len()).max(received.len()), Round::default);
+            for (round, piece) in rounds.iter_mut().zip(sent) {
+                round.sends.push((peer, piece));
+            }
+            for (round, piece) in rounds.iter_mut().zip(received) {
+                round.receives.push((peer, piece));
+            }
+        }
         let own = self.rank as usize;
-        Planner::one_round(Round {
-            sends: self.others().map(|peer| (peer, inputs[peer as usize])).collect(),
-            receives: self.others().map(|peer| (peer, outputs[peer as usize])).collect(),
-            then: vec![Local::Copy { from: inputs[own], into: outputs[own] }],
-        })
+        rounds[0].then = vec![Local::Copy { from: inputs[own], into: outputs[own] }];
+        let strand = |round| Strand { scratch: Vec::new(), rounds: vec![round] };
+        rounds.into_iter().map(strand).collect()
+    }
+
+    /// Cuts a message, as the rank at its other end does.
+    fn cut(&self, message: Place) -> Vec<Place> {
+        let pieces = self.pieces(message.length, self.piece(message.length));
+        pieces.into_iter().map(|(start, length)| message.part(start, length)).collect()
     }
 
     /// After round `k` a rank has heard, directly or not, of the 2^(k + 1) - 1 ranks before it.

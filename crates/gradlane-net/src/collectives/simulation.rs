@@ -23,8 +23,18 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// So short that a few elements take each way.
-const LIMITS: Limits =
-    Limits { eager: 48, frame: 40, credit: 700, piece: 32, exchange: 64, whole_broadcast: 40 };
+const LIMITS: Limits = Limits {
+    eager: 48,
+    copied: 24,
+    frame: 48,
+    credit: 700,
+    piece: 32,
+    pieces: 3,
+    piece_least: 12,
+    under_way: 70,
+    exchange: 64,
+    whole_broadcast: 40,
+};
 const SILENCE: Duration = Duration::from_secs(60);
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// What memory holds that no call may have written to.

@@ -73,6 +73,11 @@ impl GroupState {
         self.failure.as_ref()
     }
 
+    /// Whether a message of so many bytes goes without asking, as a rule.
+    pub(super) fn is_short(&self, bytes: usize) -> bool {
+        bytes <= self.peers.limits.eager
+    }
+
     /// Whether no call runs.
     pub(super) fn is_idle(&self) -> bool {
         self.collectives.is_idle() && self.points.is_idle()
