@@ -3,8 +3,11 @@
 `python -m benchmarks.collectives --ranks 2 4` starts so many ranks on this machine. In each round
 every backend calls every operation of a size some times, one backend after the other, so that both
 meet the same load. What is printed is the median of the rounds' means, the quotient, and processor
-seconds of all ranks a gigabyte of tensors. `--json PATH` writes every round, `--markdown PATH` the
-table. `--spin US` lets gradlane's waiting threads spin.
+seconds of all ranks a gigabyte of tensors. `--rate 500mbit` puts each rank into a network namespace
+with a port of that rate (root, `tc`), and prints each backend's part of it: the time in which
+the port can carry an operation's bytes and their headers, over the time taken. `--spin US` lets
+gradlane's waiting threads spin. `--json PATH` writes every round, `--markdown PATH` the
+table, `--svg PATH` a plot of the quotients.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import datetime
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,9 +27,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from benchmarks.collectives_chart import draw_quotients
+from benchmarks.rank_environment import rank_environment
 from torch._C._distributed_c10d import TCPStore
 
 import gradlane.distributed
+from gradlane.formats.link_report import PAYLOAD_SHARE
+from gradlane.formats.rates import parse_rate
+from gradlane.lab.cluster.namespaces import EmulatedCluster
 
 SIZES = (8, 64, 1024, 8192, 65_536, 1 << 20, 8 << 20, 64 << 20)
 BACKENDS = ("gradlane", "gloo")
@@ -62,10 +71,11 @@ def _call(operation: str, nbytes: int, rank: int, ranks: int, group: Any) -> Cal
     return there_and_back
 
 
-def _measure(rank: int, ranks: int, port: int, options: dict[str, Any], results: Any) -> None:
+def _measure(rank: int, ranks: int, host: str, port: int, options: dict[str, Any]) -> Any:
+    """Measure on one rank; return rows."""
     torch.set_num_threads(1)
     gradlane.distributed.register()
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=300)
     )
@@ -97,6 +107,7 @@ def _measure(rank: int, ranks: int, port: int, options: dict[str, Any], results:
                     "operation": operation,
                     "ranks": ranks,
                     "bytes": nbytes,
+                    "rate_bps": options["rate_bps"],
                     "calls": count,
                     "seconds": times,
                     "processor_seconds": {
@@ -110,9 +121,70 @@ def _measure(rank: int, ranks: int, port: int, options: dict[str, Any], results:
             )
             if rank == 0:
                 print(_line(rows[-1]), file=sys.stderr, flush=True)
-    if rank == 0:
-        results.put(rows)
     dist.destroy_process_group()
+    return rows
+
+
+def _measure_locally(rank: int, ranks: int, port: int, options: dict[str, Any], found: Any) -> None:
+    rows = _measure(rank, ranks, "127.0.0.1", port, options)
+    if rank == 0:
+        found.put(rows)
+
+
+def _on_this_machine(ranks: int, options: dict[str, Any]) -> Any:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    torch.multiprocessing.start_processes(
+        _measure_locally, (ranks, store.port, options, found), ranks, start_method="spawn"
+    )
+    return found.get()
+
+
+def _on_shaped_ports(ranks: int, options: dict[str, Any]) -> Any:
+    command = [sys.executable, "-m", "benchmarks.collectives", "--measure", json.dumps(options)]
+    with EmulatedCluster(ranks, options["rate_bps"]) as cluster:
+        processes = [
+            cluster.spawn(
+                rank,
+                command,
+                environment={
+                    **rank_environment(cluster, rank, ranks, cluster.next_port()),
+                    "GRADLANE_INTERFACE": "eth0",
+                    "GLOO_SOCKET_IFNAME": "eth0",
+                    "MASTER_PORT": "29533",
+                },
+                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            )
+            for rank in range(ranks)
+        ]
+        output = processes[0].stdout
+        assert output is not None
+        told = output.read()
+        if any(process.wait() for process in processes):
+            raise SystemExit("a rank has failed; its output is above")
+    return json.loads(told)
+
+
+def _measure_in_namespace(options: dict[str, Any]) -> None:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False) if rank == 0 else None
+    rows = _measure(rank, ranks, host, port, options)
+    del store
+    print(json.dumps(rows))
+
+
+def port_share(row: dict[str, Any], seconds: float) -> float:
+    """Return the time in which a port carries an operation's bytes, over the time taken.
+
+    Args:
+        row: operation, ranks, bytes of the largest tensor, and the rate of a port.
+        seconds: that a call has taken.
+    """
+    ranks, nbytes = row["ranks"], row["bytes"]
+    others = (ranks - 1) / ranks
+    carried = nbytes * {"all_reduce": 2 * others, "send_recv": 2.0}.get(row["operation"], others)
+    return float(carried * 8 / (row["rate_bps"] * PAYLOAD_SHARE) / seconds)
 
 
 def _medians(row: dict[str, Any], key: str) -> dict[str, float]:
@@ -122,8 +194,15 @@ def _medians(row: dict[str, Any], key: str) -> dict[str, float]:
 def _line(row: dict[str, Any]) -> str:
     time_s, busy_s = _medians(row, "seconds"), _medians(row, "processor_seconds")
     gigabytes = row["bytes"] * row["ranks"] / 1e9
+    named = f"| {row['operation']} | {row['ranks']} | {row['bytes']:,} "
+    if row["rate_bps"]:
+        parts = [port_share(row, time_s[it]) for it in BACKENDS]
+        return (
+            f"{named}| {time_s['gradlane'] * 1e3:,.1f} | {time_s['gloo'] * 1e3:,.1f} "
+            f"| {parts[0]:.3f} | {parts[1]:.3f} |"
+        )
     return (
-        f"| {row['operation']} | {row['ranks']} | {row['bytes']:,} "
+        f"{named}"
         f"| {time_s['gradlane'] * 1e6:,.0f} | {time_s['gloo'] * 1e6:,.0f} "
         f"| {time_s['gradlane'] / time_s['gloo']:.2f} "
         f"| {busy_s['gradlane'] / gigabytes:,.2f} | {busy_s['gloo'] / gigabytes:,.2f} |"
@@ -134,6 +213,11 @@ HEAD = (
     "| operation | ranks | bytes | gradlane, µs | Gloo, µs | quotient "
     "| gradlane, s/GB | Gloo, s/GB |\n"
     "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+)
+SHAPED_HEAD = (
+    "| operation | ranks | bytes | gradlane, ms | Gloo, ms "
+    "| gradlane, part of the port | Gloo, part of the port |\n"
+    "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
 )
 
 
@@ -147,9 +231,15 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=100, help="calls a round, at most")
     parser.add_argument("--round-bytes", type=int, default=64 << 20, help="bytes a round, at most")
     parser.add_argument("--spin", type=int, default=0, metavar="US")
+    parser.add_argument("--rate", help="of each rank's port, as 500mbit; none: this machine's own")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.measure:
+        _measure_in_namespace(json.loads(given.measure))
+        return
     options = {
         "operations": given.operations,
         "sizes": given.sizes,
@@ -157,18 +247,14 @@ def main() -> None:
         "calls": given.calls,
         "round_bytes": given.round_bytes,
         "spin_us": given.spin,
+        "rate_bps": round(parse_rate(given.rate)) if given.rate else 0,
     }
     rows: list[dict[str, Any]] = []
     load = os.getloadavg()
+    measure = _on_shaped_ports if given.rate else _on_this_machine
     for ranks in given.ranks:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = torch.multiprocessing.get_context("spawn")
-        results = context.SimpleQueue()
-        torch.multiprocessing.start_processes(
-            _measure, (ranks, store.port, options, results), ranks, start_method="spawn"
-        )
-        rows += results.get()
-    table = "\n".join([HEAD, *map(_line, rows)])
+        rows += measure(ranks, options)
+    table = "\n".join([SHAPED_HEAD if given.rate else HEAD, *map(_line, rows)])
     print(table)
     print(
         f"load {load[0]:.1f} before and {os.getloadavg()[0]:.1f} after, {os.cpu_count()} processors"
@@ -178,6 +264,8 @@ def main() -> None:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
     if given.markdown:
         given.markdown.write_text(table + "\n")
+    if given.svg:
+        given.svg.write_text(draw_quotients(rows))
 
 
 if __name__ == "__main__":

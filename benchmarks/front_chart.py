@@ -116,8 +116,8 @@ def draw(panels: Sequence[Panel], theme: Mapping[str, str], layout: Layout) -> s
     for number, (name, (_, color, dashes)) in enumerate(LINES.items()):
         row, column = divmod(number, layout.legend_columns)
         x, y = 8 + column * layout.legend_column_px, 14.0 + row * _ROW
-        parts.append(_line([(x, y), (x + 32, y)], theme[color], dashes))
-        parts.append(_text(x + 40, y + 5, name))
+        parts.append(line([(x, y), (x + 32, y)], theme[color], dashes))
+        parts.append(text(x + 40, y + 5, name))
     for number, panel in enumerate(panels):
         row, column = divmod(number, layout.columns)
         left = _LEFT + column * layout.width / layout.columns
@@ -140,21 +140,21 @@ def _panel(
     def y_of(value: float) -> float:
         return bottom - value / top * layout.panel_height
 
-    parts = [_text(left, upper - 16, f"{panel.title}, ms a step", weight=600)]
+    parts = [text(left, upper - 16, f"{panel.title}, ms a step", weight=600)]
     for value in range(0, top + 1, step):
         parts.append(
-            _line([(left, y_of(value)), (left + width, y_of(value))], theme["faint"], "", width=1)
+            line([(left, y_of(value)), (left + width, y_of(value))], theme["faint"], "", width=1)
         )
-        parts.append(_text(left - 8, y_of(value) + 5, str(value), anchor="end"))
+        parts.append(text(left - 8, y_of(value) + 5, str(value), anchor="end"))
     for rate in panel.rates:
-        parts.append(_text(x_of(rate), bottom + 20, f"{rate:g}", anchor="middle"))
-    parts.append(_text(left + width / 2, bottom + 42, "Gbit/s each port", anchor="middle"))
+        parts.append(text(x_of(rate), bottom + 20, f"{rate:g}", anchor="middle"))
+    parts.append(text(left + width / 2, bottom + 42, "Gbit/s each port", anchor="middle"))
     for name, values in panel.lines.items():
         color, dashes = theme[LINES[name][1]], LINES[name][2]
         points = [
             (x_of(rate), y_of(value)) for rate, value in zip(panel.rates, values, strict=True)
         ]
-        parts.append(_line(points, color, dashes))
+        parts.append(line(points, color, dashes))
         if not dashes:
             parts += [
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in points
@@ -162,9 +162,8 @@ def _panel(
     return parts
 
 
-def _line(
-    points: Sequence[tuple[float, float]], color: str, dashes: str, width: float = 2.2
-) -> str:
+def line(points: Sequence[tuple[float, float]], color: str, dashes: str, width: float = 2.2) -> str:
+    """Return a polyline."""
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
     return (
@@ -172,7 +171,8 @@ def _line(
     )
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: int = 400) -> str:
+def text(x: float, y: float, text: str, *, anchor: str = "start", weight: int = 400) -> str:
+    """Return a text at a place."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">'
         f"{escape(text)}</text>"
