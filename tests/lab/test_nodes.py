@@ -43,8 +43,8 @@ def test_port_bytes_where_ranks_share_a_port() -> None:
 @pytest.mark.parametrize(
     ("workers", "each", "strategies", "words"),
     [
-        (4, 3, "p3", "no two nodes"),
-        (2, 2, "p3", "no two nodes"),
+        (4, 3, "p3", "4 workers do not fill nodes of 3"),
+        (2, 2, "p3", "2 workers are one node of 2, which needs no network"),
         (4, 1, "hierarchical", "each has one rank"),
     ],
 )

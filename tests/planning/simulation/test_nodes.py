@@ -145,7 +145,7 @@ def test_what_does_not_go_with_nodes_is_refused(profile: Profile) -> None:
     with pytest.raises(ValueError, match="shares of tensors are not encoded"):
         shared = replace(BASE, strategy="hierarchical-shared", codec="qsgd:bits=8")
         scenario_of(profile, shared)
-    with pytest.raises(ValueError, match="3 workers do not fill such nodes"):
+    with pytest.raises(ValueError, match="3 workers do not fill nodes of 2"):
         ClusterFacts(3, 1e9, ranks_per_node=2)
 
 

@@ -12,6 +12,7 @@ from gradlane.lab.cluster.shaping import PortShape
 from gradlane.lab.runs.strategy import LabStrategy
 from gradlane.lab.workloads import NAMES, REPLAY_NAMES, SIMULATED_NAMES, WorkloadSpec
 from gradlane.planning.simulation.straggler import StragglerSpec
+from gradlane.training.options.cluster_shape import ClusterShape
 from gradlane.training.options.codec_choice import check_codecs, codec_rules, unused_codec_option
 from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.option_fields import check_options, on_command_line, option
@@ -96,8 +97,7 @@ class LabOptions:
         if not self.rates_bps or min(self.rates_bps) <= 0:
             raise ValueError("name at least one rate, above 0")
         check_options(self, on_command_line)
-        if self.servers is not None and self.servers > self.workers:
-            raise ValueError(f"servers is {self.servers}, but there are {self.workers} workers")
+        self.shape.check()
         if self.straggler is not None and not 0 <= self.straggler.rank < self.workers:
             raise ValueError(
                 f"the straggler is rank {self.straggler.rank}, but there are {self.workers} workers"
@@ -159,11 +159,8 @@ class LabOptions:
 
     def _check_nodes(self) -> None:
         each = self.ranks_per_node
-        if each < 1 or self.workers % each or self.workers < 2 * each:
-            raise ValueError(
-                f"{self.workers} workers with ranks-per-node {each}: these are no two nodes or "
-                f"more of {each} ranks"
-            )
+        if why := self.shape.needs_no_network:
+            raise ValueError(why)
         alone = next((one.text for one in self.strategies if one.local != "off"), None)
         if alone is not None and each == 1:
             raise ValueError(
@@ -173,17 +170,10 @@ class LabOptions:
     def _check_serving(self) -> None:
         if not self.serving:
             return
-        if self.servers is not None:
-            raise ValueError(f"servers is {self.servers}, and {self.serving} more ranks only serve")
-        if self.workers + self.serving > NODES_MAX:
+        if self.ranks > NODES_MAX:
             raise ValueError(
                 f"{self.workers} workers and {self.serving} ranks that only serve are more than "
                 f"{NODES_MAX} nodes"
-            )
-        if self.ranks_per_node > 1:
-            raise ValueError(
-                f"{self.serving} ranks only serve, each on a node of its own, but ranks-per-node "
-                f"is {self.ranks_per_node}"
             )
         for one in self.strategies:
             why = one.serving_refusal
@@ -199,14 +189,19 @@ class LabOptions:
         )
 
     @property
+    def shape(self) -> ClusterShape:
+        """The ranks."""
+        return ClusterShape(self.workers, self.ranks_per_node, self.servers, self.serving)
+
+    @property
     def nodes(self) -> int:
         """Nodes of the emulated cluster, each with one port."""
-        return self.workers // self.ranks_per_node + self.serving
+        return self.shape.machines
 
     @property
     def ranks(self) -> int:
         """Ranks that train, and those that only serve."""
-        return self.workers + self.serving
+        return self.shape.ranks
 
     @property
     def steps_in_total(self) -> int:

@@ -25,6 +25,7 @@ from gradlane.planning.simulation.straggler import StragglerSpec
 from gradlane.training.node.parts import BLOCKS, cut_into_parts
 from gradlane.training.node.rules import LEADER, NODE_STRATEGIES
 from gradlane.training.options import strategy as strategies
+from gradlane.training.options.cluster_shape import ClusterShape
 from gradlane.training.options.codec_choice import codec_features, codec_rules, local_clip
 from gradlane.training.options.codec_options import RAW, ROUNDING
 from gradlane.training.options.compatibility import Feature, refusal
@@ -163,6 +164,11 @@ class Cluster:
         if self.workers_per_node < 1:
             raise ValueError(f"workers-per-node is {self.workers_per_node}; use 1 or more")
 
+    @property
+    def shape(self) -> ClusterShape:
+        """The ranks."""
+        return ClusterShape(self.workers, self.ranks_per_node, self.servers, self.serving)
+
 
 def engine_strategy(strategy: str) -> str:
     """Return the engine's strategy behind one of `STRATEGIES`."""
@@ -178,7 +184,7 @@ def local_sums(cluster: Cluster) -> str:
 
 def machines_of(cluster: Cluster) -> int:
     """Return the number of machines, those of dedicated servers included."""
-    return cluster.workers // cluster.ranks_per_node + cluster.serving
+    return cluster.shape.machines
 
 
 def has_many_ranks(cluster: Cluster) -> bool:
@@ -190,11 +196,9 @@ def has_many_ranks(cluster: Cluster) -> bool:
 
 def nodes_refusal(cluster: Cluster) -> str:
     """Return why a cluster cannot have its nodes; empty if it can."""
-    node_size, workers = cluster.ranks_per_node, cluster.workers
-    if node_size < 1 or workers % node_size:
-        return f"{workers} workers do not fill nodes of {node_size}"
-    if node_size > 1 and workers == node_size:
-        return f"{workers} workers are one node of {node_size}, which needs no network"
+    node_size, shape = cluster.ranks_per_node, cluster.shape
+    if why := shape.unfilled or shape.needs_no_network:
+        return why
     if node_size > 1 and cluster.strategy == IN_NETWORK:
         return f"{IN_NETWORK} is simulated with one worker a port"
     if node_size == 1 and local_sums(cluster) != "off":

@@ -7,6 +7,7 @@ from typing import Any
 
 from gradlane.formats.rates import format_rate
 from gradlane.training.node.rules import AUTO, LEADER, OFF, with_local
+from gradlane.training.options.cluster_shape import ClusterShape
 from gradlane.training.options.codec_choice import codec_rules, rules_text
 from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.compatibility import Feature, refusal
@@ -152,21 +153,11 @@ class ClusterFacts:
             raise ValueError(f"rate_bps is {self.rate_bps}; use 1e3 to 1e15 bits a second")
         if not 0.0 <= self.latency_s <= 10.0:
             raise ValueError(f"latency_s is {self.latency_s}; use 0 to 10 seconds")
-        if self.servers is not None and not 1 <= self.servers <= self.workers:
-            raise ValueError(f"servers is {self.servers}; use 1 to {self.workers}, the ranks")
-        if self.ranks_per_node < 1 or self.workers % self.ranks_per_node:
-            raise ValueError(
-                f"ranks_per_node is {self.ranks_per_node}, and {self.workers} workers do not fill "
-                "such nodes"
-            )
+        self.shape.check()
         if self.ranks_per_node > 1 and self.servers is not None:
             raise ValueError(
                 f"servers is {self.servers}: they are single ranks, and {self.ranks_per_node} "
                 "share a node"
-            )
-        if self.serving and self.ranks_per_node > 1:
-            raise ValueError(
-                f"{self.serving} ranks only serve, and each has a node: leave out ranks_per_node="
             )
         if self.update not in UPDATES:
             raise ValueError(f"unknown update {self.update!r}; known are {', '.join(UPDATES)}")
@@ -184,9 +175,14 @@ class ClusterFacts:
             raise ValueError(why)
 
     @property
+    def shape(self) -> ClusterShape:
+        """The ranks."""
+        return ClusterShape(self.workers, self.ranks_per_node, self.servers, self.serving)
+
+    @property
     def owners(self) -> int:
         """Number of ranks that own slices."""
-        return self.serving or self.servers or self.workers
+        return self.shape.owners
 
     @property
     def leaves_out(self) -> bool:
