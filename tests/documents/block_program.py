@@ -35,6 +35,8 @@ SUBSTITUTES = {
     "device_ids=[device]": "device_ids=None",
     'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))': "",
     "model.cuda()": "model",
+    # Ranks of a sharded model have a group.
+    "dcp.save(": "torch.distributed.init_process_group('gloo')\ndcp.save(",
 }
 """Texts of pages, and what a machine without accelerators and with any free port runs instead."""
 

@@ -137,9 +137,21 @@ class Two:
             one.zero_grad()
 
 
+class MuonAndAdam(Two):
+    """Muon, which works on whole matrices, and AdamW for all else."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        """Step matrices by Muon."""
+        matrices = [one for one in parameters if one.ndim == 2]
+        others = [one for one in parameters if one.ndim != 2]
+        self.both = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.02)]
+
+
 def make_optimizer(model: nn.Module, name: str) -> Any:
-    """Return an optimizer of the trained parameters: of `torch.optim`, or `two`."""
+    """Return an optimizer of the trained parameters: of `torch.optim`, `two` or `muon`."""
     trained = [one for one in model.parameters() if one.requires_grad]
+    if name == "muon":
+        return MuonAndAdam(trained)
     return Two(trained) if name == "two" else getattr(torch.optim, name)(trained, lr=0.05)
 
 
@@ -357,6 +369,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], Callable[[Any, Any, list[Tensor]], No
     "codec_bf16": ({"init": {"codec": "bf16"}}, plain),
     "codec_qsgd": ({"init": {"codec": gradlane.codecs.Qsgd(bits=8)}}, plain),
     "ring": ({"init": {"strategy": "ring"}}, plain),
+    "muon": ({"optimizer": "muon"}, plain),
 }
 
 
@@ -388,6 +401,30 @@ def through_checkpoints(pair: Pair, folder: str) -> None:
             optim_state_dict=state["optimizer"],
         )
         pair.train(clipped)
+
+
+def beside_whole_matrices(pair: Pair) -> float:
+    """Train a whole model on all ranks' batches, and return how far the sharded one is off: the
+    square of its distance over that of the way that the whole one has gone."""
+    torch.manual_seed(5)
+    whole = Model()
+    start = [one.detach().clone() for one in whole.parameters()]
+    optimizer = make_optimizer(whole, "muon")
+    ranks = dist.get_world_size()
+    draws = [torch.Generator().manual_seed(100 + rank) for rank in range(ranks)]
+    for _ in range(STEPS):
+        for own in draws:
+            words = [torch.randint(0, 11, (4, 3), generator=own) for _ in range(3)]
+            (loss_of(whole, words[0]) / ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    off = way = 0.0
+    sharded: Any = pair.models[-1].parameters()
+    with torch.no_grad():
+        for one, other, before in zip(whole.parameters(), sharded, start, strict=True):
+            off += float((one - other.full_tensor()).square().sum())
+            way += float((one - before).square().sum())
+    return off / way
 
 
 def run_drawn(number: int) -> str:
@@ -429,6 +466,8 @@ def main(names: list[str]) -> None:
         if name == "checkpoints":
             through_checkpoints(pair, os.environ["CHECKPOINTS"])
         line = f"{name}: {pair.difference()}\n"
+        if name == "muon":
+            line += f"muon off: {beside_whole_matrices(pair)}\n"
         if name.startswith("codec"):
             line += f"{name} ratio: {pair.session.metrics()['codec_ratio']:.2f}\n"
         if name == "adamw":

@@ -66,10 +66,18 @@ GROUPS = (
     ("adamw", "clipped", "two_optimizers", "checked", "ring", "tied", "checkpointing"),
     ("accumulated", "accumulated_in_node", "several", "seldom", "unused", "frozen", "reentrant"),
     ("bf16", "bf16_f32", "bf16_default", "f64_reduced", "sums", "divides_in_node"),
-    ("divides_later", "divides_later_bf16", "compiled", "checkpoints", "codec_bf16", "codec_qsgd"),
+    (
+        "divides_later",
+        "divides_later_bf16",
+        "compiled",
+        "checkpoints",
+        "codec_bf16",
+        "codec_qsgd",
+        "muon",
+    ),
 )
 """Scenarios that share processes."""
-BITS = [one for group in GROUPS for one in group if not one.startswith("codec")]
+BITS = [one for group in GROUPS for one in group if not one.startswith(("codec", "muon"))]
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +118,14 @@ def test_codecs_between_nodes(
     assert not any(line.startswith("same") for line in lines)
     # Of a model this small, what the ranks compare is a good part of all bytes.
     assert all(least < float(ratio) < most for ratio in two_nodes(f"{scenario} ratio"))
+
+
+def test_muon_has_whole_matrices(two_nodes: Callable[[str], list[str]]) -> None:
+    """Gathered in the node by torch, whose HSDP adds up over nodes once more: other last bits."""
+    sums = [line.split()[-1] for line in two_nodes("muon")]
+    assert sums[0] == sums[2] != sums[1] == sums[3]
+    # A shard's own matrix would step elsewhere.
+    assert all(float(off) < 0.01 for off in two_nodes("muon off"))
 
 
 @pytest.mark.parametrize(
