@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from gradlane.lab.cluster.fork_server import ForkedProgram, running_fork_server
@@ -44,8 +45,19 @@ class ForkedPrograms:
         output: str,
         errors: str,
         environment: dict[str, str],
+        modules: Sequence[str] = (),
     ) -> int:
-        """Fork a program; returns its process id."""
+        """Fork a program; returns its process id.
+
+        Args:
+            name: of the program.
+            program: name of a module, or path of a file.
+            arguments: of the program.
+            output: path of a file for what it prints.
+            errors: path of a file for its standard error.
+            environment: added to this process's.
+            modules: that are loaded once for all programs.
+        """
         with Path(output).open("wb") as stdout, Path(errors).open("wb") as stderr, self._asking:
             forked = running_fork_server(SOURCES).fork(
                 program,
@@ -54,6 +66,7 @@ class ForkedPrograms:
                 stdout=stdout,
                 stderr=stderr,
                 folder=ROOT,
+                modules=modules,
                 timeout_s=PATIENCE_S,
             )
         forked.stdin.close()
@@ -85,6 +98,7 @@ class ForkedPrograms:
         arguments: list[str],
         environments: list[dict[str, str]],
         timeout_s: float = PATIENCE_S,
+        modules: Sequence[str] = (),
     ) -> list[str]:
         """Run a program once for each environment, at once; returns what each of them printed.
 
@@ -94,6 +108,7 @@ class ForkedPrograms:
             arguments: of the program.
             environments: added to this process's.
             timeout_s: for each of them.
+            modules: that are loaded once for all programs.
         """
         names = [f"{folder}-{uuid.uuid4().hex}" for _ in environments]
         printed = [folder / f"output-{index}" for index in range(len(names))]
@@ -106,6 +121,7 @@ class ForkedPrograms:
                 output=str(printed[index]),
                 errors=str(errors[index]),
                 environment=environments[index],
+                modules=modules,
             )
         try:
             codes = [self.wait(name, timeout_s) for name in names]

@@ -15,7 +15,7 @@ from tests.built import needs_core
 from tests.forked_programs import ForkedPrograms
 from tests.paths import ROOT
 from tests.ports import reserve_port
-from tests.training.sharded.fsdp2 import needs_fsdp2
+from tests.training.sharded.fsdp2 import FSDP_MODULES, needs_fsdp2
 
 pytestmark = [needs_core, needs_fsdp2]
 PROGRAM = "tests.training.sharded.programs"
@@ -41,7 +41,9 @@ def start(
         {**common, "RANK": str(rank), "LOCAL_RANK": str(rank % local)}
         for rank in range(nodes * local)
     ]
-    return programs.run_all(folder, program, arguments, environments, timeout_s=250)
+    return programs.run_all(
+        folder, program, arguments, environments, timeout_s=250, modules=FSDP_MODULES
+    )
 
 
 def run(

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.built import needs_core
 from tests.forked_programs import ForkedPrograms
 from tests.ports import reserve_port
-from tests.training.sharded.fsdp2 import needs_fsdp2
+from tests.training.sharded.fsdp2 import FSDP_MODULES, needs_fsdp2
 
 pytestmark = [needs_core, needs_fsdp2]
 PROGRAM = "tests.training.sharded.endings"
@@ -28,6 +28,7 @@ def endings(
             arguments=list(cases),
             output=str(folder / f"output-{rank}"),
             errors=str(folder / f"errors-{rank}"),
+            modules=FSDP_MODULES,
             environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)},
         )
     codes = [programs.wait(f"{folder}-{rank}", 200.0) for rank in range(4)]

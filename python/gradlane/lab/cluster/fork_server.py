@@ -131,6 +131,7 @@ class ForkServer:
         stdout: IO[bytes] | None = None,
         namespace: int | None = None,
         folder: str | Path = ".",
+        modules: Sequence[str] = (),
         timeout_s: float,
     ) -> ForkedProgram:
         """Run a program in a process of its own.
@@ -143,6 +144,7 @@ class ForkServer:
             stdout: a file for what it writes to standard output; None: a pipe.
             namespace: open descriptor of the network namespace that it runs in; None: this one's.
             folder: where it runs.
+            modules: that the server loads before, for this program and all later ones.
             timeout_s: for the server's own start, too.
 
         Raises:
@@ -152,6 +154,7 @@ class ForkServer:
             "program": program,
             "arguments": list(arguments),
             "folder": os.path.abspath(folder),
+            "modules": list(modules),
             "environment": {**os.environ, **environment},
         }
         deadline_s = time.monotonic() + timeout_s
@@ -296,12 +299,17 @@ def main() -> None:
                     message, descriptors, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 4)
                     if not message:
                         return
+                    request = json.loads(message)
+                    for name in request["modules"]:
+                        # A program that needs a missing one says so itself.
+                        with contextlib.suppress(ImportError):
+                            importlib.import_module(name)
                     pid = os.fork()
                     if pid == 0:
                         for one in (control.detach(), woken, wake):
                             os.close(one)
                         selector.close()
-                        _become(json.loads(message), descriptors)
+                        _become(request, descriptors)
                     for descriptor in descriptors:
                         os.close(descriptor)
                     control.send(json.dumps({"pid": pid}).encode())
