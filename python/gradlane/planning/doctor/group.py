@@ -46,9 +46,8 @@ def group_finding(session: Session, network: Network) -> Finding:
     told = [str(it) for it in session.exchange(refused)]
     if any(told):
         return ok(CHECK, f"not looked at: {escaped(next(it for it in told if it))}")
-    from torch._C._distributed_c10d import HashStore
-
     from gradlane.distributed.group_connector import GroupConnector
+    from gradlane.training.torch_internals import HashStore
 
     connector = GroupConnector(GroupOptions(network=network), HashStore(), CHECK)
     try:
