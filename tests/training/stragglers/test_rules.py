@@ -157,7 +157,7 @@ def _left_out(*, goes_on: bool, meets: bool = False) -> OthersSteps:
     exchange = mock.Mock(spec=GradientExchange)
     exchange.layout = StepLayout(entries, len(entries))
     exchange.step = exchange.training_step = 3
-    exchange.is_measured = False
+    exchange.norm = mock.Mock(is_measured=False)
     exchange.is_watched.return_value = False
     exchange.statuses.return_value = {}
     contributors = mock.Mock(spec=Contributors)

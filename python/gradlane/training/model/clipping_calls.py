@@ -116,7 +116,7 @@ class ClippingCalls:
 
         def wait() -> float:
             factor = 1.0 if weighting is None else weighting()
-            return inverse_scale * factor * self._exchange.wait_norm()
+            return inverse_scale * factor * self._exchange.norm.wait()
 
         return wait
 
@@ -127,7 +127,7 @@ class ClippingCalls:
         found = [raw_grad(entry.tensor) for entry in self._trained]
         gradients = [gradient for gradient in found if gradient is not None]
         if norm_type == 2.0:
-            norm = self._exchange.norm_of(gradients)
+            norm = self._exchange.norm.of(gradients)
         else:
             plain = [one.to_dense() if one.is_sparse else one.detach() for one in gradients]
             norms = [torch.linalg.vector_norm(one, norm_type).cpu() for one in plain]

@@ -78,7 +78,7 @@ class ScalerCalls:
                 return plain
             if phases.phase is Phase.BACKWARD:
                 self._update.submit_ahead()
-            if not math.isfinite(self._exchange.wait_norm()):
+            if not math.isfinite(self._exchange.norm.wait()):
                 # The scaler finds out of which optimizer's it is.
                 self._update.attach()
                 return plain

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from gradlane.errors import UsageError
 from gradlane.training.factors.factored_weights import Factored
 from gradlane.training.factors.rows import RowSparse
 from gradlane.training.model.buffers import BufferForm, BufferPack, form_of, pack_buffers
@@ -83,10 +84,19 @@ class StepLayout:
             found[self.buffers_index] = self.buffers.tensor
         return found
 
-    def needs_sparse(self, index: int) -> bool:
-        """Return whether a parameter's optimizer takes sparse gradients alone."""
+    def check_takes_dense(self, index: int) -> None:
+        """Check that a parameter's optimizer takes a gradient that is not sparse by rows.
+
+        Raises:
+            UsageError: it takes sparse ones alone.
+        """
         one = self.factored.get(index)
-        return isinstance(one, RowSparse) and one.is_needed
+        if isinstance(one, RowSparse) and one.is_needed:
+            raise UsageError(
+                f"the gradient of {self.trained[index].name!r} is not sparse by rows, and its "
+                "optimizer takes no other: step it by another one, or build its embedding with "
+                "sparse=True"
+            )
 
     def zeros(self, index: int) -> Tensor:
         """Return what torch leaves in `.grad` of a parameter where it zeroes a mean."""

@@ -10,7 +10,7 @@ import bisect
 import contextlib
 import functools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -23,20 +23,17 @@ from gradlane.training.factors.block import BlockError, Dense, Part, TouchedRows
 from gradlane.training.factors.sending import FactorExchange
 from gradlane.training.model.arrived_gradients import ArrivedGradients
 from gradlane.training.model.consistency_check import ConsistencyCheck
-from gradlane.training.model.exact_norm import exact_norm
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.joined_gradients import JoinedGradients
 from gradlane.training.model.kernel.buffer_exchange import BufferExchange
-from gradlane.training.model.kernel.step_norm import StepNorm
 from gradlane.training.model.rank_status import Statuses
 from gradlane.training.model.stages.stage import StepStage
 from gradlane.training.model.stages.stage_list import StageList
 from gradlane.training.model.stages.step_start import StepStart
 from gradlane.training.model.step_layout import StepLayout
+from gradlane.training.model.step_norm import StepNorm, WaitContext
 from gradlane.training.modules.gradient_intake import GradientIntake, raw_grad
 from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
-
-WaitContext = Callable[[int, list[int] | None], contextlib.AbstractContextManager[None]]
 
 
 class GradientExchange:
@@ -108,7 +105,10 @@ class GradientExchange:
         self._judged_step = 0
         self.step = 0
         rebuild = functools.partial(self._rebuilt, wanted=True)
-        self._norm = StepNorm(core, channel, layout.means, layout.factored, rebuild)
+        self.norm = StepNorm(
+            core, channel, layout.means, layout.factored, rebuild, failure, waiting
+        )
+        """The norm of all gradients, before their means are here."""
         self._weight: int | None = None
         """Factor of this rank's gradients in this step, or None."""
 
@@ -153,7 +153,7 @@ class GradientExchange:
             self.step += 1
             self._intake.begin_step()
             self._weight = start.weight
-            self._norm.begin(self.step, wanted=start.measures)
+            self.norm.begin(self.step, self.training_step, wanted=start.measures)
             for call in start.on_channel:
                 call(self.step)
             if self._layout.status is not None and start.status is not None:
@@ -239,12 +239,7 @@ class GradientExchange:
         """
         rows = self._intake.take_rows(index, self._trained[index].tensor)
         if rows is None:
-            if self._layout.needs_sparse(index):
-                raise UsageError(
-                    f"the gradient of {self._trained[index].name!r} is not sparse by rows, and its "
-                    "optimizer takes no other: step it by another one, or build its embedding with "
-                    "sparse=True"
-                )
+            self._layout.check_takes_dense(index)
             gradient = self._intake.take(index, self._trained[index].tensor)
             return Dense(gradient if self._weight is None else gradient * self._weight)
         numbers, values = rows
@@ -411,8 +406,8 @@ class GradientExchange:
                 if not absent:
                     arrived.averaged.append(index)
                 if index in self._factored:
-                    if self._norm.is_measured:
-                        mean = self._norm.take(index)
+                    if self.norm.is_measured:
+                        mean = self.norm.take(index)
                     else:
                         mean = self._rebuilt(index, wanted=not (absent or discards))
                     rebuilt += [] if mean is None or discards else [(index, mean)]
@@ -451,28 +446,6 @@ class GradientExchange:
                 self._channel.abort(str(error))
             self._failure.fail(error)
             raise
-
-    def wait_norm(self) -> float:
-        """Wait for the norm of all averaged gradients of this step; means may be still to come."""
-        blocks = list(self._factored)
-        try:
-            if blocks:
-                with WAIT_NOTIFIER, self._waiting(self.step, blocks):
-                    self._channel.wait(blocks, self.step)
-                self._norm.add_blocks(blocks)
-            with WAIT_NOTIFIER, self._waiting(self.step, None):
-                return self._norm.wait(self.step)
-        except self._core.ChannelError as error:
-            self._raise_failed(error, "waiting for the norm of all gradients")
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether the norm of all gradients of this step can be had before their means."""
-        return self._norm.is_measured
-
-    def norm_of(self, gradients: Sequence[Tensor]) -> float:
-        """Return the norm of gradients that are here: the same bits as `wait_norm`."""
-        return exact_norm(self._core, gradients)
 
     def _rebuilt(self, index: int, *, wanted: bool) -> Tensor | None:
         """Return the mean that all ranks' blocks make, if it is wanted and some rank has one."""

@@ -19,13 +19,13 @@ from gradlane.training.model.kernel.parts import KernelParts
 from gradlane.training.model.kernel.phases import Phase
 from gradlane.training.model.kernel.update import StepUpdate
 from gradlane.training.model.local_gradients import LocalGradients
+from gradlane.training.model.missing_gradients import without_gradients
 from gradlane.training.model.model_structure import ModelStructure
 from gradlane.training.model.rank_status import StepEnding
 from gradlane.training.model.stages.stage import StepStage
 from gradlane.training.model.stages.step_start import StepStart
 from gradlane.training.modules.forward_order import inside_backward
 from gradlane.training.modules.gradient_intake import raw_grad
-from gradlane.training.rendezvous.tensor_table import names_of
 from gradlane.training.torch_internals import graph_task_id, queue_callback
 
 
@@ -275,20 +275,7 @@ class Intake:
             return
         # Refuses an optimizer that holds other parameters now.
         self._exempt.run(self._updates.record_all)
-        frozen = [entry for entry in self._trained if not entry.tensor.requires_grad]
-        if frozen:
-            cause = (
-                f"{names_of(frozen)} {'was' if len(frozen) == 1 else 'were'} trained when the "
-                "model was prepared, and frozen since: after freezing or unfreezing call "
-                "session.prepare(model, optimizer) again, on all ranks"
-            )
-        else:
-            cause = (
-                "every rank must run backward() on at least one trained parameter in each step, "
-                "or put gradients into .grad"
-            )
-        step = self._exchange.training_step
-        raise UsageError(f"{call} without any gradient since step {step}: {cause}")
+        raise without_gradients(call, self._exchange.training_step, self._trained)
 
     def take_by_hand(self) -> bool:
         """Take gradients in `.grad` for local ones where no backward made them.

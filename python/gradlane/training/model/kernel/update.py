@@ -64,7 +64,7 @@ class StepUpdate:
     def may_change_arriving(self) -> bool:
         """Return whether means may be changed by their norm as they arrive."""
         under_way = self._phases.phase is Phase.BACKWARD
-        return under_way and self._exchange.is_measured and self._updates.defers()
+        return under_way and self._exchange.norm.is_measured and self._updates.defers()
 
     def submit_ahead(self) -> None:
         """Submit the rest of a step whose means are changed as they arrive, if they were not."""

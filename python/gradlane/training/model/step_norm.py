@@ -6,13 +6,19 @@ each rank makes them when their blocks are here, and adds their squares.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import Tensor
 
 from gradlane.training.core import Channel, CoreModule
-from gradlane.training.model.exact_norm import add_squares
+from gradlane.training.model.exact_norm import add_squares, exact_norm
+from gradlane.training.model.failure_latch import FailureLatch
+from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
+
+WaitContext = Callable[[int, list[int] | None], contextlib.AbstractContextManager[None]]
+"""A context around a wait for a step's tensors, or for the step."""
 
 
 class StepNorm:
@@ -25,6 +31,8 @@ class StepNorm:
         means: int,
         blocks: Collection[int],
         rebuild: Callable[[int], Tensor | None],
+        failure: FailureLatch,
+        waiting: WaitContext,
     ) -> None:
         """Measure nothing yet.
 
@@ -34,12 +42,17 @@ class StepNorm:
             means: number of leading tensors of the channel among which all means are.
             blocks: trained parameters that travel as factors or rows.
             rebuild: makes the mean of one of those, once its blocks are here.
+            failure: the model's.
+            waiting: a context around every wait for a step's tensors, or for the step.
         """
         self._core = core
         self._channel = channel
         self._means = means
         self._blocks = blocks
         self._rebuild = rebuild
+        self._failure = failure
+        self._waiting = waiting
+        self._step = self._training_step = 0
         self._may_measure = channel.has_measurable_squares(means)
         self.is_measured = False
         """Whether the norm of this step can be had before its means."""
@@ -51,8 +64,15 @@ class StepNorm:
         """Means of the others, until they are taken."""
         self._lock = threading.Lock()
 
-    def begin(self, step: int, *, wanted: bool) -> None:
-        """Begin a step; `wanted`: all ranks ask for its norm."""
+    def begin(self, step: int, training_step: int, *, wanted: bool) -> None:
+        """Begin a step.
+
+        Args:
+            step: number of the channel's.
+            training_step: number of the step of training.
+            wanted: whether all ranks ask for its norm.
+        """
+        self._step, self._training_step = step, training_step
         self.is_measured = wanted and self._may_measure
         self._squares, self._rebuilt = self._core.SquareSum(), {}
         self._unmeasured = set(self._blocks) if self.is_measured else set()
@@ -76,6 +96,18 @@ class StepNorm:
         self.add_blocks([index])
         return self._rebuilt.pop(index)
 
-    def wait(self, step: int) -> float:
-        """Wait for the norm of a step, all of whose blocks are here."""
-        return self._channel.wait_norm(step, self._squares if self._blocks else None)
+    def wait(self) -> float:
+        """Wait for the norm of all averaged gradients of a step; means may be still to come."""
+        doing = f"waiting for the norm of all gradients in step {self._training_step}"
+        blocks, squares = list(self._blocks), self._squares if self._blocks else None
+        with self._failure.translating(self._core, doing), WAIT_NOTIFIER:
+            if blocks:
+                with self._waiting(self._step, blocks):
+                    self._channel.wait(blocks, self._step)
+                self.add_blocks(blocks)
+            with self._waiting(self._step, None):
+                return self._channel.wait_norm(self._step, squares)
+
+    def of(self, gradients: Sequence[Tensor]) -> float:
+        """Return the norm of gradients that are here: the same bits as `wait`."""
+        return exact_norm(self._core, gradients)
