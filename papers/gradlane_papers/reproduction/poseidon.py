@@ -260,9 +260,11 @@ def table_3(_: Simulations) -> list[Number]:
 def section_2(_: Simulations) -> list[Number]:
     """Return what AlexNet would need on eight nodes."""
     profile = synthetic_profile("alexnet")
-    sends = 7 / 8 * profile.size_bytes / profile.compute_s * 8 / 1e9
+    assert SCHEMES["ps"].both_floats
+    counts = Counts(rows=profile.batch_size, workers=8, servers=8)
+    floats = SCHEMES["ps"].both_floats(profile.size_bytes // 4, 1, counts)
     return [
         ours("alexnet_parameters", profile.size_bytes / 4e6),
         ours("alexnet_gradients", profile.size_bytes / 4 / profile.compute_s / 1e6),
-        ours("alexnet_rate", sends),
+        ours("alexnet_rate", 32 * floats / profile.compute_s / 1e9),
     ]

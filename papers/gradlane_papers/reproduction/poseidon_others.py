@@ -55,6 +55,9 @@ def one_node(_: Simulations) -> list[Number]:
         "vgg19_22k_poseidon": "poseidon_vgg19_22k_caffe",
         "vgg19_tf_poseidon": "poseidon_vgg19_tf",
         "vgg19_22k_tf_poseidon": "poseidon_vgg19_22k_tf",
+        "googlenet_poseidon": "poseidon_googlenet_caffe",
+        "vgg19_poseidon": "poseidon_vgg19_caffe",
+        "inception_v3_tf_poseidon": "poseidon_inception_v3_tf",
     }
     return [*rows, *(ours(key, given(name), "alone") for key, name in alone.items())]
 

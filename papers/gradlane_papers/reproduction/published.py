@@ -6,6 +6,7 @@ One row a published number, in the order of the papers' figures. Ours is the fig
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ from gradlane_papers.reproduction.comparison import (
     ROLES,
     Comparison,
     Published,
+    content_of,
     published_of,
     published_tables,
     speeds,
@@ -32,9 +34,14 @@ from gradlane_papers.reproduction.simulations import Simulations
 from gradlane_papers.reproduction.writing import number
 
 TEMPLATE = Path(__file__).with_name("published.md")
+MEASURED = Path(__file__).with_name("measured.json")
+"""What our own lab has measured of the same, from the tables of `docs/research`, and what cannot be
+measured here, by paper."""
 LIMITS = (5, 10, 25)
 """Percent within which predictions are counted."""
-COLUMNS = ("figure", "number", "published", "ours", "deviation, %", "cause")
+COLUMNS = ("figure", "number", "published", "ours", "deviation, %", "measured in our lab", "cause")
+KINDS = ("counted", "a cell of a table of speeds", "simulated or by a model")
+"""Kinds of numbers, which are counted apart: what is counted has to be right."""
 SAME = "as above"
 """In place of a cause, or a setting, that the last one above says, too."""
 NEAR = 10
@@ -45,6 +52,20 @@ def cause_of(row: Comparison) -> str:
     """Return why ours deviates or not."""
     note = f" (reading: {row.published.note})" if row.published.note else ""
     return f"{row.why}{note}"
+
+
+def kind_of(row: Comparison) -> str:
+    """Return one of `KINDS`."""
+    name = row.published.figure
+    if name in published_tables()["speeds"]:
+        return KINDS[1]
+    return KINDS[0 if FIGURES[name].setting.startswith("counted") else 2]
+
+
+def measured_of(row: Comparison) -> float | None:
+    """Return what our own lab has measured of the same number; None where it has not."""
+    one = content_of(MEASURED)["measured"].get(row.published.figure, {}).get(row.published.key)
+    return None if one is None else float(one["value"])
 
 
 def row_of(row: Comparison) -> dict[str, Any]:
@@ -59,6 +80,8 @@ def row_of(row: Comparison) -> dict[str, Any]:
         "ours": row.value,
         "deviation": row.deviation,
         "role": ROLES[row.role],
+        "kind": kind_of(row),
+        "measured": measured_of(row),
         "cause": cause_of(row),
         "paper": paper_of(theirs.figure),
     }
@@ -117,6 +140,19 @@ class Study:
         }
         return {"published": len(self.rows), **counted}
 
+    def kinds(self) -> list[tuple[str, ...]]:
+        """Return a line for each kind: its predictions, their median deviation, and how many are
+        within each limit."""
+        lines = []
+        for kind in KINDS:
+            rows = [row for row in self.rows if not row.role and kind_of(row) == kind]
+            off = [abs(row.deviation) for row in rows if row.deviation is not None]
+            if not off:
+                continue
+            within = (str(sum(row.is_within(limit) for row in rows)) for limit in LIMITS)
+            lines.append((kind, str(len(rows)), f"{statistics.median(off):.1f}", *within))
+        return lines
+
     def to_json(self) -> dict[str, Any]:
         """Return everything, and the errors of the fitted model."""
         return {
@@ -152,7 +188,11 @@ def cells_of(row: Comparison) -> tuple[str, ...]:
     if row.role not in ("", "none"):
         cause = f"[{ROLES[row.role]}] {cause}"
     theirs = row.published
-    return theirs.figure, what, number(theirs.value), number(row.value), deviation, cause
+    lab = measured_of(row)
+    return (
+        *(theirs.figure, what, number(theirs.value), number(row.value), deviation),
+        *("-" if lab is None else number(lab), cause),
+    )
 
 
 def lines_of(rows: Sequence[Comparison]) -> list[tuple[str, ...]]:
@@ -195,7 +235,7 @@ def _table_of(rows: Sequence[Comparison]) -> str:
     """Return a figure's table, with what has to be said of it."""
     name = rows[0].published.figure
     if name not in published_tables()["speeds"]:
-        return markdown_table(COLUMNS[1:], lines_of(rows), numbers="-nnn-") + "\n"
+        return markdown_table(COLUMNS[1:], lines_of(rows), numbers="-nnnn-") + "\n"
     gpus = published_tables()["speeds"][name]["gpus"]
     columns = ("samples/s", *(f"{one} GPU{'s' if one > 1 else ''}" for one in gpus))
     return (
@@ -212,6 +252,10 @@ def _error_cells(text: str, made: Errors) -> tuple[str, ...]:
     return text, str(made.cells), f"{made.mean:.1f}", f"{made.median:.1f}", *within
 
 
+_KIND_COLUMNS = (
+    *("predictions", "number", "median deviation, %"),
+    *(f"within {limit} %" for limit in LIMITS),
+)
 _ERROR_COLUMNS = (
     *("cells", "number", "mean deviation, %", "median, %"),
     *(f"within {limit} %" for limit in LIMITS),
@@ -221,12 +265,10 @@ _ERROR_COLUMNS = (
 def summary(made: Study) -> str:
     """Return the counts in words."""
     counts = made.counts()
-    predicted = counts["predicted"]
-    within = ", ".join(f"{counts[f'predicted within {one} %']} within {one} %" for one in LIMITS)
     others = ", ".join(
         f"{counts[text]} {text}" for role, text in ROLES.items() if role and counts[text]
     )
-    return f"{counts['published']} published numbers: {predicted} predicted ({within}); {others}."
+    return f"{counts['published']} published numbers: {counts['predicted']} predicted; {others}."
 
 
 def print_study(console: Console, made: Study) -> None:
@@ -234,6 +276,7 @@ def print_study(console: Console, made: Study) -> None:
     body = ([cell.replace("[", "\\[") for cell in cells_of(row)] for row in made.rows)
     texts = ("figure", "number", "cause")
     console.print(text_table("", COLUMNS, body, texts=texts))
+    console.print(text_table("predictions by kind", _KIND_COLUMNS, made.kinds()))
     for primitive in PARTS:
         title = f"low precision, {primitive.upper()}: deviations of the fitted model"
         errors = [_error_cells(text, one) for text, one in fit_quality(primitive)]
@@ -269,6 +312,7 @@ def markdown_of(made: Study, command: str) -> str:
         if paper_of(name) != paper:
             paper = paper_of(name)
             parts.append(f"## {paper}\n")
+            parts.append(f"Cannot be done here: {_cannot(name)}.\n")
         parts.append(f"### `{name}`: {FIGURES[name].title}\n")
         if name in made.settings:
             setting = made.settings[name]
@@ -279,9 +323,16 @@ def markdown_of(made: Study, command: str) -> str:
         TEMPLATE,
         command=command,
         summary=summary(made),
+        kinds=markdown_table(_KIND_COLUMNS, made.kinds(), numbers="-nnnnn"),
         model="\n".join(model),
         figures="\n".join(parts),
     )
+
+
+def _cannot(figure: str) -> str:
+    """Return what a figure's paper has used and is not here."""
+    cannot: str = content_of(MEASURED)["cannot"][figure.partition(":")[0]]
+    return cannot
 
 
 def write_page(made: Study, path: Path) -> None:
@@ -293,13 +344,17 @@ def write_page(made: Study, path: Path) -> None:
     from gradlane.report.page import Paragraph, Section, measured_here, write_report
     from gradlane.report.page import Table as PageTable
 
-    columns = ("figure", "number", "unit", "published", "ours", "deviation, %", "role", "cause")
-    fields = ("figure", "what", "unit", "published", "ours", "deviation", "role", "cause")
+    columns = ("figure", "number", "unit", *COLUMNS[2:-1], "role", "kind", "cause")
+    fields = (
+        *("figure", "what", "unit", "published", "ours", "deviation", "measured"),
+        *("role", "kind", "cause"),
+    )
     rows = [[content[name] for name in fields] for content in map(row_of, made.rows)]
     sections = [Section("", [Paragraph(summary(made)), PageTable(columns, rows)])]
     for primitive in PARTS:
         errors = [_error_cells(text, one) for text, one in fit_quality(primitive)]
         title = f"Low precision, {primitive.upper()}: deviations of the fitted model"
         sections.append(Section(title, [PageTable(_ERROR_COLUMNS, errors)]))
+    sections.insert(1, Section("Predictions by kind", [PageTable(_KIND_COLUMNS, made.kinds())]))
     sections.append(Section("", [measured_here()]))
     write_report(path, "All numbers that the papers publish, and ours", sections)

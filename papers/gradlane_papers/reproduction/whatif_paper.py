@@ -113,8 +113,11 @@ def figure_1(simulations: Simulations) -> list[Number]:
         model, servers = key.rsplit("_", 1)
         assert published.value is not None
         at_rate = partial(scaling, simulations, model, int(servers))
-        like = first_above(at_rate, published.value, 1.0, 100.0, rounds=12)
-        rows.append(ours(key, at_rate(100), like=like))
+        on_nodes = partial(at_rate, topology="hierarchical")
+        like, nodes = (
+            first_above(at, published.value, 1.0, 100.0, rounds=12) for at in (at_rate, on_nodes)
+        )
+        rows.append(ours(key, at_rate(100), like=like, nodes=nodes))
     return [*rows, ours("most", max(row.value for row in rows))]
 
 

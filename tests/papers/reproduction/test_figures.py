@@ -90,7 +90,9 @@ def test_accuracies_are_those_of_the_runs() -> None:
     assert {row.published.value for row in made.rows} == {-5.0} and len(ours) == 4
     points = points_from_p3("asgd:order=real")
     real = ours["real processes, P3's learning rate"]
-    assert real.main and real.value == pytest.approx(sum(points) / len(points))
+    assert not real.main and real.value == pytest.approx(sum(points) / len(points))
+    # Most seeds diverge with P3's learning rate, which says nothing of another's.
+    assert ours["real processes, a worker's share of the learning rate"].main
     rows = {(row["task"], row["scheme"]): row for row in trained_content()["rows"][::-1]}
     full, own = rows["resnet", "p3"]["accuracy"], rows["resnet", "asgd:order=real"]["accuracy"]
     assert points[0] == pytest.approx(100 * (own[0][-1] - full[0][-1]))

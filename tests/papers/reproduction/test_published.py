@@ -142,14 +142,15 @@ def test_the_page_is_what_the_command_writes_today(cheap_rows: list[Comparison])
             assert f"| {' | '.join(line)} |" in lines, line
     bodies = [split(line) for line in lines]
     headings = ("published", "---:", "1 GPU")
-    numbers = [body for body in bodies if len(body) == 5 and body[1] not in headings]
-    numbers = [body for body in numbers if "/" not in "".join(body[1:4])]
+    numbers = [body for body in bodies if len(body) == 6 and body[1] not in headings]
+    numbers = [body for body in numbers if not any(" / " in cell for cell in body[1:])]
+    numbers = [body for body in numbers if body[0] not in ("predictions", *published.KINDS)]
     assert len(numbers) == single
     causes, last = [], ""
     for body in numbers:
         is_near = body[3] != "-" and abs(float(body[3])) <= published.NEAR
-        assert body[4] or is_near, body
-        causes.append(last if body[4] == published.SAME else body[4])
+        assert body[5] or is_near, body
+        causes.append(last if body[5] == published.SAME else body[5])
         last = causes[-1] or last
     # The counts in words are those of the rows.
     predicted = [
@@ -160,7 +161,7 @@ def test_the_page_is_what_the_command_writes_today(cheap_rows: list[Comparison])
     cells = [cell for body in bodies for cell in body[1:] if " / " in cell]
     assert len(cells) == len(cheap_rows) - single
     predicted += [found[1] for cell in cells if (found := re.search(r"\(([+-]\d+)\)$", cell))]
-    found = re.search(r"(\d+) published numbers: (\d+) predicted ", text)
+    found = re.search(r"(\d+) published numbers: (\d+) predicted;", text)
     assert found is not None
     assert [int(one) for one in found.groups()] == [len(cheap_rows), len(predicted)]
 
@@ -281,3 +282,37 @@ def test_the_command_writes_the_table(
     assert "20 published numbers: 8 predicted" in out
     assert "### `lowprec:fig5`" in page.read_text()
     assert "71.5" in html.read_text()
+
+
+# What the lab has measured
+
+
+def test_measured_numbers_are_those_of_the_labs_tables() -> None:
+    content = json.loads(published.MEASURED.read_text(encoding="utf-8"))
+    for figure, numbers in content["measured"].items():
+        for key, one in numbers.items():
+            assert key in published_of(figure)
+            text = (ROOT / "docs" / "research" / f"{one['page']}.md").read_text(encoding="utf-8")
+            table = [
+                [cell.strip().strip("`") for cell in line.strip("|\n").split("|")]
+                for line in text.splitlines()
+                if line.startswith("|")
+            ]
+            if "rows" not in one:
+                assert any(f"{one['value']:,}" == cells[0] for cells in table)
+                continue
+            columns = table[0]
+            over, by = columns.index(one["over"]), columns.index(one["by"])
+            # The first table of a page is that of step times.
+            found = {f"{cells[0]} | {cells[1]}": cells for cells in reversed(table)}
+            gains = [float(found[row][over]) / float(found[row][by]) - 1 for row in one["rows"]]
+            assert round(100 * max(gains), 1) == one["value"], (figure, key)
+
+
+def test_kinds_are_counted_apart(cheap_rows: list[Comparison]) -> None:
+    made = Study(tuple(cheap_rows), {}, 0.0)
+    lines = {line[0]: line for line in made.kinds()}
+    assert tuple(lines) == published.KINDS
+    assert sum(int(line[1]) for line in lines.values()) == made.counts()["predicted"]
+    right = [row for row in cheap_rows if published.kind_of(row) == "counted" and not row.role]
+    assert lines["counted"][3] == str(sum(row.is_within(5) for row in right))
