@@ -21,7 +21,7 @@ from gradlane_papers.accuracy.asynchronous import check_ranks
 from gradlane_papers.accuracy.curve import TrainingCurve
 from gradlane_papers.accuracy.exchange import ALL, CONVOLUTIONS, LAYERS
 from gradlane_papers.accuracy.run import FULL_PRECISION, REAL, Run, parse_scheme
-from gradlane_papers.accuracy.tasks import CIFAR10, LANGUAGE, TASKS, task_of
+from gradlane_papers.accuracy.tasks import CIFAR10, LANGUAGE, MIXTURE, TASKS, task_of
 from gradlane_papers.accuracy.timing import local_steps_s, step_s
 from gradlane_papers.accuracy.training import train
 
@@ -179,7 +179,7 @@ def runs_of(
         raise ValueError(f"seeds is {seeds}, but must be from 1 to 1000")
     if not 2 <= workers <= 16:
         raise ValueError(f"workers is {workers}, but must be from 2 to 16")
-    chosen = list(tasks or (name for name in TASKS if name not in (CIFAR10, LANGUAGE)))
+    chosen = list(tasks or (name for name in TASKS if name not in (CIFAR10, LANGUAGE, MIXTURE)))
     pairs = [
         (task, scheme, ALL)
         for scheme in (schemes or (QUICK_SCHEMES if quick and not every else SCHEMES))

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from gradlane.lab.workloads.char_transformer import standard_library_text
 from gradlane.lab.workloads.gradients import hash_of
-from gradlane_papers.accuracy import cifar, networks
+from gradlane_papers.accuracy import cifar, mixture, networks
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs, and the classes to predict (int64)."""
@@ -29,6 +29,7 @@ TEXT_BATCH = 8
 HELD_OUT_WINDOWS = 128
 CIFAR10 = "cifar10"
 LANGUAGE = "language"
+MIXTURE = "mixture"
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,16 @@ _ALL = (
         steps=768,
         quick_steps=64,
         compute_s=0.01,
+    ),
+    Task(
+        MIXTURE,
+        "a perceptron on images of a known mixture",
+        networks.Mlp,
+        partial(mixture.batch, IMAGE_BATCH),
+        mixture.held_out,
+        lr=0.05,
+        steps=1500,
+        quick_steps=300,
     ),
     Task(
         CIFAR10,

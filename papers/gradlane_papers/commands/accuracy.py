@@ -50,6 +50,14 @@ def lab_accuracy(
             help="In place of the study: fewer bits beside fewer exchanges, on a language model.",
         ),
     ] = False,
+    headroom: Annotated[
+        bool,
+        typer.Option(
+            "--headroom",
+            help="In place of the study: a task with room above what is learned, a learning rate "
+            "found for each codec, and differences corrected for their number.",
+        ),
+    ] = False,
     seeds: Annotated[int | None, typer.Option(help="How many; 5, or 3 where it is quick.")] = None,
     workers: Annotated[int, typer.Option(help="How many are emulated.")] = 4,
     budget_s: RunsBudgetS = math.inf,
@@ -75,6 +83,13 @@ def lab_accuracy(
     from gradlane_papers.accuracy.page import write_page
     from gradlane_papers.accuracy.tasks import CIFAR10
 
+    if headroom:
+        if task or data or scheme or papers or between or summary or workers != study.WORKERS:
+            raise ValueError(
+                "--headroom goes with --output, --quick, --seeds, --budget-s and --markdown"
+            )
+        _headroom(output, 5 if seeds is None else seeds, markdown, quick=quick, budget_s=budget_s)
+        return
     tasks = [part.strip() for part in task.split(",") if part.strip()]
     if data is not None:
         cifar.use_folder(data)
@@ -133,6 +148,40 @@ def lab_accuracy(
         typer.echo(
             f"{len(still_missing)} of {len(runs)} runs {verb} missing: give the same command again"
         )
+
+
+def _headroom(
+    output: Path, seeds: int, markdown: Path | None, *, quick: bool, budget_s: float
+) -> None:
+    """Make the runs of the task with headroom, and write its files."""
+    from gradlane.lab.runs.display import bar_progress
+    from gradlane.lab.runs.folder import PresetFolder
+    from gradlane.report.console import print_written, text_table, wide_console
+    from gradlane_papers.accuracy import headroom as compared
+
+    if not 1 <= seeds <= 1000:
+        raise ValueError(f"seeds is {seeds}, but must be from 1 to 1000")
+    folder = PresetFolder(output)
+    folder.prepare()
+    require_writable(markdown)
+    console = wide_console()
+    with bar_progress(
+        console, compared.planned_steps(folder, seeds=seeds, quick=quick)
+    ) as progress:
+        rows = compared.make(folder, progress, seeds=seeds, quick=quick, budget_s=budget_s)
+    left = compared.planned_steps(folder, seeds=seeds, quick=quick) // compared.steps_of(
+        quick=quick
+    )
+    folder.write_table([row.to_json() for row in rows])
+    if markdown is not None:
+        given = ["--quick"] * quick + ["--seeds", str(seeds), "--markdown", str(markdown)]
+        command = shlex.join(["gradlane", "lab", "accuracy", "--headroom", *given])
+        markdown.write_text(compared.page_text(rows, command, left), encoding="utf-8")
+    console.print(text_table("mixture", compared.COLUMNS, compared.table_of(rows)))
+    print_written(console, folder.results, folder.table, markdown)
+    if left:
+        verb = "is" if left == 1 else "are"
+        typer.echo(f"{left} runs {verb} missing: give the same command again")
 
 
 def _print(console: Console, name: str, lines: Table) -> None:
