@@ -95,3 +95,19 @@ fn a_buffer_is_free_once_its_broadcast_is_read() {
     assert_eq!(frees(&mut engine), in_use, "{before} were free before");
     assert_eq!(engine.buffers_in_use(), 0);
 }
+
+/// Both halves were on their way when this rank gave up. A peer that is said to have broken the protocol would
+/// not be told why this rank has.
+#[test]
+fn frames_that_arrive_after_the_end_are_nobodys_fault() {
+    let mut engine = engine();
+    let slice = owned_by(&engine, 0);
+    engine.tell(Input::Abort("enough".into()));
+    for (offset, flags) in [(0, FrameFlags::NONE), (8, FrameFlags::LAST)] {
+        let push = frame(FrameKind::Push, Rank(1));
+        let header = FrameHeader { slice, offset, flags, length: 8, ..push };
+        let dest = engine.handle(Input::Header(Rank(1), header));
+        assert!(matches!(dest, Ok(PayloadDest::Nothing)), "{dest:?}");
+        engine.handle(Input::Frame(Rank(1), header)).expect("a push");
+    }
+}
