@@ -311,6 +311,11 @@ class Server:
         """Return the statistics of each channel so far."""
         return [channel.served() for channel in self._channels]
 
+    @property
+    def has_channels(self) -> bool:
+        """Whether ranks have connected to this one."""
+        return bool(self._channels)
+
     def run(self, on_channel: Callable[[ServedStats], None], on_tick: Callable[[], None]) -> None:
         """Serve until the workers have closed their sessions.
 

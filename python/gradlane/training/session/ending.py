@@ -120,7 +120,7 @@ class SessionEnding:
             self._checkpoints.stop()
         for part in self._parts.all():
             part.abort(reason)
-        if not self._parts.all():
+        if not self._parts.all() and (self._server is None or not self._server.has_channels):
             # The others have no channel to hear of it through.
             self._scopes.give_up(f"rank {self._ctx.membership.rank} gave up: {reason}")
         self._scopes.stop()
