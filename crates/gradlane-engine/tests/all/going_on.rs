@@ -22,7 +22,7 @@ fn number(variable: &str) -> Option<u64> {
 /// Runs clusters with drawn faults; tensors are sent in the form that `form` chooses.
 fn swarm(form: Form) {
     let first = number("GRADLANE_SWARM_FIRST").unwrap_or(0);
-    for seed in first..first + number("GRADLANE_SWARM").unwrap_or(3_000) {
+    for seed in first..first + number("GRADLANE_SWARM").unwrap_or(1_500) {
         World::with_drawn_faults(&form(Setting::drawn(seed), seed), seed).run_and_check(seed);
         if seed % 100_000 == 99_999 {
             eprintln!("{} seeds", seed + 1);
