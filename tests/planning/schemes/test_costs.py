@@ -213,9 +213,3 @@ def test_what_factors_save_is_predicted_by_bytes() -> None:
 def test_a_rule_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown rule 'cheapest' of a plan; known are auto"):
         Coordinator(profile_of(), ClusterFacts(4, 1e10), rule="cheapest")
-
-
-def test_poseidons_rule_is_refused_on_nodes_of_several_ranks() -> None:
-    facts = ClusterFacts(8, 1e10, ranks_per_node=4)
-    with pytest.raises(ValueError, match="leave ranks_per_node out, or use plan auto"):
-        Coordinator(profile_of(), facts, rule="poseidon")

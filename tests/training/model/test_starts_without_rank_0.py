@@ -58,7 +58,7 @@ PROGRAM = textwrap.dedent(
     os._exit(0)
     """
 )
-SPREADING = "gradlane.training.model.channel_setup._run_step_0"
+SPREADING = "gradlane.training.model.channel_setup.run_step_0"
 OPENED = "gradlane.training.connection.wait_until_all_are_connected"
 FOLLOWED = "gradlane.training.checkpoints.manager:CheckpointManager._agree_on_run"
 

@@ -46,6 +46,8 @@ MAKERS = {
     "training/options/option_groups.py",
     # torch's own groups call theirs: on this node alone, or in runs that their starter ends.
     "training/node/group.py",
+    # In memory, to open a group whose addresses the ranks of the doctor exchange themselves.
+    "planning/doctor/group.py",
     "lab/cluster/rank_program.py",
     "lab/transport/node.py",
     "lab/runs/communication.py",

@@ -94,7 +94,7 @@ def _latency_s(session: Session, connector: GroupConnector, rows: list[dict[str,
         expected = len(peers) * (len(peers) + 1) // 2
         times_s = []
         for _ in range(CALLS):
-            tensor = torch.tensor([rank + 1], dtype=torch.int32)
+            tensor = torch.tensor([rank + 1], dtype=torch.int32, device="cpu")
             began_s = time.perf_counter()
             group.allreduce([tensor], options).wait()
             times_s.append(time.perf_counter() - began_s)

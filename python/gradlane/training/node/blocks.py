@@ -68,7 +68,7 @@ def join_blocks(blocks: Mapping[int, Memory], local_size: int, target: int) -> i
             f'frames say sizes up to {BLOCK_MOST_BYTES}: use local="off"'
         )
     sizes = [blocks[rank][1] if rank in blocks else ABSENT for rank in range(local_size)]
-    directory = torch.tensor(sizes, dtype=torch.int64)
+    directory = torch.tensor(sizes, dtype=torch.int64, device="cpu")
     copy(directory.data_ptr(), target, directory.nbytes)
     end = directory_bytes(local_size)
     for rank in sorted(blocks):
