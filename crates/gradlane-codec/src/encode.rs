@@ -38,6 +38,7 @@ pub use codec_text::{
     Bucket, CodecSpec, CodecSpecError, Fp8Format, Levels, Method, Norm, Packing, QsgdOptions,
     RingSums,
 };
+pub use draw::DrawKey;
 pub use memory::{narrow, widen};
 pub use qsgd::IntegerSums;
 pub use sparse::{DgcOptions, SentShares, SparseError, TopkOptions};
@@ -45,27 +46,6 @@ pub use sparse::{DgcOptions, SentShares, SparseError, TopkOptions};
 use crate::InstructionSet;
 use bucket_quantizer::BucketQuantizer;
 use sparse::{Dgc, Topk};
-
-/// The key of the random draws for some values: where these stand, so that neither draws nor
-/// buckets depend on slicing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DrawKey {
-    /// The job's seed.
-    pub seed: u64,
-    /// The training step.
-    pub step: u64,
-    /// The tensor's number.
-    pub tensor: u32,
-    /// The sender's rank for a push, [`DrawKey::BROADCAST`] for a broadcast: draws differ by leg.
-    pub leg: u32,
-    /// Index in the tensor's storage of the first value; a multiple of the codec's granule.
-    pub first_element: u64,
-}
-
-impl DrawKey {
-    /// The leg of a broadcast from an owner.
-    pub const BROADCAST: u32 = u32::MAX;
-}
 
 /// The sizes of a tensor's dimensions in the order of its storage, slowest first: torch's shape of a
 /// contiguous tensor.

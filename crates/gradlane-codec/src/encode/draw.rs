@@ -13,7 +13,26 @@
 
 use gradlane_units::Rng;
 
-use super::DrawKey;
+/// The key of the random draws for some values: where these stand, so that neither draws nor
+/// buckets depend on slicing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DrawKey {
+    /// The job's seed.
+    pub seed: u64,
+    /// The training step.
+    pub step: u64,
+    /// The tensor's number.
+    pub tensor: u32,
+    /// The sender's rank for a push, [`DrawKey::BROADCAST`] for a broadcast: draws differ by leg.
+    pub leg: u32,
+    /// Index in the tensor's storage of the first value; a multiple of the codec's granule.
+    pub first_element: u64,
+}
+
+impl DrawKey {
+    /// The leg of a broadcast from an owner.
+    pub const BROADCAST: u32 = u32::MAX;
+}
 
 /// Elements that share a block of draws.
 pub(crate) const BLOCK: usize = 32;
