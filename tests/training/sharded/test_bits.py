@@ -131,15 +131,13 @@ def test_muon_has_whole_matrices(two_nodes: Callable[[str], list[str]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "local", "scenarios"),
-    [(4, 2, ["adamw", "bf16"]), (2, 4, ["clipped", "f64_reduced"])],
-    ids=["4x2", "2x4"],
+    ("nodes", "local", "scenario"), [(4, 2, "adamw"), (2, 4, "clipped")], ids=["4x2", "2x4"]
 )
 def test_eight_ranks(
-    programs: ForkedPrograms, tmp_path: Path, nodes: int, local: int, scenarios: list[str]
+    programs: ForkedPrograms, tmp_path: Path, nodes: int, local: int, scenario: str
 ) -> None:
-    found = run(programs, tmp_path, scenarios, nodes, local)
-    assert [line[:5] for name in scenarios for line in found[name]] == ["same "] * 16
+    found = run(programs, tmp_path, [scenario], nodes, local)
+    assert [line[:5] for line in found[scenario]] == ["same "] * 8
 
 
 def test_drawn_programs_have_the_bits_of_hsdp(programs: ForkedPrograms, tmp_path: Path) -> None:
