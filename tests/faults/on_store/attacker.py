@@ -117,7 +117,6 @@ class Attacker:
     def _forge(self, forge: Callable[[TCPStore, str], None]) -> None:
         self._connect().close()
         store = TCPStore("127.0.0.1", self._port, timeout=timedelta(seconds=_PATIENT_S))
-        self._note()
         # A key may be gone that was there a moment ago: nobody sets it any more.
         store.set_timeout(timedelta(seconds=_GONE_S))
         for _ in range(_ROUNDS):
@@ -125,6 +124,7 @@ class Attacker:
             for key in self._random.sample(keys, min(len(keys), self._random.randrange(1, 6))):
                 with contextlib.suppress(DistStoreError):
                     forge(store, key)
+            self._note()
             time.sleep(0.05 * self._random.random())
 
     def _delete(self, store: TCPStore, key: str) -> None:
