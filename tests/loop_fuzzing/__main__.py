@@ -2,6 +2,8 @@
 
 `python -m tests.loop_fuzzing --loops 4000 --jobs 2`
 
+`--sharded` draws loops over models that `fully_shard` has sharded, on ranks that are processes.
+
 `GRADLANE_FUZZ_COMPILE=1` runs the models of ranks through `torch.compile`, and
 `GRADLANE_TEST_DEVICE=cuda` on a device.
 
@@ -24,9 +26,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GRADLANE_SUMMARY", "0")
 
-from tests.loop_fuzzing.generate import generate
 from tests.loop_fuzzing.odd_spans import labels
-from tests.loop_fuzzing.search import run_seed, shrink_result
+from tests.loop_fuzzing.search import loop_of, run_seed, shrink_result
 from tests.loop_fuzzing.workers import Result, Workers
 
 _PROGRESS_EVERY = 200
@@ -37,8 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run loops; returns the exit status."""
     options = _parse(arguments)
     ranks = tuple(int(one) for one in options.ranks.split(","))
+    drawn = {"odd": not options.plain, "sharded": options.sharded}
     if options.show:
-        print(generate(options.seed, ranks, odd=not options.plain).to_json())
+        print(loop_of(options.seed, ranks, **drawn).to_json())
         return 0
     began = time.monotonic()
     print(f"{options.loops} loops from seed {options.seed} on", flush=True)
@@ -47,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     workers = Workers(options.jobs)
     real_every = 1 if options.real else options.real_every
     seeds = range(options.seed, options.seed + options.loops)
-    calls = [(seed, ranks, real_every, not options.plain) for seed in seeds]
+    calls = [(seed, ranks, real_every, *drawn.values()) for seed in seeds]
     for result in workers.run(run_seed, calls, _died):
         results.append(result)
         if result["failed"]:
@@ -81,8 +83,8 @@ def _died(arguments: tuple[Any, ...], code: int | None) -> Result:
     """Return the result of a loop that killed its process, or that did so while it was shrunk."""
     if isinstance(arguments[0], dict):
         return arguments[0]
-    seed, ranks, _, odd = arguments
-    loop = generate(seed, ranks, odd=odd)
+    seed, ranks, _, odd, sharded = arguments
+    loop = loop_of(seed, ranks, odd=odd, sharded=sharded)
     return {
         "seed": seed,
         "ranks": loop.ranks,
@@ -126,17 +128,18 @@ def _by_kind(failed: list[Result]) -> list[list[Result]]:
 
 def _describe(group: list[Result], options: argparse.Namespace) -> str:
     result = group[0]
-    real = " --real" if result["core"] == "real" else ""
+    real = " --real" if result["core"] == "real" and not options.sharded else ""
+    sharded = " --sharded" if options.sharded else ""
     return (
         f"--- {len(group)} times: {result['kind']} [{', '.join(result['labels'])}]\n"
         f"{result['text']}\n{result['loop']}\n--- repeat with: python -m tests.loop_fuzzing "
-        f"--seed {result['seed']} --loops 1 --ranks {options.ranks}{real}"
+        f"--seed {result['seed']} --loops 1 --ranks {options.ranks}{real}{sharded}"
     )
 
 
 def _print_refusals(results: list[Result]) -> None:
     """Print what was refused by which words."""
-    kinds = ("refused", "not on this device")
+    kinds = ("refused", "not on this device", "torch does not")
     refusals = Counter((one["kind"], one["text"]) for one in results if one["kind"] in kinds)
     for (kind, text), count in refusals.most_common():
         print(f"{kind} {count:>5}  {text[:160]}")
@@ -149,8 +152,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, default=drawn, help="of the first; they are consecutive; else drawn"
     )
-    parser.add_argument("--ranks", default="2,3", help="world sizes to choose from")
+    parser.add_argument("--ranks", help="world sizes to choose from; else 2,3, or 4 if sharded")
     parser.add_argument("--plain", action="store_true", help="none with what few programs do")
+    parser.add_argument("--sharded", action="store_true", help="over sharded models")
     parser.add_argument("--real", action="store_true", help="all over the compiled core")
     parser.add_argument("--real-every", type=int, default=0, help="every so many over it")
     parser.add_argument("--jobs", type=int, default=1, help="processes to use")
@@ -158,7 +162,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shrink", type=int, default=1, help="loops to make small of each kind")
     parser.add_argument("--show", action="store_true", help="print the loop of --seed and stop")
     parser.add_argument("--json", help="write the results to this file")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.ranks = options.ranks or ("4" if options.sharded else "2,3")
+    return options
 
 
 if __name__ == "__main__":

@@ -103,6 +103,31 @@ class Action:
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """How `fully_shard` shards the models within nodes.
+
+    Attributes:
+        local: ranks of a node.
+        units: numbers of the blocks that are units, each with its blocks; the root has the rest.
+        param_dtype: of parameters in forward and backward, or None for their own.
+        reduce_dtype: of gradients on their way, or None for `param_dtype`.
+        division: what divides gradients, see `sharded_program.DIVISIONS`.
+        keeps: whether parameters stay whole from forward to backward.
+        columns: whether matrices are sharded by columns.
+        zeros: whether unused parameters count as zeros.
+    """
+
+    local: int = 2
+    units: tuple[tuple[int, ...], ...] = ()
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    division: str = ""
+    keeps: bool = False
+    columns: bool = False
+    zeros: bool = False
+
+
+@dataclass(frozen=True)
 class Loop:
     """A whole program.
 
@@ -117,6 +142,7 @@ class Loop:
         buffers: for `Session.prepare`.
         strange: constructs that may be refused, see `verdict.REFUSALS`.
         defaults: torch's defaults: `dtype`, and `device` in the calls that `device_in` names.
+        sharding: how models are sharded within nodes; None: every rank has whole ones.
     """
 
     seed: int
@@ -129,6 +155,7 @@ class Loop:
     buffers: str = "broadcast"
     strange: tuple[str, ...] = ()
     defaults: dict[str, Any] = field(default_factory=dict)
+    sharding: Sharding | None = None
 
     @property
     def serves(self) -> bool:
@@ -153,6 +180,9 @@ class Loop:
         data["optimizers"] = tuple(_optimizer(one) for one in data["optimizers"])
         data["actions"] = tuple(_action(one) for one in data["actions"])
         data["strange"] = tuple(data.get("strange", ()))
+        if data.get("sharding") is not None:
+            units = tuple(tuple(one) for one in data["sharding"].get("units", ()))
+            data["sharding"] = Sharding(**{**data["sharding"], "units": units})
         return Loop(**data)
 
 

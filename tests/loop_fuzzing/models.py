@@ -213,9 +213,11 @@ class Stranger(nn.Module):
 
     Attributes:
         moment: (step, rank) of the program; blocks that are used at times look at it.
+        computes_in: what all parameters are cast to in the forward, where that is another dtype.
     """
 
     moment: tuple[int, int]
+    computes_in: torch.dtype | None
     late: nn.Parameter | None
     scalar: Tensor
     turn: Tensor
@@ -225,6 +227,7 @@ class Stranger(nn.Module):
     def __init__(self, described: description.Model) -> None:
         super().__init__()
         self.moment = (0, 0)
+        self.computes_in = None
         self.late = None
         self.described = described
         self.blocks = nn.ModuleList([self._build(block) for block in described.blocks])
@@ -317,9 +320,10 @@ class Stranger(nn.Module):
             if block.same_as is not None:
                 module = self.blocks[block.same_as]
                 block = self.described.blocks[block.same_as]
-            dtype = getattr(torch, block.dtype or self.described.dtype)
+            dtype = self.computes_in or getattr(torch, block.dtype or self.described.dtype)
             hidden = _call(block.call, module, hidden.to(dtype)).tanh()
-        return self._extras(hidden.to(getattr(torch, self.described.dtype)))
+        dtype = self.computes_in or getattr(torch, self.described.dtype)
+        return self._extras(hidden.to(dtype))
 
     def _is_time(self, block: description.Block) -> bool:
         if block.when is None:

@@ -61,8 +61,8 @@ class Program(Oddities):
         self.at = -1
         self.notes: list[Note] = []
         self.models = [
-            build_model(model, loop.seed * 1000 + number * 10 + values_of)
-            for number, model in enumerate(loop.models)
+            self.build(number, loop.seed * 1000 + number * 10 + values_of)
+            for number in range(len(loop.models))
         ]
         self.optimizers = [
             build_optimizer(
@@ -93,6 +93,10 @@ class Program(Oddities):
             torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=2)
             for _ in self.models
         ]
+
+    def build(self, number: int, seed: int) -> Any:
+        """Return a model with values of a seed."""
+        return build_model(self.loop.models[number], seed)
 
     def start(self) -> None:
         """Build what a user builds after the models are prepared."""

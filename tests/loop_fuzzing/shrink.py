@@ -20,6 +20,9 @@ _REMOVABLE = (
     "toggled",
     "inputs",
     "only",
+    "forwards",
+    "sends",
+    "is_last",
 )
 _BACKWARDS = ("backward", "backward_twice", "assign_gradients")
 _STEPS = ("step", "scaled_step", "step_other", "step_by_hand")
@@ -113,7 +116,12 @@ def _fewer_actions(loop: Loop) -> Iterator[Loop]:
 
 def _simpler(loop: Loop) -> Iterator[Loop]:
     """Loops with the same actions that are simpler in one thing."""
-    if loop.ranks > 2 and not any(one.ranks and max(one.ranks) > 1 for one in loop.actions):
+    yield from _simpler_sharding(loop)
+    if (
+        loop.sharding is None
+        and loop.ranks > 2
+        and not any(one.ranks and max(one.ranks) > 1 for one in loop.actions)
+    ):
         yield dataclasses.replace(loop, ranks=2)
     if len(loop.models) == 2:
         alone = [
@@ -145,6 +153,16 @@ def _simpler(loop: Loop) -> Iterator[Loop]:
                 yield _with_action(loop, number, dataclasses.replace(action, given=rest))
     yield from _smaller_models(loop)
     yield from _smaller_optimizers(loop)
+
+
+def _simpler_sharding(loop: Loop) -> Iterator[Loop]:
+    if loop.sharding is None:
+        return
+    for one in dataclasses.fields(loop.sharding):
+        if one.name != "local" and getattr(loop.sharding, one.name) != one.default:
+            plainer: dict[str, Any] = {one.name: one.default}
+            simpler = dataclasses.replace(loop.sharding, **plainer)
+            yield dataclasses.replace(loop, sharding=simpler)
 
 
 def _smaller_models(loop: Loop) -> Iterator[Loop]:

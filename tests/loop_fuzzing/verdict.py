@@ -39,7 +39,8 @@ class Verdict:
 
     Attributes:
         kind: `same`, `refused`, `not on this device` where torch itself or an update on servers
-            does not go there, or how it is wrong; what shrinking must keep.
+            does not go there, `torch does not` where torch alone fails on a sharded model, or how
+            it is wrong; what shrinking must keep.
         text: one line, or a traceback.
     """
 
@@ -49,7 +50,7 @@ class Verdict:
     @property
     def is_right(self) -> bool:
         """Whether there is nothing to complain of."""
-        return self.kind in ("same", "refused", "not on this device")
+        return self.kind in ("same", "refused", "not on this device", "torch does not")
 
 
 def judge(loop: Loop, *, real: bool = False) -> Verdict:

@@ -53,23 +53,27 @@ class LocalReference:
     def train(self, steps: int, loss: Callable[[nn.Module, int, int], Any]) -> None:
         """Take some steps on every rank; `loss` is of model, rank and step."""
         for _ in range(steps):
-            self.step += 1
             for rank, (model, optimizer) in enumerate(
                 zip(self.models, self.optimizers, strict=True)
             ):
                 optimizer.zero_grad()
-                loss(model, rank, self.step).backward()
+                loss(model, rank, self.step + 1).backward()
                 optimizer.step()
-            self.use(self.waiting.pop(self.step, []), self.mix)
-            position = (self.step - 1) % self.steps + 1
-            for number, names in enumerate(self.fragments):
-                if position == self.steps * (number + 1) // len(self.fragments):
-                    means = self.means(names)
-                    self.sent[number] = self.step
-                    if self.overlap:
-                        self.waiting[self.step + self.overlap] = means
-                    else:
-                        self.use(means, self.mix)
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Do what follows a step of all optimizers."""
+        self.step += 1
+        self.use(self.waiting.pop(self.step, []), self.mix)
+        position = (self.step - 1) % self.steps + 1
+        for number, names in enumerate(self.fragments):
+            if position == self.steps * (number + 1) // len(self.fragments):
+                means = self.means(names)
+                self.sent[number] = self.step
+                if self.overlap:
+                    self.waiting[self.step + self.overlap] = means
+                else:
+                    self.use(means, self.mix)
 
     def means(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
         """Return the mean differences of all ranks as they are now."""

@@ -8,24 +8,19 @@ differs, and a checksum of its shards.
 from __future__ import annotations
 
 import os
-import random
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import gradlane
-from gradlane.training.local_updates.fragments import divide
-from gradlane.training.rendezvous.tensor_table import extra_entry
-from tests.training.local_updates.reference import LocalReference
-from tests.training.model.reference import mean_in_rank_order
+from tests.training.sharded.local_reference import Shards, reference_of
 from tests.training.sharded.programs import (
     CHECKPOINTS,
     NETWORK,
@@ -37,44 +32,6 @@ from tests.training.sharded.programs import (
 
 SPARSE = "topk:ratio=0.1,broadcast_ratio=0.2,bits=2,bucket=64,decay=0.95"
 STREAMING = {"steps": 6, "fragments": 2, "overlap_steps": 2, "mix": 0.5}
-
-
-class Shards:
-    """This rank's shards of a model, as the reference looks at a whole one."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def get_parameter(self, name: str) -> Tensor:
-        """Return this rank's memory of a parameter."""
-        return self._local(dict(self.model.named_parameters())[name])
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's memory of each parameter."""
-        for name, parameter in self.model.named_parameters():
-            yield name, self._local(parameter)
-
-    @staticmethod
-    def _local(parameter: Any) -> Tensor:
-        shard: Tensor = parameter._local_tensor.detach()
-        return shard
-
-
-class ShardedReference(LocalReference):
-    """The rounds of this rank's shards: each mean is taken in the order of nodes."""
-
-    def means(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
-        """Return the mean differences of all nodes."""
-        group = MESH["node"].get_group()
-        found = []
-        for name in names:
-            own = self.common[name] - self.models[0].get_parameter(name)
-            parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(parts, own, group=group)
-            mean = mean_in_rank_order(parts)
-            assert mean is not None
-            found.append((name, mean))
-        return found
 
 
 MESH: Any = None
@@ -114,19 +71,7 @@ class Run:
         update = gradlane.Local(**local)
         self.session = gradlane.init(network=NETWORK, update=update, **(init or {}))
         self.session.prepare(self.model, self.optimizer)
-        trained = [(name, one) for name, one in models[0].named_parameters() if one.requires_grad]
-        whole = [extra_entry(name, one) for name, one in trained]
-        self.reference = ShardedReference(
-            [Shards(models[0])],  # type: ignore[list-item]
-            [other],
-            [[trained[at][0] for at in one] for one in divide(models[0], whole, update.fragments)],
-            update.steps,
-            update.outer,
-            update.outer_lr,
-            update.outer_momentum,
-            update.overlap_steps,
-            update.mix,
-        )
+        self.reference = reference_of(models[0], other, update, MESH["node"].get_group())
         self.step = 0
 
     def train(self, steps: int) -> None:
@@ -158,7 +103,6 @@ class Run:
                 self.loss(model, 0)
                 assert any(not hasattr(one, "placements") for one in model.parameters())
         self.session.synchronize()
-        self.expected.reshard()
         self.reference.synchronize()
 
     def difference(self) -> str:
@@ -315,22 +259,6 @@ def differ() -> list[str]:
         run.session.abort("the test has ended")
 
 
-def drawn(seed: int) -> list[str]:
-    """Train with drawn options."""
-    draw = random.Random(seed)
-    fragments = draw.choice([1, 2, 3])
-    steps = draw.randrange(fragments, 7)
-    local: dict[str, Any] = {
-        "steps": steps,
-        "fragments": fragments,
-        "overlap_steps": draw.randrange(steps // fragments + 1),
-        "mix": draw.choice([1.0, 0.5]),
-        "outer": draw.choice(["average", "sgd", "nesterov"]),
-    }
-    init = {"strategy": draw.choice(["p3", "slicing", "wfbp"])}
-    return rounds(local, init=init, tied=draw.random() < 0.3, recomputes=draw.random() < 0.3)
-
-
 SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "diloco": lambda: rounds({"steps": 4}),
     "streaming": lambda: rounds(STREAMING),
@@ -355,8 +283,7 @@ def main(names: list[str]) -> None:
         "cpu", (dist.get_world_size() // local, local), mesh_dim_names=("node", "shard")
     )
     for name in names:
-        kind, _, seed = name.partition("-")
-        found = drawn(int(seed)) if kind == "drawn" else SCENARIOS[name]()
+        found = SCENARIOS[name]()
         os.write(1, f"{name}: {' | '.join(found)}\n".encode())
     dist.barrier()
     dist.destroy_process_group()

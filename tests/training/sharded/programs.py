@@ -23,7 +23,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import gradlane
-from tests.training.sharded.drawn import draw, step_of
 
 NETWORK = gradlane.Network(silence_timeout_s=20.0, connect_timeout_s=60.0)
 STEPS = 4
@@ -360,6 +359,10 @@ SCENARIOS: dict[str, tuple[dict[str, Any], Callable[[Any, Any, list[Tensor]], No
     "f64_reduced": ({"policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}, several),
     "frozen": ({"change": freeze}, plain),
     "unused": ({"change": lambda model: model.set_reduce_scatter_unused_params(True)}, with_less),
+    "several_unused": (
+        {"change": lambda model: model.set_reduce_scatter_unused_params(True)},
+        several,
+    ),
     "sums": ({"change": sum_alone}, several),
     "divides_in_node": ({"change": divide_in_node}, accumulated_in_node),
     "divides_later": ({"change": divide_later}, several),
@@ -427,23 +430,6 @@ def beside_whole_matrices(pair: Pair) -> float:
     return off / way
 
 
-def run_drawn(number: int) -> str:
-    """Run a drawn program, and return what `Pair.difference` says, or why it was refused."""
-    drawn = draw(number)
-
-    def change(model: Any) -> None:
-        if drawn.freezes:
-            freeze(model)
-        if drawn.division:
-            {one.__name__: one for one in DIVISIONS}[drawn.division](model)
-
-    pair = Pair(change=change, **drawn.options)
-    pair.train(step_of(drawn, loss_of), len(drawn.steps))
-    found = pair.difference()
-    pair.session.close()
-    return found
-
-
 def main(names: list[str]) -> None:
     """Run scenarios, and print a line of each; `node_groups` first: each node is a group."""
     torch.set_num_threads(1)
@@ -457,9 +443,6 @@ def main(names: list[str]) -> None:
     else:
         dist.init_process_group("gloo")
     for name in [name for name in names if name != "node_groups"]:
-        if name.startswith("drawn-"):
-            os.write(1, f"{name}: {run_drawn(int(name.removeprefix('drawn-')))}\n".encode())
-            continue
         options, step = SCENARIOS[name]
         pair = Pair(**options)
         if name == "muon":

@@ -66,7 +66,16 @@ def run(
 
 GROUPS = (
     ("adamw", "clipped", "two_optimizers", "checked", "ring", "tied", "checkpointing"),
-    ("accumulated", "accumulated_in_node", "several", "seldom", "unused", "frozen", "reentrant"),
+    (
+        "accumulated",
+        "accumulated_in_node",
+        "several",
+        "seldom",
+        "unused",
+        "frozen",
+        "reentrant",
+        "several_unused",
+    ),
     ("bf16", "bf16_f32", "bf16_default", "f64_reduced", "sums", "divides_in_node"),
     (
         "divides_later",
@@ -138,13 +147,6 @@ def test_eight_ranks(
 ) -> None:
     found = run(programs, tmp_path, [scenario], nodes, local)
     assert [line[:5] for line in found[scenario]] == ["same "] * 8
-
-
-def test_drawn_programs_have_the_bits_of_hsdp(programs: ForkedPrograms, tmp_path: Path) -> None:
-    """`search.py` draws more."""
-    names = [f"drawn-{number}" for number in range(5)]
-    found = run(programs, tmp_path, names)
-    assert [line[:5] for name in names for line in found[name]] == ["same "] * 20, found
 
 
 def test_metrics_name_ranks_of_the_world(two_nodes: Callable[[str], list[str]]) -> None:

@@ -13,7 +13,7 @@ from tests.training.sharded.test_bits import run
 
 pytestmark = [needs_core, needs_fsdp2]
 PROGRAM = "tests.training.sharded.local_programs"
-ROUNDS = ["diloco", "streaming", "frozen", "empty_shards", "drawn-0"]
+ROUNDS = ["diloco", "streaming", "frozen", "empty_shards"]
 OTHERS = ["coded", "coded_states", "states", "differ"]
 """`states` last of those that save: what it saves is gone on from."""
 

@@ -185,6 +185,23 @@ def test_models(build: Callable[[], Any], words: str) -> None:
             opened.prepare(model, adam(model))
 
 
+@pytest.mark.parametrize("update", ["worker", gradlane.Local(steps=2)])
+def test_an_optimizer_may_hold_frozen_parameters(update: Any) -> None:
+    """Of a unit of which some are trained, and of one without any."""
+    with session(update=update) as opened:
+        model = sharded()
+        model[0].requires_grad_(False)
+        model[1].bias.requires_grad_(False)
+        optimizer = adam(model)
+        opened.prepare(model, optimizer)
+        before = [one.full_tensor().clone() for one in model.parameters()]
+        backward(model)
+        optimizer.step()
+        after = [one.full_tensor() for one in model.parameters()]
+    moved = [not torch.equal(*pair) for pair in zip(before, after, strict=True)]
+    assert moved == [False, False, True, False]
+
+
 def test_an_optimizer_of_another_model() -> None:
     with session() as opened:
         model = sharded()

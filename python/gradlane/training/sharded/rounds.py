@@ -45,7 +45,8 @@ class Reduced:
     Attributes:
         unit: number of the unit.
         buffer: the flat buffer that FSDP makes gradients of.
-        before: gradients of earlier calls, by the unit's trained parameters.
+        before: gradients of earlier backward calls, by the unit's trained parameters; None: those
+            are in an earlier reduction of this backward, whose result it is added to.
         leaves: whether it goes to the other nodes now (`set_requires_all_reduce`).
         divisor: what FSDP divides the buffer by after the hook, or None.
         present: positions of the parameters whose mean is in `lent`.
@@ -56,7 +57,7 @@ class Reduced:
 
     unit: int
     buffer: Tensor
-    before: list[Tensor | None]
+    before: list[Tensor | None] | None
     leaves: bool
     divisor: float | None
     present: set[int] = field(default_factory=set)
@@ -167,8 +168,8 @@ class GradientRounds:
         if not self.is_running:
             self.is_running = True
             after_backward(self._at_end)
-        before = [one.parameter.grad for one in unit.trained]
-        self._end_earlier(number, before)
+        held = [one.parameter.grad for one in unit.trained]
+        before = None if self._end_earlier(number, held) else held
         for one in unit.trained:
             # FSDP would add what is no mean yet.
             one.parameter.grad = None
@@ -202,14 +203,16 @@ class GradientRounds:
                     "the optimizer after backward()"
                 )
 
-    def _end_earlier(self, number: int, made: list[Tensor | None]) -> None:
-        """Note what FSDP has made of a unit's earlier gradients of this backward."""
-        for earlier in self._reduced:
-            if earlier.unit == number and not earlier.made:
-                earlier.made = made
+    def _end_earlier(self, number: int, made: list[Tensor | None]) -> bool:
+        """Note what FSDP has made of a unit's earlier gradients of this backward; returns whether
+        there are any."""
+        earlier = [one for one in self._reduced if one.unit == number]
+        for one in earlier:
+            one.made = one.made or made
         if number in self._sent:
             # The channel takes a unit once a step.
             self._end_exchange(is_last=False)
+        return bool(earlier)
 
     def _send(self, reduced: Reduced, whole: Tensor, present: set[int]) -> None:
         """Lend the core a unit's gradients, with those that were kept back before.
@@ -372,7 +375,8 @@ class GradientRounds:
                 mean /= reduced.divisor
             means = _regions(unit, mean, set(range(len(unit.trained))))
         for at, one in enumerate(unit.trained):
-            made, before = reduced.made[at], reduced.before[at]
+            made = reduced.made[at]
+            before = one.parameter.grad if reduced.before is None else reduced.before[at]
             if mean is None or at not in reduced.present:
                 one.parameter.grad = before
                 continue

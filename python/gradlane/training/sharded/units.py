@@ -44,7 +44,11 @@ def read_sharded(ctx: SessionContext, model: nn.Module, optimizer: Optimizer) ->
             "gradient on no rank: call fully_shard on the whole model, too, and give it no "
             "ignored_params that are trained"
         )
-    entries = [extra_entry(one.name, one.parameter) for unit in units for one in unit.trained]
+    # An optimizer may hold frozen parameters, also of units without a trained one.
+    entries = [
+        (extra_entry if one.requires_grad else state_entry)(name, one)
+        for name, one in model.named_parameters()
+    ]
     check_optimizer(optimizer, entries)
     return units
 
