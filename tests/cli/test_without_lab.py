@@ -22,12 +22,13 @@ EXTRA = ("pyroute2", "plotly", "sklearn", "scikit_learn", "scipy", "joblib")
 RUN = """
 import sys
 from gradlane.cli.main import main
+options = [*sys.modules]
 status = 0
 try:
     main()
 except SystemExit as end:
     status = end.code
-loaded = [name for name in sys.modules if name.startswith("gradlane.lab")]
+loaded = [name for name in sys.modules if name.startswith("gradlane.lab") and name not in options]
 sys.exit(status or (f"loaded {loaded}" if loaded else 0))
 """
 

@@ -12,11 +12,11 @@ import pytest
 
 from gradlane.lab.calibration import calibrate
 from gradlane.lab.calibration.calibrate import (
-    CalibrationOptions,
     load_of,
     print_constants,
     run_calibration,
 )
+from gradlane.lab.calibration.options import CalibrationOptions
 from gradlane.lab.runs.fitting import non_negative
 from gradlane.planning.simulation.codec_costs import CALIBRATED_CODECS
 from gradlane.planning.simulation.costs import HOST_CONSTANTS, read_costs

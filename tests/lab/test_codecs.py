@@ -29,10 +29,11 @@ def test_gradlanes_strategies_encode_and_ddp_does_not(profile: Path) -> None:
         strategies=parse_strategies("ddp-gloo,p3,kvstore,ring"),
         workers=2,
         rates_bps=[200_000_000],
+        dilation=1.0,
         steps=10,
         warmup=1,
         codec="qsgd:bits=4",
-        profile_path=str(profile),
+        profile_path=profile,
     )
     ddp, p3, kvstore, ring = run_lab(options)
     assert [one.codec for one in (ddp, p3, kvstore, ring)] == ["raw", *["qsgd:bits=4"] * 3]

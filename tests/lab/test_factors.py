@@ -132,7 +132,7 @@ def test_the_bound_knows_what_factors_weigh() -> None:
 def test_models_that_compute_have_no_replayed_factors() -> None:
     for name in ("poseidon", "adam", "sfb"):
         with pytest.raises(ValueError, match=f"strategy {name} is for replayed models"):
-            LabOptions("digits-cnn", parse_strategies(f"none,{name}"))
+            LabOptions(workload="digits-cnn", strategies=parse_strategies(f"none,{name}"))
     sfb, adam = parse_strategies("sfb,adam")
     assert (sfb.scheme, adam.scheme, adam.is_hybrid) == ("sfb", "adam", False)
     assert adam.slice_elems(None) == 50_000

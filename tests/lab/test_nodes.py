@@ -25,9 +25,10 @@ def two_nodes(strategies: str, folder: Path) -> LabOptions:
         workers=4,
         ranks_per_node=2,
         rates_bps=[200_000_000],
+        dilation=1.0,
         steps=20,
         warmup=3,
-        profile_path=str(small_profile(folder)),
+        profile_path=small_profile(folder),
     )
 
 

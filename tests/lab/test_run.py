@@ -157,7 +157,7 @@ def test_wrong_strategies_are_refused(text: str, message: str) -> None:
         ({"slice_elems": 0}, "slice-elems"),
         ({"codec": "zip"}, "no codec is named"),
         ({"batch_time_s": 0.0}, "batch-time-s"),
-        ({"profile_path": "/nowhere/profile.json"}, "/nowhere"),
+        ({"profile_path": Path("/nowhere/profile.json")}, "/nowhere"),
         ({"strategies": []}, "strategy"),
         ({"trace_path": Path("t.json")}, "these are 0"),
         ({"slice_elems": 9}, "--slice-elems has no effect without one of gradlane's strategies"),
@@ -278,10 +278,11 @@ def test_a_run_measures_what_is_known_in_advance(profile: Path, tmp_path: Path) 
         strategies=parse_strategies("none,ddp-gloo:25,ddp-gather"),
         workers=2,
         rates_bps=[100_000_000],
+        dilation=1.0,
         repeat=2,
         steps=20,
         warmup=1,
-        profile_path=str(profile),
+        profile_path=profile,
     )
     saved = tmp_path / "rows.json"
     rows = run_lab(
@@ -338,9 +339,10 @@ def test_bytes_of_a_step_are_those_of_a_step(
         strategies=parse_strategies("p3"),
         workers=2,
         rates_bps=[20_000_000],
+        dilation=1.0,
         steps=steps,
         warmup=0,
-        profile_path=str(profile),
+        profile_path=profile,
     )
     (row,) = run_lab(options)
     expected = row.expected_tx_bytes
@@ -370,7 +372,7 @@ def test_a_run_can_be_looked_at(profile: Path, tmp_path: Path) -> None:
         dilation=2.0,
         steps=3,
         warmup=1,
-        profile_path=str(profile),
+        profile_path=profile,
         trace_path=path,
     )
     one = run_lab(options)[0]
@@ -410,10 +412,11 @@ def test_all_strategies_of_gradlane_learn_what_rank_order_summing_learns(profile
             strategies=parse_strategies(names),
             workers=3,
             rates_bps=[100_000_000],
+            dilation=1.0,
             steps=5,
             warmup=1,
             slice_elems=slice_elems,
-            profile_path=str(profile),
+            profile_path=profile,
         )
         rows.update({(one.strategy, slice_elems): one for one in run_lab(options)})
     assert all(one.params_equal for one in rows.values())
@@ -447,6 +450,7 @@ def test_a_stopped_rank_is_left_out_and_all_hold_the_same_in_the_end() -> None:
         strategies=with_rules(parse_strategies("p3"), rules),
         workers=3,
         rates_bps=[1_000_000_000],
+        dilation=1.0,
         steps=12,
         warmup=2,
         servers=2,
@@ -482,6 +486,7 @@ def test_servers_on_nodes_of_their_own_learn_the_same() -> None:
         workers=2,
         serving=1,
         rates_bps=[1_000_000_000],
+        dilation=1.0,
         steps=4,
         warmup=1,
         paced=False,
@@ -511,7 +516,8 @@ def test_a_rank_that_cannot_build_its_workload_fails_the_run(tmp_path: Path) -> 
         strategies=[parse_strategy("none")],
         workers=2,
         rates_bps=[100_000_000],
-        profile_path=str(profile),
+        dilation=1.0,
+        profile_path=profile,
     )
     with pytest.raises(RankError, match="params"):
         run_lab(options)

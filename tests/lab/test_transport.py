@@ -16,11 +16,11 @@ from gradlane.lab.transport.measurement import (
     URGENT_PER_STEP,
     ExchangeRow,
     RunConditions,
-    TransportOptions,
     UrgencyRow,
     run_transport,
     summarize_turn,
 )
+from gradlane.lab.transport.options import TransportOptions
 from gradlane.lab.transport.tables import print_transport
 from gradlane.lab.transport.trace import (
     BROADCAST,
@@ -68,7 +68,7 @@ def sent(time_ms: int, peer: int, tensor: int, kind: int = PUSH, way: str = "tx"
         ({"megabytes": 0.0}, "megabytes is 0"),
         ({"repeat": -1}, "repeat is -1"),
         ({"steps": 0}, "steps is 0"),
-        ({"urgent_trials": -1}, "urgent-trials"),
+        ({"urgent_trials": -1}, "trials is -1"),
     ],
 )
 def test_wrong_options_are_refused_by_name(change: dict[str, Any], message: str) -> None:

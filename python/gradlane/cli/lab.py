@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,16 +23,18 @@ from gradlane.cli.options import (
     read_rows,
     remedied,
     require_writable,
-    session_option,
     write_json,
 )
+from gradlane.cli.typed_options import Taken, typed
 from gradlane.formats.signals import unwind_on_sigterm
+from gradlane.lab.calibration.options import CalibrationOptions
+from gradlane.lab.runs.options import LabOptions
+from gradlane.lab.runs.strategy import with_rules
+from gradlane.lab.transport.options import TransportOptions
 from gradlane.training.options.option_groups import Network
-from gradlane.training.options.server_places import SERVERS_HELP, parse_servers
-from gradlane.training.options.strategy import Strategy
+from gradlane.training.options.stragglers import WAIT
 
 if TYPE_CHECKING:
-    from gradlane.lab.runs.options import LabOptions
     from gradlane.lab.runs.rows import Row
 
 lab = typer.Typer(help="An emulated cluster on this machine.", no_args_is_help=True)
@@ -43,69 +46,16 @@ def _lab(context: typer.Context) -> None:
 
 
 @lab.command("run")
+@typed
 def lab_run(
-    workload: Annotated[
-        str,
-        typer.Option(help="resnet50, vgg19, gpt2_small, digits-cnn, ...; a wrong name lists all."),
-    ],
-    strategy: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated: none, ddp-gloo[:BUCKET_MB], ddp-gloo+CODEC, ddp-gloo+fp16, "
-            "ddp-gloo+bfloat16, ddp-gloo+powersgd, ddp-gather[:BUCKET_MB], p3, "
-            "slicing, wfbp, kvstore, deferred-pull, ring, asgd, poseidon, sfb, adam, "
-            "auto[:any-rounding], hierarchical[-shared][:collective]; p3/sealed: with sealed "
-            "connections."
-        ),
-    ] = "none,ddp-gloo:25,p3",
-    workers: Annotated[int, typer.Option(help="Ranks.")] = 4,
-    ranks_per_node: Annotated[
-        int, typer.Option(help="Ranks that share a node and its port; see hierarchical.")
-    ] = 1,
-    rate: Annotated[
-        str, typer.Option(help="Nominal rate of every port; several comma-separated.")
-    ] = "4gbit",
-    dilation: Annotated[
-        float, typer.Option(help="Run this many times slower than nominal.")
-    ] = 10.0,
-    repeat: Annotated[int, typer.Option(help="Run all strategies this often.")] = 1,
-    steps: Annotated[int, typer.Option(help="Measured steps of a run.")] = 8,
-    warmup: Annotated[int, typer.Option(help="Steps before them.")] = 2,
-    slice_elems: Annotated[int | None, session_option(Strategy, "slice_elems")] = None,
-    codec: Annotated[
-        str,
-        typer.Option(
-            help="How gradients of gradlane's strategies travel, such as qsgd:bits=8, or by "
-            "pattern: '*.bias=raw;*=qsgd:bits=4'."
-        ),
-    ] = "raw",
-    seed: Annotated[int, typer.Option(help="Of model, batches and gradients.")] = 0,
-    profile: Annotated[
-        Path | None, typer.Option(help="A profile file in place of the workload's own times.")
-    ] = None,
-    batch_time_s: Annotated[
-        float | None, typer.Option(help="Nominal compute time of a batch.")
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Write the timeline of a single run of gradlane's, for Perfetto."),
-    ] = None,
-    servers: Annotated[str | None, typer.Option(help=SERVERS_HELP)] = None,
+    options: LabOptions,
     stragglers: Annotated[
         str,
         typer.Option(
             help="Comma-separated: wait, drop, drop=FACTOR, backup=RANKS, each with :carry to "
             "keep late gradients; gradlane's strategies are run with each."
         ),
-    ] = "wait",
-    straggler: Annotated[
-        str | None,
-        typer.Option(help="Stop a rank in bursts, such as rank=3,share=0.1,burst=500ms."),
-    ] = None,
-    clip: Annotated[
-        float | None,
-        typer.Option(help="Clip to this norm: gradlane's by the session, others by torch."),
-    ] = None,
+    ] = WAIT,
     json_path: JsonPath = None,
     html_path: HtmlPath = None,
 ) -> None:
@@ -114,41 +64,13 @@ def lab_run(
     Rates and times are nominal: with a dilation of 10, the cluster runs at a tenth of the rate
     and computes ten times slower, and the results are converted back.
     """
-    from gradlane.lab.runs.options import LabOptions
-    from gradlane.lab.runs.strategy import parse_strategies, with_rules
-    from gradlane.planning.simulation.lists import parse_rates
-    from gradlane.planning.simulation.straggler import parse_straggler
-
-    places = parse_servers(servers)
-    if profile is not None:
+    if options.profile_path is not None:
         from gradlane.planning.models.schedule import layers_from_profile
 
         with remedied(FROM_PROFILE):
-            if not profile.is_file():
-                raise ValueError(f"there is no profile file {profile}")
-            layers_from_profile(profile)
-    options = LabOptions(
-        workload=workload,
-        strategies=with_rules(parse_strategies(strategy), stragglers),
-        workers=workers,
-        ranks_per_node=ranks_per_node,
-        rates_bps=parse_rates(rate),
-        dilation=dilation,
-        repeat=repeat,
-        steps=steps,
-        warmup=warmup,
-        slice_elems=slice_elems,
-        codec=codec,
-        seed=seed,
-        profile_path=None if profile is None else str(profile),
-        batch_time_s=batch_time_s,
-        trace_path=trace,
-        servers=places.servers,
-        serving=places.serving,
-        straggler=None if straggler is None else parse_straggler(straggler),
-        clip_norm=clip,
-    )
-    require_writable(json_path, html_path, trace)
+            layers_from_profile(options.profile_path)
+    options = replace(options, strategies=with_rules([*options.strategies], stragglers))
+    require_writable(json_path, html_path, options.trace_path)
     _run_and_show(options, json_path, html_path)
 
 
@@ -178,34 +100,19 @@ def _run_and_show(options: LabOptions, json_path: Path | None, html_path: Path |
 
 
 @lab.command("transport")
+@typed
 def lab_transport(
-    workers: Annotated[int, typer.Option(help="Ranks, each on a node of its own.")] = 4,
-    rate: Annotated[str, typer.Option(help="Rate of every port in each direction.")] = "500mbit",
-    megabytes: Annotated[
-        float, typer.Option(help="Gradients that each rank hands over at once, in 10^6 bytes.")
-    ] = 100.0,
-    repeat: Annotated[int, typer.Option(help="Turns of TCP streams, gradlane and Gloo.")] = 3,
-    steps: Annotated[int, typer.Option(help="Measured steps of a turn.")] = 3,
-    trials: Annotated[int, typer.Option(help="Urgent slices that each rank hands over.")] = 20,
-    lanes: Annotated[int | None, session_option(Network, "lanes")] = None,
+    options: TransportOptions,
+    network: Annotated[Network, Taken("lanes")],
     json_path: JsonPath = None,
 ) -> None:
     """Measure goodput, processor time and urgency of exchanges without any compute."""
-    from gradlane.formats.rates import parse_rate
     from gradlane.lab.cluster.privilege import ensure_namespaces
-    from gradlane.lab.transport.measurement import TransportOptions, run_transport
+    from gradlane.lab.transport.measurement import run_transport
     from gradlane.lab.transport.tables import print_transport
     from gradlane.report.console import print_written, wide_console
 
-    options = TransportOptions(
-        workers=workers,
-        rate_bps=parse_rate(rate),
-        megabytes=megabytes,
-        repeat=repeat,
-        steps=steps,
-        urgent_trials=trials,
-        settings={"lanes": lanes},
-    )
+    options = replace(options, settings={"lanes": network.lanes})
     require_writable(json_path)
     ensure_namespaces(sys.argv[1:])
     console = wide_console()
@@ -249,28 +156,16 @@ def lab_predict(
 
 
 @lab.command("calibrate")
+@typed
 def lab_calibrate(
-    rate: Annotated[str, typer.Option(help="Rate of every port in each direction.")] = "500mbit",
-    megabytes: Annotated[
-        float, typer.Option(help="Gradients that each rank hands over at once, in 10^6 bytes.")
-    ] = 40.0,
-    repeat: Annotated[int, typer.Option(help="Turns of all runs; medians count.")] = 3,
-    trials: Annotated[int, typer.Option(help="Single tensors for the latencies.")] = 40,
+    options: CalibrationOptions,
     json_path: JsonPath = None,
 ) -> None:
     """Measure the simulator's constants on this machine, for `--costs` of other commands."""
-    from gradlane.formats.rates import parse_rate
-    from gradlane.lab.calibration.calibrate import (
-        CalibrationOptions,
-        print_constants,
-        run_calibration,
-    )
+    from gradlane.lab.calibration.calibrate import print_constants, run_calibration
     from gradlane.lab.cluster.privilege import ensure_namespaces
     from gradlane.report.console import print_written, wide_console
 
-    options = CalibrationOptions(
-        rate_bps=parse_rate(rate), megabytes=megabytes, repeat=repeat, trials=trials
-    )
     require_writable(json_path)
     ensure_namespaces(sys.argv[1:])
     console = wide_console()

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradlane.training.options.option_fields import GroupType, option_rules
-
 if TYPE_CHECKING:
     from gradlane.formats.profile import Profile
     from gradlane.planning.simulation.costs import MachineCosts
@@ -32,19 +30,6 @@ RunsBudgetS = Annotated[
         show_default="no limit",
     ),
 ]
-
-
-def session_option(options: type[Any], field_name: str) -> Any:
-    """Return a command's option for an option of a session, with its help."""
-    rules = option_rules(options)[field_name]
-    default = getattr(options, field_name)
-    shown = False if default is None else str(default)
-    return typer.Option(help=rules.doc.replace("`", ""), show_default=shown)
-
-
-def given_options(group: type[GroupType], **values: Any) -> GroupType:
-    """Return a group of options of the values that a command was given."""
-    return group(**{name: value for name, value in values.items() if value is not None})
 
 
 FROM_PROFILE = "`gradlane profile --json profile.json train.py` makes one"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,51 +15,39 @@ from gradlane.cli.options import (
     JsonPath,
     accumulated_profile,
     costs_of,
-    given_options,
     profile_of,
     remedied,
     require_writable,
-    session_option,
 )
+from gradlane.cli.typed_options import Taken, typed
+from gradlane.formats.durations import parse_duration_s
+from gradlane.planning.profiler.options import RecordingOptions
+from gradlane.planning.simulation import lists
+from gradlane.planning.simulation.costs import MachineCosts
+from gradlane.planning.simulation.faults import FaultSettings
+from gradlane.planning.simulation.lists import Grid
+from gradlane.planning.simulation.paths import Paths
+from gradlane.planning.simulation.scenarios import DDP, LATE_JITTER, LATE_STEPS, Cluster
 from gradlane.training.options.option_groups import Network
-from gradlane.training.options.server_places import SERVERS_HELP, parse_servers
+from gradlane.training.options.stragglers import WAIT
+from gradlane.training.plans.settings import ClusterFacts
+
+_REACHED = Taken("interface", "advertise", "ports", "connect_timeout_s", connect_timeout_s=60.0)
+"""Options of a command that all ranks start, and that waits less long for them than a session."""
 
 
+@typed
 def whatif(
     profile: Annotated[
         str,
         typer.Argument(help="A profile file, or resnet50, vgg19, gpt2_small, ... by name."),
     ],
-    workers: Annotated[str, typer.Option(help="Such as 2,4,8 or 2..16.")] = "2,4,8,16",
-    rate: Annotated[
-        str, typer.Option(help="Rate of every port; such as 4gbit,10gbit or 1..100gbit.")
-    ] = "1gbit,4gbit,10gbit,25gbit,100gbit",
-    strategy: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated: ddp (PyTorch's, with the best bucket size), p3, slicing, wfbp, "
-            "kvstore, deferred-pull, asgd, ring (p3 round a ring), poseidon and sfb (p3 with "
-            "factors where they are fewer numbers, or wherever there are any; on nodes ranks add "
-            "up first and a leader sends their factors), adam (factors to one rank, the whole "
-            "back), hierarchical and hierarchical-shared (p3 between nodes whose ranks add up "
-            "first; --ranks-per-node), ring-fused (a model of fused buffers and rings); if absent "
-            "ddp, p3, and hierarchical where nodes have several workers."
-        ),
-    ] = "",
-    codec: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="How gradients travel, such as qsgd:bits=4; several, each after --codec. raw if "
-            "absent."
-        ),
-    ] = None,
-    update: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Local updates beside exact ones, such as "
-            "local:steps=32,fragments=8,overlap_steps=4; several, each after --update."
-        ),
-    ] = None,
+    grid: Grid,
+    cluster: Annotated[
+        Cluster, Taken(without=("workers", "ranks_per_node"), workers=1, rate_bps=0.0)
+    ],
+    paths: Paths,
+    faults: FaultSettings | None,
     fewer: Annotated[
         str,
         typer.Option(
@@ -66,30 +55,6 @@ def whatif(
             "bits,exchanges. The first way that is enough is named, with its bytes and memory."
         ),
     ] = "",
-    sharded: Annotated[
-        bool,
-        typer.Option(
-            "--sharded",
-            help="The model is sharded within each node by fully_shard (--ranks-per-node).",
-        ),
-    ] = False,
-    compression: Annotated[
-        str, typer.Option(help="Bytes of gradients over bytes that travel; such as 1,2,5,10.")
-    ] = "1",
-    topology: Annotated[
-        str, typer.Option(help="Of ring-fused: flat, hierarchical, or both.")
-    ] = "flat",
-    servers: Annotated[str | None, typer.Option(help=SERVERS_HELP)] = None,
-    ranks_per_node: Annotated[
-        str,
-        typer.Option(
-            help="Workers on each node, which share its port; such as 2,4,8. Numbers that do "
-            "not fill two nodes are left out."
-        ),
-    ] = "1",
-    workers_per_node: Annotated[
-        int, typer.Option(help="Of the hierarchical ring, without --ranks-per-node.")
-    ] = 8,
     local_rate: Annotated[
         str | None,
         typer.Option(
@@ -102,28 +67,6 @@ def whatif(
     additions: Annotated[
         Path | None,
         typer.Option(help="CSV of measured additions (elements,seconds), of ring-fused."),
-    ] = None,
-    latency_s: Annotated[float, typer.Option(help="One-way time between two ports.")] = 0.0,
-    port: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A machine whose port has another rate, by its number: 3=1gbit; several, each "
-            "after --port. Dedicated servers come after the workers."
-        ),
-    ] = None,
-    link: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A link between two machines that is slower than their ports: 0-2=1gbit; several, "
-            "each after --link."
-        ),
-    ] = None,
-    racks: Annotated[
-        str | None,
-        typer.Option(
-            help="Machines of a rack and what its line to the others carries: 4=10gbit, or 4=3x "
-            "where its ports together carry 3 times as much (oversubscription)."
-        ),
     ] = None,
     host: Annotated[
         str | None,
@@ -142,48 +85,6 @@ def whatif(
     measured_single: Annotated[
         str | None,
         typer.Option(help="A step as measured on one machine, in place of --batch-time-s."),
-    ] = None,
-    slice_elems: Annotated[int | None, typer.Option(help="Elements a slice at most.")] = None,
-    stragglers: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated: wait, drop, drop=1.5, backup=1: who a step goes on without."
-        ),
-    ] = "wait",
-    straggler: Annotated[
-        str | None,
-        typer.Option(help="A rank that is stopped for moments: rank=3,share=0.1,burst=500ms."),
-    ] = None,
-    mtbf: Annotated[
-        str | None,
-        typer.Option(
-            help="Mean time between failures of one machine, such as 6h: tells what faults cost, "
-            "with and without going on. The ranks of a node fail together (--ranks-per-node); "
-            "else each rank is a machine."
-        ),
-    ] = None,
-    restart_time: Annotated[
-        str | None,
-        typer.Option(help="From the start of a process until it can train. 60s if absent."),
-    ] = None,
-    replacement_time: Annotated[
-        str | None,
-        typer.Option(help="Until another machine is there in place of a lost one. 5min if absent."),
-    ] = None,
-    detection_time: Annotated[
-        str | None,
-        typer.Option(help="Until others know of a loss. silence_timeout_s, 30s, if absent."),
-    ] = None,
-    checkpoint_interval: Annotated[
-        str | None,
-        typer.Option(help="Training between two checkpoints. The best one if absent."),
-    ] = None,
-    checkpoint_time: Annotated[
-        str | None,
-        typer.Option(
-            help="How long training stands still for a checkpoint. A copy of parameters and "
-            "optimizer state if absent."
-        ),
     ] = None,
     samples: Annotated[
         str | None,
@@ -207,13 +108,6 @@ def whatif(
             "four batches of 0.05 s are added up before they are exchanged."
         ),
     ] = None,
-    clip: Annotated[
-        bool,
-        typer.Option("--clip", help="Gradients are clipped by the norm of all of them."),
-    ] = False,
-    free_host: Annotated[
-        bool, typer.Option("--free-host", help="Charge the host no time for frames and sums.")
-    ] = False,
     costs: CostsPath = None,
     trace: Annotated[
         Path | None,
@@ -228,48 +122,22 @@ def whatif(
     every combination of workers, rate, strategy and compression.
     """
     from gradlane.cli import whatif as command
-    from gradlane.formats.durations import parse_duration_s
     from gradlane.planning.advice.money import parse_prices
     from gradlane.planning.advice.ways import KINDS
-    from gradlane.planning.simulation import lists
-    from gradlane.planning.simulation.costs import MachineCosts
-    from gradlane.planning.simulation.faults import parse_faults
     from gradlane.planning.simulation.hosts import USUAL_PROCESSORS, host_with, parse_host
-    from gradlane.planning.simulation.paths import parse_paths
-    from gradlane.planning.simulation.scenarios import LATE_JITTER, LATE_STEPS, STRATEGIES, Cluster
-    from gradlane.planning.simulation.straggler import parse_straggler
     from gradlane.report.console import wide_console
-    from gradlane.training.options.codec_choice import check_codecs, codec_rules
-    from gradlane.training.options.codec_options import RAW
-    from gradlane.training.options.local_updates import parse_local
-    from gradlane.training.options.stragglers import WAIT
 
     require_writable(json_path, html_path, trace)
-    faults = parse_faults(
-        mtbf,
-        restart_time=restart_time,
-        replacement_time=replacement_time,
-        detection_time=detection_time,
-        checkpoint_interval=checkpoint_interval,
-        checkpoint_time=checkpoint_time,
-    )
     prices = parse_prices(samples, price, budget)
-    numbers = lists.parse_workers(workers)
-    node_sizes = lists.parse_node_sizes(ranks_per_node)
-    # What gradlane does by itself where nodes have several workers.
-    baseline = "wfbp" if straggler is not None else "ddp"
-    if sharded and max(node_sizes) == 1:
+    if cluster.sharded and max(grid.ranks_per_node) == 1:
         raise ValueError(
             "--sharded needs nodes of several ranks: add --ranks-per-node 8, for example"
         )
-    adds_up = max(node_sizes) > 1 and not sharded
-    by_default = f"{baseline},p3" + (",hierarchical" if adds_up else "")
-    prefer_huge_pages(max(numbers))
-    rules = lists.parse_rules(stragglers)
-    late = straggler is not None or rules != [WAIT]
-    codecs = list(dict.fromkeys(codec or [RAW]))
-    for text in codecs:
-        check_codecs(codec_rules(text))
+    # What gradlane does by itself where nodes have several workers.
+    adds_up = max(grid.ranks_per_node) > 1 and not cluster.sharded
+    baseline = "wfbp" if cluster.straggler is not None else DDP
+    usual = (baseline, "p3", *(("hierarchical",) if adds_up else ()))
+    prefer_huge_pages(max(grid.workers))
     with remedied("`gradlane additions` writes one"):
         added = () if additions is None else lists.read_additions(additions)
     threads = host_with(USUAL_PROCESSORS) if host is None else parse_host(host)
@@ -279,40 +147,28 @@ def whatif(
         raise ValueError("--measured-single has no effect without --measured-step: add it")
     batch_time_s = batch_time_s or (measured_single and str(parse_duration_s(measured_single)))
     read = accumulated_profile(profile, batch_time_s)
+    base = replace(
+        cluster,
+        costs=costs_of(costs) or MachineCosts(),
+        local_rate_bps=_local_rate_bps(local_rate, max(grid.ranks_per_node), read.device),
+        paths=paths,
+        lanes=threads.lanes,
+        work_threads=threads.work_threads,
+        additions=added,
+    )
+    if cluster.straggler is not None or [*grid.rules] != [WAIT]:
+        base = replace(base, steps=LATE_STEPS, compute_jitter=LATE_JITTER)
     command.run_whatif(
         read,
-        workers=numbers,
-        rates_bps=lists.parse_rates(rate),
-        strategies=lists.parse_names(strategy or by_default, STRATEGIES, "strategy"),
-        compressions=lists.parse_compressions(compression),
-        topologies=lists.parse_names(topology, ("flat", "hierarchical"), "topology"),
-        base=Cluster(
-            workers=1,
-            rate_bps=0.0,
-            servers=parse_servers(servers).servers,
-            serving=parse_servers(servers).serving,
-            latency_s=latency_s,
-            slice_elems=slice_elems,
-            steps=LATE_STEPS if late else Cluster.steps,
-            compute_jitter=LATE_JITTER if late else 0.0,
-            straggler=None if straggler is None else parse_straggler(straggler),
-            clip=clip,
-            sharded=sharded,
-            free_host=free_host,
-            costs=costs_of(costs) or MachineCosts(),
-            workers_per_node=workers_per_node,
-            local_rate_bps=_local_rate_bps(local_rate, max(node_sizes), read.device),
-            paths=parse_paths(port or (), link or (), racks),
-            lanes=threads.lanes,
-            work_threads=threads.work_threads,
-            additions=added,
+        replace(
+            grid,
+            strategies=grid.strategies or usual,
+            codecs=[*dict.fromkeys(grid.codecs)],
+            updates=[*dict.fromkeys((None, *grid.updates))],
         ),
+        base,
         console=wide_console(),
-        codecs=codecs,
-        updates=[None, *map(parse_local, dict.fromkeys(update or ()))],
         fewer=lists.parse_names(fewer, KINDS, "fewer") if fewer else (),
-        ranks_per_node=node_sizes,
-        rules=rules,
         faults=faults,
         prices=prices,
         host=threads,
@@ -336,20 +192,14 @@ def _local_rate_bps(text: str | None, node_size: int, device: str | None) -> flo
     return NCCL_RATE_BPS if node_size > 1 and device != "cpu" else None
 
 
+@typed
 def profile(
     script: Annotated[str, typer.Argument(help="A training script, run as it is.")],
+    options: RecordingOptions,
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
     module: Annotated[
         bool, typer.Option("--module", "-m", help="SCRIPT is a module, as after `python -m`.")
     ] = False,
-    steps: Annotated[int, typer.Option(help="Recorded steps.")] = 30,
-    warmup: Annotated[int, typer.Option(help="Steps before them.")] = 5,
-    to_the_end: Annotated[
-        bool, typer.Option("--to-the-end", help="Let the script go on after the last step.")
-    ] = False,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Samples in a step, where the model's inputs do not tell.")
-    ] = None,
     batch_time_s: Annotated[
         float | None,
         typer.Option(help="Time of a batch elsewhere: made from operations, not measured here."),
@@ -368,11 +218,8 @@ def profile(
         arguments or [],
         console=wide_console(),
         path=json_path.absolute(),
-        steps=steps,
-        warmup=warmup,
+        options=options,
         is_module=module,
-        to_the_end=to_the_end,
-        batch_size=batch_size,
         batch_time_s=batch_time_s,
     )
 
@@ -393,28 +240,16 @@ def additions(
     run_additions(device, console=wide_console(), path=path, json_path=json_path)
 
 
+@typed
 def plan(
     profile: Annotated[
         str,
         typer.Argument(help="A profile file, or resnet50, vgg19, gpt2_small, ... by name."),
     ],
-    workers: Annotated[int, typer.Option(help="Ranks.")],
-    rate: Annotated[str, typer.Option(help="Rate of every port, such as 10gbit.")],
-    servers: Annotated[str | None, typer.Option(help=SERVERS_HELP)] = None,
-    ranks_per_node: Annotated[
-        int, typer.Option(help="Ranks on each node, which share its port.")
-    ] = 1,
-    latency_s: Annotated[float, typer.Option(help="One-way time between two ports.")] = 0.0,
-    update: Annotated[str, typer.Option(help="Where the optimizer runs: worker, server.")] = (
-        "worker"
-    ),
+    facts: ClusterFacts,
     batch_time_s: Annotated[
         float | None, typer.Option(help="Compute time of a batch, in place of the profile's.")
     ] = None,
-    clip: Annotated[
-        bool,
-        typer.Option("--clip", help="Gradients are clipped by the norm of all of them."),
-    ] = False,
     budget_s: Annotated[float, typer.Option(help="Seconds that simulations may take.")] = 60.0,
     rule: Annotated[
         str,
@@ -455,25 +290,13 @@ def plan(
     --json writes the plan: `session.prepare(model, optimizer, plan="plan.json")`.
     """
     from gradlane.cli.plan import run_plan
-    from gradlane.formats.rates import parse_rate
     from gradlane.planning.advice.ways import KINDS
-    from gradlane.planning.simulation import lists
     from gradlane.report.console import wide_console
-    from gradlane.training.plans.settings import ClusterFacts
 
     require_writable(json_path)
     run_plan(
         profile_of(profile, batch_time_s),
-        ClusterFacts(
-            workers,
-            parse_rate(rate),
-            latency_s,
-            update,
-            servers=parse_servers(servers).servers,
-            ranks_per_node=ranks_per_node,
-            serving=parse_servers(servers).serving,
-            clips=clip,
-        ),
+        facts,
         budget_s=budget_s,
         console=wide_console(),
         rule=rule,
@@ -485,13 +308,10 @@ def plan(
     )
 
 
+@typed
 def probe(
+    network: Annotated[Network, _REACHED],
     window_s: Annotated[float, typer.Option(help="Seconds that each stream is measured.")] = 1.0,
-    interface: Annotated[str | None, typer.Option(help="Network interface to use.")] = None,
-    advertise: Annotated[
-        str | None, typer.Option(help="Address that other ranks reach this one at.")
-    ] = None,
-    connect_timeout_s: Annotated[float, typer.Option(help="How long to wait for ranks.")] = 60.0,
     json_path: JsonPath = None,
 ) -> None:
     """Measure bandwidth and latency between the ranks of a real cluster.
@@ -503,22 +323,13 @@ def probe(
     from gradlane.report.console import wide_console
 
     require_writable(json_path)
-    run_probe(
-        window_s=window_s,
-        interface=interface,
-        advertise=advertise,
-        connect_timeout_s=connect_timeout_s,
-        console=wide_console(),
-        json_path=json_path,
-    )
+    run_probe(network=network, window_s=window_s, console=wide_console(), json_path=json_path)
 
 
+@typed
 def doctor(
+    network: Annotated[Network, _REACHED],
     window_s: Annotated[float, typer.Option(help="Seconds that each stream is measured.")] = 1.0,
-    interface: Annotated[str | None, session_option(Network, "interface")] = None,
-    advertise: Annotated[str | None, session_option(Network, "advertise")] = None,
-    ports: Annotated[str | None, session_option(Network, "ports")] = None,
-    connect_timeout_s: Annotated[float, typer.Option(help="How long to wait for ranks.")] = 60.0,
     json_path: JsonPath = None,
 ) -> None:
     """Say what would keep a training from starting or from being fast, and what to do.
@@ -528,16 +339,8 @@ def doctor(
     """
     from gradlane.cli.doctor import run_doctor
     from gradlane.report.console import wide_console
-    from gradlane.training.options.option_fields import read_ports
 
     require_writable(json_path)
-    network = given_options(
-        Network,
-        interface=interface,
-        advertise=advertise,
-        ports=None if ports is None else read_ports(ports),
-        connect_timeout_s=connect_timeout_s,
-    )
     found = run_doctor(
         network=network, window_s=window_s, console=wide_console(), json_path=json_path
     )

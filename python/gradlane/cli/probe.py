@@ -16,20 +16,16 @@ from gradlane.report.console import print_written
 
 def run_probe(
     *,
+    network: gradlane.Network,
     window_s: float,
-    interface: str | None,
-    advertise: str | None,
-    connect_timeout_s: float,
     console: Console,
     json_path: Path | None = None,
 ) -> None:
     """Measure the links between all ranks; rank 0 writes the file and prints a table.
 
     Args:
+        network: as a session would be given it.
         window_s: seconds that each stream is measured for.
-        interface: network interface to use, or None.
-        advertise: address that other ranks reach this one at, or None.
-        connect_timeout_s: how long to wait for other ranks.
         console: where rank 0 prints.
         json_path: where rank 0 writes the report, or None.
 
@@ -37,9 +33,6 @@ def run_probe(
         ValueError: there is only one rank, or an option makes no sense.
         RendezvousError: two ranks cannot reach each other.
     """
-    network = gradlane.Network(
-        interface=interface, advertise=advertise, connect_timeout_s=connect_timeout_s
-    )
     with gradlane.init(network=network) as session:
         if session.world_size == 1:
             raise ValueError(

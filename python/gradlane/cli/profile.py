@@ -14,6 +14,7 @@ from rich.console import Console
 
 from gradlane.formats.profile import BatchTime, Profile
 from gradlane.planning.profiler.operations import count_operations, synthetic_step, with_operations
+from gradlane.planning.profiler.options import RecordingOptions
 from gradlane.planning.profiler.preserving import preserved
 from gradlane.planning.profiler.script import (
     LauncherMissingError,
@@ -32,11 +33,8 @@ def run_profile(
     *,
     console: Console,
     path: Path,
-    steps: int,
-    warmup: int,
+    options: RecordingOptions,
     is_module: bool = False,
-    to_the_end: bool = False,
-    batch_size: int | None = None,
     batch_time_s: float | None = None,
     operations: bool = True,
 ) -> Profile:
@@ -50,11 +48,8 @@ def run_profile(
         arguments: the script's own.
         console: where the summary goes; the script prints where it always does.
         path: where the profile goes.
-        steps: recorded steps.
-        warmup: steps before them.
+        options: which steps are recorded.
         is_module: whether `target` is a module.
-        to_the_end: whether the script goes on after the last step.
-        batch_size: samples in a step; None: from the model's inputs.
         batch_time_s: time of a batch on another accelerator: times are then made from operation
             counts, not taken from this machine.
         operations: whether operations are counted, in one more forward and backward.
@@ -70,18 +65,13 @@ def run_profile(
         if is_first:
             console.print(text, style="dim", highlight=False)
 
-    tell(f"running {target}; recording {steps} steps at most, after {warmup} of warm-up")
+    tell(
+        f"running {target}; recording {options.steps} steps at most, after {options.warmup} of "
+        "warm-up"
+    )
     try:
         with _hard_exit_ends_script():
-            found = run_script(
-                target,
-                arguments,
-                steps=steps,
-                warmup=warmup,
-                is_module=is_module,
-                run_to_end=to_the_end,
-                batch_size=batch_size,
-            )
+            found = run_script(target, arguments, options, is_module=is_module)
     except LauncherMissingError as error:
         tell(f"{error}\nrunning it again as the only rank, as torchrun --nproc-per-node 1 would")
         os.chdir(folder)
@@ -103,7 +93,7 @@ def run_profile(
             "the batch size is unknown and counts as 1: give --batch-size for samples a second"
         )
     if is_first:
-        _print(console, profile, found, steps)
+        _print(console, profile, found, options.steps)
         profile.save(path)
         console.print(f"wrote {path}; ask it:", highlight=False, soft_wrap=True)
         console.print(

@@ -9,30 +9,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradlane.cli.options import (
-    JsonPath,
-    given_options,
-    require_writable,
-    session_option,
-    write_json,
-)
-from gradlane.training.options.option_fields import read_ports
+from gradlane.cli.options import JsonPath, require_writable, write_json
+from gradlane.cli.typed_options import Taken, typed
 from gradlane.training.options.option_groups import Network, Rendezvous
 
 if TYPE_CHECKING:
     from gradlane.training.rendezvous.serving import ServedStats
 
 
+@typed
 def serve(
-    rank: Annotated[int | None, session_option(Rendezvous, "rank")] = None,
-    world_size: Annotated[int | None, session_option(Rendezvous, "world_size")] = None,
-    job: Annotated[str | None, session_option(Rendezvous, "job")] = None,
-    interface: Annotated[str | None, session_option(Network, "interface")] = None,
-    advertise: Annotated[str | None, session_option(Network, "advertise")] = None,
-    ports: Annotated[str | None, session_option(Network, "ports")] = None,
-    work_threads: Annotated[int | None, session_option(Network, "work_threads")] = None,
-    lanes: Annotated[int | None, session_option(Network, "lanes")] = None,
-    connect_timeout_s: Annotated[float | None, session_option(Network, "connect_timeout_s")] = None,
+    rendezvous: Annotated[Rendezvous, Taken("rank", "world_size", "job")],
+    network: Annotated[
+        Network,
+        Taken("interface", "advertise", "ports", "work_threads", "lanes", "connect_timeout_s"),
+    ],
     json_path: JsonPath = None,
 ) -> None:
     """Own slices and add gradients up for ranks that train; needs neither model nor script.
@@ -47,18 +38,7 @@ def serve(
     from gradlane.training.session.init import init_serving
 
     require_writable(json_path)
-    session = init_serving(
-        rendezvous=given_options(Rendezvous, rank=rank, world_size=world_size, job=job),
-        network=given_options(
-            Network,
-            interface=interface,
-            advertise=advertise,
-            ports=None if ports is None else read_ports(ports),
-            work_threads=work_threads,
-            lanes=lanes,
-            connect_timeout_s=connect_timeout_s,
-        ),
-    )
+    session = init_serving(rendezvous=rendezvous, network=network)
     console = Console(stderr=True)
     start_s = time.monotonic()
     text = f"rank {session.rank} waits for the ranks that train"

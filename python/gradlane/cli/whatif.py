@@ -51,6 +51,7 @@ from gradlane.planning.simulation.faults import FaultSettings, fault_cost
 from gradlane.planning.simulation.grid import WORKER, SimulatedRow, clusters_of, evaluate
 from gradlane.planning.simulation.hosts import Host
 from gradlane.planning.simulation.ignored_options import check_effects
+from gradlane.planning.simulation.lists import Grid
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.scenarios import (
     FORMULAS,
@@ -64,7 +65,6 @@ from gradlane.planning.simulation.timeline import simulated_timeline
 from gradlane.report.console import print_written
 from gradlane.training.monitoring.summary import WORTH_A_MOVE
 from gradlane.training.options.codec_options import RAW
-from gradlane.training.options.local_updates import Local
 from gradlane.training.options.stragglers import LEAVES_OUT, WAIT
 
 DROP = "drop"
@@ -73,18 +73,10 @@ DROP = "drop"
 
 def run_whatif(
     profile: Profile,
-    *,
-    workers: Sequence[int],
-    rates_bps: Sequence[float],
-    strategies: Sequence[str],
-    compressions: Sequence[float],
-    topologies: Sequence[str],
+    grid: Grid,
     base: Cluster,
+    *,
     console: Console,
-    codecs: Sequence[str] = (RAW,),
-    ranks_per_node: Sequence[int] = (1,),
-    rules: Sequence[str] = (WAIT,),
-    updates: Sequence[Local | None] = (None,),
     fewer: Sequence[str] = (),
     faults: FaultSettings | None = None,
     prices: Prices | None = None,
@@ -99,18 +91,9 @@ def run_whatif(
 
     Args:
         profile: what a step computes.
-        workers: numbers of ranks.
-        rates_bps: rates of every port.
-        strategies: names of strategies.
-        compressions: bytes of a gradient over bytes that travel.
-        topologies: of `ring-fused`.
-        base: everything else about the cluster.
+        grid: the clusters.
+        base: everything else about them.
         console: where to print.
-        codecs: how gradients of the engine's strategies travel.
-        ranks_per_node: how many share a node and its port; numbers that do not go with one of
-            `workers` are left out there.
-        rules: what happens to ranks that are late.
-        updates: local updates of the engine's strategies; None: a mean in each step.
         fewer: of `ways.KINDS`: what may change what is learned where exact training is not enough.
         faults: how often machines are lost; None: what faults cost is not computed.
         prices: of machines, and a training's length; None: what trainings cost is not computed.
@@ -130,27 +113,9 @@ def run_whatif(
             "--mtbf knows nothing of servers that only serve: give --servers 3, for example, or "
             "leave --mtbf out"
         )
-    check_effects(
-        strategies,
-        base,
-        topologies=topologies,
-        ranks_per_node=ranks_per_node,
-        codecs=codecs,
-        rules=rules,
-        updates=updates,
-    )
+    check_effects(grid, base)
     clusters = clusters_of(
-        workers=workers,
-        rates_bps=rates_bps,
-        strategies=strategies,
-        compressions=compressions,
-        topologies=topologies,
-        base=base,
-        codecs=codecs,
-        ranks_per_node=ranks_per_node,
-        on_left_out=lambda why: console.print(f"left out: {why}", highlight=False),
-        rules=rules,
-        updates=updates,
+        grid, base, lambda why: console.print(f"left out: {why}", highlight=False)
     )
     if html_path is not None and any(_has_late(cluster) for cluster in clusters):
         raise ValueError(

@@ -23,7 +23,9 @@ def test_auto_is_a_strategy_that_learns_first() -> None:
     assert (auto.text, auto.family, auto.is_planned) == ("auto", "gradlane", True)
     assert auto.communicates and auto.sums_in_rank_order
     assert auto.slice_elems(None) is None
-    options = LabOptions("resnet50", parse_strategies("p3,auto"), steps=3, warmup=2)
+    options = LabOptions(
+        workload="resnet50", strategies=parse_strategies("p3,auto"), steps=3, warmup=2
+    )
     assert [options.warmup_of(one) for one in options.strategies] == [2, LEARNING_STEPS + 2]
     assert options.steps_in_total == (2 + 3) + (LEARNING_STEPS + 2 + 3)
     free = parse_strategy("auto:any-rounding")

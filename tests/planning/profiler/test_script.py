@@ -17,6 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 import gradlane
 from gradlane.cli import main as cli
 from gradlane.formats.profile import Profile, ProfileError
+from gradlane.planning.profiler.options import RecordingOptions
 from gradlane.planning.profiler.script import LAUNCHER_VARIABLES, RecordedScript, run_script
 from tests.built import needs_core
 from tests.paths import ROOT
@@ -47,7 +48,8 @@ def record(tmp_path: Path, text: str, *arguments: str, **options: Any) -> Record
     script = tmp_path / "train.py"
     script.write_text(text, encoding="utf-8")
     settings: dict[str, Any] = {"steps": 4, "warmup": 2, **options}
-    return run_script(str(script), arguments, **settings)
+    more = {name: settings.pop(name) for name in ("is_module", "on_step") if name in settings}
+    return run_script(str(script), arguments, RecordingOptions(**settings), **more)
 
 
 def run_command(
@@ -216,7 +218,7 @@ def test_a_wrapper_for_data_parallelism_is_looked_into(tmp_path: Path) -> None:
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="no script"):
-        run_script("no such file.py", [], steps=1, warmup=2)
+        run_script("no such file.py", [], RecordingOptions(steps=1, warmup=2))
     with pytest.raises(ValueError, match="steps is 0"):
         record(tmp_path, PLAIN, steps=0)
     with pytest.raises(ValueError, match="warmup is 1"):

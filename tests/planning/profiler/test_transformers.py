@@ -12,6 +12,7 @@ from torch import nn
 import gradlane
 from gradlane.formats.profile import FieldReader, profile_from
 from gradlane.planning.profiler.operations import synthetic_profile
+from gradlane.planning.profiler.options import RecordingOptions
 
 transformers = pytest.importorskip("transformers")
 
@@ -91,7 +92,7 @@ def test_the_librarys_own_trainer_is_seen(tmp_path: Path) -> None:
         "    per_device_train_batch_size=4, use_cpu=True, save_strategy='no')\n"
         "transformers.Trainer(model, options, train_dataset=rows).train()\n"
     )
-    found = run_script(str(script), [], steps=3, warmup=2)
+    found = run_script(str(script), [], RecordingOptions(steps=3, warmup=2))
     profile = found.recorder.profile(found.name)
     assert profile.model == "BertForSequenceClassification"
     assert profile.batch_size == 4

@@ -24,6 +24,7 @@ from gradlane.planning.advice.causes import GOAL, find_cause, limit_beyond_link
 from gradlane.planning.advice.variants import Variants
 from gradlane.planning.simulation.costs import HOST_CONSTANTS, MachineCosts
 from gradlane.planning.simulation.grid import SimulatedRow, clusters_of, evaluate
+from gradlane.planning.simulation.lists import Grid
 from gradlane.planning.simulation.profiles import Profile, synthetic_profile
 from gradlane.planning.simulation.scenarios import DDP, RING_FUSED, Cluster
 from tests.planning.simulation.small_profile import SMALL
@@ -192,12 +193,12 @@ def test_no_line_contradicts_another_whatever_is_slow(seed: int) -> None:
         compute_spread=rng.choice([0.0, 0.03, 0.2]),
     )
     clusters = clusters_of(
-        workers=[rng.choice([2, 4, 8])],
-        rates_bps=sorted(8 / BYTE_S * 10 ** rng.uniform(-0.5, 2.5) for _ in range(3)),
-        strategies=rng.sample([*STRATEGIES, DDP], 2),
-        compressions=[1.0],
-        topologies=["flat"],
-        base=base,
+        Grid(
+            workers=[rng.choice([2, 4, 8])],
+            rates_bps=sorted(8 / BYTE_S * 10 ** rng.uniform(-0.5, 2.5) for _ in range(3)),
+            strategies=rng.sample([*STRATEGIES, DDP], 2),
+        ),
+        base,
     )
     answers, _ = verdict(SMALL, clusters)
     assert len(answers) == 3

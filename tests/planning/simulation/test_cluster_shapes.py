@@ -9,7 +9,7 @@ import pytest
 
 from gradlane.lab.runs.options import LabOptions
 from gradlane.lab.runs.strategy import parse_strategies
-from gradlane.planning.simulation.scenarios import Cluster, machines_of, nodes_refusal
+from gradlane.planning.simulation.scenarios import Cluster, nodes_refusal
 from gradlane.training.options.cluster_shape import ClusterShape
 from gradlane.training.plans.settings import ClusterFacts
 
@@ -45,7 +45,9 @@ def test_the_same_ranks_are_as_many_nodes_everywhere() -> None:
         whole = ClusterShape(4, **shape)
         lab, facts = in_the_lab(workers=4, **shape), in_a_plan(workers=4, **shape)
         cluster = Cluster(4, 1e9, **shape)  # type: ignore[arg-type]
-        assert whole == lab.shape == facts.shape == cluster.shape
-        assert lab.nodes == machines_of(cluster) == whole.machines
-        assert lab.ranks == whole.ranks and facts.owners == whole.owners
-    assert nodes_refusal(Cluster(4, 1e9, ranks_per_node=3)) == ClusterShape(4, 3).unfilled
+        assert lab.nodes == cluster.machines == whole.machines
+        assert lab.ranks == whole.ranks and facts.owners == cluster.owners == whole.owners
+    assert (
+        nodes_refusal(Cluster(4, 1e9, ranks_per_node=3))
+        == ClusterShape(4, ranks_per_node=3).unfilled
+    )

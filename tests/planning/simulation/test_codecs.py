@@ -22,6 +22,7 @@ from gradlane.planning.simulation.codec_costs import (
 )
 from gradlane.planning.simulation.costs import CostsError, MachineCosts, read_costs
 from gradlane.planning.simulation.grid import clusters_of, evaluate
+from gradlane.planning.simulation.lists import Grid
 from gradlane.planning.simulation.profiles import Profile, ProfileTensor, synthetic_profile
 from gradlane.planning.simulation.scenarios import Cluster, scenario_of
 from gradlane.training.options.codec_choice import codec_rules
@@ -69,13 +70,13 @@ def test_factors_are_only_rounded(
 
 def test_rows_name_their_codec_and_take_fewer_bytes() -> None:
     clusters = clusters_of(
-        workers=[4],
-        rates_bps=[1e7],
-        strategies=["p3"],
-        compressions=[1.0],
-        topologies=["flat"],
-        base=Cluster(workers=1, rate_bps=0.0),
-        codecs=["raw", "qsgd:bits=8", "*.bias=raw;*=qsgd:bits=4"],
+        Grid(
+            workers=[4],
+            rates_bps=[1e7],
+            strategies=["p3"],
+            codecs=["raw", "qsgd:bits=8", "*.bias=raw;*=qsgd:bits=4"],
+        ),
+        Cluster(workers=1, rate_bps=0.0),
     )
     raw, eight, four = evaluate(SMALL, clusters)
     assert [row.codec for row in (raw, eight, four)] == [
@@ -122,13 +123,13 @@ def test_gradients_wait_for_their_norm_where_dgc_clips() -> None:
 
 def test_a_ring_encodes_at_each_hop_or_adds_codes() -> None:
     clusters = clusters_of(
-        workers=[4],
-        rates_bps=[1e7],
-        strategies=["ring"],
-        compressions=[1.0],
-        topologies=["flat"],
-        base=Cluster(workers=1, rate_bps=0.0),
-        codecs=["raw", "qsgd:bits=8", "qsgd:bits=8,ring=integer"],
+        Grid(
+            workers=[4],
+            rates_bps=[1e7],
+            strategies=["ring"],
+            codecs=["raw", "qsgd:bits=8", "qsgd:bits=8,ring=integer"],
+        ),
+        Cluster(workers=1, rate_bps=0.0),
     )
     raw, hops, codes = evaluate(SMALL, clusters)
     # Sums of four codes of eight bits take ten, and scales go round once more.

@@ -16,6 +16,7 @@ from gradlane.planning.planner.coordinator import Coordinator
 from gradlane.planning.schemes.layers import layers_of
 from gradlane.planning.simulation.bound import port_bytes
 from gradlane.planning.simulation.grid import SimulatedRow, clusters_of, evaluate
+from gradlane.planning.simulation.lists import Grid
 from gradlane.planning.simulation.profiles import Profile, synthetic_profile
 from gradlane.planning.simulation.scenarios import Cluster, scenario_of
 from gradlane.training.plans.plan import Plan, parse_plan
@@ -114,14 +115,14 @@ def test_clusters_that_fill_no_nodes_are_skipped_with_a_reason() -> None:
 
     def clusters(workers: list[int], each: list[int]) -> list[Cluster]:
         return clusters_of(
-            workers=workers,
-            rates_bps=[1e9],
-            strategies=["p3", "hierarchical"],
-            compressions=[1.0],
-            topologies=["flat"],
-            base=BASE,
-            ranks_per_node=each,
-            on_left_out=said.append,
+            Grid(
+                workers=workers,
+                rates_bps=[1e9],
+                strategies=["p3", "hierarchical"],
+                ranks_per_node=each,
+            ),
+            BASE,
+            said.append,
         )
 
     found = [(it.workers, it.ranks_per_node, it.strategy) for it in clusters([4, 6], [1, 2, 4])]

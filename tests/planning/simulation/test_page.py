@@ -14,6 +14,7 @@ from rich.console import Console
 
 from gradlane.cli.whatif import run_whatif
 from gradlane.planning.advice.page import report_from_whatif
+from gradlane.planning.simulation.lists import Grid
 from gradlane.planning.simulation.profiles import synthetic_profile
 from gradlane.planning.simulation.scenarios import Cluster
 from tests.browser import needs_browser, probe
@@ -32,12 +33,10 @@ def page_text() -> str:
         path = Path(folder) / "page.html"
         run_whatif(
             synthetic_profile("resnet50"),
-            workers=WORKERS,
-            rates_bps=RATES,
-            strategies=STRATEGIES,
-            compressions=COMPRESSIONS,
-            topologies=["flat"],
-            base=Cluster(workers=1, rate_bps=0.0),
+            Grid(
+                workers=WORKERS, rates_bps=RATES, strategies=STRATEGIES, compressions=COMPRESSIONS
+            ),
+            Cluster(workers=1, rate_bps=0.0),
             console=Console(quiet=True),
             html_path=path,
         )

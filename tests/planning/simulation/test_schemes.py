@@ -19,6 +19,7 @@ from gradlane.planning.schemes.layers import (
 )
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.grid import clusters_of, evaluate
+from gradlane.planning.simulation.lists import Grid
 from gradlane.planning.simulation.profiles import (
     Profile,
     ProfileTensor,
@@ -147,12 +148,7 @@ def test_the_accelerators_speed_is_a_constant_of_the_machine() -> None:
 def test_rows_of_a_what_if_have_the_bound_of_their_schemes() -> None:
     vgg = synthetic_profile("vgg19")
     clusters = clusters_of(
-        workers=[8],
-        rates_bps=[1e10],
-        strategies=["p3", "poseidon"],
-        compressions=[1.0],
-        topologies=["flat"],
-        base=Cluster(1, 0.0),
+        Grid(workers=[8], rates_bps=[1e10], strategies=["p3", "poseidon"]), Cluster(1, 0.0)
     )
     servers, poseidon = evaluate(vgg, clusters)
     assert poseidon.strategy == "poseidon"

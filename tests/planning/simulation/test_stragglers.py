@@ -9,6 +9,7 @@ import pytest
 
 from gradlane.formats.profile import Profile, ProfileTensor
 from gradlane.planning.simulation.grid import SimulatedRow, clusters_of, evaluate
+from gradlane.planning.simulation.lists import Grid
 from gradlane.planning.simulation.scenarios import Cluster, scenario_of
 from gradlane.planning.simulation.straggler import StragglerSpec
 from gradlane.training.options.codec_options import RAW
@@ -83,13 +84,8 @@ def test_rules_and_codecs_go_together() -> None:
 def test_rules_are_for_strategies_that_can_go_on_without_a_rank() -> None:
     base = Cluster(workers=1, rate_bps=0.0, straggler=SPEC)
     clusters = clusters_of(
-        workers=[4],
-        rates_bps=[1e9],
-        strategies=["kvstore", "p3"],
-        compressions=[1.0],
-        topologies=["flat"],
-        base=base,
-        rules=["wait", "drop"],
+        Grid(workers=[4], rates_bps=[1e9], strategies=["kvstore", "p3"], rules=["wait", "drop"]),
+        base,
     )
     named = [(one.strategy, one.stragglers) for one in clusters]
     assert named == [("kvstore", "wait"), ("p3", "wait"), ("p3", "drop")]

@@ -18,6 +18,7 @@ from gradlane.planning.advice.causes import find_cause, first_variants, limit_be
 from gradlane.planning.advice.variants import Variant, Variants
 from gradlane.planning.simulation import scenarios as module
 from gradlane.planning.simulation.grid import SimulatedRow, evaluate, simulate
+from gradlane.planning.simulation.lists import Grid
 from gradlane.planning.simulation.scenarios import Cluster
 from gradlane.planning.simulation.threads import in_threads
 from tests.planning.simulation.small_profile import SMALL
@@ -113,12 +114,8 @@ def test_variants_beside_a_lone_large_cluster_change_no_answer(
         path = tmp_path / name
         run_whatif(
             SMALL,
-            workers=[WORKERS],
-            rates_bps=[2e8],
-            strategies=["p3"],
-            compressions=[1.0],
-            topologies=["flat"],
-            base=Cluster(workers=1, rate_bps=0.0),
+            Grid(workers=[WORKERS], rates_bps=[2e8], strategies=["p3"]),
+            Cluster(workers=1, rate_bps=0.0),
             console=Console(quiet=True),
             json_path=path,
         )

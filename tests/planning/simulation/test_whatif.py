@@ -23,6 +23,7 @@ from gradlane.planning.advice.advice import (
 from gradlane.planning.advice.causes import Cause
 from gradlane.planning.simulation.grid import SimulatedRow, clusters_of, evaluate
 from gradlane.planning.simulation.lists import (
+    Grid,
     parse_compressions,
     parse_names,
     parse_rates,
@@ -39,15 +40,9 @@ DATA = SHARED / "data"
 
 
 def grid(profile: Profile, **changes: Any) -> list[SimulatedRow]:
-    settings: dict[str, Any] = {
-        "workers": [4],
-        "rates_bps": [1e9],
-        "strategies": ["p3"],
-        "compressions": [1.0],
-        "topologies": ["flat"],
-        "base": Cluster(workers=1, rate_bps=0.0),
-    }
-    return evaluate(profile, clusters_of(**{**settings, **changes}))
+    base = changes.pop("base", Cluster(workers=1, rate_bps=0.0))
+    settings: dict[str, Any] = {"workers": [4], "rates_bps": [1e9], "strategies": ["p3"]}
+    return evaluate(profile, clusters_of(Grid(**{**settings, **changes}), base))
 
 
 def no_cause(row: SimulatedRow, link_is_enough: bool) -> Cause:

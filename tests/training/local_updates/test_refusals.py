@@ -72,8 +72,8 @@ def test_a_checkpoint_folder(tmp_path: Path) -> None:
 def test_another_kind_of_update() -> None:
     with pytest.raises(ValueError, match="unknown update 'local'; known are worker, server"):
         Options.of(update="local")
-    with pytest.raises(TypeError, match=r"update is 3; give a gradlane\.Local"):
-        Options.of(update=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"update is 3; give a text or a gradlane\.Local"):
+        Options.of(update=3)
 
 
 def opened(session: Any, build_model: Any = build, **given: Any) -> tuple[nn.Module, Any]:

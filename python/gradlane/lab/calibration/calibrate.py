@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from gradlane.lab.calibration import node_costs
+from gradlane.lab.calibration.options import FLOAT_BYTES, CalibrationOptions
 from gradlane.lab.cluster.keep_cpus_awake import cpus_kept_awake
 from gradlane.lab.cluster.namespaces import EmulatedCluster
 from gradlane.lab.cluster.ranks import RankPool
@@ -29,13 +30,11 @@ from gradlane.lab.runs.fitting import non_negative
 from gradlane.lab.runs.rows import NO_EVIDENCE, measures_machine
 from gradlane.planning.simulation.codec_costs import CALIBRATED_CODECS, measure_cost
 from gradlane.report.console import text_table
-from gradlane.training.options.option_fields import check_options, on_command_line, option
 from gradlane.training.options.option_groups import Network
 
 FORMAT = "gradlane-costs"
 VERSION = 1
 WORKERS = 4
-TENSORS = 10
 SMALL_FRAME_BYTES = 8_192
 LARGE_FRAME_BYTES = Network.frame_bytes
 SMALL_SLICE_ELEMS = 20_000
@@ -46,40 +45,7 @@ ASKED_BUFFER_BYTES = 72 << 10
 """Bytes of send buffer that `gradlane-net`'s `send_buffer.rs` asks for where the path is short."""
 
 _PROGRAM = "gradlane.lab.calibration.rank_program"
-_FLOAT_BYTES = 4
 STREAM = {"ramp_s": 1.0, "window_s": 3.0}
-
-
-@dataclass(frozen=True)
-class CalibrationOptions:
-    """The options of a calibration.
-
-    Attributes:
-        rate_bps: bits a second of every port in each direction.
-        megabytes: f32 gradients that each rank hands over in a step, in 10^6 bytes.
-        steps: measured steps of a run.
-        repeat: how often all runs take turns; medians count.
-        trials: single tensors for the latencies.
-    """
-
-    rate_bps: int = 500_000_000
-    megabytes: float = option(40.0, least=1, most=1_000)
-    steps: int = option(2, least=1, most=100)
-    repeat: int = option(3, least=1, most=100)
-    trials: int = option(40, least=3, most=10_000)
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be measured.
-
-        Raises:
-            ValueError: an option is out of its range; the message names it.
-        """
-        check_options(self, on_command_line)
-
-    @property
-    def tensor_elems(self) -> list[int]:
-        """Elements of each tensor that is exchanged."""
-        return [round(self.megabytes * 1e6 / _FLOAT_BYTES / TENSORS)] * TENSORS
 
 
 @dataclass(frozen=True)
@@ -135,7 +101,7 @@ def load_of(
         frame_bytes=mean("gradlane_tx_bytes") + mean("gradlane_rx_bytes"),
         jobs=steps * slices / ranks,
         # Each owner reads all ranks' contributions to its share.
-        contribution_bytes=steps * sum(tensor_elems) * _FLOAT_BYTES,
+        contribution_bytes=steps * sum(tensor_elems) * FLOAT_BYTES,
         io_s=mean("gradlane_io_cpu_s"),
         work_s=mean("gradlane_work_cpu_s"),
     )
@@ -301,7 +267,7 @@ class _Calibration:
         def middle(name: str) -> float:
             return float(statistics.median(it for result in results for it in result[name]))
 
-        reduced_s = self.reduce_byte_s * WORKERS * LATENCY_ELEMS * _FLOAT_BYTES
+        reduced_s = self.reduce_byte_s * WORKERS * LATENCY_ELEMS * FLOAT_BYTES
         return {
             "command_s": Constant(
                 middle("command_s"),

@@ -20,6 +20,7 @@ from pyroute2.netlink.exceptions import NetlinkError
 
 from gradlane.formats.signals import signals_blocked
 from gradlane.lab.cluster.errors import LabError
+from gradlane.lab.cluster.limits import NODES_MAX
 from gradlane.lab.cluster.privilege import in_network_namespace
 from gradlane.lab.cluster.shaping import PortShape
 
@@ -28,8 +29,6 @@ INTERFACE = "eth0"
 
 CONGESTION_CONTROL = "cubic"
 """Set on the routes: the machine's default may be BBR, several times slower between namespaces."""
-
-NODES_MAX = 250
 
 _FIRST_PORT = 20_001
 _NO_DUPLICATE_ADDRESS_DETECTION = 0x02

@@ -12,6 +12,8 @@ from typing import Any
 
 from pyroute2.netlink.rtnl.tcmsg import plugins, sched_pfifo
 
+from gradlane.lab.cluster.limits import check_port_rate
+
 # The kernel's bfifo takes the same options as pfifo (a limit, in bytes instead of packets), but
 # pyroute2 ships no entry for it and would send it without options.
 plugins.setdefault("bfifo", sched_pfifo)
@@ -33,16 +35,8 @@ class PortShape:
     rate_bps: int
 
     def __post_init__(self) -> None:
-        """Refuse rates that cannot be shaped.
-
-        Raises:
-            ValueError: the rate is under 1 Mbit/s or over 100 Gbit/s.
-        """
-        if not 10**6 <= self.rate_bps <= 10**11:
-            raise ValueError(
-                f"cannot shape a port to {self.rate_bps} bit/s: choose 1 Mbit/s to 100 Gbit/s "
-                "(after division by the dilation)"
-            )
+        """Raise `ValueError` for a rate that cannot be shaped."""
+        check_port_rate(self.rate_bps)
 
     @property
     def rate_bytes_per_s(self) -> int:

@@ -7,75 +7,103 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gradlane.lab.cluster.namespaces import NODES_MAX
-from gradlane.lab.cluster.shaping import PortShape
-from gradlane.lab.runs.strategy import LabStrategy
+from gradlane.lab.cluster.limits import NODES_MAX, check_port_rate
+from gradlane.lab.runs.strategy import LabStrategy, parse_strategies
 from gradlane.lab.workloads import NAMES, REPLAY_NAMES, SIMULATED_NAMES, WorkloadSpec
-from gradlane.planning.simulation.straggler import StragglerSpec
+from gradlane.planning.simulation.lists import parse_rates
+from gradlane.planning.simulation.straggler import StragglerSpec, parse_straggler
 from gradlane.training.options.cluster_shape import ClusterShape
 from gradlane.training.options.codec_choice import check_codecs, codec_rules, unused_codec_option
 from gradlane.training.options.codec_options import RAW
-from gradlane.training.options.option_fields import check_options, on_command_line, option
+from gradlane.training.options.option_fields import (
+    check_options,
+    on_command_line,
+    option,
+    option_rules,
+    read_float,
+    read_int,
+)
 from gradlane.training.options.options import Options
 from gradlane.training.options.stragglers import Stragglers
-from gradlane.training.options.strategy import RING, LocalSums
+from gradlane.training.options.strategy import RING, LocalSums, Strategy
 
 
-@dataclass(frozen=True)
-class LabOptions:
-    """The options of a lab run. All rates and times are nominal.
+@dataclass(frozen=True, kw_only=True)
+class LabOptions(ClusterShape):
+    """The options of a lab run. All rates and times are nominal."""
 
-    Attributes:
-        workload: a name of `gradlane.lab.workloads.NAMES`.
-        strategies: what to compare.
-        workers: ranks.
-        ranks_per_node: how many of them share a node and its port.
-        rates_bps: bits a second of every port in each direction; each is run in turn.
-        dilation: how many times slower than nominal everything really runs.
-        repeat: how many times all strategies are run.
-        steps: measured steps a run.
-        warmup: steps before them. Rank 0 has its first values at once and the others after they
-            were sent to each, so ranks come together in the third step only.
-        further_warmup: more steps before them, by the strategy's text.
-        slice_elems: elements a slice at most; None: each strategy's own.
-        codec: how gradients of gradlane's strategies travel, as in `gradlane.init`; `raw`: as they
-            are.
-        seed: of model, batches and gradients.
-        profile_path: a profile file in place of the workload's own times.
-        batch_time_s: compute time of a batch in place of the workload's own.
-        paced: whether real workloads are stretched to fixed times.
-        trace_path: write a timeline of the one run of gradlane's there, in nominal time, or None.
-        servers: the first so many ranks own slices, of gradlane's strategies; None: all.
-        serving: so many ranks beside the workers, each a node of its own, own all slices of
-            gradlane's strategies, and train nothing.
-        straggler: the rank that is stopped now and then, or None.
-        clip_norm: clip gradients to this norm before each update, or None: gradlane's by the
-            session, others by torch. Where the accelerator is replayed the norm binds nothing, so
-            that gradients can be verified; others clip in no time, as they would there, and
-            gradlane adds up squares on the host, as it does with any accelerator.
-    """
-
-    workload: str
-    strategies: Sequence[LabStrategy]
-    workers: int = option(4, least=2, most=NODES_MAX)
-    ranks_per_node: int = 1
-    rates_bps: Sequence[int] = field(default_factory=lambda: [4_000_000_000])
-    dilation: float = option(1.0, least=0.01, most=10_000)
-    repeat: int = option(1, least=1, most=10_000)
-    steps: int = option(10, least=1, most=10_000_000)
-    warmup: int = option(3, least=0, most=10_000_000)
-    slice_elems: int | None = option(None, least=1, most=2**31)
-    codec: str = "raw"
-    seed: int = option(0, least=0, most=2**31 - 1)
-    profile_path: str | None = None
-    batch_time_s: float | None = option(None, above=0)
+    workload: str = option(
+        doc="resnet50, vgg19, gpt2_small, digits-cnn, ...; a wrong name lists all."
+    )
+    strategies: Sequence[LabStrategy] = option(
+        doc="Comma-separated: none, ddp-gloo[:BUCKET_MB], ddp-gloo+CODEC, ddp-gloo+fp16, "
+        "ddp-gloo+bfloat16, ddp-gloo+powersgd, ddp-gather[:BUCKET_MB], p3, slicing, wfbp, kvstore, "
+        "deferred-pull, ring, asgd, poseidon, sfb, adam, auto[:any-rounding], "
+        "hierarchical[-shared][:collective]; p3/sealed: with sealed connections.",
+        name="strategy",
+        read=parse_strategies,
+        text="none,ddp-gloo:25,p3",
+    )
+    workers: int = option(4, "Ranks that train.", least=2, most=NODES_MAX)
+    rates_bps: Sequence[int] = option(
+        doc="Nominal rate of every port; several comma-separated.",
+        name="rate",
+        read=parse_rates,
+        text="4gbit",
+    )
+    dilation: float = option(
+        10.0, "Run this many times slower than nominal.", least=0.01, most=10_000
+    )
+    repeat: int = option(1, "Run all strategies this often.", least=1, most=10_000)
+    steps: int = option(8, "Measured steps of a run.", least=1, most=10_000_000)
+    warmup: int = option(2, "Steps before them.", least=0, most=10_000_000)
+    """Rank 0 has its first values at once and the others after they were sent to each, so ranks
+    come together in the third step only."""
+    slice_elems: int | None = option(
+        None,
+        option_rules(Strategy)["slice_elems"].doc,
+        least=1,
+        most=2**31,
+        read=read_int,
+    )
+    codec: str = option(
+        RAW,
+        "How gradients of gradlane's strategies travel, such as qsgd:bits=8, or by pattern: "
+        "'*.bias=raw;*=qsgd:bits=4'.",
+    )
+    seed: int = option(0, "Of model, batches and gradients.", least=0, most=2**31 - 1)
+    profile_path: Path | None = option(
+        None, "A profile file in place of the workload's own times.", name="profile", read=Path
+    )
+    batch_time_s: float | None = option(
+        None, "Nominal compute time of a batch.", above=0, read=read_float
+    )
     paced: bool = True
-    trace_path: Path | None = None
+    """Whether real workloads are stretched to fixed times."""
+    trace_path: Path | None = option(
+        None,
+        "Write the timeline of a single run of gradlane's, for Perfetto; in nominal time.",
+        name="trace",
+        read=Path,
+    )
     further_warmup: Mapping[str, int] = field(default_factory=dict)
-    servers: int | None = option(None, least=1)
+    """More steps before the measured ones, by the strategy's text."""
     serving: int = option(0, least=0, most=NODES_MAX)
-    straggler: StragglerSpec | None = None
-    clip_norm: float | None = option(None, above=0)
+    straggler: StragglerSpec | None = option(
+        None,
+        "Stop a rank in bursts, such as rank=3,share=0.1,burst=500ms.",
+        read=parse_straggler,
+    )
+    clip_norm: float | None = option(
+        None,
+        "Clip to this norm: gradlane's by the session, others by torch.",
+        name="clip",
+        above=0,
+        read=read_float,
+    )
+    """Where the accelerator is replayed the norm binds nothing, so that gradients can be verified;
+    others clip in no time, as they would there, and gradlane adds up squares on the host, as it
+    does with any accelerator."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run.
@@ -97,7 +125,7 @@ class LabOptions:
         if not self.rates_bps or min(self.rates_bps) <= 0:
             raise ValueError("name at least one rate, above 0")
         check_options(self, on_command_line)
-        self.shape.check()
+        self.check_shape()
         if self.straggler is not None and not 0 <= self.straggler.rank < self.workers:
             raise ValueError(
                 f"the straggler is rank {self.straggler.rank}, but there are {self.workers} workers"
@@ -105,7 +133,7 @@ class LabOptions:
         self._check_nodes()
         self._check_serving()
         for rate_bps in self.rates_bps:
-            PortShape(round(rate_bps / self.dilation))
+            check_port_rate(round(rate_bps / self.dilation))
         factored = next((one.text for one in self.strategies if one.sends_factors), None)
         if self.workload not in REPLAY_NAMES and factored is not None:
             raise ValueError(
@@ -125,8 +153,11 @@ class LabOptions:
             alone = next((one.text for one in self.strategies if one.is_asynchronous), None)
             if alone is not None:
                 raise ValueError(f"strategy {alone} clips nothing: run it without --clip")
-        if self.profile_path is not None and not Path(self.profile_path).is_file():
-            raise ValueError(f"there is no profile file {self.profile_path}")
+        if self.profile_path is not None and not self.profile_path.is_file():
+            raise ValueError(
+                f"there is no profile file {self.profile_path}; `gradlane profile --json "
+                "profile.json train.py` makes one"
+            )
 
     def _check_sessions(self) -> None:
         """Check that sessions take their options, and that there are some to take them."""
@@ -159,7 +190,7 @@ class LabOptions:
 
     def _check_nodes(self) -> None:
         each = self.ranks_per_node
-        if why := self.shape.needs_no_network:
+        if why := self.needs_no_network:
             raise ValueError(why)
         alone = next((one.text for one in self.strategies if one.local != "off"), None)
         if alone is not None and each == 1:
@@ -189,19 +220,9 @@ class LabOptions:
         )
 
     @property
-    def shape(self) -> ClusterShape:
-        """The ranks."""
-        return ClusterShape(self.workers, self.ranks_per_node, self.servers, self.serving)
-
-    @property
     def nodes(self) -> int:
         """Nodes of the emulated cluster, each with one port."""
-        return self.shape.machines
-
-    @property
-    def ranks(self) -> int:
-        """Ranks that train, and those that only serve."""
-        return self.shape.ranks
+        return self.machines
 
     @property
     def steps_in_total(self) -> int:

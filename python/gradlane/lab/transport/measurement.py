@@ -17,15 +17,13 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from gradlane.lab.cluster.keep_cpus_awake import cpus_kept_awake
-from gradlane.lab.cluster.namespaces import NODES_MAX, EmulatedCluster
+from gradlane.lab.cluster.namespaces import EmulatedCluster
 from gradlane.lab.cluster.ranks import RankPool
 from gradlane.lab.runs.rows import measures_machine
+from gradlane.lab.transport.options import FLOAT_BYTES, TransportOptions
 from gradlane.lab.transport.trace import UrgentSlice, urgent_slices
 from gradlane.planning.simulation.bound import port_bytes
 from gradlane.planning.simulation.grid import GOODPUT_SHARE
-from gradlane.training.options.option_fields import check_options, on_command_line, option
-from gradlane.training.options.options import Options, keywords_of
-from gradlane.training.rendezvous.environment import own_processors
 
 GOODPUT_SHARE_TARGET = 0.97
 CPU_RATIO_TARGET = 1.25
@@ -35,16 +33,7 @@ URGENT_ELEMS = 50_000
 URGENT_PER_STEP = 4
 
 _PROGRAM = "gradlane.lab.transport.node"
-_FLOAT_BYTES = 4
 _GB = 1e9
-_SETTINGS = (
-    "frame_bytes",
-    "low_water_bytes",
-    "send_buffer_bytes",
-    "pacing",
-    "work_threads",
-    "lanes",
-)
 _STREAM = {"ramp_s": 0.5, "window_s": 1.5}
 _URGENT_FIRST_SHARE, _URGENT_LAST_SHARE = 0.15, 0.6
 
@@ -58,61 +47,6 @@ _SPANS = (
     "less_urgent_until_last",
 )
 """Fields of `UrgentSlice` whose median and maximum a row has."""
-
-
-@dataclass(frozen=True)
-class TransportOptions:
-    """The options of a measurement.
-
-    Attributes:
-        workers: ranks, each on a node of its own.
-        rate_bps: bits a second of every port in each direction.
-        megabytes: f32 gradients that each rank hands over at once, in 10^6 bytes.
-        tensors: how many tensors of equal size they are.
-        repeat: how often streams, gradlane and Gloo take turns.
-        steps: measured steps of a turn.
-        warmup: steps before them.
-        urgent_trials: urgent slices each rank hands over, in each of the two ways.
-        urgent_megabytes: the less urgent tensor that saturates the ports meanwhile.
-        settings: further options by name.
-    """
-
-    workers: int = option(4, least=2, most=NODES_MAX)
-    rate_bps: int = 500_000_000
-    megabytes: float = option(100.0, least=0.001, most=10_000)
-    tensors: int = option(25, least=1, most=10_000)
-    repeat: int = option(3, least=0, most=10_000)
-    steps: int = option(3, least=1, most=30)
-    warmup: int = option(1, least=0, most=10)
-    urgent_trials: int = option(20, least=0, most=10_000)
-    urgent_megabytes: float = option(60.0, least=1, most=10_000)
-    settings: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be measured.
-
-        Raises:
-            ValueError: an option is out of its range; the message names it.
-        """
-        check_options(self, on_command_line)
-
-    @property
-    def effective_settings(self) -> dict[str, Any]:
-        """The session's options that matter on the wire, defaults included."""
-        network = Options.of(**keywords_of(**(self.settings or {}))).network
-        work_threads, lanes = network.thread_counts(own_processors({}))
-        chosen = {**asdict(network), "work_threads": work_threads, "lanes": lanes}
-        return {name: chosen[name] for name in _SETTINGS}
-
-    @property
-    def tensor_elems(self) -> list[int]:
-        """Elements of each tensor of the exchanged model."""
-        return [max(1, round(self.megabytes * 1e6 / _FLOAT_BYTES / self.tensors))] * self.tensors
-
-    @property
-    def sent_bytes_per_step(self) -> float:
-        """Payload bytes that a rank sends in a step, with any of the two."""
-        return port_bytes(sum(self.tensor_elems) * _FLOAT_BYTES, workers=self.workers)
 
 
 @dataclass(frozen=True)
@@ -418,12 +352,12 @@ class _Measurement:
     def urgency(self) -> list[UrgencyRow]:
         """Hand over urgent slices while a large tensor saturates the ports."""
         options = self.options
-        large_elems = round(options.urgent_megabytes * 1e6 / _FLOAT_BYTES)
+        large_elems = round(options.urgent_megabytes * 1e6 / FLOAT_BYTES)
         tensor_elems = [URGENT_ELEMS] * URGENT_PER_STEP + [large_elems]
         self._open(
             "gradlane", tensor_elems, settings={**(options.settings or {}), "frame_trace": True}
         )
-        sent_bytes = port_bytes(large_elems * _FLOAT_BYTES, workers=options.workers)
+        sent_bytes = port_bytes(large_elems * FLOAT_BYTES, workers=options.workers)
         busy_s = 8 * sent_bytes / (options.rate_bps * GOODPUT_SHARE)
         gap_share = (_URGENT_LAST_SHARE - _URGENT_FIRST_SHARE) / (URGENT_PER_STEP - 1)
         # The last tensor's gradient comes first, as in backward.

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from gradlane.formats.profile import Profile, ProfileError
 from gradlane.planning.profiler.operations import count_operations, with_operations
+from gradlane.planning.profiler.options import STEPS_MAX
 from gradlane.planning.profiler.preserving import preserved
-from gradlane.planning.profiler.recorder import STEPS_MAX, Recorder
+from gradlane.planning.profiler.recorder import Recorder
 
 Function = Callable[[nn.Module, Any], Any]
 """Takes the model and a batch; runs a whole step, or returns the loss."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gradlane.formats.profile import Profile, ProfileError, ProfileModule, ProfileTensor
 from gradlane.planning.profiler.nested import samples_in
+from gradlane.planning.profiler.options import STEPS_MAX
 from gradlane.planning.profiler.rows import RowCountHook, RowCounts, has_rows
 from gradlane.planning.profiler.tape import EVALUATION, Clock, CudaClock, HostClock, Mark, Tape
 from gradlane.planning.profiler.timeline import StepMedians, read_step
@@ -28,8 +29,6 @@ from gradlane.training.modules.compiled import is_tracing, register_pre_hook_fir
 from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
 from gradlane.training.torch_internals import compiled_call, compiled_inside, graph_task_id
 
-STEPS_MAX = 200
-"""Most steps that are kept; older ones are dropped."""
 _DTYPES = {
     torch.float32: "f32",
     torch.float16: "f16",

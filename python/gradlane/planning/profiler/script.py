@@ -36,7 +36,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gradlane.formats.profile import ProfileError
 from gradlane.planning.profiler.nested import with_tensors
 from gradlane.planning.profiler.operations import backward_of
-from gradlane.planning.profiler.recorder import STEPS_MAX, Recorder
+from gradlane.planning.profiler.options import RecordingOptions
+from gradlane.planning.profiler.recorder import Recorder
 from gradlane.training.factors.rows import sparse_weights
 from gradlane.training.model.lazy_parameter_dict import LazyParameterDict
 from gradlane.training.modules.forward_order import inside_backward
@@ -45,8 +46,6 @@ from gradlane.training.torch_internals import compiled_inside, parameters_of
 
 CALLS_STEP = 2
 """The step, after the one that finds the model, whose calls of the model are kept."""
-WARMUP_MIN = 2
-"""Least number of steps before the recorded ones; they find the model."""
 LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
@@ -80,12 +79,9 @@ class _StopScript(BaseException):
 def run_script(
     target: str,
     arguments: Sequence[str],
+    options: RecordingOptions,
     *,
-    steps: int,
-    warmup: int,
     is_module: bool = False,
-    run_to_end: bool = False,
-    batch_size: int | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> RecordedScript:
     """Run a training script in this process, as `python target arguments` would, and record it.
@@ -93,11 +89,8 @@ def run_script(
     Args:
         target: path of the script, or the name of a module.
         arguments: `sys.argv[1:]` of the script.
-        steps: recorded steps.
-        warmup: steps before them, at least `WARMUP_MIN`.
+        options: which steps are recorded.
         is_module: whether `target` is a module, as after `python -m`.
-        run_to_end: let the script go on after the last step; else it is ended there.
-        batch_size: samples in a step, if the model's inputs do not show it.
         on_step: called with the number of recorded steps, after each.
 
     Returns:
@@ -107,15 +100,10 @@ def run_script(
         LauncherMissingError: the script failed since no launcher has started it.
         ProfileError: the script failed (its traceback is printed), or took no steps that could
             be seen.
-        ValueError: steps or warmup are out of range.
     """
-    if not 1 <= steps <= STEPS_MAX:
-        raise ValueError(f"steps is {steps}, but must be 1 to {STEPS_MAX}")
-    if warmup < WARMUP_MIN:
-        raise ValueError(f"warmup is {warmup}, but must be {WARMUP_MIN} at least")
     if not is_module and not Path(target).is_file():
         raise ProfileError(f"there is no script {target!r}")
-    watcher = _ScriptRecorder(steps, warmup, run_to_end, batch_size, on_step)
+    watcher = _ScriptRecorder(options, on_step)
     before = sys.argv, sys.path
     sys.argv = [target, *arguments]
     first = str(Path.cwd()) if is_module else str(Path(target).resolve().parent)
@@ -169,16 +157,10 @@ class _ScriptRecorder:
 
     def __init__(
         self,
-        steps: int,
-        warmup: int,
-        run_to_end: bool,
-        batch_size: int | None,
+        options: RecordingOptions,
         on_step: Callable[[int], None] | None,
     ) -> None:
-        self._steps = steps
-        self._warmup = warmup
-        self._run_to_end = run_to_end
-        self._batch_size = batch_size
+        self._options = options
         self._on_step = on_step
         self._handles: list[Any] = []
         self._depth = 0
@@ -229,7 +211,7 @@ class _ScriptRecorder:
         if self._found.recorder.recorded_steps == 0:
             raise ProfileError(
                 f"{target} ended after {self._taken_steps} steps, all of which were warm-up "
-                f"(--warmup {self._warmup}): let it take more"
+                f"(--warmup {self._options.warmup}): let it take more"
             )
         return self._found
 
@@ -265,19 +247,19 @@ class _ScriptRecorder:
             return
         self._taken_steps += 1
         recorder = self._found.recorder
-        if self._taken_steps > self._warmup:
+        if self._taken_steps > self._options.warmup:
             recorder.end_step()
             if self._on_step is not None:
                 self._on_step(recorder.recorded_steps)
-            if recorder.recorded_steps >= self._steps:
+            if recorder.recorded_steps >= self._options.steps:
                 self._step_optimizer = None
                 recorder.detach()
-                if not self._run_to_end:
+                if not self._options.run_to_end:
                     raise _StopScript
                 return
         if self._taken_steps > CALLS_STEP:
             self._remove_hooks()
-        if self._taken_steps >= self._warmup:
+        if self._taken_steps >= self._options.warmup:
             recorder.begin_step()
 
     def _keep_call(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
@@ -339,7 +321,7 @@ class _ScriptRecorder:
             name = "+".join(type(root).__name__ for root in roots)
             notes.append(f"the script calls {len(roots)} models by themselves: {name}")
         return RecordedScript(
-            model, name, Recorder(model, batch_size=self._batch_size), notes=notes
+            model, name, Recorder(model, batch_size=self._options.batch_size), notes=notes
         )
 
 

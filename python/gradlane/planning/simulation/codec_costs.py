@@ -13,8 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.training.options.codec_choice import (
     CodecChoice,
@@ -77,6 +75,8 @@ def measure_cost(codec: str) -> CodecCost:
     Raises:
         ValueError: the text names no codec.
     """
+    import numpy as np
+
     from gradlane.codecs import Codec
 
     made = Codec(codec, (_ELEMENTS,))

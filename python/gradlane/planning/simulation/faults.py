@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradlane.formats.durations import format_duration_s, parse_duration_s
-from gradlane.planning.simulation.grid import SimulatedRow
 from gradlane.planning.simulation.scenarios import FORMULAS
+from gradlane.training.options.option_fields import on_command_line, option, option_rules
 from gradlane.training.options.option_groups import Network
+
+if TYPE_CHECKING:
+    from gradlane.planning.simulation.grid import SimulatedRow
 
 AGREEMENT_S = 1.0
 """Seconds in which the ranks that are left agree on who goes on; an upper bound."""
@@ -35,81 +38,71 @@ PROGRESS_LEAST = 0.05
 WAITS, SHRINKS = "waits", "shrinks"
 """Kinds of restart: with all ranks, once the lost machine is replaced; or at once with those that
 are left, and again when the new machine is there."""
-_MTBF_LEAST_S, _TIME_MOST_S = 1.0, 100 * 365 * 86400.0
+_TIME_MOST_S = 100 * 365 * 86400.0
 
 
 @dataclass(frozen=True)
 class FaultSettings:
     """How often machines are lost, and what it takes to have them back.
 
-    Attributes:
-        mtbf_s: mean time between failures of one machine, in seconds.
-        restart_s: seconds from the start of a process until it can train: imports, rendezvous,
-            loading.
-        replacement_s: seconds from the loss of a machine until a process can be started in its
-            place.
-        detection_s: seconds until the others know of a loss.
-        checkpoint_interval_s: seconds of training from one checkpoint to the next; None: the best
-            ones.
-        checkpoint_s: seconds in which training stands still for a checkpoint; None: those of
-            copying the state.
-
     Raises:
         ValueError: a value is out of range; the text names the command's option.
     """
 
-    mtbf_s: float
-    restart_s: float = 60.0
-    replacement_s: float = 300.0
-    detection_s: float = Network.silence_timeout_s
-    checkpoint_interval_s: float | None = None
-    checkpoint_s: float | None = None
+    mtbf_s: float = option(
+        name="mtbf",
+        doc="Mean time between failures of one machine, such as 6h: tells what faults cost, with "
+        "and without going on. The ranks of a node fail together (--ranks-per-node); else each "
+        "rank is a machine.",
+        read=parse_duration_s,
+        least=1.0,
+    )
+    restart_s: float = option(
+        name="restart_time",
+        doc="From the start of a process until it can train. 60s if absent.",
+        read=parse_duration_s,
+        text="60s",
+        least=0.0,
+    )
+    replacement_s: float = option(
+        name="replacement_time",
+        doc="Until another machine is there in place of a lost one. 5min if absent.",
+        read=parse_duration_s,
+        text="5min",
+        least=0.0,
+    )
+    detection_s: float = option(
+        name="detection_time",
+        doc="Until others know of a loss. silence_timeout_s, "
+        f"{Network.silence_timeout_s:g}s, if absent.",
+        read=parse_duration_s,
+        text=f"{Network.silence_timeout_s:g}s",
+        least=0.0,
+    )
+    checkpoint_interval_s: float | None = option(
+        None,
+        "Training between two checkpoints. The best one if absent.",
+        name="checkpoint_interval",
+        read=parse_duration_s,
+        least=0.001,
+    )
+    checkpoint_s: float | None = option(
+        None,
+        "How long training stands still for a checkpoint. A copy of parameters and optimizer state "
+        "if absent.",
+        name="checkpoint_time",
+        read=parse_duration_s,
+        least=0.0,
+    )
 
     def __post_init__(self) -> None:
-        for option, value, least_s in (
-            ("--mtbf", self.mtbf_s, _MTBF_LEAST_S),
-            ("--restart-time", self.restart_s, 0.0),
-            ("--replacement-time", self.replacement_s, 0.0),
-            ("--detection-time", self.detection_s, 0.0),
-            ("--checkpoint-interval", self.checkpoint_interval_s, 0.001),
-            ("--checkpoint-time", self.checkpoint_s, 0.0),
-        ):
+        for field, rules in option_rules(self).items():
+            value, least_s = getattr(self, field), rules.least or 0.0
             if value is not None and not least_s <= value <= _TIME_MOST_S:
                 raise ValueError(
-                    f"{option} is {value:g} s: use {format_duration_s(least_s)} to 36500 d"
+                    f"--{on_command_line(rules.name)} is {value:g} s: use "
+                    f"{format_duration_s(least_s)} to 36500 d"
                 )
-
-
-def parse_faults(mtbf: str | None, **times: str | None) -> FaultSettings | None:
-    """Return the settings of a command's options; None without a time between failures.
-
-    Args:
-        mtbf: as `--mtbf` gives it, such as `6h`.
-        times: the other options by their names without `--`, `_` for `-`; None: absent.
-
-    Raises:
-        ValueError: a text is no length of time or out of range, or has no effect.
-    """
-    given = {name: text for name, text in times.items() if text is not None}
-    if mtbf is None:
-        for name in given:
-            raise ValueError(
-                f"{_option(name)} has no effect without --mtbf: leave it out, or add --mtbf 6h"
-            )
-        return None
-    fields = {f"{name.removesuffix('_time')}_s": _parse(name, text) for name, text in given.items()}
-    return FaultSettings(_parse("mtbf", mtbf), **fields)
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _parse(name: str, text: str) -> float:
-    try:
-        return parse_duration_s(text)
-    except ValueError as failure:
-        raise ValueError(f"{_option(name)}: {failure}") from None
 
 
 @dataclass(frozen=True)

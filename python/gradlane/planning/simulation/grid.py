@@ -9,6 +9,7 @@ from typing import Any
 from gradlane.planning.simulation.bound import bound_step_s, port_bytes
 from gradlane.planning.simulation.codec_costs import codecs_in, wire_bytes
 from gradlane.planning.simulation.ddp import ddp_step_s
+from gradlane.planning.simulation.lists import Grid
 from gradlane.planning.simulation.local_updates import (
     fragment_profiles,
     local_step_s,
@@ -27,7 +28,6 @@ from gradlane.planning.simulation.scenarios import (
     columns_of,
     has_many_ranks,
     local_sums,
-    machines_of,
     narrow_tensors,
     nodes_refusal,
     ring_node_size,
@@ -38,7 +38,6 @@ from gradlane.planning.simulation.scenarios import (
 from gradlane.planning.simulation.threads import in_threads
 from gradlane.training.options.codec_choice import CodecChoice, codec_rules
 from gradlane.training.options.codec_options import RAW
-from gradlane.training.options.local_updates import Local
 from gradlane.training.options.stragglers import LEAVES_OUT, WAIT
 from gradlane.training.options.strategy import (
     ADAM,
@@ -122,24 +121,18 @@ class SimulatedRow:
 
 
 def clusters_of(
-    *,
-    workers: Sequence[int],
-    rates_bps: Sequence[float],
-    strategies: Sequence[str],
-    compressions: Sequence[float],
-    topologies: Sequence[str],
-    base: Cluster,
-    codecs: Sequence[str] = (RAW,),
-    ranks_per_node: Sequence[int] = (1,),
-    rules: Sequence[str] = (WAIT,),
-    updates: Sequence[Local | None] = (None,),
-    on_left_out: Callable[[str], None] = lambda reason: None,
+    grid: Grid, base: Cluster, on_left_out: Callable[[str], None] = lambda reason: None
 ) -> list[Cluster]:
     """Return every valid combination.
 
     Only `ring-fused` has a topology other than flat, and only strategies of `LEAVES_OUT` have
     straggler rules other than to wait. Numbers of workers that do not fill two nodes, and sums on
-    nodes of one rank, are skipped; `on_left_out` is called once with each reason.
+    nodes of one rank, are skipped.
+
+    Args:
+        grid: the values.
+        base: everything else about the clusters.
+        on_left_out: called once with each reason for which some are skipped.
 
     Raises:
         ValueError: no combination is left; the text has the first reason.
@@ -157,15 +150,15 @@ def clusters_of(
             stragglers=rule,
             update=update,
         )
-        for count in workers
-        for node_size in ranks_per_node
-        for rate_bps in rates_bps
-        for compression in compressions
-        for strategy in strategies
-        for codec in (codecs if strategy != DDP else (RAW,))
-        for update in (updates if strategy not in FORMULAS else (None,))
-        for topology in (topologies if strategy == RING_FUSED else ("flat",))
-        for rule in (rules if strategy in LEAVES_OUT else (WAIT,))
+        for count in grid.workers
+        for node_size in grid.ranks_per_node
+        for rate_bps in grid.rates_bps
+        for compression in grid.compressions
+        for strategy in grid.strategies
+        for codec in (grid.codecs if strategy != DDP else (RAW,))
+        for update in (grid.updates if strategy not in FORMULAS else (None,))
+        for topology in (grid.topologies if strategy == RING_FUSED else ("flat",))
+        for rule in (grid.rules if strategy in LEAVES_OUT else (WAIT,))
     ]
     found = [
         replace(one, steps=min(one.steps, MANY_RANKS_STEPS)) if has_many_ranks(one) else one
@@ -309,8 +302,8 @@ def _ddp_report(profile: Profile, cluster: Cluster) -> dict[str, Any]:
     share = cluster.costs.network.get("goodput_share", GOODPUT_SHARE)
     # Every step waits for the slowest rank.
     slowest = profile.scaled(1.0 + cluster.compute_spread)
-    cluster.paths.check(machines_of(cluster))
-    rate_bps = cluster.paths.ring_bps(machines_of(cluster), cluster.rate_bps)
+    cluster.paths.check(cluster.machines)
+    rate_bps = cluster.paths.ring_bps(cluster.machines, cluster.rate_bps)
     step_s = ddp_step_s(
         slowest,
         workers=cluster.workers,
@@ -423,7 +416,7 @@ def _even_bps(cluster: Cluster) -> float:
     """Return the rate of equal ports for the bound of a cluster whose paths may differ."""
     if not cluster.paths:
         return cluster.rate_bps
-    machines = machines_of(cluster)
+    machines = cluster.machines
     if cluster.strategy in (RING, DDP):
         return cluster.paths.ring_bps(machines, cluster.rate_bps)
     uneven = (IN_NETWORK, ADAM, *SPLITTING_STRATEGIES)

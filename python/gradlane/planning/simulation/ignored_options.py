@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from gradlane.planning.simulation.costs import MachineCosts
+from gradlane.planning.simulation.lists import Grid
 from gradlane.planning.simulation.scenarios import (
     ENGINE_STRATEGIES,
     FORMULAS,
@@ -13,59 +12,45 @@ from gradlane.planning.simulation.scenarios import (
 )
 from gradlane.training.options.codec_choice import codec_rules, unused_codec_option
 from gradlane.training.options.codec_options import RAW
-from gradlane.training.options.local_updates import Local
 from gradlane.training.options.stragglers import LEAVES_OUT, WAIT
 from gradlane.training.options.strategy import ASGD, RING
 
 
-def check_effects(
-    strategies: Sequence[str],
-    base: Cluster,
-    *,
-    topologies: Sequence[str],
-    ranks_per_node: Sequence[int],
-    codecs: Sequence[str],
-    rules: Sequence[str],
-    updates: Sequence[Local | None] = (None,),
-) -> None:
+def check_effects(grid: Grid, base: Cluster) -> None:
     """Check that every option that was given has an effect on one of the strategies.
 
     Args:
-        strategies: that will be simulated.
-        base: with everything that all clusters have in common; a default was not given.
-        topologies: of `ring-fused`.
-        ranks_per_node: in turn.
-        codecs: in turn.
-        rules: for late ranks, in turn.
-        updates: local updates, in turn; None: none.
+        grid: the values that will be simulated.
+        base: everything that all clusters have in common; a default was not given.
 
     Raises:
         ValueError: one has none; the message names it and a strategy that it is for.
     """
+    strategies = grid.strategies
     engine = [one for one in strategies if one not in FORMULAS]
     with_servers = [one for one in engine if one != RING]
     is_fused = RING_FUSED in strategies
-    is_hierarchical = is_fused and "hierarchical" in topologies
-    has_nodes = max(ranks_per_node) > 1
+    is_hierarchical = is_fused and "hierarchical" in grid.topologies
+    has_nodes = max(grid.ranks_per_node) > 1
     # The formula of fused rings knows the rate of ports, and no more of the cluster.
     knows_hosts = any(one != RING_FUSED for one in strategies)
     servers = base.servers is not None or base.serving > 0
-    encoded = any(codec_rules(codec) != RAW for codec in codecs)
+    encoded = any(codec_rules(codec) != RAW for codec in grid.codecs)
     any_engine = f"one of {', '.join(ENGINE_STRATEGIES)}"
     given: tuple[tuple[str, bool, bool, str], ...] = (
         ("--slice-elems", base.slice_elems is not None, bool(engine), any_engine),
         ("--codec", encoded, bool(engine) or is_fused, any_engine),
-        ("--update", any(one is not None for one in updates), bool(engine), any_engine),
+        ("--update", any(one is not None for one in grid.updates), bool(engine), any_engine),
         ("--sharded", base.sharded, bool(engine), any_engine),
         ("--servers", servers, bool(with_servers), "p3, or another strategy with servers"),
         (
             "--stragglers",
-            any(rule != WAIT for rule in rules),
+            any(rule != WAIT for rule in grid.rules),
             bool({*LEAVES_OUT} & {*engine}),
             "p3",
         ),
         ("--straggler", base.straggler is not None, knows_hosts, any_engine),
-        ("--topology", any(one != "flat" for one in topologies), is_fused, RING_FUSED),
+        ("--topology", any(one != "flat" for one in grid.topologies), is_fused, RING_FUSED),
         ("--additions", bool(base.additions), is_fused, RING_FUSED),
         (
             "--workers-per-node",
@@ -92,7 +77,7 @@ def check_effects(
                 f"add {remedy}"
             )
     has_ring, encodes_means = RING in engine, any(one != ASGD for one in engine)
-    for codec in codecs:
+    for codec in grid.codecs:
         unused = unused_codec_option(
             codec_rules(codec), has_ring=has_ring, encodes_means=encodes_means
         )

@@ -1,12 +1,20 @@
-"""Parsers of lists on a command line: `2,4,8`, `1..100gbit`, `2..16`."""
+"""Lists of values on a command line, `2,4,8`, `1..100gbit`, `2..16`, and the grid of them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from gradlane.formats.rates import parse_rate
-from gradlane.training.options.stragglers import parse_stragglers
+from gradlane.planning.simulation.scenarios import STRATEGIES
+from gradlane.training.options.codec_choice import check_codecs, codec_rules
+from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.local_updates import Local, parse_local
+from gradlane.training.options.option_fields import option
+from gradlane.training.options.stragglers import WAIT, parse_stragglers
 
 USUAL_GBIT = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 25, 40, 50, 100, 200, 400, 800)
 """Rates that a range expands to."""
@@ -151,3 +159,75 @@ def _parts(text: str, what: str) -> list[str]:
     if not parts:
         raise ValueError(f"no {what} given")
     return parts
+
+
+def _codec(text: str) -> str:
+    """Return the text of a codec or of patterns; `ValueError` where it is neither."""
+    check_codecs(codec_rules(text))
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Values of which each combination is a cluster."""
+
+    workers: Sequence[int] = option(
+        doc="Such as 2,4,8 or 2..16.", read=parse_workers, text="2,4,8,16"
+    )
+    rates_bps: Sequence[float] = option(
+        doc="Rate of every port; such as 4gbit,10gbit or 1..100gbit.",
+        name="rate",
+        read=parse_rates,
+        text="1gbit,4gbit,10gbit,25gbit,100gbit",
+    )
+    strategies: Sequence[str] = option(
+        (),
+        "Comma-separated: ddp (PyTorch's, with the best bucket size), p3, slicing, wfbp, kvstore, "
+        "deferred-pull, asgd, ring (p3 round a ring), poseidon and sfb (p3 with factors where they "
+        "are fewer numbers, or wherever there are any; on nodes ranks add up first and a leader "
+        "sends their factors), adam (factors to one rank, the whole back), hierarchical and "
+        "hierarchical-shared (p3 between nodes whose ranks add up first; --ranks-per-node), "
+        "ring-fused (a model of fused buffers and rings); if absent ddp, p3, and hierarchical "
+        "where nodes have several workers.",
+        name="strategy",
+        read=partial(parse_names, known=STRATEGIES, what="strategy"),
+    )
+    codecs: Sequence[str] = option(
+        (RAW,),
+        "How gradients travel, such as qsgd:bits=4; several, each after --codec. raw if absent.",
+        name="codec",
+        read=_codec,
+        repeated=True,
+    )
+    updates: Sequence[Local | None] = option(
+        (None,),
+        "Local updates beside exact ones, such as local:steps=32,fragments=8,overlap_steps=4; "
+        "several, each after --update.",
+        name="update",
+        read=parse_local,
+        repeated=True,
+    )
+    compressions: Sequence[float] = option(
+        doc="Bytes of gradients over bytes that travel; such as 1,2,5,10.",
+        name="compression",
+        read=parse_compressions,
+        text="1",
+    )
+    topologies: Sequence[str] = option(
+        doc="Of ring-fused: flat, hierarchical, or both.",
+        name="topology",
+        read=partial(parse_names, known=("flat", "hierarchical"), what="topology"),
+        text="flat",
+    )
+    ranks_per_node: Sequence[int] = option(
+        doc="Workers on each node, which share its port; such as 2,4,8. Numbers that do not fill "
+        "two nodes are left out.",
+        read=parse_node_sizes,
+        text="1",
+    )
+    rules: Sequence[str] = option(
+        doc="Comma-separated: wait, drop, drop=1.5, backup=1: who a step goes on without.",
+        name="stragglers",
+        read=parse_rules,
+        text=WAIT,
+    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gradlane.formats.rates import format_rate, parse_rate
+from gradlane.training.options.option_fields import option
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,78 @@ class Racks:
         return f"racks of {self.machines} machines {line}"
 
 
+def _port(text: str) -> PortRate:
+    machine, _, rate = text.partition("=")
+    if not machine.strip().isdigit() or not rate:
+        raise ValueError(
+            f"port is {text!r}; it is written 3=1gbit: a machine's number and its rate"
+        )
+    return PortRate(int(machine), float(parse_rate(rate)))
+
+
+def _link(text: str) -> Link:
+    between, _, rate = text.partition("=")
+    one, _, other = (end.strip() for end in between.partition("-"))
+    if not (one.isdigit() and other.isdigit() and rate) or int(one) == int(other):
+        raise ValueError(
+            f"link is {text!r}; it is written 0-2=1gbit: the numbers of two machines and the rate"
+        )
+    return Link(int(one), int(other), float(parse_rate(rate)))
+
+
+def _racks(text: str) -> Racks:
+    machines, _, line = (part.strip() for part in text.partition("="))
+    usage = (
+        f"racks is {text!r}; it is written 4=10gbit (machines in a rack, and the rate of its line "
+        "to the others) or 4=3x (its ports together carry 3 times as much as that line)"
+    )
+    if not machines.isdigit() or int(machines) < 1 or not line:
+        raise ValueError(usage)
+    times = line.removesuffix("x")
+    if times == line:
+        return Racks(int(machines), float(parse_rate(line)))
+    try:
+        oversubscription = float(times)
+    except ValueError:
+        raise ValueError(usage) from None
+    if not 1.0 <= oversubscription <= 1e4:
+        raise ValueError(usage)
+    return Racks(int(machines), None, oversubscription)
+
+
 @dataclass(frozen=True)
 class Paths:
     """What differs from a cluster's rate."""
 
-    ports: tuple[PortRate, ...] = ()
-    links: tuple[Link, ...] = ()
-    racks: Racks | None = None
+    ports: tuple[PortRate, ...] = option(
+        (),
+        "A machine whose port has another rate, by its number: 3=1gbit; several, each after "
+        "--port. Dedicated servers come after the workers.",
+        name="port",
+        read=_port,
+        repeated=True,
+    )
+    links: tuple[Link, ...] = option(
+        (),
+        "A link between two machines that is slower than their ports: 0-2=1gbit; several, each "
+        "after --link.",
+        name="link",
+        read=_link,
+        repeated=True,
+    )
+    racks: Racks | None = option(
+        None,
+        "Machines of a rack and what its line to the others carries: 4=10gbit, or 4=3x where its "
+        "ports together carry 3 times as much (oversubscription).",
+        read=_racks,
+    )
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` where a machine's port or a link is named twice."""
+        machines = [port.machine for port in self.ports]
+        ends = [frozenset((link.one, link.other)) for link in self.links]
+        if len({*machines}) < len(machines) or len({*ends}) < len(ends):
+            raise ValueError("a --port or a --link is given twice: leave one of them out")
 
     def __bool__(self) -> bool:
         """Return whether anything differs."""
@@ -152,60 +217,3 @@ class Paths:
             for link in self.links
         ]
         return ", ".join([*parts, *([] if self.racks is None else [str(self.racks)])])
-
-
-def parse_paths(ports: Sequence[str], links: Sequence[str], racks: str | None) -> Paths:
-    """Parse the options `--port 3=1gbit`, `--link 0-2=1gbit` and `--racks 4=10gbit` or `4=4x`.
-
-    Raises:
-        ValueError: a text is none of these, or a machine or link is named twice.
-    """
-    found = Paths(
-        tuple(_port(text) for text in ports),
-        tuple(_link(text) for text in links),
-        None if racks is None else _racks(racks),
-    )
-    machines = [port.machine for port in found.ports]
-    ends = [frozenset((link.one, link.other)) for link in found.links]
-    if len({*machines}) < len(machines) or len({*ends}) < len(ends):
-        raise ValueError("a --port or a --link is given twice: leave one of them out")
-    return found
-
-
-def _port(text: str) -> PortRate:
-    machine, _, rate = text.partition("=")
-    if not machine.strip().isdigit() or not rate:
-        raise ValueError(
-            f"port is {text!r}; it is written 3=1gbit: a machine's number and its rate"
-        )
-    return PortRate(int(machine), float(parse_rate(rate)))
-
-
-def _link(text: str) -> Link:
-    between, _, rate = text.partition("=")
-    one, _, other = (end.strip() for end in between.partition("-"))
-    if not (one.isdigit() and other.isdigit() and rate) or int(one) == int(other):
-        raise ValueError(
-            f"link is {text!r}; it is written 0-2=1gbit: the numbers of two machines and the rate"
-        )
-    return Link(int(one), int(other), float(parse_rate(rate)))
-
-
-def _racks(text: str) -> Racks:
-    machines, _, line = (part.strip() for part in text.partition("="))
-    usage = (
-        f"racks is {text!r}; it is written 4=10gbit (machines in a rack, and the rate of its line "
-        "to the others) or 4=3x (its ports together carry 3 times as much as that line)"
-    )
-    if not machines.isdigit() or int(machines) < 1 or not line:
-        raise ValueError(usage)
-    times = line.removesuffix("x")
-    if times == line:
-        return Racks(int(machines), float(parse_rate(line)))
-    try:
-        oversubscription = float(times)
-    except ValueError:
-        raise ValueError(usage) from None
-    if not 1.0 <= oversubscription <= 1e4:
-        raise ValueError(usage)
-    return Racks(int(machines), None, oversubscription)

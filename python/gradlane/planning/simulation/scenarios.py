@@ -21,7 +21,7 @@ from gradlane.planning.simulation.codec_costs import CodecCost, codecs_in, mean_
 from gradlane.planning.simulation.costs import HOST_CONSTANTS, MachineCosts
 from gradlane.planning.simulation.paths import Paths
 from gradlane.planning.simulation.profiles import Profile
-from gradlane.planning.simulation.straggler import StragglerSpec
+from gradlane.planning.simulation.straggler import StragglerSpec, parse_straggler
 from gradlane.training.node.parts import BLOCKS, cut_into_parts
 from gradlane.training.node.rules import LEADER, NODE_STRATEGIES
 from gradlane.training.options import strategy as strategies
@@ -30,6 +30,7 @@ from gradlane.training.options.codec_choice import codec_features, codec_rules, 
 from gradlane.training.options.codec_options import RAW, ROUNDING
 from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.options.local_updates import Local
+from gradlane.training.options.option_fields import option, read_int
 from gradlane.training.options.stragglers import (
     AHEAD_STEPS,
     WAIT,
@@ -80,11 +81,10 @@ LARGE_FRAME_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(ClusterShape):
     """A cluster and its synchronization."""
 
-    workers: int
-    rate_bps: float
+    rate_bps: float = option()
     strategy: str = "p3"
     compression: float = 1.0
     """Bytes of a gradient over bytes that travel for it."""
@@ -92,38 +92,31 @@ class Cluster:
     """Codec of the engine's strategies, as for `gradlane.init`; beside `compression`."""
     schemes: Schemes = ()
     """Layers whose scheme is not the strategy's; those of `SCHEME_STRATEGIES` follow from it."""
-    servers: int | None = None
-    """Number of workers that are servers, the first ones; None: all."""
-    serving: int = 0
-    """Number of dedicated servers."""
-    ranks_per_node: int = 1
-    """Workers on each node, which share its port."""
     local: str = "off"
     """Sums on nodes, as in `gradlane.init`; `NODE_STRATEGIES` imply theirs."""
     update: Local | None = None
     """Local updates, with an exchange every so many steps; None: one in each step."""
-    sharded: bool = False
-    """True if `fully_shard` shards the model within each node: ranks of the same shard average
-    theirs, all ranks of a node behind one port."""
-    latency_s: float = 0.0
+    sharded: bool = option(
+        False, "The model is sharded within each node by fully_shard (--ranks-per-node)."
+    )
+    """Ranks of the same shard average theirs, all ranks of a node behind one port."""
+    latency_s: float = option(0.0, "One-way time between two ports.")
     paths: Paths = field(default_factory=Paths)
     """Ports and ways between machines that are not all alike."""
     lanes: int = 1
     """Connections of a pair of ranks, each with a thread of its own at both ends."""
     work_threads: int = 1
     """Threads of a rank that add gradients up."""
-    slice_elems: int | None = None
+    slice_elems: int | None = option(None, "Elements a slice at most.", read=read_int)
     steps: int = 3
-    clip: bool = False
-    """True if gradients are clipped by the norm of all of them, as `session.clip_grad_norm_`
-    does, or, of DDP, torch's own function."""
+    clip: bool = option(False, "Gradients are clipped by the norm of all of them.")
+    """As `session.clip_grad_norm_` does, or, of DDP, torch's own function."""
     seal: bool = False
     """True if connections are sealed, as with a secret: tags travel, and bytes are encrypted."""
     large_frames: bool = False
     """True if a slice goes in few large frames and packets, which makes fewer events: right where
     neither host nor link takes time."""
-    free_host: bool = False
-    """True if the host takes no time for frames and reductions."""
+    free_host: bool = option(False, "Charge the host no time for frames and sums.")
     costs: MachineCosts = field(default_factory=MachineCosts)
     """Constants that replace the simulator's own."""
     port_burst_bytes: int = 0
@@ -138,12 +131,14 @@ class Cluster:
     """Largest share by which a step of a rank is longer."""
     stragglers: str = WAIT
     """Rule for late ranks, as for `gradlane.init`."""
-    straggler: StragglerSpec | None = None
-    """A rank that is stopped now and then."""
+    straggler: StragglerSpec | None = option(
+        None,
+        "A rank that is stopped for moments: rank=3,share=0.1,burst=500ms.",
+        read=parse_straggler,
+    )
     topology: str = "flat"
     """Of `ring-fused`: `flat`, a ring over all workers, or `hierarchical`."""
-    workers_per_node: int = 8
-    """Of the hierarchical ring, if `ranks_per_node` is 1."""
+    workers_per_node: int = option(8, "Of the hierarchical ring, without --ranks-per-node.")
     local_rate_bps: float | None = None
     """Rate between the workers of a node, of a collective that adds up on its way. None: shared
     memory at the host's costs, and `LOCAL_RATE_BPS` for the hierarchical ring."""
@@ -164,11 +159,6 @@ class Cluster:
         if self.workers_per_node < 1:
             raise ValueError(f"workers-per-node is {self.workers_per_node}; use 1 or more")
 
-    @property
-    def shape(self) -> ClusterShape:
-        """The ranks."""
-        return ClusterShape(self.workers, self.ranks_per_node, self.servers, self.serving)
-
 
 def engine_strategy(strategy: str) -> str:
     """Return the engine's strategy behind one of `STRATEGIES`."""
@@ -182,11 +172,6 @@ def local_sums(cluster: Cluster) -> str:
     return NODE_STRATEGIES.get(cluster.strategy, LEADER if collects else cluster.local)
 
 
-def machines_of(cluster: Cluster) -> int:
-    """Return the number of machines, those of dedicated servers included."""
-    return cluster.shape.machines
-
-
 def has_many_ranks(cluster: Cluster) -> bool:
     """Return whether a cluster is simulated for few steps; with late ranks none is."""
     return (
@@ -196,8 +181,8 @@ def has_many_ranks(cluster: Cluster) -> bool:
 
 def nodes_refusal(cluster: Cluster) -> str:
     """Return why a cluster cannot have its nodes; empty if it can."""
-    node_size, shape = cluster.ranks_per_node, cluster.shape
-    if why := shape.unfilled or shape.needs_no_network:
+    node_size = cluster.ranks_per_node
+    if why := cluster.unfilled or cluster.needs_no_network:
         return why
     if node_size > 1 and cluster.strategy == IN_NETWORK:
         return f"{IN_NETWORK} is simulated with one worker a port"
@@ -412,7 +397,7 @@ def scenario_of(
         # The switch lies halfway between two ports.
         scenario["network"]["latency_s"] = cluster.latency_s / 2.0
     if cluster.paths:
-        cluster.paths.check(machines_of(cluster))
+        cluster.paths.check(cluster.machines)
         scenario["paths"] = cluster.paths.to_scenario(cluster.rate_bps, cluster.compression)
     if cluster.large_frames:
         scenario["frame_bytes"] = LARGE_FRAME_BYTES

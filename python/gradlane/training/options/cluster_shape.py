@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from gradlane.training.options.compatibility import Feature, refusal
+from gradlane.training.options.option_fields import option, read_int
+from gradlane.training.options.server_places import parse_servers
 
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """The ranks of a cluster, as commands, plans, the simulator and the lab describe them.
+    """The ranks of a cluster: commands, plans, the simulator and the lab add what they need."""
 
-    Attributes:
-        workers: ranks that train.
-        ranks_per_node: how many of them share a node and its port.
-        servers: number of workers that own slices, the first ones; None: all.
-        serving: number of dedicated servers, which then own all slices, each on a node of its own.
-    """
-
-    workers: int
-    ranks_per_node: int = 1
-    servers: int | None = None
+    workers: int = option(doc="Ranks that train.", read=read_int)
+    _: KW_ONLY
+    ranks_per_node: int = option(1, "Ranks on each node, which share its port.")
+    servers: int | None = option(
+        None,
+        "3: the first three ranks own slices; separate=2: two ranks beside the workers own them, "
+        "and only serve; all workers if absent.",
+        read=parse_servers,
+    )
     serving: int = 0
+    """Number of dedicated servers, which then own all slices, each on a node of its own."""
 
-    def check(self) -> None:
+    def check_shape(self) -> None:
         """Check that there can be such a cluster.
 
         Raises:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
+REQUIRED: Any = MISSING
+"""In place of the default of an option that has to be given."""
 _RULES = "option"
 _LONGEST_S = 1e9
 """The longest time that an option may be, in seconds; clocks count no longer ones."""
@@ -23,8 +25,9 @@ class OptionRules:
     """The rules of an option.
 
     Attributes:
-        doc: its meaning, in a sentence.
-        name: the name in errors, between ranks and in the environment; unique in a session.
+        doc: its meaning, in a sentence; a field without one is no option of a command.
+        name: the name in errors, between ranks, in the environment and on the command line; unique
+            in a session.
         unit: of its value, empty for names and numbers without one.
         least: the smallest value, itself allowed.
         most: the largest value, itself allowed.
@@ -32,9 +35,11 @@ class OptionRules:
         below: the value must be smaller than this.
         known: the only values.
         agreed: whether all ranks must give the same value.
-        read: turns the text of an environment variable into a value.
+        read: turns the text of an environment variable, or of a command line, into a value.
         in_environment: whether a variable can give the option.
         refuses_empty: whether an empty variable is refused, and not taken for an absent one.
+        text: the default as a command line has it, where it is read from one; else empty.
+        repeated: whether a command line may have the option several times; the value is a tuple.
     """
 
     doc: str
@@ -49,6 +54,8 @@ class OptionRules:
     read: Callable[[str], Any]
     in_environment: bool
     refuses_empty: bool
+    text: str
+    repeated: bool
 
     @property
     def variable(self) -> str:
@@ -85,7 +92,7 @@ class OptionRules:
 
 
 def option(
-    default: Any,
+    default: Any = REQUIRED,
     doc: str = "",
     *,
     name: str = "",
@@ -100,11 +107,13 @@ def option(
     in_environment: bool = True,
     shown: bool = True,
     refuses_empty: bool = False,
+    text: str = "",
+    repeated: bool = False,
 ) -> Any:
     """Return the field of an option; None as a value is always in range.
 
     Args:
-        default: the value if none is given.
+        default: the value if none is given; `REQUIRED`: what `text` is read as, or one has to be.
         doc: as in `OptionRules`.
         name: as in `OptionRules`; empty: the field's own.
         unit: as in `OptionRules`.
@@ -118,7 +127,12 @@ def option(
         in_environment: as in `OptionRules`.
         shown: whether `repr` shows the value; False for secrets.
         refuses_empty: as in `OptionRules`.
+        text: as in `OptionRules`.
+        repeated: as in `OptionRules`.
     """
+    if text and read:
+        default = read(text)
+        default = tuple(default) if isinstance(default, list) else default
     read = read or _READERS.get(type(default), str)
     rules = OptionRules(
         doc,
@@ -133,6 +147,8 @@ def option(
         read,
         in_environment,
         refuses_empty,
+        text,
+        repeated,
     )
     return field(default=default, repr=shown, metadata={_RULES: rules})
 
@@ -275,14 +291,15 @@ def read_flag(text: str) -> bool:
 
 
 def read_int(text: str) -> int:
-    """Parse a whole number."""
+    """Parse a whole number; `ValueError` for anything else."""
     try:
         return int(text)
     except ValueError:
         raise ValueError("it must be a whole number") from None
 
 
-def _read_float(text: str) -> float:
+def read_float(text: str) -> float:
+    """Parse a number; `ValueError` for anything else."""
     try:
         return float(text)
     except ValueError:
@@ -311,5 +328,5 @@ def _replaced(group: GroupType, field_name: str, value: Any) -> GroupType:
 _READERS: dict[type, Callable[[str], Any]] = {
     bool: read_flag,
     int: read_int,
-    float: _read_float,
+    float: read_float,
 }

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, TypeVar
+from types import MappingProxyType, NoneType
+from typing import Any
 
 from gradlane.training.options.codec_choice import (
-    CodecArgument,
     CodecRules,
     codec_features,
     codec_rules,
@@ -27,7 +26,13 @@ from gradlane.training.options.option_fields import (
     option_rules,
     with_environment,
 )
-from gradlane.training.options.option_groups import Checkpoints, Monitoring, Network, Rendezvous
+from gradlane.training.options.option_groups import (
+    ENVIRONMENT_GROUPS,
+    Checkpoints,
+    Monitoring,
+    Network,
+    Rendezvous,
+)
 from gradlane.training.options.stragglers import Stragglers
 from gradlane.training.options.strategy import (
     ASGD,
@@ -109,60 +114,23 @@ class Options:
     )
 
     @classmethod
-    def of(
-        cls,
-        *,
-        strategy: str | Strategy | None = None,
-        codec: CodecArgument = None,
-        update: str | Local = UPDATES[0],
-        local: str | LocalSums | None = None,
-        stragglers: str | Stragglers | None = None,
-        going_on: bool | GoingOn = False,
-        rendezvous: Rendezvous | None = None,
-        network: Network | None = None,
-        checkpoints: Checkpoints | None = None,
-        monitoring: Monitoring | None = None,
-        environment: Mapping[str, str] = MappingProxyType({}),
-        **others: Any,
-    ) -> Options:
-        """Return options from the arguments of `gradlane.init`, and from environment variables.
+    def of(cls, *, environment: Mapping[str, str] = MappingProxyType({}), **given: Any) -> Options:
+        """Return options from keywords of `gradlane.init`, and from environment variables.
 
         Args:
-            strategy: as for `gradlane.init`.
-            codec: as for `gradlane.init`.
-            update: as for `gradlane.init`.
-            local: as for `gradlane.init`.
-            stragglers: as for `gradlane.init`.
-            going_on: as for `gradlane.init`.
-            rendezvous: as for `gradlane.init`.
-            network: as for `gradlane.init`.
-            checkpoints: as for `gradlane.init`.
-            monitoring: as for `gradlane.init`.
             environment: the variables, such as `os.environ`.
-            others: `servers`, `workers` and `check_every`.
+            given: the keywords; None stands for the default.
 
         Raises:
             ValueError: an option or a variable is out of its range, or does not go with another
                 one; the message names it.
             TypeError: an argument is of another kind.
         """
-        return cls(
-            strategy=_group("strategy", Strategy, strategy),
-            codec=codec_rules(codec),
-            update=update if isinstance(update, str) else _group("update", Local, update),
-            local=_group("local", LocalSums, local),
-            stragglers=_group("stragglers", Stragglers, stragglers),
-            going_on=GoingOn(on=going_on)
-            if isinstance(going_on, bool)
-            else _group("going_on", GoingOn, going_on),
-            rendezvous=with_environment(_group("rendezvous", Rendezvous, rendezvous), environment),
-            network=with_environment(_group("network", Network, network), environment),
-            checkpoints=with_environment(
-                _group("checkpoints", Checkpoints, checkpoints), environment
-            ),
-            monitoring=with_environment(_group("monitoring", Monitoring, monitoring), environment),
-            **others,
-        )
+        groups = {name: _group(name, kind, given.get(name)) for name, kind in GROUPS.items()}
+        for name, group in groups.items():
+            if isinstance(group, ENVIRONMENT_GROUPS):
+                groups[name] = with_environment(group, environment)
+        return cls(**{**given, **groups, "codec": codec_rules(given.get("codec"))})
 
     def __post_init__(self) -> None:
         """Check every option, and the combinations of options.
@@ -293,19 +261,17 @@ def keywords_of(**given: Any) -> dict[str, Any]:
     return {**keywords, **given}
 
 
-GroupType = TypeVar("GroupType", bound=OptionGroup)
-
-
-def _group(name: str, kind: type[GroupType], given: str | GroupType | None) -> GroupType:
-    """Return the object of an argument, which may be the text of its first option."""
+def _group(name: str, kind: type[OptionGroup], given: Any) -> Any:
+    """Return the object of an argument, which a text or a truth may stand for."""
     if given is None:
-        return kind()
+        return getattr(Options, name)
     if isinstance(given, kind):
         return given
-    if isinstance(given, str) and kind in _FROM_TEXT:
-        return kind(given)
-    texts = "a text or " if kind in _FROM_TEXT else ""
-    raise TypeError(f"{name} is {given!r}; give {texts}a gradlane.{kind.__name__}")
+    plain, made = _PLAIN.get(kind, (NoneType, None))
+    if made is not None and isinstance(given, plain):
+        return made(given)
+    plains = {str: "a text or ", bool: "True, False or "}.get(plain, "")
+    raise TypeError(f"{name} is {given!r}; give {plains}a gradlane.{kind.__name__}")
 
 
 GROUPS: dict[str, type[OptionGroup]] = {
@@ -320,5 +286,11 @@ GROUPS: dict[str, type[OptionGroup]] = {
     "monitoring": Monitoring,
 }
 """The objects of `gradlane.init` by its keywords."""
-_FROM_TEXT: tuple[type[OptionGroup], ...] = (Strategy, LocalSums, Stragglers)
-"""Objects that the text of their first option can stand for."""
+_PLAIN: dict[type[OptionGroup], tuple[type, Callable[[Any], Any]]] = {
+    Strategy: (str, Strategy),
+    Local: (str, str),
+    LocalSums: (str, LocalSums),
+    Stragglers: (str, Stragglers),
+    GoingOn: (bool, lambda on: GoingOn(on=on)),
+}
+"""What can be given in place of an object, and what is made of it."""

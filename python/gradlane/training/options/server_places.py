@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-SERVERS_HELP = (
-    "3: the first three ranks own slices; separate=2: two ranks beside the workers own them, and "
-    "only serve; all workers if absent."
-)
-"""Of the option `--servers`."""
 _SEPARATE = "separate="
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gradlane.training.options.compatibility import Feature, refusal
-from gradlane.training.options.option_fields import OptionGroup, option
+from gradlane.training.options.option_fields import OptionGroup, option, read_int
 from gradlane.training.options.stragglers import WAIT
 
 ASGD = "asgd"
@@ -188,6 +188,7 @@ class Strategy(OptionGroup):
         unit="elements",
         least=1,
         agreed=True,
+        read=read_int,
     )
     seed: int = option(
         0,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradlane.formats.rates import format_rate
+from gradlane.formats.rates import format_rate, parse_rate
 from gradlane.training.node.rules import AUTO, LEADER, OFF, with_local
 from gradlane.training.options.cluster_shape import ClusterShape
 from gradlane.training.options.codec_choice import codec_rules, rules_text
 from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.compatibility import Feature, refusal
+from gradlane.training.options.option_fields import option
 from gradlane.training.options.option_groups import Network
 from gradlane.training.options.options import Options
 from gradlane.training.options.server_places import servers_text
@@ -116,30 +117,17 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class ClusterFacts:
-    """The cluster of a plan.
+class ClusterFacts(ClusterShape):
+    """The cluster of a plan."""
 
-    Attributes:
-        workers: number of ranks that train.
-        rate_bps: bits a second of each rank's port in each direction, headers of packets included.
-        latency_s: one-way time between two ports without queues.
-        update: where the optimizer runs, `"worker"` or `"server"`.
-        servers: number of ranks that own slices, the first ones; None: all.
-        ranks_per_node: ranks on each node, which share its port.
-        stragglers: rule for late ranks, as in `gradlane.init`.
-        serving: number of dedicated servers, which then own all slices.
-        clips: whether gradients are clipped by the norm of all of them.
-    """
-
-    workers: int
-    rate_bps: float
-    latency_s: float = 0.0
-    update: str = "worker"
-    servers: int | None = None
-    ranks_per_node: int = 1
+    rate_bps: float = option(
+        name="rate", doc="Rate of every port, such as 10gbit.", read=parse_rate
+    )
+    latency_s: float = option(0.0, "One-way time between two ports.")
+    update: str = option("worker", "Where the optimizer runs: worker, server.")
     stragglers: str = WAIT
-    serving: int = 0
-    clips: bool = False
+    """Rule for late ranks, as in `gradlane.init`."""
+    clips: bool = option(False, "Gradients are clipped by the norm of all of them.", name="clip")
 
     def __post_init__(self) -> None:
         """Check every fact.
@@ -153,7 +141,7 @@ class ClusterFacts:
             raise ValueError(f"rate_bps is {self.rate_bps}; use 1e3 to 1e15 bits a second")
         if not 0.0 <= self.latency_s <= 10.0:
             raise ValueError(f"latency_s is {self.latency_s}; use 0 to 10 seconds")
-        self.shape.check()
+        self.check_shape()
         if self.ranks_per_node > 1 and self.servers is not None:
             raise ValueError(
                 f"servers is {self.servers}: they are single ranks, and {self.ranks_per_node} "
@@ -173,16 +161,6 @@ class ClusterFacts:
         why = refusal(features)
         if why:
             raise ValueError(why)
-
-    @property
-    def shape(self) -> ClusterShape:
-        """The ranks."""
-        return ClusterShape(self.workers, self.ranks_per_node, self.servers, self.serving)
-
-    @property
-    def owners(self) -> int:
-        """Number of ranks that own slices."""
-        return self.shape.owners
 
     @property
     def leaves_out(self) -> bool:

@@ -222,23 +222,9 @@ def init(
         RendezvousError: the store cannot be reached.
         GradlaneError: the compiled core is missing.
     """
+    given = {name: value for name, value in locals().items() if name != "join"}
     with _telling_all(rendezvous, network):
-        options = Options.of(
-            strategy=strategy,
-            codec=codec,
-            update=update,
-            local=local,
-            stragglers=stragglers,
-            going_on=going_on,
-            servers=servers,
-            workers=workers,
-            check_every=check_every,
-            rendezvous=rendezvous,
-            network=network,
-            checkpoints=checkpoints,
-            monitoring=monitoring,
-            environment=os.environ,
-        )
+        options = Options.of(environment=os.environ, **given)
     if join:
         options = replace(options, rendezvous=replace(options.rendezvous, join=True))
     warn_of_unknown_variables(os.environ)
