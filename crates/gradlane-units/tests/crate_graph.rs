@@ -29,7 +29,7 @@ const ARROWS: &[(&str, &[&str])] = &[
 /// Crates without std and without a host.
 const PURE: &[&str] = &["gradlane-units", "gradlane-wire", "gradlane-engine"];
 /// Crates from outside that the pure crates may use; each works without std.
-const PURE_EXTERNAL: &[&str] = &["serde", "thiserror", "twox-hash"];
+const PURE_EXTERNAL: &[&str] = &["crc32fast", "serde", "thiserror"];
 /// Crates that may hold unsafe code.
 const UNSAFE: &[&str] = &["gradlane-net", "gradlane-codec", "gradlane-py"];
 

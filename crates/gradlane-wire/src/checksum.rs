@@ -1,43 +1,34 @@
-//! The checksum of headers and payloads: the lower half of XXH3-64 (Collet, xxHash 0.8), which keeps
-//! up with memory on every processor with vectors of 128 bits and more (decision 43).
+//! The checksum of headers and payloads: CRC-32 (of IEEE 802.3, as in gzip), computed with carry-less
+//! multiplication where the processor has it (decision 86).
 
-use core::hash::Hasher;
-use twox_hash::xxhash3_64::{
-    Hasher as WholeHasher, RawHasher, SecretBuffer, DEFAULT_SECRET_LENGTH,
-};
+use crc32fast::Hasher;
 
 /// The checksum of `bytes`.
 #[must_use]
 pub fn checksum(bytes: &[u8]) -> u32 {
-    lower_half(WholeHasher::oneshot(bytes))
+    crc32fast::hash(bytes)
 }
 
 /// A checksum of bytes that come in pieces: the [`checksum`] of all of them together.
-#[derive(Clone)]
-pub struct Checksum(RawHasher<&'static [u8; DEFAULT_SECRET_LENGTH]>);
+#[derive(Clone, Default)]
+pub struct Checksum(Hasher);
 
 impl Checksum {
     /// The checksum of no bytes yet.
     #[must_use]
     pub fn new() -> Checksum {
-        Checksum(RawHasher::new(SecretBuffer::default()))
+        Checksum(Hasher::new())
     }
 
     /// Goes on with `bytes`.
     pub fn update(&mut self, bytes: &[u8]) {
-        self.0.write(bytes);
+        self.0.update(bytes);
     }
 
     /// The checksum of the bytes so far.
     #[must_use]
     pub fn value(&self) -> u32 {
-        lower_half(self.0.finish())
-    }
-}
-
-impl Default for Checksum {
-    fn default() -> Checksum {
-        Checksum::new()
+        self.0.clone().finalize()
     }
 }
 
@@ -47,43 +38,50 @@ impl core::fmt::Debug for Checksum {
     }
 }
 
-fn lower_half(hash: u64) -> u32 {
-    hash as u32
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use alloc::vec::Vec;
     use proptest::prelude::*;
 
-    /// xxHash's own sanity test (`tests/sanity_test_vectors.h`): its bytes, and what XXH3-64 of the
-    /// first so many of them is without a seed.
+    /// Values of zlib, and the check value of the catalogue of CRCs.
     #[test]
     fn published_values_hold() {
-        let mut generator = 2_654_435_761_u64;
-        let mut next = || {
-            let byte = (generator >> 56) as u8;
-            generator = generator.wrapping_mul(11_400_714_785_074_694_797);
-            byte
-        };
-        let bytes: Vec<u8> = (0..2367).map(|_| next()).collect();
-        for (length, hash) in [
-            (0, 0x2d06_8005_38d3_94c2_u64),
-            (1, 0xc44b_dff4_074e_ecdb),
-            (6, 0x27b5_6a84_cd2d_7325),
-            (12, 0xa713_daf0_dfbb_77e7),
-            (24, 0xa3fe_70bf_9d35_10eb),
-            (48, 0x397d_a259_ecba_1f11),
-            (80, 0xbcde_fbbb_2c47_c90a),
-            (195, 0xcd94_217e_e362_ec3a),
-            (403, 0xcdeb_804d_65c6_dea4),
-            (512, 0x617e_4959_9013_cb6b),
-            (2048, 0xdd59_e2c3_a5f0_38e0),
-            (2240, 0x6e73_a905_39cf_2948),
-            (2367, 0xcb37_aeb9_e5d3_61ed),
+        let ascending: Vec<u8> = (0..32).collect();
+        let descending: Vec<u8> = (0..32).rev().collect();
+        for (bytes, sum) in [
+            (&[0; 32][..], 0x190a_55ad),
+            (&[0xff; 32], 0xff6c_ab0b),
+            (&ascending, 0x9126_7e8a),
+            (&descending, 0x9ab0_ef72),
+            (b"123456789", 0xcbf4_3926),
         ] {
-            assert_eq!(checksum(&bytes[..length]), lower_half(hash), "of {length} bytes");
+            assert_eq!(checksum(bytes), sum, "of {bytes:?}");
+        }
+    }
+
+    /// Bit by bit, as the polynomial defines it.
+    fn by_definition(bytes: &[u8]) -> u32 {
+        let mut state = u32::MAX;
+        for byte in bytes {
+            state ^= u32::from(*byte);
+            for _ in 0..8 {
+                state = (state >> 1) ^ (0xedb8_8320 & (state & 1).wrapping_neg());
+            }
+        }
+        !state
+    }
+
+    /// There is code of its own for lengths in many ranges.
+    #[test]
+    fn frames_have_the_sum_that_the_polynomial_defines() {
+        let bytes: Vec<u8> =
+            (0..70_000_u32).map(|it| (it.wrapping_mul(40_503) >> 7) as u8).collect();
+        for length in [60, 255, 256, 257, 1023, 1024, 4097, 16_384, 65_535, 69_999] {
+            for start in [0, 1] {
+                let piece = &bytes[start..start + length];
+                assert_eq!(checksum(piece), by_definition(piece), "{length} bytes from {start}");
+            }
         }
     }
 

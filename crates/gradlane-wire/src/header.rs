@@ -18,7 +18,7 @@
 //! | 48 | 4 | payload length in bytes, at most `MAX_FRAME_BYTES` |
 //! | 52 | 2 | hop round the ring, from 1; zero in frames of other kinds |
 //! | 54 | 2 | reserved, zero |
-//! | 56 | 4 | checksum of the payload: the lower half of its XXH3-64 |
+//! | 56 | 4 | checksum of the payload: its CRC-32 |
 //! | 60 | 4 | checksum of bytes 0 to 59 |
 //!
 //! A header is verified whole before anything in it is believed.

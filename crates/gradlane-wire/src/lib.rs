@@ -26,4 +26,4 @@ pub use sealed::{sealed_bytes, CHUNK_BYTES, SEALED_HEADER_BYTES, TAG_BYTES};
 pub use untrusted::escaped;
 
 /// Version of everything in this crate. Ranks of different versions refuse each other.
-pub const WIRE_VERSION: u8 = 6;
+pub const WIRE_VERSION: u8 = 7;

@@ -335,7 +335,7 @@ fn frames_that_are_not_sealed_have_the_bytes_of_the_protocol() {
     };
     assert_eq!(
         [sent(0), sent(1)],
-        [(4_860, "088e4159".to_owned()), (3_532, "feead6c0".to_owned())]
+        [(4_860, "21c677a3".to_owned()), (3_532, "1c528ca3".to_owned())]
     );
 }
 
