@@ -216,7 +216,7 @@ def test_a_whole_group_is_taken_as_its_gradients_are_one_by_one(odd: str) -> Non
     taken = intake.take_batch(GradientBatch(range(4), entries))
     assert all(map(torch.equal, taken, expected))
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert intake.is_watched == bool(kept)
+    assert intake.is_watched() == bool(kept)
 
 
 def test_a_hook_that_is_registered_later_sees_the_gradient_before_it_is_taken() -> None:

@@ -7,12 +7,13 @@ another branch of the graph has yet to read.
 A program may keep gradients from step to step, and zero them in place: a list of them, or one
 buffer of which they are views. No look at these can be noticed. So a hook sees that somebody else
 holds a gradient's object, or the memory of one that backward has added to; such a gradient is
-watched, and gets the mean itself before backward returns, as with DDP.
+watched, and gets the mean itself before backward returns, as with DDP. Memory is counted again once
+backward's hooks are over: autograd itself may have held it until then (torch 2.7 does).
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter
@@ -46,11 +47,6 @@ def _owners(tensor: Tensor) -> int | None:
         return None
     storage = tensor.untyped_storage()
     return count_owners(address_of(storage))
-
-
-def _lies_in(tensor: Tensor, memory: int) -> bool:
-    """Whether a tensor's memory is the one that begins at an address."""
-    return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == memory
 
 
 _LISTED = [torch.empty(1, dtype=torch.float32, device="cpu")]
@@ -125,22 +121,44 @@ class GradientIntake:
         self._copies: dict[int, Tensor] = {}
         self._watched: dict[int, Tensor | None] = {}
         """Those of this step that the program looks at, by tensor number; None: not taken yet."""
-        self._kept_memory: set[int] = set()
-        """Addresses of memory that the program keeps, as found in this step."""
+        self._suspected: set[int] = set()
+        """Those of them whose memory autograd alone may have."""
 
     def begin_step(self) -> None:
         """Forget which gradients of the last step were watched."""
         self._watched.clear()
-        self._kept_memory.clear()
+        self._suspected.clear()
 
-    @property
     def is_watched(self) -> bool:
-        """Whether the program looks at any gradient of this step."""
+        """Whether the program looks at any gradient of this step; asked between backwards."""
+        if self._suspected:
+            self._count_again()
         return bool(self._watched)
+
+    def _count_again(self) -> None:
+        """Watch no gradient any more whose memory only autograd and other gradients had."""
+        in_place = (raw_grad(entry.tensor) for entry in self._trained)
+        tensors = [*in_place, *self._watched.values(), *self._copies.values()]
+        here = {id(one): one for one in tensors if one is not None}.values()
+        # Autograd gives several parameters views of one memory, as where they are joined.
+        counts = Counter(
+            address_of(one.untyped_storage()) for one in here if one.layout is torch.strided
+        )
+        for index in [*self._suspected]:
+            gradient = self._watched[index]
+            if gradient is None:
+                gradient = raw_grad(self._trained[index].tensor)
+            if gradient is not None and gradient.layout is torch.strided:
+                others = counts[address_of(gradient.untyped_storage())] - 1
+                if _owners(gradient) != (_ALONE or 0) + others:
+                    continue
+            self._suspected.remove(index)
+            del self._watched[index]
 
     def give_back(self, index: int, mean: Tensor) -> Tensor:
         """Return the tensor for `.grad`: the program's own with the mean, if it looks at that."""
         watched = self._watched.pop(index, None)
+        self._suspected.discard(index)
         if watched is None or watched.layout is not mean.layout:
             return mean
         with torch.no_grad(), torch.inference_mode(False):
@@ -158,39 +176,25 @@ class GradientIntake:
         gradient, is_held = self._fetch(index, parameter)
         set_raw_grad(parameter, gradient)
         check_gradient(self._trained[index], gradient)
-        if is_held or self._is_shared(index, gradient):
+        if self._is_shared(index, gradient, is_held=is_held):
             self._watched[index] = None
 
-    def _is_shared(self, index: int, gradient: Tensor, taken: Sequence[Tensor] = ()) -> bool:
-        """Whether others have the memory of a gradient that backward has added to, such as one that
-        was zeroed in place. That of a gradient just made may be shared by autograd alone.
-
-        Args:
-            index: its tensor number.
-            gradient: the gradient.
-            taken: others, which are in `.grad` no more.
+    def _is_shared(self, index: int, gradient: Tensor, *, is_held: bool) -> bool:
+        """Whether others have a gradient, or the memory of one that backward has added to, such as
+        one that was zeroed in place. That of a gradient just made may be shared by autograd alone.
         """
+        if is_held:
+            self._suspected.discard(index)
+            return True
         if gradient.layout is not torch.strided or not version_of(gradient):
             return False
         if count_owners is None or _ALONE is None:
             return True  # Nobody knows.
         copy = self._copies.get(index)
         own = int(copy is not None and copy.data_ptr() == gradient.data_ptr())
-        expected = _ALONE + own
-        if _owners(gradient) == expected:
+        if _owners(gradient) == _ALONE + own:
             return False
-        memory = gradient.untyped_storage().data_ptr()
-        if memory not in self._kept_memory:
-            # Autograd gives several parameters views of one memory, as where they are joined.
-            found = (raw_grad(entry.tensor) for entry in self._trained)
-            expected += sum(
-                one is not gradient and _lies_in(one, memory)
-                for one in (*found, *taken)
-                if one is not None
-            )
-            if _owners(gradient) == expected:
-                return False
-            self._kept_memory.add(memory)
+        self._suspected.add(index)
         return True
 
     def take(self, index: int, parameter: Tensor) -> Tensor:
@@ -203,7 +207,7 @@ class GradientIntake:
         """
         gradient, is_held = self._fetch(index, parameter)
         entry = self._trained[index]
-        if is_held or self._is_shared(index, gradient):
+        if self._is_shared(index, gradient, is_held=is_held):
             self._watched[index] = gradient
         if gradient.layout is not torch.strided:
             gradient = _densified(entry, gradient)
@@ -254,7 +258,9 @@ class GradientIntake:
         for index in indices:
             entry = trained[index]
             gradient, is_held = self._fetch(index, entry.tensor)
-            if is_held or (version_of(gradient) and self._is_shared(index, gradient, found)):
+            if (is_held or version_of(gradient)) and self._is_shared(
+                index, gradient, is_held=is_held
+            ):
                 self._watched[index] = gradient
             if gradient.layout is not strided:
                 gradient = _densified(entry, gradient)

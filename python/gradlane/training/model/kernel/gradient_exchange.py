@@ -248,7 +248,7 @@ class GradientExchange:
     def is_watched(self) -> bool:
         """Whether the program looks at the memory of any gradient of this step."""
         self._joined.look(self.is_submitted)
-        return self._intake.is_watched
+        return self._intake.is_watched()
 
     def look(self, index: int) -> None:
         """Look at the `.grad` of a parameter that is not submitted yet.
