@@ -172,6 +172,33 @@ def test_a_call_of_what_is_lost_is_refused_by_name(monkeypatch: pytest.MonkeyPat
         again.graph_task_id()
 
 
+class Called:
+    """A callable whose references can be counted: those to functions are in use elsewhere."""
+
+    def __call__(self, *arguments: Any) -> None:
+        raise AssertionError("a frame was compiled")
+
+
+def test_looking_at_the_compilers_callback_takes_no_reference_away() -> None:
+    """Torch 2.7's own look does; without a callback, to None, which Python before 3.12 frees."""
+    look, swap = torch_internals.frame_callback, torch_internals.swap_frame_callback
+    torch_internals.load_compiler()
+    none = sys.getrefcount(None)
+    for _ in range(1000):
+        look()
+    assert abs(sys.getrefcount(None) - none) < 500
+    callback = Called()
+    if hasattr(look, "__code__"):
+        return  # A frame of Python's, which would be compiled.
+    count = sys.getrefcount(callback)
+    before = swap(callback)
+    seen = look()
+    swap(before)
+    assert seen is callback
+    del seen
+    assert sys.getrefcount(callback) == count
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_what_is_done_instead_has_the_same_bits(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

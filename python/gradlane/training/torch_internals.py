@@ -9,11 +9,13 @@ as the row says: the log tells that once a process, and `gradlane doctor` tells 
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -188,14 +190,8 @@ class _Unused(torch.optim.Optimizer):
 
 _OPTIMIZER = object.__new__(_Unused)
 _OPTIMIZER.__setstate__({"defaults": {}, "param_groups": [], "state": {}})
-_SPARSE = torch.sparse_coo_tensor(
-    torch.zeros(1, 1, dtype=torch.int64, device="cpu"),
-    torch.ones(1, dtype=torch.float32, device="cpu"),
-    (1,),
-    dtype=torch.float32,
-    device="cpu",
-    check_invariants=False,
-)
+# Torch 2.11 warns where such a tensor is made of its parts.
+_SPARSE = torch.zeros(1, dtype=torch.float32, device="cpu").to_sparse()
 
 # ---- autograd
 
@@ -413,12 +409,55 @@ def _nothing(*_: Any) -> None:
     return None
 
 
-frame_callback: Callable[[], Any] = _take(
-    "_C._dynamo.eval_frame.get_eval_frame_callback",
-    "tells compiled code from other",
-    seen=NEW,
+_COMPILED = "tells compiled code from other"
+
+
+def _swaps(swap: Callable[[Any], Any]) -> bool:
+    before = swap(None)
+    return swap(before) is None
+
+
+swap_frame_callback: Callable[[Any], Any] = _take(
+    "_C._dynamo.eval_frame.set_eval_frame",
+    _COMPILED,
     without="prepared models cannot be compiled",
     instead=_nothing,
+    works=_swaps,
+)
+"""Replace what is called with each frame that may be compiled, of this thread; returns it."""
+
+
+def _swapped_frame_callback() -> Any:
+    found = swap_frame_callback(None)
+    swap_frame_callback(found)
+    return found
+
+
+def _keeps_references(get: Callable[[], Any]) -> bool:
+    """Whether a look at the callback takes no reference to it away.
+
+    Torch 2.7 does so: what is looked at is freed in the end, None before Python 3.12 included, and
+    the process dies.
+    """
+    callback = partial(_nothing)
+    # No function of Python's is called while it is in force.
+    before = swap_frame_callback(callback)
+    count = getrefcount(callback)
+    get()
+    lost = count - getrefcount(callback)
+    for _ in range(lost):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(callback))
+    swap_frame_callback(before)
+    return not lost
+
+
+frame_callback: Callable[[], Any] = _take(
+    "_C._dynamo.eval_frame.get_eval_frame_callback",
+    _COMPILED,
+    seen=NEW,
+    without="the compiler is taken away and put back for each look",
+    instead=_swapped_frame_callback,
+    works=_keeps_references,
 )
 """Return what is called with each frame that may be compiled; None or False: nothing is."""
 

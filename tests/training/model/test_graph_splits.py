@@ -10,13 +10,25 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
+from tests.built import needs_core
+from tests.torch_versions import torch_release
 from tests.training.model.models import seeded
+from tests.training.model.pool import RankPool
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import ReferenceSession, run_reference, same_bits, snapshot
+from tests.training.model.scenarios import open_session
 from tests.training.model.test_training import batch
 
 WIDTH = 560
 """A layer has 1.2 MB, which is more than torch's smallest part."""
+
+compiles_whole = pytest.mark.skipif(
+    torch_release() <= (2, 4), reason="torch 2.4 ends a graph at each hook"
+)
+in_threads = pytest.mark.skipif(
+    torch_release() == (2, 7), reason="torch 2.7 cannot compile in two threads at once"
+)
+"""Of tests whose ranks are threads."""
 
 
 class Layers(nn.Module):
@@ -107,6 +119,28 @@ def _fresh() -> Any:
     assert nn.parallel.DistributedDataParallel._active_ddp_module is None
 
 
+def split_graphs(store: Any, rank: int, world_size: int, job: str) -> tuple[list[str], float]:
+    """Train a model compiled and not; returns the events, and how far the parameters differ."""
+    events: list[str] = []
+    found = []
+    for compiles in (True, False):
+        torch._dynamo.reset()
+        with open_session(store, rank, world_size, f"{job}-{compiles}") as session:
+            found.append(train(session, Layers, events, compiles=compiles))
+    return events, max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+
+
+@compiles_whole
+@needs_core
+def test_graphs_of_processes_are_split(pool: RankPool) -> None:
+    once = ["backward", "gradient 2", "backward", "gradient 1", "backward", "gradient 0"]
+    for events, difference in pool.run(f"{__name__}:split_graphs", ranks=2):
+        assert events == once * 3
+        assert difference < 1e-6
+
+
+@compiles_whole
+@in_threads
 def test_gradients_come_between_the_parts_of_the_backward() -> None:
     events: dict[int, list[str]] = {0: [], 1: []}
     run_ranks(2, lambda session: train(session, Layers, events[session.rank]))
@@ -116,12 +150,15 @@ def test_gradients_come_between_the_parts_of_the_backward() -> None:
     assert [one for one in events[0] if one != "backward"] == once[1::2] * 3
 
 
+@compiles_whole
 def test_alone_nothing_is_split() -> None:
     events: list[str] = []
     run_ranks(1, lambda session: train(session, Layers, events))
     assert events.count("backward") == 3
 
 
+@compiles_whole
+@in_threads
 @pytest.mark.parametrize(
     ("build", "settings"),
     [(Layers, {"fullgraph": True}), (Layers, {"dynamic": True}), (Normed, {})],
@@ -138,6 +175,8 @@ def test_results_are_those_of_the_reference(build: Any, settings: dict[str, Any]
     assert same_bits(found[0], found[1])
 
 
+@compiles_whole
+@in_threads
 def test_what_torch_cannot_split_is_compiled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise NotImplementedError("a higher order op")
@@ -149,6 +188,7 @@ def test_what_torch_cannot_split_is_compiled_as_it_is(monkeypatch: pytest.Monkey
     assert events.count("backward") == 6
 
 
+@in_threads
 def test_who_compiles_the_whole_is_told_once_of_blocks(caplog: pytest.LogCaptureFixture) -> None:
     def hints(build: Any) -> list[str]:
         caplog.clear()

@@ -25,10 +25,6 @@ from tests.training.model.models import Attention, seeded
 from tests.training.model.pool import RankPool
 from tests.training.model.ranks import run_ranks
 
-compiles = pytest.mark.skipif(
-    torch_release() <= (2, 4), reason="torch 2.4 cannot compile a prepared model"
-)
-
 pytestmark = pytest.mark.usefixtures("each_gradient_alone")
 
 
@@ -379,7 +375,6 @@ def test_an_optimizer_that_breaks_off_leaves_nothing_readable() -> None:
     assert isinstance(error, gradlane.SessionFailedError)
 
 
-@compiles
 def test_compiled_models_read_updated_parameters() -> None:
     """Compiled code reads parameters past Python; the eager backend needs no compiler."""
 
@@ -430,7 +425,6 @@ def test_checkpointed_forwards_count_for_the_order_and_recomputation_does_not() 
         assert [vector[:3] for vector in core.world.priorities] == [[-2, -1, 0]]
 
 
-@compiles
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_after_a_failure_compiled_code_reads_nothing() -> None:
     """Even of layers that it found up to date before the failure."""
@@ -456,7 +450,7 @@ def test_after_a_failure_compiled_code_reads_nothing() -> None:
     assert isinstance(error, gradlane.PeerLostError)
 
 
-@compiles
+@pytest.mark.skipif(torch_release() <= (2, 4), reason="torch 2.4 ends a graph at each hook")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_compiled_layers_wait_for_themselves_only_and_are_compiled_once() -> None:
     class Layer(nn.Module):
@@ -486,7 +480,6 @@ def test_compiled_layers_wait_for_themselves_only_and_are_compiled_once() -> Non
     on_probe(lambda: nn.Sequential(Layer(), Layer()), body)
 
 
-@compiles
 @needs_core
 def test_updates_during_a_compilation_round_as_all_others(pool: RankPool) -> None:
     """The compiler reads buffers, which applies updates: in another step on each rank."""
@@ -504,9 +497,10 @@ def test_modules_that_share_parameters_are_plain_again_after_close() -> None:
         assert type(followers[0]._parameters) is not dict
 
     run_ranks(1, body)
-    assert type(followers[0]._parameters) is dict
+    own = type(nn.Module()._parameters)
+    assert type(followers[0]._parameters) is own
     assert followers[0][0] is model[0].weight
-    assert type(nn.ParameterList(model.parameters())._parameters) is dict
+    assert type(nn.ParameterList(model.parameters())._parameters) is own
 
 
 def test_a_session_that_was_given_up_disturbs_no_registration() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gradlane.errors import RanksDifferError, UsageError
 from tests.built import needs_core
+from tests.torch_versions import torch_release
 from tests.training.model import sparse_programs
 from tests.training.model.fake_core import FakeCore
 from tests.training.model.models import seeded
@@ -64,6 +65,8 @@ def test_optimizers_step_on_the_mean_as_torch_does(build: str, optimizer: str) -
 def test_loops_of_all_kinds(program: str, optimizer: str, given: dict[str, Any]) -> None:
     if optimizer in DENSE and program == "on_top_of_means":
         pytest.skip("a dense mean and a sparse gradient: as in torch, a dense one")
+    if program == "clipped_by_torch" and optimizer not in DENSE and torch_release() <= (2, 7):
+        pytest.skip("torch 2.7 takes no norm of sparse gradients")
 
     def body(session: Any) -> Trained:
         return trains(session, "words", optimizer, program, **given)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradlane.training.torch_internals import queue_callback
 from tests.training.model.models import seeded
 from tests.training.model.ranks import run_ranks
 
@@ -56,11 +57,11 @@ def hold_memory(model: nn.Module) -> None:
 
     def hold(gradient: Tensor) -> None:
         if not held:
-            torch.autograd.Variable._execution_engine.queue_callback(held.clear)  # type: ignore[no-untyped-call]
+            queue_callback(held.clear)
         held.append(gradient.detach())
 
     for one in model.parameters():
-        one.register_hook(hold)
+        one.register_hook(hold)  # type: ignore[no-untyped-call]
 
 
 def loss(model: Any, rank: int, step: int) -> Any:
@@ -123,8 +124,8 @@ def test_gradients_that_are_kept_get_their_means(
             # No look at these can be noticed.
             seen.append([one.clone() for one in kept])
             optimizer.step()
-            for one in kept:
-                one.zero_()
+            for zeroed in kept:
+                zeroed.zero_()
         return seen
 
     first, second = run_ranks(2, body)

@@ -135,3 +135,5 @@ is_read_by_compiler = reads_for_shapes
 
 
 _NOT_COMPILING = (None, False)
+if hasattr(frame_callback, "__code__"):
+    only_inlined(frame_callback)
