@@ -4,7 +4,7 @@ Each is a row of `INTERNALS`: its purpose, releases that it was seen in, and wha
 it. A row is looked up and tried when this module is imported; parts of packages that torch loads
 late are looked up when they are first used. Where a part is not there, or behaves in another way,
 `gradlane.init()` and `prepare()` refuse this torch by name (`check_torch`), or it is done without,
-as the row says: the log tells that once a process, and `gradlane doctor` tells it.
+as the row says: the log tells that once a process where it matters, and `gradlane doctor` does.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ elif torch.distributed.is_available():
 __all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"]
 """Classes of torch.distributed, which exports them in a way that type checkers do not see."""
 
-ALL = "2.4, 2.15"
-"""Both ends of what is tested: the releases in `constraints-oldest.txt` and `constraints.txt`."""
+ALL = "2.4, 2.7, 2.11, 2.15"
+"""Releases that are tested; a test compares what was seen in them with what each run found."""
 NEW = "2.15"
 
 
@@ -46,12 +46,14 @@ class Internal:
         purpose: what gradlane takes it for.
         seen: releases in which it was there and behaved as expected.
         without: what gradlane does without it; None: `gradlane.init()` and `prepare()` refuse.
+        is_told: whether the log tells that; not where a program notices nothing of it.
     """
 
     name: str
     purpose: str
     seen: str
     without: str | None
+    is_told: bool = True
 
     @property
     def loss(self) -> str:
@@ -85,7 +87,7 @@ def check_torch() -> None:
         if one.without is None:
             raise UsageError(one.loss)
     for one in lost():
-        if one.name not in _told:
+        if one.is_told and one.name not in _told:
             _told.add(one.name)
             log.warning("%s", one.loss)
 
@@ -122,6 +124,7 @@ def _take(
     *,
     seen: str = ALL,
     without: str | None = None,
+    is_told: bool = True,
     instead: Any = None,
     works: Callable[[Any], bool] = lambda found: True,
     found: Any = None,
@@ -133,6 +136,7 @@ def _take(
         purpose: as there.
         seen: as there.
         without: as there.
+        is_told: as there.
         instead: what to return where it is lost and `without` is given; `_REFUSAL`: what refuses.
         works: returns whether it behaves as expected; may raise anything where it does not.
         found: the part, or `_NOTHING`, where it is not to be looked up by its name.
@@ -140,7 +144,7 @@ def _take(
     Returns:
         The part; `instead`; or what refuses each call, by name.
     """
-    row = INTERNALS[name] = Internal(name, purpose, seen, without)
+    row = INTERNALS[name] = Internal(name, purpose, seen, without, is_told)
     part = _find(name) if found is None else found
     try:
         if part is not _NOTHING and works(part):
@@ -454,8 +458,9 @@ def _keeps_references(get: Callable[[], Any]) -> bool:
 frame_callback: Callable[[], Any] = _take(
     "_C._dynamo.eval_frame.get_eval_frame_callback",
     _COMPILED,
-    seen=NEW,
+    seen="2.11, 2.15",
     without="the compiler is taken away and put back for each look",
+    is_told=False,
     instead=_swapped_frame_callback,
     works=_keeps_references,
 )
@@ -773,7 +778,7 @@ def _divisors() -> None:
     _take(
         f"distributed.fsdp._fully_shard._fsdp_collectives.{DIVISORS}",
         "knows what FSDP divides gradients by",
-        seen=NEW,
+        seen="2.7, 2.11, 2.15",
         without="sharded models are refused by name",
         found=gradient_divisors() or _NOTHING,
     )
