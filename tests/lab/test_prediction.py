@@ -50,6 +50,18 @@ def row(**changes: Any) -> Row:
     return Row.from_json({**ROW, **changes})
 
 
+def test_local_updates_are_predicted_as_whatif_simulates_them() -> None:
+    """A round of which nothing is hidden, and one that is hidden by the next steps."""
+    found = [
+        predict(row(strategy=f"p3/local:{options}")).predicted_step_s
+        for options in ("steps=1", "steps=4", "steps=4,fragments=2,overlap_steps=2")
+    ]
+    each, seldom, hidden = (step_s - 0.303 for step_s in found)
+    assert can_predict(row(strategy="p3/local:steps=4"))
+    assert each == pytest.approx(4 * seldom, rel=0.01) and each > 0.3
+    assert hidden == pytest.approx(0.0, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("changes", "tolerance"),
     [

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import gradlane
 from gradlane.formats.rates import format_rate, parse_rate
 from gradlane.formats.timeline.checks import check_events
 from gradlane.formats.timeline.chrome import read_chrome, to_chrome
@@ -23,7 +24,7 @@ from gradlane.lab.runs.notes import loss_over_time, loss_table
 from gradlane.lab.runs.options import LabOptions
 from gradlane.lab.runs.rows import Row, save_rows, summarize
 from gradlane.lab.runs.run import run_lab
-from gradlane.lab.runs.strategy import parse_strategies, parse_strategy, with_rules
+from gradlane.lab.runs.strategy import parse_strategies, parse_strategy, with_rules, with_updates
 from gradlane.planning.simulation.lists import parse_rates
 from gradlane.planning.simulation.straggler import parse_straggler
 from gradlane.training.plans.settings import LEARNING_STEPS
@@ -436,6 +437,68 @@ def test_all_strategies_of_gradlane_learn_what_rank_order_summing_learns(profile
     assert 0.0 < plan["cluster"]["rate_bps"] < 2e8
     assert plan["settings"]["strategy"]
     assert "plan" not in fixed.metrics
+
+
+def test_local_updates_are_run_beside_exact_ones() -> None:
+    texts = ["local:steps=4,outer=average", "local"]
+    found = with_updates(parse_strategies("none,p3,ring"), texts)
+    named = ["p3", f"p3/{texts[0]}", "p3/local", "ring", f"ring/{texts[0]}", "ring/local"]
+    assert [one.text for one in found] == ["none", *named]
+    assert found[2].rounds == gradlane.Local(steps=4, outer="average") == found[2].update
+    assert found[1].rounds is None and found[1].update == "worker"
+    # A name in a list, or of a row, is read again.
+    assert parse_strategies(",".join(one.text for one in found)) == found
+    sealed = parse_strategy("p3/sealed/local:steps=2")
+    assert sealed.sealed and sealed.rounds == gradlane.Local(steps=2)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "update", "message"),
+    [
+        ("p3", "local:steps=0", "local_steps is 0"),
+        ("p3", "diloco", "is not 'local'"),
+        ("none", "local", "--update local has no effect"),
+        ("auto", "local", "leave plan out"),
+        ("sfb", "local:steps=8", "no product of one batch's factors"),
+        ("asgd", "local:steps=8", "applies each gradient at once"),
+        ("p3", "local:steps=3", "give --steps 9"),
+    ],
+)
+def test_local_updates_that_cannot_be_run_are_refused(
+    strategies: str, update: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LabOptions(
+            workload="resnet50",
+            strategies=with_updates(parse_strategies(strategies), [update]),
+            steps=8,
+        )
+
+
+@pytest.mark.slow
+@needs_core
+@needs_namespaces
+@pytest.mark.timeout(LAST_RESORT_S)
+def test_local_updates_send_so_many_times_less() -> None:
+    """Turns are counted, and what ends the last round is not."""
+    updates = ["local:steps=4", "local:steps=4,fragments=2,overlap_steps=1,mix=0.5"]
+    options = LabOptions(
+        workload="digits-cnn",
+        strategies=with_updates(parse_strategies("none,p3"), updates),
+        workers=2,
+        rates_bps=[1_000_000_000],
+        steps=8,
+        warmup=3,
+        paced=False,
+    )
+    _, exact, *local = run_lab(options)
+    assert [one.warmup for one in local] == [4, 4] and exact.warmup == 3
+    assert exact.expected_tx_bytes is not None
+    for one in local:
+        assert one.params_equal and len(one.step_s) == 8 and one.evaluation is not None
+        assert one.expected_tx_bytes == pytest.approx(exact.expected_tx_bytes / 4)
+        assert one.tx_bytes_per_step == pytest.approx(one.expected_tx_bytes, rel=0.1)
+        assert one.step_s_median == pytest.approx(one.step_s_mean)
 
 
 @pytest.mark.slow

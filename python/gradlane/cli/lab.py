@@ -29,7 +29,7 @@ from gradlane.cli.typed_options import Taken, typed
 from gradlane.formats.signals import unwind_on_sigterm
 from gradlane.lab.calibration.options import CalibrationOptions
 from gradlane.lab.runs.options import LabOptions
-from gradlane.lab.runs.strategy import with_rules
+from gradlane.lab.runs.strategy import with_rules, with_updates
 from gradlane.lab.transport.options import TransportOptions
 from gradlane.training.options.option_groups import Network
 from gradlane.training.options.stragglers import WAIT
@@ -56,6 +56,14 @@ def lab_run(
             "keep late gradients; gradlane's strategies are run with each."
         ),
     ] = WAIT,
+    update: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Local updates of gradlane's strategies beside exact ones, such as "
+            "local:steps=8,fragments=4,overlap_steps=2; several, each after --update. --steps are "
+            "whole rounds."
+        ),
+    ] = None,
     json_path: JsonPath = None,
     html_path: HtmlPath = None,
 ) -> None:
@@ -69,7 +77,9 @@ def lab_run(
 
         with remedied(FROM_PROFILE):
             layers_from_profile(options.profile_path)
-    options = replace(options, strategies=with_rules([*options.strategies], stragglers))
+    strategies = with_rules([*options.strategies], stragglers)
+    updates = list(dict.fromkeys(update or ()))
+    options = replace(options, strategies=with_updates(strategies, updates))
     require_writable(json_path, html_path, options.trace_path)
     _run_and_show(options, json_path, html_path)
 

@@ -19,6 +19,7 @@ from gradlane.planning.models import ARCHITECTURES
 from gradlane.planning.models.schedule import layers_from_architecture, merge_short_layers
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.ddp import ddp_step_s
+from gradlane.planning.simulation.grid import simulate
 from gradlane.planning.simulation.profiles import Profile, profile_of_layers
 from gradlane.planning.simulation.scenarios import (
     ENGINE_STRATEGIES,
@@ -153,10 +154,19 @@ def reports_of(
     Returns:
         The simulator's report of each draw; its times are real, not nominal.
     """
+    profile = replayed_profile(row.workload, row.dilation, row.compute_s)
+    cluster = _cluster_of(row, costs, steps)
+    return [
+        run_scenario(scenario_of(profile, replace(cluster, share_seed=seed)))["report"]
+        for seed in seeds
+    ]
+
+
+def _cluster_of(row: Row, costs: MachineCosts | None, steps: int) -> Cluster:
+    """Return the cluster of a row, in real time."""
     strategy = parse_strategy(row.strategy)
     rate_bps = row.rate_bps / row.dilation
-    profile = replayed_profile(row.workload, row.dilation, row.compute_s)
-    cluster = Cluster(
+    return Cluster(
         workers=row.workers,
         rate_bps=rate_bps,
         strategy=strategy.setting,
@@ -164,16 +174,13 @@ def reports_of(
         serving=row.serving,
         ranks_per_node=row.ranks_per_node,
         local=strategy.local,
+        update=strategy.rounds,
         seal=strategy.sealed,
         slice_elems=row.slice_elems,
         steps=steps,
         port_burst_bytes=PortShape(round(rate_bps)).burst_bytes,
         costs=costs or MachineCosts(),
     )
-    return [
-        run_scenario(scenario_of(profile, replace(cluster, share_seed=seed)))["report"]
-        for seed in seeds
-    ]
 
 
 def predict(row: Row, costs: MachineCosts | None = None) -> Prediction:
@@ -183,7 +190,13 @@ def predict(row: Row, costs: MachineCosts | None = None) -> Prediction:
         row: a row for which `can_predict` holds.
         costs: constants of the machine that it was measured on; the simulator's own if None.
     """
-    steps_s = [float(report["step_s"]) for report in reports_of(row, costs)]
+    if parse_strategy(row.strategy).rounds is None:
+        steps_s = [float(report["step_s"]) for report in reports_of(row, costs)]
+    else:
+        profile = replayed_profile(row.workload, row.dilation, row.compute_s)
+        cluster = _cluster_of(row, costs, STEPS)
+        rounds = [simulate(profile, replace(cluster, share_seed=seed))[0] for seed in SEEDS]
+        steps_s = [one.step_s for one in rounds]
     predicted_s = statistics.fmean(steps_s) / row.dilation
     return Prediction(
         workload=row.workload,

@@ -67,7 +67,11 @@ class Communication(ABC):
         return iter(steps)
 
     def settle(self) -> None:  # noqa: B027  (DDP, too, finishes inside backward)
-        """Wait until every parameter holds the last step's update."""
+        """Wait until every parameter holds the last step's update; ends a round of local ones."""
+
+    def rest(self) -> None:
+        """Wait until nothing of this rank's steps is under way."""
+        self.settle()
 
     def metrics(self) -> dict[str, Any]:
         """Return the implementation's own counters, JSON-serializable."""
@@ -170,6 +174,7 @@ class Gradlane(Communication):
 
         strategy = parse_strategy(request.strategy)
         self._plan = "auto" if strategy.is_planned else plan
+        self._is_local = strategy.rounds is not None
         self._session: Any = gradlane.init(
             strategy=strategy.session_strategy(request.slice_elems),
             codec=request.codec,
@@ -190,13 +195,16 @@ class Gradlane(Communication):
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Hook the model and the optimizer."""
+        buffers = {"buffers": "local"} if self._is_local else {}
         prepared: tuple[nn.Module, torch.optim.Optimizer] = self._session.prepare(
-            model, optimizer, plan=self._plan
+            model, optimizer, plan=self._plan, **buffers
         )
         return prepared
 
     def clip(self, model: nn.Module, max_norm: float, *, is_free: bool) -> torch.Tensor | None:
-        """Clip by the session, as means arrive."""
+        """Clip by the session, as means arrive; by torch where there are none."""
+        if self._is_local:
+            return super().clip(model, max_norm, is_free=is_free)
         norm: torch.Tensor = self._session.clip_grad_norm_(max_norm)
         return norm
 
@@ -208,6 +216,14 @@ class Gradlane(Communication):
     def settle(self) -> None:
         """Wait for the last step's updates."""
         self._session.synchronize()
+
+    def rest(self) -> None:
+        """Wait for the exchange that is under way, or for the last step's updates."""
+        if self._is_local:
+            # It has to be told to all ranks, and is used when it is due.
+            self._session.state_dict()
+        else:
+            self.settle()
 
     def metrics(self) -> dict[str, Any]:
         """Return the session's counters."""

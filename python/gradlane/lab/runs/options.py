@@ -134,6 +134,13 @@ class LabOptions(ClusterShape):
         self._check_serving()
         for rate_bps in self.rates_bps:
             check_port_rate(round(rate_bps / self.dilation))
+        for strategy in self.strategies:
+            if strategy.rounds is not None and self.steps % strategy.rounds.steps:
+                each = strategy.rounds.steps
+                raise ValueError(
+                    f"--steps {self.steps} with {strategy.text}: a round has {each} steps, whose "
+                    f"mean is the step time; give --steps {each * -(-self.steps // each)}"
+                )
         factored = next((one.text for one in self.strategies if one.sends_factors), None)
         if self.workload not in REPLAY_NAMES and factored is not None:
             raise ValueError(
@@ -235,5 +242,10 @@ class LabOptions(ClusterShape):
         return self.codec if strategy.family == "gradlane" else RAW
 
     def warmup_of(self, strategy: LabStrategy) -> int:
-        """Return the steps before the measured ones: those in which a plan is found come first."""
-        return strategy.learning_steps + self.warmup + self.further_warmup.get(strategy.text, 0)
+        """Return the steps before the measured ones: those in which a plan is found come first.
+
+        Of local updates they are whole rounds.
+        """
+        steps = strategy.learning_steps + self.warmup + self.further_warmup.get(strategy.text, 0)
+        each = 1 if strategy.rounds is None else strategy.rounds.steps
+        return each * -(-steps // each)

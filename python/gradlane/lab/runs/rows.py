@@ -168,7 +168,8 @@ class Row:
         seed: of model, batches and gradients.
         batch_size: samples a worker and step.
         samples_per_s: all workers together, over the whole measured window.
-        step_s_median: time from one forward's start to the next one's, slowest rank.
+        step_s_median: time from one forward's start to the next one's, slowest rank; with local
+            updates the mean of whole rounds.
         wall_step_s_median: the same in real seconds.
         step_s: every measured step.
         compute_s: forward and backward: from the `none` row of the repeat, else as planned.
@@ -176,7 +177,7 @@ class Row:
         bound_binding: what binds it.
         goodput_bps: nominal payload bits a second that plain TCP streams reached on the ports.
         tx_bytes_per_step: bytes that left a node's port, mean over nodes and over all steps but
-            those in which a plan is found: of the warm-up, too.
+            those in which a plan is found: of the warm-up, too. Of local updates those of turns.
         expected_tx_bytes: those of gradients and factors alone, by the schemes' costs; None where
             nothing is known of them.
         link_utilization: carried bits over goodput, mean over ports and directions.

@@ -36,7 +36,12 @@ from gradlane.lab.runs.rows import STOLEN_SHARE_MAX, Row, measures_machine, summ
 from gradlane.lab.runs.strategy import LabStrategy, parse_strategy
 from gradlane.lab.runs.traffic import OwnerCounters, balance_of
 from gradlane.planning.models.timings import TensorTiming
-from gradlane.planning.simulation.bound import bound_step_s, port_bytes
+from gradlane.planning.simulation.bound import Bound, bound_step_s, port_bytes
+from gradlane.planning.simulation.local_updates import (
+    INSTANT_S,
+    fragment_tensors,
+    local_step_s,
+)
 from gradlane.training.monitoring.recorded import rank_path
 from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.strategy import ASGD
@@ -220,7 +225,8 @@ class _Runner:
         self._wire_bytes[strategy.text] = results[0].wire_bytes
         self._schemes[strategy.text] = results[0].schemes
         digests = {result.param_digest for result in results}
-        if options.codec_of(strategy) != RAW and len(digests) > 1:
+        rounds = strategy.rounds is not None
+        if (rounds or options.codec_of(strategy) != RAW) and len(digests) > 1:
             raise LabError(
                 f"{strategy.text} with codec {options.codec}: the ranks hold different parameters"
             )
@@ -262,7 +268,9 @@ class _Runner:
         boundaries_s = boundaries_s[options.warmup_of(strategy) :]
         start_s, end_s = boundaries_s[0], boundaries_s[-1]
         wall_steps_s = [b - a for a, b in itertools.pairwise(boundaries_s)]
-        wall_step_s_median = statistics.median(wall_steps_s)
+        # Steps of a round differ: its mean is what they come to.
+        middle = statistics.median if strategy.rounds is None else statistics.fmean
+        wall_step_s_median = middle(wall_steps_s)
         real_goodput_bps = goodput.bps / dilation
         self.recording = Recording(record, boundaries_s)
         cpu_share = record.processor_share(start_s, end_s)
@@ -355,20 +363,37 @@ class _Runner:
                     self._timings, wire_bytes, schemes, strict=True
                 )
             )
-            row = replace(row, expected_tx_bytes=expected_bytes)
+            each = 1 if strategy.rounds is None else strategy.rounds.steps
+            row = replace(row, expected_tx_bytes=expected_bytes / each)
         # What a hook of DDP's sends is not known here: the bound is that of full precision.
         if row.compute_s <= 0 or not self._timings or strategy.hook:
             return row
-        bound = bound_step_s(
-            self._timings,
-            workers=row.workers,
-            goodput_bps=row.goodput_bps,
-            compute_s=row.compute_s,
-            wire_bytes=wire_bytes or None,
-            schemes=schemes,
-            local_ranks=row.ranks_per_node,
-            servers=row.servers,
-            serving=row.serving,
-            clips=row.clip_norm is not None,
-        )
+
+        def bound_of(timings: Sequence[TensorTiming], compute_s: float, at: Sequence[int]) -> Bound:
+            return bound_step_s(
+                timings,
+                workers=row.workers,
+                goodput_bps=row.goodput_bps,
+                compute_s=compute_s,
+                wire_bytes=[wire_bytes[one] for one in at] if wire_bytes else None,
+                schemes=[schemes[one] for one in at] if schemes else (),
+                local_ranks=row.ranks_per_node,
+                servers=row.servers,
+                serving=row.serving,
+                clips=row.clip_norm is not None,
+            )
+
+        if strategy.rounds is not None:
+            # What an exchange sends is ready at once, and nothing is computed meanwhile.
+            together = [replace(one, need_s=0.0, ready_s=INSTANT_S) for one in self._timings]
+            sizes = [one.size_bytes for one in together]
+            fragments = fragment_tensors([one.name for one in together], sizes, strategy.rounds)
+            exchanges_s = [
+                bound_of([together[one] for one in held], INSTANT_S, held).step_s
+                for held in fragments
+            ]
+            return replace(
+                row, bound_step_s=local_step_s(row.compute_s, exchanges_s, strategy.rounds)
+            )
+        bound = bound_of(self._timings, row.compute_s, range(len(self._timings)))
         return replace(row, bound_step_s=bound.step_s, bound_binding=bound.binding)

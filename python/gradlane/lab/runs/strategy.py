@@ -5,11 +5,14 @@ Parsing needs no torch, so that mistakes are found before anything is started.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from gradlane.training.node.rules import COLLECTIVE, NODE_STRATEGIES
 from gradlane.training.options.compatibility import Feature, refusal
+from gradlane.training.options.local_updates import NAME as LOCAL
+from gradlane.training.options.local_updates import Local, parse_local
 from gradlane.training.options.options import Options
 from gradlane.training.options.stragglers import WAIT, Stragglers, parse_stragglers
 from gradlane.training.options.strategy import (
@@ -67,6 +70,8 @@ class LabStrategy:
         local_sums: how they add up, as in `gradlane.init`.
         any_rounding: whether what gradlane finds may add up in another order than that of the
             ranks.
+        rounds: local updates, written after the name, as in `p3/local:steps=8`; None: ranks
+            exchange in each step.
     """
 
     text: str
@@ -81,13 +86,30 @@ class LabStrategy:
     late: str = Stragglers.late
     going_on: bool = False
     sealed: bool = False
+    rounds: Local | None = None
+
+    def with_local(self, rounds: Local) -> LabStrategy:
+        """Return the same strategy with local updates.
+
+        Raises:
+            ValueError: the strategy is none of gradlane's, or does not go with them.
+        """
+        text = f"{self.text}/{rounds.text}"
+        if self.family != "gradlane":
+            raise ValueError(f"{text}: only gradlane's strategies have local updates")
+        features = {Feature.PLAN: self.text} if self.is_planned or self.is_hybrid else {}
+        features |= {Feature.ASGD: self.text} if self.is_asynchronous else {}
+        if why := refusal({Feature.LOCAL: rounds.text}, features):
+            raise ValueError(why)
+        return replace(self, text=text, rounds=rounds)
 
     def with_stragglers(self, rule: str) -> LabStrategy:
         """Return the same strategy with a rule for ranks that are late.
 
         Args:
             rule: such as `wait`, `drop` or `backup=1:carry`; `going-on`: none may be late, but some
-                may be lost; `sealed`: none may be late, and connections are sealed.
+                may be lost; `sealed`: none may be late, and connections are sealed; `local:...`:
+                none may be late, and updates are local.
 
         Raises:
             ValueError: the rule is unknown, or the strategy is none of gradlane's that has servers
@@ -100,6 +122,8 @@ class LabStrategy:
             if self.family != "gradlane":
                 raise ValueError(f"{self.text}/{rule}: only gradlane's strategies are sealed")
             return replace(self, text=f"{self.text}/{rule}", sealed=True)
+        if rule.partition(":")[0] == LOCAL:
+            return self.with_local(parse_local(rule))
         stragglers, colon, late = rule.partition(":")
         if not colon:
             late = Stragglers.late
@@ -142,9 +166,9 @@ class LabStrategy:
         )
 
     @property
-    def update(self) -> str:
-        """Where its session updates parameters."""
-        return "server" if self.is_asynchronous else "worker"
+    def update(self) -> str | Local:
+        """Where, or how, its session updates parameters."""
+        return self.rounds or ("server" if self.is_asynchronous else "worker")
 
     @property
     def is_planned(self) -> bool:
@@ -182,7 +206,10 @@ class LabStrategy:
         rest while it runs."""
         if self.family != "gradlane":
             return ""
-        features = strategy_features(self.setting, self.update, stragglers=self.stragglers)
+        where = "server" if self.is_asynchronous else "worker"
+        features = strategy_features(self.setting, where, stragglers=self.stragglers)
+        if self.rounds is not None:
+            features[Feature.LOCAL] = f"strategy {self.text}"
         if self.local != "off":
             features[Feature.NODES] = f"strategy {self.text}"
         if self.is_planned:
@@ -254,10 +281,12 @@ def parse_strategy(text: str) -> LabStrategy:
 
 
 def _split(text: str) -> list[str]:
-    """Return the names of a list; a codec's further options belong to the name before them."""
+    """Return the names of a list; further options of a codec, or of local updates, belong to the
+    name before them."""
     names: list[str] = []
     for part in text.split(","):
-        if names and "+" in names[-1] and "=" in part and "+" not in part:
+        has_options = names and ("+" in names[-1] or f"/{LOCAL}" in names[-1])
+        if has_options and "=" in part and not {"+", "/"}.intersection(part):
             names[-1] += f",{part.strip()}"
         elif part.strip():
             names.append(part.strip())
@@ -280,6 +309,31 @@ def parse_strategies(text: str) -> list[LabStrategy]:
     return strategies
 
 
+def with_updates(strategies: list[LabStrategy], updates: Sequence[str]) -> list[LabStrategy]:
+    """Return strategies, and gradlane's with each of some local updates, too.
+
+    Args:
+        strategies: as they were named.
+        updates: such as `local:steps=8`, as in `gradlane whatif --update`.
+
+    Raises:
+        ValueError: an update is none, or does not go with a strategy.
+    """
+    rounds = [parse_local(text) for text in updates]
+    ours = [one for one in strategies if one.family == "gradlane"]
+    if rounds and not ours:
+        raise ValueError(
+            f"--update {updates[0]} has no effect without one of gradlane's strategies: leave it "
+            "out, or add p3"
+        )
+    found: list[LabStrategy] = []
+    for strategy in strategies:
+        found.append(strategy)
+        if strategy in ours and strategy.rounds is None:
+            found += [strategy.with_local(one) for one in rounds]
+    return list(dict.fromkeys(found))
+
+
 def with_rules(strategies: list[LabStrategy], rules: str) -> list[LabStrategy]:
     """Return gradlane's strategies with each of some rules for stragglers, others as they are.
 
@@ -295,7 +349,8 @@ def with_rules(strategies: list[LabStrategy], rules: str) -> list[LabStrategy]:
         raise ValueError("name at least one rule for stragglers, such as wait")
     found: list[LabStrategy] = []
     for strategy in strategies:
-        if strategy.family == "gradlane" and strategy.stragglers == WAIT:
+        is_exact = strategy.rounds is None
+        if strategy.family == "gradlane" and strategy.stragglers == WAIT and is_exact:
             found += [strategy.with_stragglers(rule) for rule in named]
         else:
             found.append(strategy)

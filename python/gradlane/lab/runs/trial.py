@@ -145,7 +145,7 @@ def _run_connected(
 
     def count() -> None:
         """Count while all ranks stand still: no sample of the ports shows what is under way."""
-        communication.settle()
+        communication.rest()
         place = f"{request.job}/count/{len(counts)}"
         meet(store, f"{place}/silent", world_size)
         if rank == 0:
@@ -159,6 +159,7 @@ def _run_connected(
             count()
 
     trained = _train(request, workload, model, optimizer, before_step, report_step, communication)
+    count()
     communication.settle()
     param_digest = digest_parameters(workload.model)
     metrics = communication.metrics()
@@ -176,7 +177,6 @@ def _run_connected(
             workload.timings, codecs, schemes, strict=False
         )
     ]
-    count()
     first, last = counts
     del model, optimizer
     communication.close()
@@ -272,8 +272,8 @@ def _verify(
         How many tensors were compared: 0 where nothing is known in advance.
     """
     known = strategy.communicates and not strategy.is_asynchronous and not strategy.hook
-    # Who was left out of which step is not known in advance.
-    known = known and strategy.stragglers == WAIT
+    # Who was left out of which step is not known in advance, and local updates average parameters.
+    known = known and strategy.stragglers == WAIT and strategy.rounds is None
     if not isinstance(workload, ReplayWorkload) or not known:
         return 0
     wrong = workload.verify(

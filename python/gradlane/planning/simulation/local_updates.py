@@ -18,8 +18,32 @@ from gradlane.training.options.codec_choice import CodecChoice
 from gradlane.training.options.codec_options import RAW, parse_codec
 from gradlane.training.options.local_updates import AVERAGE, Local
 
-_INSTANT_S = 1e-9
+INSTANT_S = 1e-9
 """Compute of a step that does nothing but exchange; the simulator wants some."""
+
+
+def fragment_tensors(
+    names: Sequence[str], sizes_bytes: Sequence[int], local: Local
+) -> list[list[int]]:
+    """Return the numbers of the tensors of each fragment.
+
+    Args:
+        names: of the model's tensors; those of a layer begin alike.
+        sizes_bytes: of each.
+        local: its fragments.
+
+    Raises:
+        ValueError: there are fewer layers than fragments.
+    """
+    layers: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        layers.setdefault(name.rpartition(".")[0] or name, []).append(index)
+    members = list(layers.values())
+    sizes = [sum(sizes_bytes[index] for index in layer) for layer in members]
+    return [
+        sorted(index for layer in held for index in members[layer])
+        for held in balance(sizes, local.fragments)
+    ]
 
 
 def fragment_profiles(profile: Profile, local: Local) -> list[Profile]:
@@ -32,23 +56,22 @@ def fragment_profiles(profile: Profile, local: Local) -> list[Profile]:
     Raises:
         ValueError: there are fewer layers than fragments.
     """
-    layers: dict[str, list[int]] = {}
-    for index, tensor in enumerate(profile.tensors):
-        layers.setdefault(tensor.name.rpartition(".")[0] or tensor.name, []).append(index)
-    members = list(layers.values())
-    sizes = [sum(profile.tensors[index].size_bytes for index in layer) for layer in members]
     return [
         replace(
             profile,
-            forward_s=_INSTANT_S / 2,
-            compute_s=_INSTANT_S,
+            forward_s=INSTANT_S / 2,
+            compute_s=INSTANT_S,
             modules=(),
             tensors=tuple(
-                replace(profile.tensors[index], need_s=0.0, ready_s=_INSTANT_S, sparse_rows=None)
-                for index in sorted(index for layer in held for index in members[layer])
+                replace(profile.tensors[index], need_s=0.0, ready_s=INSTANT_S, sparse_rows=None)
+                for index in held
             ),
         )
-        for held in balance(sizes, local.fragments)
+        for held in fragment_tensors(
+            [one.name for one in profile.tensors],
+            [one.size_bytes for one in profile.tensors],
+            local,
+        )
     ]
 
 
