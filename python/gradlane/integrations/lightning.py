@@ -58,12 +58,14 @@ class GradlaneStrategy(DDPStrategy):  # type: ignore[misc]
         if trainer.state.fn != TrainerFn.FITTING:
             return
         module = self._module()
-        if len(self.optimizers) != 1 or not module.automatic_optimization:
+        words = Feature.LIGHTNING.label
+        if len(self.optimizers) != 1:
+            several = {Feature.SEVERAL: f"{len(self.optimizers)} optimizers"}
+            raise ValueError(refusal({Feature.LIGHTNING: words}, several))
+        if not module.automatic_optimization:
             raise ValueError(
-                f"GradlaneStrategy trains modules with one optimizer and automatic optimization, "
-                f"not {len(self.optimizers)} with automatic_optimization="
-                f"{module.automatic_optimization}: write the loop yourself and prepare each model "
-                "with its optimizer"
+                f"{words} trains modules with automatic optimization: write the loop yourself and "
+                "prepare each model with its optimizer"
             )
         optimizer = self.optimizers[0]
         self._session = gradlane.init(**self._options)

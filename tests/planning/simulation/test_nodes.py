@@ -143,7 +143,7 @@ def test_clusters_that_fill_no_nodes_are_skipped_with_a_reason() -> None:
 def test_what_does_not_go_with_nodes_is_refused(profile: Profile) -> None:
     with pytest.raises(ValueError, match="servers are single ranks"):
         scenario_of(profile, replace(BASE, servers=2))
-    with pytest.raises(ValueError, match="shares of tensors are not encoded"):
+    with pytest.raises(ValueError, match="a codec needs a tensor's shape"):
         shared = replace(BASE, strategy="hierarchical-shared", codec="qsgd:bits=8")
         scenario_of(profile, shared)
     with pytest.raises(ValueError, match="3 workers do not fill nodes of 2"):

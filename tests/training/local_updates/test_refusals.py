@@ -96,7 +96,7 @@ def opened(session: Any, build_model: Any = build, **given: Any) -> tuple[nn.Mod
         (lambda it: it.planning.best_scheme(0, batch_size=3), "sent in each step"),
         (lambda it: opened(it), "such as nn.ModuleDict"),
         (lambda it: it.prepare(it.models[0], adam(it.models[0])), "prepare the model in a new one"),
-        (lambda it: it.restore(), "which is not given"),
+        (lambda it: it.restore(), "give gradlane.init(checkpoints=...)"),
     ],
 )
 def test_calls_that_do_not_go_with_it(calls: Any, words: str) -> None:

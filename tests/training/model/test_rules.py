@@ -437,7 +437,9 @@ def test_optimizers_that_cannot_take_part() -> None:
             torch.optim.LBFGS([model.weight]),
             torch.optim.SGD([model.bias], lr=0.1),
         ]
-        with pytest.raises(ValueError, match="LBFGS is one of several, and calls its closure"):
+        with pytest.raises(
+            gradlane.UsageError, match="LBFGS, which calls its closure itself, with"
+        ):
             session.prepare(model, parts)
         with pytest.raises(ValueError, match="does not hold 'bias', which are trained"):
             session.prepare(model, torch.optim.SGD([model.weight], lr=0.1))

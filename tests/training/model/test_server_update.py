@@ -141,8 +141,8 @@ class Signed(torch.optim.SGD):
 
 
 REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
-    "rmsprop": (torch.optim.RMSprop, r"runs torch\.optim\.Adam, AdamW, SGD, not RMSprop"),
-    "subclass": (Signed, "not Signed"),
+    "rmsprop": (torch.optim.RMSprop, r"RMSprop with .* run torch\.optim\.SGD, Adam and AdamW"),
+    "subclass": (Signed, "Signed with"),
     "amsgrad": (lambda p: torch.optim.Adam(p, amsgrad=True), "group 0 .* amsgrad=True"),
     "infinite-lr": (lambda p: torch.optim.SGD(p, lr=float("inf")), "group 0 .* lr=inf"),
     "differentiable": (lambda p: torch.optim.Adam(p, differentiable=True), "differentiable=True"),
@@ -159,7 +159,7 @@ def test_what_the_servers_do_not_run_is_refused_by_name(name: str) -> None:
 
     def body(session: Any) -> None:
         model = nn.Linear(2, 2)
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises((ValueError, gradlane.UsageError), match=words):
             session.prepare(model, make_optimizer(list(model.parameters())))
 
     run_alone(body)
@@ -170,12 +170,12 @@ def test_step_hooks_are_refused_also_later() -> None:
         model = nn.Linear(3, 2)
         optimizer = torch.optim.Adam(model.parameters())
         handle = optimizer.register_step_post_hook(lambda *_: None)
-        with pytest.raises(ValueError, match="step hooks"):
+        with pytest.raises(gradlane.UsageError, match="step hooks"):
             session.prepare(model, optimizer)
         handle.remove()
         session.prepare(model, optimizer)
         optimizer.register_step_post_hook(lambda *_: None)
-        with pytest.raises(ValueError, match="step hooks"):
+        with pytest.raises(gradlane.UsageError, match="step hooks"):
             backward(model)
 
     run_alone(body)

@@ -198,6 +198,25 @@ def evaluating(session: Any) -> None:
     session.prepare(model, torch.optim.LBFGS(model.parameters()))
 
 
+def trained_by(
+    session: Any,
+    make: Callable[[list[nn.Parameter]], Any],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    model = nn.Linear(2, 2).to(dtype)
+    session.prepare(model, make([*model.parameters()]))
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def watched(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = sgd(parameters)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
 def called(session: Any, call: Callable[[Any], object]) -> None:
     model, _ = prepared(session)
     loss = model(torch.ones(1, 2)).sum()
@@ -212,6 +231,7 @@ CALLED: dict[Feature, Callable[[Any], object]] = {
     F.JOIN: lambda session: session.join().__enter__(),
     F.NO_SYNC: lambda session: session.no_sync().__enter__(),
     F.REGISTER: lambda session: session.arrays.register("array", (2,), "float32"),
+    F.RESTORE: lambda session: session.restore(),
     F.GATHER_INTEGERS: lambda session: session.gather_integers([1]),
     F.QUERY: lambda session: session.planning.query("layers"),
     F.BEST_SCHEME: lambda session: session.planning.best_scheme(0, batch_size=2),
@@ -219,6 +239,14 @@ CALLED: dict[Feature, Callable[[Any], object]] = {
 PREPARED: dict[Feature, Callable[[Any], object]] = {
     F.PLAN_RULE: lambda session: prepared(session, plan="auto"),
     F.CLOSURE: lambda session: evaluating(session),
+    F.SEVERAL: lambda session: trained_by(session, lambda them: [sgd([one]) for one in them]),
+    F.UNSERVED: lambda session: trained_by(session, torch.optim.RMSprop),
+    F.AMSGRAD: lambda session: trained_by(
+        session, lambda them: torch.optim.Adam(them, amsgrad=True)
+    ),
+    F.STEP_HOOKS: lambda session: trained_by(session, watched),
+    F.WIDE: lambda session: trained_by(session, sgd, torch.float64),
+    F.NARROW: lambda session: trained_by(session, sgd, torch.bfloat16),
     F.DEFER: lambda session: prepared(session, defer=False),
     F.BUFFERS: lambda session: prepared(session, buffers="average"),
     F.SECOND: lambda session: (prepared(session), prepared(session)),
@@ -286,6 +314,18 @@ def test_calls_and_ways_to_prepare_under_drawn_options(seed: int, tmp_path: Path
             folder.mkdir()
             check_call(features, placed(merged(given) or {}, folder), asked)
             called_so_far += 1
+
+
+@needs_core
+def test_pace_is_kept_of_one_model() -> None:
+    def body(session: Any) -> None:
+        for words in ("without a prepared model", "", "a batch is one step of one model"):
+            if words:
+                with pytest.raises(gradlane.UsageError, match=words):
+                    next(iter(session.keep_pace(range(1))))
+            prepared(session)
+
+    run_ranks(2, body, core=CORE, local="off", stragglers="backup=1")
 
 
 # ---- the table and its page

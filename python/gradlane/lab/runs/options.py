@@ -15,6 +15,7 @@ from gradlane.planning.simulation.straggler import StragglerSpec, parse_straggle
 from gradlane.training.options.cluster_shape import ClusterShape
 from gradlane.training.options.codec_choice import check_codecs, codec_rules, unused_codec_option
 from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.compatibility import Feature
 from gradlane.training.options.option_fields import (
     check_options,
     on_command_line,
@@ -157,9 +158,7 @@ class LabOptions(ClusterShape):
                 "strategies and one rate, and repeat once, such as --strategy none,p3 --rate 4gbit"
             )
         if self.clip_norm is not None:
-            alone = next((one.text for one in self.strategies if one.is_asynchronous), None)
-            if alone is not None:
-                raise ValueError(f"strategy {alone} clips nothing: run it without --clip")
+            self._check_going_with(Feature.CLIP, "--clip")
         if self.profile_path is not None and not self.profile_path.is_file():
             raise ValueError(
                 f"there is no profile file {self.profile_path}; `gradlane profile --json "
@@ -213,8 +212,11 @@ class LabOptions(ClusterShape):
                 f"{self.workers} workers and {self.serving} ranks that only serve are more than "
                 f"{NODES_MAX} nodes"
             )
+        self._check_going_with(Feature.SERVING, "ranks that only serve")
+
+    def _check_going_with(self, feature: Feature, words: str) -> None:
         for one in self.strategies:
-            why = one.serving_refusal
+            why = one.refusal_of(feature, words)
             if why:
                 raise ValueError(f"strategy {one.text}: {why}")
 

@@ -200,10 +200,13 @@ class LabStrategy:
         """Whether ranks exchange gradients at all."""
         return self.family != "none"
 
-    @property
-    def serving_refusal(self) -> str:
-        """Why the strategy does not go with ranks that only serve; empty if it does, or if these
-        rest while it runs."""
+    def refusal_of(self, feature: Feature, words: str) -> str:
+        """Return why one of gradlane's strategies does not go with a feature; empty if it does.
+
+        Args:
+            feature: such as ranks that only serve, which rest while other strategies run.
+            words: what asks for it.
+        """
         if self.family != "gradlane":
             return ""
         where = "server" if self.is_asynchronous else "worker"
@@ -214,7 +217,7 @@ class LabStrategy:
             features[Feature.NODES] = f"strategy {self.text}"
         if self.is_planned:
             features[Feature.PLAN_RULE] = f"strategy {self.text}"
-        return refusal({Feature.SERVING: "ranks that only serve"}, features)
+        return refusal({feature: words}, features)
 
     @property
     def sums_in_rank_order(self) -> bool:

@@ -252,11 +252,9 @@ def _nodes(profile: Profile, cluster: Cluster) -> dict[str, Any]:
     Raises:
         ValueError: the cluster cannot have them, or another setting excludes them.
     """
-    refusal = nodes_refusal(cluster)
-    if refusal:
-        raise ValueError(
-            f"{refusal}: give --ranks-per-node 2, for example, and a multiple as workers"
-        )
+    why = nodes_refusal(cluster)
+    if why:
+        raise ValueError(f"{why}: give --ranks-per-node 2, for example, and a multiple as workers")
     if cluster.servers is not None or cluster.serving:
         raise ValueError(
             f"servers are single ranks, and {cluster.ranks_per_node} share a node: leave out "
@@ -264,10 +262,8 @@ def _nodes(profile: Profile, cluster: Cluster) -> dict[str, Any]:
         )
     leaders = {"off": 0, "leader": 1}.get(local_sums(cluster), cluster.ranks_per_node)
     if leaders > 1 and codec_rules(cluster.codec) != RAW:
-        raise ValueError(
-            f"codec {cluster.codec} with {cluster.strategy}: shares of tensors are not encoded; "
-            "simulate hierarchical"
-        )
+        codec = {Feature.CODEC: f"codec {cluster.codec}"}
+        raise ValueError(refusal({Feature.SHARED: cluster.strategy}, codec))
     schemes = tensor_schemes(profile, cluster)
     blocks = {name for name, one in schemes.items() if one["scheme"] == strategies.SFB}
     rows = [
@@ -350,10 +346,8 @@ def scenario_of(
     if cluster.strategy == DDP:
         raise ValueError(f"{DDP} is a formula and no scenario of the engine")
     if cluster.serving and cluster.strategy in (strategies.RING, RING_FUSED):
-        raise ValueError(
-            f"{cluster.strategy} has no servers, and {cluster.serving} ranks are only to serve: "
-            "leave out --servers, or simulate p3, slicing, wfbp or kvstore"
-        )
+        serving = {Feature.SERVING: f"{cluster.serving} ranks that only serve"}
+        raise ValueError(refusal(serving, {Feature.RING: f"strategy {cluster.strategy}"}))
     if cluster.strategy == IN_NETWORK and (cluster.serving or cluster.servers is not None):
         raise ValueError(f"{IN_NETWORK} has a switch in place of servers: leave out --servers")
     rules = codec_rules(cluster.codec)

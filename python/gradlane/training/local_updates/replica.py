@@ -68,7 +68,6 @@ def connect_model(
     """
     try:
         check_model(model)
-        check_dtypes(model)
         trained = [entry for entry in build_table(model) if entry.trained]
         fragments = divide(model, trained, local.fragments)
     except ValueError as error:
@@ -98,17 +97,3 @@ def form_of(model: nn.Module) -> Form:
         name: (id(one), one.requires_grad, one.dtype, one.shape, one.device)
         for name, one in model.named_parameters()
     }
-
-
-def check_dtypes(model: nn.Module) -> None:
-    """Check that differences of parameters keep their digits.
-
-    Raises:
-        ValueError: a trained parameter has 16 bits.
-    """
-    for name, one in model.named_parameters():
-        if one.requires_grad and one.dtype.itemsize == 2:
-            raise ValueError(
-                f"parameter {name!r} is {one.dtype}, in which what a few steps change is rounded "
-                "away: keep parameters in float32, and compute in 16 bits by torch.autocast"
-            )

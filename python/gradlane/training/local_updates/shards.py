@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from gradlane.errors import UsageError
 from gradlane.training.connection import SessionContext, open_column
 from gradlane.training.local_updates.fragments import divide
-from gradlane.training.local_updates.replica import Form, Replica, check_dtypes, form_of
+from gradlane.training.local_updates.replica import Form, Replica, form_of
 from gradlane.training.model.channel_setup import Connected, StagingFailures, run_step_0
 from gradlane.training.model.consistency_check import StatusTensor
 from gradlane.training.model.staging import carrier_for
@@ -69,7 +69,6 @@ def connect_shards(
     numbers = [at for at, entry in enumerate(shards_of) if entry.nbytes]
     trained = [shards_of[at] for at in numbers]
     try:
-        check_dtypes(model)
         places = {at: index for index, at in enumerate(numbers)}
         fragments = [
             [places[at] for at in one if at in places]

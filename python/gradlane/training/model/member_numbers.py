@@ -53,8 +53,7 @@ class MemberNumbers:
             GradlaneError: the session has failed, or a rank trains meanwhile.
         """
         membership, status = self._membership, self._exchange.layout.status
-        if membership is None or status is None:
-            raise UsageError("session.gather_integers() is for gradlane.init(going_on=True)")
+        assert membership is not None and status is not None, "the session goes on"
         if self._phases.phase in (Phase.BACKWARD, Phase.ATTACHED):
             raise UsageError(
                 f"session.gather_integers() inside step {self._exchange.training_step}: call it "

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from gradlane.errors import UsageError
 from gradlane.training.model.lazy_state import plain_state
 from gradlane.training.model.several_optimizers import members_of, name_of
+from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.rendezvous.tensor_table import TensorEntry, names_of
 from gradlane.training.torch_internals import all_step_hooks, is_wrapped_by_scheduler
 
@@ -236,12 +238,6 @@ def check_optimizer(optimizer: Optimizer, entries: Sequence[TensorEntry]) -> Non
     Raises:
         ValueError: the optimizer cannot be driven, or its parameters are not the model's.
     """
-    for member in members_of(optimizer):
-        if member is not optimizer and evaluates_closure(member):
-            raise ValueError(
-                f"optimizer {name_of(member)} is one of several, and calls its closure itself: the "
-                "others have no part in what that evaluates; prepare it alone, for all parameters"
-            )
     for number, group in enumerate(optimizer.param_groups):
         _check_group(number, group)
     model_parameters = {id(entry.tensor): entry for entry in entries}
@@ -325,35 +321,37 @@ def _check_group(number: int, group: dict[str, Any]) -> None:
         )
 
 
+def optimizer_features(optimizer: Optimizer) -> dict[Feature, str]:
+    """Return what an optimizer asks for that not all options go with, each in words."""
+    name, members = name_of(optimizer), members_of(optimizer)
+    served = [kind for kind, support in OPTIMIZER_SUPPORT.items() if support.on_servers]
+    evaluating = [name_of(one) for one in members if evaluates_closure(one)]
+    amsgrad = [number for number, one in enumerate(optimizer.param_groups) if one.get("amsgrad")]
+    found = {
+        Feature.CLOSURE: f"{' and '.join(evaluating)}, which calls its closure itself,"
+        if evaluating
+        else "",
+        Feature.SEVERAL: Feature.SEVERAL.label if len(members) > 1 else "",
+        Feature.UNSERVED: "" if _steps_by(optimizer, served) else name,
+        Feature.AMSGRAD: f"group {amsgrad[0]} of {name} with amsgrad=True" if amsgrad else "",
+        Feature.STEP_HOOKS: f"{name} with step hooks" if any(map(has_step_hooks, members)) else "",
+    }
+    return {feature: words for feature, words in found.items() if words}
+
+
 def check_server_optimizer(optimizer: Optimizer, entries: Sequence[TensorEntry]) -> None:
     """Check that an optimizer can run on the owners of the slices.
 
     Raises:
-        ValueError: the servers have no kernel for it, a setting makes no sense there, it has
-            step hooks, or a parameter is not in plain memory.
+        ValueError: a setting makes no sense there, or a parameter is not in plain memory.
     """
-    served = [name for name, support in OPTIMIZER_SUPPORT.items() if support.on_servers]
-    if not _steps_by(optimizer, served):
-        raise ValueError(
-            f'update="server" runs torch.optim.{", ".join(served)}, not '
-            f'{name_of(optimizer)}; use update="worker" (the default) for any other optimizer, or '
-            "several"
-        )
-    _check_unobserved(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         _settings(optimizer, number, group)
     for entry in entries:
-        if entry.trained and (
-            entry.tensor.device.type != "cpu" or entry.tensor.stride() != entry.stride
-        ):
+        if entry.trained and entry.tensor.stride() != entry.stride:
             raise ValueError(
-                f'update="server" writes parameters in place: {entry.name!r} must be dense and on '
-                'the CPU; use update="worker" instead'
-            )
-        if entry.trained and entry.dtype in (torch.float64, torch.complex128):
-            raise ValueError(
-                f'parameter {entry.name!r} has {entry.dtype}: update="server" has kernels for f32, '
-                'f16 and bf16; use update="worker"'
+                f'update="server" writes parameters in place: {entry.name!r} must be dense; use '
+                'update="worker" instead'
             )
 
 
@@ -372,8 +370,10 @@ def server_rows(
 
     Raises:
         ValueError: a setting makes no sense; the message names group and key.
+        UsageError: the optimizer was changed into one that the servers do not run.
     """
-    _check_unobserved(optimizer)
+    if why := refusal(optimizer_features(optimizer), {Feature.SERVER: Feature.SERVER.label}):
+        raise UsageError(why)
     rows: list[dict[str, Any]] = []
     with_momentum: list[int] = []
     seen = 0
@@ -405,14 +405,6 @@ def server_rows(
     return json.dumps(rows), frozenset(with_momentum)
 
 
-def _check_unobserved(optimizer: Optimizer) -> None:
-    if has_step_hooks(optimizer):
-        raise ValueError(
-            f"{type(optimizer).__name__} has step hooks, which nobody would call: with "
-            'update="server" there is no step on this rank; use update="worker"'
-        )
-
-
 def _settings(optimizer: Optimizer, number: int, group: dict[str, Any]) -> dict[str, Any]:
     """Return a group's settings in the core's words, each of them checked."""
 
@@ -428,11 +420,6 @@ def _settings(optimizer: Optimizer, number: int, group: dict[str, Any]) -> dict[
         return take(key, group[key], "a number that is not negative", lambda value: value >= 0.0)
 
     if isinstance(optimizer, (Adam, AdamW)):
-        if group["amsgrad"]:
-            raise ValueError(
-                f'group {number} of the optimizer has amsgrad=True: update="server" has no kernel '
-                'for it; use update="worker"'
-            )
         beta1, beta2 = (
             take("betas", beta, "two numbers from 0 to below 1", lambda value: 0.0 <= value < 1.0)
             for beta in group["betas"]

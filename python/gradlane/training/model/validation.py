@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from gradlane.errors import UsageError
 from gradlane.training.model.lazy_parameter_dict import LazyParameterDict
 from gradlane.training.model.several_optimizers import members_of
+from gradlane.training.options.compatibility import Feature
 from gradlane.training.torch_internals import PARAMETERS, is_initialized, parameters_of
 
 _WRAPPERS = {
@@ -178,3 +180,21 @@ def refuse_assignment(
             f"load_state_dict(assign=True) would replace the parameters of {prefix[:-1]!r}, which "
             "were prepared: load with assign=False, or before prepare()"
         )
+
+
+_WIDE = (torch.float64, torch.complex128)
+
+
+def parameter_features(model: nn.Module) -> dict[Feature, str]:
+    """Return what a model's trained parameters are that not all options go with, each in words."""
+    found: dict[Feature, str] = {}
+    for name, one in model.named_parameters():
+        if one.requires_grad:
+            for feature, is_given, words in (
+                (Feature.ON_DEVICE, one.device.type != "cpu", f"on {one.device}"),
+                (Feature.WIDE, one.dtype in _WIDE, f"of {one.dtype}"),
+                (Feature.NARROW, one.dtype.itemsize == 2, f"of {one.dtype}"),
+            ):
+                if is_given:
+                    found.setdefault(feature, f"parameter {name!r} {words}")
+    return found

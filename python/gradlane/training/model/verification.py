@@ -37,6 +37,7 @@ from gradlane.training.options.codec_choice import (
     unused_codec_option,
     unused_pattern,
 )
+from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.options.momentum import check_momentum, keeps_momentum, momentum_of
 from gradlane.training.options.strategy import RING, ring_ranks
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
@@ -215,17 +216,13 @@ def _check_all_clipped(spec: ModelSpec) -> None:
     clipping = next((one.codec for one in spec.codecs if local_clip(one.codec)), None)
     if clipping is not None and spec.factored:
         index, one = next(iter(spec.factored.items()))
-        raise ValueError(
-            f"codec {clipping!r} clips by the norm of all gradients, and "
-            f"{spec.trained[index].name!r} travels as {one.parts}, which it does not see: leave "
-            "the clip out, or send that gradient whole"
-        )
+        layer = f"{spec.trained[index].name!r}, which travels as {one.parts},"
+        words = {Feature.FACTOR_LAYER: layer, Feature.CLIPPING_CODEC: f"codec {clipping!r}"}
+        raise ValueError(refusal(words))
 
 
 def _check_apart(trained: Sequence[TensorEntry]) -> None:
     shared = SharedMemoryGroups([entry.tensor for entry in trained]).members
     if shared:
-        raise ValueError(
-            f"{names_of(trained[index] for index in shared)} share memory, and with "
-            'update="server" each is updated by itself; use update="worker"'
-        )
+        tied = f"{names_of(trained[index] for index in shared)}, which share memory,"
+        raise ValueError(refusal({Feature.TIED: tied, Feature.SERVER: Feature.SERVER.label}))

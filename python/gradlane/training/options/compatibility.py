@@ -50,6 +50,8 @@ class Feature(enum.Enum):
     )
     RESIDUAL_ON_RING = ('codec="topk"` with `strategy="ring"', "use strategy='p3'")
     DECAY = ('codec="topk:decay=..."', "leave decay out")
+    ADDS_UP = ('codec="dgc"` with momentum or clip', "leave momentum and clip out of the codec")
+    CLIPPING_CODEC = ('codec="dgc:clip=..."', "leave the clip out")
     INTEGER_RING = ('codec="qsgd:ring=integer"', "use strategy='p3'")
     PATTERNS = ("codec={...}", "give one codec for all")
     NODES = ('local="leader"` or `"shared"', 'use local="off"')
@@ -72,6 +74,25 @@ class Feature(enum.Enum):
         "use another optimizer",
         When.PREPARE,
     )
+    SEVERAL = ("prepare() of several optimizers", "prepare one optimizer", When.PREPARE)
+    UNSERVED = (
+        "an optimizer other than torch's SGD, Adam and AdamW",
+        "use one of these",
+        When.PREPARE,
+    )
+    AMSGRAD = ("an optimizer with amsgrad=True", "leave amsgrad out", When.PREPARE)
+    STEP_HOOKS = ("an optimizer with step hooks", "leave the hooks out", When.PREPARE)
+    SCALER = ("GradScaler", "train without it", When.PREPARE)
+    FACTOR_LAYER = ("a layer that travels as factors", "use a scheme without factors", When.PREPARE)
+    TIED = ("trained parameters that share memory", "prepare copies", When.PREPARE)
+    ON_DEVICE = ("trained parameters on an accelerator", "keep them on the CPU", When.PREPARE)
+    WIDE = ("trained parameters of 64 bits", "train in float32 or bfloat16", When.PREPARE)
+    NARROW = (
+        "trained parameters of 16 bits",
+        "keep parameters in float32, and compute in 16 bits by torch.autocast",
+        When.PREPARE,
+    )
+    HALF = ("trained parameters of float16", "train in float32 or bfloat16", When.PREPARE)
     FSDP = (
         "prepare() of a model that fully_shard has sharded",
         "prepare the bare model",
@@ -104,6 +125,8 @@ class Feature(enum.Enum):
     NO_SYNC = ("session.no_sync()", "leave it out", When.CALL)
     QUERY = ("session.planning.query()", "leave it out", When.CALL)
     BEST_SCHEME = ("session.planning.best_scheme()", "leave it out", When.CALL)
+    KEEP_PACE = ("session.keep_pace()", "leave it out", When.CALL)
+    RESTORE = ("session.restore()", "leave it out", When.CALL)
     GATHER_INTEGERS = ("session.gather_integers()", "use session.exchange()", When.CALL)
 
     def __init__(self, label: str, without: str, when: When = When.INIT) -> None:
@@ -243,12 +266,24 @@ ROWS = (
     PairRow(_F.SECOND, _F.CHECKPOINTS, NOT_BUILT, "its files hold one model", "prepare one module that holds both, such as nn.ModuleDict, or save the models yourself"),
     PairRow(_F.ACCELERATOR, _F.GOING_ON, NOT_BUILT, "random states, losses and counts go through torch.distributed, which ends with a lost rank", "have each process be the only one of its accelerator (docs/going-on.md)"),
     PairRow(_F.LIGHTNING, _F.GOING_ON, NOT_BUILT, "Lightning's barriers and metrics go through torch.distributed, which ends with a lost rank", "give the trainer one device and no strategy, and prepare in a callback (docs/going-on.md)"),
+    PairRow(_F.LIGHTNING, _F.SEVERAL, NOT_BUILT, "it prepares the module with its one optimizer", "write the loop yourself and prepare each model with its optimizer"),
     PairRow(_F.CLOSURE, _F.SERVER, CANNOT, "it looks at all gradients to choose its next step, and the servers step with them as they come"),
     PairRow(_F.CLOSURE, _F.STRAGGLERS, NOT_BUILT, "each evaluation needs the loss of every rank"),
     PairRow(_F.CLOSURE, _F.GOING_ON, NOT_BUILT, "a rank may be lost or join between two evaluations of one step"),
     PairRow(_F.CLOSURE, _F.FSDP, CANNOT, "it multiplies the gradients of all parameters, and each rank has a shard of them"),
     PairRow(_F.CLOSURE, _F.PLAN_RULE, NOT_BUILT, "a step that is recorded would have more exchanges than one"),
     PairRow(_F.CLOSURE, _F.DEFER_TRUE, CANNOT, "each evaluation waits for all gradients of the one before"),
+    PairRow(_F.CLOSURE, _F.SEVERAL, CANNOT, "the others have no part in what its closure evaluates", "prepare it alone, for all parameters"),
+    PairRow(_F.SEVERAL, _F.SERVER, NOT_BUILT, "the servers run one optimizer for all parameters"),
+    PairRow(_F.UNSERVED, _F.SERVER, NOT_BUILT, "the servers run torch.optim.SGD, Adam and AdamW"),
+    PairRow(_F.AMSGRAD, _F.SERVER, NOT_BUILT, "the servers have no kernel for it"),
+    PairRow(_F.STEP_HOOKS, _F.SERVER, CANNOT, "nobody would call them, since no step is on this rank"),
+    PairRow(_F.TIED, _F.SERVER, NOT_BUILT, "each parameter is updated by itself there"),
+    PairRow(_F.ON_DEVICE, _F.SERVER, NOT_BUILT, "the servers write parameters in place, in the host's memory"),
+    PairRow(_F.WIDE, _F.SERVER, NOT_BUILT, "the servers have kernels for f32, f16 and bf16"),
+    PairRow(_F.NARROW, _F.LOCAL, CANNOT, "what a few steps change is rounded away there", "keep parameters in float32, and compute in 16 bits by torch.autocast"),
+    PairRow(_F.SCALER, _F.ADDS_UP, CANNOT, "it adds up gradients of several steps, whose scales differ", "train without the scaler, in bfloat16 for example"),
+    PairRow(_F.FACTOR_LAYER, _F.CLIPPING_CODEC, NOT_BUILT, "it clips by the norm of all gradients, and does not see those of this layer", "leave the clip out, or send that gradient whole"),
     PairRow(_F.JOIN, _F.CLOSURE, NOT_BUILT, "a rank without data cannot tell how many evaluations a step of the others has"),
     PairRow(_F.QUERY, _F.CLOSURE, NOT_BUILT, "a step that is recorded would have more exchanges than one"),
     PairRow(_F.BEST_SCHEME, _F.CLOSURE, NOT_BUILT, "a step that is recorded would have more exchanges than one"),
@@ -259,6 +294,11 @@ ROWS = (
     PairRow(_F.WEIGHT, _F.FSDP, NOT_BUILT, "torch averages in the node over ranks", "scale each loss by its share of samples"),
     PairRow(_F.WEIGHT, _F.SERVER, NOT_BUILT, "the mean is made there before all ranks' samples are known"),
     PairRow(_F.WEIGHT, _F.STRAGGLERS, NOT_BUILT, "the mean is made before all ranks' samples are known"),
+    PairRow(_F.WEIGHT, _F.HALF, CANNOT, "gradients times samples would overflow", "train in float32 or bfloat16"),
+    PairRow(_F.WEIGHT, _F.FACTOR_LAYER, NOT_BUILT, "factors are not weighted", "use a scheme without factors"),
+    PairRow(_F.CLIP, _F.ADDS_UP, CANNOT, "it has added up gradients of several steps, and their means are no gradients of one", "leave the call out and give the codec a clip, which clips each rank's gradient before"),
+    PairRow(_F.KEEP_PACE, _F.SECOND, NOT_BUILT, "a batch is one step of one model", "prepare one module that holds all"),
+    PairRow(_F.RESTORE, _F.CHECKPOINTS, CANNOT, "it reads what a session with these has written", "give gradlane.init(checkpoints=...)", needs=True),
     PairRow(_F.JOIN, _F.GOING_ON, NOT_BUILT, "the rank whose values all others get at its end may be lost"),
     PairRow(_F.JOIN, _F.LOCAL, NOT_BUILT, "a rank that has run out of data would have to exchange without steps of its own", "give every rank the same number of batches, such as by DataLoader(drop_last=True)"),
     PairRow(_F.JOIN, _F.FSDP, CANNOT, "torch's collectives in the node need every rank in each step", "give all ranks as many batches"),
@@ -288,6 +328,7 @@ ROWS = (
     PairRow(_F.BUFFERS, _F.ASGD, CANNOT, "the ranks are in different steps, and there is no mean of their buffers", 'give buffers="local", and exchange them where all ranks meet'),
     PairRow(_F.FSDP, _F.GOING_ON, NOT_BUILT, "the ranks of a node hold a part of the model each, and none can go on without the others", "open the session without it and restart from a checkpoint"),
     PairRow(_F.FSDP, _F.STRAGGLERS, NOT_BUILT, "each shard would leave out other ranks"),
+    PairRow(_F.FSDP, _F.ON_DEVICE, NOT_BUILT, "sharded models are averaged on the CPU so far", "use native HSDP there (a mesh of two dimensions, without session.prepare)"),
     PairRow(_F.FSDP, _F.SERVER, CANNOT, "FSDP gathers the parameters that ranks update"),
     PairRow(_F.FSDP, _F.FACTORS, CANNOT, "what FSDP hands over are gradients, no factors"),
     PairRow(_F.FSDP, _F.PULLS, NOT_BUILT, "workers pull from servers there, one step later", "use p3, slicing, wfbp or ring"),

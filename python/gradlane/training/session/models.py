@@ -19,10 +19,14 @@ from gradlane.training.local_updates.local_model import LocalModel
 from gradlane.training.local_updates.replica import connect_model
 from gradlane.training.local_updates.shards import connect_shards
 from gradlane.training.model.buffers import MODES
-from gradlane.training.model.optimizers import evaluates_closure, steps_per_parameter
+from gradlane.training.model.optimizers import (
+    evaluates_closure,
+    optimizer_features,
+    steps_per_parameter,
+)
 from gradlane.training.model.prepared import CLOSE_TIMEOUT_S, PreparedModel
 from gradlane.training.model.several_optimizers import as_one, members_of
-from gradlane.training.model.validation import check_arguments
+from gradlane.training.model.validation import check_arguments, parameter_features
 from gradlane.training.options.compatibility import CALLS, Feature, refusal
 from gradlane.training.options.local_updates import Local
 from gradlane.training.options.strategy import PLAN_RULES, plan_features
@@ -323,8 +327,8 @@ class PreparedModels:
             raise ValueError(f"unknown buffers {buffers!r}; known are {', '.join(MODES)}")
         before = [one.model for one in (*self.prepared, self.local) if one is not None]
         rule = isinstance(plan, str) and plan in PLAN_RULES
-        evaluates = any(map(evaluates_closure, members_of(optimizer)))
-        asked = {
+        asked = optimizer_features(optimizer) | parameter_features(model)
+        asked |= {
             feature: words
             for feature, is_given, words in (
                 (Feature.FSDP, is_sharded(model), Feature.FSDP.label),
@@ -333,7 +337,6 @@ class PreparedModels:
                     is_sharded(model) and self._ctx.options.local_updates is None,
                     Feature.FSDP.label,
                 ),
-                (Feature.CLOSURE, evaluates, Feature.CLOSURE.label),
                 (Feature.PLAN, plan is not None, f"prepare(plan={plan!r})"),
                 (Feature.PLAN_RULE, rule, f"prepare(plan={plan!r})"),
                 (Feature.DEFER, defer is not None, f"prepare(defer={defer})"),
@@ -361,11 +364,24 @@ class PreparedModels:
         among = self._features
         if self.has_sharded if is_sharded is None else is_sharded:
             among[Feature.FSDP] = "a model that fully_shard has sharded"
+        if len(self.prepared) > 1:
+            among[Feature.SECOND] = f"{len(self.prepared)} prepared models"
         if any(one.evaluates_closure for one in self.prepared):
             among[Feature.CLOSURE] = Feature.CLOSURE.label
         why = refusal({call: call.label}, among)
         if why:
             raise UsageError(why)
+
+    def keeping_pace(self) -> PreparedModel:
+        """Return the model whose steps `keep_pace` counts.
+
+        Raises:
+            UsageError: there is not exactly one.
+        """
+        self.check_call(Feature.KEEP_PACE)
+        if not self.prepared:
+            raise UsageError("session.keep_pace() without a prepared model: call prepare() before")
+        return self.prepared[0]
 
     def find(self, model: nn.Module | None, call: str) -> PreparedModel:
         """Return a prepared model.

@@ -10,10 +10,8 @@ rank consumes one batch a step, so all ranks end together.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol, TypeVar
-
-from gradlane.errors import UsageError
 
 if TYPE_CHECKING:
     pass
@@ -34,25 +32,19 @@ class Paced(Protocol):
 
 def at_pace(
     batches: Iterable[BatchType],
-    models: Callable[[], Sequence[Paced]],
+    model_in_force: Callable[[], Paced],
     on_pass: Callable[[], object] | None,
 ) -> Iterator[BatchType]:
     """Yield the batches of those steps that this rank takes part in.
 
     Args:
         batches: one a step.
-        models: returns the prepared models of the session.
+        model_in_force: returns the prepared model of the session, or refuses.
         on_pass: called after each passed step.
     """
     warned = False
     for batch in batches:
-        found = models()
-        if len(found) != 1:
-            raise UsageError(
-                f"session.keep_pace() with {len(found)} prepared models: a batch is one step of "
-                "one model; prepare one module that holds all"
-            )
-        model = found[0]
+        model = model_in_force()
         if model.reads_averages:
             if not warned:
                 warned = True

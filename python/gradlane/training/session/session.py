@@ -468,7 +468,7 @@ class Session:
         self._ending.check_open()
         if not self._ctx.options.stragglers.leaves_out or self._ctx.rank_info.world_size == 1:
             return iter(batches)
-        return at_pace(batches, lambda: self._models.prepared, on_pass)
+        return at_pace(batches, self._models.keeping_pace, on_pass)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the training state of the session itself; a collective call between steps.
@@ -546,8 +546,8 @@ class Session:
             CheckpointError: the checkpoint is damaged, of another version, or another model's.
         """
         self._ending.check_open()
-        if self._checkpoints is None:
-            raise UsageError("restore() reads gradlane.init(checkpoints=...), which is not given")
+        self._models.check_call(Feature.RESTORE)
+        assert self._checkpoints is not None
         return self._checkpoints.restore()
 
     def metrics(self) -> Metrics:

@@ -76,13 +76,6 @@ def _check_unit(ctx: SessionContext, unit: ShardedUnit) -> None:
             f"unit {unit.name!r} has an all-reduce hook already, of another session or of the "
             "program (set_all_reduce_hook): close that session, or leave the hook out"
         )
-    devices = {local_of(one.parameter).device.type for one in unit.parameters}
-    if devices != {"cpu"}:
-        raise UsageError(
-            f"unit {unit.name!r} is on {', '.join(sorted(devices))}: sharded models are averaged "
-            "on the CPU so far; use native HSDP there (a mesh of two dimensions, without "
-            "session.prepare)"
-        )
 
 
 def agree_on_units(

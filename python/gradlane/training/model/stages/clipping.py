@@ -12,6 +12,7 @@ from gradlane.training.model.stages.stage import StepStage
 from gradlane.training.model.stages.step_clipping import StepClipping
 from gradlane.training.model.stages.step_start import StepStart
 from gradlane.training.modules.gradient_intake import values_of
+from gradlane.training.options.compatibility import Feature, refusal
 
 
 class Clipping(StepStage):
@@ -60,12 +61,9 @@ class Clipping(StepStage):
             UsageError: one does.
         """
         if self._adding_up:
-            raise UsageError(
-                f"clip_grad_norm_() in step {step}: codec {self._adding_up!r} has added up "
-                "gradients of several steps, and their means are no gradients of one; leave the "
-                f"call out and give the codec clip={max_norm:g}, which clips each rank's gradient "
-                "before"
-            )
+            call = f"clip_grad_norm_({max_norm:g}) in step {step}"
+            codec = f"codec {self._adding_up!r}"
+            raise UsageError(refusal({Feature.CLIP: call}, {Feature.ADDS_UP: codec}))
 
     def begin(self, start: StepStart) -> None:
         """Have the norm measured if the last step was clipped: so do all ranks."""

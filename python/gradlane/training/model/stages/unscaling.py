@@ -14,6 +14,7 @@ from gradlane.training.model.stages.step_start import StepStart
 from gradlane.training.model.stages.step_unscaling import StepUnscaling
 from gradlane.training.model.update_set import UpdateSet
 from gradlane.training.modules.gradient_intake import values_of
+from gradlane.training.options.compatibility import Feature, refusal
 
 _DTYPES = {torch.float32, torch.float64, torch.bfloat16}
 """`GradScaler` refuses f16 gradients, and knows no complex ones."""
@@ -77,11 +78,8 @@ class Unscaling(StepStage):
             UsageError: one does.
         """
         if self._adding_up:
-            raise UsageError(
-                f"GradScaler in step {step}: codec {self._adding_up!r} adds up gradients of "
-                "several steps, whose scales differ; train without the scaler, in bfloat16 for "
-                "example"
-            )
+            words = {Feature.SCALER: f"GradScaler in step {step}"}
+            raise UsageError(refusal(words, {Feature.ADDS_UP: f"codec {self._adding_up!r}"}))
 
     def begin(self, start: StepStart) -> None:
         """Have the norm measured if the last step was unscaled: so do all ranks."""

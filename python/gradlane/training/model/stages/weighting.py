@@ -18,6 +18,7 @@ from gradlane.training.model.rank_status import Statuses, StepEnding
 from gradlane.training.model.stages.stage import StepStage
 from gradlane.training.model.stages.step_start import StepStart
 from gradlane.training.modules.gradient_intake import values_of
+from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 
@@ -60,19 +61,18 @@ class Weighting(StepStage):
                     f"session.weight() after backward() in step {step}: gradients have begun to "
                     "leave unweighted; call it before the first backward() whose gradients leave"
                 )
-            half = [one.name for one in self._trained if one.dtype is torch.float16]
-            if half:
-                raise UsageError(
-                    f"session.weight() with parameter {half[0]!r} of float16: gradients times "
-                    "samples would overflow; train in float32 or bfloat16"
-                )
-            if self._captured:
-                name = self._trained[next(iter(self._captured))].name
-                raise UsageError(
-                    f"session.weight() with {name!r}, which travels as factors: these are not "
-                    "weighted; use a scheme without factors"
-                )
+            if why := refusal({Feature.WEIGHT: Feature.WEIGHT.label}, self._features):
+                raise UsageError(why)
             self._samples = samples
+
+    @property
+    def _features(self) -> dict[Feature, str]:
+        half = [one.name for one in self._trained if one.dtype is torch.float16]
+        found = {Feature.HALF: f"parameter {half[0]!r} of float16"} if half else {}
+        for index in self._captured:
+            name = self._trained[index].name
+            found[Feature.FACTOR_LAYER] = f"{name!r}, which travels as factors"
+        return found
 
     def begin(self, start: StepStart) -> None:
         """Have this step's gradients weighted, if the program has said so."""
