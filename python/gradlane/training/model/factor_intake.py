@@ -40,7 +40,7 @@ class FactorIntake:
         with self._phases.lock:
             self._intake.note_backward()
             self._intake.check_in_time(index)
-            self._exchange.hold_factors(index, part)
+            self._exchange.factors.hold(index, part)
 
     def take_dense(self, index: int, parameter: Tensor) -> None:
         """Note a gradient that came in place of factors, as one more part: the hook.
@@ -63,5 +63,5 @@ class FactorIntake:
         gradient is: it counts the same whether factors or gradients came.
         """
         with self._phases.lock:
-            if self._exchange.end_parts(index) and self._intake.count(index):
+            if self._exchange.factors.end_parts(index) and self._intake.count(index):
                 self._exchange.submit(index)

@@ -91,7 +91,8 @@ class GradientExchange:
             carrier,
             self._intake,
         )
-        self._factors = FactorExchange(core, channel, layout.factored, rank, self.training_step_of)
+        self.factors = FactorExchange(core, channel, layout.factored, rank, self.training_step_of)
+        """Gradients that travel as factors or rows."""
         # Eight bytes for each, and there may be some for every checkpoint.
         self._spent_steps = array("q")
         self._gradients: list[Tensor | None] = [None] * len(layout.trained)
@@ -165,19 +166,11 @@ class GradientExchange:
             self._raise_failed(error, "beginning a step")
         self._gradients = [None] * len(self._trained)
         self._joined.begin()
-        self._factors.begin()
-
-    def hold_factors(self, index: int, part: Part) -> None:
-        """Take factors of a part of a parameter's gradient."""
-        self._factors.hold(index, part)
+        self.factors.begin()
 
     def hold_dense(self, index: int) -> None:
         """Take the `.grad` of a parameter that sends factors as one more part."""
-        self._factors.hold(index, Dense(self._intake.take(index, self._trained[index].tensor)))
-
-    def end_parts(self, index: int) -> bool:
-        """Return whether factors have come in the backward that ends now for a parameter."""
-        return self._factors.end_parts(index)
+        self.factors.hold(index, Dense(self._intake.take(index, self._trained[index].tensor)))
 
     def submit(self, index: int) -> None:
         """Submit a parameter's gradient: its factors, or its `.grad`."""
@@ -188,7 +181,7 @@ class GradientExchange:
             return
         factored = index in self._factored
         if factored and index not in self._captured:
-            self._factors.hold(index, self._take_rows(index))
+            self.factors.hold(index, self._take_rows(index))
         elif not factored:
             gradient = self._intake.take(index, self._trained[index].tensor)
             self._gradients[index] = gradient
@@ -196,7 +189,7 @@ class GradientExchange:
         self.pushes[index] += 1
         if factored:
             try:
-                self._factors.submit(index, self.step)
+                self.factors.submit(index, self.step)
             except self._core.ChannelError as error:
                 self._raise_failed(error, "handing over", index)
         elif not self._before_send_all:
@@ -264,7 +257,7 @@ class GradientExchange:
 
     def has_taken(self, index: int) -> bool:
         """Whether some of a parameter's gradient has left `.grad` in this step."""
-        return self.is_submitted[index] or self._factors.holds(index)
+        return self.is_submitted[index] or self.factors.holds(index)
 
     def unsubmitted_tensors(self) -> list[int]:
         """Return the channel's numbers of what was not submitted in this step, also to another
@@ -311,7 +304,7 @@ class GradientExchange:
                     if self._joined.note_absent(index):
                         self._submit_group(index)
                 elif index in self._factored:
-                    self._factors.submit_absent(index, self.step)
+                    self.factors.submit_absent(index, self.step)
                 else:
                     self._gradients[index] = self._carrier.submit_absent(index, self.step)
                 self.is_submitted[index] = True
@@ -450,7 +443,7 @@ class GradientExchange:
     def _rebuilt(self, index: int, *, wanted: bool) -> Tensor | None:
         """Return the mean that all ranks' blocks make, if it is wanted and some rank has one."""
         try:
-            return self._factors.take(index, self.step, wanted=wanted)
+            return self.factors.take(index, self.step, wanted=wanted)
         except self._core.ChannelError as error:
             self._raise_failed(error, "taking factors", index)
         except BlockError as error:
