@@ -376,7 +376,13 @@ def test_saved_state_is_of_one_optimizer_with_all_groups() -> None:
         return whole, [one.state_dict() for one in fresh], saved
 
     ((whole, loaded, saved),) = run_ranks(1, body)
-    assert sorted(saved["state"]) == [0, 1, 2, 3]
+    numbers: list[int] = []
+    before = 0
+    for one in whole:
+        # Which parameters have a state depends on the release of torch.
+        numbers += [before + number for number in one["state"]]
+        before += sum(len(group["params"]) for group in one["param_groups"])
+    assert sorted(saved["state"]) == numbers and numbers[-2:] == [2, 3]
     for one, other in zip(whole, loaded, strict=True):
         assert_same_state(one, other)
 
