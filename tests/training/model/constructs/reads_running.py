@@ -192,7 +192,7 @@ CONSTRUCTS = [
         "`torch.compile(fullgraph=True)` of such a function, or of a layer of `torch.nn` by itself",
         section=RUNS,
         arrange=functools.partial(compiled_around, fullgraph=True),
-        newer_than="2.7",
+        newer_than="2.11",
         refused="gradlane waits here for parameters whose update is under way",
         note="compile the model, call `session.synchronize()` before, or use `defer=False`",
         defers=(None,),
