@@ -83,6 +83,11 @@ def test_the_environment_lacks_the_extra(python: Path) -> None:
         assert b"ModuleNotFoundError" in done.stderr
 
 
+def test_a_page_is_refused_before_the_work_for_it(python: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"pip install 'gradlane\[lab\]'"):
+        run(python, tmp_path, "whatif", "missing.json", "--html", "page.html")
+
+
 @pytest.mark.slow
 @needs_core
 def test_planning_commands_run_without_the_lab(python: Path, tmp_path: Path) -> None:

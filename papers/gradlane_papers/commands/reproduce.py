@@ -30,7 +30,7 @@ def reproduce(
     from gradlane.report.console import wide_console
     from gradlane_papers.reproduction import run as command
 
-    require_writable(json_path, html_path, markdown)
+    require_writable(json_path, markdown, page=html_path)
     if list_them:
         content = command.run_list(wide_console())
     elif not figures:

@@ -80,7 +80,7 @@ def lab_run(
     strategies = with_rules([*options.strategies], stragglers)
     updates = list(dict.fromkeys(update or ()))
     options = replace(options, strategies=with_updates(strategies, updates))
-    require_writable(json_path, html_path, options.trace_path)
+    require_writable(json_path, options.trace_path, page=html_path)
     _run_and_show(options, json_path, html_path)
 
 

@@ -104,7 +104,7 @@ def demo(
     from gradlane.report.console import wide_console
 
     parts = parts_of(workload, None if rate is None else parse_rate(rate))
-    require_writable(json_path, html_path)
+    require_writable(json_path, page=html_path)
     unwind_on_sigterm(context)
     ensure_namespaces(sys.argv[1:])
     run_demo(wide_console(), json_path=json_path, html_path=html_path, parts=parts)
@@ -198,7 +198,7 @@ def report(
     with remedied(from_results):
         content = read_json(results)
     target = html_path or results.with_suffix(".html")
-    require_writable(target)
+    require_writable(page=target)
     note = ""
     if isinstance(content, dict) and "rows" in content and "answers" in content:
         report_from_whatif(content, target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -117,9 +118,20 @@ def rows_in(content: Any, path: Path) -> list[dict[str, Any]]:
     return content
 
 
-def require_writable(*paths: Path | None) -> None:
-    """Raise `ValueError` for a path whose folder is missing, before minutes of work are lost."""
-    for path in paths:
+def require_writable(*paths: Path | None, page: Path | None = None) -> None:
+    """Check what a command will write, before minutes of work are lost.
+
+    Args:
+        paths: files; None: not asked for.
+        page: a page with plots.
+
+    Raises:
+        ValueError: a folder is missing.
+        ModuleNotFoundError: the package that makes plots is.
+    """
+    if page is not None and find_spec("plotly") is None:
+        raise ModuleNotFoundError("a page with plots needs plotly", name="plotly")
+    for path in (*paths, page):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"cannot write {path}: its folder does not exist")
         if path is not None and path.is_dir():

@@ -127,7 +127,7 @@ def whatif(
     from gradlane.planning.simulation.hosts import USUAL_PROCESSORS, host_with, parse_host
     from gradlane.report.console import wide_console
 
-    require_writable(json_path, html_path, trace)
+    require_writable(json_path, trace, page=html_path)
     prices = parse_prices(samples, price, budget)
     if cluster.sharded and max(grid.ranks_per_node) == 1:
         raise ValueError(

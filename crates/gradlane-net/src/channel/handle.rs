@@ -449,7 +449,6 @@ impl Channel {
             let _ = io.join();
             drop(acceptor);
         }
-        drop(threads);
     }
 
     /// Closes, in a forked child, all descriptors that gradlane had open in the parent, of every
