@@ -32,6 +32,7 @@ class Published:
         source: section, table or figure.
         says: the paper's words, where there is no number.
         note: how sure the reading is, where it is not.
+        cannot: why nothing of ours stands beside it.
     """
 
     figure: str
@@ -42,6 +43,7 @@ class Published:
     source: str
     says: str = ""
     note: str = ""
+    cannot: str = ""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,9 @@ class Comparison:
     @property
     def why(self) -> str:
         """Why ours differs, or that it does not."""
-        return ROLES["none"] if self.ours is None else self.ours.why
+        if self.ours is not None:
+            return self.ours.why
+        return self.published.cannot or ROLES["none"]
 
     @property
     def role(self) -> str:
@@ -346,14 +350,16 @@ def reproduces(
 
 
 def compared(figure: Figure, found: Sequence[Number | Curve]) -> list[Comparison]:
-    """Put ours beside what is published; curves have nothing to stand beside.
+    """Put ours beside what is published; curves have nothing to stand beside. Numbers of which
+    nothing can be here stand alone.
 
     Raises:
         KeyError: a number that the file of published ones does not have, or one without words.
     """
     published = published_of(figure.name)
-    return [
+    rows = [
         Comparison(published[one.key], figure.worded(one))
         for one in found
         if isinstance(one, Number)
     ]
+    return rows + [Comparison(one, None) for one in published.values() if one.cannot]

@@ -340,9 +340,11 @@ def figure_13(_: Simulations) -> list[Number | Curve]:
         cells("nccl")[network, "4bit", 8].value / cells("nccl")[network, "32bit", 8].value
         for network in IMAGES
     )
+    vgg19 = {gpus: cells("nccl")["vgg19", "32bit", gpus] for gpus in (4, 8)}
     return [
         ours("full_8", full),
         ours("quantized_most", gain, theirs=theirs),
+        ours("vgg19_batch", vgg19[8].value / vgg19[4].value),
         *_scaling_curves("nccl", (1, 2, 4, 8)),
     ]
 
