@@ -201,10 +201,10 @@ def test_the_lab_runs_each_strategy_of_gradlane_with_each_rule() -> None:
     texts = [strategy.text for strategy in strategies]
     assert texts == ["none", "ddp-gloo", "p3", "p3/drop", "p3/backup=1"]
     again = parse_strategy("p3/backup=1")
-    assert (again.setting, again.stragglers) == ("p3", "backup=1")
+    assert (again.setting, again.stragglers.rule) == ("p3", "backup=1")
     assert again == strategies[-1]
     carries = parse_strategy("p3/drop=1.1:carry")
-    assert (carries.stragglers, carries.late) == ("drop=1.1", "carry")
+    assert (carries.stragglers.rule, carries.stragglers.late) == ("drop=1.1", "carry")
     wrongs = ("ddp-gloo/drop", "ring/drop", "asgd/drop", "p3/late", "p3/wait:carry", "p3/drop:keep")
     for wrong in wrongs:
         with pytest.raises(ValueError):

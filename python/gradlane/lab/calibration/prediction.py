@@ -173,7 +173,7 @@ def _cluster_of(row: Row, costs: MachineCosts | None, steps: int) -> Cluster:
         servers=row.servers,
         serving=row.serving,
         ranks_per_node=row.ranks_per_node,
-        local=strategy.local,
+        local=strategy.local.mode,
         update=strategy.rounds,
         seal=strategy.sealed,
         slice_elems=row.slice_elems,

@@ -176,12 +176,8 @@ class Gradlane(Communication):
         self._plan = "auto" if strategy.is_planned else plan
         self._is_local = strategy.rounds is not None
         self._session: Any = gradlane.init(
-            strategy=strategy.session_strategy(request.slice_elems),
+            **strategy.session_keywords(request.slice_elems),
             codec=request.codec,
-            update=strategy.update,
-            local=gradlane.LocalSums(strategy.local, where=strategy.local_sums),
-            stragglers=gradlane.Stragglers(strategy.stragglers, late=strategy.late),
-            going_on=strategy.going_on,
             servers=request.servers,
             workers=request.world_size if request.serving else None,
             rendezvous=gradlane.Rendezvous(

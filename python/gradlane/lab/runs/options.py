@@ -25,8 +25,7 @@ from gradlane.training.options.option_fields import (
     read_int,
 )
 from gradlane.training.options.options import Options
-from gradlane.training.options.stragglers import Stragglers
-from gradlane.training.options.strategy import RING, LocalSums, Strategy
+from gradlane.training.options.strategy import RING, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,20 +184,14 @@ class LabOptions(ClusterShape):
             raise ValueError(reason)
         for one in ours:
             Options.of(
-                strategy=one.session_strategy(self.slice_elems),
-                codec=self.codec,
-                update=one.update,
-                servers=self.servers,
-                local=LocalSums(one.local, one.local_sums),
-                stragglers=Stragglers(one.stragglers, one.late),
-                going_on=one.going_on,
+                **one.session_keywords(self.slice_elems), codec=self.codec, servers=self.servers
             )
 
     def _check_nodes(self) -> None:
         each = self.ranks_per_node
         if why := self.needs_no_network:
             raise ValueError(why)
-        alone = next((one.text for one in self.strategies if one.local != "off"), None)
+        alone = next((one.text for one in self.strategies if one.local.mode != "off"), None)
         if alone is not None and each == 1:
             raise ValueError(
                 f"strategy {alone} adds up on nodes, and each has one rank: give --ranks-per-node 2"

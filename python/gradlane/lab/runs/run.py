@@ -322,8 +322,8 @@ class _Runner:
             metrics=results[0].metrics,
             balance=balance_of(ports, owners, counted_steps),
             step_s_mean=statistics.fmean(wall_steps_s) / dilation,
-            stragglers=strategy.stragglers,
-            late=strategy.late,
+            stragglers=strategy.stragglers.rule,
+            late=strategy.stragglers.late,
             servers=options.servers if strategy.family == "gradlane" else None,
             serving=options.serving if strategy.family == "gradlane" else 0,
             straggler=None if options.straggler is None else options.straggler.to_json(),
@@ -345,7 +345,7 @@ class _Runner:
         strategy = parse_strategy(row.strategy)
         wire_bytes = self._wire_bytes.get(row.strategy)
         schemes = self._schemes.get(row.strategy, [])
-        if strategy.local != "off":
+        if strategy.local.mode != "off":
             schemes = ["hierarchical"] * len(self._timings)
         if wire_bytes and row.strategy != ASGD:
             expected_bytes = sum(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from gradlane.training.node.rules import COLLECTIVE, NODE_STRATEGIES
 from gradlane.training.options.compatibility import Feature, refusal
@@ -46,6 +46,9 @@ DDP_BUCKET_MB_DEFAULT = 25.0
 Family = Literal["none", "ddp-gloo", "ddp-gather", "gradlane"]
 
 
+_ALONE = LocalSums("off")
+
+
 @dataclass(frozen=True)
 class LabStrategy:
     """One way to communicate.
@@ -56,18 +59,14 @@ class LabStrategy:
         setting: the gradlane strategy, or `auto`: what gradlane finds by itself, or `poseidon`, or
             one of `FACTOR_SCHEMES`; empty in the other families.
         bucket_mb: DDP's bucket size in MiB, as torch counts it; 0 in the other families.
-        stragglers: what happens to ranks that are late, as in `gradlane.init`; written after the
-            name, as in `p3/backup=1`.
-        late: what becomes of late gradients, as in `gradlane.init`; written after the rule, as in
-            `p3/backup=1:carry`.
+        stragglers: written after the name, as in `p3/backup=1` or `p3/backup=1:carry`.
         going_on: whether training would go on without lost ranks, as in `gradlane.init`; written
             after the name, as in `p3/going-on`.
         sealed: whether ranks have a secret, so that connections are sealed; written after the name,
             as in `p3/sealed`.
         hook: what encodes DDP's gradients: `fp16`, `bfloat16` and `powersgd[:RANK]` of PyTorch's
             own, or a codec for `gradlane.ddp.ddp_hook`; empty where nothing does.
-        local: what gradlane's ranks of one node do, as in `gradlane.init`.
-        local_sums: how they add up, as in `gradlane.init`.
+        local: what gradlane's ranks of one node add up.
         any_rounding: whether what gradlane finds may add up in another order than that of the
             ranks.
         rounds: local updates, written after the name, as in `p3/local:steps=8`; None: ranks
@@ -79,11 +78,9 @@ class LabStrategy:
     setting: str = ""
     bucket_mb: float = 0.0
     hook: str = ""
-    local: str = "off"
-    local_sums: str = LocalSums.where
+    local: LocalSums = _ALONE
     any_rounding: bool = False
-    stragglers: str = WAIT
-    late: str = Stragglers.late
+    stragglers: Stragglers = Options.stragglers
     going_on: bool = False
     sealed: bool = False
     rounds: Local | None = None
@@ -124,15 +121,14 @@ class LabStrategy:
             return replace(self, text=f"{self.text}/{rule}", sealed=True)
         if rule.partition(":")[0] == LOCAL:
             return self.with_local(parse_local(rule))
-        stragglers, colon, late = rule.partition(":")
-        if not colon:
-            late = Stragglers.late
-        if parse_stragglers(stragglers) is None and not colon:
+        name, colon, late = rule.partition(":")
+        if parse_stragglers(name) is None and not colon:
             return self
         if self.setting not in STRATEGIES:
             raise ValueError(f"{self.text}/{rule}: only gradlane's strategies leave ranks out")
-        Options.of(strategy=self.setting, stragglers=Stragglers(stragglers, late))
-        return replace(self, text=f"{self.text}/{rule}", stragglers=stragglers, late=late)
+        stragglers = Stragglers(name, late) if colon else Stragglers(name)
+        Options.of(strategy=self.setting, stragglers=stragglers)
+        return replace(self, text=f"{self.text}/{rule}", stragglers=stragglers)
 
     @property
     def is_baseline(self) -> bool:
@@ -164,6 +160,20 @@ class LabStrategy:
             slice_elems=slice_elems,
             exact_order=not self.any_rounding,
         )
+
+    def session_keywords(self, slice_elems: int | None) -> dict[str, Any]:
+        """Return the keywords of `gradlane.init` for its session.
+
+        Args:
+            slice_elems: as for `gradlane.init`.
+        """
+        return {
+            "strategy": self.session_strategy(slice_elems),
+            "update": self.update,
+            "local": self.local,
+            "stragglers": self.stragglers,
+            "going_on": self.going_on,
+        }
 
     @property
     def update(self) -> str | Local:
@@ -210,10 +220,10 @@ class LabStrategy:
         if self.family != "gradlane":
             return ""
         where = "server" if self.is_asynchronous else "worker"
-        features = strategy_features(self.setting, where, stragglers=self.stragglers)
+        features = strategy_features(self.setting, where, stragglers=self.stragglers.rule)
         if self.rounds is not None:
             features[Feature.LOCAL] = f"strategy {self.text}"
-        if self.local != "off":
+        if self.local.mode != "off":
             features[Feature.NODES] = f"strategy {self.text}"
         if self.is_planned:
             features[Feature.PLAN_RULE] = f"strategy {self.text}"
@@ -223,7 +233,7 @@ class LabStrategy:
     def sums_in_rank_order(self) -> bool:
         """Whether the averaged gradient is bit-identical to the sum in rank order over N."""
         on_servers = self.setting not in (RING, ASGD) and not self.any_rounding
-        sums_on_servers = on_servers and self.local == "off"
+        sums_on_servers = on_servers and self.local.mode == "off"
         return self.family in ("gradlane", "ddp-gather") and sums_on_servers
 
     @property
@@ -257,8 +267,7 @@ def parse_strategy(text: str) -> LabStrategy:
             text=text.strip(),
             family="gradlane",
             setting=Strategy.name,
-            local=NODE_STRATEGIES[name],
-            local_sums=argument or LocalSums.where,
+            local=LocalSums(NODE_STRATEGIES[name], argument or LocalSums.where),
         )
     if name == AUTO and argument == ANY_ROUNDING:
         return LabStrategy(text=text.strip(), family="gradlane", setting=name, any_rounding=True)
@@ -353,7 +362,7 @@ def with_rules(strategies: list[LabStrategy], rules: str) -> list[LabStrategy]:
     found: list[LabStrategy] = []
     for strategy in strategies:
         is_exact = strategy.rounds is None
-        if strategy.family == "gradlane" and strategy.stragglers == WAIT and is_exact:
+        if strategy.family == "gradlane" and not strategy.stragglers.leaves_out and is_exact:
             found += [strategy.with_stragglers(rule) for rule in named]
         else:
             found.append(strategy)

@@ -31,7 +31,6 @@ from gradlane.lab.workloads import Workload, build
 from gradlane.lab.workloads.real import RealWorkload
 from gradlane.lab.workloads.replay import ReplayWorkload
 from gradlane.planning.planner.coordinator import Coordinator
-from gradlane.training.options.stragglers import WAIT
 from gradlane.training.options.strategy import FACTOR_SCHEMES, ring_ranks
 from gradlane.training.plans.plan import Plan
 from gradlane.training.plans.settings import ClusterFacts, Settings
@@ -273,7 +272,7 @@ def _verify(
     """
     known = strategy.communicates and not strategy.is_asynchronous and not strategy.hook
     # Who was left out of which step is not known in advance, and local updates average parameters.
-    known = known and strategy.stragglers == WAIT and strategy.rounds is None
+    known = known and not strategy.stragglers.leaves_out and strategy.rounds is None
     if not isinstance(workload, ReplayWorkload) or not known:
         return 0
     wrong = workload.verify(
