@@ -188,8 +188,13 @@ _WIDE = (torch.float64, torch.complex128)
 def parameter_features(model: nn.Module) -> dict[Feature, str]:
     """Return what a model's trained parameters are that not all options go with, each in words."""
     found: dict[Feature, str] = {}
-    for name, one in model.named_parameters():
-        if one.requires_grad:
+    for prefix, module in model.named_modules():
+        own = parameters_of(module)
+        # Without waiting for updates.
+        for key, one in dict.items(own) if isinstance(own, dict) else own.items():
+            if one is None or not one.requires_grad:
+                continue
+            name = f"{prefix}.{key}" if prefix else key
             for feature, is_given, words in (
                 (Feature.ON_DEVICE, one.device.type != "cpu", f"on {one.device}"),
                 (Feature.WIDE, one.dtype in _WIDE, f"of {one.dtype}"),
