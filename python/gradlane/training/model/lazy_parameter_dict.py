@@ -103,6 +103,10 @@ class LazyParameterDict(LazyDict[Parameter]):
             self._gate.before_list([*dict.values(self)])
 
 
+_PLAIN: type[dict[str, Any]] = type(vars(nn.Module())[PARAMETERS])
+"""The class of torch's own mappings: an `OrderedDict` in torch 2.4."""
+
+
 def install_lazy_parameters(module: nn.Module, steps: TrainingSteps, stale_flag: StaleFlag) -> None:
     """Replace a module's parameter mapping by a waiting one."""
     module.__dict__[PARAMETERS] = LazyParameterDict(module, steps, stale_flag)
@@ -112,7 +116,7 @@ def remove_lazy_parameters(module: nn.Module) -> None:
     """Give a module a plain parameter mapping again."""
     guarded = module.__dict__.get(PARAMETERS)
     if isinstance(guarded, LazyParameterDict):
-        module.__dict__[PARAMETERS] = dict(dict.items(guarded))
+        module.__dict__[PARAMETERS] = _PLAIN(dict.items(guarded))
 
 
 class SharedParameterTracker:
