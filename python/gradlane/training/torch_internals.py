@@ -549,6 +549,12 @@ def forget_split() -> None:
         tracing.ddp_optimizer_ctx = None  # Counts the parts that there are not.
 
 
+def restarts_compilation(error: Exception) -> bool:
+    """Return whether the compiler raises an error for itself, to begin anew with other settings."""
+    restart = getattr(_module("torch._dynamo.exc"), "RestartAnalysis", None)
+    return restart is not None and isinstance(error, restart)
+
+
 def is_export(callback: Any) -> bool:
     """Return whether what is called with frames belongs to `torch.export`."""
     for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):

@@ -65,8 +65,8 @@ def test_optimizers_step_on_the_mean_as_torch_does(build: str, optimizer: str) -
 def test_loops_of_all_kinds(program: str, optimizer: str, given: dict[str, Any]) -> None:
     if optimizer in DENSE and program == "on_top_of_means":
         pytest.skip("a dense mean and a sparse gradient: as in torch, a dense one")
-    if program == "clipped_by_torch" and optimizer not in DENSE and torch_release() <= (2, 7):
-        pytest.skip("torch 2.7 takes no norm of sparse gradients")
+    if program == "clipped_by_torch" and optimizer not in DENSE and torch_release() <= (2, 11):
+        pytest.skip("this torch takes no norm of sparse gradients")
 
     def body(session: Any) -> Trained:
         return trains(session, "words", optimizer, program, **given)

@@ -24,6 +24,7 @@ from gradlane.training.torch_internals import (
     frame_callback,
     graph_splitter_class,
     is_export,
+    restarts_compilation,
     set_active_splitter,
 )
 
@@ -126,6 +127,8 @@ def _splitter() -> Any:
         try:
             return split(self, graph, inputs, *arguments, **options)
         except Exception as error:
+            if restarts_compilation(error):
+                raise
             log.info("a graph is compiled unsplit: %s: %s", type(error).__name__, error)
             forget_split()
             return self.backend_compile_fn(graph, inputs, *arguments, **options)
