@@ -63,9 +63,10 @@ SUITE_RANKS ?= 2
 test-torch-suite: build
 	$(BIN)/python -m tests.distributed.torch_suite --ranks $(SUITE_RANKS)
 
-# The kernel's tests with other versions of torch and Python, each in an environment of its own; says what to install.
+# The kernel's tests with other versions of torch and Python, each in an environment of its own; says what to install,
+# and writes the table of docs/support.md. MATRIX: its arguments, such as `--keep 3.11:2.7.1`.
 test-torch-versions: build
-	bash scripts/test-torch-versions
+	$(BIN)/python -m tests.version_matrix $(MATRIX)
 
 # By emulation on other machines than aarch64; says what to install. CI does not run it.
 test-neon: .cache/tools
