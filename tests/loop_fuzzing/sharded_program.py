@@ -131,8 +131,10 @@ class ShardedProgram(Program):
         super().read(model, what=what)
 
     def resume(self, model: int) -> None:
-        """Go on in another session, which spreads the first node's buffers."""
+        """Go on in another session, which spreads the first node's buffers, and drops whole
+        parameters: torch goes on with those, where a forward has left them before a step."""
         for own in self.models:
+            reshard(own)
             for buffer in own.buffers():
                 first = buffer.contiguous()
                 dist.broadcast(first, group=self._column, group_src=0)

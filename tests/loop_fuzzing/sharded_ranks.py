@@ -27,7 +27,7 @@ from tests.loop_fuzzing.description import Loop
 from tests.loop_fuzzing.sharded_loops import generate_sharded
 from tests.ports import reserve_port
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 400.0
 """For a loop, and for processes to start."""
 _MARK = "gradlane-loop "
 

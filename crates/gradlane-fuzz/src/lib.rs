@@ -7,5 +7,6 @@
 
 pub mod codec;
 pub mod engine;
+pub mod group;
 pub mod seal;
 pub mod wire;

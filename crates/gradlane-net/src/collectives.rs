@@ -16,6 +16,7 @@
 //! | `links` | connections |
 //! | `group` | the handle, and the threads that drive it |
 //! | `work`, `error` | the end of a call |
+//! | `hostile` | a peer that sends what it likes, for tests and `gradlane-fuzz` |
 //!
 //! `state` and what it is made of know no sockets and no threads.
 
@@ -24,6 +25,8 @@ mod element;
 mod error;
 mod frame;
 mod group;
+#[cfg(any(test, feature = "fuzzing"))]
+mod hostile;
 #[cfg(test)]
 mod hostile_tests;
 mod limits;
@@ -44,4 +47,6 @@ pub use call::{Call, Operation};
 pub use element::{Element, Reduction};
 pub use error::{GroupError, GroupErrorKind};
 pub use group::{Group, GroupOptions};
+#[cfg(feature = "fuzzing")]
+pub use hostile::{hostile_peer, Outcome};
 pub use work::Work;

@@ -46,6 +46,8 @@ mod options;
 mod sys;
 
 pub use channel::{Block, Blocks, Channel, MembershipEvent};
+#[cfg(feature = "fuzzing")]
+pub use collectives::{hostile_peer, Outcome};
 pub use collectives::{
     Call, Element, Group, GroupError, GroupErrorKind, GroupOptions, Operation, Reduction, Work,
 };

@@ -2,6 +2,7 @@
 
 pub(crate) mod atomics;
 pub(crate) mod counters;
+pub(crate) mod host_counters;
 pub(crate) mod participation_stats;
 pub(crate) mod queue_stats;
 mod snapshot;
@@ -9,6 +10,7 @@ pub(crate) mod straggler_stats;
 pub(crate) mod trace;
 
 pub(crate) use counters::Metrics;
+pub(crate) use host_counters::HostCounters;
 pub use participation_stats::{LeftOutSnapshot, StepParticipation};
 pub use snapshot::{MetricsSnapshot, PeerSnapshot, Refusal, StalenessSnapshot, WaitSnapshot};
 pub use straggler_stats::StragglerSnapshot;

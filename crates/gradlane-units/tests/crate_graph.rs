@@ -19,7 +19,14 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("gradlane-sim", &["gradlane-units", "gradlane-wire", "gradlane-codec", "gradlane-engine"]),
     (
         "gradlane-fuzz",
-        &["gradlane-units", "gradlane-wire", "gradlane-codec", "gradlane-engine", "gradlane-seal"],
+        &[
+            "gradlane-units",
+            "gradlane-wire",
+            "gradlane-codec",
+            "gradlane-engine",
+            "gradlane-seal",
+            "gradlane-net",
+        ],
     ),
     (
         "gradlane-py",

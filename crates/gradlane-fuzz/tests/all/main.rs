@@ -3,7 +3,7 @@
 //! Nothing guides them by coverage, as libFuzzer does in `fuzz/`. `GRADLANE_FUZZ_S` is the seconds of a target. A failure
 //! names a seed and an input: `GRADLANE_FUZZ_SEED` and `GRADLANE_FUZZ_INPUT` give that one again.
 
-use gradlane_fuzz::{codec, engine, seal, wire};
+use gradlane_fuzz::{codec, engine, group, seal, wire};
 use gradlane_units::Rng;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -30,6 +30,11 @@ fn any_bytes_as_encodings() {
 #[test]
 fn any_bytes_as_inputs_of_the_engine() {
     fuzz("engine", 1500, &[], engine::check);
+}
+
+#[test]
+fn any_bytes_as_a_member_of_a_group() {
+    fuzz("group", 2000, &[], group::check);
 }
 
 fn setting(name: &str) -> Option<u64> {

@@ -96,7 +96,8 @@ impl Channel {
         };
         let lanes = options.lanes;
         let metrics = Arc::new(Metrics::new(rank, &plan, lanes.into()));
-        let mesh = connect::assemble(listener, identity, peers, options, &metrics, interrupt)?;
+        let host = &metrics.host;
+        let mesh = connect::assemble(listener, identity, peers, options, host, interrupt)?;
         let system = |error| ChannelError::system("cannot start a channel", &error);
         let pollers: io::Result<Vec<Poller>> = (0..lanes).map(|_| Poller::new()).collect();
         let pollers = pollers.map_err(system)?;

@@ -15,12 +15,10 @@ use crate::connect::{self, digest, Acceptor, Identity, Listener, MeshStream, INT
 use crate::error::ChannelError;
 use crate::io::{FrameReader, FrameWriter};
 use crate::memory::UserMemory;
-use crate::metrics::Metrics;
 use crate::options::ChannelOptions;
 use crate::sys::lock;
 use crate::sys::poller::Poller;
 use crate::sys::socket::Socket;
-use gradlane_engine::{Plan, Strategy, TensorSpec, Update};
 use gradlane_units::Rank;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -127,13 +125,9 @@ impl Group {
             ..ChannelOptions::new(rank, size)
         };
         settings.validate()?;
-        // The counters of refused callers; a group has no tensors of its own.
-        let plan = Strategy::named("p3", None, 0)
-            .and_then(|it| Plan::build(Vec::<TensorSpec>::new(), it, Update::Worker, size))
-            .map_err(|error| ChannelError::Argument(error.to_string()))?;
-        let metrics = Arc::new(Metrics::new(Rank(rank), &plan, 1));
+        let counters = Arc::default();
         let mut mesh =
-            connect::assemble(listener, identity, peers, &settings, &metrics, interrupt)?;
+            connect::assemble(listener, identity, peers, &settings, &counters, interrupt)?;
         let system = |error| ChannelError::system("cannot start a group", &error);
         let poller = Poller::new().map_err(system)?;
         let link = |MeshStream { stream, seals }| {

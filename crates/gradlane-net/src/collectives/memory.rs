@@ -124,9 +124,9 @@ fn reduce(inputs: &[Span], into: Span, arithmetic: Arithmetic) {
     }
 }
 
-/// Names the memory of a test, which keeps it until the call has ended.
-#[cfg(test)]
-pub(super) fn test_memory(values: &mut [i32]) -> UserMemory {
+/// Names the memory of a test or a fuzz target, which keeps it until the call has ended.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(super) fn lent_memory(values: &mut [i32]) -> UserMemory {
     let address = if values.is_empty() { 0 } else { values.as_mut_ptr() as usize };
     // SAFETY: the simulation keeps the values, and fills them again only when the work is done.
     unsafe { UserMemory::new(address, size_of_val(values)) }

@@ -140,7 +140,7 @@ impl Peers {
     }
 
     /// Bytes that a peer has sent without asking, and was not told to be taken.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "fuzzing"))]
     pub(super) fn unasked_of(&self, peer: u32) -> u64 {
         self.get(peer).unasked
     }

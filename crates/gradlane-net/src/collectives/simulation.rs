@@ -8,7 +8,7 @@ use super::element::{Element, Reduction};
 use super::error::GroupError;
 use super::limits::Limits;
 use super::links::{Link, Links};
-use super::memory::test_memory;
+use super::memory::lent_memory;
 use super::state::GroupState;
 use super::work::{Begun, Work};
 use crate::io::{FrameReader, FrameWriter};
@@ -403,7 +403,7 @@ impl<'a> Generation<'a> {
             Step::Send(it) => (vec![program.payload(it)], Vec::new()),
             Step::Receive(it) => (Vec::new(), vec![vec![UNTOUCHED; program.messages[it].elements]]),
         };
-        let spans = |it: &mut Vec<Vec<i32>>| it.iter_mut().map(|it| test_memory(it)).collect();
+        let spans = |it: &mut Vec<Vec<i32>>| it.iter_mut().map(|it| lent_memory(it)).collect();
         let (places, results): (Vec<_>, Vec<_>) = (spans(&mut inputs), spans(&mut outputs));
         let call = Begun::new(&work, Some(TIMEOUT), now);
         let state = &mut links.state;

@@ -97,7 +97,7 @@ impl Drop for JobQueue {
 }
 
 fn run_jobs(queue: &Queue, shared: &Shared, lane: usize) {
-    let _count = shared.metrics.count_this_thread("work");
+    let _count = shared.metrics.host.count_this_thread("work");
     let lane = &shared.lanes[lane];
     loop {
         let job = {

@@ -6,7 +6,7 @@
 //! call from, so that one network cannot keep another out.
 
 use crate::connect::handshake::{self, FrameSeals, HandshakeError, Identity, Link};
-use crate::metrics::counters::Metrics;
+use crate::metrics::HostCounters;
 use crate::sys::descriptors::ForkTracked;
 use crate::sys::lock;
 use crate::sys::poller::{Interest, Poller};
@@ -54,7 +54,7 @@ pub(crate) struct MeshState {
 /// it.
 pub(crate) struct PendingMesh {
     pub(crate) identity: Identity,
-    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) counters: Arc<HostCounters>,
     pub(crate) state: Mutex<MeshState>,
     pub(crate) changed: Condvar,
     pub(crate) cancelled: AtomicBool,
@@ -149,7 +149,7 @@ impl PendingMesh {
     pub(crate) fn new(
         identity: Identity,
         peers: &[String],
-        metrics: Arc<Metrics>,
+        counters: Arc<HostCounters>,
     ) -> io::Result<PendingMesh> {
         let (world_size, lanes) = (identity.world_size as usize, usize::from(identity.lanes));
         let state = MeshState {
@@ -160,7 +160,7 @@ impl PendingMesh {
         };
         Ok(PendingMesh {
             identity,
-            metrics,
+            counters,
             state: Mutex::new(state),
             changed: Condvar::new(),
             cancelled: AtomicBool::new(false),
@@ -234,7 +234,7 @@ impl PendingMesh {
     }
 
     fn refuse(&self, address: &str, reason: &str) {
-        self.metrics.refuse(self.identity.rank, address, reason);
+        self.counters.refuse(self.identity.rank, address, reason);
     }
 }
 
@@ -293,7 +293,7 @@ impl Drop for Acceptor {
 }
 
 fn accept_loop(pending: &Arc<PendingMesh>, listener: &ForkTracked<TcpListener>) {
-    let _count = pending.metrics.count_this_thread("acceptor");
+    let _count = pending.counters.count_this_thread("acceptor");
     let mut reports = Vec::new();
     let running = || !pending.cancelled.load(Ordering::SeqCst);
     while running() {

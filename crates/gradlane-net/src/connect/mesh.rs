@@ -8,7 +8,7 @@ use crate::connect::acceptor::{Acceptor, MeshStream, PendingMesh};
 use crate::connect::handshake::{self, HandshakeError, Identity, Link, ADDRESS_BYTES_MAX};
 use crate::connect::listener::Listener;
 use crate::error::ChannelError;
-use crate::metrics::counters::Metrics;
+use crate::metrics::HostCounters;
 use crate::options::ChannelOptions;
 use crate::sys::descriptors::ForkTracked;
 use crate::sys::lock;
@@ -44,13 +44,14 @@ pub(crate) fn assemble(
     identity: Identity,
     peers: &[String],
     options: &ChannelOptions,
-    metrics: &Arc<Metrics>,
+    counters: &Arc<HostCounters>,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<Mesh, ChannelError> {
     let own = identity.rank;
     let deadline = Instant::now() + options.connect_timeout();
     let system = |error: io::Error| ChannelError::system("cannot start to connect", &error);
-    let pending = Arc::new(PendingMesh::new(identity, peers, Arc::clone(metrics)).map_err(system)?);
+    let pending =
+        Arc::new(PendingMesh::new(identity, peers, Arc::clone(counters)).map_err(system)?);
     let acceptor = Acceptor::start(&pending, listener.into_socket()).map_err(system)?;
     let mut call_threads = CallThreads { pending: Arc::clone(&pending), threads: Vec::new() };
     for (rank, address) in peers.iter().enumerate().take(own.index()) {

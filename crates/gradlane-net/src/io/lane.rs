@@ -61,7 +61,7 @@ impl Lane {
     /// Runs until the lane is over, and returns it. A panic ends the session.
     pub(super) fn run(mut self) -> Lane {
         let shared = Arc::clone(&self.shared);
-        let _count = shared.metrics.count_this_thread("io");
+        let _count = shared.metrics.host.count_this_thread("io");
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.run_loop())) {
             shared.stop(StopCause::Panicked(panic_text(&*panic)));
         }

@@ -1,4 +1,4 @@
-//! Counters of a channel: bytes, frames, waits, CPU time of its threads, refused callers.
+//! Counters of a channel: bytes, frames, waits.
 //!
 //! Counters only grow and are read at any time from any thread; a snapshot is not of one instant. A
 //! frame costs a few plain additions; waits and stragglers are counted when a thread has slept, or
@@ -6,26 +6,18 @@
 
 use crate::channel::completion::WaitTarget;
 use crate::metrics::atomics::{count, load, seconds};
+use crate::metrics::host_counters::HostCounters;
 use crate::metrics::participation_stats::ParticipationStats;
 use crate::metrics::queue_stats::StatsQuery;
-use crate::metrics::snapshot::{
-    MetricsSnapshot, PeerSnapshot, Refusal, StalenessSnapshot, WaitSnapshot,
-};
+use crate::metrics::snapshot::{MetricsSnapshot, PeerSnapshot, StalenessSnapshot, WaitSnapshot};
 use crate::metrics::straggler_stats::StragglerStats;
 use crate::sys::lock;
-use crate::sys::syscall::ThreadClock;
 use gradlane_engine::{Plan, Scheme, Staleness, TensorKind};
 use gradlane_units::{Rank, SliceId, Step, TensorId};
 use gradlane_wire::{FrameFlags, FrameHeader, FrameKind};
-use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
-
-/// Refusals that are kept; older ones are only counted.
-const REFUSALS_KEPT: usize = 64;
-/// Refusals that are all logged; after these, those that double the number.
-const REFUSALS_LOGGED: u64 = 16;
 
 /// Traffic with one peer.
 #[derive(Debug, Default)]
@@ -76,13 +68,6 @@ impl WaitStats {
     }
 }
 
-/// CPU time of one thread, also after its end.
-#[derive(Debug, Default)]
-struct ThreadCpu {
-    clock: Option<ThreadClock>,
-    final_ns: u64,
-}
-
 /// What one lane has at a time.
 #[derive(Debug, Default)]
 pub(crate) struct LaneGauges {
@@ -125,8 +110,8 @@ pub(crate) struct Metrics {
     is_root: Vec<bool>,
     /// By rank: bytes of trained tensors that it owns.
     owned_bytes: Vec<u64>,
-    threads: Mutex<Vec<(&'static str, ThreadCpu)>>,
-    refusals: Mutex<(u64, VecDeque<Refusal>)>,
+    /// Threads and refused callers.
+    pub(crate) host: Arc<HostCounters>,
 }
 
 impl Metrics {
@@ -151,30 +136,8 @@ impl Metrics {
             waits: (0..tensors).map(|_| WaitStats::default()).collect(),
             raw_bytes: AtomicU64::new(0),
             encoded_bytes: AtomicU64::new(0),
-            threads: Mutex::default(),
-            refusals: Mutex::default(),
+            host: Arc::default(),
         }
-    }
-
-    /// Counts the calling thread's CPU time under `name` until the returned guard is dropped.
-    pub(crate) fn count_this_thread(&self, name: &'static str) -> ThreadCount<'_> {
-        let mut threads = lock(&self.threads);
-        threads.push((name, ThreadCpu { clock: ThreadClock::of_this_thread(), final_ns: 0 }));
-        ThreadCount { metrics: self, index: threads.len() - 1 }
-    }
-
-    /// Notes a refused caller and logs it, of many callers less and less often.
-    pub(crate) fn refuse(&self, rank: Rank, address: &str, reason: &str) {
-        let mut refusals = lock(&self.refusals);
-        refusals.0 += 1;
-        if is_logged(refusals.0) {
-            let count = refusals.0;
-            log::warn!("{rank} refused a connection from {address}: {reason} (number {count})");
-        }
-        if refusals.1.len() == REFUSALS_KEPT {
-            refusals.1.pop_front();
-        }
-        refusals.1.push_back(Refusal { address: address.to_owned(), reason: reason.to_owned() });
     }
 
     /// Notes the wait of a thread; of a whole step, `last` is the tensor that completed it.
@@ -261,7 +224,7 @@ impl Metrics {
                 owned_bytes: self.owned_bytes[rank],
             })
             .collect();
-        let refusals = lock(&self.refusals);
+        let refusals = lock(&self.host.refusals);
         let (gathered_slices, tied_slices) = self.stragglers.slices();
         let (decided_steps, left_out) = lock(&self.participation).snapshot();
         MetricsSnapshot {
@@ -285,9 +248,9 @@ impl Metrics {
             tied_slices,
             decided_steps,
             left_out,
-            io_cpu_s: self.cpu_s("io"),
-            work_cpu_s: self.cpu_s("work"),
-            acceptor_cpu_s: self.cpu_s("acceptor"),
+            io_cpu_s: self.host.cpu_s("io"),
+            work_cpu_s: self.host.cpu_s("work"),
+            acceptor_cpu_s: self.host.cpu_s("acceptor"),
             wait_s: seconds(load(&self.wait_ns)),
             // New priorities are in force once they are in every lane.
             plan_version: self.lanes.iter().map(|it| load(&it.plan_version)).min().unwrap_or(0),
@@ -315,19 +278,6 @@ impl Metrics {
         });
         rows.filter(|row| row.count > 0 || row.last_of_step_count > 0).collect()
     }
-
-    fn cpu_s(&self, name: &str) -> f64 {
-        let threads = lock(&self.threads);
-        let of_name = threads.iter().filter(|(thread, _)| *thread == name);
-        let read = |cpu: &ThreadCpu| cpu.clock.and_then(ThreadClock::read_ns);
-        of_name.map(|(_, cpu)| read(cpu).unwrap_or(cpu.final_ns)).sum::<u64>() as f64 / 1e9
-    }
-}
-
-/// Whether the refusal of this number, from 1 on, is logged: a caller every second, such as a port
-/// scanner, must not fill the log of a run of weeks.
-fn is_logged(number: u64) -> bool {
-    number <= REFUSALS_LOGGED || number.is_power_of_two()
 }
 
 /// Returns, by rank, the bytes of trained tensors that it owns. Tensors of rings, and blocks that
@@ -359,22 +309,9 @@ fn staleness_snapshots(staleness: &Staleness) -> Vec<StalenessSnapshot> {
     tallies.iter().map(reading).collect()
 }
 
-/// Stores the CPU time of a thread when it ends.
-pub(crate) struct ThreadCount<'a> {
-    metrics: &'a Metrics,
-    index: usize,
-}
-
-impl Drop for ThreadCount<'_> {
-    fn drop(&mut self) {
-        let cpu = &mut lock(&self.metrics.threads)[self.index].1;
-        cpu.final_ns = cpu.clock.take().and_then(ThreadClock::read_ns).unwrap_or(0);
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{is_logged, Metrics};
+    use super::Metrics;
     use gradlane_engine::{Plan, Strategy, TensorKind, TensorSpec, Update};
     use gradlane_units::{Dtype, Priority, Rank, SliceId, Step, TensorId};
     use gradlane_wire::{FrameFlags, FrameHeader, FrameKind, PayloadForm};
@@ -411,11 +348,5 @@ mod tests {
         metrics.sent(Rank(1), &header);
         let peer = &metrics.snapshot(&plan).peers[1];
         assert_eq!((peer.rx_frames, peer.tx_frames), (1, 1));
-    }
-
-    #[test]
-    fn a_caller_every_second_for_three_weeks_is_a_page_of_lines() {
-        let lines = (1..=1_814_400).filter(|&number| is_logged(number)).count();
-        assert_eq!(lines, 16 + 16);
     }
 }
