@@ -351,6 +351,11 @@ def missing_rank(store: Any, rank: int, world_size: int, job: str) -> str:
         if rank == 1:
             store.wait([f"{job}/told"], datetime.timedelta(seconds=60))
             return "nothing"
+        if rank == 0:
+            # The other one's time is over first.
+            store.wait([f"{job}/begins"], datetime.timedelta(seconds=60))
+            time.sleep(0.5)
+        store.set(f"{job}/begins", "yes")
         try:
             dist.monitored_barrier(timeout=datetime.timedelta(seconds=1))
         except RuntimeError as error:

@@ -281,6 +281,10 @@ class GradlaneBackend(c10d.Backend):  # type: ignore[misc]
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
         """Wait until all ranks have come; the error names all that have not, whatever the flag."""
+        if self._own:
+            # Rank 0 says who is missing, also where it has begun after the others.
+            given_s = opts.timeout.total_seconds()
+            opts.timeout = timedelta(seconds=2 * (given_s if given_s >= 0 else self._timeout_s))
         work = self._run("monitored_barrier", [], [], opts)
         try:
             work.wait()
