@@ -1,6 +1,7 @@
 //! The sending sides of all connections, as the kernels have them. A thousand ranks have a million of
 //! them, so they are small and lie side by side.
 
+use crate::rank_lane::LaneId;
 use gradlane_engine::Transmit;
 use std::ops::{Index, IndexMut};
 
@@ -33,41 +34,42 @@ pub(crate) struct Partial {
     pub(crate) transmit: Transmit,
 }
 
-/// Those of all ranks: by rank and by the peer's number in the rank's channel.
+/// Those of all ranks: by lane of a rank and by the peer's number in the rank's channel.
 #[derive(Debug)]
 pub(crate) struct Connections {
+    lanes: usize,
     members: usize,
     all: Vec<Connection>,
 }
 
 impl Connections {
-    /// Connections of all ranks to all members of their channels.
-    pub(crate) fn new(ranks: usize, members: usize) -> Connections {
-        Connections { members, all: vec![Connection::default(); ranks * members] }
+    /// Connections of all ranks to all members of their channels, in each lane.
+    pub(crate) fn new(ranks: usize, lanes: usize, members: usize) -> Connections {
+        let all = vec![Connection::default(); ranks * lanes * members];
+        Connections { lanes, members, all }
     }
 
-    /// Those of a rank.
-    pub(crate) fn of(&mut self, rank: u32) -> &mut [Connection] {
-        let begin = rank as usize * self.members;
-        &mut self.all[begin..begin + self.members]
+    /// All of them.
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Connection> {
+        self.all.iter_mut()
     }
 
-    fn place(&self, (rank, peer): (u32, u32)) -> usize {
+    fn place(&self, (LaneId { rank, lane }, peer): (LaneId, u32)) -> usize {
         debug_assert!((peer as usize) < self.members, "a peer of the rank's channel");
-        rank as usize * self.members + peer as usize
+        (rank as usize * self.lanes + lane as usize) * self.members + peer as usize
     }
 }
 
-impl Index<(u32, u32)> for Connections {
+impl Index<(LaneId, u32)> for Connections {
     type Output = Connection;
 
-    fn index(&self, at: (u32, u32)) -> &Connection {
+    fn index(&self, at: (LaneId, u32)) -> &Connection {
         &self.all[self.place(at)]
     }
 }
 
-impl IndexMut<(u32, u32)> for Connections {
-    fn index_mut(&mut self, at: (u32, u32)) -> &mut Connection {
+impl IndexMut<(LaneId, u32)> for Connections {
+    fn index_mut(&mut self, at: (LaneId, u32)) -> &mut Connection {
         let place = self.place(at);
         &mut self.all[place]
     }

@@ -8,16 +8,16 @@
 
 use std::collections::VecDeque;
 
-/// The kind of an event of a rank, of a port or of a line between ports.
+/// The kind of an event of a rank, of a lane of all ranks, of a port or of a line between ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EventKind {
     /// The port may send the next piece.
     Depart,
     /// The first piece that is on its way to the port is whole.
     Arrive,
-    /// Its I/O thread is free and has something to hear.
+    /// The lane's thread is free and has something to hear.
     Listen,
-    /// Its work thread has finished something.
+    /// A work thread of the lane has finished something.
     JobDone,
     /// Its accelerator goes on.
     Compute,
@@ -31,8 +31,10 @@ pub(crate) enum EventKind {
     Stop,
     /// It may go on to its next step.
     Pace,
-    /// It looks at its clock.
+    /// The lane looks at its clock.
     Clock,
+    /// The lane is told something by another one of its rank.
+    News,
     /// The line between ports may carry the next piece.
     Line,
 }

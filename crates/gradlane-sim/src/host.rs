@@ -1,13 +1,13 @@
-//! The host of a rank: the I/O threads, each of which does one thing after another, and the work
+//! The host of a rank: the threads of its lanes, each of which does one thing after another, and their work
 //! threads.
 
 use crate::event_queue::EventKind;
-use crate::node::IoTask;
 use crate::pauses::pass;
+use crate::rank_lane::{IoTask, LaneId};
 use crate::simulation::{Clipping, Run};
 use crate::trace::{Lane, Subject};
 use gradlane_engine::{
-    Engine, Event, Input, Job, JobResult, Operation, PayloadDest, Refusal, Scheme,
+    Engine, Event, Input, Job, JobResult, LaneNews, Operation, PayloadDest, Refusal, Scheme,
 };
 use gradlane_units::{Priority, Rank, TensorId, Time};
 use gradlane_wire::FrameHeader;
@@ -17,63 +17,70 @@ use std::cmp::Reverse;
 const SERVER_COMMAND_BYTES: usize = 60;
 
 impl Run {
-    /// A task for an I/O thread: done at once, or after the task that it is doing.
-    pub(crate) fn hear(&mut self, rank: u32, input: IoTask) {
+    /// A task for a lane's thread: done at once, or after the task that it is doing.
+    pub(crate) fn hear(&mut self, id: LaneId, input: IoTask) {
         let now = self.now;
-        let thread = self.thread_of(rank, input);
-        let io = &mut self.nodes[rank as usize].io[thread as usize];
-        if io.inbox.is_empty() && io.busy_until <= now {
-            self.handle(rank, thread, input);
-            return;
+        let io = &mut self.lanes[id].io;
+        if io.inbox.is_empty() && io.busy_until <= now && self.may_run_from(id) <= now {
+            return self.handle(id, input);
         }
+        let io = &mut self.lanes[id].io;
         io.inbox.push_back(input);
         if !std::mem::replace(&mut io.will_listen, true) {
-            let listener = rank * self.lanes + thread;
-            self.events.at(io.busy_until, EventKind::Listen, listener);
+            let at = self.may_run_from(id);
+            self.events.at(at, EventKind::Listen, self.lanes.number(id));
         }
     }
 
-    /// The thread that hears of a task: that of a frame's lane, or the first.
-    fn thread_of(&self, rank: u32, input: IoTask) -> u32 {
-        match input {
-            IoTask::Header(number) | IoTask::Frame(number, _) if self.lanes > 1 => {
-                self.channels.lane_of(rank, &self.frames.get(number))
+    /// A task for all lanes of a rank.
+    pub(crate) fn hear_in_all(&mut self, rank: u32, input: IoTask) {
+        (0..self.lanes.each()).for_each(|lane| self.hear(LaneId { rank, lane }, input));
+    }
+
+    /// A task for those lanes of a rank that carry a part of a tensor of its channel.
+    pub(crate) fn hear_in_lanes_of(&mut self, rank: u32, tensor: TensorId, input: IoTask) {
+        for lane in 0..self.lanes.each() {
+            let id = LaneId { rank, lane };
+            if self.channels.lane_plan(id).has_slices_of(tensor) {
+                self.hear(id, input);
             }
-            IoTask::JobDone(_, lane) => lane,
-            _ => 0,
         }
     }
 
-    /// A thread looks into its inbox; `listener` counts the threads of all ranks.
-    pub(crate) fn listen(&mut self, listener: u32) {
-        let (rank, thread) = (listener / self.lanes, listener % self.lanes);
-        let io = &mut self.nodes[rank as usize].io[thread as usize];
-        if io.busy_until > self.now {
-            // It was stopped meanwhile, or has sent what another thread decided.
-            return self.events.at(io.busy_until, EventKind::Listen, listener);
-        }
-        io.will_listen = false;
-        while let Some(input) = self.nodes[rank as usize].io[thread as usize].inbox.pop_front() {
-            self.handle(rank, thread, input);
-            let io = &mut self.nodes[rank as usize].io[thread as usize];
-            if io.busy_until > self.now {
-                if !io.inbox.is_empty() {
-                    io.will_listen = true;
-                    self.events.at(io.busy_until, EventKind::Listen, listener);
-                }
+    /// When a lane's thread has done its last task, and has a processor.
+    fn may_run_from(&self, id: LaneId) -> u64 {
+        let host = self.channels.topology.node(id.rank);
+        self.processors.free_at(host, self.lanes[id].io.busy_until)
+    }
+
+    /// A lane's thread looks into its inbox.
+    pub(crate) fn listen(&mut self, id: LaneId) {
+        let number = self.lanes.number(id);
+        loop {
+            let runs_from = self.may_run_from(id);
+            let io = &mut self.lanes[id].io;
+            if io.inbox.is_empty() {
+                io.will_listen = false;
                 return;
             }
+            if runs_from > self.now {
+                return self.events.at(runs_from, EventKind::Listen, number);
+            }
+            if let Some(input) = io.inbox.pop_front() {
+                self.handle(id, input);
+            }
         }
     }
 
-    /// An I/O thread hears something now, tells the engine and does what it asks for. What it does
+    /// A lane's thread hears something now, tells the engine and does what it asks for. What it does
     /// to the outside happens when its time has passed.
-    fn handle(&mut self, rank: u32, thread: u32, input: IoTask) {
+    fn handle(&mut self, id: LaneId, input: IoTask) {
         let begin = self.now;
+        let rank = id.rank;
         let (charges, leaves_out) = (*self.charges_of(rank), self.leaves_out());
         let frames = &mut self.frames;
-        let node = &mut self.nodes[rank as usize];
-        let engine = &mut node.engine;
+        let lane = &mut self.lanes[id];
+        let engine = &mut lane.engine;
         if leaves_out {
             engine.tell(Input::Time(Time(begin)));
         }
@@ -92,9 +99,14 @@ impl Run {
                 receive(engine, &header, &control, is_new)
             }
             IoTask::Writable(peer) => engine.handle(Input::Writable(Rank(peer), true)),
-            IoTask::JobDone(id, _) => {
-                let result = node.results.remove(&id).unwrap_or(JobResult::Written);
-                engine.handle(Input::JobDone(id, result))
+            IoTask::JobDone(job) => {
+                let result = lane.results.remove(&job).unwrap_or(JobResult::Written);
+                engine.handle(Input::JobDone(job, result))
+            }
+            IoTask::Told => {
+                time += charges.command;
+                let news = lane.told.pop_front().expect("what was told is kept until it is heard");
+                engine.handle(Input::Told(news))
             }
             IoTask::Begin(step) => {
                 let begun = engine.handle(Input::StepBegin(step));
@@ -154,30 +166,30 @@ impl Run {
             return;
         }
         if let IoTask::Writable(peer) = input {
-            time = self.flush(rank, thread, peer, time);
+            time = self.flush(id, peer, time);
         }
-        time = self.pump(rank, thread, time);
+        time = self.pump(id, time);
         self.meters.io_ns += time - begin;
-        self.nodes[rank as usize].io[thread as usize].busy_until = time;
-        self.schedule_clock(rank);
+        self.lanes[id].io.busy_until = time;
+        self.processors.occupy(self.channels.topology.node(rank), time);
+        self.schedule_clock(id);
     }
 
     /// Does what the engine asks for until it asks for nothing; the time when that is done.
-    fn pump(&mut self, rank: u32, thread: u32, mut time: u64) -> u64 {
-        let index = rank as usize;
+    fn pump(&mut self, id: LaneId, mut time: u64) -> u64 {
         loop {
             let mut progressed = false;
-            while let Some(job) = self.nodes[index].engine.poll_job() {
+            while let Some(job) = self.lanes[id].engine.poll_job() {
                 progressed = true;
-                self.start_job(rank, &job, time);
+                self.start_job(id, &job, time);
             }
-            while let Some(transmit) = self.nodes[index].engine.poll_transmit() {
+            while let Some(transmit) = self.lanes[id].engine.poll_transmit() {
                 progressed = true;
-                time = self.offer(rank, thread, transmit, time);
+                time = self.offer(id, transmit, time);
             }
-            while let Some(event) = self.nodes[index].engine.poll_event() {
+            while let Some(event) = self.lanes[id].engine.poll_event() {
                 progressed = true;
-                self.on_event(rank, event, time);
+                self.on_event(id, event, time);
             }
             if !progressed {
                 return time;
@@ -185,26 +197,32 @@ impl Run {
         }
     }
 
-    fn on_event(&mut self, rank: u32, event: Event, time: u64) {
+    fn on_event(&mut self, id: LaneId, event: Event, time: u64) {
+        let rank = id.rank;
+        let joined = &mut self.nodes[rank as usize].joined;
         match event {
-            Event::TensorReady { tensor, step, .. } if self.intra_node.is_some() => {
-                self.pass_on(rank, tensor, step, time);
-            }
             Event::TensorReady { tensor, step, .. } => {
+                let Some(time) = joined.tensor(tensor, time) else {
+                    return;
+                };
+                if self.intra_node.is_some() {
+                    return self.pass_on(rank, tensor, step, time);
+                }
                 let time = time + self.charges.wake;
                 self.tensor_is_here(rank, tensor, step, time);
             }
             Event::BlocksReady { tensor, step, .. } => {
-                let engine = &mut self.nodes[rank as usize].engine;
+                let engine = &mut self.lanes[id].engine;
                 if let Err(error) = engine.handle(Input::ReleaseBlocks(tensor, step)) {
                     self.fail(rank, error.to_string());
                 }
             }
             Event::RootRequest { tensor, step, .. } => {
-                let node = &mut self.nodes[rank as usize];
-                if let Err(error) = node.engine.handle(Input::ReleaseBlocks(tensor, step)) {
+                let engine = &mut self.lanes[id].engine;
+                if let Err(error) = engine.handle(Input::ReleaseBlocks(tensor, step)) {
                     return self.fail(rank, error.to_string());
                 }
+                let node = &mut self.nodes[rank as usize];
                 let takes = self.root_tensors[tensor.index()].map_or(0, |it| it.rebuild_ns);
                 let free = node.root_requests.back().map_or(0, |last| last.0);
                 let end =
@@ -214,63 +232,96 @@ impl Run {
             }
             Event::Failed(failure) => self.fail(rank, failure.to_string()),
             Event::Applied { rank: from, staleness, .. } => self.staleness.note(from, staleness),
-            Event::StepComplete { .. }
-            | Event::ContributorsDecided { .. }
-            | Event::LeftOut { .. } => {
+            Event::StepComplete { .. } => {
+                if let Some(time) = joined.step(time) {
+                    self.noted_pace(rank, &event, time);
+                }
+            }
+            // The first lane has told the others before.
+            Event::ContributorsDecided { .. } if id.lane > 0 => {}
+            Event::ContributorsDecided { .. } | Event::LeftOut { .. } => {
                 self.noted_pace(rank, &event, time);
             }
             Event::SquaresReady { step, .. } => {
-                self.tell_norm(rank, step, time + self.charges.wake);
+                if let Some(time) = joined.squares(time) {
+                    self.tell_norm(rank, step, time + self.charges.wake);
+                }
+            }
+            Event::TellLead(news) => self.tell_lane(LaneId { rank, lane: 0 }, news, time),
+            Event::TellLanes(news) => {
+                for lane in 1..self.lanes.each() {
+                    self.tell_lane(LaneId { rank, lane }, news.clone(), time);
+                }
             }
             Event::PlanSwitched { .. }
             | Event::Late { .. }
             | Event::BufferFree(_)
             | Event::Suspected { .. }
             | Event::Disconnect(_)
-            | Event::TellLead(_)
-            | Event::TellLanes(_)
             | Event::ClaimNeeded { .. }
             | Event::MembersChanged { .. }
             | Event::Closed => {}
         }
     }
 
-    /// The root of a tensor has made its result.
-    pub(crate) fn root_result(&mut self, rank: u32) {
-        if let Some((_, tensor, step)) = self.nodes[rank as usize].root_requests.pop_front() {
-            self.hear(rank, IoTask::Answer(tensor, step));
+    /// Another lane of the rank tells a lane something, which is there from `time` on.
+    fn tell_lane(&mut self, id: LaneId, news: LaneNews, time: u64) {
+        let waiting = &mut self.lanes[id].news;
+        let at = waiting.partition_point(|&(other, _)| other <= time);
+        waiting.insert(at, (time, news));
+        self.events.at(time, EventKind::News, self.lanes.number(id));
+    }
+
+    /// A lane is told something now.
+    pub(crate) fn take_news(&mut self, id: LaneId) {
+        if self.is_stopped(id.rank, EventKind::News, self.lanes.number(id)) {
+            return;
+        }
+        let lane = &mut self.lanes[id];
+        if let Some((_, news)) = lane.news.pop_front() {
+            lane.told.push_back(news);
+            self.hear(id, IoTask::Told);
         }
     }
 
-    fn start_job(&mut self, rank: u32, job: &Job, time: u64) {
+    /// The root of a tensor has made its result.
+    pub(crate) fn root_result(&mut self, rank: u32) {
+        if let Some((_, tensor, step)) = self.nodes[rank as usize].root_requests.pop_front() {
+            self.hear_in_lanes_of(rank, tensor, IoTask::Answer(tensor, step));
+        }
+    }
+
+    fn start_job(&mut self, id: LaneId, job: &Job, time: u64) {
+        let rank = id.rank;
         let copies = f64::from(self.ranks) / self.nodes.len() as f64;
-        let cost = self.job_ns(rank, job, copies) as u64;
-        let lane = self.channels.lane_of_slice(rank, job.slice);
-        let node = &mut self.nodes[rank as usize];
-        let thread = node.work_until.iter_mut().min().expect("there is a work thread");
-        let begin = time.max(*thread);
+        let cost = self.job_ns(id, job, copies) as u64;
+        let host = self.channels.topology.node(rank);
+        let lane = &mut self.lanes[id];
+        let thread = lane.work_until.iter_mut().min().expect("there is a work thread");
+        let begin = self.processors.free_at(host, time.max(*thread));
         let end = begin + cost;
         *thread = end;
-        node.jobs.push(Reverse((end, job.id, lane)));
-        let result = self.channels.expected(rank).result_of(self.channels.plan(rank), job);
+        self.processors.occupy(host, end);
+        lane.jobs.push(Reverse((end, job.id)));
+        let plan = self.channels.lane_plan(id);
+        let result = self.channels.expected(rank).result_of(plan, job);
         if let JobResult::Encoded(_) = result {
-            node.results.insert(job.id, result);
+            lane.results.insert(job.id, result);
         }
         self.meters.work_ns += cost;
-        self.events.at(end, EventKind::JobDone, rank);
-        let plan = self.channels.plan(rank);
+        self.events.at(end, EventKind::JobDone, self.lanes.number(id));
         let bytes = plan.slice_bytes(job.slice) as u32;
         let tensor = self.channels.tensor(rank, plan.slice(job.slice).tensor);
-        let (slice, priority) = (job.slice, Priority(0));
+        let (slice, priority) = (plan.in_whole_plan(job.slice), Priority(0));
         let subject = Subject::Slice { kind: None, tensor, slice, peer: rank, bytes, priority };
         self.span(rank, Lane::of_job(&job.operation), job.step, subject, begin, end);
     }
 
     /// The time of a job, where `copies` ranks stand for one.
-    fn job_ns(&self, rank: u32, job: &Job, copies: f64) -> f64 {
-        let charges = self.charges_of(rank);
+    fn job_ns(&self, id: LaneId, job: &Job, copies: f64) -> f64 {
+        let charges = self.charges_of(id.rank);
         // Codecs cost by the values' bytes, whatever the encoding's length.
-        let raw = self.channels.plan(rank).slice_bytes(job.slice) as f64;
+        let raw = self.channels.lane_plan(id).slice_bytes(job.slice) as f64;
         let (encode, decode) = (charges.encode_byte * raw, charges.decode_byte * raw);
         let ns = match &job.operation {
             Operation::Copy { from, .. } => charges.reduce_byte * from.length as f64,
@@ -302,12 +353,12 @@ impl Run {
         charges.work + ns
     }
 
-    pub(crate) fn job_done(&mut self, rank: u32) {
-        if self.is_stopped(rank, EventKind::JobDone) {
+    pub(crate) fn job_done(&mut self, id: LaneId) {
+        if self.is_stopped(id.rank, EventKind::JobDone, self.lanes.number(id)) {
             return;
         }
-        if let Some(Reverse((_, id, lane))) = self.nodes[rank as usize].jobs.pop() {
-            self.hear(rank, IoTask::JobDone(id, lane));
+        if let Some(Reverse((_, job))) = self.lanes[id].jobs.pop() {
+            self.hear(id, IoTask::JobDone(job));
         }
     }
 }

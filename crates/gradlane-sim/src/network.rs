@@ -10,8 +10,8 @@ use crate::connections::Partial;
 use crate::costs::{ACKNOWLEDGEMENT_BYTES, PACKET_OVERHEAD_BYTES, SMALL_PIECE_BYTES};
 use crate::draws::fraction;
 use crate::event_queue::EventKind;
-use crate::node::IoTask;
 use crate::port::{Content, Piece};
+use crate::rank_lane::{IoTask, LaneId};
 use crate::simulation::Run;
 use crate::trace::{Lane, Subject};
 use gradlane_engine::{Input, Transmit};
@@ -24,33 +24,33 @@ const PACED_SHARE: f64 = 64.0 / 65.0;
 
 impl Run {
     /// Gives a frame that the engine has chosen to the kernel, or keeps it until that takes more.
-    pub(crate) fn offer(&mut self, rank: u32, thread: u32, transmit: Transmit, time: u64) -> u64 {
+    pub(crate) fn offer(&mut self, id: LaneId, transmit: Transmit, time: u64) -> u64 {
         let peer = transmit.peer.0;
-        if self.connections[(rank, peer)].behind {
-            let unsent = &mut self.nodes[rank as usize].unsent;
+        if self.connections[(id, peer)].behind {
+            let unsent = &mut self.lanes[id].unsent;
             unsent.entry(peer).or_default().push_back(transmit);
-            self.mark_busy(rank, peer);
+            self.mark_busy(id, peer);
             return time;
         }
-        self.send(rank, thread, transmit, time)
+        self.send(id, transmit, time)
     }
 
     /// The connection takes no more for now.
-    fn mark_busy(&mut self, rank: u32, peer: u32) {
-        self.connections[(rank, peer)].busy = true;
-        self.nodes[rank as usize].engine.tell(Input::Writable(Rank(peer), false));
+    fn mark_busy(&mut self, id: LaneId, peer: u32) {
+        self.connections[(id, peer)].busy = true;
+        self.lanes[id].engine.tell(Input::Writable(Rank(peer), false));
     }
 
     /// Gives the kernel what waited for a connection to take more.
-    pub(crate) fn flush(&mut self, rank: u32, thread: u32, peer: u32, mut time: u64) -> u64 {
-        if !std::mem::take(&mut self.connections[(rank, peer)].behind) {
+    pub(crate) fn flush(&mut self, id: LaneId, peer: u32, mut time: u64) -> u64 {
+        if !std::mem::take(&mut self.connections[(id, peer)].behind) {
             return time;
         }
-        if let Some(partial) = self.nodes[rank as usize].partial.remove(&peer) {
-            self.push(rank, peer, partial, time);
+        if let Some(partial) = self.lanes[id].partial.remove(&peer) {
+            self.push(id, peer, partial, time);
         }
-        while !self.connections[(rank, peer)].busy {
-            let unsent = &mut self.nodes[rank as usize].unsent;
+        while !self.connections[(id, peer)].busy {
+            let unsent = &mut self.lanes[id].unsent;
             let Some(queue) = unsent.get_mut(&peer) else {
                 break;
             };
@@ -59,32 +59,22 @@ impl Run {
                 unsent.remove(&peer);
             }
             if let Some(transmit) = transmit {
-                time = self.send(rank, thread, transmit, time);
+                time = self.send(id, transmit, time);
             }
         }
-        let waits = self.nodes[rank as usize].unsent.contains_key(&peer);
-        self.connections[(rank, peer)].behind |= waits;
+        let waits = self.lanes[id].unsent.contains_key(&peer);
+        self.connections[(id, peer)].behind |= waits;
         time
     }
 
-    /// Begins a frame. Where its lane is another thread's, that one sends it as soon as
-    /// it can; the time when the present thread may go on.
-    fn send(&mut self, rank: u32, thread: u32, transmit: Transmit, time: u64) -> u64 {
-        let peer = transmit.peer.0;
+    /// Begins a frame; the time when the thread may go on.
+    fn send(&mut self, id: LaneId, transmit: Transmit, time: u64) -> u64 {
+        let (rank, peer) = (id.rank, transmit.peer.0);
         let bytes = self.charges.frame_bytes(transmit.header.length);
         let weight = self.groups.weights[peer as usize];
         let charges = self.charges_of(rank);
         let cost = charges.send_frame + charges.send_byte * f64::from(bytes);
-        let cost = (cost * f64::from(weight)) as u64;
-        let sender = self.channels.lane_of(rank, &transmit.header);
-        let (goes_on, sent) = if sender == thread {
-            (time + cost, time + cost)
-        } else {
-            let io = &mut self.nodes[rank as usize].io[sender as usize];
-            io.busy_until = io.busy_until.max(time) + cost;
-            self.meters.io_ns += cost;
-            (time, io.busy_until)
-        };
+        let time = time + (cost * f64::from(weight)) as u64;
         self.meters.frames += 1;
         self.meters.sent_bytes += u64::from(bytes);
         let (port, _) = self.ports_to(rank, peer);
@@ -92,61 +82,62 @@ impl Run {
             *passed += u64::from(bytes) * u64::from(weight);
         }
         let number = self.frames.insert(&transmit);
-        self.push(rank, peer, Partial { number, bytes, rest: bytes, transmit }, sent);
-        goes_on
+        self.push(id, peer, Partial { number, bytes, rest: bytes, transmit }, time);
+        time
     }
 
     /// Gives the kernel as much of a frame as it takes: it begins a packet as long as the buffer has
     /// room, and ends it even where that is over.
-    fn push(&mut self, rank: u32, peer: u32, mut partial: Partial, time: u64) {
+    fn push(&mut self, id: LaneId, peer: u32, mut partial: Partial, time: u64) {
         let overhead = PACKET_OVERHEAD_BYTES;
+        let LaneId { rank, lane } = id;
         let to = self.channels.topology.peer(rank, peer);
         while partial.rest > 0 {
-            let connection = &mut self.connections[(rank, peer)];
+            let connection = &mut self.connections[(id, peer)];
             if connection.held_bytes >= connection.window_bytes {
                 connection.behind = true;
-                self.nodes[rank as usize].partial.insert(peer, partial);
-                return self.mark_busy(rank, peer);
+                self.lanes[id].partial.insert(peer, partial);
+                return self.mark_busy(id, peer);
             }
             let room = connection.window_bytes - connection.held_bytes;
             let bytes = packet(partial.rest, self.piece_bytes, room);
-            self.window_jitter.pass(connection, self.nodes[rank as usize].window_bytes, bytes);
+            self.window_jitter.pass(connection, self.window_bytes, bytes);
             connection.waiting_bytes += bytes;
-            self.hold(rank, peer, bytes + overhead);
+            self.hold(id, peer, bytes + overhead);
             let first = partial.rest == partial.bytes;
             partial.rest -= bytes;
             let content = Content::Frame { number: partial.number, first, last: partial.rest == 0 };
-            let piece = Piece { content, from: rank, to, bytes };
+            let piece = Piece { content, from: rank, to, lane, bytes };
             let leaves_at = self.paced(peer, &piece, time);
             self.queue(leaves_at, piece);
         }
         // Said in this order, the engine need not find the next head for a peer that is busy.
-        if !self.is_below_low_water(rank, peer) {
-            self.mark_busy(rank, peer);
+        if !self.is_below_low_water(id, peer) {
+            self.mark_busy(id, peer);
         }
         // The kernel has copied it.
         let Transmit { peer, header, .. } = partial.transmit;
-        let engine = &mut self.nodes[rank as usize].engine;
+        let engine = &mut self.lanes[id].engine;
         engine.tell(Input::Sent(peer, header));
         engine.tell(Input::Read(peer, header));
     }
 
     /// Notes bytes that a connection holds.
-    fn hold(&mut self, rank: u32, peer: u32, bytes: u32) {
-        let connection = &mut self.connections[(rank, peer)];
+    fn hold(&mut self, id: LaneId, peer: u32, bytes: u32) {
+        let connection = &mut self.connections[(id, peer)];
         let was_idle = connection.held_bytes == 0;
         connection.held_bytes += bytes;
         if was_idle {
-            self.share_ports(rank, peer, true);
+            self.share_ports(id.rank, peer, true);
         }
     }
 
     /// Notes that bytes which a connection held are at the peer.
-    fn release(&mut self, rank: u32, peer: u32, bytes: u32) {
-        let connection = &mut self.connections[(rank, peer)];
+    fn release(&mut self, id: LaneId, peer: u32, bytes: u32) {
+        let connection = &mut self.connections[(id, peer)];
         connection.held_bytes -= bytes;
         if connection.held_bytes == 0 {
-            self.share_ports(rank, peer, false);
+            self.share_ports(id.rank, peer, false);
         }
     }
 
@@ -168,13 +159,14 @@ impl Run {
 
     /// When a piece of a connection may leave, which the kernel takes at `time`: behind those before it,
     /// and where several connections share a port, when it is due at this one's part. The transport finds
-    /// its rate where the slower of both ports lets it through.
+    /// its rate where the slower of both ports lets it through. A lane paces its own connections: a single
+    /// one of each lane goes as fast as the port takes it.
     fn paced(&mut self, peer: u32, piece: &Piece, time: u64) -> u64 {
-        let rank = piece.from;
-        let connection = &mut self.connections[(rank, peer)];
+        let (rank, id) = (piece.from, piece.sender());
+        let connection = &mut self.connections[(id, peer)];
         let leaves_at = connection.due.max(time);
         connection.due = leaves_at;
-        let share = f64::from(connection.window_bytes) / self.nodes[rank as usize].window_bytes;
+        let share = f64::from(connection.window_bytes) / self.window_bytes;
         let (out, into) = self.ports_to(rank, peer);
         if !(self.paces && self.channels.topology.is_outside(out)) {
             return leaves_at;
@@ -185,17 +177,17 @@ impl Run {
         let leaving = part(self.ports[out as usize].out.sharing, peer);
         let from = self.channels.topology.member(rank);
         let coming = part(self.ports[into as usize].into.sharing, from);
-        if leaving.max(coming) > 1.0 {
+        if leaving.max(coming) > f64::from(self.lanes.each()) {
             let out_ns = self.port_ns(out, piece, piece.to) as f64 * leaving * PACED_SHARE;
             let in_ns = self.port_ns(into, piece, rank) as f64 * coming;
-            self.connections[(rank, peer)].due += (out_ns.max(in_ns) / share) as u64;
+            self.connections[(id, peer)].due += (out_ns.max(in_ns) / share) as u64;
         }
         leaves_at
     }
 
-    fn is_below_low_water(&self, rank: u32, peer: u32) -> bool {
-        let waiting = self.connections[(rank, peer)].waiting_bytes;
-        let (port, _) = self.ports_to(rank, peer);
+    fn is_below_low_water(&self, id: LaneId, peer: u32) -> bool {
+        let waiting = self.connections[(id, peer)].waiting_bytes;
+        let (port, _) = self.ports_to(id.rank, peer);
         self.ports[port as usize].out.bytes <= self.queue_bytes
             || u64::from(waiting) < self.low_water_bytes
     }
@@ -225,7 +217,6 @@ impl Run {
 
     /// A piece leaves its port now, and so begins to arrive.
     fn carry(&mut self, piece: Piece) {
-        let rank = piece.from;
         let topology = self.channels.topology;
         let (out, into) = topology.ports(piece.from, piece.to);
         // Between ranks of one node there is neither a wire nor what shapes it.
@@ -248,9 +239,8 @@ impl Run {
         }
         if matches!(piece.content, Content::Frame { .. }) {
             let peer = topology.member(piece.to);
-            let connection = &mut self.connections[(rank, peer)];
-            connection.waiting_bytes -= piece.bytes;
-            self.wake_if_writable(rank, peer);
+            self.connections[(piece.sender(), peer)].waiting_bytes -= piece.bytes;
+            self.wake_if_writable(piece.sender(), peer);
         }
     }
 
@@ -339,8 +329,9 @@ impl Run {
             return;
         }
         let header = self.frames.get(number);
-        let (kind, slice, priority) = (Some(header.kind), header.slice, header.priority);
+        let (kind, priority) = (Some(header.kind), header.priority);
         let sender = piece.from;
+        let slice = self.channels.lane_plan(piece.sender()).in_whole_plan(header.slice);
         let tensor = self.channels.tensor(sender, self.channels.plan(sender).slice(slice).tensor);
         let subject = Subject::Slice { kind, tensor, slice, peer, bytes: piece.bytes, priority };
         let lane = if rank == sender { Lane::of(header.kind) } else { Lane::Receive };
@@ -359,26 +350,27 @@ impl Run {
                 Some(_) => {}
             }
             if let Some((_, piece)) = incoming.pop_front() {
-                self.take(piece.to, piece);
+                self.take(piece);
             }
         }
     }
 
-    fn take(&mut self, rank: u32, piece: Piece) {
+    fn take(&mut self, piece: Piece) {
+        let id = LaneId { rank: piece.to, lane: piece.lane };
         match piece.content {
             Content::Other => {}
             Content::Acknowledgement { held_bytes } => {
                 let peer = self.channels.topology.member(piece.from);
-                self.release(rank, peer, held_bytes);
-                self.wake_if_writable(rank, peer);
+                self.release(id, peer, held_bytes);
+                self.wake_if_writable(id, peer);
             }
             Content::Frame { number, first, last } => {
                 self.meters.received_bytes += u64::from(piece.bytes);
-                self.acknowledge(rank, &piece);
+                self.acknowledge(&piece);
                 if last {
-                    self.hear(rank, IoTask::Frame(number, first));
+                    self.hear(id, IoTask::Frame(number, first));
                 } else if first {
-                    self.hear(rank, IoTask::Header(number));
+                    self.hear(id, IoTask::Header(number));
                 }
             }
         }
@@ -387,25 +379,26 @@ impl Run {
     /// The receiving kernel tells the sending one, through the queues of the way back. Less than a
     /// full packet is told with what comes next; that it frees is so little that it is freed now. A
     /// switch that adds up is part of the network: what it sends back is all that there is to tell.
-    fn acknowledge(&mut self, rank: u32, piece: &Piece) {
+    fn acknowledge(&mut self, piece: &Piece) {
+        let (rank, lane) = (piece.to, piece.lane);
         let held_bytes = piece.bytes + PACKET_OVERHEAD_BYTES;
         if piece.bytes <= SMALL_PIECE_BYTES || self.is_switch(rank) || self.is_switch(piece.from) {
             let peer = self.channels.topology.member(rank);
-            self.release(piece.from, peer, held_bytes);
-            return self.wake_if_writable(piece.from, peer);
+            self.release(piece.sender(), peer, held_bytes);
+            return self.wake_if_writable(piece.sender(), peer);
         }
         let content = Content::Acknowledgement { held_bytes };
         let bytes = ACKNOWLEDGEMENT_BYTES;
-        self.queue(self.now, Piece { content, from: rank, to: piece.from, bytes });
+        self.queue(self.now, Piece { content, from: rank, to: piece.from, lane, bytes });
     }
 
     /// Whether the kernel reports the connection as writable again: a third of the buffer is free.
-    fn wake_if_writable(&mut self, rank: u32, peer: u32) {
-        let connection = self.connections[(rank, peer)];
+    fn wake_if_writable(&mut self, id: LaneId, peer: u32) {
+        let connection = self.connections[(id, peer)];
         let has_room = connection.held_bytes <= connection.window_bytes / 3 * 2;
-        if connection.busy && has_room && self.is_below_low_water(rank, peer) {
-            self.connections[(rank, peer)].busy = false;
-            self.hear(rank, IoTask::Writable(peer));
+        if connection.busy && has_room && self.is_below_low_water(id, peer) {
+            self.connections[(id, peer)].busy = false;
+            self.hear(id, IoTask::Writable(peer));
         }
     }
 
@@ -426,7 +419,7 @@ impl Run {
         let node = (topology.node(rank) + 1 + self.rng.below(nodes - 1)) % nodes;
         let to = node * topology.per_node;
         let bytes = background.bytes;
-        self.queue(self.now, Piece { content: Content::Other, from: rank, to, bytes });
+        self.queue(self.now, Piece { content: Content::Other, from: rank, to, lane: 0, bytes });
         self.schedule_background(rank);
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::event_queue::EventKind;
 use crate::intra_node::{IntraNode, NodeAction};
-use crate::node::IoTask;
+use crate::rank_lane::IoTask;
 use crate::simulation::Run;
 use crate::trace::{Lane, Subject};
 use gradlane_units::{Step, TensorId};
@@ -96,7 +96,7 @@ impl Run {
         match doing {
             NodeAction::Hear(part, step) => self.hear_part(rank, part, step),
             NodeAction::Summed(part, step) => {
-                self.hear(rank, IoTask::Gradient(part, step));
+                self.hear_in_lanes_of(rank, part, IoTask::Gradient(part, step));
                 self.node_sums().ranks[rank as usize].given += 1;
                 self.end_if_all_given(rank);
             }
@@ -129,7 +129,7 @@ impl Run {
         }
         if let Some(step) = local.ended.take() {
             local.given = 0;
-            self.hear(rank, IoTask::End(step));
+            self.hear_in_all(rank, IoTask::End(step));
         }
     }
 

@@ -7,10 +7,10 @@
 
 use crate::coded_tensors::ExpectedSizes;
 use crate::error::SimError;
+use crate::rank_lane::LaneId;
 use crate::scenario::Scenario;
 use gradlane_engine::{Plan, Scheme, TensorSpec};
-use gradlane_units::{SliceId, TensorId};
-use gradlane_wire::FrameHeader;
+use gradlane_units::TensorId;
 use std::sync::Arc;
 
 /// Which ranks share a port and a channel.
@@ -130,8 +130,8 @@ pub(crate) struct Channels {
     expected: Vec<ExpectedSizes>,
     /// The profile's tensor that each of a plan's tensors is, or is a part of; by channel.
     tensors: Vec<Vec<TensorId>>,
-    /// By channel and slice.
-    lanes: Vec<Vec<u32>>,
+    /// The plans of its lanes; by channel.
+    lanes: Vec<Vec<Arc<Plan>>>,
 }
 
 impl Channels {
@@ -144,14 +144,13 @@ impl Channels {
         let whole = scenario.profile.specs();
         let all = || (0..whole.len() as u32).map(TensorId).collect();
         let Some(nodes) = scenario.nodes.as_ref().filter(|_| topology.adds_up()) else {
-            let plan = scenario.plan(simulated, whole.clone())?;
-            let lanes = vec![plan.lanes_of_slices(scenario.lanes)];
+            let plan = Arc::new(scenario.plan(simulated, whole.clone())?);
             return Ok(Channels {
                 topology,
                 expected: vec![ExpectedSizes::of(&plan)],
-                plans: vec![Arc::new(plan)],
+                lanes: vec![lanes_of(&plan, scenario.lanes)],
+                plans: vec![plan],
                 tensors: vec![all()],
-                lanes,
             });
         };
         let mut channels = Channels {
@@ -167,10 +166,10 @@ impl Channels {
                 ..whole[tensor as usize].clone()
             };
             let specs = carried.iter().map(part).collect();
-            let plan = scenario.plan(topology.nodes(), specs)?;
-            channels.lanes.push(plan.lanes_of_slices(scenario.lanes));
+            let plan = Arc::new(scenario.plan(topology.nodes(), specs)?);
+            channels.lanes.push(lanes_of(&plan, scenario.lanes));
             channels.expected.push(ExpectedSizes::of(&plan));
-            channels.plans.push(Arc::new(plan));
+            channels.plans.push(plan);
             channels.tensors.push(carried.iter().map(|it| TensorId(it.0)).collect());
         }
         Ok(channels)
@@ -186,18 +185,14 @@ impl Channels {
         self.expected.get(self.number(rank)).unwrap_or(&self.expected[0])
     }
 
-    /// The lane that a rank sends a frame in, or hears it: control goes in the first.
-    pub(crate) fn lane_of(&self, rank: u32, header: &FrameHeader) -> u32 {
-        if header.kind.is_control() {
-            return 0;
-        }
-        self.lane_of_slice(rank, header.slice)
+    /// The plans of the lanes of a rank's channel.
+    pub(crate) fn lane_plans(&self, rank: u32) -> &[Arc<Plan>] {
+        self.lanes.get(self.number(rank)).unwrap_or(&self.lanes[0])
     }
 
-    /// The lane that carries a slice of a rank's channel.
-    pub(crate) fn lane_of_slice(&self, rank: u32, slice: SliceId) -> u32 {
-        let lanes = self.lanes.get(self.number(rank)).unwrap_or(&self.lanes[0]);
-        lanes.get(slice.index()).copied().unwrap_or(0)
+    /// The plan of a lane.
+    pub(crate) fn lane_plan(&self, id: LaneId) -> &Arc<Plan> {
+        &self.lane_plans(id.rank)[id.lane as usize]
     }
 
     /// The profile's tensor that a tensor of a rank's channel is, or is a part of.
@@ -241,5 +236,13 @@ impl Channels {
         } else {
             0
         }
+    }
+}
+
+/// The plans of a channel's lanes.
+fn lanes_of(plan: &Arc<Plan>, lanes: u32) -> Vec<Arc<Plan>> {
+    match lanes {
+        1 => vec![Arc::clone(plan)],
+        _ => (0..lanes).map(|lane| Arc::new(plan.lane(lane, lanes))).collect(),
     }
 }

@@ -147,7 +147,7 @@ impl Run {
             tx_utilization: tx_mean * self.ns_per_byte * steps as f64 / (all * 1e9),
             io_utilization: self.meters.io_ns as f64
                 / speakers
-                / f64::from(self.lanes)
+                / f64::from(self.lanes.each())
                 / (all * 1e9),
             work_utilization: self.meters.work_ns as f64 / speakers / (all * 1e9),
             steps_s,

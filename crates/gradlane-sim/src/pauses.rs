@@ -2,8 +2,9 @@
 
 use crate::draws::fraction;
 use crate::event_queue::EventKind;
-use crate::node::{IoTask, Node};
+use crate::node::Node;
 use crate::profile::nanos;
+use crate::rank_lane::{IoTask, LaneId};
 use crate::report::StragglerFigures;
 use crate::scenario::Scenario;
 use crate::simulation::Run;
@@ -31,7 +32,7 @@ impl Run {
 
     /// A rank between two steps begins the next or passes it, once it knows enough.
     pub(crate) fn keep_pace(&mut self, rank: u32) {
-        if self.is_stopped(rank, EventKind::Pace) {
+        if self.is_stopped(rank, EventKind::Pace, rank) {
             return;
         }
         let node = &mut self.nodes[rank as usize];
@@ -49,16 +50,16 @@ impl Run {
         if node.pace.complete >= step {
             node.pace.passed += 1;
             node.accelerator.pass(self.now);
-            self.hear(rank, IoTask::Pass(Step(step + 1)));
+            self.hear_in_all(rank, IoTask::Pass(Step(step + 1)));
             self.events.at(self.now, EventKind::Pace, rank);
         }
     }
 
-    /// Whether a rank is stopped now; the event comes again when it runs.
-    pub(crate) fn is_stopped(&mut self, rank: u32, kind: EventKind) -> bool {
+    /// Whether a rank is stopped now; the event of it or of its lane comes again when it runs.
+    pub(crate) fn is_stopped(&mut self, rank: u32, kind: EventKind, subject: u32) -> bool {
         let until = self.nodes[rank as usize].stopped_until;
         if until > self.now {
-            self.events.at(until, kind, rank);
+            self.events.at(until, kind, subject);
         }
         until > self.now
     }
@@ -73,22 +74,22 @@ impl Run {
     }
 
     /// Rank 0 looks again at the complete ranks when a deadline is over.
-    pub(crate) fn schedule_clock(&mut self, rank: u32) {
-        let node = &mut self.nodes[rank as usize];
-        let Some(due) = node.engine.decision_timeout() else {
+    pub(crate) fn schedule_clock(&mut self, id: LaneId) {
+        let lane = &mut self.lanes[id];
+        let Some(due) = lane.engine.decision_timeout() else {
             return;
         };
-        if node.clock_at != due.0 {
-            node.clock_at = due.0;
-            self.events.at(due.0.max(self.now), EventKind::Clock, rank);
+        if lane.clock_at != due.0 {
+            lane.clock_at = due.0;
+            self.events.at(due.0.max(self.now), EventKind::Clock, self.lanes.number(id));
         }
     }
 
-    pub(crate) fn look_at_clock(&mut self, rank: u32) {
-        let node = &mut self.nodes[rank as usize];
-        if node.clock_at <= self.now {
-            node.clock_at = 0;
-            self.hear(rank, IoTask::Clock);
+    pub(crate) fn look_at_clock(&mut self, id: LaneId) {
+        let lane = &mut self.lanes[id];
+        if lane.clock_at <= self.now {
+            lane.clock_at = 0;
+            self.hear(id, IoTask::Clock);
         }
     }
 
@@ -110,11 +111,11 @@ impl Run {
             return;
         };
         let now = self.now;
+        for lane in self.lanes.of(rank) {
+            lane.io.busy_until = lane.io.busy_until.max(now) + burst_ns;
+        }
         let node = &mut self.nodes[rank as usize];
         node.stopped_until = now + burst_ns;
-        for io in &mut node.io {
-            io.busy_until = io.busy_until.max(now) + burst_ns;
-        }
         node.accelerator.stand_still(burst_ns);
         self.schedule_stop(rank);
     }

@@ -7,6 +7,7 @@
 //! carries one piece after the other. A port that stands for several equal ranks carries a piece as
 //! many times as there are ranks at the other end.
 
+use crate::rank_lane::LaneId;
 use std::collections::VecDeque;
 
 /// The contents of a piece.
@@ -26,11 +27,18 @@ pub(crate) struct Piece {
     pub(crate) content: Content,
     pub(crate) from: u32,
     pub(crate) to: u32,
+    /// The lane of both, whose connection it is of.
+    pub(crate) lane: u32,
     /// Bytes with frame headers.
     pub(crate) bytes: u32,
 }
 
 impl Piece {
+    /// The lane that sends it.
+    pub(crate) fn sender(&self) -> LaneId {
+        LaneId { rank: self.from, lane: self.lane }
+    }
+
     pub(crate) fn is_acknowledgement(&self) -> bool {
         matches!(self.content, Content::Acknowledgement { .. })
     }

@@ -237,15 +237,18 @@ pub struct Scenario {
     /// Bytes chosen for a peer and not yet with its kernel; 0 is one frame.
     #[serde(default)]
     pub credit_bytes: u64,
-    /// Jobs handed out at once.
+    /// Jobs handed out at once, shared by the lanes.
     #[serde(default = "default_work_depth")]
     pub work_depth: usize,
     /// Connections of a pair of ranks, each with a thread of its own at both ends and its share of the slices.
     #[serde(default = "default_lanes")]
     pub lanes: u32,
-    /// Threads that execute jobs.
+    /// Threads that execute jobs, shared by the lanes, of which each has one at least.
     #[serde(default = "default_work_threads")]
     pub work_threads: usize,
+    /// Processors of a host, for the threads of its lanes and those that execute jobs; 0: one for each.
+    #[serde(default)]
+    pub processors: u32,
     /// Steps.
     #[serde(default = "default_steps")]
     pub steps: u32,
@@ -314,6 +317,7 @@ impl Scenario {
             work_depth: default_work_depth(),
             lanes: default_lanes(),
             work_threads: default_work_threads(),
+            processors: 0,
             steps: default_steps(),
             seed: 0,
             compute_spread: 0.0,
@@ -482,6 +486,11 @@ impl Scenario {
             ));
         }
         Ok(())
+    }
+
+    /// Threads that execute the jobs of one lane.
+    pub(crate) fn work_threads_of_lane(&self) -> usize {
+        self.work_threads.div_ceil(self.lanes as usize)
     }
 
     /// Number of ranks that train, and of those that only serve.

@@ -11,11 +11,14 @@ use crate::event_queue::{EventKind, EventQueue};
 use crate::fabric::Fabric;
 use crate::frame_table::FrameTable;
 use crate::intra_node::{IntraNode, LocalCharges};
-use crate::node::{IoTask, IoThread, Node};
+use crate::joined_lanes::JoinedLanes;
+use crate::node::Node;
 use crate::nodes::Channels;
 use crate::port::Port;
+use crate::processors::Processors;
 use crate::profile::{nanos, Act, Profile, Script};
 use crate::rank_groups::RankGroups;
+use crate::rank_lane::{IoTask, RankLane, RankLanes};
 use crate::report::{Histogram, Report};
 use crate::scenario::Scenario;
 use crate::schemes::{root_tensors, RootTensor};
@@ -25,7 +28,7 @@ use crate::window_jitter::WindowJitter;
 use gradlane_engine::{Engine, EngineOptions, Input, Plan, Staleness};
 use gradlane_units::{Priority, Rank, Rng, Step, TensorId};
 use gradlane_wire::{sealed_bytes, HEADER_BYTES};
-use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 /// A report, the plan, and the trace if requested.
@@ -82,8 +85,7 @@ pub(crate) struct Run {
     free_charges: Charges,
     /// The first rank that is such a switch; none is where there are not so many ranks.
     first_switch: u32,
-    /// Connections of a pair of ranks, each with a thread of its own at both ends.
-    pub(crate) lanes: u32,
+    pub(crate) processors: Processors,
     pub(crate) fabric: Fabric,
     pub(crate) groups: RankGroups,
     pub(crate) clipping: Option<Clipping>,
@@ -95,6 +97,8 @@ pub(crate) struct Run {
     /// Between two ranks of a node.
     pub(crate) local_ns_per_byte: f64,
     pub(crate) latency: u64,
+    /// Bytes that the kernel takes of a connection on average before the first is acknowledged.
+    pub(crate) window_bytes: f64,
     pub(crate) window_jitter: WindowJitter,
     pub(crate) queue_bytes: u64,
     pub(crate) low_water_bytes: u64,
@@ -110,6 +114,7 @@ pub(crate) struct Run {
     pub(crate) now: u64,
     pub(crate) events: EventQueue,
     pub(crate) nodes: Vec<Node>,
+    pub(crate) lanes: RankLanes,
     /// Of nodes; then, where these have several ranks, of every rank within its node.
     pub(crate) ports: Vec<Port>,
     pub(crate) connections: Connections,
@@ -185,21 +190,26 @@ impl Run {
             .map(|_| 1.0 + scenario.compute_spread * fraction(&mut rng))
             .collect();
         let nodes = (0..).zip(&spread).map(|(rank, &slowness)| {
-            let priorities = channels.tensors(rank).iter().map(priority).collect();
-            new_node(scenario, &channels, priorities, rank, slowness)
-        });
-        let mut nodes: Vec<Node> = nodes.collect();
-        let network = &scenario.network;
-        let training = channels.topology.workers() as usize;
-        let mut window_jitter = WindowJitter::new(network);
-        let mut connections = Connections::new(nodes.len(), channels.plan(0).world_size as usize);
-        for (rank, node) in nodes.iter_mut().enumerate() {
-            node.window_bytes = network.window_bytes(peers) as f64;
-            let own = connections.of(rank as u32);
-            own.iter_mut().for_each(|it| window_jitter.begin(it, node.window_bytes));
+            let joined = JoinedLanes::new(channels.lane_plans(rank));
+            let mut node = new_node(scenario, joined, slowness);
             // A rank that only serves computes nothing: it has finished before it begins.
-            node.accelerator.finished = rank >= training;
-        }
+            node.accelerator.finished = rank >= channels.topology.workers();
+            node
+        });
+        let nodes: Vec<Node> = nodes.collect();
+        let lanes = (0..nodes.len() as u32).flat_map(|rank| {
+            let priorities: Vec<Priority> = channels.tensors(rank).iter().map(priority).collect();
+            let lanes = channels.lane_plans(rank).iter();
+            let member = Rank(channels.topology.member(rank));
+            lanes.map(move |plan| new_lane(scenario, plan, member, priorities.clone()))
+        });
+        let lanes = RankLanes::new(scenario.lanes, lanes.collect());
+        let network = &scenario.network;
+        let window_bytes = network.window_bytes(peers) as f64;
+        let mut window_jitter = WindowJitter::new(network);
+        let members = channels.plan(0).world_size as usize;
+        let mut connections = Connections::new(nodes.len(), scenario.lanes as usize, members);
+        connections.iter_mut().for_each(|it| window_jitter.begin(it, window_bytes));
         let ns_per_byte = 8e9 / network.goodput_bps();
         let topology = channels.topology;
         let background = (network.background_share > 0.0 && topology.nodes() > 1).then(|| {
@@ -219,12 +229,13 @@ impl Run {
             charges: Charges::new(scenario, &scenario.costs),
             free_charges: Charges::new(scenario, &Costs::FREE),
             first_switch: if scenario.switch_sums { scenario.workers } else { u32::MAX },
-            lanes: scenario.lanes,
+            processors: Processors::new(scenario, topology),
             fabric: Fabric::new(scenario, topology.nodes()),
             ranks: scenario.ranks(),
             ns_per_byte,
             local_ns_per_byte: LocalCharges::new(scenario).ns_per_byte(),
             latency: nanos(network.latency_s),
+            window_bytes,
             window_jitter,
             queue_bytes: network.queue_bytes,
             low_water_bytes: network.low_water_bytes,
@@ -239,6 +250,7 @@ impl Run {
             events: EventQueue::default(),
             ports: (0..topology.all_ports()).map(|_| Port::default()).collect(),
             nodes,
+            lanes,
             connections,
             frames: FrameTable::default(),
             finished: scenario.serving,
@@ -271,21 +283,22 @@ impl Run {
             }
             self.schedule_stop(rank);
         }
-        while let Some((time, kind, rank)) = self.events.next() {
+        while let Some((time, kind, subject)) = self.events.next() {
             self.now = time;
             match kind {
-                EventKind::Depart => self.depart(rank),
-                EventKind::Arrive => self.arrive(rank),
-                EventKind::Listen => self.listen(rank),
-                EventKind::JobDone => self.job_done(rank),
-                EventKind::Compute => self.compute(rank),
-                EventKind::RootResult => self.root_result(rank),
-                EventKind::Background => self.burst(rank),
-                EventKind::Local => self.act_on_node(rank),
-                EventKind::Stop => self.stop(rank),
-                EventKind::Pace => self.keep_pace(rank),
-                EventKind::Clock => self.look_at_clock(rank),
-                EventKind::Line => self.leave_line(rank),
+                EventKind::Depart => self.depart(subject),
+                EventKind::Arrive => self.arrive(subject),
+                EventKind::Listen => self.listen(self.lanes.id(subject)),
+                EventKind::JobDone => self.job_done(self.lanes.id(subject)),
+                EventKind::Compute => self.compute(subject),
+                EventKind::RootResult => self.root_result(subject),
+                EventKind::Background => self.burst(subject),
+                EventKind::Local => self.act_on_node(subject),
+                EventKind::Stop => self.stop(subject),
+                EventKind::Pace => self.keep_pace(subject),
+                EventKind::Clock => self.look_at_clock(self.lanes.id(subject)),
+                EventKind::Line => self.leave_line(subject),
+                EventKind::News => self.take_news(self.lanes.id(subject)),
             }
             if let Some(failure) = self.failure.take() {
                 return Err(failure);
@@ -328,7 +341,7 @@ impl Run {
     }
 
     pub(crate) fn compute(&mut self, rank: u32) {
-        if self.is_stopped(rank, EventKind::Compute) {
+        if self.is_stopped(rank, EventKind::Compute, rank) {
             return;
         }
         loop {
@@ -339,7 +352,7 @@ impl Run {
                 Turn::Waits(tensor) => {
                     let step = Step(self.nodes[index].accelerator.step - 1);
                     if self.intra_node.is_none() {
-                        self.hear(rank, IoTask::Needed(tensor, step));
+                        self.hear_in_all(rank, IoTask::Needed(tensor, step));
                     }
                     return;
                 }
@@ -381,20 +394,22 @@ impl Run {
                 let since = std::mem::replace(&mut node.computes_since, now);
                 self.span(rank, Lane::Forward, step, Subject::Step, since, now);
                 if self.channels.carries(rank) {
-                    self.hear(rank, IoTask::Begin(step));
+                    self.hear_in_all(rank, IoTask::Begin(step));
                 }
             }
             Act::Ready(tensor) if self.intra_node.is_some() => {
                 self.give_to_node(rank, tensor, step);
             }
-            Act::Ready(tensor) => self.hear(rank, IoTask::Gradient(tensor, step)),
+            Act::Ready(tensor) => {
+                self.hear_in_lanes_of(rank, tensor, IoTask::Gradient(tensor, step));
+            }
             Act::StepEnd => {
                 let since = node.computes_since;
                 self.span(rank, Lane::Backward, step, Subject::Step, since, now);
                 if self.intra_node.is_some() {
                     self.end_on_node(rank, step);
                 } else {
-                    self.hear(rank, IoTask::End(step));
+                    self.hear_in_all(rank, IoTask::End(step));
                 }
                 if self.looks_around(rank) {
                     return false;
@@ -524,14 +539,28 @@ impl Charges {
     }
 }
 
-fn new_node(
+fn new_node(scenario: &Scenario, joined: JoinedLanes, slowness: f64) -> Node {
+    Node {
+        accelerator: Accelerator::new(scenario.profile.tensors.len(), u64::from(scenario.steps)),
+        joined,
+        root_requests: VecDeque::new(),
+        computes_since: 0,
+        pace: Pace::default(),
+        stopped_until: 0,
+        clipped_step: 0,
+        squares_at: None,
+        unclipped: Vec::new(),
+        slowness,
+    }
+}
+
+/// A lane with this plan, of a member of its channel.
+fn new_lane(
     scenario: &Scenario,
-    channels: &Channels,
+    plan: &Arc<Plan>,
+    member: Rank,
     priorities: Vec<Priority>,
-    rank: u32,
-    slowness: f64,
-) -> Node {
-    let (plan, member) = (channels.plan(rank), channels.topology.member(rank));
+) -> RankLane {
     let credit_bytes = match scenario.credit_bytes {
         0 => u64::from(scenario.frame_bytes),
         bytes => bytes,
@@ -539,31 +568,12 @@ fn new_node(
     let options = EngineOptions {
         frame_bytes: scenario.frame_bytes,
         credit_bytes,
-        job_depth: scenario.work_depth,
-        ..EngineOptions::new(Rank(member))
+        job_depth: scenario.work_depth.div_ceil(scenario.lanes as usize),
+        ..EngineOptions::new(member)
     };
     let mut engine = Engine::after_initial(options, Arc::clone(plan), priorities);
-    for peer in (0..plan.world_size).filter(|&peer| peer != member) {
-        engine.tell(Input::Writable(Rank(peer), true));
+    for peer in (0..plan.world_size).map(Rank).filter(|&peer| peer != member) {
+        engine.tell(Input::Writable(peer, true));
     }
-    Node {
-        engine,
-        accelerator: Accelerator::new(scenario.profile.tensors.len(), u64::from(scenario.steps)),
-        window_bytes: 0.0,
-        partial: BTreeMap::new(),
-        unsent: BTreeMap::new(),
-        io: (0..scenario.lanes).map(|_| IoThread::default()).collect(),
-        work_until: vec![0; scenario.work_threads],
-        jobs: BinaryHeap::new(),
-        results: BTreeMap::new(),
-        root_requests: VecDeque::new(),
-        computes_since: 0,
-        pace: Pace::default(),
-        stopped_until: 0,
-        clock_at: 0,
-        clipped_step: 0,
-        squares_at: None,
-        unclipped: Vec::new(),
-        slowness,
-    }
+    RankLane::new(engine, scenario.work_threads_of_lane())
 }
