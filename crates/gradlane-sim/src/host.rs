@@ -104,7 +104,6 @@ impl Run {
                 engine.handle(Input::JobDone(job, result))
             }
             IoTask::Told => {
-                time += charges.command;
                 let news = lane.told.pop_front().expect("what was told is kept until it is heard");
                 engine.handle(Input::Told(news))
             }
@@ -264,8 +263,9 @@ impl Run {
         }
     }
 
-    /// Another lane of the rank tells a lane something, which is there from `time` on.
+    /// Another lane of the rank tells a lane something at `time`, and wakes its thread.
     fn tell_lane(&mut self, id: LaneId, news: LaneNews, time: u64) {
+        let time = time + self.charges.wake;
         let waiting = &mut self.lanes[id].news;
         let at = waiting.partition_point(|&(other, _)| other <= time);
         waiting.insert(at, (time, news));

@@ -7,7 +7,7 @@ use crate::profile::nanos;
 use crate::rank_lane::{IoTask, LaneId};
 use crate::report::StragglerFigures;
 use crate::scenario::Scenario;
-use crate::simulation::Run;
+use crate::simulation::{Charges, Run};
 use gradlane_engine::{Engine, Event, Input, PayloadDest, Refusal};
 use gradlane_units::{Step, TensorId};
 
@@ -25,7 +25,10 @@ impl Run {
         let more = node.accelerator.step < node.accelerator.steps;
         if looks && more {
             node.pace.between_steps = true;
-            self.events.at(self.now, EventKind::Pace, rank);
+            // A program comes to its next step when lanes have told each other that this one is submitted.
+            let Charges { command, wake, .. } = self.charges;
+            let tells = if self.lanes.each() > 1 { command + 2 * wake } else { 0 };
+            self.events.at(self.now + tells, EventKind::Pace, rank);
         }
         looks && more
     }

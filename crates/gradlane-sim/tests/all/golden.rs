@@ -22,6 +22,11 @@ fn translation_model() -> Profile {
     model(&layers)
 }
 
+/// Eight equal layers of 4 MB on a fast accelerator: where ports are fast, hosts are the limit.
+fn fast_model() -> Profile {
+    model(&[(1_000_000, 0.0002); 8])
+}
+
 /// Layers of a size and a forward time; backward takes twice that.
 fn model(layers: &[(u64, f64)]) -> Profile {
     let forward_s: f64 = layers.iter().map(|layer| layer.1).sum();
@@ -93,6 +98,26 @@ fn table() -> String {
             let (rate, used) = (rate_bps / 1e6, report.tx_utilization * 100.0);
             writeln!(table, "image {workers} {rate} {name} {step_ms:.1} {bound_ms:.1} {used:.0}%")
                 .expect("text grows");
+        }
+    }
+    for (workers, rate_bps) in [(2, 50e9), (4, 2e9), (8, 25e9)] {
+        for lanes in [1, 2, 4] {
+            for strategy in ["p3", "wfbp", "ring"] {
+                let network = Network::new(rate_bps);
+                let scenario = Scenario {
+                    lanes,
+                    work_threads: lanes as usize,
+                    ..Scenario::new(fast_model(), workers, strategy, network)
+                };
+                let report = simulate(&scenario).expect("the scenario runs").report;
+                let (step_ms, bound_ms) = (report.step_s * 1e3, report.port_bound_s * 1e3);
+                let (rate, used) = (rate_bps / 1e6, report.tx_utilization * 100.0);
+                writeln!(
+                    table,
+                    "fast {workers} {rate} {strategy}/{lanes} {step_ms:.1} {bound_ms:.1} {used:.0}%"
+                )
+                .expect("text grows");
+            }
         }
     }
     table

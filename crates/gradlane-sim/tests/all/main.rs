@@ -4,6 +4,7 @@ mod cluster;
 mod codecs;
 mod fabric;
 mod golden;
+mod lanes;
 mod nodes;
 mod ring_fused;
 mod schemes;
