@@ -41,6 +41,10 @@ def test_the_grid_is_what_the_predictions_are_tested_on() -> None:
         assert all({"none", "p3", "slicing", "kvstore", "wfbp"} <= {*it.strategies} for it in cells)
         assert all(it.rate_bps / it.dilation <= 705e6 for it in cells)
     assert len(CELLS) == 20
+    over_lanes = [name for cell in CELLS for name in cell.strategies if "/lanes=" in name]
+    assert len(over_lanes) == len(CELLS), "one drawn for each cell"
+    lanes, strategies = ({name.split("/lanes=")[part] for name in over_lanes} for part in (1, 0))
+    assert lanes == {"2", "3", "4"} and strategies == {"p3", "slicing", "kvstore", "wfbp"}
     with pytest.raises(ValueError, match="'vgg16' is not in the grid"):
         cells_of(["vgg16"])
 
@@ -135,7 +139,7 @@ def test_an_interrupted_run_keeps_what_it_had(tmp_path: Path) -> None:
 def test_rows_of_a_busy_machine_are_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "grid.json"
     cell = cells_of(["resnet50"])[0]
-    assert measure(FakeMachine(busy=True), path, budget_s=1.0) == 5 * 7
+    assert measure(FakeMachine(busy=True), path, budget_s=1.0) == 5 * 8
     assert missing_strategies(cell, read_rows(path)) == list(cell.strategies)
     assert with_compute_times(read_rows(path)) == []
 

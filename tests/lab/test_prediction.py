@@ -169,11 +169,23 @@ def test_a_page_names_errors_baselines_and_what_is_missing() -> None:
     rows[-1] = replace(rows[-1], step_s_median=0.9 * rows[-1].step_s_median)
     page = page_of([predict(row())], rows)
     assert "| resnet50 (fitted) | 1 |" in page
-    assert "- resnet50 at 4 Gbit/s: none, slicing, kvstore, wfbp, p3/sealed" in page
+    missing = "none, slicing, kvstore, wfbp, p3/sealed, p3/lanes=4"
+    assert f"- resnet50 at 4 Gbit/s: {missing}" in page
     assert "- vgg19 at 5 Gbit/s: all" in page
     assert "DDP over p3" in page
     beside = page.split("## Beside them")[1]
     assert beside.count("resnet50") == 1 and "| 25 MB |" in beside
+
+
+def test_a_run_over_lanes_is_predicted_as_one() -> None:
+    one = row(workload="vgg19", rate_bps=30 * 10**9, dilation=1.0, step_s_median=0.3)
+    two = replace(one, strategy="p3/lanes=2")
+    assert can_predict(two)
+    # Without dilation the host is the limit, and two threads do twice as much.
+    assert predict(two).predicted_step_s < 0.75 * predict(one).predicted_step_s
+    page = page_of([predict(it) for it in (one, two)], [measured(one), measured(two)])
+    assert "| all over several lanes | 1 |" in page
+    assert in_grid_order([two, one]) == [one, two]
 
 
 def test_a_sealed_run_is_predicted_as_one() -> None:

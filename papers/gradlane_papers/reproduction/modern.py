@@ -20,6 +20,7 @@ from gradlane.planning.models import ARCHITECTURES
 from gradlane.planning.models.transformers import H100_UTILIZATION
 from gradlane.planning.simulation.bound import bound_step_s
 from gradlane.planning.simulation.grid import GOODPUT_SHARE, simulate
+from gradlane.planning.simulation.hosts import Host
 from gradlane.planning.simulation.profiles import Profile, synthetic_profile, timings_in
 from gradlane.planning.simulation.scenarios import DDP, Cluster
 from gradlane.report.console import text_table
@@ -148,7 +149,7 @@ def study(
 
 
 def _cluster(workers: int, rate_gbps: float) -> Cluster:
-    return Cluster(workers, rate_gbps * 1e9, "p3", steps=STEPS, lanes=LANES, work_threads=LANES)
+    return Cluster(workers, rate_gbps * 1e9, "p3", steps=STEPS, host=Host(LANES, LANES))
 
 
 def _row(profile: Profile, cluster: Cluster, p3_s: float) -> NetworkRow:

@@ -72,7 +72,7 @@ def whatif(
         str | None,
         typer.Option(
             help="Processors of a rank, such as 16, by which a session takes its threads; or the "
-            "threads, lanes=2,work=3. 12 if absent."
+            "threads, lanes=2,work=3, also with processors=4: so many run at a time. 12 if absent."
         ),
     ] = None,
     measured_step: Annotated[
@@ -152,8 +152,7 @@ def whatif(
         costs=costs_of(costs) or MachineCosts(),
         local_rate_bps=_local_rate_bps(local_rate, max(grid.ranks_per_node), read.device),
         paths=paths,
-        lanes=threads.lanes,
-        work_threads=threads.work_threads,
+        host=threads,
         additions=added,
     )
     if cluster.straggler is not None or [*grid.rules] != [WAIT]:

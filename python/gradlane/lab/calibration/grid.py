@@ -6,12 +6,13 @@ machine in between. How rows are measured and kept is in `cells.py`.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
 from gradlane.lab.runs.cells import Cell, usual_dilation
 from gradlane.lab.runs.rows import CEILING, Row
-from gradlane.lab.runs.strategy import POSEIDON, SEALED, parse_strategies
+from gradlane.lab.runs.strategy import LANES, POSEIDON, SEALED, parse_strategies
 from gradlane.training.options.strategy import STRATEGIES as ENGINE_STRATEGIES
 
 STRATEGIES = ("p3", "slicing", "kvstore", "wfbp")
@@ -20,10 +21,27 @@ BASELINE = "ddp-gloo:4"
 """The full bandwidth preset measures other bucket sizes, too."""
 
 
+NUMBERS_OF_LANES = (2, 3, 4)
+
+
+def _over_lanes(workload: str, rate_bps: int) -> str:
+    """Return one of the strategies over several lanes, both drawn for the cell."""
+    draw = random.Random(f"{workload} {rate_bps}")
+    return f"{draw.choice(STRATEGIES)}/{LANES}{draw.choice(NUMBERS_OF_LANES)}"
+
+
 def _cells(workload: str, rates_gbps: Sequence[float], *, sealed: bool = False) -> list[Cell]:
-    strategies = (CEILING, *STRATEGIES, *([SEALED_STRATEGY] if sealed else []), BASELINE)
+    further = (SEALED_STRATEGY,) if sealed else ()
     rates_bps = [round(rate * 1e9) for rate in rates_gbps]
-    return [Cell(workload, rate, strategies, usual_dilation(workload, rate)) for rate in rates_bps]
+    return [
+        Cell(
+            workload,
+            rate,
+            (CEILING, *STRATEGIES, *further, _over_lanes(workload, rate), BASELINE),
+            usual_dilation(workload, rate),
+        )
+        for rate in rates_bps
+    ]
 
 
 CELLS: tuple[Cell, ...] = (
@@ -61,7 +79,8 @@ def in_grid_order(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of the engine's strategies sorted by workload, rate and strategy."""
     workloads = list(dict.fromkeys(cell.workload for cell in CELLS))
     others = (name for name in (*ENGINE_STRATEGIES, POSEIDON) if name not in STRATEGIES)
-    order = (*STRATEGIES, SEALED_STRATEGY, *others)
+    over_lanes = (f"{name}/{LANES}{lanes}" for name in STRATEGIES for lanes in NUMBERS_OF_LANES)
+    order = (*STRATEGIES, SEALED_STRATEGY, *over_lanes, *others)
     return sorted(
         (row for row in rows if row.workload in workloads and row.strategy in order),
         key=lambda row: (workloads.index(row.workload), row.rate_bps, order.index(row.strategy)),

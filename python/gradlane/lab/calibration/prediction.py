@@ -20,6 +20,7 @@ from gradlane.planning.models.schedule import layers_from_architecture, merge_sh
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.ddp import ddp_step_s
 from gradlane.planning.simulation.grid import simulate
+from gradlane.planning.simulation.hosts import Host
 from gradlane.planning.simulation.profiles import Profile, profile_of_layers
 from gradlane.planning.simulation.scenarios import (
     ENGINE_STRATEGIES,
@@ -176,6 +177,7 @@ def _cluster_of(row: Row, costs: MachineCosts | None, steps: int) -> Cluster:
         local=strategy.local.mode,
         update=strategy.rounds,
         seal=strategy.sealed,
+        host=Host(strategy.lanes or 1),
         slice_elems=row.slice_elems,
         steps=steps,
         port_burst_bytes=PortShape(round(rate_bps)).burst_bytes,

@@ -82,7 +82,9 @@ def predict_grid(
     content: dict[str, Any] = {}
     if fit:
         training = [
-            row for row in chosen if row.workload == FITTED_WORKLOAD and not _is_sealed(row)
+            row
+            for row in chosen
+            if row.workload == FITTED_WORKLOAD and not (_is_sealed(row) or _has_lanes(row))
         ]
         spread, error = fit_spread(training, costs, lambda text: console.print(text, style="dim"))
         console.print(
@@ -158,6 +160,10 @@ def _is_sealed(run: Row | Prediction) -> bool:
     return parse_strategy(run.strategy).sealed
 
 
+def _has_lanes(run: Row | Prediction) -> bool:
+    return parse_strategy(run.strategy).lanes is not None
+
+
 def table_of(predictions: Sequence[Prediction]) -> str:
     """Return every cell as a table, a column for each strategy: measured, predicted, error."""
     strategies = list(dict.fromkeys(it.strategy for it in predictions))
@@ -183,6 +189,7 @@ def verdict_of(predictions: Sequence[Prediction]) -> str:
             for name, it in groups.items()
         ),
         ("all that is sealed", [it for it in predictions if _is_sealed(it)]),
+        ("all over several lanes", [it for it in predictions if _has_lanes(it)]),
         ("all that nothing was fitted to", tested),
         ("all", list(predictions)),
     ]:
@@ -289,7 +296,7 @@ def is_beside(one: Row, row: Row, strategy: LabStrategy) -> bool:
     same_bits = fixed.sums_in_rank_order and not fixed.sends_factors
     comparable = same_bits or strategy.any_rounding
     is_fixed = fixed.family == "gradlane" and not fixed.is_planned and not fixed.is_asynchronous
-    is_alike = fixed.sealed == strategy.sealed
+    is_alike = (fixed.sealed, fixed.lanes) == (strategy.sealed, strategy.lanes)
     return is_fixed and is_alike and comparable and one.cluster == row.cluster
 
 

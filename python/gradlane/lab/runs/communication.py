@@ -183,7 +183,9 @@ class Gradlane(Communication):
             rendezvous=gradlane.Rendezvous(
                 prefixed(request, store), rank, request.world_size + request.serving, request.job
             ),
-            network=gradlane.Network(advertise=request.address(rank), secret=request.secret),
+            network=gradlane.Network(
+                advertise=request.address(rank), secret=request.secret, lanes=request.lanes
+            ),
             monitoring=gradlane.Monitoring(trace=request.trace_path),
         )
 

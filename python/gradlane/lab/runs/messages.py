@@ -70,6 +70,11 @@ class TrialRequest:
         return _LAB_SECRET if parse_strategy(self.strategy).sealed else None
 
     @property
+    def lanes(self) -> int | None:
+        """Connections of a pair of the session's ranks; None: as many as it takes by itself."""
+        return parse_strategy(self.strategy).lanes
+
+    @property
     def world_size(self) -> int:
         """Ranks that train."""
         return len(self.addresses)

@@ -39,7 +39,8 @@ class LabOptions(ClusterShape):
         doc="Comma-separated: none, ddp-gloo[:BUCKET_MB], ddp-gloo+CODEC, ddp-gloo+fp16, "
         "ddp-gloo+bfloat16, ddp-gloo+powersgd, ddp-gather[:BUCKET_MB], p3, slicing, wfbp, kvstore, "
         "deferred-pull, ring, asgd, poseidon, sfb, adam, auto[:any-rounding], "
-        "hierarchical[-shared][:collective]; p3/sealed: with sealed connections.",
+        "hierarchical[-shared][:collective]; p3/sealed: with sealed connections; p3/lanes=2: over "
+        "two connections of a pair.",
         name="strategy",
         read=parse_strategies,
         text="none,ddp-gloo:25,p3",

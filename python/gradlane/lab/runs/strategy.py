@@ -13,6 +13,7 @@ from gradlane.training.node.rules import COLLECTIVE, NODE_STRATEGIES
 from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.options.local_updates import NAME as LOCAL
 from gradlane.training.options.local_updates import Local, parse_local
+from gradlane.training.options.option_groups import Network
 from gradlane.training.options.options import Options
 from gradlane.training.options.stragglers import WAIT, Stragglers, parse_stragglers
 from gradlane.training.options.strategy import (
@@ -37,6 +38,9 @@ GOING_ON = "going-on"
 
 SEALED = "sealed"
 """Behind `p3/`: all that ranks send each other is encrypted and authenticated."""
+
+LANES = "lanes="
+"""Behind `p3/`, before a number: connections of a pair of ranks."""
 
 ANY_ROUNDING = "any-rounding"
 """Behind `auto:`: it may choose a ring or factors, whose results differ in the last bits."""
@@ -64,6 +68,8 @@ class LabStrategy:
             after the name, as in `p3/going-on`.
         sealed: whether ranks have a secret, so that connections are sealed; written after the name,
             as in `p3/sealed`.
+        lanes: connections of a pair of ranks, as in `gradlane.Network`; written after the name, as
+            in `p3/lanes=2`. None: as a session takes by itself.
         hook: what encodes DDP's gradients: `fp16`, `bfloat16` and `powersgd[:RANK]` of PyTorch's
             own, or a codec for `gradlane.ddp.ddp_hook`; empty where nothing does.
         local: what gradlane's ranks of one node add up.
@@ -84,6 +90,7 @@ class LabStrategy:
     going_on: bool = False
     sealed: bool = False
     rounds: Local | None = None
+    lanes: int | None = None
 
     def with_local(self, rounds: Local) -> LabStrategy:
         """Return the same strategy with local updates.
@@ -106,7 +113,8 @@ class LabStrategy:
         Args:
             rule: such as `wait`, `drop` or `backup=1:carry`; `going-on`: none may be late, but some
                 may be lost; `sealed`: none may be late, and connections are sealed; `local:...`:
-                none may be late, and updates are local.
+                none may be late, and updates are local; `lanes=2`: none may be late, and a pair of
+                ranks has two connections.
 
         Raises:
             ValueError: the rule is unknown, or the strategy is none of gradlane's that has servers
@@ -121,6 +129,14 @@ class LabStrategy:
             return replace(self, text=f"{self.text}/{rule}", sealed=True)
         if rule.partition(":")[0] == LOCAL:
             return self.with_local(parse_local(rule))
+        if rule.startswith(LANES):
+            if self.family != "gradlane":
+                raise ValueError(f"{self.text}/{rule}: only gradlane's strategies have lanes")
+            count = rule.removeprefix(LANES)
+            if not count.isdigit():
+                raise ValueError(f"{self.text}/{rule}: lanes is {count!r}; give a number")
+            lanes = Network(lanes=int(count)).lanes
+            return replace(self, text=f"{self.text}/{rule}", lanes=lanes)
         name, colon, late = rule.partition(":")
         if parse_stragglers(name) is None and not colon:
             return self

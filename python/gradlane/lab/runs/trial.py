@@ -104,7 +104,9 @@ def run_serving(request: TrialRequest, rank: int) -> OwnerCounters:
         rendezvous=gradlane.Rendezvous(
             prefixed(request, store), rank, request.world_size + request.serving, request.job
         ),
-        network=gradlane.Network(advertise=request.address(rank), secret=request.secret),
+        network=gradlane.Network(
+            advertise=request.address(rank), secret=request.secret, lanes=request.lanes
+        ),
         monitoring=gradlane.Monitoring(summary=False),
     )
     served = session.serve()

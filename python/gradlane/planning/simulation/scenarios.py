@@ -19,6 +19,7 @@ from gradlane.planning.schemes.layers import (
 )
 from gradlane.planning.simulation.codec_costs import CodecCost, codecs_in, mean_cost
 from gradlane.planning.simulation.costs import HOST_CONSTANTS, MachineCosts
+from gradlane.planning.simulation.hosts import Host
 from gradlane.planning.simulation.paths import Paths
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.straggler import StragglerSpec, parse_straggler
@@ -103,10 +104,8 @@ class Cluster(ClusterShape):
     latency_s: float = option(0.0, "One-way time between two ports.")
     paths: Paths = field(default_factory=Paths)
     """Ports and ways between machines that are not all alike."""
-    lanes: int = 1
-    """Connections of a pair of ranks, each with a thread of its own at both ends."""
-    work_threads: int = 1
-    """Threads of a rank that add gradients up."""
+    host: Host = field(default_factory=lambda: Host(lanes=1))
+    """Threads and processors of each rank."""
     slice_elems: int | None = option(None, "Elements a slice at most.", read=read_int)
     steps: int = 3
     clip: bool = option(False, "Gradients are clipped by the norm of all of them.")
@@ -235,14 +234,16 @@ def columns_of(cluster: Cluster) -> Cluster:
     backward.
     """
     each = cluster.ranks_per_node
+    lanes, work_threads = cluster.host.threads(cluster.rate_bps)
     return replace(
         cluster,
         workers=cluster.workers // each,
         ranks_per_node=1,
         sharded=False,
         clip=True,
-        lanes=min(cluster.lanes * each, LANES_MAX),
-        work_threads=cluster.work_threads * each,
+        host=Host(
+            min(lanes * each, LANES_MAX), work_threads * each, cluster.host.processors * each
+        ),
     )
 
 
@@ -358,6 +359,7 @@ def scenario_of(
                 f"--codec {cluster.codec}, or a strategy of the engine, such as p3"
             )
         return _ring_scenario(profile, cluster)
+    lanes, work_threads = cluster.host.threads(cluster.rate_bps)
     scenario: dict[str, Any] = {
         "model": "cluster",
         "profile": profile.to_scenario(),
@@ -381,10 +383,10 @@ def scenario_of(
         "clips": cluster.clip,
         "seal": cluster.seal,
         "outputs": {"trace": trace, "trace_ranks": trace_ranks},
-        "work_threads": cluster.work_threads,
+        "lanes": lanes,
+        "work_threads": work_threads,
+        "processors": cluster.host.processors * cluster.ranks_per_node,
     }
-    if cluster.lanes > 1 and cluster.stragglers == WAIT:
-        scenario["lanes"] = cluster.lanes
     if cluster.strategy == IN_NETWORK:
         scenario["serving"] = 1
         scenario["switch_sums"] = True
