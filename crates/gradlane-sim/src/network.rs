@@ -128,7 +128,7 @@ impl Run {
         let was_idle = connection.held_bytes == 0;
         connection.held_bytes += bytes;
         if was_idle {
-            self.share_ports(id.rank, peer, true);
+            self.share_ports(id, peer, true);
         }
     }
 
@@ -137,18 +137,18 @@ impl Run {
         let connection = &mut self.connections[(id, peer)];
         connection.held_bytes -= bytes;
         if connection.held_bytes == 0 {
-            self.share_ports(id.rank, peer, false);
+            self.share_ports(id, peer, false);
         }
     }
 
     /// Counts a connection at the ports of both ends, or counts it no more.
-    fn share_ports(&mut self, rank: u32, peer: u32, joins: bool) {
+    fn share_ports(&mut self, LaneId { rank, lane }: LaneId, peer: u32, joins: bool) {
         let (out, into) = self.ports_to(rank, peer);
         let weight = |member: u32| self.groups.weights[member as usize];
         let (to, from) = (weight(peer), weight(self.channels.topology.member(rank)));
         let change = |count: &mut u32, by: u32| if joins { *count += by } else { *count -= by };
-        change(&mut self.ports[out as usize].out.sharing, to);
-        change(&mut self.ports[into as usize].into.sharing, from);
+        change(&mut self.sharing.of(out, lane)[0], to);
+        change(&mut self.sharing.of(into, lane)[1], from);
     }
 
     /// The ports at both ends of a rank's connection to a member of its channel.
@@ -159,8 +159,8 @@ impl Run {
 
     /// When a piece of a connection may leave, which the kernel takes at `time`: behind those before it,
     /// and where several connections share a port, when it is due at this one's part. The transport finds
-    /// its rate where the slower of both ports lets it through. A lane paces its own connections: a single
-    /// one of each lane goes as fast as the port takes it.
+    /// its rate where the slower of both ports lets it through. A lane paces its own connections, to what it
+    /// carries of the port while all have something to send, and does not know when others have not.
     fn paced(&mut self, peer: u32, piece: &Piece, time: u64) -> u64 {
         let (rank, id) = (piece.from, piece.sender());
         let connection = &mut self.connections[(id, peer)];
@@ -168,16 +168,18 @@ impl Run {
         connection.due = leaves_at;
         let share = f64::from(connection.window_bytes) / self.window_bytes;
         let (out, into) = self.ports_to(rank, peer);
-        if !(self.paces && self.channels.topology.is_outside(out)) {
+        let lanes = self.lanes.each();
+        let paces = self.paces && (lanes == 1 || self.lanes[id].has_several_peers);
+        if !(paces && self.channels.topology.is_outside(out)) {
             return leaves_at;
         }
         let part = |sharing: u32, member: u32| {
-            f64::from(sharing) / f64::from(self.groups.weights[member as usize])
+            f64::from(lanes * sharing) / f64::from(self.groups.weights[member as usize])
         };
-        let leaving = part(self.ports[out as usize].out.sharing, peer);
+        let leaving = part(self.sharing.of(out, id.lane)[0], peer);
         let from = self.channels.topology.member(rank);
-        let coming = part(self.ports[into as usize].into.sharing, from);
-        if leaving.max(coming) > f64::from(self.lanes.each()) {
+        let coming = part(self.sharing.of(into, id.lane)[1], from);
+        if leaving.max(coming) > 1.0 {
             let out_ns = self.port_ns(out, piece, piece.to) as f64 * leaving * PACED_SHARE;
             let in_ns = self.port_ns(into, piece, rank) as f64 * coming;
             self.connections[(id, peer)].due += (out_ns.max(in_ns) / share) as u64;

@@ -74,9 +74,6 @@ pub(crate) struct Outgoing {
     /// Bytes of them.
     pub(crate) bytes: u64,
     pub(crate) line: Line,
-    /// Connections that hold bytes, which share the port out; one to a rank that stands for several
-    /// counts for each.
-    pub(crate) sharing: u32,
     /// One nanosecond after the port is looked at next; 0: nobody does.
     looked_at: u64,
 }
@@ -88,8 +85,27 @@ pub(crate) struct Incoming {
     /// Pieces on their way here, with the time at which they are whole.
     pub(crate) queue: VecDeque<(u64, Piece)>,
     pub(crate) line: Line,
-    /// Connections to here that hold bytes, counted in the same way.
-    pub(crate) sharing: u32,
+}
+
+/// Connections that hold bytes, which share ports out: of each lane by itself.
+#[derive(Debug)]
+pub(crate) struct PortSharing {
+    lanes: u32,
+    /// By port and lane: those that leave, and those that come; one of a rank that stands for several
+    /// counts for each.
+    counts: Vec<[u32; 2]>,
+}
+
+impl PortSharing {
+    /// None at any of so many ports.
+    pub(crate) fn new(ports: u32, lanes: u32) -> PortSharing {
+        PortSharing { lanes, counts: vec![[0; 2]; (ports * lanes) as usize] }
+    }
+
+    /// Those of a lane that leave a port, and those that come to it.
+    pub(crate) fn of(&mut self, port: u32, lane: u32) -> &mut [u32; 2] {
+        &mut self.counts[(port * self.lanes + lane) as usize]
+    }
 }
 
 impl Outgoing {

@@ -44,6 +44,8 @@ pub(crate) enum IoTask {
 pub(crate) struct RankLane {
     pub(crate) engine: Engine,
     pub(crate) io: IoThread,
+    /// Whether it sends to more than one rank.
+    pub(crate) has_several_peers: bool,
     /// Frames that the kernel has not taken whole, by rank.
     pub(crate) partial: BTreeMap<u32, Partial>,
     /// Frames behind them that the engine has chosen, by rank.
@@ -77,6 +79,7 @@ impl RankLane {
     /// A lane with so many work threads.
     pub(crate) fn new(engine: Engine, work_threads: usize) -> RankLane {
         RankLane {
+            has_several_peers: engine.plan().peers_sent_to(engine.rank()) > 1,
             engine,
             io: IoThread::default(),
             partial: BTreeMap::new(),

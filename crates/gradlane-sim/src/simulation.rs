@@ -14,7 +14,7 @@ use crate::intra_node::{IntraNode, LocalCharges};
 use crate::joined_lanes::JoinedLanes;
 use crate::node::Node;
 use crate::nodes::Channels;
-use crate::port::Port;
+use crate::port::{Port, PortSharing};
 use crate::processors::Processors;
 use crate::profile::{nanos, Act, Profile, Script};
 use crate::rank_groups::RankGroups;
@@ -117,6 +117,7 @@ pub(crate) struct Run {
     pub(crate) lanes: RankLanes,
     /// Of nodes; then, where these have several ranks, of every rank within its node.
     pub(crate) ports: Vec<Port>,
+    pub(crate) sharing: PortSharing,
     pub(crate) connections: Connections,
     pub(crate) frames: FrameTable,
     pub(crate) finished: u32,
@@ -249,6 +250,7 @@ impl Run {
             now: 0,
             events: EventQueue::default(),
             ports: (0..topology.all_ports()).map(|_| Port::default()).collect(),
+            sharing: PortSharing::new(topology.all_ports(), scenario.lanes),
             nodes,
             lanes,
             connections,

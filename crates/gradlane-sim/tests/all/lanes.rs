@@ -194,9 +194,9 @@ fn everything_that_steps_can_have_completes_over_lanes() {
         let one = simulate(&scenario).expect("the scenario runs").report;
         let two = over_two_lanes(scenario.clone());
         assert_eq!(two.port_bound_s, one.port_bound_s);
-        // Slices of both lanes arrive side by side, so that fewer results leave while others arrive.
+        // A tensor of blocks is in one lane, which has half of the port.
         let ratio = two.step_s / one.step_s;
-        assert!((0.5..1.2).contains(&ratio), "{ratio} of {}: {scenario:?}", one.step_s);
+        assert!((0.5..1.4).contains(&ratio), "{ratio} of {}: {scenario:?}", one.step_s);
     }
 }
 
