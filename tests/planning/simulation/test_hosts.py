@@ -20,7 +20,7 @@ def large_model() -> Profile:
         ProfileTensor(name, (4_000_000,), "f32", 0.01 * number / 8, 0.03 - 0.02 * number / 8)
         for number, name in enumerate(names)
     ]
-    return Profile("large", 1, 0.01, 0.03, tensors)
+    return Profile("large", 1, 0.01, 0.03, tuple(tensors))
 
 
 @pytest.mark.parametrize(
