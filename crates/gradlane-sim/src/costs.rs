@@ -19,9 +19,14 @@ pub const GOODPUT_SHARE: f64 = 1448.0 / 1514.0;
 /// for (`gradlane-net`'s `send_buffer.rs`).
 pub(crate) const SEND_BUFFER_FLOOR_BYTES: u64 = 147_456;
 
-/// How unequal connections are. Fitted to steps of ResNet-50 that were measured in the lab, and the
-/// only constant that is fitted: `gradlane lab grid --fit`.
+/// How unequal connections are. Fitted to steps of ResNet-50 that were measured in the lab:
+/// `gradlane lab grid --fit`.
 pub(crate) const SHARE_SPREAD: f64 = 0.125;
+
+/// How many times as unequal they are over several lanes: each paces itself to the most that it has
+/// carried, so that they exceed the port together. Fitted to ResNet-50 by `p3` at 4 Gbit/s over two lanes
+/// and four, the other constant that is fitted.
+pub(crate) const LANES_SPREAD: f64 = 1.6;
 
 /// Bytes of a connection after which it is unequal in another way. Chosen, not measured: flows that were
 /// traced in the lab were 7 MB apart in a step of 51 MB (`docs/decisions/0005-send-buffers.md`), and

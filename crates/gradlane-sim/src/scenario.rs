@@ -156,8 +156,9 @@ impl Network {
         if !(0.0..=10.0).contains(&self.latency_s) {
             return refuse(format!("network.latency_s is {}: use 0 to 10", self.latency_s));
         }
-        if !(0.0..=0.9).contains(&self.share_spread) {
-            return refuse(format!("network.share_spread is {}: use 0 to 0.9", self.share_spread));
+        if !(0.0..=SPREAD_MAX).contains(&self.share_spread) {
+            let spread = self.share_spread;
+            return refuse(format!("network.share_spread is {spread}: use 0 to {SPREAD_MAX}"));
         }
         if !(0.0..=0.95).contains(&self.background_share) {
             let share = self.background_share;
@@ -559,6 +560,9 @@ impl Scenario {
         Ok(strategy)
     }
 }
+
+/// Most by which connections are unequal.
+pub(crate) const SPREAD_MAX: f64 = 0.9;
 
 /// Most that a kernel takes of a connection.
 const WINDOW_BYTES_MAX: u64 = 1 << 30;

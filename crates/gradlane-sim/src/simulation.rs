@@ -207,7 +207,7 @@ impl Run {
         let lanes = RankLanes::new(scenario.lanes, lanes.collect());
         let network = &scenario.network;
         let window_bytes = network.window_bytes(peers) as f64;
-        let mut window_jitter = WindowJitter::new(network);
+        let mut window_jitter = WindowJitter::new(network, scenario.lanes);
         let members = channels.plan(0).world_size as usize;
         let mut connections = Connections::new(nodes.len(), scenario.lanes as usize, members);
         connections.iter_mut().for_each(|it| window_jitter.begin(it, window_bytes));

@@ -2,9 +2,9 @@
 //! amount, so that flows that meet at a port get unequal shares of it and drift apart.
 
 use crate::connections::Connection;
-use crate::costs::SHARE_LASTS_BYTES;
+use crate::costs::{LANES_SPREAD, SHARE_LASTS_BYTES};
 use crate::draws::fraction;
-use crate::scenario::Network;
+use crate::scenario::{Network, SPREAD_MAX};
 use gradlane_units::Rng;
 
 #[derive(Debug)]
@@ -14,9 +14,11 @@ pub(crate) struct WindowJitter {
 }
 
 impl WindowJitter {
-    /// Of all connections.
-    pub(crate) fn new(network: &Network) -> WindowJitter {
-        WindowJitter { spread: network.share_spread, rng: Rng::new(network.share_seed) }
+    /// Of all connections, over so many lanes.
+    pub(crate) fn new(network: &Network, lanes: u32) -> WindowJitter {
+        let times = if lanes > 1 { LANES_SPREAD } else { 1.0 };
+        let spread = (times * network.share_spread).min(SPREAD_MAX);
+        WindowJitter { spread, rng: Rng::new(network.share_seed) }
     }
 
     /// Draws a connection's first window, which lasts for a part of the usual time.
