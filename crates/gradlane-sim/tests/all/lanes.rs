@@ -47,6 +47,9 @@ fn traced(sizes: &[u64], ranks: u32, strategy: &str, lanes: u32) -> Scenario {
 /// A frame of a slice: sender, receiver, slice, step, kind and bytes.
 type Sent = (u32, u32, SliceId, Step, &'static str, u32);
 
+/// A frame of a push: when it begins to leave, its priority, and when its tensor is ready.
+type Push = (u64, Priority, u64);
+
 /// The frames of slices that a scenario sends, in order.
 fn frames(scenario: &Scenario) -> Vec<Sent> {
     let outcome = simulate(scenario).expect("the scenario runs");
@@ -115,7 +118,7 @@ proptest! {
         scenario.network.low_water_bytes = 1;
         let outcome = simulate(&scenario).expect("the scenario runs");
         let lane_of = outcome.plan.lanes_of_slices(lanes);
-        let mut sent: BTreeMap<(u32, u32, u32), Vec<(u64, Priority, u64)>> = BTreeMap::new();
+        let mut sent: BTreeMap<(u32, u32, u32), Vec<Push>> = BTreeMap::new();
         for span in outcome.trace.expect("a trace").spans {
             let Subject::Slice { kind: Some(FrameKind::Push), tensor, slice, peer, priority, .. } =
                 span.subject
