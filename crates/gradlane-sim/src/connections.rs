@@ -2,7 +2,6 @@
 //! them, so they are small and lie side by side.
 
 use crate::rank_lane::LaneId;
-use gradlane_engine::Transmit;
 use std::ops::{Index, IndexMut};
 
 /// The sending side of a connection.
@@ -22,16 +21,6 @@ pub(crate) struct Connection {
     pub(crate) busy: bool,
     /// Whether there are frames that the kernel has not taken, or not whole.
     pub(crate) behind: bool,
-}
-
-/// A frame that the kernel has taken in part.
-#[derive(Debug)]
-pub(crate) struct Partial {
-    pub(crate) number: u32,
-    pub(crate) bytes: u32,
-    /// Bytes that it has not taken.
-    pub(crate) rest: u32,
-    pub(crate) transmit: Transmit,
 }
 
 /// Those of all ranks: by lane of a rank and by the peer's number in the rank's channel.

@@ -49,8 +49,11 @@ impl Run {
 
     /// When a lane's thread has done its last task, and has a processor.
     fn may_run_from(&self, id: LaneId) -> u64 {
-        let host = self.channels.topology.node(id.rank);
-        self.processors.free_at(host, self.lanes[id].io.busy_until)
+        let done_at = self.lanes[id].io.busy_until;
+        if self.processors.are_enough() {
+            return done_at;
+        }
+        self.processors.free_at(self.channels.topology.node(id.rank), done_at)
     }
 
     /// A lane's thread looks into its inbox.
@@ -170,7 +173,9 @@ impl Run {
         time = self.pump(id, time);
         self.meters.io_ns += time - begin;
         self.lanes[id].io.busy_until = time;
-        self.processors.occupy(self.channels.topology.node(rank), time);
+        if !self.processors.are_enough() {
+            self.processors.occupy(self.channels.topology.node(rank), time);
+        }
         self.schedule_clock(id);
     }
 

@@ -6,12 +6,11 @@
 //! the buffers hold has arrived and is on its way back as acknowledgements, so that a port's queue
 //! is empty at times although every connection is full.
 
-use crate::connections::Partial;
 use crate::costs::{ACKNOWLEDGEMENT_BYTES, PACKET_OVERHEAD_BYTES, SMALL_PIECE_BYTES};
 use crate::draws::fraction;
 use crate::event_queue::EventKind;
 use crate::port::{Content, Piece};
-use crate::rank_lane::{IoTask, LaneId};
+use crate::rank_lane::{IoTask, LaneId, Partial};
 use crate::simulation::Run;
 use crate::trace::{Lane, Subject};
 use gradlane_engine::{Input, Transmit};

@@ -23,6 +23,11 @@ impl Processors {
         Processors { each, busy_until: vec![0; each * topology.nodes() as usize] }
     }
 
+    /// Whether no thread ever waits for one.
+    pub(crate) fn are_enough(&self) -> bool {
+        self.each == 0
+    }
+
     /// When a processor of a host is free, from `time` on.
     pub(crate) fn free_at(&self, host: u32, time: u64) -> u64 {
         let first = host as usize * self.each;

@@ -3,7 +3,6 @@
 //!
 //! A lane's thread does one thing after another: what it hears while it is busy waits in its inbox.
 
-use crate::connections::Partial;
 use gradlane_engine::{Engine, JobId, JobResult, LaneNews, Transmit};
 use gradlane_units::{Step, TensorId};
 use std::cmp::Reverse;
@@ -37,6 +36,16 @@ pub(crate) enum IoTask {
     Told,
     /// A moment has come that the engine wanted to hear of.
     Clock,
+}
+
+/// A frame that the kernel has taken in part.
+#[derive(Debug)]
+pub(crate) struct Partial {
+    pub(crate) number: u32,
+    pub(crate) bytes: u32,
+    /// Bytes that it has not taken.
+    pub(crate) rest: u32,
+    pub(crate) transmit: Transmit,
 }
 
 /// A lane of a rank.
