@@ -286,8 +286,9 @@ class TorchError(Exception):
 def _told(is_reference: bool, call: Callable[..., Any], *given: Any) -> Any:
     try:
         return call(*given)
-    except Exception as error:
-        if is_reference:
+    except BaseException as error:
+        # Torch's checkpoints raise what is no `Exception`.
+        if is_reference and not isinstance(error, KeyboardInterrupt):
             raise TorchError(f"{type(error).__name__}: {error}") from error
         raise
 

@@ -165,7 +165,7 @@ def run_here(loop: Loop, mesh: Any, folder: Path) -> dict[str, Any]:
         return {"kind": kind, "text": text, "sums": sums[-1:], "goes_on": True}
     except TorchError as error:
         return {"kind": "torch does not", "text": str(error), "sums": [], "goes_on": False}
-    except Exception as error:
+    except BaseException as error:
         text = f"action {at}: {''.join(traceback.format_exception(error))}"
         named = f"{type(error).__name__}: {error}".splitlines()[0]
         return {"kind": "error", "error": named, "text": text, "sums": [], "goes_on": False}
