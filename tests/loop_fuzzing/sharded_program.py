@@ -263,7 +263,9 @@ class Both:
 
     def _swap(self, folder: Path) -> None:
         """Have each go on from what the other has saved, if torch alone can do so."""
+        # It may drop the state of frozen parameters, of both.
         _told(True, _move, self.reference, self.reference, folder / "own")
+        _move(self.ours, self.ours, folder / "own too")
         _move(self.reference, self.ours, folder / "reference")
         _move(self.ours, self.reference, folder / "ours")
 
