@@ -152,6 +152,36 @@ def test_synchronize_and_close_end_the_round_on_all_ranks(given: dict[str, Any])
         assert same_bits(at_13, snapshot(reference.models[0]))
 
 
+def test_what_is_written_without_a_step_ends_at_the_common_point(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Written alike or not: no exchange follows in which all ranks could agree on it."""
+    reference = expected(2, [NAMES], steps=4)
+    reference.train(4, loss)
+
+    def body(session: Any) -> list[list[Tensor]]:
+        model = seeded(build, 7 + session.rank)
+        optimizer = adam(model)
+        session.prepare(model, optimizer)
+        for step in range(1, 5):
+            optimizer.zero_grad()
+            loss(model, session.rank, step).backward()
+            optimizer.step()
+        exchanged = snapshot(model)
+        with torch.no_grad():
+            model.get_parameter("2.bias").fill_(float(session.rank))
+        session.synchronize()
+        return [exchanged, snapshot(model)]
+
+    found = run_ranks(2, body, core=CORE, update=gradlane.Local(steps=4), local="off")
+    for exchanged, synchronized in found:
+        assert same_bits(exchanged, snapshot(reference.models[0]))
+        assert same_bits(synchronized, exchanged)
+    said = [one.getMessage() for one in caplog.records if "was written" in one.getMessage()]
+    assert sorted(one[:7] for one in said) == ["rank 0:", "rank 1:"]
+    assert all("'2.bias' was written after its exchange" in one for one in said)
+
+
 @pytest.mark.parametrize("strategy", ["slicing", "wfbp", "kvstore", "deferred-pull"])
 def test_every_strategy_gives_the_same_bits(strategy: str) -> None:
     update = gradlane.Local(steps=4, fragments=2, overlap_steps=2, mix=0.5)

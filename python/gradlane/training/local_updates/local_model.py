@@ -30,6 +30,7 @@ from gradlane.training.local_updates.replica import Replica
 from gradlane.training.local_updates.rounds import FragmentProgress, Rounds
 from gradlane.training.local_updates.state import LocalState, UnderWay
 from gradlane.training.local_updates.step_hook import StepHook
+from gradlane.training.log import log
 from gradlane.training.model.barrier import Barrier
 from gradlane.training.model.channel_setup import schemes_of
 from gradlane.training.model.consistency_check import compare_endings, tell_ending
@@ -38,6 +39,7 @@ from gradlane.training.model.residual_state import ResidualState
 from gradlane.training.model.several_optimizers import members_of
 from gradlane.training.options.local_updates import Local
 from gradlane.training.rendezvous.parameter_check import ParameterCheck
+from gradlane.training.rendezvous.tensor_table import names_of
 
 _STEPS_KEPT = 64
 """Exchanges whose training step is remembered, for readings of the channel's counters."""
@@ -275,10 +277,25 @@ class LocalModel:
         moved = self._rounds.moved()
         self._begin(moved, occasion)
         self._use(1.0)
+        written = []
         for number, indices in enumerate(self._fragments):
-            if number not in moved and self._rounds.progress[number].differs:
-                for index in indices:
-                    self._outer.mix(index, 1.0)
+            if number in moved:
+                continue
+            # No step: what the program has written since is no difference that ranks agree on.
+            was_common = not self._rounds.progress[number].differs
+            for index in indices:
+                if was_common and self._outer.differs(index):
+                    written.append(self._trained[index])
+                self._outer.mix(index, 1.0)
+        if written:
+            log.warning(
+                "rank %d: %s was written after its exchange, with no step since, and has its "
+                "common value again after step %d: write before a step, or load a checkpoint's "
+                "session state beside the model's",
+                self._ctx.rank_info.rank,
+                names_of(written),
+                self.step,
+            )
         self._rounds.begin()
 
     def _begin(self, fragments: Sequence[int], occasion: Occasion) -> None:

@@ -39,6 +39,11 @@ class OuterOptimizer:
         with torch.inference_mode(False), torch.no_grad():
             return torch.sub(self.common[index], entry.tensor, out=entry.device_memory())
 
+    def differs(self, index: int) -> bool:
+        """Whether this rank's parameter has other numbers than its common value."""
+        parameter = self._trained[index].tensor.detach()
+        return not torch.allclose(self.common[index], parameter, rtol=0, atol=0, equal_nan=True)
+
     def step(self, index: int, gradient: Tensor) -> None:
         """Move a common value.
 
