@@ -196,7 +196,7 @@ def _make(pair: str, home: Path) -> Path:
     return python
 
 
-def _run(python: Path, tests: Sequence[str], jobs: int) -> dict[str, Any]:
+def _run(python: Path, tests: Sequence[str], jobs: int, commit: str) -> dict[str, Any]:
     """Run tests in an environment; returns the row."""
     settings = {**os.environ, "PYTHONPATH": f"{ROOT / 'python'}:{ROOT / 'papers'}"}
     with tempfile.TemporaryDirectory() as folder:
@@ -218,7 +218,7 @@ def _run(python: Path, tests: Sequence[str], jobs: int) -> dict[str, Any]:
         "tests": [*tests, "-m", SELECTION],
         "seconds": took_s,
         "load": round(os.getloadavg()[1], 1),
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("diff", "HEAD") else ""),
+        "commit": commit,
         "date": datetime.date.today().isoformat(),
     }
 
@@ -252,10 +252,12 @@ def main() -> None:
     if missing:
         sys.exit("\n".join(f"missing: {one}" for one in missing))
     has_failed = False
+    # Rows are written between runs.
+    commit = _git("rev-parse", "--short", "HEAD") + ("+" if _git("diff", "HEAD") else "")
     for pair in pairs:
         print(f"== Python and torch {pair}", flush=True)
         python = _make(pair, given.home)
-        run = _run(python, given.tests or TESTS, given.jobs)
+        run = _run(python, given.tests or TESTS, given.jobs, commit)
         has_failed |= bool(run["failed"])
         if given.tests is None:
             _write(run)
