@@ -15,7 +15,7 @@ from typing import Any
 from tests.loop_fuzzing.description import Loop
 from tests.loop_fuzzing.program import Note
 from tests.loop_fuzzing.sharded_ranks import ShardedRanks
-from tests.loop_fuzzing.verdict import Verdict, is_equal
+from tests.loop_fuzzing.verdict import Verdict, other_things, other_values
 
 REFUSALS = (
     r"has \d+ layers? with trained parameters",
@@ -70,27 +70,13 @@ def first_difference(loop: Loop, wanted: list[Note], seen: list[Note]) -> tuple[
     codec = "codec" in loop.options
     stepped = next((n for n, one in enumerate(loop.actions) if one.do == "step"), 0)
     for must, one in zip(wanted, seen, strict=True):
-        action = loop.actions[must.action].do if must.action < len(loop.actions) else "close"
-        where = f"action {must.action} ({action})"
-        if (one.action, one.label, len(one.values)) != (
-            must.action,
-            must.label,
-            len(must.values),
-        ):
-            return (
-                f"{must.label}: other things",
-                f"{where}: saw {one.label} of {len(one.values)}, "
-                f"not {must.label} of {len(must.values)}",
-            )
+        if found := other_things(loop, must, one):
+            return found
         if codec and (must.action >= stepped or "update" in loop.options):
             # From here on the reference is elsewhere.
             return "same", ""
-        for number, (value, other) in enumerate(zip(one.values, must.values, strict=True)):
-            if not is_equal(value, other, _CLOSE if codec else None):
-                return (
-                    f"{must.label}: values",
-                    f"{where}: {must.label} number {number} is {value}, not {other}",
-                )
+        if found := other_values(loop, must, one, _CLOSE if codec else None):
+            return found
     return "same", ""
 
 

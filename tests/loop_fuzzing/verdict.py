@@ -186,26 +186,41 @@ def _first_difference(
     for seen, must in zip(outcome.notes, wanted, strict=False):
         if before is not None and must.action >= before:
             return None
-        where = f"action {must.action} ({_describe(loop, must.action)})"
-        if (seen.action, seen.label, len(seen.values)) != (
-            must.action,
-            must.label,
-            len(must.values),
-        ):
-            return (
-                f"{must.label}: other things",
-                f"{where}: saw {seen.label} of {len(seen.values)}, "
-                f"not {must.label} of {len(must.values)}",
-            )
-        for number, (one, other) in enumerate(zip(seen.values, must.values, strict=True)):
-            if not is_equal(one, other, _tolerance(loop)):
-                return (
-                    f"{must.label}: values",
-                    f"{where}: {must.label} number {number} is {_show(one)}, not {_show(other)}",
-                )
+        found = other_things(loop, must, seen) or other_values(loop, must, seen, _tolerance(loop))
+        if found is not None:
+            return found
     if before is None and outcome.error is None and len(outcome.notes) != len(wanted):
         return "notes", f"saw {len(outcome.notes)} things, not {len(wanted)}"
     return None
+
+
+def other_things(loop: Loop, must: Note, seen: Note) -> tuple[str, str] | None:
+    """Return the kind and the place where something else was seen; None if it was the same."""
+    if (seen.action, seen.label, len(seen.values)) == (must.action, must.label, len(must.values)):
+        return None
+    return (
+        f"{must.label}: other things",
+        f"{_place(loop, must)}: saw {seen.label} of {len(seen.values)}, "
+        f"not {must.label} of {len(must.values)}",
+    )
+
+
+def other_values(
+    loop: Loop, must: Note, seen: Note, tolerance: tuple[float, float] | None
+) -> tuple[str, str] | None:
+    """Return the kind and the place where the same things have other values, as by `is_equal`."""
+    for number, (one, other) in enumerate(zip(seen.values, must.values, strict=True)):
+        if not is_equal(one, other, tolerance):
+            return (
+                f"{must.label}: values",
+                f"{_place(loop, must)}: {must.label} number {number} is {_show(one)}, "
+                f"not {_show(other)}",
+            )
+    return None
+
+
+def _place(loop: Loop, note: Note) -> str:
+    return f"action {note.action} ({_describe(loop, note.action)})"
 
 
 def _tolerance(loop: Loop) -> tuple[float, float] | None:
