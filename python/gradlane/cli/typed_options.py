@@ -134,11 +134,10 @@ class _Group:
             value = given.pop(name)
             if value is None:
                 continue
-            value = (
-                tuple(_read(rules, one) for one in value)
-                if rules.repeated
-                else (_read(rules, value))
-            )
+            if rules.repeated:
+                values[name] = tuple(_read(rules, one) for one in value)
+                continue
+            value = _read(rules, value)
             # A text may say several fields at once, as that of `--servers`.
             values |= value._asdict() if hasattr(value, "_asdict") else {name: value}
         if self._may_be_absent:
