@@ -1,8 +1,8 @@
 """Networks of today on Ethernet: where the order of sending still helps, and where it does not.
 
-`p3`, urgency across the barrier, is simulated with the engine, with the threads that a session
-takes on 12 processors, each as fast as the project's own; DDP is the formula of `whatif`, its
-buckets tuned.
+`p3`, urgency across the barrier, is simulated with the engine, with the lanes and threads that a
+session takes behind such a port on a usual host, each as fast as the project's own; DDP is the
+formula of `whatif`, its buckets tuned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradlane.planning.models import ARCHITECTURES
 from gradlane.planning.models.transformers import H100_UTILIZATION
 from gradlane.planning.simulation.bound import bound_step_s
 from gradlane.planning.simulation.grid import GOODPUT_SHARE, simulate
-from gradlane.planning.simulation.hosts import Host
+from gradlane.planning.simulation.hosts import USUAL_PROCESSORS, host_with
 from gradlane.planning.simulation.profiles import Profile, synthetic_profile, timings_in
 from gradlane.planning.simulation.scenarios import DDP, Cluster
 from gradlane.report.console import text_table
@@ -38,8 +38,7 @@ DTYPES = {
 """Dtypes of gradients on the wire: bf16 where the model is trained in it, f32 for DLRM's tables."""
 RATES_GBPS = (1, 10, 25, 100)
 WORKERS = (4, 8, 16)
-LANES = 3
-"""And as many work threads: what a session takes with 12 processors."""
+HOST = host_with(USUAL_PROCESSORS)
 STEPS = 2
 """Simulated; a third one moves the step by less than 0.3 %."""
 LEFT_OUT = {"llama_1b": (8,), "dlrm": (8,)}
@@ -149,7 +148,7 @@ def study(
 
 
 def _cluster(workers: int, rate_gbps: float) -> Cluster:
-    return Cluster(workers, rate_gbps * 1e9, "p3", steps=STEPS, host=Host(LANES, LANES))
+    return Cluster(workers, rate_gbps * 1e9, "p3", steps=STEPS, host=HOST)
 
 
 def _row(profile: Profile, cluster: Cluster, p3_s: float) -> NetworkRow:
@@ -303,6 +302,7 @@ def markdown_of(rows: Sequence[NetworkRow], command: str) -> str:
         largest_loss=f"{100 * max(0.0, -gains[0]):.1f}",
         answers="\n".join(f"- {text}" for text in answers(rows)),
         assumed="\n".join(_assumptions(first[model]) for model in DTYPES if model in first),
+        host=str(HOST),
         utilization=f"{100 * H100_UTILIZATION:.0f}",
         rows=_table(rows),
     )

@@ -126,12 +126,19 @@ def loss_table(rows: Sequence[Row]) -> Table | None:
     return text_table("mean losses", columns, body)
 
 
+def _least_step_s(row: Row) -> float:
+    """Return the median of the steps or their mean, of which samples a second are: the less."""
+    return min(row.step_s_median, statistics.fmean(row.step_s or [row.step_s_median]))
+
+
 def bound_notes(rows: Sequence[Row]) -> list[str]:
     """Return a line about strategies whose step is shorter than any can be in the long run."""
     under = dict.fromkeys(
         row.strategy
         for row in rows
-        if row.communicates and row.over_bound is not None and row.over_bound < _UNDER_BOUND
+        if row.communicates
+        and row.bound_step_s
+        and _least_step_s(row) < _UNDER_BOUND * row.bound_step_s
     )
     if not under:
         return []
