@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 import gradlane
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from tests.training.model.fake_core import ChannelError, FakeCore
 from tests.training.model.ranks import run_ranks
 
@@ -176,3 +179,43 @@ def test_no_error_of_the_core_comes_through(
         )
         for error in errors:
             assert error is None or isinstance(error, gradlane.GradlaneError), (fatal, name, error)
+
+
+@pytest.mark.parametrize("update", ["worker", gradlane.Local(steps=1)])
+def test_a_store_that_stands_still_while_a_session_closes_tells_the_cause(
+    monkeypatch: pytest.MonkeyPatch, update: Any
+) -> None:
+    """A rank that is cut off from rank 0, and so from its store, hears of it by its channel."""
+    is_closing = threading.Event()
+    channels: dict[int, Any] = {}
+
+    class Core(FakeCore):
+        def Channel(self, *arguments: Any, **options: Any) -> Any:  # noqa: N802
+            channel = super().Channel(*arguments, **options)
+            channels[channel.rank] = channel
+            return channel
+
+    def wait_for_the_store(scope: RendezvousScope, *_: Any) -> None:
+        if scope.rank_info.rank == 0:
+            assert is_closing.wait(20.0)
+            channels[0].abort("the link was cut")
+            return
+        is_closing.set()
+        end_s = time.monotonic() + 20.0
+        while time.monotonic() < end_s:
+            assert scope.on_poll is not None
+            scope.on_poll()
+            time.sleep(0.01)
+
+    for module in ("model.prepared", "local_updates.local_model"):
+        monkeypatch.setattr(f"gradlane.training.{module}.tell_ending", wait_for_the_store)
+
+    def body(session: Any) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.prepare(model, optimizer)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+    errors = run_ranks(2, body, core=Core(), update=update, summary=False, expect_errors=True)
+    assert "the link was cut" in str(errors[1]), errors

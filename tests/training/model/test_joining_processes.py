@@ -480,6 +480,20 @@ def test_a_rank_joins_in_the_place_of_one_that_was_lost(
     assert run.results["0"]["metrics"]["members"] == [0, 1, 2, 3]
 
 
+def test_a_rank_joins_the_half_that_goes_on(tmp_path: Path, programs: ForkedPrograms) -> None:
+    """The register by which rank 0 goes on alone ends with the world that it leaves."""
+
+    def is_alone() -> bool:
+        return "training goes on without" in (tmp_path / "errors-0").read_text()
+
+    run = Run(
+        programs, tmp_path, world_size=2, fatal_steps={"1": (3, 0)}, losses=1, joins_after=is_alone
+    )
+    run.check_alike()
+    assert [one["rank"] for one in run.results["0"]["metrics"]["lost"]] == [1]
+    assert run.results["0"]["metrics"]["members"] == [0, 1]
+
+
 def test_no_sample_is_lost_or_doubled(tmp_path: Path, programs: ForkedPrograms) -> None:
     """An `ElasticSampler` shares out what is left of the epoch that a rank joins in."""
     samples = 96

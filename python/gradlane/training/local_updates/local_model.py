@@ -201,6 +201,8 @@ class LocalModel:
             raise
         self._let_go()
         self._failure.fail(SessionClosedError("the session was closed"))
+        # What ends the session from now on is the reason, not that it was closed.
+        self._scope.on_poll = functools.partial(check_connected, self._ctx.core, self.channel)
         self._connected.carrier.close()
         compares = self._ctx.rank_info.world_size > 1
         if compares:

@@ -25,7 +25,7 @@ from gradlane.errors import (
     UsageError,
 )
 from gradlane.training.connection import SessionContext, shutdown_channel
-from gradlane.training.core import rank_channel, translate_error
+from gradlane.training.core import check_connected, rank_channel, translate_error
 from gradlane.training.factors.sending import FactorHooks
 from gradlane.training.model import optimizers
 from gradlane.training.model.barrier import Barrier
@@ -300,6 +300,7 @@ class PreparedModel:
             self._failure.raise_failure()
             self.steps.update.finish()
             self._pull("session.close()")
+            self._ctx.membership.leave_register(self._scope.name)
         except GradlaneError as error:
             self.abort(f"closed after an error: {error}")
             raise
@@ -310,6 +311,8 @@ class PreparedModel:
         if self._server is not None:
             self._server.release()
         self._failure.fail(SessionClosedError("the session was closed"))
+        # What ends the session from now on is the reason, not that it was closed.
+        self._scope.on_poll = functools.partial(check_connected, self._ctx.core, self.channel)
         self._connected.carrier.close()
         # Where ranks were lost, the store may be lost, too.
         compares = self._ctx.rank_info.world_size > 1 and not self._ctx.membership.lacks_ranks

@@ -127,7 +127,8 @@ class Membership:
         """Name of the world whose connections are in force."""
         self._numbers = {rank_info.job: {number: number for number in self.members}}
         """By world: the numbers that its ranks have in the one in force, by those there."""
-        self._registers: list[HalfRegister] = []
+        self._registers: dict[str, HalfRegister] = {}
+        """By the name of the place where the ranks of a channel agree."""
         self._early: list[tuple[str, int, tuple[int, ...], int, str]] = []
         """Changes in worlds that are not in force yet, with their names."""
         # Listeners of what has happened may ask.
@@ -232,7 +233,7 @@ class Membership:
             register: of its world, which decides in it where exactly half of the ranks are left.
         """
         world = scope.rank_info.job
-        self._registers.append(register)
+        self._registers[scope.name] = register
         left = scope.rank_info.world_size
 
         def run() -> None:
@@ -268,15 +269,20 @@ class Membership:
             )
             return None
 
-    def leave_registers(self) -> None:
-        """Check for the last time that no other half of the ranks goes on, where this one does.
+    def leave_register(self, name: str) -> None:
+        """Check for the last time that no other half of a channel's ranks goes on as this one does.
+
+        Call it before the channel's keys, of which the register is one, are deleted.
+
+        Args:
+            name: of the place where its ranks agree.
 
         Raises:
             RendezvousError: one does, or the store was changed.
         """
-        for register in self._registers:
+        register = self._registers.pop(name, None)
+        if register is not None:
             register.close()
-        for register in self._registers:
             register.check()
 
     def hear(

@@ -76,10 +76,6 @@ class SessionEnding:
                 self._ctx.membership.rank,
             )
         errors: list[GradlaneError] = []
-        try:
-            self._ctx.membership.leave_registers()
-        except GradlaneError as error:
-            errors.append(error)
         for part in self._parts.all():
             try:
                 part.close(timeout_s)

@@ -41,6 +41,7 @@ from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.bounded_store import BoundedStore, StoreLostError
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 from gradlane.training.rendezvous.environment import RankInfo
+from gradlane.training.rendezvous.half_register import RegisterError
 from gradlane.training.rendezvous.join_requests import (
     JOINED,
     Invitation,
@@ -183,6 +184,9 @@ class Joins:
         try:
             residuals = prepared.residuals.for_more_ranks(count + 1)
             prepared.close(_GOODBYE_S)
+        except RegisterError as error:
+            connected.abort(str(error))
+            raise
         except GradlaneError as error:
             # A member was lost since all agreed; the new world goes on without it.
             log.info("rank %d: leaving the old world: %s", membership.rank, error)
