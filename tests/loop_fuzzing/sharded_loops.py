@@ -47,7 +47,7 @@ class ShardedGenerator:
         self.seed = seed
         self.ranks = self.random.choice(ranks)
         self.data = 0
-        self.local = 4 if self.ranks == 8 and self.chance(0.3) else 2
+        self.local = 4 if self.ranks == 8 and self.chance(0.5) else 2
         self.nodes = self.ranks // self.local
         self.updates_locally = self.chance(0.35)
         self.codec = self.chance(0.2)
@@ -321,6 +321,6 @@ def generate_sharded(seed: int, ranks: tuple[int, ...] = (4,)) -> d.Loop:
 
     Args:
         seed: any integer that is not negative.
-        ranks: world sizes to choose from; nodes have two ranks, some of eight have four.
+        ranks: world sizes to choose from; nodes have two ranks, half of those of eight have four.
     """
     return ShardedGenerator(seed, ranks).loop()
