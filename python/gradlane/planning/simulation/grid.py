@@ -29,6 +29,7 @@ from gradlane.planning.simulation.scenarios import (
     has_many_ranks,
     local_sums,
     narrow_tensors,
+    needed_together,
     nodes_refusal,
     ring_node_size,
     run_scenario,
@@ -245,7 +246,7 @@ def _local_row(profile: Profile, cluster: Cluster) -> SimulatedRow:
     # Every exchange waits for the slowest rank.
     compute_s = profile.compute_s * (1.0 + cluster.compute_spread)
     step_s = local_step_s(compute_s, [part.step_s for part in parts], local)
-    bound_s = local_step_s(profile.compute_s, [part.bound_step_s for part in parts], local)
+    bound_s = cluster_bound_s(profile, cluster)
     sent = [part.tx_bytes_per_step or 0.0 for part in parts]
     tx_bytes = sum(sent) / local.steps
     encoded = _compression(profile, exact)
@@ -274,7 +275,7 @@ def _local_row(profile: Profile, cluster: Cluster) -> SimulatedRow:
 
 def _sharded_row(profile: Profile, cluster: Cluster) -> SimulatedRow:
     """Simulate the nodes of a sharded model, each behind its port; DDP is torch's HSDP then."""
-    row = _simulated(profile, columns_of(cluster))[0]
+    row = _simulated(needed_together(profile), columns_of(cluster))[0]
     return replace(
         row,
         workers=cluster.workers,
@@ -321,8 +322,7 @@ def _ddp_report(profile: Profile, cluster: Cluster) -> dict[str, Any]:
 
 
 def _row(profile: Profile, cluster: Cluster, report: dict[str, Any]) -> SimulatedRow:
-    is_ring = cluster.strategy == RING_FUSED
-    bound_s = _ring_bound_s(profile, cluster) if is_ring else _server_bound_s(profile, cluster)
+    bound_s = cluster_bound_s(profile, cluster)
     late = report.get("stragglers")
     step_s = float(report["step_s"] if late is None else late["others_step_s_mean"])
     if has_many_ranks(cluster) and "steps_s" in report:
@@ -387,6 +387,20 @@ def _compression(profile: Profile, cluster: Cluster) -> float:
 def _choices(profile: Profile, cluster: Cluster) -> list[CodecChoice]:
     ranks = ring_ranks(cluster.strategy, cluster.workers)
     return codecs_in(profile, codec_rules(cluster.codec), ranks)
+
+
+def cluster_bound_s(profile: Profile, cluster: Cluster) -> float:
+    """Return the step time that no order of sending can beat on a cluster."""
+    if cluster.update is not None:
+        exact = replace(cluster, update=None)
+        parts = fragment_profiles(profile, cluster.update)
+        bounds_s = [cluster_bound_s(part, exact) for part in parts]
+        return local_step_s(profile.compute_s, bounds_s, cluster.update)
+    if cluster.sharded:
+        return cluster_bound_s(needed_together(profile), columns_of(cluster))
+    if cluster.strategy == RING_FUSED:
+        return _ring_bound_s(profile, cluster)
+    return _server_bound_s(profile, cluster)
 
 
 def _server_bound_s(profile: Profile, cluster: Cluster) -> float:

@@ -230,8 +230,7 @@ def columns_of(cluster: Cluster) -> Cluster:
     """Return a sharded model's nodes as ranks, whose ports carry what theirs carry.
 
     A node's ranks each have a shard, connections and threads of their own; together they exchange
-    the model once with each other node. Every rank waits for all of its means at the end of
-    backward.
+    the model once with each other node.
     """
     each = cluster.ranks_per_node
     lanes, work_threads = cluster.host.threads(cluster.rate_bps)
@@ -240,10 +239,16 @@ def columns_of(cluster: Cluster) -> Cluster:
         workers=cluster.workers // each,
         ranks_per_node=1,
         sharded=False,
-        clip=True,
         host=Host(
             min(lanes * each, LANES_MAX), work_threads * each, cluster.host.processors * each
         ),
+    )
+
+
+def needed_together(profile: Profile) -> Profile:
+    """Return the profile of a step that waits for all means at the end of backward."""
+    return replace(
+        profile, tensors=tuple(replace(tensor, need_s=0.0) for tensor in profile.tensors)
     )
 
 
