@@ -7,6 +7,8 @@ formula of `whatif`, its buckets tuned.
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,15 +18,25 @@ from rich.console import Console
 
 from gradlane.formats.profile import DTYPE_BYTES
 from gradlane.formats.rates import format_rate
+from gradlane.planning.advice.causes import GOAL
+from gradlane.planning.advice.ways import KINDS, SPARSE_RATIO, candidates, smaller_changes
 from gradlane.planning.models import ARCHITECTURES
 from gradlane.planning.models.transformers import H100_UTILIZATION
 from gradlane.planning.simulation.bound import bound_step_s
-from gradlane.planning.simulation.grid import GOODPUT_SHARE, simulate
+from gradlane.planning.simulation.grid import (
+    GOODPUT_SHARE,
+    WORKER,
+    cluster_bound_s,
+    simulate,
+)
 from gradlane.planning.simulation.hosts import USUAL_PROCESSORS, host_with
 from gradlane.planning.simulation.profiles import Profile, synthetic_profile, timings_in
 from gradlane.planning.simulation.scenarios import DDP, Cluster
+from gradlane.planning.simulation.threads import in_threads
 from gradlane.report.console import text_table
 from gradlane.report.markdown import filled, markdown_table
+from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.local_updates import Local, parse_local
 from gradlane_papers.reproduction.simulations import Simulations
 
 DTYPES = {
@@ -45,9 +57,13 @@ LEFT_OUT = {"llama_1b": (8,), "dlrm": (8,)}
 """Workers that are not simulated: two gigabytes a step take their time, and lie between."""
 FRAME_BYTES = 131_072
 """A slice of 50,000 bf16 elements goes in one frame: fewer events, and nothing else changes."""
+_THREADS = min(4, os.cpu_count() or 1)
 TEMPLATE = Path(__file__).with_name("modern.md")
 """The page's text."""
-ENOUGH = 0.95
+ENOUGH = GOAL
+EXACT, NOTHING = "exact, by DDP or `p3`", "none of these"
+"""Ways to 95 %: without any change of what is learned; and where no change was enough."""
+_RARE = "an exchange"
 HELPS = 0.05
 """Gain from which on scheduling counts as a help."""
 SLOWER = 0.02
@@ -71,6 +87,8 @@ class NetworkRow:
         scaling_1bit: the same with one bit.
         fewer_needed: by how much bytes have to shrink, or batches to grow, for 95 % scaling with
             perfect overlap.
+        change: the smallest change of what is learned that reaches 95 %, in words; None: of those
+            that `plan --fewer` tries none does. Where exact training is enough, `EXACT`.
     """
 
     model: str
@@ -84,6 +102,7 @@ class NetworkRow:
     scaling_8bit: float
     scaling_1bit: float
     fewer_needed: float
+    change: str | None = None
 
     @property
     def gain(self) -> float:
@@ -144,7 +163,39 @@ def study(
     profiles = {model: profile_of(model) for model in models}
     jobs = [(profiles[model], cluster) for model, cluster in cases]
     steps_s = simulations.profile_steps_s(jobs, frame_bytes=FRAME_BYTES)
-    return [_row(*job, step_s) for job, step_s in zip(jobs, steps_s, strict=True)]
+    rows = [_row(*job, step_s) for job, step_s in zip(jobs, steps_s, strict=True)]
+    changes = in_threads(lambda at: _change(*jobs[at], rows[at]), range(len(rows)), _THREADS)
+    return [replace(row, change=change) for row, change in zip(rows, changes, strict=True)]
+
+
+def _change(profile: Profile, cluster: Cluster, row: NetworkRow) -> str | None:
+    """Return the smallest change that is enough; see `NetworkRow`."""
+    if row.compute_s / min(row.ddp_step_s, row.p3_step_s) >= ENOUGH:
+        return EXACT
+
+    def may_be_enough(other: Cluster) -> bool:
+        return profile.compute_s / cluster_bound_s(profile, other) >= ENOUGH
+
+    tried = smaller_changes(
+        cluster, KINDS, lambda other: simulate(profile, other)[0], may_be_enough
+    )
+    if not tried or tried[-1].scaling_factor < ENOUGH:
+        return None
+    last = tried[-1]
+    return _in_words(None if last.update == WORKER else parse_local(last.update), last.codec)
+
+
+def _in_words(update: Local | None, codec: str) -> str:
+    found = [] if update is None else [f"{_RARE} every {update.steps} steps"]
+    if update is not None and update.overlap_steps:
+        found.append("overlapped")
+    if codec.startswith("topk"):
+        found.append(f"{SPARSE_RATIO:.0%} of the values".replace("%", " %"))
+    elif codec.startswith("qsgd:bits="):
+        found.append(f"{codec.removeprefix('qsgd:bits=')} bits")
+    elif codec != RAW:
+        found.append(codec)
+    return ", ".join(found)
 
 
 def _cluster(workers: int, rate_gbps: float) -> Cluster:
@@ -259,8 +310,32 @@ def _cluster_text(row: NetworkRow) -> str:
 def print_study(console: Console, rows: Sequence[NetworkRow]) -> None:
     """Print every row, and the answer."""
     console.print(text_table("", COLUMNS, map(cells_of, rows), texts=COLUMNS))
-    for text in answers(rows):
+    for text in (ways_in_words(rows), *answers(rows)):
         console.print(text, highlight=False)
+
+
+def ways_table(rows: Sequence[NetworkRow]) -> str:
+    """Return how many clusters reach 95 % by which way, the smallest change first, by rate."""
+    rates = sorted({row.rate_bps for row in rows})
+    counts = Counter((row.change or NOTHING, row.rate_bps) for row in rows)
+    tried = candidates(Cluster(WORKERS[0], rates[0]), KINDS)
+    body: list[list[str]] = []
+    for way in (EXACT, *(_in_words(one.update, one.codec) for one in tried), NOTHING):
+        here = [counts[way, rate] for rate in rates]
+        body.append([way, *map(str, here), str(sum(here))])
+    columns = ("way", *map(format_rate, rates), "all")
+    return markdown_table(columns, body, numbers="-" + "n" * (len(columns) - 1)) + "\n"
+
+
+def ways_in_words(rows: Sequence[NetworkRow]) -> str:
+    """Say how many clusters reach 95 %, exactly, in fewer bits and with fewer exchanges."""
+    rare = sum(row.change is not None and row.change.startswith(_RARE) for row in rows)
+    exact, none = (sum(row.change == one for row in rows) for one in (EXACT, None))
+    return (
+        f"Of {len(rows)} clusters {exact} reach 95 % of compute alone exactly, "
+        f"{len(rows) - exact - rare - none} in fewer bits, {rare} with fewer exchanges, and {none} "
+        "by none of the ways that were tried."
+    )
 
 
 def _table(rows: Sequence[NetworkRow]) -> str:
@@ -300,6 +375,8 @@ def markdown_of(rows: Sequence[NetworkRow], command: str) -> str:
         median_gain=f"{100 * gains[len(gains) // 2]:.1f}",
         largest_gain=f"{100 * gains[-1]:.0f}",
         largest_loss=f"{100 * max(0.0, -gains[0]):.1f}",
+        ways=ways_table(rows),
+        reached=ways_in_words(rows),
         answers="\n".join(f"- {text}" for text in answers(rows)),
         assumed="\n".join(_assumptions(first[model]) for model in DTYPES if model in first),
         host=str(HOST),
@@ -318,7 +395,7 @@ def write_page(rows: Sequence[NetworkRow], path: Path) -> None:
     from gradlane.report.page import Table as PageTable
     from gradlane.report.plots import line_plot
 
-    blocks: list[Block] = [Paragraph(text) for text in answers(rows)]
+    blocks: list[Block] = [Paragraph(text) for text in (ways_in_words(rows), *answers(rows))]
     for model in dict.fromkeys(row.model for row in rows):
         series: dict[str, tuple[list[float], list[float | None]]] = {}
         for row in rows:

@@ -28,9 +28,12 @@ LOCALS = (
     (Local(steps=8, outer=AVERAGE), RAW),
     (Local(steps=32), RAW),
     (Local(steps=32), "qsgd:bits=8"),
+    (Local(steps=32, fragments=4, overlap_steps=8, mix=0.5), "qsgd:bits=8"),
     (Local(steps=128), "qsgd:bits=8"),
+    (Local(steps=128, fragments=4, overlap_steps=32, mix=0.5), "qsgd:bits=8"),
 )
-"""Fewer exchanges, with their codec, in the order in which they are tried."""
+"""Fewer exchanges, with their codec, in the order in which they are tried; an overlapped one after
+the plain one of as many steps."""
 SPARSE_LOCALS = (Local(steps=32, outer=AVERAGE), Local(steps=128, outer=AVERAGE))
 """Fewer exchanges of few values, tried last."""
 SPARSE_RATIO = 0.02
@@ -114,16 +117,41 @@ def _ways_of(
     engine = [cluster for cluster in fastest if cluster.strategy not in FORMULAS]
     base = engine[0] if engine else replace(fastest[0], strategy=Strategy.name)
     if tried[0].scaling_factor < GOAL:
-        for cluster in _candidates(base, allowed):
-            tried.append(simulate(cluster))
-            if tried[-1].scaling_factor >= GOAL:
-                break
+        tried += smaller_changes(base, allowed, simulate)
     enough = [row for row in tried if row.scaling_factor >= GOAL]
     chosen = enough[0] if enough else min(tried, key=lambda row: row.step_s)
     return Ways(tuple(tried), chosen, bool(enough), _text(tried, chosen, bool(enough), allowed))
 
 
-def _candidates(base: Cluster, allowed: Sequence[str]) -> list[Cluster]:
+def smaller_changes(
+    base: Cluster,
+    allowed: Sequence[str],
+    simulate: Callable[[Cluster], SimulatedRow],
+    may_be_enough: Callable[[Cluster], bool] = lambda cluster: True,
+) -> list[SimulatedRow]:
+    """Simulate changes of what is learned, the smallest first, up to one that is enough.
+
+    Args:
+        base: the cluster, trained exactly.
+        allowed: of `KINDS`.
+        simulate: simulates a cluster.
+        may_be_enough: whether one is worth its simulation.
+    """
+    found: list[SimulatedRow] = []
+    for cluster in filter(may_be_enough, candidates(base, allowed)):
+        found.append(simulate(cluster))
+        if found[-1].scaling_factor >= GOAL:
+            break
+    return found
+
+
+def candidates(base: Cluster, allowed: Sequence[str]) -> list[Cluster]:
+    """Return changes of what is learned, the smallest first.
+
+    Args:
+        base: the cluster, trained exactly.
+        allowed: of `KINDS`.
+    """
     found = []
     if BITS in allowed:
         found += [replace(base, codec=codec) for codec in CODECS]
