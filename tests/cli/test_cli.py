@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from gradlane.cli import main as cli
 from gradlane.cli.profile import unsteady
@@ -86,6 +85,36 @@ def test_help_does_not_import_torch() -> None:
     assert (
         subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "most", "without"),
+    [
+        # The 21 modules that were there when this was written, and a few.
+        ([], 26, ("gradlane.planning", "gradlane.lab", "gradlane.training.options.options")),
+        (["store", "--help"], 26, ("gradlane.planning", "gradlane.lab", "gradlane_papers")),
+        (["whatif", "--help"], 90, ("gradlane.lab", "gradlane_papers")),
+    ],
+)
+def test_a_command_loads_its_own_options_alone(
+    command: list[str], most: int, without: tuple[str, ...]
+) -> None:
+    code = (
+        "import sys; from gradlane.cli.main import app\n"
+        "if sys.argv[1:]: app(standalone_mode=False)\n"
+        "print(*(one for one in sys.modules if one.startswith('gradlane')))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = done.stdout.splitlines()[-1].split()
+    assert len(loaded) <= most, loaded
+    assert not [one for one in loaded if one.startswith(without)]
 
 
 def test_version_prints_what_it_writes(
@@ -302,10 +331,10 @@ session or checkpoints, or that print while they measure."""
 
 def test_commands_with_a_file_are_all_known() -> None:
     """A new one has to be among those that are tested to write it before they print."""
-    root = typer.main.get_command(cli.app)
+    root = cli.all_commands()
     found, groups = set(), [("", root)]
     for prefix, group in groups:
-        for name, command in group.commands.items():  # type: ignore[attr-defined]
+        for name, command in group.commands.items():
             if hasattr(command, "commands"):
                 groups.append((f"{name} ", command))
             elif any("--json" in option.opts for option in command.params):

@@ -9,7 +9,7 @@ import pytest
 import typer
 import typer.main
 
-from gradlane.cli.main import app
+from gradlane.cli.main import all_commands
 from gradlane.cli.typed_options import Taken, typed
 from gradlane.formats.durations import parse_duration_s
 from gradlane.lab.calibration.options import CalibrationOptions
@@ -148,7 +148,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_documented_field_is_an_option_of_its_command(name: str) -> None:
-    found: Any = typer.main.get_command(app)
+    found = all_commands()
     for word in name.split():
         found = found.commands[word]
     helps = {flag: one.help for one in found.params for flag in one.opts}

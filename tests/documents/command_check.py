@@ -12,10 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import typer.main
 from typer.core import TyperGroup
 
-from gradlane.cli.main import app
+from gradlane.cli.main import all_commands
 from tests.paths import ROOT
 
 _SEPARATORS = re.compile(r"\s(?:&&|;|\|\||\|)\s")
@@ -46,7 +45,7 @@ def _refusal(words: list[str]) -> str | None:
 @functools.cache
 def _commands() -> Any:
     """Return all commands: making them takes 0.1 s, and pages name hundreds."""
-    return typer.main.get_command(app)
+    return all_commands()
 
 
 def _gradlane(words: list[str]) -> str | None:

@@ -4,20 +4,22 @@ Arguments are checked before anything is started; heavy imports happen inside th
 that help and mistakes are answered at once. Errors are one sentence on standard error: status 2
 for wrong arguments, 1 for everything else, 130 after Ctrl-C, 143 after SIGTERM; `--debug` shows
 the traceback. The commands of the lab are in `lab.py`, those that ask about a network in
-`planning_commands.py`.
+`planning_commands.py`: both, and plug-ins, load when a command is asked for that is not here, so
+that a command starts with its own options alone.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+import typer.main
+from typer.core import TyperGroup
 
-from gradlane.cli.lab import lab
 from gradlane.cli.lasting_output import lasting_output
 from gradlane.cli.options import (
     FROM_MONITORING,
@@ -30,8 +32,6 @@ from gradlane.cli.options import (
     rows_in,
     write_json,
 )
-from gradlane.cli.planning_commands import add_planning
-from gradlane.cli.plugins import Plugins, preset_of
 from gradlane.cli.secret import secret
 from gradlane.cli.serve import serve
 from gradlane.cli.store import store
@@ -39,12 +39,33 @@ from gradlane.formats.reported_error import ReportedError
 from gradlane.formats.signals import Terminated, unwind_on_sigterm
 from gradlane.formats.untrusted import escaped, escaped_lines
 
+if TYPE_CHECKING:
+    from gradlane.cli.plugins import Plugins
+
+
+class _LateGroup(TyperGroup):
+    """The commands of `gradlane`; what is left of them loads when a name is not found."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command of a name, or None; loads no more than it takes to find it."""
+        for load in (_load_planning, _plugins):
+            if cmd_name not in self.commands:
+                load()
+                self.commands = typer.main.get_group(app).commands
+        return self.commands.get(cmd_name)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        self.get_command(ctx, "")
+        return super().list_commands(ctx)
+
+
 app = typer.Typer(
+    cls=_LateGroup,
     help="Data-parallel training at the speed of the compute, over networks that are slower.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.add_typer(lab, name="lab")
 app.add_typer(secret, name="secret")
 trace_commands = typer.Typer(help="Timelines of runs.", no_args_is_help=True)
 app.add_typer(trace_commands, name="trace")
@@ -110,7 +131,6 @@ def demo(
     run_demo(wide_console(), json_path=json_path, html_path=html_path, parts=parts)
 
 
-add_planning(app)
 app.command()(serve)
 app.command()(store)
 
@@ -190,6 +210,7 @@ def report(
     html_path: HtmlPath = None,
 ) -> None:
     """Make an HTML page with plots of a results file."""
+    from gradlane.cli.plugins import preset_of
     from gradlane.lab.runs.page import report_from_results, text_of_marked
     from gradlane.lab.runs.rows import rows_of
     from gradlane.planning.advice.page import report_from_whatif
@@ -203,7 +224,7 @@ def report(
     if isinstance(content, dict) and "rows" in content and "answers" in content:
         report_from_whatif(content, target)
     elif preset := preset_of(content):
-        note = plugins.page_writer(preset)(content, target)
+        note = _plugins().page_writer(preset)(content, target)
     else:
         with remedied(from_results):
             rows = rows_of(rows_in(content, results))
@@ -224,7 +245,33 @@ def _join_lines(commands: typer.Typer) -> None:
             _join_lines(group.typer_instance)
 
 
-plugins = Plugins({"": app, "lab": lab})
+@functools.cache
+def _load_planning() -> None:
+    from gradlane.cli.planning_commands import add_planning
+
+    add_planning(app)
+    _join_lines(app)
+
+
+@functools.cache
+def _plugins() -> Plugins:
+    """Return the plug-ins, with all commands loaded: none may take a name of gradlane's own."""
+    from gradlane.cli.lab import lab
+    from gradlane.cli.plugins import Plugins
+
+    _load_planning()
+    app.add_typer(lab, name="lab")
+    plugins = Plugins({"": app, "lab": lab})
+    _join_lines(app)
+    return plugins
+
+
+def all_commands() -> Any:
+    """Return all commands as typer has them."""
+    _plugins()
+    return typer.main.get_command(app)
+
+
 _join_lines(app)
 
 

@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import typer.main
-
-from gradlane.cli.main import app
+from gradlane.cli.main import all_commands
 from gradlane.cli.plugins import distribution_of
 from gradlane.training.options.option_fields import option_rules
 from gradlane.training.options.option_groups import ENVIRONMENT_GROUPS
@@ -53,8 +51,7 @@ Rank, world size and meeting place come from torchrun, Slurm or MPI: `RANK`, `WO
 
 def cli_page() -> str:
     """Return the page of commands."""
-    root: Any = typer.main.get_command(app)
-    return _CLI_HEAD + "".join(_sections(root, "gradlane"))
+    return _CLI_HEAD + "".join(_sections(all_commands(), "gradlane"))
 
 
 def variables_page() -> str:
