@@ -178,6 +178,32 @@ def test_an_operation_waits_where_only_a_class_of_the_programs_is_asked() -> Non
     on_late(check, [Marked], [nn.Parameter])
 
 
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_an_operation_waits_where_what_is_not_trained_is_asked_alone(is_parameter: bool) -> None:
+    """Torch asks the class of the first argument, which looks at no other one."""
+
+    def check(session: Any) -> None:
+        model = nn.Linear(2, 1, bias=False)
+        weight = model.weight
+        nn.init.zeros_(weight)
+        ones = Marked(torch.ones(1, 2), requires_grad=False)
+        if is_parameter:
+            model.register_parameter("ones", ones)
+        else:
+            model.register_buffer("ones", ones)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        session.prepare(model, optimizer)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert torch.kron(ones, weight).as_subclass(Tensor).tolist() == [[-1.0] * 4]
+        assert type(ones + weight) is Mark and ones.__class__ is Marked
+        session.close()
+        assert type(ones) is Marked
+
+    run_ranks(1, check, core=LateCore(timeout_s=10.0))
+
+
 def test_a_cache_by_version_is_renewed() -> None:
     def check(late: Late) -> None:
         weight = late.kept[0]

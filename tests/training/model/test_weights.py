@@ -70,6 +70,32 @@ def test_means_have_the_bits_of_the_reference(
         assert same_bits(parameters, expected[rank])
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_gradients_that_were_thrown_away_weigh_nothing(by_hand: bool) -> None:
+    """A step that is skipped, as for a bad loss; also where a wrapper of the optimizer resets."""
+
+    def body(session: Any) -> list[Tensor]:
+        model = seeded(SmallCnn)
+        optimizer = sgd(model)
+        session.prepare(model, optimizer)
+        for step in range(STEPS):
+            for turn in range(2):
+                session.weight(samples_of(session.rank, step + turn))
+                cnn_loss(model, session.rank, 10 * step + turn).backward()
+                if turn == 0 and by_hand:
+                    for one in model.parameters():
+                        one.grad = None
+                elif turn == 0:
+                    optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        return snapshot(model)
+
+    expected = run_reference(2, body)
+    for rank, parameters in enumerate(run_ranks(2, body)):
+        assert same_bits(parameters, expected[rank])
+
+
 @pytest.mark.parametrize("options", [{}, {"strategy": "ring"}, {"local": "leader"}])
 def test_the_real_core(options: dict[str, Any]) -> None:
     """Also with clipping: within rounding, since the norm is that of weighted means."""

@@ -275,16 +275,30 @@ def _tensors_in(values: Iterable[Any]) -> Iterable[Any]:
             yield value
 
 
+def _answers(own: type[Tensor]) -> bool:
+    """Return whether torch's functions ask a class, which may leave all others out.
+
+    Classes with a `__torch_dispatch__` find themselves by their type, so they keep it.
+    """
+    inherited = (_UNGUARDED, Tensor.__torch_function__.__func__)  # type: ignore[attr-defined]
+    asked: Any = own.__torch_function__
+    is_dispatched = own.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return getattr(asked, "__func__", asked) not in inherited and not is_dispatched
+
+
 class LazyParameters:
     """Switches the classes of a model's trained parameters."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], untrained: Iterable[Tensor] = ()) -> None:
         """Leave the parameters their own classes.
 
         Args:
             parameters: by tensor number.
+            untrained: the model's other tensors. One with a `__torch_function__` of its own waits
+                for parameters that it meets in an operation, as trained ones of such classes do.
         """
         self._parameters = parameters
+        self._untrained = [(one, type(one)) for one in untrained if _answers(type(one))]
         self._own: list[type[Tensor]] = [*map(type, parameters)]
         self.are_plain = all(own.__torch_function__ is _UNGUARDED for own in set(self._own))
         """Whether torch's functions are no class's own."""
@@ -292,11 +306,14 @@ class LazyParameters:
 
     def install(self, guard: AccessGuard) -> None:
         """Have a touch of a parameter ask a guard while something is under way."""
-        made = {own: _classes_for(own, guard) for own in set(self._own)}
+        others = (own for _, own in self._untrained)
+        made = {own: _classes_for(own, guard) for own in {*self._own, *others}}
         self._settled, self._gradient_due, self._update_due = (
             [made[own][number] for own in self._own] for number in range(3)
         )
         many_at_once_types.extend(self._stepped_as_own())
+        for one, own in self._untrained:
+            _set_class(one, made[own][0])
         self.settle()
 
     def _stepped_as_own(self) -> set[type[Tensor]]:
@@ -307,6 +324,8 @@ class LazyParameters:
     def remove(self) -> None:
         """Give all parameters their own classes, for good."""
         self._switch(self._own, None)
+        for tensor, own in self._untrained:
+            _set_class(tensor, own)
         for one in self._stepped_as_own().intersection(many_at_once_types):
             many_at_once_types.remove(one)
 

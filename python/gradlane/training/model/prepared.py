@@ -680,7 +680,9 @@ class PreparedModel:
             updates,
             stages.in_order,
             exempt,
-            LazyParameters(parameters),
+            LazyParameters(
+                parameters, [entry.tensor for entry in self._entries if not entry.trained]
+            ),
             self._stale_flags,
         )
         return TrainingSteps(

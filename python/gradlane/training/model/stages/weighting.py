@@ -17,7 +17,7 @@ from gradlane.training.model.kernel.phases import Phase, Phases
 from gradlane.training.model.rank_status import Statuses, StepEnding
 from gradlane.training.model.stages.stage import StepStage
 from gradlane.training.model.stages.step_start import StepStart
-from gradlane.training.modules.gradient_intake import values_of
+from gradlane.training.modules.gradient_intake import raw_grad, values_of
 from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.rendezvous.tensor_table import TensorEntry
 
@@ -56,7 +56,9 @@ class Weighting(StepStage):
         """
         with phases.lock:
             phases.failure.raise_failure()
-            if phases.phase in (Phase.BACKWARD, Phase.ATTACHED):
+            if phases.phase is Phase.BACKWARD or (
+                phases.phase is Phase.ATTACHED and self._are_kept
+            ):
                 raise UsageError(
                     f"session.weight() after backward() in step {step}: gradients have begun to "
                     "leave unweighted; call it before the first backward() whose gradients leave"
@@ -64,6 +66,11 @@ class Weighting(StepStage):
             if why := refusal({Feature.WEIGHT: Feature.WEIGHT.label}, self._features):
                 raise UsageError(why)
             self._samples = samples
+
+    @property
+    def _are_kept(self) -> bool:
+        """Whether the program has not thrown all gradients of the step away."""
+        return any(raw_grad(one.tensor) is not None for one in self._trained)
 
     @property
     def _features(self) -> dict[Feature, str]:
@@ -96,7 +103,7 @@ class Weighting(StepStage):
 
     def ended(self, ending: StepEnding) -> None:
         """Weigh what adds up on means, which are averaged again in the same step of training."""
-        if ending is StepEnding.CARRIED_ON:
+        if ending is StepEnding.CARRIED_ON and self._samples is None:
             self._samples = self._in_force
 
 
