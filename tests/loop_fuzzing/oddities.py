@@ -608,7 +608,8 @@ class Oddities:
     def drift(self, model: int, *, via: str, factor: float) -> None:
         """Change frozen parameters, alike on all ranks."""
         for one in self._via(via, model):
-            if not one.requires_grad:
+            # Torch writes no expanded tensor.
+            if not one.requires_grad and (one.numel() < 2 or 0 not in one.stride()):
                 one.mul_(factor)
 
     @torch.no_grad()

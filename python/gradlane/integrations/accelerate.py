@@ -42,10 +42,8 @@ def attach(accelerator: Accelerator, session: Session) -> Accelerator:
     if getattr(accelerator, "is_fsdp2", False) or str(accelerator.distributed_type).endswith(
         ("FSDP", "DEEPSPEED", "MEGATRON_LM")
     ):
-        raise ValueError(
-            f"the accelerator shards its models ({accelerator.distributed_type}); gradlane keeps "
-            "whole parameters on every rank: leave these options out"
-        )
+        shards = {Feature.WRAPPER_SHARDS: f"models that it shards ({accelerator.distributed_type})"}
+        raise ValueError(refusal({Feature.ATTACHED: "attach() of an accelerator"}, shards))
     prepare_model, clip_by_torch = accelerator.prepare_model, accelerator.clip_grad_norm_
 
     def prepare_unwrapped(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:

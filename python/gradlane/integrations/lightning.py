@@ -63,10 +63,8 @@ class GradlaneStrategy(DDPStrategy):  # type: ignore[misc]
             several = {Feature.SEVERAL: f"{len(self.optimizers)} optimizers"}
             raise ValueError(refusal({Feature.LIGHTNING: words}, several))
         if not module.automatic_optimization:
-            raise ValueError(
-                f"{words} trains modules with automatic optimization: write the loop yourself and "
-                "prepare each model with its optimizer"
-            )
+            manual = {Feature.MANUAL: Feature.MANUAL.label}
+            raise ValueError(refusal({Feature.LIGHTNING: words}, manual))
         optimizer = self.optimizers[0]
         self._session = gradlane.init(**self._options)
         self._session.prepare(

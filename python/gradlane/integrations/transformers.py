@@ -13,6 +13,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from gradlane.integrations.accelerate import attach as attach_accelerator
+from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.session.session import Session
 
 
@@ -55,10 +56,8 @@ def attach(trainer: Trainer, session: Session) -> Trainer:
             on when ranks are lost.
     """
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        raise ValueError(
-            "the trainer shards its model (FSDP or DeepSpeed); gradlane keeps whole parameters on "
-            "every rank: leave these options out"
-        )
+        shards = {Feature.WRAPPER_SHARDS: "a model that it shards (FSDP or DeepSpeed)"}
+        raise ValueError(refusal({Feature.ATTACHED: "attach() of a trainer"}, shards))
     attach_accelerator(trainer.accelerator, session)
     trainer.add_callback(_PrepareOnTrainBegin(session))
     return trainer

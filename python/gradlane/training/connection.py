@@ -26,7 +26,7 @@ from gradlane.training.monitoring.observer import ModelWatch, Observer
 from gradlane.training.monitoring.recorder import SessionRecorder
 from gradlane.training.node.channel import NodeChannel
 from gradlane.training.node.layout import NodeLayout, agree_on_layout
-from gradlane.training.node.opening import open_node_channel, rows_obstacle
+from gradlane.training.node.opening import nodes_conflict, open_node_channel
 from gradlane.training.node.rules import AUTO, OFF
 from gradlane.training.options.going_on import GoingOn
 from gradlane.training.options.options import Options
@@ -216,7 +216,8 @@ def _open(
     secret = scope.secret(ctx.secret)
     if layout is not None:
         is_default = options.local.mode == AUTO
-        obstacle = rows_obstacle(table, layout) if is_default else ""
+        found = nodes_conflict(table, layout) if is_default else None
+        obstacle = "" if found is None else found.why
         if is_default and rank_info.rank == 0 and scope.channel == 0:
             _say_layout(layout, obstacle)
         if not obstacle:

@@ -29,7 +29,10 @@ def in_a_plan(**shape: Any) -> ClusterFacts:
         ({"servers": 5}, "servers is 5; use 1 to 4, the ranks"),
         ({"ranks_per_node": 3}, "4 workers do not fill nodes of 3"),
         ({"ranks_per_node": 0}, "4 workers do not fill nodes of 0"),
-        ({"ranks_per_node": 2, "serving": 1}, "1 ranks only serve, each on a node of its own"),
+        (
+            {"ranks_per_node": 2, "serving": 1},
+            "1 ranks that only serve with ranks-per-node 2: each of them is on a node",
+        ),
         ({"servers": 2, "serving": 1}, "the ranks that only serve own all"),
     ],
 )

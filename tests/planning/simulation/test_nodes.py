@@ -141,7 +141,7 @@ def test_clusters_that_fill_no_nodes_are_skipped_with_a_reason() -> None:
 
 
 def test_what_does_not_go_with_nodes_is_refused(profile: Profile) -> None:
-    with pytest.raises(ValueError, match="servers are single ranks"):
+    with pytest.raises(ValueError, match="servers are single ranks there"):
         scenario_of(profile, replace(BASE, servers=2))
     with pytest.raises(ValueError, match="a codec needs a tensor's shape"):
         shared = replace(BASE, strategy="hierarchical-shared", codec="qsgd:bits=8")

@@ -63,7 +63,7 @@ def test_examples_learn_what_ddp_learns(
 def test_an_accelerator_of_several_processes_is_refused_with_going_on() -> None:
     pytest.importorskip("accelerate")
     attach = importlib.import_module("gradlane.integrations.accelerate").attach
-    with pytest.raises(ValueError, match="accelerator of 2 processes with going_on: random states"):
+    with pytest.raises(ValueError, match="with going_on: random states, losses and counts"):
         attach(SimpleNamespace(num_processes=2), SimpleNamespace(goes_on=True))
 
 
@@ -71,5 +71,40 @@ def test_an_accelerator_of_several_processes_is_refused_with_going_on() -> None:
 def test_lightnings_strategy_is_refused_with_going_on(going_on: Any) -> None:
     pytest.importorskip("lightning")
     strategy = importlib.import_module("gradlane.integrations.lightning").GradlaneStrategy
-    with pytest.raises(ValueError, match="GradlaneStrategy with going_on: Lightning's barriers"):
+    with pytest.raises(
+        ValueError, match="GradlaneStrategy going_on: Lightning's barriers and metrics"
+    ):
         strategy(options={"going_on": going_on})
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "words"),
+    [(2, "it prepares the module with its one optimizer"), (1, "it takes the steps of automatic")],
+)
+def test_modules_that_lightnings_strategy_does_not_step_are_refused(
+    optimizers: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lightning")
+    module = importlib.import_module("gradlane.integrations.lightning")
+    base = module.GradlaneStrategy.__mro__[1]
+    monkeypatch.setattr(base, "setup", lambda *_: None)
+    strategy = module.GradlaneStrategy()
+    strategy.optimizers = [object()] * optimizers
+    manual = SimpleNamespace(automatic_optimization=False)
+    monkeypatch.setattr(module.GradlaneStrategy, "_module", lambda _: manual)
+    fitting = SimpleNamespace(state=SimpleNamespace(fn=module.TrainerFn.FITTING))
+    with pytest.raises(ValueError, match=words):
+        strategy.setup(fitting)
+
+
+def test_wrappers_that_shard_models_are_refused() -> None:
+    pytest.importorskip("accelerate")
+    attach = importlib.import_module("gradlane.integrations.accelerate").attach
+    sharding = SimpleNamespace(num_processes=1, distributed_type="DistributedType.FSDP")
+    with pytest.raises(ValueError, match=r"FSDP.*: gradlane keeps whole parameters on every rank"):
+        attach(sharding, SimpleNamespace(goes_on=False))
+    pytest.importorskip("transformers")
+    attach = importlib.import_module("gradlane.integrations.transformers").attach
+    trainer = SimpleNamespace(is_fsdp_enabled=False, is_deepspeed_enabled=True)
+    with pytest.raises(ValueError, match=r"DeepSpeed.*: gradlane keeps whole parameters"):
+        attach(trainer, None)

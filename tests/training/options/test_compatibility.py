@@ -50,6 +50,8 @@ OPTIONS: dict[Feature, list[dict[str, Any]]] = {
     F.CODEC: [{"codec": "qsgd:bits=8"}, {"codec": "bf16"}],
     F.DGC: [{"codec": "dgc:momentum=0"}],
     F.RESIDUAL: [{"codec": "onebit"}, {"codec": "int8:residual=on"}],
+    F.DECAY: [{"codec": "topk:decay=0.5"}],
+    F.PS_SCHEME: [{"scheme": "ps"}],
     F.INTEGER_RING: [{"strategy": "ring", "codec": "qsgd:bits=8,ring=integer"}],
     F.PATTERNS: [{"codec": {"*weight": "bf16"}}],
     F.NODES: [{"local": "leader"}],
@@ -63,6 +65,7 @@ OPTIONS: dict[Feature, list[dict[str, Any]]] = {
 IMPLIED: list[tuple[set[Feature], Feature]] = [
     ({F.ONE_OWNER}, F.FACTORS),
     ({F.DGC}, F.RESIDUAL),
+    ({F.DECAY}, F.RESIDUAL),
     ({F.INTEGER_RING}, F.RING),
     ({F.RESIDUAL}, F.CODEC),
     ({F.INTEGER_RING}, F.CODEC),
@@ -73,6 +76,8 @@ IMPLIED: list[tuple[set[Feature], Feature]] = [
 ]
 """What is asked for by asking for something else."""
 _APART = (F.SERVING, F.JOINS, F.NODES, F.SHARED, F.COLLECTIVE, F.NO_NODES)
+_UNSEEN = {F.NODES, F.NO_NODES, F.PS_SCHEME}
+"""Features that options of a session do not name: a mode that was put aside, and a default."""
 TOGETHER = [one for one in OPTIONS if one not in _APART]
 """Options but those whose ranks serve, join or share nodes, which other tests train."""
 WORLD_SIZE = 4
@@ -118,7 +123,7 @@ def check(features: tuple[Feature, ...], given: Iterable[dict[str, Any]]) -> boo
     said = with_implied(features)
     if not refusal(said):
         options = opened(dict(keywords))
-        assert set(options.features) >= set(said) - {F.NODES, F.NO_NODES}, keywords
+        assert set(options.features) >= set(said) - _UNSEEN, keywords
         return True
     with pytest.raises(ValueError, match=" with") as caught:
         opened(dict(keywords))
@@ -225,6 +230,24 @@ def called(session: Any, call: Callable[[Any], object]) -> None:
     call(session)
 
 
+def strided(session: Any) -> None:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.ones(4, 2)[::2])
+    session.prepare(model, sgd([*model.parameters()]))
+
+
+def tied(session: Any) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    model.rows = nn.Parameter(model.weight.detach()[0])
+    session.prepare(model, sgd([*model.parameters()]))
+
+
+def pushed(session: Any) -> None:
+    session.arrays.register("array", (2,), "float32")
+    session.arrays.push("array", torch.ones(2).numpy())
+    session.arrays.wait("array")
+
+
 CALLED: dict[Feature, Callable[[Any], object]] = {
     F.WEIGHT: lambda session: session.weight(3),
     F.CLIP: lambda session: session.clip_grad_norm_(1.0),
@@ -237,7 +260,11 @@ CALLED: dict[Feature, Callable[[Any], object]] = {
     F.BEST_SCHEME: lambda session: session.planning.best_scheme(0, batch_size=2),
 }
 PREPARED: dict[Feature, Callable[[Any], object]] = {
+    F.PLAN: lambda session: prepared(session, plan="auto"),
     F.PLAN_RULE: lambda session: prepared(session, plan="auto"),
+    F.TIED: tied,
+    F.STRIDED: strided,
+    F.ARRAYS: pushed,
     F.CLOSURE: lambda session: evaluating(session),
     F.SEVERAL: lambda session: trained_by(session, lambda them: [sgd([one]) for one in them]),
     F.UNSERVED: lambda session: trained_by(session, torch.optim.RMSprop),
@@ -259,8 +286,8 @@ BY_LAYER = (F.WEIGHT, F.FACTORS)
 def check_call(features: tuple[Feature, ...], keywords: dict[str, Any], asked: Feature) -> None:
     """Hold what the table says of a call, or a way to prepare, against what happens."""
     given = {asked: asked.label}
-    if asked is F.PLAN_RULE:
-        given[F.PLAN] = F.PLAN.label
+    if asked in (F.PLAN, F.PLAN_RULE):
+        given |= {one: one.label for one in (F.PLAN, F.PLAN_RULE)}
     said = refusal(given, with_implied(features))
     call = CALLED.get(asked)
 
@@ -273,19 +300,22 @@ def check_call(features: tuple[Feature, ...], keywords: dict[str, Any], asked: F
     errors = run_ranks(2, body, core=CORE, expect_errors=True, local="off", **keywords)
     if said:
         # Who is refused first tells the other.
-        refused = [str(one) for one in errors if isinstance(one, gradlane.UsageError)]
+        own = (gradlane.UsageError, ValueError)
+        refused = [str(one) for one in errors if isinstance(one, own)]
         reasons = [row.reason for row in ROWS if {row.feature, row.other} & set(given)]
-        assert refused and all(isinstance(one, gradlane.GradlaneError) for one in errors), said
+        assert refused and all(isinstance(one, (gradlane.GradlaneError, *own)) for one in errors)
         assert all(any(why in one for why in reasons) for one in refused), (said, refused)
     else:
         assert errors == [None, None], (features, asked)
 
 
 ASKED_ROWS = [
-    (row.feature, row.other)
+    pair
     for row in ROWS
-    if row.feature in {*CALLED, *PREPARED} and row.other in TOGETHER and not row.needs
+    for pair in ((row.feature, row.other), (row.other, row.feature))
+    if pair[0] in {*CALLED, *PREPARED} and pair[1] in TOGETHER and not row.needs
 ]
+"""What is asked for, and the option that excludes it."""
 
 
 @needs_core

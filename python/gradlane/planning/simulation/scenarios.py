@@ -261,11 +261,8 @@ def _nodes(profile: Profile, cluster: Cluster) -> dict[str, Any]:
     why = nodes_refusal(cluster)
     if why:
         raise ValueError(f"{why}: give --ranks-per-node 2, for example, and a multiple as workers")
-    if cluster.servers is not None or cluster.serving:
-        raise ValueError(
-            f"servers are single ranks, and {cluster.ranks_per_node} share a node: leave out "
-            "--servers or --ranks-per-node"
-        )
+    if why := cluster.servers_refusal:
+        raise ValueError(why)
     leaders = {"off": 0, "leader": 1}.get(local_sums(cluster), cluster.ranks_per_node)
     if leaders > 1 and codec_rules(cluster.codec) != RAW:
         codec = {Feature.CODEC: f"codec {cluster.codec}"}

@@ -349,10 +349,9 @@ def check_server_optimizer(optimizer: Optimizer, entries: Sequence[TensorEntry])
         _settings(optimizer, number, group)
     for entry in entries:
         if entry.trained and entry.tensor.stride() != entry.stride:
-            raise ValueError(
-                f'update="server" writes parameters in place: {entry.name!r} must be dense; use '
-                'update="worker" instead'
-            )
+            strided = f"parameter {entry.name!r}, which is not dense in memory,"
+            words = {Feature.STRIDED: strided, Feature.SERVER: Feature.SERVER.label}
+            raise ValueError(refusal(words))
 
 
 def server_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,7 @@ from gradlane.training.node.parts import (
     rows_of_leader,
 )
 from gradlane.training.options.codec_options import RAW
+from gradlane.training.options.compatibility import Conflict, Feature, Features, conflict
 from gradlane.training.options.momentum import keeps_momentum
 from gradlane.training.options.options import Options
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
@@ -59,13 +61,9 @@ def open_node_channel(
             and cannot be used, or training that is to go on has a single node.
         RendezvousError: ranks cannot reach each other.
     """
-    if obstacle := rows_obstacle(rows, layout):
-        raise ValueError(f'{obstacle}: use local="off"')
-    if options.going_on.on and layout.nodes == 1:
-        raise ValueError(
-            'going_on with local="leader" on one node: its ranks are lost as one, so none would '
-            'go on; use local="off"'
-        )
+    features = {Feature.GOING_ON: "going_on"} if options.going_on.on else {}
+    if found := nodes_conflict(rows, layout, features):
+        raise ValueError(found.told('use local="off"'))
     sum_backend = agree_on_sum_backend(options, scope, layout, gradients)
     parts = cut_into_parts(rows, layout.leaders)
     rooms, memory_bytes = room_offsets(parts, layout)
@@ -128,18 +126,24 @@ def _open_collectives(
     return collectives
 
 
-def rows_obstacle(rows: Sequence[Mapping[str, Any]], layout: NodeLayout) -> str:
-    """Return why some of a plan's tensors are not added up on these nodes; empty if all can be."""
+def nodes_conflict(
+    rows: Sequence[Mapping[str, Any]], layout: NodeLayout, among: Features = MappingProxyType({})
+) -> Conflict | None:
+    """Return what keeps these nodes from adding up a plan's tensors; None if nothing does.
+
+    Args:
+        rows: the plan's tensors.
+        layout: of the ranks on nodes.
+        among: further features in force.
+    """
+    features = dict(among)
     for row in rows:
-        scheme = row.get("scheme", "ps")
+        scheme, codec = row.get("scheme", "ps"), row.get("codec", RAW)
         if scheme not in ("ps", "ring", BLOCKS):
-            return (
-                f"tensor {row['name']!r} goes by scheme {scheme!r}, whose blocks go to one rank, "
-                "and nodes take part as one"
-            )
-        if layout.nodes == 1 and keeps_momentum(row.get("codec", RAW)):
-            return (
-                f"codec {row['codec']!r} of {row['name']!r} takes the optimizer's momentum over, "
-                "and the ranks of a single node add up without encoding anything"
-            )
-    return ""
+            features[Feature.ONE_OWNER] = f"tensor {row['name']!r} by scheme {scheme!r}"
+        if keeps_momentum(codec):
+            features[Feature.MOMENTUM_CODEC] = f"codec {codec!r} of {row['name']!r}"
+    nodes = {Feature.NODES: "sums on nodes"}
+    if layout.nodes == 1:
+        nodes[Feature.ONE_NODE] = "sums on a single node"
+    return conflict(nodes, features)

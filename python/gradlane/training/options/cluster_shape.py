@@ -35,14 +35,26 @@ class ClusterShape:
             raise ValueError(f"servers is {self.servers}; use 1 to {self.workers}, the ranks")
         if unfilled := self.unfilled:
             raise ValueError(unfilled)
-        if self.serving and self.ranks_per_node > 1:
-            raise ValueError(
-                f"{self.serving} ranks only serve, each on a node of its own: leave out "
-                f"ranks-per-node, which is {self.ranks_per_node}"
-            )
-        if self.serving and self.servers is not None:
-            serving = {Feature.SERVING: f"{self.serving} ranks that only serve"}
-            raise ValueError(refusal(serving, {Feature.SERVERS: f"servers={self.servers}"}))
+        if why := refusal(self.shape_features):
+            raise ValueError(why)
+
+    @property
+    def shape_features(self) -> dict[Feature, str]:
+        """The features of the ranks, each in words."""
+        found = {
+            Feature.SERVERS: f"servers={self.servers}" if self.servers is not None else "",
+            Feature.SERVING: f"{self.serving} ranks that only serve" if self.serving else "",
+            Feature.RANKS_PER_NODE: (
+                f"ranks-per-node {self.ranks_per_node}" if self.ranks_per_node > 1 else ""
+            ),
+        }
+        return {feature: words for feature, words in found.items() if words}
+
+    @property
+    def servers_refusal(self) -> str:
+        """Why plans and simulations cannot have these servers on these nodes; empty if they can."""
+        nodes = {Feature.PLANNED_NODES: f"{self.ranks_per_node} ranks on a node"}
+        return refusal(nodes, self.shape_features) if self.ranks_per_node > 1 else ""
 
     @property
     def unfilled(self) -> str:

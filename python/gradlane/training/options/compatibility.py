@@ -58,6 +58,13 @@ class Feature(enum.Enum):
     SHARED = ('local="shared"', 'use local="leader"')
     COLLECTIVE = ('local_sums="collective"', 'use where="host"')
     NO_NODES = ('local="off"', 'use local="leader", "shared" or "auto"')
+    RANKS_PER_NODE = ("several ranks on each node", "leave ranks-per-node out")
+    PLANNED_NODES = (
+        "a plan or a simulation of nodes of several ranks",
+        "leave ranks-per-node out",
+    )
+    ONE_NODE = ('local="leader"` on a single node', 'use local="off"')
+    PS_SCHEME = ('scheme="ps"', "leave the scheme out")
     CHECKPOINTS = ("checkpoints=", "leave checkpoints out")
     TRACE = ("trace=", "leave trace out, and see session.metrics()")
 
@@ -81,6 +88,12 @@ class Feature(enum.Enum):
         When.PREPARE,
     )
     AMSGRAD = ("an optimizer with amsgrad=True", "leave amsgrad out", When.PREPARE)
+    OWN_MOMENTUM = (
+        "an optimizer with momentum",
+        "use torch.optim.SGD with momentum=0",
+        When.PREPARE,
+    )
+    MOMENTUM_CODEC = ('codec="dgc"` with momentum', "use momentum=0 in the codec", When.PREPARE)
     STEP_HOOKS = ("an optimizer with step hooks", "leave the hooks out", When.PREPARE)
     SCALER = ("GradScaler", "train without it", When.PREPARE)
     FACTOR_LAYER = ("a layer that travels as factors", "use a scheme without factors", When.PREPARE)
@@ -93,6 +106,11 @@ class Feature(enum.Enum):
         When.PREPARE,
     )
     HALF = ("trained parameters of float16", "train in float32 or bfloat16", When.PREPARE)
+    STRIDED = (
+        "trained parameters that are not dense in memory",
+        "prepare contiguous copies",
+        When.PREPARE,
+    )
     FSDP = (
         "prepare() of a model that fully_shard has sharded",
         "prepare the bare model",
@@ -116,6 +134,13 @@ class Feature(enum.Enum):
 
     ACCELERATOR = ("an accelerator of several processes", "leave it out", When.PREPARE)
     LIGHTNING = ("GradlaneStrategy", "leave it out", When.PREPARE)
+    MANUAL = ("a module with automatic_optimization=False", "leave it at True", When.PREPARE)
+    WRAPPER_SHARDS = (
+        "FSDP, DeepSpeed or Megatron of an accelerator or a trainer",
+        "leave these options out",
+        When.PREPARE,
+    )
+    ATTACHED = ("attach() of an accelerator or a trainer", "leave it out", When.PREPARE)
 
     ARRAYS = ("session.arrays.push()", "open a session without it for arrays", When.CALL)
     REGISTER = ("session.arrays.register()", "open a session without it for arrays", When.CALL)
@@ -127,6 +152,16 @@ class Feature(enum.Enum):
     BEST_SCHEME = ("session.planning.best_scheme()", "leave it out", When.CALL)
     KEEP_PACE = ("session.keep_pace()", "leave it out", When.CALL)
     RESTORE = ("session.restore()", "leave it out", When.CALL)
+    END_BY_HAND = (
+        "set_manual_backward_finalization(True)",
+        "leave it out",
+        When.PREPARE,
+    )
+    GRADIENT_HOOK = (
+        "register_post_accumulate_grad_hook() of a parameter",
+        "step the optimizer after backward()",
+        When.PREPARE,
+    )
     GATHER_INTEGERS = ("session.gather_integers()", "use session.exchange()", When.CALL)
 
     def __init__(self, label: str, without: str, when: When = When.INIT) -> None:
@@ -187,10 +222,14 @@ class Conflict:
     @property
     def text(self) -> str:
         """The refusal: both features, why, and what to do."""
+        return self.told()
+
+    def told(self, remedy: str = "") -> str:
+        """Return the refusal, with another remedy than the row's if one is given."""
         row = self.row
         one = self.features[row.feature]
         other = f"without {row.other.label}" if row.needs else f"with {self.features[row.other]}"
-        return f"{one} {other}: {row.reason}; {row.instead}"
+        return f"{one} {other}: {row.reason}; {remedy or row.instead}"
 
     @property
     def why(self) -> str:
@@ -213,15 +252,16 @@ def conflict(given: Features, among: Features = MappingProxyType({})) -> Conflic
     return None
 
 
-def refusal(given: Features, among: Features = MappingProxyType({})) -> str:
+def refusal(given: Features, among: Features = MappingProxyType({}), *, remedy: str = "") -> str:
     """Return why features do not go together, and what to do; empty if they do.
 
     Args:
         given: as for `conflict`.
         among: as for `conflict`.
+        remedy: what to do in this case; if empty, what the row says.
     """
     found = conflict(given, among)
-    return "" if found is None else found.text
+    return "" if found is None else found.told(remedy)
 
 
 _F = Feature
@@ -267,6 +307,18 @@ ROWS = (
     PairRow(_F.ACCELERATOR, _F.GOING_ON, NOT_BUILT, "random states, losses and counts go through torch.distributed, which ends with a lost rank", "have each process be the only one of its accelerator (docs/going-on.md)"),
     PairRow(_F.LIGHTNING, _F.GOING_ON, NOT_BUILT, "Lightning's barriers and metrics go through torch.distributed, which ends with a lost rank", "give the trainer one device and no strategy, and prepare in a callback (docs/going-on.md)"),
     PairRow(_F.LIGHTNING, _F.SEVERAL, NOT_BUILT, "it prepares the module with its one optimizer", "write the loop yourself and prepare each model with its optimizer"),
+    PairRow(_F.PS_SCHEME, _F.RING, CANNOT, "it has no servers"),
+    PairRow(_F.SERVING, _F.RANKS_PER_NODE, NOT_BUILT, "each of them is on a node of its own"),
+    PairRow(_F.SERVERS, _F.PLANNED_NODES, NOT_BUILT, "servers are single ranks there", "leave --servers or --ranks-per-node out"),
+    PairRow(_F.SERVING, _F.PLANNED_NODES, NOT_BUILT, "servers are single ranks there", "leave --servers or --ranks-per-node out"),
+    PairRow(_F.GOING_ON, _F.ONE_NODE, CANNOT, "its ranks are lost as one, so none would go on"),
+    PairRow(_F.MOMENTUM_CODEC, _F.ONE_NODE, CANNOT, "it takes the optimizer's momentum over, and the ranks of a single node add up without encoding anything"),
+    PairRow(_F.OWN_MOMENTUM, _F.MOMENTUM_CODEC, CANNOT, "it applies the momentum of SGD itself", "use torch.optim.SGD(..., momentum=0) without a scheduler that cycles momentum, or momentum=0 in the codec"),
+    PairRow(_F.LIGHTNING, _F.MANUAL, NOT_BUILT, "it takes the steps of automatic optimization", "write the loop yourself and prepare each model with its optimizer"),
+    PairRow(_F.ATTACHED, _F.WRAPPER_SHARDS, NOT_BUILT, "gradlane keeps whole parameters on every rank"),
+    PairRow(_F.STRIDED, _F.SERVER, NOT_BUILT, "the servers write parameters in place", 'prepare contiguous copies, or use update="worker"'),
+    PairRow(_F.END_BY_HAND, _F.FSDP, NOT_BUILT, "gradients leave inside backward(), and its end makes them means", "leave it out"),
+    PairRow(_F.GRADIENT_HOOK, _F.FSDP, CANNOT, "it reads the gradient in backward(), before it is the mean over nodes", "step the optimizer after backward()"),
     PairRow(_F.CLOSURE, _F.SERVER, CANNOT, "it looks at all gradients to choose its next step, and the servers step with them as they come"),
     PairRow(_F.CLOSURE, _F.STRAGGLERS, NOT_BUILT, "each evaluation needs the loss of every rank"),
     PairRow(_F.CLOSURE, _F.GOING_ON, NOT_BUILT, "a rank may be lost or join between two evaluations of one step"),

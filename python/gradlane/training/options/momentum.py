@@ -16,6 +16,7 @@ import torch
 from gradlane.errors import UsageError
 from gradlane.training.options.codec_choice import local_clip
 from gradlane.training.options.codec_options import Dgc, parse_codec
+from gradlane.training.options.compatibility import Feature, refusal
 
 
 def momentum_of(codec: str) -> float:
@@ -73,17 +74,14 @@ def check_momentum(
             codec = codecs.get(id(parameter))
             if codec is None:
                 continue
-            advice = (
-                "use torch.optim.SGD(..., momentum=0) without a scheduler that cycles momentum, or "
-                "momentum=0 in the codec"
-            )
+            advice = ""
             if may_take_over:
                 advice = _takeover_obstacle(optimizer, group, parameter, codec)
-            if advice:
-                raise UsageError(
-                    f"group {number} of the optimizer ({type(optimizer).__name__}) {reason}, and "
-                    f"codec {codec!r} applies the momentum of SGD itself: {advice}"
-                )
+                if not advice:
+                    continue
+            own = f"group {number} of the optimizer ({type(optimizer).__name__}), which {reason},"
+            words = {Feature.OWN_MOMENTUM: own, Feature.MOMENTUM_CODEC: f"codec {codec!r}"}
+            raise UsageError(refusal(words, remedy=advice))
 
 
 def _takeover_obstacle(optimizer: Any, group: Mapping[str, Any], parameter: Any, codec: str) -> str:

@@ -93,7 +93,8 @@ def strategy_of(strategy: str, scheme: str | None) -> str:
     if scheme == RING and strategy == STRATEGIES[0]:
         return RING
     if strategy == RING:
-        raise ValueError("scheme is 'ps', but strategy 'ring' goes round a ring: use strategy 'p3'")
+        ring = {Feature.RING: f'strategy="{strategy}"'}
+        raise ValueError(refusal({Feature.PS_SCHEME: f'scheme="{scheme}"'}, ring))
     others = strategy_features(strategy, UPDATES[0])
     why = refusal({Feature.RING: f'scheme="{scheme}"'}, others)
     raise ValueError(

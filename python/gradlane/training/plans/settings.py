@@ -142,22 +142,15 @@ class ClusterFacts(ClusterShape):
         if not 0.0 <= self.latency_s <= 10.0:
             raise ValueError(f"latency_s is {self.latency_s}; use 0 to 10 seconds")
         self.check_shape()
-        if self.ranks_per_node > 1 and self.servers is not None:
-            raise ValueError(
-                f"servers is {self.servers}: they are single ranks, and {self.ranks_per_node} "
-                "share a node"
-            )
+        if why := self.servers_refusal:
+            raise ValueError(why)
         if self.update not in UPDATES:
             raise ValueError(f"unknown update {self.update!r}; known are {', '.join(UPDATES)}")
         parse_stragglers(self.stragglers)
         features = strategy_features(Settings.strategy, self.update, stragglers=self.stragglers)
-        for feature, is_given, words in (
-            (Feature.CLIP, self.clips, "gradients that are clipped"),
-            (Feature.SERVERS, self.servers is not None, f"servers={self.servers}"),
-            (Feature.SERVING, self.serving, f"{self.serving} ranks that only serve"),
-        ):
-            if is_given:
-                features[feature] = words
+        features |= self.shape_features
+        if self.clips:
+            features[Feature.CLIP] = "gradients that are clipped"
         why = refusal(features)
         if why:
             raise ValueError(why)

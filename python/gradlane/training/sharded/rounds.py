@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gradlane.errors import RanksDifferError
 from gradlane.training.core import Channel
+from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.rendezvous.parameter_check import SAMPLE_EVERY, is_sampled
 from gradlane.training.sharded.column import ColumnCalls
 from gradlane.training.sharded.fsdp import (
@@ -183,11 +184,9 @@ class GradientRounds:
     def _check_buffer(self, number: int, buffer: Tensor) -> None:
         unit, dtype = self._units[number], self._dtypes[number]
         if not in_backward():
-            self._calls.refuse(
-                f"the gradients of unit {unit.name!r} were reduced outside of backward(): "
-                "set_manual_backward_finalization(True) does not go with session.prepare(); leave "
-                "it out"
-            )
+            what = f"gradients of unit {unit.name!r}, reduced after {Feature.END_BY_HAND.label},"
+            words = {Feature.END_BY_HAND: what, Feature.FSDP: Feature.FSDP.label}
+            self._calls.refuse(refusal(words))
         if buffer.dtype != dtype or buffer.numel() > unit.elements:
             self._calls.refuse(
                 f"unit {unit.name!r} reduces {buffer.numel()} gradients in {buffer.dtype}, and had "
@@ -197,11 +196,9 @@ class GradientRounds:
             )
         for one in unit.trained:
             if post_accumulate_hooks(one.parameter):
-                self._calls.refuse(
-                    f"parameter {one.name!r} has a hook that reads its gradient in backward "
-                    "(register_post_accumulate_grad_hook), before it is the mean over nodes: step "
-                    "the optimizer after backward()"
-                )
+                hook = f"register_post_accumulate_grad_hook() of parameter {one.name!r}"
+                words = {Feature.GRADIENT_HOOK: hook, Feature.FSDP: Feature.FSDP.label}
+                self._calls.refuse(refusal(words))
 
     def _end_earlier(self, number: int, made: list[Tensor | None]) -> bool:
         """Note what FSDP has made of a unit's earlier gradients of this backward; returns whether
