@@ -101,9 +101,7 @@ class LabStrategy:
         text = f"{self.text}/{rounds.text}"
         if self.family != "gradlane":
             raise ValueError(f"{text}: only gradlane's strategies have local updates")
-        features = {Feature.PLAN: self.text} if self.is_planned or self.is_hybrid else {}
-        features |= {Feature.ASGD: self.text} if self.is_asynchronous else {}
-        if why := refusal({Feature.LOCAL: rounds.text}, features):
+        if why := self.refusal_of(Feature.LOCAL, rounds.text):
             raise ValueError(why)
         return replace(self, text=text, rounds=rounds)
 
@@ -233,17 +231,28 @@ class LabStrategy:
             feature: such as ranks that only serve, which rest while other strategies run.
             words: what asks for it.
         """
+        return refusal({feature: words}, self.features)
+
+    @property
+    def features(self) -> dict[Feature, str]:
+        """What its sessions ask for, each in words; nothing for strategies of others."""
         if self.family != "gradlane":
-            return ""
+            return {}
         where = "server" if self.is_asynchronous else "worker"
-        features = strategy_features(self.setting, where, stragglers=self.stragglers.rule)
-        if self.rounds is not None:
-            features[Feature.LOCAL] = f"strategy {self.text}"
-        if self.local.mode != "off":
-            features[Feature.NODES] = f"strategy {self.text}"
-        if self.is_planned:
-            features[Feature.PLAN_RULE] = f"strategy {self.text}"
-        return refusal({feature: words}, features)
+        words = f"strategy {self.text}"
+        found = strategy_features(self.setting, where, self.scheme or "", self.stragglers.rule)
+        found |= {
+            feature: words
+            for feature, is_given in (
+                (Feature.LOCAL, self.rounds is not None),
+                (Feature.NODES, self.local.mode != "off"),
+                (Feature.GOING_ON, self.going_on),
+                (Feature.PLAN, self.is_planned or self.is_hybrid),
+                (Feature.PLAN_RULE, self.is_planned),
+            )
+            if is_given
+        }
+        return found
 
     @property
     def sums_in_rank_order(self) -> bool:
