@@ -113,6 +113,11 @@ def raises(why: str) -> None:
         raise ValueError(why)
 
 
+def weighed_halves(session: Any) -> None:
+    trained_by(session, sgd, torch.float16)
+    session.weight(3)
+
+
 def twice(session: Any) -> None:
     prepared(session)
     prepared(session)
@@ -151,9 +156,7 @@ PROBES: dict[Pair, Callable[[], object]] = {
     (F.GATHER_INTEGERS, F.GOING_ON): in_session(lambda session: session.gather_integers([1])),
     (F.CLIP, F.ADDS_UP): in_session(clipped, codec=DGC),
     (F.SCALER, F.ADDS_UP): in_session(scaled, codec=DGC),
-    (F.WEIGHT, F.HALF): in_session(
-        lambda session: (trained_by(session, sgd, torch.float16), session.weight(3))
-    ),
+    (F.WEIGHT, F.HALF): in_session(weighed_halves),
     (F.WEIGHT, F.FACTOR_LAYER): in_session(weighed_factors, scheme="sfb"),
     (F.FACTOR_LAYER, F.CLIPPING_CODEC): in_session(
         prepared, scheme="sfb", codec="dgc:momentum=0,clip=1.0"
