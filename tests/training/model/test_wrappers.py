@@ -91,7 +91,7 @@ def test_modules_that_lightnings_strategy_does_not_step_are_refused(
     strategy = module.GradlaneStrategy()
     strategy.optimizers = [object()] * optimizers
     manual = SimpleNamespace(automatic_optimization=False)
-    monkeypatch.setattr(module.GradlaneStrategy, "_module", lambda _: manual)
+    monkeypatch.setattr(module.GradlaneStrategy, "lightning_module", manual)
     fitting = SimpleNamespace(state=SimpleNamespace(fn=module.TrainerFn.FITTING))
     with pytest.raises(ValueError, match=words):
         strategy.setup(fitting)
