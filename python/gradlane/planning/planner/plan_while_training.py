@@ -29,6 +29,7 @@ from gradlane.training.options.options import Options
 from gradlane.training.options.strategy import ROWS, LocalSums
 from gradlane.training.plans.plan import Plan, parse_plan
 from gradlane.training.plans.settings import LEARNING_STEPS, ClusterFacts, Settings
+from gradlane.training.rendezvous.environment import own_processors
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 
 BUDGET_S = 8.0
@@ -132,6 +133,9 @@ class PlanLearning:
         base = Settings.of(self._options)
         if ranks_per_node == 1:
             base = replace(base, local=None)
+        _, lanes = self._options.network.thread_counts(
+            own_processors(os.environ), self._links.rate_bps
+        )
         try:
             facts = ClusterFacts(
                 workers=self._links.workers,
@@ -142,6 +146,7 @@ class PlanLearning:
                 ranks_per_node=ranks_per_node,
                 stragglers=self._options.stragglers.rule,
                 clips=bool(self._learner.steps.stages.clipping.norms),
+                lanes=lanes,
             )
             if profile is not None and profile.compute_s > 0.0:
                 # Every step waits for the slowest rank.

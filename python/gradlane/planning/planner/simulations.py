@@ -7,6 +7,7 @@ import math
 from gradlane.planning.planner.frame_count import frame_count
 from gradlane.planning.schemes.layers import Schemes, simulated_schemes
 from gradlane.planning.simulation.costs import MachineCosts
+from gradlane.planning.simulation.hosts import USUAL_PROCESSORS, Host, host_with
 from gradlane.planning.simulation.profiles import Profile
 from gradlane.planning.simulation.scenarios import Cluster, run_scenario, scenario_of
 from gradlane.training.node.rules import OFF
@@ -80,6 +81,7 @@ def planned_cluster(
         stragglers=facts.stragglers,
         clip=facts.clips,
         steps=_steps(facts),
+        host=host_with(USUAL_PROCESSORS) if facts.lanes is None else Host(lanes=facts.lanes),
         costs=costs or MachineCosts(),
     )
 

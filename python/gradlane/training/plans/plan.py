@@ -200,6 +200,7 @@ def parse_plan(text: str, where: str) -> Plan:
                 stragglers=cluster.text("stragglers") if "stragglers" in cluster.source else WAIT,
                 serving=cluster.integer("serving", least=0) if "serving" in cluster.source else 0,
                 clips=cluster.flag("clips") if "clips" in cluster.source else False,
+                lanes=cluster.integer("lanes", least=1) if "lanes" in cluster.source else None,
             )
         ),
         source=cluster.text("source"),

@@ -11,7 +11,7 @@ from gradlane.training.options.cluster_shape import ClusterShape
 from gradlane.training.options.codec_choice import codec_rules, rules_text
 from gradlane.training.options.codec_options import RAW
 from gradlane.training.options.compatibility import Feature, refusal
-from gradlane.training.options.option_fields import option
+from gradlane.training.options.option_fields import option, read_int
 from gradlane.training.options.option_groups import Network
 from gradlane.training.options.options import Options
 from gradlane.training.options.server_places import servers_text
@@ -128,6 +128,13 @@ class ClusterFacts(ClusterShape):
     stragglers: str = WAIT
     """Rule for late ranks, as in `gradlane.init`."""
     clips: bool = option(False, "Gradients are clipped by the norm of all of them.", name="clip")
+    lanes: int | None = option(
+        None,
+        "Connections to each other rank; as many as a session takes with 12 processors if absent.",
+        least=1,
+        most=16,
+        read=read_int,
+    )
 
     def __post_init__(self) -> None:
         """Check every fact.
@@ -173,12 +180,13 @@ class ClusterFacts(ClusterShape):
         if self.ranks_per_node > 1:
             owners = f" on {self.nodes} nodes of {self.ranks_per_node}"
         clips = " with clipping" if self.clips else ""
-        return f"{self.workers} workers{owners} at {format_rate(self.rate_bps)}{clips}"
+        lanes = f" over {self.lanes} lanes" if self.lanes and self.lanes > 1 else ""
+        return f"{self.workers} workers{owners} at {format_rate(self.rate_bps)}{lanes}{clips}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts by name, without those that have their usual value: `servers` if all
         ranks are, `serving` if all ranks train, `ranks_per_node` if it is 1, `stragglers` if all
-        are waited for, and `clips` if nothing is clipped."""
+        are waited for, `clips` if nothing is clipped, and `lanes` if nobody gave them."""
         facts = asdict(self)
         if not self.leaves_out:
             del facts["stragglers"]
@@ -190,6 +198,8 @@ class ClusterFacts(ClusterShape):
             del facts["serving"]
         if not self.clips:
             del facts["clips"]
+        if self.lanes is None:
+            del facts["lanes"]
         return facts
 
 
