@@ -361,6 +361,14 @@ def test_a_rank_that_died_leads_the_ranks_that_failed_because_of_it(
 
 
 @needs_namespaces
+def test_what_several_ranks_say_is_told_once(cluster: EmulatedCluster) -> None:
+    with pool(cluster) as ranks, pytest.raises(RankError) as caught:
+        ranks.ask([{"acts": ["fail", "fail"], "value": 0}] * 2)
+    first = caught.value.rank
+    assert str(caught.value) == f"rank {first}: ValueError: too much\n(rank {1 - first} too)"
+
+
+@needs_namespaces
 def test_a_module_that_cannot_be_run_is_told_in_its_own_words(cluster: EmulatedCluster) -> None:
     with pytest.raises(RankError, match="ended with status 1") as caught:
         RankPool(cluster, program="gradlane.lab.nothing").__enter__()

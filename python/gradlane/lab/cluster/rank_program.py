@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import IO, TYPE_CHECKING, Any
 
+from gradlane.errors import UsageError
+
 if TYPE_CHECKING:
     from gradlane.planning.probe.goodput_reference import StreamResult
     from gradlane.training.torch_internals import Store
@@ -102,7 +104,9 @@ def answer_requests(kinds_of: Callable[[Answers], Mapping[str, Callable[..., Any
             answers.send({"kind": "result", "result": result})
         except Exception as failure:
             message = f"{type(failure).__name__}: {failure}"
-            answers.send({"kind": "error", "message": message, "traceback": traceback.format_exc()})
+            # What is refused says why in its text; the calls to it tell a user nothing.
+            calls = "" if isinstance(failure, UsageError) else traceback.format_exc()
+            answers.send({"kind": "error", "message": message, "traceback": calls})
 
 
 def _stream(**request: Any) -> StreamResult:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
+from gradlane.formats.rank_names import ranks_text
 from gradlane.lab.cluster.errors import RankError
 from gradlane.lab.cluster.fork_server import ForkedProgram, running_fork_server
 from gradlane.lab.cluster.namespaces import CONGESTION_CONTROL, EmulatedCluster
@@ -280,10 +281,18 @@ class RankPool:
                             selector.unregister(member.answers)
         self.close()
         ranks = sorted(failures, key=lambda rank: not failures[rank]["dead"])
-        message = failures[ranks[0]]["message"]
-        for rank in ranks[1:]:
-            message += f"\nrank {rank}: {failures[rank]['message']}"
-        details = "\n".join(f"rank {rank}:\n{failures[rank]['traceback']}" for rank in ranks)
+        said: dict[str, list[int]] = {}
+        for rank in ranks:
+            said.setdefault(failures[rank]["message"], []).append(rank)
+        message, *others = said
+        if also := said[message][1:]:
+            message += f"\n({ranks_text(sorted(also))} too)"
+        message += "".join(f"\n{ranks_text(sorted(said[other]))}: {other}" for other in others)
+        details = "\n".join(
+            f"rank {rank}:\n{failures[rank]['traceback']}"
+            for rank in ranks
+            if failures[rank]["traceback"]
+        )
         return RankError(ranks[0], message, details)
 
     def _stalled(

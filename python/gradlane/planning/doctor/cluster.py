@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradlane.formats.link_report import LinkReport
+from gradlane.formats.rank_names import ranks_text
 from gradlane.formats.rates import format_rate
 from gradlane.formats.untrusted import escaped
 from gradlane.planning.doctor.findings import Finding, Verdict, fault, merged, ok, warning
@@ -124,7 +125,7 @@ def differences(everyone: Sequence[MachineFacts]) -> list[Finding]:
         for rank, facts in enumerate(everyone):
             by_value.setdefault(str(getattr(facts, name)), []).append(rank)
         if len(by_value) > 1:
-            text = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+            text = "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in by_value.items())
             found.append(verdict(f"the same {name}", escaped(text), remedy))
         else:
             found.append(ok(f"the same {name}", f"{escaped(next(iter(by_value)))} on all ranks"))
@@ -225,7 +226,3 @@ def goodputs(links: LinkReport, everyone: Sequence[MachineFacts]) -> list[Findin
             "way",
         )
     ]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

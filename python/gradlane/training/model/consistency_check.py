@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradlane.errors import RendezvousError, SessionFailedError
+from gradlane.formats.rank_names import ranks_text
 from gradlane.training.log import log
 from gradlane.training.model.buffers import CHANGED_APART, UNCHANGED, UNKNOWN, BufferPack
 from gradlane.training.model.failure_latch import FailureLatch
@@ -289,7 +290,7 @@ class ConsistencyCheck(StepStage):
         if gather:
             self._failure.fail_and_raise(
                 SessionFailedError(
-                    f"{_ranks(gather)} called session.gather_integers() where this rank trains "
+                    f"{ranks_text(gather)} called session.gather_integers() where this rank trains "
                     f"step {step}: call it on all ranks, between the same two steps",
                     step - 1,
                 )
@@ -351,7 +352,9 @@ def check_endings(statuses: Statuses, step: int) -> None:
         if status.ending in (StepEnding.STEPPED, StepEnding.EVALUATED):
             digests.setdefault(status.digest, []).append(rank)
     if len(endings) > 1:
-        told = "; ".join(f"{_ranks(ranks)} {_WORDS[ending]}" for ending, ranks in endings.items())
+        told = "; ".join(
+            f"{ranks_text(ranks)} {_WORDS[ending]}" for ending, ranks in endings.items()
+        )
         raise SessionFailedError(
             f"the ranks ended step {step} differently: {told}. From there on they train different "
             "models: make the decision alike on all ranks, for example from the averaged "
@@ -359,7 +362,7 @@ def check_endings(statuses: Statuses, step: int) -> None:
             step - 1,
         )
     if len(digests) > 1:
-        told = " and ".join(_ranks(ranks) for ranks in digests.values())
+        told = " and ".join(ranks_text(ranks) for ranks in digests.values())
         raise SessionFailedError(
             f"the optimizer's hyper-parameters in step {step} differ between {told}: set them "
             "alike on all ranks (a scheduler that looks at a loss needs the same loss "
@@ -381,7 +384,8 @@ def check_weights(statuses: Statuses, step: int) -> None:
     if silent and len(silent) < len(there):
         told = [rank for rank, weight in there if weight is not None]
         raise SessionFailedError(
-            f"{_ranks(told)} called session.weight() for step {step} and {_ranks(silent)} did not: "
+            f"{ranks_text(told)} called session.weight() for step {step} and "
+            f"{ranks_text(silent)} did not: "
             "call it on all ranks in a step, or on none",
             step - 1,
         )
@@ -404,7 +408,7 @@ def check_layouts(statuses: Statuses, step: int) -> None:
         if status.layout:
             ranks.setdefault(status.layout, []).append(rank)
     if len(ranks) > 1:
-        told = " and ".join(map(_ranks, ranks.values()))
+        told = " and ".join(map(ranks_text, ranks.values()))
         raise SessionFailedError(
             f"the memory formats of parameters differ between {told} in step {step}: norms and "
             "some optimizers add up in the order of the memory, and would give other bits; call "
@@ -419,7 +423,7 @@ def differing_samples(statuses: Statuses) -> str:
     for rank, status in statuses.items():
         if status.sample:
             ranks.setdefault(status.sample, []).append(rank)
-    return " and ".join(map(_ranks, ranks.values())) if len(ranks) > 1 else ""
+    return " and ".join(map(ranks_text, ranks.values())) if len(ranks) > 1 else ""
 
 
 def _check_changes(statuses: Statuses, step: int) -> None:
@@ -429,9 +433,9 @@ def _check_changes(statuses: Statuses, step: int) -> None:
             known.setdefault(status.changes, []).append(rank)
     if len(known) > 1:
         told = "; ".join(
-            f"{_ranks(ranks)} changed {statuses[ranks[0]].changed!r}"
+            f"{ranks_text(ranks)} changed {statuses[ranks[0]].changed!r}"
             if changes != UNCHANGED
-            else f"{_ranks(ranks)} changed none"
+            else f"{ranks_text(ranks)} changed none"
             for changes, ranks in known.items()
         )
         raise SessionFailedError(
@@ -492,11 +496,6 @@ def _is_numeric(value: object) -> bool:
     if isinstance(value, tuple):
         return all(isinstance(one, (int, float)) for one in value)
     return isinstance(value, (int, float))
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def tell_ending(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 
 from gradlane.errors import RendezvousError
 from gradlane.formats.longer_waits import PROGRESS
+from gradlane.formats.rank_names import ranks_text
 from gradlane.training.rendezvous.bounded_store import BoundedStore
 from gradlane.training.rendezvous.deadline import SuspendAwareDeadline
 
@@ -167,5 +168,4 @@ class RankDeadline:
         silent = self.silent(ranks)
         limit_s = (self._silence if silent else self._whole).limit_s
         awaited = silent or list(ranks)
-        named = ", ".join(map(str, awaited[:8])) + (", …" if len(awaited) > 8 else "")
-        return f"{limit_s:g} s for {'rank' if len(awaited) == 1 else 'ranks'} {named}"
+        return f"{limit_s:g} s for {ranks_text(awaited)}"
