@@ -115,8 +115,10 @@ def write_page(made: Sequence[Reproduction], path: Path) -> None:
                     row.what,
                     row.published.unit,
                     row.published.says if row.published.value is None else row.published.value,
-                    row.value,
-                    row.difference,
+                    *(
+                        None if one is None else round(one, 4)
+                        for one in (row.value, row.difference)
+                    ),
                     row.why,
                 )
                 for row in one.rows

@@ -292,7 +292,7 @@ def _assumptions(
     if host is not None and not first.free_host:
         source = "the machine of --costs"
         if first.costs == MachineCosts():
-            source = "the machine that the simulator's constants are of (--costs)"
+            source = "the machine on which the simulator's constants were measured (--costs)"
         assumed = "Host" if is_host_given else "Assumed (--host says another)"
         notes.append(f"{assumed}: {host}, each as fast as on {source}.")
     if any(cluster.ranks_per_node > 1 for cluster in clusters) and not first.sharded:

@@ -24,6 +24,8 @@ from gradlane.report.plots import Plot
 ASSETS = Path(__file__).parent / "assets"
 Cell = str | int | float | bool | None
 """A table's cell; numbers sort as numbers, and None shows as a dash."""
+_LONG_CELL = 40
+"""Characters above which a cell's text is broken into lines."""
 
 
 @dataclass(frozen=True)
@@ -311,8 +313,9 @@ def cell_text(cell: Cell) -> str:
 
 def _cell(cell: Cell, numeric: bool) -> str:
     key = str(int(cell)) if isinstance(cell, bool) else "" if cell is None else str(cell)
-    text = html.escape(cell_text(cell))
-    return f'<td{_number_class(numeric)} data-key="{html.escape(key)}">{text}</td>'
+    text = cell_text(cell)
+    kind = ' class="long"' if len(text) > _LONG_CELL else _number_class(numeric)
+    return f'<td{kind} data-key="{html.escape(key)}">{html.escape(text)}</td>'
 
 
 def _measurement(block: Measurement) -> str:

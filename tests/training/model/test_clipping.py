@@ -427,6 +427,9 @@ def test_what_cannot_be_clipped_is_refused() -> None:
         session.prepare(model, optimizer)
         with pytest.raises(gradlane.UsageError, match=r"Linear\) that this session has not"):
             session.clip_grad_norm_(1.0, model=nn.Linear(1, 1))
+        for parameters in (model.parameters(), list(model.parameters())):
+            with pytest.raises(gradlane.UsageError, match=r"session\.clip_grad_norm_\(1\.0\)"):
+                session.clip_grad_norm_(parameters, 1.0)
         with (
             session.no_sync(),
             pytest.raises(gradlane.UsageError, match=r"inside session.no_sync\(\)"),

@@ -125,12 +125,14 @@ def _summary(rows: Sequence[Row]) -> str:
                 if strategy == CEILING or _is_baseline(strategy) or speedup is None:
                     continue
                 if best is None or speedup > best[0]:
+                    is_busy = any(row.cpu_bound for row in here)
                     best = (
                         speedup,
-                        f"{strategy} took {1 / speedup:.2f} of the step time of the best DDP "
-                        f"({speedup:.2f} times as fast) on {workload} at {format_rate(rate_bps)}",
+                        f"{strategy} trains {workload} at {format_rate(rate_bps)} {speedup:.2f} "
+                        "times as fast as the best DDP"
+                        + (", on a machine too busy for evidence (*)" if is_busy else ""),
                     )
-    return "" if best is None else f"Largest difference: {best[1]}."
+    return "" if best is None else f"At best {best[1]}."
 
 
 def _overview(rows: Sequence[Row], encoding: str) -> Table:
@@ -162,6 +164,8 @@ def _overview(rows: Sequence[Row], encoding: str) -> Table:
         "the perfect-overlap bound. Link: share of the goodput used. CPU: share of all processors "
         "of the machine. The fastest that communicates is set off."
     )
+    if any(row.strategy == CEILING for row in shown):
+        caption += f" {CEILING}: compute alone, nothing is sent."
     if marked := text_of_marked(shown):
         caption += f" {marked[0].upper()}{marked[1:]}."
     by_rate = grouped(rows, _rate)

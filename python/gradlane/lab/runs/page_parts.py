@@ -73,9 +73,9 @@ def measurement(rows: Sequence[Row], command: str | None = None) -> Measurement:
     if shares:
         facts["machine CPU, busiest run"] = f"{max(shares):.0%}"
     busy = sum(row.cpu_bound for row in runs)
-    facts["runs"] = f"{len(runs) - busy} measured, {len(rows) - len(runs)} simulated"
+    facts["runs"] = f"{len(runs)} measured, {len(rows) - len(runs)} simulated"
     if busy:
-        facts[f"runs with {NO_EVIDENCE}"] = str(busy)
+        facts[f"of these with {NO_EVIDENCE}"] = str(busy)
     for text, values, spelled in (
         ("workers", {row.workers for row in runs}, "{:g}".format),
         ("dilation", {row.dilation for row in runs}, "{:g}".format),

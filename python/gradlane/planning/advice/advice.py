@@ -479,14 +479,14 @@ def _text(
     else:
         waits = _sentence(
             f"{where}{_CAUSES[cause.bottleneck]}; {_strategy_name(baseline)} reaches {reached}, "
-            f"{_ms(cause.waiting_s)} of a step of {_ms(baseline.step_s)} are waiting."
+            f"{_ms(cause.waiting_s)} of a step of {_ms(baseline.step_s)} is waiting."
         )
         sentences += [
             waits,
-            f"Of these {_ms(cause.saved_by_faster_link_s)} go with a link {FASTER:g} times as "
-            f"fast, {_ms(cause.saved_by_free_host_s)} with a host that costs nothing, "
-            f"{_ms(cause.saved_by_fewer_bytes_s)} with {FASTER:g} times fewer bytes, "
-            f"{_ms(cause.saved_together_s)} with {_TOGETHER[cause.bottleneck]}.",
+            f"A link {FASTER:g} times as fast would save {_ms(cause.saved_by_faster_link_s)} of "
+            f"it, a host that costs nothing {_ms(cause.saved_by_free_host_s)}, {FASTER:g} times "
+            f"fewer bytes {_ms(cause.saved_by_fewer_bytes_s)}, and "
+            f"{_TOGETHER[cause.bottleneck]} {_ms(cause.saved_together_s)}.",
         ]
         if enough:
             sentences.append(

@@ -212,8 +212,8 @@ def _markup(values: Mapping[str, Sequence[Any]], texts: Mapping[str, Sequence[st
                 f'max="{len(values[key]) - 1}" step="1"></div>'
             )
         elif key != "ranks_per_node" or values[key] != [1]:
-            fixed.append(f"{label.lower()}: {html.escape(texts[key][0])}")
-    fixed_text = f'<p class="fixed">Computed for {", ".join(fixed)}.</p>' if fixed else ""
+            fixed.append(f"{label.lower()} {html.escape(texts[key][0])}")
+    fixed_text = f'<p class="fixed">The same throughout: {", ".join(fixed)}.</p>' if fixed else ""
     plots = "".join(
         f'<figure><h3>Scaling against {what}</h3><div class="plot" role="img" '
         f'id="against-{key}" data-against="{key}"></div></figure>'
@@ -330,6 +330,11 @@ def _computed(profile: Mapping[str, Any], rows: Sequence[Row], command: str | No
     here = measured_here(command)
     facts = {name: text for name, text in here.facts.items() if name in ("when", "gradlane")}
     facts["clusters simulated"] = str(len(rows))
-    facts.update({name: str(value) for name, value in profile.items()})
+    facts.update(
+        {
+            name.replace("_", " "): f"{value:.6g}" if isinstance(value, float) else f"{value}"
+            for name, value in profile.items()
+        }
+    )
     facts["kind"] = "simulated, not measured"
     return Measurement(here.command, facts, title="How this was computed")

@@ -164,7 +164,7 @@
       [steps.count ? percent(share) : "\u2013", "of recent steps waiting for other ranks", share > 0.25 ? "bad" : ""],
       [rate(sum("tx_bytes_per_s")), "sent"],
       [rate(sum("rx_bytes_per_s")), "received"],
-      ...(state.clip_steps ? [[state.clip_factor.toPrecision(3), "factor of the last gradients, clipped in " +
+      ...(state.clip_steps ? [[state.clip_factor.toPrecision(3), "factor of the last step\u2019s gradients, clipped in " +
         `${percent(state.clipped_steps / state.clip_steps)} of the steps`]] : []),
       [span(state.uptime_s), "since the session began"],
     ];
@@ -199,7 +199,7 @@
   };
 
   const showTables = () => {
-    const length = `of the last ${span(state.window.length_s)}`;
+    const length = `the last ${span(state.window.length_s)}`;
     const several = new Set(state.layers.map((row) => row.model)).size > 1;
     fill("layers", state.layers.map((row) => [
       several ? `${row.name} (model ${row.model})` : row.name,
@@ -210,7 +210,7 @@
       row.max_step.toLocaleString("en"),
     ]), "No layer was waited for.");
     const unseen = state.layer_count - state.layers.length;
-    byId("layers-note").textContent = `Shares and waits a step are those ${length}, of this rank's program.` +
+    byId("layers-note").textContent = `Shares and waits a step: ${length}, in this rank's program.` +
       (unseen > 0 ? ` ${count(unseen, "more layer")} had shorter ones.` : "");
     const most = Math.max(1, ...state.ranks.flatMap((row) => [row.tx_bytes_per_s, row.rx_bytes_per_s]));
     const roles = { self: " (this one)", trains: "", serves: " (serves)" };
@@ -224,7 +224,7 @@
       bytes(row.owned_bytes),
       row.left_out_steps.toLocaleString("en"),
     ]), "There is no other rank.");
-    byId("ranks-note").textContent = `Rates and late contributions are those ${length}. Late: last at the slices ` +
+    byId("ranks-note").textContent = `Rates and late contributions: ${length}. Late: last at the slices ` +
       "that this rank owns, by the time after the rank before it; the others come through the network, this one does not.";
     fill("codecs", state.codecs.map((row) => [
       row.codec,

@@ -39,18 +39,20 @@ const gradlanePage = (() => {
       margin: { l: 48, r: 12, t: 8, b: 40, ...plot.layout.margin },
       // "container" keeps the legend clear of the axis title whatever the width is.
       legend: { orientation: "h", x: 0, y: 1, yanchor: "top", yref: "container" },
-      modebar: { bgcolor: "rgba(0,0,0,0)", color: style("--faint"), activecolor: style("--accent") },
       hoverlabel: { bgcolor: style("--card"), bordercolor: style("--line"), font: { color: style("--text") } },
       xaxis: { ...axis, ...plot.layout.xaxis },
       yaxis: { ...axis, ...plot.layout.yaxis },
     };
-    const named = plot.traces.filter((trace) => trace.showlegend !== false).length;
-    const rows = Math.ceil(named / (narrow ? 2 : 6));
-    layout.margin.t = 16 + 22 * rows;
+    const names = plot.traces.filter((trace) => trace.showlegend !== false).map((trace) => trace.name || "");
+    const entry = 50 + (narrow ? 6 : 7) * Math.max(0, ...names.map((name) => name.length));
+    const columns = Math.max(1, Math.floor((target.clientWidth - 60) / entry));
+    const rows = Math.ceil(names.length / columns);
+    layout.margin.t = 8 + 30 * rows;
+    // A long legend takes no height from the plot.
+    const height = layout.margin.t + (target.classList.contains("low") ? 160 : 240);
+    if (target.clientHeight && target.clientHeight < height) target.style.height = `${height}px`;
     const traces = plot.traces.map((trace) => colored(trace, palette(), target.clientWidth));
-    Plotly.react(target, traces, layout, {
-      responsive: true, displaylogo: false, displayModeBar: narrow || target.classList.contains("low") ? false : "hover",
-    });
+    Plotly.react(target, traces, layout, { responsive: true, displayModeBar: false });
   };
 
   const draw = () => {

@@ -395,11 +395,17 @@ class Session:
 
         Raises:
             RuntimeError: `error_if_nonfinite`, and the norm is not finite.
-            UsageError: no model, or one of several, is meant; inside `no_sync()` or `backward()`;
-                or updates run on the servers, where averaged gradients stay.
+            UsageError: no model, or one of several, is meant; parameters are given, as torch's
+                function takes them; inside `no_sync()` or `backward()`; or updates run on the
+                servers, where averaged gradients stay.
             GradlaneError: the session has failed.
         """
         self._ending.check_open()
+        if isinstance(max_norm, Iterable) and not isinstance(max_norm, Tensor):
+            raise UsageError(
+                "session.clip_grad_norm_() clips all gradients of a prepared model and takes no "
+                "parameters: give the largest norm first, session.clip_grad_norm_(1.0)"
+            )
         prepared = self._models.find(model, "clip_grad_norm_()")
         return prepared.steps.clipping.clip(
             float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
