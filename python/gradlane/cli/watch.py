@@ -291,8 +291,8 @@ def _layers(state: LiveState, rows: int) -> Table:
             f"{row['recent_share']:.0%}",
             format_time(row["recent_wait_s"]),
             format_time(row["wait_s"]),
-            format_time(row["wait_s_max"]),
-            f"{row['max_step']:,}",
+            format_time(row["wait_s_max"]) if row["max_step"] else "-",
+            f"{row['max_step']:,}" if row["max_step"] else "-",
         )
     return table
 
