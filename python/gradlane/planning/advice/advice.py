@@ -485,8 +485,8 @@ def _text(
             waits,
             f"A link {FASTER:g} times as fast would save {_ms(cause.saved_by_faster_link_s)} of "
             f"it, a host that costs nothing {_ms(cause.saved_by_free_host_s)}, {FASTER:g} times "
-            f"fewer bytes {_ms(cause.saved_by_fewer_bytes_s)}, and "
-            f"{_TOGETHER[cause.bottleneck]} {_ms(cause.saved_together_s)}.",
+            f"fewer bytes {_ms(cause.saved_by_fewer_bytes_s)}; "
+            f"{_ms(cause.saved_together_s)} would go with {_TOGETHER[cause.bottleneck]}.",
         ]
         if enough:
             sentences.append(
