@@ -93,21 +93,23 @@ def wheel(path: Path, components: list[dict[str, str]], notice: str | None) -> P
 PYO3 = {"name": "pyo3", "version": "0.30.1"}
 OURS = {"name": "gradlane-net", "version": "0.1.0"}
 BUILDS = {"name": "cc", "version": "1.2.0", "scope": "excluded"}
+UNLINKED = {"name": "errno", "version": "0.3.15"}
+LINKED = ["pyo3 0.30.1"]
 
 
-def test_a_wheel_names_the_crates_of_its_bill(
+def test_a_wheel_names_the_crates_of_its_core(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = wheel(tmp_path / "a.whl", [PYO3, OURS, BUILDS], "\npyo3 0.30.1   MIT\n")
-    SCRIPT["check_wheel"](path)
+    path = wheel(tmp_path / "a.whl", [PYO3, OURS, BUILDS, UNLINKED], "\npyo3 0.30.1   MIT\n")
+    SCRIPT["check_wheel"](path, LINKED)
     assert "all 1 crates" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("components", "notice", "words"),
     [
-        ([PYO3], "\npyo3 0.30.10  MIT\n", "does not name pyo3 0.30.1"),
-        ([OURS, BUILDS], "\npyo3 0.30.1 MIT\n", "does not name crates"),
+        ([PYO3], "\npyo3 0.30.10  MIT\n", "PARTY.txt does not name pyo3 0.30.1"),
+        ([OURS, BUILDS], "\npyo3 0.30.1 MIT\n", "materials does not name pyo3 0.30.1"),
         ([PYO3], None, "needs one bill of materials"),
     ],
 )
@@ -115,4 +117,4 @@ def test_a_wheel_whose_bill_and_text_differ_is_refused(
     components: list[dict[str, str]], notice: str | None, words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SystemExit, match=words):
-        SCRIPT["check_wheel"](wheel(tmp_path / "a.whl", components, notice))
+        SCRIPT["check_wheel"](wheel(tmp_path / "a.whl", components, notice), LINKED)
