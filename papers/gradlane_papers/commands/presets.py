@@ -4,42 +4,84 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gradlane.cli.typed_options import Taken, typed
+from gradlane.planning.simulation.lists import parse_rates, parse_workers
+from gradlane.training.options.option_fields import option, read_float
+
 if TYPE_CHECKING:
     from gradlane_papers.experiments.preset import Preset
 
 Output = Annotated[Path, typer.Option(help="Folder for results.json, results.csv, report.html.")]
-Workload = Annotated[
-    str, typer.Option(help="Only these networks, comma-separated; the preset's if absent.")
-]
-Rate = Annotated[
-    str, typer.Option(help="Nominal rates of every port, comma-separated; the preset's if absent.")
-]
-StrategyNames = Annotated[
-    str, typer.Option(help="Only these strategies, comma-separated; the preset's if absent.")
-]
-Dilation = Annotated[
-    float | None, typer.Option(help="Run this many times slower than nominal, at all rates.")
-]
-Workers = Annotated[int, typer.Option(help="Ranks, each on a node of its own.")]
-Steps = Annotated[int, typer.Option(help="Measured steps of a run.")]
 
 
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = []
+    for part in _parts(text):
+        if not part.isdecimal() or int(part) < 1:
+            raise ValueError(f"{part!r} is no number of elements: write for example 1000,50000")
+        sizes.append(int(part))
+    return sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What is measured of a preset; empty: all of it."""
+
+    workloads: Sequence[str] = option(
+        (),
+        "Only these networks, comma-separated; the preset's if absent.",
+        name="workload",
+        read=_parts,
+    )
+    rates_bps: Sequence[int] = option(
+        (),
+        "Nominal rates of every port, comma-separated; the preset's if absent.",
+        name="rate",
+        read=parse_rates,
+    )
+    strategies: Sequence[str] = option(
+        (),
+        "Only these strategies, comma-separated; the preset's if absent.",
+        name="strategy",
+        read=_parts,
+    )
+    sizes: Sequence[int] = option(
+        (),
+        "Elements of a slice at most, comma-separated; or the preset's.",
+        name="slice_elems",
+        read=_sizes,
+    )
+    workers: int = option(4, "Ranks, each on a node of its own.")
+    dilation: float | None = option(
+        None, "Run this many times slower than nominal, at all rates.", read=read_float
+    )
+    steps: int = option(2, "Measured steps of a run.")
+
+    def of(self, preset: Preset, workers: Sequence[int] = ()) -> Preset:
+        """Return what is left of a preset; `workers`: several numbers of ranks."""
+        return preset.choose(**{**vars(self), "workers": workers or [self.workers]})
+
+
+_ALL_SIZES = Taken(without=("sizes",))
+
+
+@typed
 def lab_bandwidth(
+    choice: Annotated[Choice, _ALL_SIZES],
     output: Output = Path("bandwidth"),
     quick: Annotated[
         bool, typer.Option("--quick", help="Two networks, three rates, three strategies.")
     ] = False,
-    workload: Workload = "",
-    rate: Rate = "",
-    strategy: StrategyNames = "",
-    workers: Workers = 4,
-    dilation: Dilation = None,
-    steps: Steps = 2,
 ) -> None:
     """Measure and simulate throughput against bandwidth, for every strategy, DDP and the bound.
 
@@ -48,18 +90,13 @@ def lab_bandwidth(
     """
     from gradlane_papers.experiments.bandwidth import BANDWIDTH, QUICK
 
-    preset = QUICK if quick else BANDWIDTH
-    _run(_chosen(preset, workload, rate, strategy, [workers], dilation, steps), output)
+    _run(choice.of(QUICK if quick else BANDWIDTH), output)
 
 
+@typed
 def lab_utilization(
+    choice: Annotated[Choice, Taken(without=("sizes",), steps=3)],
     output: Output = Path("utilization"),
-    workload: Workload = "",
-    rate: Rate = "",
-    strategy: StrategyNames = "",
-    workers: Workers = 4,
-    dilation: Dilation = None,
-    steps: Steps = 3,
 ) -> None:
     """Measure bytes in and out of every port, and every rank's processor time, every 10 ms.
 
@@ -68,72 +105,37 @@ def lab_utilization(
     """
     from gradlane_papers.experiments.utilization import UTILIZATION
 
-    _run(_chosen(UTILIZATION, workload, rate, strategy, [workers], dilation, steps), output)
+    _run(choice.of(UTILIZATION), output)
 
 
+@typed
 def lab_scaling(
+    choice: Annotated[Choice, Taken(without=("sizes", "rates_bps", "workers"))],
     output: Output = Path("scaling"),
-    workload: Workload = "",
     rate: Annotated[str, typer.Option(help="Nominal rate of every port.")] = "10gbit",
-    strategy: StrategyNames = "",
     workers: Annotated[str, typer.Option(help="Ranks to measure, such as 2,4,8.")] = "2,4,8",
-    dilation: Dilation = None,
-    steps: Steps = 2,
 ) -> None:
     """Measure 2, 4 and 8 workers, and simulate up to 1,024, as a share of linear scaling."""
     from gradlane.formats.rates import parse_rate
     from gradlane.lab.cluster.machine import available_bytes
-    from gradlane.planning.simulation.lists import parse_workers
     from gradlane_papers.experiments.scaling import SCALING, without_large_cells
 
-    parse_rate(rate)
-    counts = parse_workers(workers)
-    preset, left_out = without_large_cells(
-        _chosen(SCALING, workload, rate, strategy, counts, dilation, steps), available_bytes()
-    )
+    chosen = replace(choice, rates_bps=[parse_rate(rate)]).of(SCALING, parse_workers(workers))
+    preset, left_out = without_large_cells(chosen, available_bytes())
     for sentence in left_out:
         typer.echo(sentence)
     _run(preset, output)
 
 
+@typed
 def lab_slices(
+    choice: Annotated[Choice, Taken(without=("strategies",))],
     output: Output = Path("slices"),
-    workload: Workload = "",
-    rate: Rate = "",
-    slice_elems: Annotated[
-        str,
-        typer.Option(help="Elements of a slice at most, comma-separated; or the preset's."),
-    ] = "",
-    workers: Workers = 4,
-    dilation: Dilation = None,
-    steps: Steps = 2,
 ) -> None:
     """Measure and simulate slices of 1,000 to 10^6 elements, beside the planner's choice."""
     from gradlane_papers.experiments.slices import SWEEP
 
-    sizes = _sizes(slice_elems)
-    _run(_chosen(SWEEP, workload, rate, "", [workers], dilation, steps, sizes), output)
-
-
-def _chosen(
-    preset: Preset,
-    workload: str,
-    rate: str,
-    strategy: str,
-    workers: Sequence[int],
-    dilation: float | None,
-    steps: int,
-    sizes: Sequence[int] = (),
-) -> Preset:
-    return preset.choose(
-        workloads=_parts(workload),
-        rates_bps=_rates(rate),
-        strategies=_parts(strategy),
-        workers=workers,
-        sizes=sizes,
-        dilation=dilation,
-        steps=steps,
-    )
+    _run(choice.of(SWEEP), output)
 
 
 def _run(preset: Preset, output: Path) -> None:
@@ -157,22 +159,3 @@ def _run(preset: Preset, output: Path) -> None:
         console.print(found.note, highlight=False)
     if missing := still_missing(preset.cells, rows):
         raise LabError(f"{missing} runs are no evidence yet: give the same command again")
-
-
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _rates(text: str) -> list[int]:
-    from gradlane.planning.simulation.lists import parse_rates
-
-    return parse_rates(text) if text else []
-
-
-def _sizes(text: str) -> list[int]:
-    sizes = []
-    for part in _parts(text):
-        if not part.isdecimal() or int(part) < 1:
-            raise ValueError(f"{part!r} is no number of elements: write for example 1000,50000")
-        sizes.append(int(part))
-    return sizes
