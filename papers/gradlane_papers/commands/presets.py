@@ -34,7 +34,7 @@ def _sizes(text: str) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class PresetChoice:
     """What is measured of a preset; empty: all of it."""
 
     workloads: Sequence[str] = option(
@@ -77,7 +77,7 @@ _ALL_SIZES = Taken(without=("sizes",))
 
 @typed
 def lab_bandwidth(
-    choice: Annotated[Choice, _ALL_SIZES],
+    choice: Annotated[PresetChoice, _ALL_SIZES],
     output: Output = Path("bandwidth"),
     quick: Annotated[
         bool, typer.Option("--quick", help="Two networks, three rates, three strategies.")
@@ -95,7 +95,7 @@ def lab_bandwidth(
 
 @typed
 def lab_utilization(
-    choice: Annotated[Choice, Taken(without=("sizes",), steps=3)],
+    choice: Annotated[PresetChoice, Taken(without=("sizes",), steps=3)],
     output: Output = Path("utilization"),
 ) -> None:
     """Measure bytes in and out of every port, and every rank's processor time, every 10 ms.
@@ -110,7 +110,7 @@ def lab_utilization(
 
 @typed
 def lab_scaling(
-    choice: Annotated[Choice, Taken(without=("sizes", "rates_bps", "workers"))],
+    choice: Annotated[PresetChoice, Taken(without=("sizes", "rates_bps", "workers"))],
     output: Output = Path("scaling"),
     rate: Annotated[str, typer.Option(help="Nominal rate of every port.")] = "10gbit",
     workers: Annotated[str, typer.Option(help="Ranks to measure, such as 2,4,8.")] = "2,4,8",
@@ -129,7 +129,7 @@ def lab_scaling(
 
 @typed
 def lab_slices(
-    choice: Annotated[Choice, Taken(without=("strategies",))],
+    choice: Annotated[PresetChoice, Taken(without=("strategies",))],
     output: Output = Path("slices"),
 ) -> None:
     """Measure and simulate slices of 1,000 to 10^6 elements, beside the planner's choice."""
