@@ -29,6 +29,7 @@ from tests.waiting import eventually
 
 SUBSTITUTES = {
     "/shared/": "{folder}/",
+    "dashboard=7070": "dashboard=0",
     "prometheus=9400": "prometheus=0",
     'interface="eth1"': 'interface="lo"',
     '"nccl"': '"gloo"',
