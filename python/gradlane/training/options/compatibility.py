@@ -71,7 +71,7 @@ class Feature(enum.Enum):
     ROWS = ("rows of sparse gradients", "", When.PREPARE)
     PLAN = ("prepare(plan=...)", "leave plan out", When.PREPARE)
     PLAN_RULE = ('prepare(plan="auto")` or `"poseidon"', "leave plan out", When.PREPARE)
-    PLAN_RING = ("a plan with scheme `ring`", "use one with scheme 'ps' alone", When.PREPARE)
+    PLAN_RING = ("a plan with scheme ring", "use one with scheme 'ps' alone", When.PREPARE)
     PLAN_FACTORS = ("a plan with factors", "use one without factors", When.PREPARE)
     DEFER = ("prepare(defer=...)", "leave defer out", When.PREPARE)
     DEFER_TRUE = ("prepare(defer=True)", "leave defer out", When.PREPARE)
@@ -444,10 +444,16 @@ refusals are made from.
 """
 
 
+def _as_code(feature: Feature) -> str:
+    """Return a label as code, which a label with an odd number of backticks ends by itself."""
+    text = f"`{feature.label}`"
+    return text[:-1] if text.count("`") % 2 else text
+
+
 def page() -> str:
     """Return the page `docs/compatibility.md`."""
     lines = [
-        f"| `{row.feature.label}` | {'without' if row.needs else 'with'} `{row.other.label}` "
+        f"| {_as_code(row.feature)} | {'without' if row.needs else 'with'} {_as_code(row.other)} "
         f"| {row.reason} | {row.instead} | {row.kind.value} |\n"
         for row in ROWS
     ]
