@@ -183,9 +183,12 @@ def test_momentum_is_applied_once(pool: FirstRanks) -> None:
     for said in pool.run(f"{PROGRAMS}:train_with_momentum", ranks=2):
         first, sgd, adamw, other, cycled, closed = said
         assert not first and not other and not closed
-        assert "group 0 of the optimizer (SGD) has momentum=0.9, and codec 'dgc:" in sgd
-        assert "group 0 of the optimizer (AdamW) has betas=(0.9, 0.999), and codec 'dgc:" in adamw
-        assert "group 0 of the optimizer (SGD) has momentum=0.95, and codec 'dgc:" in cycled
+        assert "group 0 of the optimizer (SGD), which has momentum=0.9, with codec 'dgc:" in sgd
+        assert (
+            "group 0 of the optimizer (AdamW), which has betas=(0.9, 0.999), with codec 'dgc:"
+            in adamw
+        )
+        assert "group 0 of the optimizer (SGD), which has momentum=0.95, with codec 'dgc:" in cycled
 
 
 def test_dgc_is_the_papers(pool: FirstRanks) -> None:

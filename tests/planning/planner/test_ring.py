@@ -157,7 +157,7 @@ def test_a_scheme_makes_a_strategy(strategy: str, scheme: str | None, expected: 
     [
         ("kvstore", "ring", "workers pull from servers"),
         ("wfbp", "ring", "use strategy 'p3'"),
-        ("ring", "ps", "use strategy 'p3'"),
+        ("ring", "ps", 'use strategy="p3"'),
         ("p3", "tree", "known are ps, ring"),
     ],
 )

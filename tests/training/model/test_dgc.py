@@ -140,7 +140,7 @@ def test_sgd_without_momentum_does_not_train_with_that_of_the_codec(codec: Any) 
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     found = refusal(body, codec=codec)
-    assert "has momentum=0, and codec 'dgc" in found
+    assert "has momentum=0, with codec 'dgc" in found
     assert "in the group" in found and "or begin with dgc:momentum=0" in found
 
 
@@ -154,7 +154,7 @@ def test_sgd_that_loses_its_momentum_while_training() -> None:
         loss.backward()
         optimizer.step()
 
-    assert "has momentum=0, and codec 'dgc" in refusal(body)
+    assert "has momentum=0, with codec 'dgc" in refusal(body)
 
 
 def test_the_oracle_tells_what_is_left_out() -> None:

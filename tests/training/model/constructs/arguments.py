@@ -185,7 +185,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
 MOMENTUM: dict[str, tuple[Callable[[bool | None], None], str | None]] = {
     "`SGD` without momentum": (
         momentum(lambda model: sgd(model.parameters(), lr=0.1)),
-        "group 0 of the optimizer (SGD) has momentum=0, and codec 'dgc:",
+        "group 0 of the optimizer (SGD), which has momentum=0, with codec 'dgc:",
     ),
     '`SGD` without momentum and `update="server"`': (
         momentum(lambda model: sgd(model.parameters(), lr=0.1), update="server"),
@@ -213,7 +213,7 @@ MOMENTUM: dict[str, tuple[Callable[[bool | None], None], str | None]] = {
     ),
     '`SGD` with momentum and `update="server"`': (
         momentum(lambda model: sgd(model.parameters(), lr=0.1, momentum=0.9), update="server"),
-        "group 0 of the optimizer (SGD) has momentum=0.9, and codec 'dgc:",
+        "group 0 of the optimizer (SGD), which has momentum=0.9, with codec 'dgc:",
     ),
     "`SGD` with momentum, for some tensors": (
         momentum(
@@ -231,15 +231,15 @@ MOMENTUM: dict[str, tuple[Callable[[bool | None], None], str | None]] = {
     ),
     "`OneCycleLR`, which gives `SGD` momentum later": (
         momentum(lambda model: sgd(model.parameters(), lr=0.1, momentum=0.9), cycled),
-        "group 0 of the optimizer (SGD) has momentum=0.95, and codec 'dgc:",
+        "group 0 of the optimizer (SGD), which has momentum=0.95, with codec 'dgc:",
     ),
     'the same with `update="server"`': (
         momentum(lambda model: sgd(model.parameters(), lr=0.1), cycled, update="server"),
-        "group 0 of the optimizer (SGD) has momentum=0.95, and codec 'dgc:",
+        "group 0 of the optimizer (SGD), which has momentum=0.95, with codec 'dgc:",
     ),
     "`AdamW`": (
         momentum(lambda model: torch.optim.AdamW(model.parameters())),
-        "group 0 of the optimizer (AdamW) has betas=(0.9, 0.999), and codec 'dgc:",
+        "group 0 of the optimizer (AdamW), which has betas=(0.9, 0.999), with codec 'dgc:",
     ),
     "`AdamW` with `dgc:momentum=0`": (
         momentum(
@@ -249,7 +249,7 @@ MOMENTUM: dict[str, tuple[Callable[[bool | None], None], str | None]] = {
     ),
     "`RMSprop`, `Adagrad`": (
         momentum(lambda model: torch.optim.RMSprop(model.parameters())),
-        "group 0 of the optimizer (RMSprop) is not stepped by SGD, and codec 'dgc:",
+        "group 0 of the optimizer (RMSprop), which is not stepped by SGD, with codec 'dgc:",
     ),
 }
 
