@@ -118,3 +118,13 @@ def test_a_wheel_whose_bill_and_text_differ_is_refused(
 ) -> None:
     with pytest.raises(SystemExit, match=words):
         SCRIPT["check_wheel"](wheel(tmp_path / "a.whl", components, notice), LINKED)
+
+
+def test_a_wheel_names_the_crates_of_its_own_target() -> None:
+    """One target's core may link crates that the other's does not."""
+    for target in SCRIPT["TARGETS"]:
+        machine = target.partition("-")[0]
+        name = f"gradlane-0.1.0-cp310-abi3-manylinux2014_{machine}.manylinux_2_17_{machine}.whl"
+        assert SCRIPT["targets_of"](Path("dist", name)) == (target,)
+    with pytest.raises(SystemExit, match="for none of"):
+        SCRIPT["targets_of"](Path("gradlane-0.1.0-cp310-abi3-win_amd64.whl"))
