@@ -5,6 +5,7 @@
 //! Ogita and Oishi, "Accurate floating-point summation", SIAM J. Sci. Comput. 31, 2008): sums of
 //! the higher and of the lower parts are exact f64 numbers, and go into the wide [`SquareSum`].
 
+#[cfg(target_arch = "x86_64")]
 use crate::instruction_set::Instructions;
 use crate::{FloatDtype, InstructionSet};
 use gradlane_units::SquareSum;
