@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_SHOWN_MOST = 8
 
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks 1, 3", of more than eight the first eight."""
-    shown = ", ".join(map(str, ranks[:_SHOWN_MOST])) + (", …" if len(ranks) > _SHOWN_MOST else "")
+def ranks_text(ranks: Sequence[int], most: int = 8) -> str:
+    """Return "rank 3" or "ranks 1, 3", of more than `most` the first ones."""
+    shown = ", ".join(map(str, ranks[:most])) + (", …" if len(ranks) > most else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

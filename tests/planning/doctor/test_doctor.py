@@ -150,6 +150,8 @@ def test_differences_between_ranks_are_named() -> None:
     assert by_check["the same torch"].verdict is Verdict.WARNING
     assert by_check["the same mtu"].found == "1500 on ranks 0, 1; 9000 on rank 2"
     assert by_check["the same python"].verdict is Verdict.OK
+    many = cluster.differences([*[FACTS] * 12, other])[0].found
+    assert many == "0123 on ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11; 4567 on rank 12", "all"
     assert cluster.clocks([100.0, 103.5, 100.1]).found.startswith("up to 3.5 s apart (rank 1")
     assert cluster.clocks([100.0, 100.1]).verdict is Verdict.OK
 

@@ -125,7 +125,10 @@ def differences(everyone: Sequence[MachineFacts]) -> list[Finding]:
         for rank, facts in enumerate(everyone):
             by_value.setdefault(str(getattr(facts, name)), []).append(rank)
         if len(by_value) > 1:
-            text = "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in by_value.items())
+            text = "; ".join(
+                f"{value} on {ranks_text(ranks, most=len(everyone))}"
+                for value, ranks in by_value.items()
+            )
             found.append(verdict(f"the same {name}", escaped(text), remedy))
         else:
             found.append(ok(f"the same {name}", f"{escaped(next(iter(by_value)))} on all ranks"))
