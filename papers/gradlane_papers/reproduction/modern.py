@@ -7,7 +7,6 @@ formula of `whatif`, its buckets tuned.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -32,7 +31,7 @@ from gradlane.planning.simulation.grid import (
 from gradlane.planning.simulation.hosts import USUAL_PROCESSORS, host_with
 from gradlane.planning.simulation.profiles import Profile, synthetic_profile, timings_in
 from gradlane.planning.simulation.scenarios import DDP, Cluster
-from gradlane.planning.simulation.threads import in_threads
+from gradlane.planning.simulation.threads import in_threads, usual_threads
 from gradlane.report.console import text_table
 from gradlane.report.markdown import filled, markdown_table
 from gradlane.training.options.codec_options import RAW
@@ -57,7 +56,6 @@ LEFT_OUT = {"llama_1b": (8,), "dlrm": (8,)}
 """Workers that are not simulated: two gigabytes a step take their time, and lie between."""
 FRAME_BYTES = 131_072
 """A slice of 50,000 bf16 elements goes in one frame: fewer events, and nothing else changes."""
-_THREADS = min(4, os.cpu_count() or 1)
 TEMPLATE = Path(__file__).with_name("modern.md")
 """The page's text."""
 ENOUGH = GOAL
@@ -164,7 +162,7 @@ def study(
     jobs = [(profiles[model], cluster) for model, cluster in cases]
     steps_s = simulations.profile_steps_s(jobs, frame_bytes=FRAME_BYTES)
     rows = [_row(*job, step_s) for job, step_s in zip(jobs, steps_s, strict=True)]
-    changes = in_threads(lambda at: _change(*jobs[at], rows[at]), range(len(rows)), _THREADS)
+    changes = in_threads(lambda at: _change(*jobs[at], rows[at]), range(len(rows)), usual_threads())
     return [replace(row, change=change) for row, change in zip(rows, changes, strict=True)]
 
 

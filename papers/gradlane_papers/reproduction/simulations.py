@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.profiles import Profile, find_profile, synthetic_profile
 from gradlane.planning.simulation.scenarios import FREE_HOST, Cluster, run_scenario, scenario_of
+from gradlane.planning.simulation.threads import usual_threads
 
 FREE = MachineCosts(host=FREE_HOST)
 """A host that takes no time: what remains is the network."""
@@ -65,7 +65,7 @@ class Simulations:
         """Return the report of each job."""
         jobs = list(jobs)
         new = {repr(job): job for job in jobs if repr(job) not in self._reports}
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(usual_threads()) as pool:
             self._reports.update(zip(new, pool.map(self._simulate, new.values()), strict=True))
         return [self._reports[repr(job)] for job in jobs]
 
@@ -91,7 +91,7 @@ class Simulations:
             self._told(profile.model, cluster)
             return step_s
 
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(usual_threads()) as pool:
             return list(pool.map(simulate, jobs))
 
     def _told(self, model: str, cluster: Cluster) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from gradlane.planning.planner.simulations import frames_to_simulate, predict_st
 from gradlane.planning.schemes.layers import Schemes
 from gradlane.planning.simulation.costs import MachineCosts
 from gradlane.planning.simulation.profiles import Profile
+from gradlane.planning.simulation.threads import usual_threads
 from gradlane.training.plans.settings import ClusterFacts, Settings
 
 TIE = 0.01
@@ -53,7 +53,7 @@ class CandidateSimulator:
         self._costs = costs
         self._on_simulated = on_simulated
         self._step_s: dict[Candidate, float] = {}
-        self._threads = min(4, os.cpu_count() or 1)
+        self._threads = usual_threads()
 
     @property
     def speed(self) -> float | None:
