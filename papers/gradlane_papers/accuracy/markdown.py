@@ -202,7 +202,7 @@ def bytes_in_words(rows: Sequence[Result]) -> str:
         least, most = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
         if ratios[least] < FEW_SAVED * ratios[most]:
             why = (
-                "; its two averages are those of a run of the last dimension, which is short in "
+                "; it sends two averages for each run of the last dimension, which is short in "
                 "convolutions"
                 if own[0].codec.startswith("onebit:bucket=column")
                 else ""

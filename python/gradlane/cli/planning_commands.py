@@ -71,8 +71,9 @@ def whatif(
     host: Annotated[
         str | None,
         typer.Option(
-            help="Processors of a rank, such as 16, by which a session takes its threads; or the "
-            "threads, lanes=2,work=3, also with processors=4: so many run at a time. 12 if absent."
+            help="Processors of a rank, such as 16, which decide how many threads a session takes; "
+            "or the threads, lanes=2,work=3, also with processors=4, which run at most 4 at a "
+            "time. 12 processors if absent."
         ),
     ] = None,
     measured_step: Annotated[
@@ -269,8 +270,8 @@ def plan(
         bool,
         typer.Option(
             "--any-rounding",
-            help="Schemes may add gradients up in another order than that of the ranks (a ring, "
-            "factors): results then differ in their last bits.",
+            help="Schemes may add gradients up in another order than rank order (a ring, factors): "
+            "results then differ in their last bits.",
         ),
     ] = False,
     fewer: Annotated[

@@ -220,10 +220,11 @@ def page_of(predictions: Sequence[Prediction], rows: Sequence[Row], no_evidence:
         sections += [
             "## `auto` beside the fixed strategies",
             "What a session finds by itself in its first seven steps, measured after them and "
-            "three more. The best fixed one is of those\nwith the same bits, and of all for "
-            "`auto:any-rounding`; `auto` is to be over 2 % slower nowhere. A session takes ports "
-            "for wires, where flows that meet queue; those of the lab\nare token buckets, so that "
-            "it expects a few per cent more than comes where the network decides.",
+            "three more. It stands beside the best fixed strategy\nwith the same bits, "
+            "`auto:any-rounding` beside the best of all; `auto` is to be over 2 % slower nowhere. "
+            "A session takes ports for wires, where flows that meet queue; the lab's ports\nare "
+            "token buckets, so where the network decides it expects steps a few per cent too "
+            "long.",
             found,
         ]
     missing = _missing(rows)

@@ -204,7 +204,7 @@ class OneBit(_Bucketed):
         read=_read_bucket,
     )
     packing: str = option(
-        "bytes", "The order of signs on the wire; `cntk`: that of CNTK.", known=("bytes", "cntk")
+        "bytes", "The order of signs on the wire; `cntk`: as in CNTK.", known=("bytes", "cntk")
     )
     residual: bool = _residual(True)
 
@@ -281,8 +281,8 @@ class TopK(_Sparse):
     )
     bucket: int | None = option(
         None,
-        "Consecutive values of which `ratio` is sent, with levels of their own: a multiple of 32 "
-        "up to 1048576; if absent a slice.",
+        "Values in a row from which `ratio` of them are chosen, with levels of their own: a "
+        "multiple of 32 up to 1048576; if absent a slice.",
         read=int,
     )
     decay: float = option(

@@ -335,7 +335,7 @@ ROWS = (
     PairRow(_F.WIDE, _F.SERVER, NOT_BUILT, "the servers have kernels for f32, f16 and bf16"),
     PairRow(_F.NARROW, _F.LOCAL, CANNOT, "what a few steps change is rounded away there", "keep parameters in float32, and compute in 16 bits by torch.autocast"),
     PairRow(_F.SCALER, _F.ADDS_UP, CANNOT, "it adds up gradients of several steps, whose scales differ", "train without the scaler, in bfloat16 for example"),
-    PairRow(_F.FACTOR_LAYER, _F.CLIPPING_CODEC, NOT_BUILT, "it clips by the norm of all gradients, and does not see those of this layer", "leave the clip out, or send that gradient whole"),
+    PairRow(_F.FACTOR_LAYER, _F.CLIPPING_CODEC, NOT_BUILT, "it clips by the norm of all gradients, and does not see this layer's", "leave the clip out, or send that gradient whole"),
     PairRow(_F.JOIN, _F.CLOSURE, NOT_BUILT, "a rank without data cannot tell how many evaluations a step of the others has"),
     PairRow(_F.QUERY, _F.CLOSURE, NOT_BUILT, "a step that is recorded would have more exchanges than one"),
     PairRow(_F.BEST_SCHEME, _F.CLOSURE, NOT_BUILT, "a step that is recorded would have more exchanges than one"),
@@ -458,7 +458,7 @@ def page() -> str:
         for row in ROWS
     ]
     built = sum(row.kind is NOT_BUILT for row in ROWS)
-    return f"{_HEAD}{''.join(lines)}\n{len(ROWS)} rows, of which {built} are not built.\n"
+    return f"{_HEAD}{''.join(lines)}\n{len(ROWS)} rows; {built} of them are not built.\n"
 
 
 if __name__ == "__main__":

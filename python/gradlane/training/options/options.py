@@ -56,10 +56,10 @@ class Options:
     codec: CodecRules = option(
         RAW,
         "How gradients travel: as they are if absent; a codec such as `codecs.Qsgd(bits=8)`, or "
-        "its text `qsgd:bits=8`: in fewer bytes, at a loss, but for the smallest tensors (of "
-        "quantizers less than 1 % of all parameters, of `topk` and `dgc` those of one value); a "
-        "dictionary of patterns and codecs, of which the first that fits a parameter's name counts "
-        "(`docs/low-precision.md`).",
+        "its text `qsgd:bits=8`: in fewer bytes, at a loss. The smallest tensors stay as they are: "
+        "under quantizers less than 1 % of all parameters, under `topk` and `dgc` tensors of one "
+        "value. A dictionary gives codecs by pattern, and the first that fits a parameter's name "
+        "counts (`docs/low-precision.md`).",
         agreed=True,
     )
     update: str | Local = option(

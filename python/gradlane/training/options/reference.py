@@ -28,7 +28,7 @@ session = gradlane.init(
 ```
 
 A text stands for the first option of `Strategy`, `LocalSums` and `Stragglers`: `strategy="ring"`;
-`True` and `False` for that of `GoingOn`. A codec is an object of `gradlane.codecs`, or a text with
+`True` and `False` for the first of `GoingOn`. A codec is an object of `gradlane.codecs`, or a text with
 the same options: `codec="qsgd:bits=8"`.
 A value out of its range is refused by name. *All ranks* marks options that must be the same on
 every rank; a session in which they differ is refused on all of them.

@@ -182,9 +182,9 @@ def init(
             slice size, the seed, and whether plans may change the order of sums.
         codec: how gradients travel: None: as they are; a codec such as `codecs.Qsgd(bits=8)`, or
             its text `"qsgd:bits=8"`: in fewer bytes, at a loss, but for the smallest tensors, less
-            than 1 % of all parameters; a dictionary of patterns and codecs, such as
-            `{"*.bias": None, "*": codecs.Qsgd(bits=4)}`, of which the first that fits a parameter's
-            name counts. See `docs/low-precision.md`.
+            than 1 % of all parameters; or a dictionary of patterns and codecs, such as
+            `{"*.bias": None, "*": codecs.Qsgd(bits=4)}`, where the first pattern that fits a
+            parameter's name counts. See `docs/low-precision.md`.
         update: `"worker"`: any optimizer, on every rank; `"server"`: SGD, Adam or AdamW, on each
             slice's owner, which keeps the state; see `docs/optimizers.md`; `Local(...)`: any
             optimizer, on every rank by itself, with rare exchanges; see

@@ -32,7 +32,7 @@ same loop gives without gradlane, both with deferred updates (the default) and w
 
 Parameters and gradients that a program keeps are right, too: touching a parameter waits, and kept
 gradients have their means when `backward()` returns. Not so tensors that merely share their memory,
-such as those of an old `state_dict()`, a kept `p.data`, or a state kept out of
+such as the tensors of an old `state_dict()`, a kept `p.data`, or a state kept out of
 `optimizer.state[p]`: call `session.synchronize()` before, or use `defer=False`. The same holds for
 kept parameters that are given to code that takes their memory past Python: transforms of
 `torch.func`, TorchScript, `torch.tensor(p)`, nested tensors, DLPack, extensions in C++; parameters

@@ -557,6 +557,6 @@ CONSTRUCTS = [
         "The optimizer's state by hand",
         "the order of `optimizer.state`, also by `__getstate__()` and in `state_dict()`",
         in_torchs_order,
-        note="that of the groups, whatever order updates came in",
+        note="the order of the groups, whatever order updates came in",
     ),
 ]
