@@ -203,7 +203,7 @@ _OF_THE_SYSTEM = (
         "rm",
         "rustup",
     ),
-    *("salloc", "sbatch", "scp", "sed", "srun", "ssh", "umask", "wg", "wg-quick"),
+    *("kubectl", "salloc", "sbatch", "scp", "sed", "srun", "ssh", "umask", "wg", "wg-quick"),
 )
 _CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     "cargo": _cargo,

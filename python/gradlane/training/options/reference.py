@@ -27,6 +27,22 @@ session = gradlane.init(
 )
 ```
 
+## Which options first
+
+| where | give |
+| --- | --- |
+| you try it out | nothing: results are DDP's, to rounding ([how to check](first-evening.md#4-the-same-learning)) |
+| results look wrong | `session.prepare(model, optimizer, defer=False)` |
+| a machine has several networks, or a firewall | `network=gradlane.Network(interface="ens5f0", ports=(20000, 20100))` |
+| others share the network | `network=gradlane.Network(secret_file="job.key")` ([security](security.md)) |
+| a rank may be busy for over half an hour, as with an evaluation | `network=gradlane.Network(progress_timeout_s=7200)` ([runs of weeks](long-runs.md)) |
+| a restart is to lose little | `checkpoints=gradlane.Checkpoints("/shared/run1", every=500)` ([checkpoints](checkpoints.md)) |
+| machines come and go | `going_on=True` ([going on](going-on.md)) |
+| the network is the limit, and the bits of the results may not change | `session.prepare(model, optimizer, plan="auto")` ([planning](planning.md)) |
+| … and they may | `codec="qsgd:bits=8"` ([low precision](low-precision.md)), then `update=gradlane.Local(steps=32)` ([local updates](local-updates.md)) |
+
+## How to give them
+
 A text stands for the first option of `Strategy`, `LocalSums` and `Stragglers`: `strategy="ring"`;
 `True` and `False` for the first of `GoingOn`. A codec is an object of `gradlane.codecs`, or a text with
 the same options: `codec="qsgd:bits=8"`.
