@@ -88,5 +88,29 @@ def test_each_question_is_answered_on_one_screen() -> None:
             assert size[0] <= SCREEN_LINES and size[1] <= SCREEN_WORDS, (question, path, size)
 
 
+QUESTIONS = {
+    "is it the network": "is-it-the-network.md",
+    "launch it on slurm": "launching.md#slurm",
+    "on kubernetes": "launching.md#kubernetes",
+    "why is it not faster": "first-evening.md#5-faster",
+    "what does this error mean": "errors.md",
+    "change what is learned": "first-evening.md#4-the-same-learning",
+    "my model is sharded": "sharded.md",
+    "a rank dies": "going-on.md",
+    "which options first": "options.md#which-options-first",
+    "back to ddp": "coming-from-ddp.md#back-to-ddp",
+}
+"""Words of ten questions of new users, and where each is answered."""
+
+
+def test_the_ten_questions_are_two_clicks_from_the_front_page() -> None:
+    assert "(docs/README.md)" in (ROOT / "README.md").read_text()
+    index = (ROOT / "docs" / "README.md").read_text().split("## First steps")[0]
+    rows = re.findall(r"^\| (.+?) \| (\[.+?) \|$", index, re.MULTILINE)
+    for words, place in QUESTIONS.items():
+        answers = [links for question, links in rows if words in question.lower()]
+        assert any(place in links for links in answers), (words, answers)
+
+
 def test_the_front_page_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120

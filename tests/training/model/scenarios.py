@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import itertools
 import os
 import time
@@ -170,19 +171,31 @@ def train_ddp(
     cosine: bool = False,
     gather: bool = True,
     clip_norm: float | None = None,
+    begun: tuple[int, bytes] | None = None,
 ) -> dict[str, Any]:
-    """Train with torch's DDP: stock, or with a hook that gathers and sums in rank order."""
+    """Train with torch's DDP: stock, or with a hook that gathers and sums in rank order.
+
+    `begun` has the steps that are done and what was saved after them.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=PrefixStore(job, store), rank=rank, world_size=world_size)
     try:
         model = MODELS[model_name]()
+        optimizer = optimizer_of(optimizer_name, model)
+        done = 0
+        if begun is not None:
+            done, saved = begun
+            state = torch.load(io.BytesIO(saved))
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
         wrapped = nn.parallel.DistributedDataParallel(
             model, find_unused_parameters=model_name == "awkward"
         )
         if gather:
             wrapped.register_comm_hook(dist.group.WORLD, _mean_in_rank_order)
-        optimizer = optimizer_of(optimizer_name, model)
-        losses, digests = _loop(wrapped, optimizer, model_name, rank, steps, cosine, clip_norm, 0)
+        losses, digests = _loop(
+            wrapped, optimizer, model_name, rank, steps, cosine, clip_norm, 0, done
+        )
         digests.append(digest(model))
         return {"digests": digests, "losses": losses}
     finally:
@@ -198,11 +211,12 @@ def _loop(
     cosine: bool,
     clip_norm: float | None,
     digest_every: int,
+    done: int = 0,
 ) -> tuple[list[float], list[str]]:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) if cosine else None
     losses: list[float] = []
     digests: list[str] = []
-    for step in range(1, steps + 1):
+    for step in range(done + 1, steps + 1):
         value = loss_of(model_name, model, rank, step)
         value.backward()  # type: ignore[no-untyped-call]
         if clip_norm is not None:
@@ -250,6 +264,35 @@ def compare_with_ddp(
         run = train(store, rank, world_size, f"{job}-{number}", **common, **options)
         result.append(run["digests"][-1])
     return result
+
+
+def back_to_ddp(
+    store: Store, rank: int, world_size: int, job: str, model_name: str, optimizer_name: str
+) -> list[str]:
+    """Train with stock DDP, and half with gradlane and the rest with DDP; returns last digests."""
+    whole = train_ddp(store, rank, world_size, job, model_name, 6, optimizer_name, gather=False)
+    with open_session(store, rank, world_size, f"{job}-first") as session:
+        model = MODELS[model_name]()
+        optimizer = optimizer_of(optimizer_name, model)
+        session.prepare(model, optimizer)
+        _loop(model, optimizer, model_name, rank, 3, False, None, 0)
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    begun = (3, file.getvalue())
+    rest = train_ddp(
+        store,
+        rank,
+        world_size,
+        f"{job}-rest",
+        model_name,
+        6,
+        optimizer_name,
+        False,
+        False,
+        None,
+        begun,
+    )
+    return [whole["digests"][-1], rest["digests"][-1]]
 
 
 def mismatch(store: Store, rank: int, world_size: int, job: str, how: str) -> str:

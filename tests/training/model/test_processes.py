@@ -57,6 +57,14 @@ def test_two_ranks_equal_stock_ddp(pool: RankPool, model: str, optimizer: str) -
     assert len({digest for result in results for digest in result}) == 1
 
 
+@pytest.mark.parametrize(("model", "optimizer"), TRAININGS)
+def test_what_gradlane_has_saved_goes_on_under_ddp(
+    pool: RankPool, model: str, optimizer: str
+) -> None:
+    results = pool.run("back_to_ddp", ranks=2, model_name=model, optimizer_name=optimizer)
+    assert len({digest for result in results for digest in result}) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "optimizer"), TRAININGS)
 def test_four_ranks_stay_close_to_stock_ddp(pool: RankPool, model: str, optimizer: str) -> None:
