@@ -27,7 +27,14 @@ class UnevenDataError(GradlaneError, RuntimeError):
     """
 
 
-class ArrayRefusedError(GradlaneError, ValueError):
+class RefusedError(GradlaneError, ValueError):
+    """An option, a model, an optimizer or an argument is refused; the message says what does.
+
+    Raised before anything is sent for it.
+    """
+
+
+class ArrayRefusedError(RefusedError):
     """An array cannot be registered or pushed; none of it was sent.
 
     Attributes:

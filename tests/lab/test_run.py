@@ -478,6 +478,26 @@ def test_local_updates_that_cannot_be_run_are_refused(
         )
 
 
+@needs_core
+@needs_namespaces
+@pytest.mark.timeout(LAST_RESORT_S)
+def test_what_ranks_refuse_is_told_once_and_without_calls() -> None:
+    """There are more fragments than layers, and only the ranks have the model."""
+    options = LabOptions(
+        workload="digits-cnn",
+        strategies=with_updates(parse_strategies("p3"), ["local:steps=50,fragments=50"]),
+        workers=2,
+        rates_bps=[1_000_000_000],
+        steps=50,
+        warmup=0,
+        paced=False,
+    )
+    with pytest.raises(RankError) as caught:
+        run_lab(options)
+    assert str(caught.value).count("fragments is 50, but the model has") == 1
+    assert not caught.value.details
+
+
 @pytest.mark.slow
 @needs_core
 @needs_namespaces

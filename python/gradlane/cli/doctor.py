@@ -11,7 +11,7 @@ from rich.table import Table
 
 import gradlane
 from gradlane.cli.options import write_json
-from gradlane.errors import GradlaneError
+from gradlane.errors import GradlaneError, RefusedError
 from gradlane.planning.doctor.cluster import Examination, examine_all, examine_alone
 from gradlane.planning.doctor.findings import Finding, Verdict
 from gradlane.planning.doctor.machine import LocalMachine
@@ -63,6 +63,8 @@ def run_doctor(
             examination = examine_all(
                 session, machine, options.network, window_s=window_s, on_phase=tell
             )
+    except RefusedError:
+        raise
     except GradlaneError:
         errors = Console(stderr=True)
         for one in machine.examine():

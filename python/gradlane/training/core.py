@@ -9,7 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import Protocol, cast
 
-from gradlane.errors import GradlaneError, PeerLostError, ProgressTimeoutError, SessionFailedError
+from gradlane.errors import (
+    GradlaneError,
+    PeerLostError,
+    ProgressTimeoutError,
+    RefusedError,
+    SessionFailedError,
+)
 from gradlane.formats.longer_waits import with_variables
 
 MembershipRow = tuple[str, int, list[int], int, str]
@@ -222,7 +228,7 @@ def rank_channel(channel: Channel, wanted: str) -> RankChannel:
         ValueError: it is a node's.
     """
     if not hasattr(channel, RankChannel.participation.__name__):
-        raise ValueError(f'{wanted} does not go with sums on nodes: use local="off"')
+        raise RefusedError(f'{wanted} does not go with sums on nodes: use local="off"')
     return cast(RankChannel, channel)
 
 

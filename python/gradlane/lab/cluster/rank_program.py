@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import IO, TYPE_CHECKING, Any
 
-from gradlane.errors import UsageError
+from gradlane.errors import RefusedError, UsageError
 
 if TYPE_CHECKING:
     from gradlane.planning.probe.goodput_reference import StreamResult
@@ -105,7 +105,9 @@ def answer_requests(kinds_of: Callable[[Answers], Mapping[str, Callable[..., Any
         except Exception as failure:
             message = f"{type(failure).__name__}: {failure}"
             # What is refused says why in its text; the calls to it tell a user nothing.
-            calls = "" if isinstance(failure, UsageError) else traceback.format_exc()
+            calls = (
+                "" if isinstance(failure, (RefusedError, UsageError)) else traceback.format_exc()
+            )
             answers.send({"kind": "error", "message": message, "traceback": calls})
 
 

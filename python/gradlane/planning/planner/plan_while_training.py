@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from gradlane.errors import GradlaneError
+from gradlane.errors import GradlaneError, RefusedError
 from gradlane.formats.link_report import LinkReport
 from gradlane.formats.profile import Profile, ProfileError
 from gradlane.formats.rates import format_rate
@@ -161,7 +161,7 @@ class PlanLearning:
                 )
                 return self._keep_given_factors(coordinator.plan(budget_s=BUDGET_S))
         except (ValueError, RuntimeError) as error:
-            if isinstance(error, GradlaneError):
+            if isinstance(error, GradlaneError) and not isinstance(error, RefusedError):
                 raise
             self._obstacle = str(error)
         # An error may have several lines; the texts of a plan are printable.

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gradlane.errors import CheckpointError, GradlaneError, UsageError
+from gradlane.errors import CheckpointError, GradlaneError, RefusedError, UsageError
 from gradlane.formats.longer_waits import CONNECT, PROGRESS
 from gradlane.formats.serialization.container import Piece
 from gradlane.formats.serialization.pieces import assemble, find_structure, structure_piece
@@ -97,9 +97,9 @@ class CheckpointManager:
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"checkpoint is {root}, which cannot be made: {error}") from error
+            raise RefusedError(f"checkpoint is {root}, which cannot be made: {error}") from error
         if not os.access(root, os.W_OK | os.X_OK):
-            raise ValueError(f"checkpoint is {root}, which this account may not write")
+            raise RefusedError(f"checkpoint is {root}, which this account may not write")
         self._root = root
         self._every = every
         self._keep = keep
@@ -302,7 +302,7 @@ class CheckpointManager:
         try:
             prepared.load_whole_state(state)
         except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, GradlaneError):
+            if isinstance(error, GradlaneError) and not isinstance(error, RefusedError):
                 raise
             raise CheckpointError(
                 f"the checkpoint {manifest.folder} does not fit this model and optimizer: {error}"

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from gradlane.errors import RefusedError
 from gradlane.training.core import BLOCK_MOST_BYTES
 from gradlane.training.factors.block import Part, block_bytes
 from gradlane.training.factors.capture import can_factor, own_factors
@@ -133,7 +134,7 @@ def choose_factored(
         others = strategy_features(options.strategy.name, options.update_place)
         why = refusal({Feature.FACTORS: words}, others)
         if why:
-            raise ValueError(why)
+            raise RefusedError(why)
     layers = layers_by_weight(model)
     chosen = {}
     for index in wanted or range(len(trained)):
@@ -145,7 +146,7 @@ def choose_factored(
         if not problem:
             chosen[index] = Factored(entry, tuple(own), scheme)
         elif wanted and len(entry.shape) > 1:
-            raise ValueError(
+            raise RefusedError(
                 f"the plan aggregates {entry.name!r} by scheme {scheme!r}, but it has no factors: "
                 f"{problem}; plan='poseidon' chooses layers of this model"
             )

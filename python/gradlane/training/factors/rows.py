@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from gradlane.errors import RefusedError
 from gradlane.training.core import BLOCK_MOST_BYTES
 from gradlane.training.factors.block import Part, TouchedRows, can_travel, most_rows_bytes
 from gradlane.training.factors.factored_weights import Factored
@@ -111,7 +112,7 @@ def choose_row_sparse(
                 entry, keeps_sparse=takes_sparse(entry.tensor), is_needed=is_needed
             )
         elif is_needed:
-            raise ValueError(
+            raise RefusedError(
                 f"the optimizer of {entry.name!r} takes sparse gradients alone, and their mean is "
                 f"made dense: {why}"
             )

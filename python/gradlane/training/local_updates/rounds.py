@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gradlane.errors import RefusedError
 from gradlane.training.options.local_updates import Local
 
 
@@ -30,7 +31,7 @@ def balance(layer_bytes: Sequence[int], fragments: int) -> list[list[int]]:
         ValueError: there are fewer layers.
     """
     if len(layer_bytes) < fragments:
-        raise ValueError(
+        raise RefusedError(
             f"fragments is {fragments}, but the model has {len(layer_bytes)} layers with trained "
             f"parameters, and a fragment holds whole layers: give {len(layer_bytes)} or fewer"
         )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from gradlane.errors import UsageError
+from gradlane.errors import RefusedError, UsageError
 from gradlane.training.connection import SessionContext, open_column
 from gradlane.training.local_updates.fragments import divide
 from gradlane.training.local_updates.replica import Form, Replica, form_of
@@ -154,5 +154,5 @@ def _choose_codecs(
         options.codec, names, ctx.fitting_patterns
     )
     if unused:
-        raise ValueError(unused)
+        raise RefusedError(unused)
     return choices

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradlane.errors import UsageError
+from gradlane.errors import RefusedError, UsageError
 from gradlane.training.local_updates.outer_optimizer import OuterOptimizer
 from gradlane.training.local_updates.rounds import Rounds
 from gradlane.training.model.barrier import Barrier
@@ -125,7 +125,7 @@ class LocalState:
         """
         own = state.get(LOCAL)
         if not isinstance(own, Mapping):
-            raise ValueError(
+            raise RefusedError(
                 "this is no state of a session with update=gradlane.Local(...): to go on from "
                 "exact training, load the model and the optimizer alone"
             )
@@ -157,7 +157,7 @@ class LocalState:
         common = self._numbered(own["common"])
         missing = [entry.name for i, entry in enumerate(self._trained) if i not in common]
         if missing:
-            raise ValueError(
+            raise RefusedError(
                 f"the state has no common value of {missing[0]!r}: is it another model's?"
             )
 
@@ -166,7 +166,7 @@ class LocalState:
         for name in () if is_common else _FIXED:
             now = getattr(self._local, name)
             if saved[name] != now:
-                raise ValueError(
+                raise RefusedError(
                     f"the state was taken in mid-round with {name}={saved[name]}, and the session "
                     f"has {name}={now}: open it with the same, or save after session.synchronize()"
                 )
@@ -236,7 +236,7 @@ class LocalState:
         for name, value in values.items():
             index = self._index_of.get(name)
             if index is None or value.shape != self._trained[index].shape:
-                raise ValueError(
+                raise RefusedError(
                     f"the state has {name!r} of shape {tuple(value.shape)}, which this model does "
                     "not train: is it another model's?"
                 )

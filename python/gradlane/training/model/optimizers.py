@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from gradlane.errors import UsageError
+from gradlane.errors import RefusedError, UsageError
 from gradlane.training.model.lazy_state import plain_state
 from gradlane.training.model.several_optimizers import members_of, name_of
 from gradlane.training.options.compatibility import Feature, refusal
@@ -246,20 +246,20 @@ def check_optimizer(optimizer: Optimizer, entries: Sequence[TensorEntry]) -> Non
         for parameter in group["params"]:
             entry = model_parameters.get(id(parameter))
             if id(parameter) in held and entry is not None:
-                raise ValueError(
+                raise RefusedError(
                     f"{names_of([entry])} is in two of the optimizers ({name_of(optimizer)}): give "
                     "each parameter to one"
                 )
             held.add(id(parameter))
             if id(parameter) not in model_parameters and parameter.numel() > 0:
-                raise ValueError(
+                raise RefusedError(
                     f"group {number} of the optimizer holds a parameter of shape "
                     f"{tuple(parameter.shape)} that the model does not have: prepare one module "
                     "that holds them all, such as nn.ModuleList([model, loss])"
                 )
     missing = [entry for entry in entries if entry.trained and id(entry.tensor) not in held]
     if missing:
-        raise ValueError(
+        raise RefusedError(
             f"the optimizer does not hold {names_of(missing)}, which are trained: call "
             "requires_grad_(False) on them, or give them to the optimizer"
         )
@@ -310,12 +310,12 @@ def _support_of(optimizer: Optimizer) -> tuple[str, OptimizerSupport | None]:
 
 def _check_group(number: int, group: dict[str, Any]) -> None:
     if group.get("differentiable"):
-        raise ValueError(
+        raise RefusedError(
             f"group {number} of the optimizer has differentiable=True: an update that autograd "
             "follows cannot happen later than step()"
         )
     if group.get("capturable") and any(one.device.type == "cpu" for one in group["params"]):
-        raise ValueError(
+        raise RefusedError(
             f"group {number} of the optimizer has capturable=True, which torch takes for "
             "parameters on an accelerator only, and parameters on the CPU"
         )
@@ -351,7 +351,7 @@ def check_server_optimizer(optimizer: Optimizer, entries: Sequence[TensorEntry])
         if entry.trained and entry.tensor.stride() != entry.stride:
             strided = f"parameter {entry.name!r}, which is not dense in memory,"
             words = {Feature.STRIDED: strided, Feature.SERVER: Feature.SERVER.label}
-            raise ValueError(refusal(words))
+            raise RefusedError(refusal(words))
 
 
 def server_rows(
@@ -384,7 +384,7 @@ def server_rows(
             if index is not None:
                 tensors.append(index)
             elif parameter.requires_grad and parameter.numel() > 0:
-                raise ValueError(
+                raise RefusedError(
                     f"group {number} of the optimizer holds a parameter of shape "
                     f"{tuple(parameter.shape)} that was not trained when the model was prepared; "
                     "open a new session and prepare it again"
@@ -397,7 +397,7 @@ def server_rows(
         if tensors:
             rows.append({**settings, "tensors": tensors})
     if seen != len(index_of):
-        raise ValueError(
+        raise RefusedError(
             f"the optimizer holds {seen} of {len(index_of)} trained parameters: with "
             'update="server" groups may not lose any after prepare()'
         )
@@ -410,7 +410,7 @@ def _settings(optimizer: Optimizer, number: int, group: dict[str, Any]) -> dict[
     def take(key: str, value: Any, wanted: str, fits: Callable[[float], bool]) -> float:
         found = float(value.item() if isinstance(value, Tensor) else value)
         if not (math.isfinite(found) and fits(found)):
-            raise ValueError(
+            raise RefusedError(
                 f"group {number} of the optimizer has {key}={value!r}: the servers take {wanted}"
             )
         return found
@@ -439,7 +439,7 @@ def _settings(optimizer: Optimizer, number: int, group: dict[str, Any]) -> dict[
     momentum = not_negative("momentum")
     dampening = take("dampening", group["dampening"], "a number", lambda value: True)
     if group["nesterov"] and (momentum == 0.0 or dampening != 0.0):
-        raise ValueError(
+        raise RefusedError(
             f"group {number} of the optimizer has nesterov=True with momentum={momentum} and "
             f"dampening={dampening}: Nesterov momentum needs a momentum and no dampening"
         )

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradlane.errors import UsageError
+from gradlane.errors import RefusedError, UsageError
 from gradlane.training.core import Channel, rank_channel
 from gradlane.training.model.stages.late_gradients import LateGradientBuffer
 from gradlane.training.model.step_layout import StepLayout
@@ -261,7 +261,7 @@ class ResidualState:
     def _check(self, state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
         missing = [key for key in ("rank", "world_size", *_RESIDUALS) if key not in state]
         if missing:
-            raise ValueError(
+            raise RefusedError(
                 f"this is no state of residuals: it lacks {', '.join(missing)}; load what "
                 "session.state_dict() returned"
             )
@@ -269,12 +269,12 @@ class ResidualState:
         for kind in _KINDS:
             for name, value in state.get(kind, {}).items():
                 if name not in shapes:
-                    raise ValueError(f"{kind} has {name!r}, which this model does not train")
+                    raise RefusedError(f"{kind} has {name!r}, which this model does not train")
                 entry = shapes[name]
                 shape = self._shape(entry)
                 kept = self._kept_shape(name) if kind in (WORKER, MEAN_OF[WORKER]) else ()
                 if tuple(value.shape) not in (shape, shape + kept):
-                    raise ValueError(
+                    raise RefusedError(
                         f"{kind} of {name!r} has shape {tuple(value.shape)}, expected "
                         f"{shape + kept}: is the checkpoint another model's?"
                     )

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradlane.errors import RefusedError
 from gradlane.training.model.lazy_state import plain_state
 
 
@@ -64,7 +65,7 @@ class SeveralOptimizers(Optimizer):
         """
         groups = list(state_dict["param_groups"])
         if len(groups) != len(self.param_groups):
-            raise ValueError(
+            raise RefusedError(
                 f"the state of {len(groups)} groups was loaded into {name_of(self)} with "
                 f"{len(self.param_groups)}"
             )

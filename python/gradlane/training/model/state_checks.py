@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from gradlane.errors import UsageError
+from gradlane.errors import RefusedError, UsageError
 from gradlane.training.rendezvous.tensor_table import TensorEntry
 
 MOMENTUM = "momentum_buffer"
@@ -32,13 +32,13 @@ def _check_state(entry: TensorEntry, state: dict[str, Any], names: Iterable[str]
     present = [name for name in names if isinstance(state.get(name), Tensor)]
     steps = int(state.get("step", 0))
     if len(names) > 1 and (len(present) not in (0, len(names)) or bool(steps) != bool(present)):
-        raise ValueError(
+        raise RefusedError(
             f"the optimizer's state of {entry.name!r} has {sorted(state)} after {steps} steps; "
             f"with step, {', '.join(names)} belong together: is it another optimizer's?"
         )
     for name in present:
         if state[name].shape != entry.shape:
-            raise ValueError(
+            raise RefusedError(
                 f"{name} of {entry.name!r} has shape {tuple(state[name].shape)}, the parameter "
                 f"{tuple(entry.shape)}: is the checkpoint another model's?"
             )

@@ -10,7 +10,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from gradlane.errors import UsageError
+from gradlane.errors import RefusedError, UsageError
 from gradlane.training.model.lazy_parameter_dict import LazyParameterDict
 from gradlane.training.model.several_optimizers import members_of
 from gradlane.training.options.compatibility import Feature
@@ -107,9 +107,9 @@ def check_model(model: nn.Module) -> None:
         where = f"module {name!r} of the model" if name else "the model"
         kind = _wrapper_kind(module)
         if kind is not None:
-            raise ValueError(f"{where} {_WRAPPERS[kind]}")
+            raise RefusedError(f"{where} {_WRAPPERS[kind]}")
         if isinstance(module.__dict__.get(PARAMETERS), LazyParameterDict):
-            raise ValueError(
+            raise RefusedError(
                 f"{where} has parameters of a model that is already prepared: close that session "
                 "first, or prepare one module that holds everything"
             )
@@ -123,7 +123,7 @@ def check_forward_writes(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-            raise ValueError(
+            raise RefusedError(
                 f"module {name!r} ({type(module).__name__}) has max_norm={module.max_norm:g}, with "
                 "which each forward rescales the rows that its own rank looks up, so that the "
                 "ranks' parameters part: build it without max_norm, and after optimizer.step() "

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from gradlane.errors import UsageError
+from gradlane.errors import RefusedError, UsageError
 from gradlane.training.connection import SessionContext
 from gradlane.training.factors.factored_weights import (
     Factored,
@@ -163,7 +163,7 @@ def _checked(
         ctx.options.codec, [entry.name for entry in entries], ctx.fitting_patterns
     )
     if unused:
-        raise ValueError(unused)
+        raise RefusedError(unused)
     _check_all_clipped(spec)
     may_take_over = ctx.options.update == "worker"
     for member in members_of(optimizer):
@@ -193,7 +193,7 @@ def _check_memory(entries: Sequence[TensorEntry]) -> None:
         if not entry.trained:
             others = [entries[other] for other in shared.whole([index]) if entries[other].trained]
             if others:
-                raise ValueError(
+                raise RefusedError(
                     f"{entry.name!r}, which is not trained, lies in the memory of "
                     f"{names_of(others)}, which is: replace it by its .clone(), or compute it in "
                     "the forward"
@@ -205,7 +205,7 @@ def _check_loadable(model: nn.Module, entries: Sequence[TensorEntry]) -> None:
     expanded = {entry.name: entry for entry in entries if is_expanded(entry.tensor)}
     saved = [expanded[name] for name in model.state_dict() if name in expanded] if expanded else []
     if saved:
-        raise ValueError(
+        raise RefusedError(
             f"{names_of(saved)} would be in checkpoints and torch loads no expanded tensor "
             "(stride 0): replace it by its .clone(), or register it with persistent=False"
         )
@@ -218,11 +218,11 @@ def _check_all_clipped(spec: ModelSpec) -> None:
         index, one = next(iter(spec.factored.items()))
         layer = f"{spec.trained[index].name!r}, which travels as {one.parts},"
         words = {Feature.FACTOR_LAYER: layer, Feature.CLIPPING_CODEC: f"codec {clipping!r}"}
-        raise ValueError(refusal(words))
+        raise RefusedError(refusal(words))
 
 
 def _check_apart(trained: Sequence[TensorEntry]) -> None:
     shared = SharedMemoryGroups([entry.tensor for entry in trained]).members
     if shared:
         tied = f"{names_of(trained[index] for index in shared)}, which share memory,"
-        raise ValueError(refusal({Feature.TIED: tied, Feature.SERVER: Feature.SERVER.label}))
+        raise RefusedError(refusal({Feature.TIED: tied, Feature.SERVER: Feature.SERVER.label}))

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from gradlane.errors import RefusedError
 from gradlane.formats.live_state import NEXT_QUERY
 from gradlane.training.options.endpoint import LOOPBACK, parse_address
 from gradlane.training.rendezvous.environment import find_local_rank
@@ -332,7 +333,7 @@ def open_endpoint(
     try:
         return Endpoint(host, port, pages)
     except (OSError, OverflowError, ValueError) as error:
-        raise ValueError(
+        raise RefusedError(
             f"{name} cannot listen on {host!r}, port {port} ({error}): give another "
             f"Monitoring({option}=...){remedy}"
         ) from error
@@ -354,7 +355,7 @@ def _response(
 def _listen(host: str, port: int) -> socket.socket:
     """Listen on the first address of a host, without blocking."""
     if not 0 <= port <= 65535:
-        raise ValueError("there are ports 0 to 65535")
+        raise RefusedError("there are ports 0 to 65535")
     flags = socket.AI_PASSIVE
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
     family, _, _, _, (literal, _, *zone) = found[0]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from gradlane.errors import RendezvousError, SessionClosedError
+from gradlane.errors import RefusedError, RendezvousError, SessionClosedError
 from gradlane.formats.live_state import WaitNow
 from gradlane.formats.untrusted import escaped
 from gradlane.training.core import Channel
@@ -426,7 +426,9 @@ def make_observer(
     """
     monitoring = options.monitoring
     if monitoring.dashboard_everywhere and monitoring.dashboard is None:
-        raise ValueError("dashboard_everywhere is on and there is no dashboard: give its port, too")
+        raise RefusedError(
+            "dashboard_everywhere is on and there is no dashboard: give its port, too"
+        )
     observer = Observer(
         rank_info,
         prints_summary=monitoring.summary,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from gradlane.errors import RefusedError
 from gradlane.training.monitoring.metrics import Metrics, waited_s
 
 LAYERS_SHOWN = 5
@@ -44,7 +45,7 @@ class ScalarLog:
             TypeError: the writer is no function and has no `add_scalar`.
         """
         if every < 1:
-            raise ValueError(f"every is {every}; it must be 1 step or more")
+            raise RefusedError(f"every is {every}; it must be 1 step or more")
         add_scalar = getattr(writer, "add_scalar", None)
         if callable(add_scalar):
             self._write: ScalarFunction = partial(_add_scalars, add_scalar)

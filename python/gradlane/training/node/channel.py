@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from gradlane.errors import RefusedError
 from gradlane.formats.longer_waits import CLOSE, PROGRESS, SILENCE
 from gradlane.training.core import CoreChannel, CoreModule, CoreRow, MembershipRow, SquareSum
 from gradlane.training.node.blocks import ABSENT, GatheredBlocks
@@ -206,7 +207,7 @@ class NodeChannel:
         (part,) = self._parts_of_tensor[tensor]
         nbytes = 0 if memory is None else memory[1]
         if not part.has_blocks or nbytes > part.nbytes:
-            raise ValueError(
+            raise RefusedError(
                 f"a block of {nbytes} bytes for tensor {self._names[tensor]!r}, whose blocks are "
                 f"at most {part.nbytes if part.has_blocks else 0} bytes"
             )

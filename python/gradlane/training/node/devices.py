@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradlane.errors import RefusedError
 from gradlane.formats.untrusted import escaped
 from gradlane.training.node.layout import NodeLayout
 from gradlane.training.node.rules import AUTO, HOST
@@ -75,7 +76,7 @@ def agree_on_sum_backend(
             else SumBackend(_backend(reports), "all gradients are on devices")
         )
     if obstacle:
-        raise ValueError(f'local_sums={options.local.where!r}: {obstacle}; use local_sums="host"')
+        raise RefusedError(f'local_sums={options.local.where!r}: {obstacle}; use local_sums="host"')
     return SumBackend(_backend(reports), "asked for")
 
 

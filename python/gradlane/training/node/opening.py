@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gradlane.errors import RefusedError
 from gradlane.training.core import CoreChannel, CoreModule
 from gradlane.training.node.blocks import room_offsets
 from gradlane.training.node.channel import NodeChannel
@@ -63,7 +64,7 @@ def open_node_channel(
     """
     features = {Feature.GOING_ON: "going_on"} if options.going_on.on else {}
     if found := nodes_conflict(rows, layout, features):
-        raise ValueError(found.told('use local="off"'))
+        raise RefusedError(found.told('use local="off"'))
     sum_backend = agree_on_sum_backend(options, scope, layout, gradients)
     parts = cut_into_parts(rows, layout.leaders)
     rooms, memory_bytes = room_offsets(parts, layout)

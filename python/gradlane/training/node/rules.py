@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gradlane.errors import RefusedError
 from gradlane.training.options.compatibility import Conflict, Feature, conflict
 from gradlane.training.options.options import Options
 
@@ -27,10 +28,10 @@ def with_local(options: Options) -> Options:
         return options
     if options.local.where == COLLECTIVE:
         words = options.features[Feature.COLLECTIVE]
-        raise ValueError(f"{words} with {found.why}; {Feature.COLLECTIVE.without}")
+        raise RefusedError(f"{words} with {found.why}; {Feature.COLLECTIVE.without}")
     if options.local.mode == AUTO:
         return replace(options, local=replace(options.local, mode=OFF))
-    raise ValueError(found.text)
+    raise RefusedError(found.text)
 
 
 def nodes_refusal(options: Options) -> str:

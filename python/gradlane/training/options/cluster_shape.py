@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
+from gradlane.errors import RefusedError
 from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.options.option_fields import option, read_int
 from gradlane.training.options.server_places import parse_servers
@@ -32,11 +33,11 @@ class ClusterShape:
             ValueError: there cannot; the message names what is out of its range.
         """
         if self.servers is not None and not 1 <= self.servers <= self.workers:
-            raise ValueError(f"servers is {self.servers}; use 1 to {self.workers}, the ranks")
+            raise RefusedError(f"servers is {self.servers}; use 1 to {self.workers}, the ranks")
         if unfilled := self.unfilled:
-            raise ValueError(unfilled)
+            raise RefusedError(unfilled)
         if why := refusal(self.shape_features):
-            raise ValueError(why)
+            raise RefusedError(why)
 
     @property
     def shape_features(self) -> dict[Feature, str]:

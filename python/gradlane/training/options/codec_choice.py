@@ -19,6 +19,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
+from gradlane.errors import RefusedError
 from gradlane.training.core import load_codecs
 from gradlane.training.options.codec_options import (
     LOSSLESS,
@@ -127,12 +128,12 @@ def codec_rules(codec: CodecArgument) -> CodecRules:
         entries = [entry.partition("=") for entry in text.split(";") if entry.strip()]
         bad = next((name for name, equals, _ in entries if not equals or not name.strip()), None)
         if bad is not None:
-            raise ValueError(
+            raise RefusedError(
                 f"codec {codec!r}: {bad!r} is no pattern with a codec; write name=codec;name=codec"
             )
         codec = {name.strip(): value.strip() for name, _, value in entries}
     if not isinstance(codec, Mapping):
-        raise ValueError(
+        raise RefusedError(
             f"codec is {codec!r}; give a text such as 'qsgd:bits=4', an object such as "
             "gradlane.codecs.Qsgd(bits=4), or a dictionary of patterns and such codecs"
         )
@@ -140,11 +141,13 @@ def codec_rules(codec: CodecArgument) -> CodecRules:
     for pattern, value in codec.items():
         text = codec_text(value)
         if not isinstance(pattern, str) or not isinstance(text, str):
-            raise ValueError(
+            raise RefusedError(
                 f"codec {pattern!r}: {value!r}: patterns are texts, and codecs texts or objects"
             )
         if any(sign in pattern for sign in ";=:"):
-            raise ValueError(f"codec pattern {pattern!r} has one of ; = : in it: use * or ? there")
+            raise RefusedError(
+                f"codec pattern {pattern!r} has one of ; = : in it: use * or ? there"
+            )
         text = _not_empty(text.strip(), f"the codec of {pattern!r}")
         rules.append((pattern, RAW if text in LOSSLESS else text))
     if all(text == RAW for _, text in rules):
@@ -161,7 +164,7 @@ def rules_text(rules: CodecRules) -> str:
 
 def _not_empty(text: str, what: str) -> str:
     if not text:
-        raise ValueError(f"{what} is empty; write one such as 'qsgd:bits=4', or 'raw' for none")
+        raise RefusedError(f"{what} is empty; write one such as 'qsgd:bits=4', or 'raw' for none")
     return text
 
 
@@ -182,7 +185,7 @@ def check_codecs(rules: CodecRules) -> None:
     limits = {text: local_clip(text) for text in _codecs_of(rules)}
     clipped = {text: limit for text, limit in limits.items() if limit}
     if len(set(clipped.values())) > 1:
-        raise ValueError(
+        raise RefusedError(
             f"codecs {' and '.join(map(repr, clipped))} clip to different norms, and the norm is "
             "that of all gradients of a rank: give all the same clip"
         )

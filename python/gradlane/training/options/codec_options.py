@@ -11,6 +11,7 @@ import functools
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+from gradlane.errors import RefusedError
 from gradlane.training.core import load_codecs
 from gradlane.training.options.option_fields import (
     OptionGroup,
@@ -72,7 +73,7 @@ def _check_bucket(codec: _Bucketed | Qsgd | TopK) -> None:
         return
     if not isinstance(bucket, int) or bucket % 32 or not 32 <= bucket <= 1 << 20:
         names = "'column', 'tensor' or " if has_names else ""
-        raise ValueError(
+        raise RefusedError(
             f"{type(codec).__name__}.bucket is {bucket!r}; it must be {names}a multiple of 32 from "
             "32 to 1048576"
         )
@@ -158,17 +159,17 @@ class Qsgd(CodecOptions):
             _check_bucket(self)
         levels = self.levels_in_force
         if levels != "sign" and self.ring == "integer":
-            raise ValueError(
+            raise RefusedError(
                 f"Qsgd.levels is {levels!r} with ring='integer', where a rank without a gradient "
                 "adds zeros and all ranks have the same levels: use levels='sign'"
             )
         if levels == "sign" and self.bits == 1:
-            raise ValueError(
+            raise RefusedError(
                 "Qsgd.levels is 'sign' with bits=1, where a sign leaves no bit for a magnitude: "
                 "use levels='uniform'"
             )
         if levels == "optimal" and self.bits not in _OPTIMAL_BITS:
-            raise ValueError(
+            raise RefusedError(
                 f"Qsgd.levels is 'optimal' with bits={self.bits}: use bits=2 or bits=4, or levels="
                 "'uniform'"
             )
@@ -304,7 +305,7 @@ class TopK(_Sparse):
         if self.bucket is not None:
             _check_bucket(self)
         if self.decay < 1 and not self.residual:
-            raise ValueError(
+            raise RefusedError(
                 f"TopK.decay is {self.decay} with residual=False, where nothing is kept: leave "
                 "decay out, or use residual=True"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from gradlane.errors import RefusedError
 from gradlane.formats.untrusted import escaped
 
 LOOPBACK = "127.0.0.1"
@@ -22,7 +23,7 @@ def parse_address(text: str, name: str) -> tuple[str, int]:
     """
     match = _ADDRESS.fullmatch(text)
     if match is None or int(match["port"]) > 65535:
-        raise ValueError(
+        raise RefusedError(
             f"{name} is {escaped(text)}; it must be PORT (for callers on this machine), HOST:PORT "
             "or [IPv6]:PORT; 0.0.0.0:PORT and [::]:PORT are all addresses of this machine"
         )

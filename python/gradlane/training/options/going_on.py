@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from gradlane.errors import RefusedError
 from gradlane.training.options.option_fields import OptionGroup, option
 
 STATUS_LANES_LEAST = 4
@@ -79,13 +80,13 @@ def check_going_on_world(going_on: GoingOn, slice_elems: int | None, world_size:
     if not going_on.on:
         return
     if going_on.min_ranks > world_size:
-        raise ValueError(
+        raise RefusedError(
             f"min_ranks is {going_on.min_ranks}, but there are {world_size} ranks: give "
             f"{world_size} or fewer"
         )
     least = STATUS_LANES * world_size
     if slice_elems is not None and slice_elems < least:
-        raise ValueError(
+        raise RefusedError(
             f"going_on with slice_elems={slice_elems} and {world_size} ranks: one slice has to "
             f"hold all ranks' statuses of a step, so it must be {least} or more"
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from gradlane.errors import RefusedError
 from gradlane.training.options.option_fields import OptionGroup, option, option_rules
 
 NAME = "local"
@@ -77,12 +78,12 @@ class Local(OptionGroup):
         """
         super().__post_init__()
         if self.fragments > self.steps:
-            raise ValueError(
+            raise RefusedError(
                 f"fragments is {self.fragments} with steps={self.steps}: each fragment has a step "
                 "of its own for its exchange; give as many steps as fragments, or more"
             )
         if self.overlap_steps > self.steps // self.fragments:
-            raise ValueError(
+            raise RefusedError(
                 f"overlap_steps is {self.overlap_steps} with steps={self.steps} and "
                 f"fragments={self.fragments}: an exchange ends before the next fragment's begins; "
                 f"give {self.steps // self.fragments} or fewer"
@@ -90,7 +91,7 @@ class Local(OptionGroup):
         kind = type(self)
         momentum_is_given = self.outer_momentum != kind.outer_momentum
         if self.outer == AVERAGE and (self.outer_lr != kind.outer_lr or momentum_is_given):
-            raise ValueError(
+            raise RefusedError(
                 f"outer is {AVERAGE!r}, which has neither a learning rate nor momentum: leave "
                 f"outer_lr and outer_momentum out, or use outer={SGD!r}"
             )
@@ -114,15 +115,15 @@ def parse_local(text: str) -> Local:
     """
     name, _, options = text.strip().partition(":")
     if name != NAME:
-        raise ValueError(f"{text!r} is not {NAME!r}, or {NAME!r} with options after a colon")
+        raise RefusedError(f"{text!r} is not {NAME!r}, or {NAME!r} with options after a colon")
     rules = option_rules(Local)
     values = {}
     for part in filter(None, map(str.strip, options.split(","))):
         key, _, value = map(str.strip, part.partition("="))
         if key not in rules:
-            raise ValueError(f"{text!r}: {key!r} is no option; there are: {', '.join(rules)}")
+            raise RefusedError(f"{text!r}: {key!r} is no option; there are: {', '.join(rules)}")
         try:
             values[key] = rules[key].read(value)
         except ValueError as error:
-            raise ValueError(f"{text!r}: {key}={value}: {error}") from None
+            raise RefusedError(f"{text!r}: {key}={value}: {error}") from None
     return Local(**values)

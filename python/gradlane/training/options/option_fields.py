@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
+from gradlane.errors import RefusedError
+
 REQUIRED: Any = MISSING
 """In place of the default of an option that has to be given."""
 _RULES = "option"
@@ -178,15 +180,15 @@ def check_options(options: Any, named: Callable[[str], str] = str) -> None:
         if value is None or isinstance(value, OptionGroup):
             continue
         if rules.known and value not in rules.known:
-            raise ValueError(
+            raise RefusedError(
                 f"unknown {name} {value!r}; known are {', '.join(map(str, rules.known))}"
             )
         if rules.limits and not rules.allows(value):
-            raise ValueError(f"{name} is {value}; it must be {rules.limits}")
+            raise RefusedError(f"{name} is {value}; it must be {rules.limits}")
         most = _LONGEST_S if rules.unit == "s" else sys.float_info.max
         if isinstance(value, (int, float)) and value > most:
             limit = f"at most {most:g} s" if rules.unit == "s" else "finite"
-            raise ValueError(f"{name} is {value}; it must be {limit}")
+            raise RefusedError(f"{name} is {value}; it must be {limit}")
 
 
 def agreed_options(options: Any) -> dict[str, Any]:
@@ -259,7 +261,7 @@ def with_environment(group: GroupType, environment: Mapping[str, str]) -> GroupT
         if field_name in group._given or not rules.in_environment or text is None:
             continue
         if not text and rules.refuses_empty:
-            raise ValueError(f"{rules.variable} is empty; give it a value, or unset it")
+            raise RefusedError(f"{rules.variable} is empty; give it a value, or unset it")
         if text or is_flag:
             try:
                 value = rules.read(text)
@@ -267,8 +269,8 @@ def with_environment(group: GroupType, environment: Mapping[str, str]) -> GroupT
             except ValueError as error:
                 reason = str(error)
                 if reason.startswith(f"{rules.name} is "):
-                    raise ValueError(rules.variable + reason.removeprefix(rules.name)) from None
-                raise ValueError(f"{rules.variable} is {text!r}; {reason}") from None
+                    raise RefusedError(rules.variable + reason.removeprefix(rules.name)) from None
+                raise RefusedError(f"{rules.variable} is {text!r}; {reason}") from None
     return group
 
 
@@ -287,7 +289,7 @@ def read_flag(text: str) -> bool:
     """
     if text.lower() in (*_YES, *_NO):
         return text.lower() in _YES
-    raise ValueError("it must be 1 or 0")
+    raise RefusedError("it must be 1 or 0")
 
 
 def read_int(text: str) -> int:
@@ -295,7 +297,7 @@ def read_int(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError("it must be a whole number") from None
+        raise RefusedError("it must be a whole number") from None
 
 
 def read_float(text: str) -> float:
@@ -303,7 +305,7 @@ def read_float(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ValueError("it must be a number") from None
+        raise RefusedError("it must be a number") from None
 
 
 def read_ports(text: str) -> tuple[int, int]:
@@ -314,7 +316,7 @@ def read_ports(text: str) -> tuple[int, int]:
     """
     low, _, high = text.partition("-")
     if not (low.isdecimal() and (high or low).isdecimal()):
-        raise ValueError(f"ports is {text!r}; use one, or the lowest and the highest: 4000-4010")
+        raise RefusedError(f"ports is {text!r}; use one, or the lowest and the highest: 4000-4010")
     return int(low), int(high or low)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradlane.errors import RefusedError
 from gradlane.formats.untrusted import escaped
 from gradlane.training.options.endpoint import parse_address
 from gradlane.training.options.option_fields import (
@@ -68,7 +69,7 @@ class Rendezvous(OptionGroup):
         """
         super().__post_init__()
         if isinstance(self.store, str) and self.store_address is None:
-            raise ValueError(
+            raise RefusedError(
                 f"store is {escaped(self.store)}; it must be HOST:PORT or [IPv6]:PORT of a store "
                 "that runs (`gradlane store`), or its PORT on this machine"
             )
@@ -187,7 +188,7 @@ class Network(OptionGroup):
         if self.ports is not None:
             low, high = self.ports
             if not 1 <= low <= high <= 65535:
-                raise ValueError(f"ports is {self.ports}; it must be (low, high) in 1 to 65535")
+                raise RefusedError(f"ports is {self.ports}; it must be (low, high) in 1 to 65535")
 
     def thread_counts(self, processors: int, port_rate_bps: float | None = None) -> tuple[int, int]:
         """Return `work_threads` and `lanes` of a rank.
@@ -211,7 +212,7 @@ class Network(OptionGroup):
                 can be read by others.
         """
         if self.secret is not None and self.secret_file is not None:
-            raise ValueError(
+            raise RefusedError(
                 f"there are two secrets: secret (or GRADLANE_SECRET), and secret_file (or "
                 f"GRADLANE_SECRET_FILE) {self.secret_file}; give one of them"
             )
@@ -314,10 +315,10 @@ class Monitoring(OptionGroup):
             if isinstance(address, str):
                 parse_address(address, name)
             elif address is not None and not 0 <= address <= 65535:
-                raise ValueError(f"{name} is {address}; it must be 0 to 65535")
+                raise RefusedError(f"{name} is {address}; it must be 0 to 65535")
         _as_path(self, "trace")
         if self.trace is not None and not Path(self.trace).absolute().parent.is_dir():
-            raise ValueError(f"trace is {self.trace}, whose folder does not exist")
+            raise RefusedError(f"trace is {self.trace}, whose folder does not exist")
 
 
 def _as_path(group: Any, name: str) -> None:

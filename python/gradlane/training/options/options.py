@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType, NoneType
 from typing import Any
 
+from gradlane.errors import RefusedError
 from gradlane.training.options.codec_choice import (
     CodecRules,
     codec_features,
@@ -145,13 +146,13 @@ class Options:
         others.pop(Feature.SERVING, None)
         why = refusal(others)
         if why:
-            raise ValueError(why)
+            raise RefusedError(why)
         without_a_folder = self.checkpoints.options_without_a_folder()
         if without_a_folder:
-            raise ValueError(without_a_folder)
+            raise RefusedError(without_a_folder)
         unused = unused_codec_option(self.codec, encodes_means=self.update != "server")
         if unused:
-            raise ValueError(unused)
+            raise RefusedError(unused)
 
     @functools.cached_property
     def features(self) -> dict[Feature, str]:
@@ -208,21 +209,21 @@ class Options:
             ValueError: an option does not go with it.
         """
         if self.servers is not None and self.servers > world_size:
-            raise ValueError(
+            raise RefusedError(
                 f"servers is {self.servers}, but there are {world_size} ranks: give fewer"
             )
         if self.workers is not None and self.workers > world_size:
-            raise ValueError(
+            raise RefusedError(
                 f"workers is {self.workers}, but there are {world_size} ranks: give fewer"
             )
         if self.workers is not None and self.workers != world_size:
             words = f"workers={self.workers} of {world_size} ranks, so that the others only serve,"
             why = refusal({Feature.SERVING: words}, self.features)
             if why:
-                raise ValueError(why)
+                raise RefusedError(why)
         rule = self.stragglers.parsed
         if rule is not None and rule.backup >= world_size > 1:
-            raise ValueError(
+            raise RefusedError(
                 f"stragglers is {self.stragglers.rule!r} with {world_size} ranks: at least one "
                 "has to contribute to each step"
             )

@@ -27,25 +27,12 @@ session = gradlane.init(
 )
 ```
 
-## Which options first
-
-| where | give |
-| --- | --- |
-| you try it out | nothing: results are DDP's, to rounding ([how to check](first-evening.md#4-the-same-learning)) |
-| results look wrong | `session.prepare(model, optimizer, defer=False)` |
-| a machine has several networks, or a firewall | `network=gradlane.Network(interface="ens5f0", ports=(20000, 20100))` |
-| others share the network | `network=gradlane.Network(secret_file="job.key")` ([security](security.md)) |
-| a rank may be busy for over half an hour, as with an evaluation | `network=gradlane.Network(progress_timeout_s=7200)` ([runs of weeks](long-runs.md)) |
-| a restart is to lose little | `checkpoints=gradlane.Checkpoints("/shared/run1", every=500)` ([checkpoints](checkpoints.md)) |
-| machines come and go | `going_on=True` ([going on](going-on.md)) |
-| the network is the limit, and the bits of the results may not change | `session.prepare(model, optimizer, plan="auto")` ([planning](planning.md)) |
-| … and they may | `codec="qsgd:bits=8"` ([low precision](low-precision.md)), then `update=gradlane.Local(steps=32)` ([local updates](local-updates.md)) |
-
+{first}
 ## How to give them
 
 A text stands for the first option of `Strategy`, `LocalSums` and `Stragglers`: `strategy="ring"`;
-`True` and `False` for the first of `GoingOn`. A codec is an object of `gradlane.codecs`, or a text with
-the same options: `codec="qsgd:bits=8"`.
+`True` and `False` for the first of `GoingOn`. A codec is an object of `gradlane.codecs`, or a text
+with the same options: `codec="qsgd:bits=8"`.
 A value out of its range is refused by name. *All ranks* marks options that must be the same on
 every rank; a session in which they differ is refused on all of them.
 
@@ -56,6 +43,25 @@ with `GRADLANE_` and is unknown.
 
 `python -m gradlane.training.options.reference` writes this page.
 """
+_FIRST = {
+    "you try it out": "nothing: results are DDP's, to rounding "
+    "([how to check](first-evening.md#4-the-same-learning))",
+    "results look wrong": "`session.prepare(model, optimizer, defer=False)`",
+    "a machine has several networks, or a firewall": "`network=gradlane.Network("
+    'interface="ens5f0", ports=(20000, 20100))`',
+    "others share the network": '`network=gradlane.Network(secret_file="job.key")` '
+    "([security](security.md))",
+    "a rank may be busy for over half an hour, as with an evaluation": "`network=gradlane.Network("
+    "progress_timeout_s=7200)` ([runs of weeks](long-runs.md))",
+    "a restart is to lose little": '`checkpoints=gradlane.Checkpoints("/shared/run1", every=500)` '
+    "([checkpoints](checkpoints.md))",
+    "machines come and go": "`going_on=True` ([going on](going-on.md))",
+    "the network is the limit, and results must keep their bits": "`session.prepare(model, "
+    'optimizer, plan="auto")` ([planning](planning.md))',
+    "… and they need not": '`codec="qsgd:bits=8"` ([low precision](low-precision.md)), then '
+    "`update=gradlane.Local(steps=32)` ([local updates](local-updates.md))",
+}
+"""Options that a user needs first, by where they are needed."""
 FURTHER_VARIABLES = {
     "GRADLANE_SIMD": "Instruction set of the kernels; the best of the machine if absent.",
 }
@@ -64,7 +70,9 @@ FURTHER_VARIABLES = {
 
 def options_page() -> str:
     """Return the page."""
-    parts = [_HEAD, "\n## `gradlane.init`\n\n", _table(Options)]
+    rows = "".join(f"| {where} | {given} |\n" for where, given in _FIRST.items())
+    first = f"## Which options first\n\n| where | give |\n| --- | --- |\n{rows}"
+    parts = [_HEAD.replace("{first}", first), "\n## `gradlane.init`\n\n", _table(Options)]
     for kind in GROUPS.values():
         words = (kind.__doc__ or "").strip()
         parts.append(f"\n## `gradlane.{kind.__name__}`\n\n{words}\n\n{_table(kind)}")

@@ -8,6 +8,8 @@ import stat
 import string
 from pathlib import Path
 
+from gradlane.errors import RefusedError
+
 SECRET_BITS_MIN = 128
 """Fewest bits of a secret."""
 DRAWN_BITS = 256
@@ -43,9 +45,9 @@ def check_secret(secret: str, source: str) -> str:
         ValueError: it is empty or short; the message does not repeat it.
     """
     if not secret:
-        raise ValueError(f"{source} is empty; {_REMEDY}, or leave it out")
+        raise RefusedError(f"{source} is empty; {_REMEDY}, or leave it out")
     if secret_bits(secret) < SECRET_BITS_MIN:
-        raise ValueError(
+        raise RefusedError(
             f"{source} has {secret_bits(secret)} bits, and a secret has at least {SECRET_BITS_MIN}:"
             f" 32 hexadecimal digits (4 bits each), or 22 characters of another text (6 bits "
             f"each); {_REMEDY}"
@@ -73,26 +75,26 @@ def read_secret_file(path: Path, name: str = "secret_file") -> str:
             mode = found.st_mode
             content = file.read(_FILE_BYTES_MAX + 1) if stat.S_ISREG(mode) else b""
     except OSError as error:
-        raise ValueError(f"{shown}, which cannot be read: {error.strerror}; {_REMEDY}") from error
+        raise RefusedError(f"{shown}, which cannot be read: {error.strerror}; {_REMEDY}") from error
     if not stat.S_ISREG(mode):
-        raise ValueError(f"{shown}, which is no regular file; {_REMEDY}")
+        raise RefusedError(f"{shown}, which is no regular file; {_REMEDY}")
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ValueError(
+        raise RefusedError(
             f"{shown}, which others than its owner may read or write (mode "
             f"{stat.S_IMODE(mode):04o}): chmod 600 {path}"
         )
     if found.st_uid not in (0, os.geteuid()):
         # Its owner could read it, and put another one there.
-        raise ValueError(
+        raise RefusedError(
             f"{shown}, which belongs to user {found.st_uid}, and this process runs as user "
             f"{os.geteuid()}: give it a file of its own user or of root"
         )
     if len(content) > _FILE_BYTES_MAX:
-        raise ValueError(f"{shown}, which has more than {_FILE_BYTES_MAX} bytes; {_REMEDY}")
+        raise RefusedError(f"{shown}, which has more than {_FILE_BYTES_MAX} bytes; {_REMEDY}")
     try:
         secret = content.decode().strip()
     except UnicodeDecodeError:
-        raise ValueError(f"{shown}, which holds no text; {_REMEDY}") from None
+        raise RefusedError(f"{shown}, which holds no text; {_REMEDY}") from None
     return check_secret(secret, f"the secret in {path}")
 
 
@@ -109,8 +111,8 @@ def write_secret_file(path: Path, secret: str) -> None:
             os.fchmod(descriptor, 0o600)
             file.write(f"{secret}\n")
     except FileExistsError:
-        raise ValueError(
+        raise RefusedError(
             f"{path} exists; give another path, or remove it where no job uses it any more"
         ) from None
     except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+        raise RefusedError(f"cannot write {path}: {error.strerror}") from error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from gradlane.errors import RefusedError
+
 _SEPARATE = "separate="
 
 
@@ -26,7 +28,7 @@ def parse_servers(text: str | None) -> ServerPlaces:
         return ServerPlaces()
     number = text.removeprefix(_SEPARATE)
     if not number.isdecimal() or int(number) < 1:
-        raise ValueError(
+        raise RefusedError(
             f"servers is {text!r}; use a number of ranks, 1 or more, such as 3, or separate=3 for "
             "ranks that only serve"
         )

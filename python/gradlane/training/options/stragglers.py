@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from gradlane.errors import RefusedError
 from gradlane.training.options.option_fields import OptionGroup, option
 
 WAIT = "wait"
@@ -62,7 +63,7 @@ def parse_stragglers(text: str) -> StragglerRule | None:
             return StragglerRule(backup=int(number))
     except ValueError:
         pass
-    raise ValueError(
+    raise RefusedError(
         f"stragglers is {text!r}; it is 'wait', 'drop' (later than ranks usually differ by), "
         "'drop=1.5' (times as long as recent steps, 1.01 to 100) or 'backup=1' (ranks that no "
         "step waits for, 1 or more)"
@@ -105,9 +106,11 @@ class Stragglers(OptionGroup):
         """
         super().__post_init__()
         if self.parsed is None and self.late != LATE[0]:
-            raise ValueError(f'late is {self.late!r} with stragglers="wait": nobody is late there')
+            raise RefusedError(
+                f'late is {self.late!r} with stragglers="wait": nobody is late there'
+            )
         if self.parsed is None and self.ahead_steps != AHEAD_STEPS:
-            raise ValueError(
+            raise RefusedError(
                 f'ahead_steps is {self.ahead_steps} with stragglers="wait": nobody is ahead there'
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gradlane.errors import RefusedError
 from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.options.option_fields import OptionGroup, option, read_int
 from gradlane.training.options.stragglers import WAIT
@@ -94,10 +95,10 @@ def strategy_of(strategy: str, scheme: str | None) -> str:
         return RING
     if strategy == RING:
         ring = {Feature.RING: f'strategy="{strategy}"'}
-        raise ValueError(refusal({Feature.PS_SCHEME: f'scheme="{scheme}"'}, ring))
+        raise RefusedError(refusal({Feature.PS_SCHEME: f'scheme="{scheme}"'}, ring))
     others = strategy_features(strategy, UPDATES[0])
     why = refusal({Feature.RING: f'scheme="{scheme}"'}, others)
-    raise ValueError(
+    raise RefusedError(
         why or f"scheme is 'ring', but strategy is {strategy!r}: use strategy {STRATEGIES[0]!r}"
     )
 
@@ -155,7 +156,7 @@ def ring_refusal(strategy: str, update: str) -> str:
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ValueError(f"unknown {name} {value!r}; known are {', '.join(known)}")
+        raise RefusedError(f"unknown {name} {value!r}; known are {', '.join(known)}")
 
 
 @dataclass(frozen=True, repr=False)

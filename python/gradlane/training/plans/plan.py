@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gradlane.errors import RefusedError
 from gradlane.formats.atomic_io import atomic_write_text
 from gradlane.formats.untrusted import EscapedError
 from gradlane.training.options.codec_choice import check_codecs, codec_rules
@@ -135,13 +136,13 @@ class Plan:
         for name, numel in planned.items():
             if sizes.get(name) != numel:
                 has = f"{sizes[name]} there" if name in sizes else "no such trained parameter there"
-                raise ValueError(
+                raise RefusedError(
                     f"{where} is for another model ({self.model}): it has {name!r} with {numel} "
                     f"elements, and there is {has}; make a plan from a profile of this model"
                 )
         extra = next((name for name in sizes if name not in planned), None)
         if extra is not None:
-            raise ValueError(
+            raise RefusedError(
                 f"{where} is for another model ({self.model}): it has no tensor {extra!r}; make a "
                 "plan from a profile of this model"
             )

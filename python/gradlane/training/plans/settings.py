@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from gradlane.errors import RefusedError
 from gradlane.formats.rates import format_rate, parse_rate
 from gradlane.training.node.rules import AUTO, LEADER, OFF, with_local
 from gradlane.training.options.cluster_shape import ClusterShape
@@ -57,7 +58,7 @@ class Settings:
         """
         self.applied_to(Options())
         if not 64 <= self.frame_bytes <= _FRAME_BYTES_MOST:
-            raise ValueError(f"frame_bytes is {self.frame_bytes}; use 64 to {_FRAME_BYTES_MOST}")
+            raise RefusedError(f"frame_bytes is {self.frame_bytes}; use 64 to {_FRAME_BYTES_MOST}")
         if self.slice_elems == self._own_slice_elems:
             object.__setattr__(self, "slice_elems", None)
 
@@ -143,16 +144,16 @@ class ClusterFacts(ClusterShape):
             ValueError: one is out of its range; the message names it.
         """
         if not 1 <= self.workers <= _WORKERS_MOST:
-            raise ValueError(f"workers is {self.workers}; use 1 to {_WORKERS_MOST:,}")
+            raise RefusedError(f"workers is {self.workers}; use 1 to {_WORKERS_MOST:,}")
         if not 1e3 <= self.rate_bps <= 1e15:
-            raise ValueError(f"rate_bps is {self.rate_bps}; use 1e3 to 1e15 bits a second")
+            raise RefusedError(f"rate_bps is {self.rate_bps}; use 1e3 to 1e15 bits a second")
         if not 0.0 <= self.latency_s <= 10.0:
-            raise ValueError(f"latency_s is {self.latency_s}; use 0 to 10 seconds")
+            raise RefusedError(f"latency_s is {self.latency_s}; use 0 to 10 seconds")
         self.check_shape()
         if why := self.servers_refusal:
-            raise ValueError(why)
+            raise RefusedError(why)
         if self.update not in UPDATES:
-            raise ValueError(f"unknown update {self.update!r}; known are {', '.join(UPDATES)}")
+            raise RefusedError(f"unknown update {self.update!r}; known are {', '.join(UPDATES)}")
         parse_stragglers(self.stragglers)
         features = strategy_features(Settings.strategy, self.update, stragglers=self.stragglers)
         features |= self.shape_features
@@ -160,7 +161,7 @@ class ClusterFacts(ClusterShape):
             features[Feature.CLIP] = "gradients that are clipped"
         why = refusal(features)
         if why:
-            raise ValueError(why)
+            raise RefusedError(why)
 
     @property
     def leaves_out(self) -> bool:

@@ -12,6 +12,8 @@ import socket
 import struct
 from pathlib import Path
 
+from gradlane.errors import RefusedError
+
 _SIOCGIFADDR = 0x8915
 UNROUTED = ("192.0.2.1", 9)
 """An address reserved for documentation: looking up its route sends nothing."""
@@ -73,10 +75,10 @@ def interface_address(interface: str) -> str:
     """
     names = [name for _, name in socket.if_nameindex()]
     if interface not in names:
-        raise ValueError(f"no network interface {interface!r}; this machine has {sorted(names)}")
+        raise RefusedError(f"no network interface {interface!r}; this machine has {sorted(names)}")
     address = _ipv4_address(interface) or _ipv6_address(interface)
     if address is None:
-        raise ValueError(f"network interface {interface!r} has no address")
+        raise RefusedError(f"network interface {interface!r} has no address")
     return address
 
 

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from gradlane.errors import RefusedError
 from gradlane.training.options.option_fields import variables_of
 from gradlane.training.options.option_groups import ENVIRONMENT_GROUPS
 
@@ -133,14 +134,14 @@ def find_rank_info(
         ValueError: only one of rank and world size is known, or they contradict each other.
     """
     if (rank is None) != (world_size is None):
-        raise ValueError(
+        raise RefusedError(
             f"rank={rank} and world_size={world_size}: give both, or neither and start the "
             "program with torchrun, srun or mpirun"
         )
     if rank is None or world_size is None:
         rank, world_size = _rank_from_launcher(environment)
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is not in a world of {world_size} ranks (0 is the first)")
+        raise RefusedError(f"rank {rank} is not in a world of {world_size} ranks (0 is the first)")
     if job is None:
         job = _job_name(environment)
     restart = _integer(environment, "TORCHELASTIC_RESTART_COUNT", default=0)
@@ -213,7 +214,7 @@ def find_store_address(environment: Mapping[str, str]) -> tuple[str, int]:
     if not host and _is_on_one_node(environment):
         host = "127.0.0.1"
     if not host:
-        raise ValueError(
+        raise RefusedError(
             "no rendezvous store: give store=, initialize torch.distributed first, or set "
             "MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port there: torchrun "
             "does; with Open MPI `mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ...`, with "
@@ -226,7 +227,9 @@ def find_store_address(environment: Mapping[str, str]) -> tuple[str, int]:
         default += (int(environment["SLURM_JOB_ID"]) + 97 * int(step or 0)) % 10_000
     port = _integer(environment, "MASTER_PORT", default=default)
     if not 0 < port < 1 << 16:
-        raise ValueError(f"environment variable MASTER_PORT={port} is no port, which is 1 to 65535")
+        raise RefusedError(
+            f"environment variable MASTER_PORT={port} is no port, which is 1 to 65535"
+        )
     return host, port
 
 
@@ -234,7 +237,7 @@ def first_slurm_node(node_list: str) -> str:
     """Return the first host of a Slurm list such as `gpu[03-05,9],login1`: here `gpu03`."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", node_list.strip())
     if match is None:
-        raise ValueError(f"the Slurm node list {node_list!r} names no node")
+        raise RefusedError(f"the Slurm node list {node_list!r} names no node")
     return match.group(1) + (match.group(2) or "") + (match.group(3) or "")
 
 
@@ -245,7 +248,7 @@ def _rank_from_launcher(environment: Mapping[str, str]) -> tuple[int, int]:
                 _check_started_by_srun(environment, world_name)
             return _integer(environment, rank_name), _integer(environment, world_name)
     if environment.get("WORLD_SIZE", "1") != "1" or environment.get("RANK"):
-        raise ValueError(
+        raise RefusedError(
             f"RANK={environment.get('RANK')} and WORLD_SIZE={environment.get('WORLD_SIZE')}: "
             "set both, or start the program with torchrun"
         )
@@ -258,7 +261,7 @@ def _check_started_by_srun(environment: Mapping[str, str], world_name: str) -> N
     is_step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID")
     knows_job = environment.get("SLURM_JOB_ID") and environment.get("SLURM_SUBMIT_DIR")
     if knows_job and not is_step and environment[world_name] != "1":
-        raise ValueError(
+        raise RefusedError(
             f"this is the only process of Slurm job {environment['SLURM_JOB_ID']}, which asks for "
             f"{environment[world_name]} tasks: start the program with srun (srun python ...), "
             "mpirun or torchrun, or give rank=0, world_size=1"
@@ -289,4 +292,4 @@ def _integer(environment: Mapping[str, str], name: str, default: int | None = No
     try:
         return int(text or "")
     except ValueError:
-        raise ValueError(f"environment variable {name}={text!r} is not a whole number") from None
+        raise RefusedError(f"environment variable {name}={text!r} is not a whole number") from None

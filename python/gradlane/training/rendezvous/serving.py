@@ -15,7 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradlane.errors import GradlaneError, PeerLostError, RanksDifferError, RendezvousError
+from gradlane.errors import (
+    GradlaneError,
+    PeerLostError,
+    RanksDifferError,
+    RefusedError,
+    RendezvousError,
+)
 from gradlane.formats.longer_waits import PROGRESS
 from gradlane.formats.version import __version__
 from gradlane.training.core import Channel, CoreModule, Listener, translate_error
@@ -111,7 +117,7 @@ def check_codecs_served(choices: Sequence[CodecChoice], rank_info: RankInfo) -> 
     """
     for choice in choices if rank_info.serving else ():
         if choice.facts is not None and choice.facts.residual_width > 0:
-            raise ValueError(
+            raise RefusedError(
                 f"codec {choice.codec!r} of {choice.tensor!r} while {rank_info.serving} ranks only "
                 "serve: residuals of means stay on each slice's owner, where checkpoints do not "
                 "reach them; use a codec without error feedback, such as qsgd:bits=8, or servers= "

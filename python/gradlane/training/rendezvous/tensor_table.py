@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gradlane.errors import RefusedError
 from gradlane.training.options.codec_choice import CodedTensor
 from gradlane.training.torch_internals import is_wrapper_subclass
 
@@ -110,13 +111,13 @@ def build_table(model: nn.Module) -> list[TensorEntry]:
             continue
         if parameter.requires_grad:
             if is_expanded(parameter):
-                raise ValueError(
+                raise RefusedError(
                     f"parameter {name!r} is expanded (stride 0), and no optimizer can update "
                     "elements that share memory: give it memory of its own, with "
                     "nn.Parameter(value.clone())"
                 )
             if parameter.dtype not in _TRAINED_DTYPES:
-                raise ValueError(
+                raise RefusedError(
                     f"parameter {name!r} has dtype {parameter.dtype}, which cannot be averaged; "
                     f"supported are {', '.join(map(str, _TRAINED_DTYPES))}"
                 )
@@ -128,7 +129,7 @@ def build_table(model: nn.Module) -> list[TensorEntry]:
         if buffer.numel() > 0:
             initial.append(_entry(name, buffer, trained=False))
     if not trained:
-        raise ValueError(
+        raise RefusedError(
             "the model has no trained parameter (requires_grad=True), so that there is nothing to "
             "average: train one, or do without prepare()"
         )
@@ -234,28 +235,28 @@ def _row_major(shape: torch.Size) -> tuple[int, ...]:
 
 def _check_storage(name: str, tensor: Tensor) -> None:
     if is_lazy(tensor):
-        raise ValueError(
+        raise RefusedError(
             f"parameter {name!r} has no shape yet: run one forward through the lazy modules "
             "before prepare()"
         )
     if is_wrapper_subclass(tensor):
-        raise ValueError(
+        raise RefusedError(
             f"tensor {name!r} is a {type(tensor).__name__}, which gradlane cannot send; "
             "plain dense tensors are supported"
         )
     if tensor.is_nested or tensor.layout is not torch.strided:
         what = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
-        raise ValueError(f"tensor {name!r} {what}; only dense ones can be sent")
+        raise RefusedError(f"tensor {name!r} {what}; only dense ones can be sent")
     if tensor.is_conj() or tensor.is_neg():
-        raise ValueError(
+        raise RefusedError(
             f"tensor {name!r} is a conjugate or negative view (torch.conj), whose memory has other "
             "values: replace it by its .resolve_conj().resolve_neg() before prepare()"
         )
     if tensor.is_inference():
-        raise ValueError(
+        raise RefusedError(
             f"tensor {name!r} was made in torch.inference_mode(), outside of which torch does not "
             "write it: replace it by its .clone(), made outside, before prepare()"
         )
     if tensor.is_quantized or tensor.device.type not in ("cpu", "cuda"):
         what = "quantized" if tensor.is_quantized else f"on device {tensor.device}"
-        raise ValueError(f"tensor {name!r} is {what}; gradlane sends CPU and CUDA tensors")
+        raise RefusedError(f"tensor {name!r} is {what}; gradlane sends CPU and CUDA tensors")

@@ -17,6 +17,8 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 
+from gradlane.errors import RefusedError
+
 Ranges = tuple[tuple[int, int], ...]
 """First position and the one after the last, of each range; in the order of their training."""
 
@@ -206,14 +208,14 @@ def ranges_of(left: object, samples: int) -> Ranges:
     try:
         found = tuple((int(start), int(stop)) for start, stop in left)  # type: ignore[attr-defined]
     except (TypeError, ValueError):
-        raise ValueError(
+        raise RefusedError(
             f"the state's samples left are {left!r}, no list of ranges: load what state_dict() "
             "returned"
         ) from None
     edge = 0
     for start, stop in sorted(found):
         if not edge <= start < stop <= samples:
-            raise ValueError(
+            raise RefusedError(
                 f"the state's samples left include {start} to {stop} of {samples}, or have some "
                 "twice: load what state_dict() returned"
             )

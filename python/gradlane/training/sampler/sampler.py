@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import Sampler
 
-from gradlane.errors import UsageError
+from gradlane.errors import RefusedError, UsageError
 from gradlane.training.sampler.agreement import AgreementRow, check_alike
 from gradlane.training.sampler.cut import Cut, Ranges, ranges_of
 from gradlane.training.sampler.membership import ElasticSession, SamplerChange
@@ -79,18 +79,18 @@ class ElasticSampler(Sampler[list[int]]):
             ValueError: the dataset is empty or has no length, or an argument is out of range.
         """
         if not isinstance(data, Sized):
-            raise ValueError(
+            raise RefusedError(
                 f"ElasticSampler of a {type(data).__name__}, which has no length: samples are "
                 "drawn by index, so give a dataset with __len__ and __getitem__"
             )
         if len(data) < 1:
-            raise ValueError(
+            raise RefusedError(
                 f"ElasticSampler of an empty {type(data).__name__}: there is nothing to draw"
             )
         if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: give samples for each rank, 1 or more")
+            raise RefusedError(f"batch_size={batch_size}: give samples for each rank, 1 or more")
         if not 0 <= seed <= _SEED_MAX:
-            raise ValueError(f"seed={seed}: give a number from 0 to 2^62 - 1")
+            raise RefusedError(f"seed={seed}: give a number from 0 to 2^62 - 1")
         self.epoch = 0
         self._samples = len(data)
         self._batch_size = batch_size
@@ -136,7 +136,7 @@ class ElasticSampler(Sampler[list[int]]):
             ValueError: the number is negative.
         """
         if epoch < 0:
-            raise ValueError(f"set_epoch({epoch}): epochs are counted from 0 on")
+            raise RefusedError(f"set_epoch({epoch}): epochs are counted from 0 on")
         if epoch != self.epoch:
             self._begin(epoch, self._whole)
 
@@ -220,20 +220,20 @@ class ElasticSampler(Sampler[list[int]]):
         if self._run is not None:
             raise UsageError("load_state_dict() inside of a track() loop: load it before")
         if state.get("version") != _STATE_VERSION:
-            raise ValueError(
+            raise RefusedError(
                 f"this is no state of an ElasticSampler (version {state.get('version')!r}, "
                 f"expected {_STATE_VERSION}): load what state_dict() returned"
             )
         for name, own in self._fixed().items():
             if state.get(name) != own:
-                raise ValueError(
+                raise RefusedError(
                     f"the state is of a sampler with {name}={state.get(name)!r}, and this one has "
                     f"{own!r}: positions in one order say nothing about another; make the sampler "
                     "as it was"
                 )
         epoch, left = state.get("epoch"), state.get("left")
         if not isinstance(epoch, int) or epoch < 0:
-            raise ValueError(f"the state's epoch is {epoch!r}: load what state_dict() returned")
+            raise RefusedError(f"the state's epoch is {epoch!r}: load what state_dict() returned")
         self._begin(epoch, self._whole if left is None else ranges_of(left, self._samples))
 
     # ---- inside

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from gradlane.errors import RefusedError
 from gradlane.training.arrays.registered import RegisteredArrays
 from gradlane.training.checkpoints import manager as checkpointing
 from gradlane.training.connection import SessionContext, listen
@@ -287,7 +288,7 @@ def init_serving(
     core = load_core()
     rank_info = _find_rank_info(options)
     if rank_info.rank == 0:
-        raise ValueError(
+        raise RefusedError(
             f"rank 0 of {rank_info.world_size} trains, and ranks that serve come after all that "
             "train: give --rank and --world-size, or set RANK and WORLD_SIZE"
         )

@@ -18,7 +18,13 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradlane.errors import GradlaneError, RanksDifferError, SessionFailedError, UsageError
+from gradlane.errors import (
+    GradlaneError,
+    RanksDifferError,
+    RefusedError,
+    SessionFailedError,
+    UsageError,
+)
 from gradlane.training.log import log
 from gradlane.training.model.broadcast_state import attributes_of
 from gradlane.training.model.channel_setup import Connected
@@ -55,6 +61,8 @@ from gradlane.training.session.world import World
 
 _GOODBYE_S = 10.0
 _TRIES_MAX = 4
+_FINAL = (RanksDifferError, RefusedError, StoreLostError, UsageError)
+"""Errors that another try would meet again."""
 """Attempts, each of which pauses the members, after which a rank stops asking to join."""
 
 
@@ -252,7 +260,7 @@ class Joins:
                 # Also where the program is interrupted: threads that receive would outlive it.
                 if request.precopy is not None:
                     request.precopy.close(f"{type(error).__name__}: {error}")
-                is_final = isinstance(error, (RanksDifferError, StoreLostError, UsageError))
+                is_final = isinstance(error, _FINAL)
                 is_ours = isinstance(error, GradlaneError) and not is_final
                 if not is_ours or tries == _TRIES_MAX or deadline.is_over():
                     raise

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from gradlane.errors import GradlaneError, UsageError
+from gradlane.errors import GradlaneError, RefusedError, UsageError
 from gradlane.formats.link_report import LinkReport
 from gradlane.training.connection import SessionContext
 from gradlane.training.local_updates.local_model import LocalModel
@@ -324,7 +324,7 @@ class PreparedModels:
             ValueError: there are no such buffers.
         """
         if buffers not in MODES:
-            raise ValueError(f"unknown buffers {buffers!r}; known are {', '.join(MODES)}")
+            raise RefusedError(f"unknown buffers {buffers!r}; known are {', '.join(MODES)}")
         before = [one.model for one in (*self.prepared, self.local) if one is not None]
         rule = isinstance(plan, str) and plan in PLAN_RULES
         asked = optimizer_features(optimizer) | parameter_features(model)
@@ -417,7 +417,7 @@ class PreparedModels:
         again = self._prepared_of(model)
         for other in self.prepared:
             if other is not again and other.shares_with(model):
-                raise ValueError(
+                raise RefusedError(
                     "this model and one that is prepared already have trained parameters in "
                     "common: prepare one module that holds both, such as nn.ModuleList"
                 )

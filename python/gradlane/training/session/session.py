@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradlane.errors import UsageError
+from gradlane.errors import RefusedError, UsageError
 from gradlane.training.checkpoints.manager import CheckpointManager
 from gradlane.training.connection import SessionContext
 from gradlane.training.local_updates.state import LOCAL
@@ -353,7 +353,7 @@ class Session:
         sharded = self._models.has_sharded if model is None else is_sharded(model)
         self._models.check_call(Feature.WEIGHT, is_sharded=sharded)
         if not (isinstance(samples, int) and 0 <= samples <= _SAMPLES_MAX):
-            raise ValueError(f"weight({samples!r}): give a number of samples, 0 to 2^46")
+            raise RefusedError(f"weight({samples!r}): give a number of samples, 0 to 2^46")
         local = self._models.local
         if local is not None and model in (None, local.model):
             local.weigh(samples)
@@ -516,12 +516,12 @@ class Session:
             prepared.check_between_steps()
         version, models = state.get("version"), state.get("models")
         if version != _STATE_VERSION or not isinstance(models, list):
-            raise ValueError(
+            raise RefusedError(
                 f"this is no state of a session (version {version!r}, expected {_STATE_VERSION}): "
                 "load what session.state_dict() returned"
             )
         if len(models) != len(self.models):
-            raise ValueError(
+            raise RefusedError(
                 f"the state is of {len(models)} models, and {len(self.models)} are "
                 "prepared: call prepare() for all of them first"
             )
@@ -530,7 +530,7 @@ class Session:
             return
         for prepared, one in zip(self._models.prepared, models, strict=True):
             if LOCAL in one:
-                raise ValueError(
+                raise RefusedError(
                     "this is the state of a session with update=gradlane.Local(...): to go on in "
                     "exact training, load the model and the optimizer alone, as they were after "
                     "session.synchronize()"

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from gradlane.errors import GradlaneError, SessionClosedError, SessionFailedError, UsageError
+from gradlane.errors import (
+    GradlaneError,
+    RefusedError,
+    SessionClosedError,
+    SessionFailedError,
+    UsageError,
+)
 from gradlane.training.connection import SessionContext, open_column, shutdown_channel
 from gradlane.training.core import Channel, translate_error
 from gradlane.training.model.several_optimizers import members_of
@@ -181,7 +187,7 @@ class ShardedModel:
         choices = choose_codecs(options.codec, [entry.coded() for entry in buffers], ranks)
         unused = unused_codec_option(options.codec, has_ring=options.strategy.name == RING)
         if unused:
-            raise ValueError(unused)
+            raise RefusedError(unused)
         return choices
 
     def _broadcast_initial(
