@@ -112,5 +112,18 @@ def test_the_ten_questions_are_two_clicks_from_the_front_page() -> None:
         assert any(place in links for links in answers), (words, answers)
 
 
+UNCLEAR = re.compile(r"\b(those of|that of|of which|so many|what there is of)\b")
+"""Words that send a reader back to find what they stand for."""
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=str
+)
+def test_pages_name_what_they_speak_of(page: Path) -> None:
+    text = _BLOCK.sub("", page.read_text())
+    found = [text[max(0, at.start() - 40) : at.end() + 20] for at in UNCLEAR.finditer(text)]
+    assert not found
+
+
 def test_the_front_page_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120

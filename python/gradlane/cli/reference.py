@@ -44,7 +44,7 @@ _LAUNCHERS = """
 
 Rank, world size and meeting place come from torchrun, Slurm or MPI: `RANK`, `WORLD_SIZE`,
 `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT` and what Slurm and MPI call them
-([launchers](coming-from-ddp.md#launchers)); so that the store outlives all ranks,
+([launchers](coming-from-ddp.md#launchers)). For a store that outlives all ranks see
 [launching](launching.md).
 """
 

@@ -191,7 +191,7 @@ the one inside is prepared, steps as gradients arrive, and the outer one waits f
 
 TAIL = """
 
-Hyper-parameters are those at the moment of `optimizer.step()`. They are copied there, tensors
+The hyper-parameters at the moment of `optimizer.step()` count. They are copied there, tensors
 (learning rates, betas) as well, so that schedulers and assignments to `param_groups` may run at
 once, before the update has happened.
 
@@ -202,8 +202,8 @@ once, before the update has happened.
   losses in place of this rank's: all optimizers decide alike how far they go. They weigh by
   `session.weight()`, if the closure calls it. An evaluation has two exchanges; all of one
   `step()` are one step of training.
-- **Schedulers.** All of `torch.optim.lr_scheduler` are tested, those that change momentum or
-  betas as well (`OneCycleLR`, `CyclicLR`), stepped before or after `optimizer.step()`.
+- **Schedulers.** All of `torch.optim.lr_scheduler` are tested, also the ones that change momentum
+  or betas (`OneCycleLR`, `CyclicLR`), stepped before or after `optimizer.step()`.
 - **Step hooks** (`register_step_pre_hook`, `register_step_post_hook`) must see whole steps:
   `step()` then waits for all gradients.
 - **`state_dict()` and `load_state_dict()`** may be called between steps at any time: they wait
@@ -234,18 +234,18 @@ stepped in parts, or whole, by itself; `GradScaler` steps them one by one.
 
 ## Sparse gradients
 
-Those of `nn.Embedding(sparse=True)` and `nn.EmbeddingBag(sparse=True)`, and of whatever
-`SparseAdam` steps, travel as rows, not dense: see [sparse gradients](sparse.md). The mean has the
-rows that some rank has, and the optimizer steps on it as torch does on one process. Optimizers that
-torch gives no sparse gradients get the mean dense, and so do `SGD` and `Adagrad` with `momentum`,
-`weight_decay` or `fused`.
+Gradients of `nn.Embedding(sparse=True)` and `nn.EmbeddingBag(sparse=True)`, and of everything
+that `SparseAdam` steps, travel as rows, not dense: see [sparse gradients](sparse.md). The mean has
+the rows that some rank has, and the optimizer steps on it as torch does on one process. Optimizers
+that torch gives no sparse gradients get the mean dense, and so do `SGD` and `Adagrad` with
+`momentum`, `weight_decay` or `fused`.
 
 ## Updates on the servers
 
 With `update="server"` the owner of each slice keeps the optimizer's state of that slice, so that
 it is sharded over the ranks, and parameters are sent in place of averaged gradients.
 
-- The arithmetic is that of torch's single-tensor form, operation by operation: what depends on
+- The arithmetic follows torch's single-tensor form, operation by operation: what depends on
   the step alone (bias corrections) in double precision as Python computes it, everything else in
   f32, each operation rounded on its own. Torch's CPU kernels fuse multiplications with additions,
   and take square roots from a vector library that is not always correctly rounded, so that
