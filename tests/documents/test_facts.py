@@ -17,6 +17,7 @@ import pytest
 from gradlane.formats.serialization.container import SIGNED_VERSION, VERSION
 from gradlane.planning.simulation.ddp import TUNED_MB
 from gradlane.planning.simulation.hosts import USUAL_PROCESSORS
+from gradlane.planning.simulation.scenarios import NCCL_RATE_BPS
 from gradlane.training.options.option_groups import Network
 from gradlane.training.options.strategy import RING_ENCODED_SLICE_ELEMS, SLICE_ELEMS
 from tests.documents.blocks import PAGES
@@ -272,6 +273,15 @@ FACTS = [
             "docs/planning.md": r"takes on (\d+) processors",
             "docs/modern-networks.md": r"takes with (\d+) processors",
             "docs/cli.md": r"(\d+) processors if absent",
+        },
+    ),
+    Fact(
+        "rate of NCCL's sums on a simulated node",
+        lambda: f"{NCCL_RATE_BPS / 1e9:.0f}gbit",
+        {
+            "docs/simulator.md": r"sums on a node: (\w+) if absent",
+            "docs/several-accelerators.md": r"rate of sums on a node\. If absent, (\w+),",
+            "docs/cli.md": r"If absent (\w+), NCCL's over PCIe",
         },
     ),
     Fact(
