@@ -14,6 +14,7 @@ mod send_buffer;
 mod wakeup_coalescing;
 
 pub(crate) use connection_flow::ConnectionFlow;
+pub(crate) use limits::Ends;
 pub(crate) use pacer::Pacer;
 pub(crate) use pacing::PortPacing;
 pub(crate) use wakeup_coalescing::WakeupCoalescer;

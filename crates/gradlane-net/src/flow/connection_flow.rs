@@ -2,6 +2,7 @@
 //! kernel's send buffer.
 
 use super::frame_size::FrameSizer;
+use super::limits::Ends;
 use super::send_buffer::SendBuffer;
 use crate::options::ChannelOptions;
 use crate::sys::socket::Socket;
@@ -20,22 +21,21 @@ pub(crate) struct ConnectionFlow {
 }
 
 impl ConnectionFlow {
-    /// Makes the flow control of a new connection, one of `peers` at the
-    /// busier of its ends.
+    /// Makes the flow control of a new connection.
     ///
     /// # Errors
     /// When the kernel refuses the size of the buffer.
     pub(crate) fn new(
         socket: &dyn Socket,
         options: &ChannelOptions,
-        peers: usize,
+        ends: Ends,
     ) -> io::Result<ConnectionFlow> {
         let send_buffer = SendBuffer::new(
             socket,
             options.send_buffer_bytes,
             options.low_water_bytes,
             options.frame_bytes,
-            peers,
+            ends,
         )?;
         Ok(ConnectionFlow { send_buffer, frames: FrameSizer::new(options.frame_bytes), path: None })
     }

@@ -65,9 +65,31 @@ pub(super) fn frame_multiple(bytes_per_s: f64, asked_bytes: u32) -> u32 {
     ((bytes / f64::from(asked_bytes.max(1))) as u32).clamp(1, FRAME_MULTIPLE_MAX)
 }
 
-/// Returns the bytes that a connection holds on the shortest path, one of `peers`.
-pub(super) fn held_min(peers: usize) -> u64 {
-    HELD_MIN_BYTES.max(PORT_HELD_MIN_BYTES / (peers.max(1) as u64))
+/// How many connections share the ports of one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ends {
+    /// Connections of this rank.
+    pub(crate) own: usize,
+    /// Connections at the busier end: not fewer.
+    pub(crate) busier: usize,
+}
+
+impl Ends {
+    /// Returns the bytes that a connection holds on the shortest path.
+    pub(super) fn held_min(self) -> u64 {
+        HELD_MIN_BYTES.max(PORT_HELD_MIN_BYTES / (self.busier.max(1) as u64))
+    }
+
+    /// Returns how long the bytes that a connection holds last at least: for a turn. Where more connections
+    /// meet at the other end, its queue has bytes of the others while this thread is late; with more of
+    /// each, acknowledgements of what comes back would wait in that queue, and less would come back.
+    fn held_time(self) -> Duration {
+        if self.own < self.busier {
+            Duration::ZERO
+        } else {
+            TURN_MAX
+        }
+    }
 }
 
 /// Returns the bytes that a connection holds at least while the I/O thread paces it.
@@ -78,13 +100,13 @@ pub(super) fn thread_held_min(frame_bytes: u32) -> u64 {
 /// Fits the kernel's buffer to a path: twice the bandwidth-delay product without queues, and the least
 /// sizes or the bytes of a turn. While the buffer itself limits the rate, both grow with the buffer,
 /// until a queue builds up and the smallest round-trip time is passed.
-pub(super) fn buffer_sizes(least: BufferSizes, path: PathEstimate) -> BufferSizes {
+pub(super) fn buffer_sizes(least: BufferSizes, path: PathEstimate, ends: Ends) -> BufferSizes {
     let in_time = |time: Duration| {
         let bytes = u128::from(path.delivery_bytes_per_s) * time.as_micros() / 1_000_000;
         u64::try_from(bytes).unwrap_or(HELD_MAX_BYTES).min(HELD_MAX_BYTES)
     };
     let product = 2 * in_time(Duration::from_micros(path.min_rtt_us.into()));
-    let held_bytes = product + least.held_bytes.max(in_time(TURN_MAX));
+    let held_bytes = product + least.held_bytes.max(in_time(ends.held_time()));
     let unsent_bytes = match least.unsent_bytes {
         0 => 0,
         least => least.max(in_time(UNSENT_TIME)),
@@ -118,6 +140,8 @@ pub(super) fn turn_period(bytes_per_s: f64) -> Duration {
 mod tests {
     use super::*;
 
+    const EVEN: Ends = Ends { own: 3, busier: 3 };
+
     #[test]
     fn short_slow_paths_get_the_floor_and_long_ones_twice_their_product() {
         let path = |delivery_bytes_per_s, min_rtt_us| PathEstimate {
@@ -126,7 +150,7 @@ mod tests {
             acknowledged_bytes: 0,
         };
         let least = BufferSizes { held_bytes: HELD_MIN_BYTES, unsent_bytes: 65_536 };
-        let target = |path| buffer_sizes(least, path).held_bytes;
+        let target = |path| buffer_sizes(least, path, EVEN).held_bytes;
         assert_eq!(target(path(16_000_000, 50)), HELD_MIN_BYTES + 1_600);
         assert_eq!(target(path(16_000_000, 40_000)), HELD_MIN_BYTES + 1_280_000);
         assert_eq!(target(path(u64::MAX, u32::MAX)), HELD_MAX_BYTES);
@@ -142,14 +166,29 @@ mod tests {
         let least = BufferSizes { held_bytes: HELD_MIN_BYTES, unsent_bytes: 65_536 };
         let held_bytes = 100_000 + 1_500_000;
         let expected = BufferSizes { held_bytes, unsent_bytes: 500_000 };
-        assert_eq!(buffer_sizes(least, path), expected);
+        assert_eq!(buffer_sizes(least, path, EVEN), expected);
         let unbounded = BufferSizes { unsent_bytes: 0, ..least };
-        assert_eq!(buffer_sizes(unbounded, path), BufferSizes { held_bytes, unsent_bytes: 0 });
+        let expected = BufferSizes { held_bytes, unsent_bytes: 0 };
+        assert_eq!(buffer_sizes(unbounded, path, EVEN), expected);
+    }
+
+    #[test]
+    fn workers_that_meet_at_a_server_hold_no_more_than_the_floor() {
+        let path = PathEstimate {
+            delivery_bytes_per_s: 125_000_000,
+            min_rtt_us: 10,
+            acknowledged_bytes: 0,
+        };
+        let least = BufferSizes { held_bytes: HELD_MIN_BYTES, unsent_bytes: 65_536 };
+        let held = |own, busier| buffer_sizes(least, path, Ends { own, busier }).held_bytes;
+        assert_eq!(held(4, 4), 2_500 + 375_000, "the server");
+        assert_eq!(held(1, 4), 2_500 + HELD_MIN_BYTES, "its workers");
+        assert_eq!(held(2, 4), 2_500 + HELD_MIN_BYTES, "workers of two servers");
     }
 
     #[test]
     fn few_connections_hold_more_each() {
-        let floors: Vec<u64> = [1, 2, 3, 4, 100].map(held_min).to_vec();
+        let floors = [1, 2, 3, 4, 100].map(|busier| Ends { own: 1, busier }.held_min());
         assert_eq!(floors, [216 << 10, 108 << 10, 72 << 10, 72 << 10, 72 << 10]);
     }
 

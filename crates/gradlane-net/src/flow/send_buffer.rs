@@ -5,7 +5,7 @@
 //! take uneven shares of it, and a slice is reduced only when its slowest push has arrived. With just
 //! enough bytes in flight the shares are even and nothing is lost.
 
-use super::limits::{self, BufferSizes};
+use super::limits::{self, BufferSizes, Ends};
 use crate::sys::socket::Socket;
 use crate::sys::syscall::PathEstimate;
 use std::io;
@@ -18,6 +18,7 @@ const INTERVAL_BYTES: usize = 512 << 10;
 #[derive(Debug)]
 pub(super) struct SendBuffer {
     adapts: bool,
+    ends: Ends,
     least: BufferSizes,
     /// Held at least while the I/O thread paces the connection.
     paced_bytes: u64,
@@ -31,9 +32,8 @@ pub(super) struct SendBuffer {
 }
 
 impl SendBuffer {
-    /// Makes the buffer of a new connection, one of `peers` at its busier end: of a fixed size, or (for 0) one that adapts
-    /// to the path and to frames of `frame_bytes`. `low_water_bytes` may wait unsent, or more where it
-    /// adapts; 0: no bound.
+    /// Makes the buffer of a new connection: of a fixed size, or (for 0) one that adapts to the path and to
+    /// frames of `frame_bytes`. `low_water_bytes` may wait unsent, or more where it adapts; 0: no bound.
     ///
     /// # Errors
     /// When the kernel refuses the size.
@@ -42,10 +42,10 @@ impl SendBuffer {
         fixed_bytes: u32,
         low_water_bytes: u32,
         frame_bytes: u32,
-        peers: usize,
+        ends: Ends,
     ) -> io::Result<SendBuffer> {
         let adapts = fixed_bytes == 0;
-        let held_bytes = if adapts { limits::held_min(peers) } else { u64::from(fixed_bytes) };
+        let held_bytes = if adapts { ends.held_min() } else { u64::from(fixed_bytes) };
         let least = BufferSizes { held_bytes, unsent_bytes: u64::from(low_water_bytes) };
         socket.set_send_buffer(least.held_bytes)?;
         if least.unsent_bytes > 0 {
@@ -53,6 +53,7 @@ impl SendBuffer {
         }
         Ok(SendBuffer {
             adapts,
+            ends,
             least,
             paced_bytes: limits::thread_held_min(frame_bytes),
             by_thread: false,
@@ -83,7 +84,7 @@ impl SendBuffer {
         if !self.adapts {
             return Ok(Some(path));
         }
-        let target = limits::buffer_sizes(self.least_now(), path);
+        let target = limits::buffer_sizes(self.least_now(), path, self.ends);
         if differ(self.sizes.held_bytes, target.held_bytes) {
             self.sizes.held_bytes = target.held_bytes;
             socket.set_send_buffer(target.held_bytes)?;
@@ -140,10 +141,13 @@ mod tests {
     use crate::flow::limits::{HELD_MAX_BYTES, HELD_MIN_BYTES};
     use crate::sys::descriptors::ForkTracked;
 
+    const EVEN: Ends = Ends { own: 3, busier: 3 };
+
     #[test]
     fn what_waits_lasts_as_long_as_the_path_takes_for_it() {
         let buffer = |delivery_bytes_per_s, unsent_bytes| SendBuffer {
             adapts: true,
+            ends: EVEN,
             least: BufferSizes { held_bytes: HELD_MIN_BYTES, unsent_bytes: 65_536 },
             paced_bytes: 0,
             by_thread: false,
@@ -162,7 +166,7 @@ mod tests {
     fn a_connection_that_the_thread_paces_holds_three_frames_and_a_half() {
         let (sender, _receiver) = std::os::unix::net::UnixStream::pair().expect("a pair");
         let socket = ForkTracked::new(sender);
-        let mut buffer = SendBuffer::new(&socket, 0, 0, 65_096, 3).expect("a buffer");
+        let mut buffer = SendBuffer::new(&socket, 0, 0, 65_096, EVEN).expect("a buffer");
         assert_eq!(buffer.least_now().held_bytes, HELD_MIN_BYTES);
         buffer.set_paced_by_thread(true);
         // The kernel doubles it.
@@ -179,7 +183,7 @@ mod tests {
             .expect("a stream");
         let sender = ForkTracked::new(sender);
         let (mut receiver, _) = listener.accept().expect("a caller");
-        let mut buffer = SendBuffer::new(&sender, 0, 65_536, 65_096, 3).expect("a buffer");
+        let mut buffer = SendBuffer::new(&sender, 0, 65_536, 65_096, EVEN).expect("a buffer");
         let reader = std::thread::spawn(move || {
             let mut bytes = Vec::new();
             receiver.read_to_end(&mut bytes).map(|count| count as u64)

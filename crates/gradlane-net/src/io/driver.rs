@@ -6,7 +6,7 @@ use super::lane::Lane;
 use super::shutdown::SessionShutdown;
 use crate::channel::shared::{Command, Shared};
 use crate::connect::FrameSeals;
-use crate::flow::ConnectionFlow;
+use crate::flow::{ConnectionFlow, Ends};
 use crate::options::ChannelOptions;
 use crate::sys::poller::Interest;
 use crate::sys::socket::Socket;
@@ -40,7 +40,7 @@ impl Driver {
         shared: &Arc<Shared>,
     ) -> io::Result<Driver> {
         let sent_to = plan.peers_sent_to(Rank(options.rank)) as usize;
-        let meet = plan.peers_at_busier_end() as usize;
+        let ends = Ends { own: sent_to, busier: plan.peers_at_busier_end() as usize };
         let paced = options.pacing && sent_to > 1 && !is_local;
         let lane = |(lane, links): (usize, Vec<Option<PeerLink>>)| {
             let paced_peers = paced.then_some(sent_to);
@@ -54,7 +54,7 @@ impl Driver {
                 };
                 socket.watch(&shared.lanes[lane].poller, rank as u64, Interest::Begin)?;
                 core.engine.tell(Input::Writable(Rank(rank as u32), true));
-                let flow = ConnectionFlow::new(&*socket, options, meet)?;
+                let flow = ConnectionFlow::new(&*socket, options, ends)?;
                 core.peers.push(Some(Peer::new(Arc::clone(&socket))));
                 connections.push(Some(Connection::new(socket, seals, flow)));
             }
