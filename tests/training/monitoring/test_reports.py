@@ -45,8 +45,8 @@ def test_the_line_names_layer_and_rank() -> None:
     line = summary_line(metrics(), late_ranks(reports(10, 80)))
     assert line == (
         "5 steps, 200 ms each (median); 25% of the time waiting for other ranks "
-        "(50 ms a step on average), most of it for 'a' (100%, longest in step 3); rank 1 came last "
-        "for 80% of the slices, by 4 ms on average"
+        "(50 ms a step on average), most of it for 'a' (100%, 2 s in step 3 at worst); rank 1 came "
+        "last for 80% of the slices, by 4 ms on average"
     )
 
 

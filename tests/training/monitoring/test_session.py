@@ -138,6 +138,8 @@ def test_waits_of_forward_are_those_of_its_layers() -> None:
 
     whole, sum_by_layer = run(2, body)
     assert sum(wait["whole_step_s"] for wait in whole["layer_waits"]) > 0.05
+    longest = max(whole["layer_waits"], key=lambda wait: wait["wait_s_max"])
+    assert longest["wait_s_max"] > 0.0 and 1 <= longest["max_step"] <= STEPS
     waits = {wait["name"]: wait for wait in sum_by_layer["layer_waits"]}
     assert all(wait["last_step"] <= STEPS for wait in waits.values())
     assert sum(map(waited_s, waits.values())) == pytest.approx(sum_by_layer["wait_s"])

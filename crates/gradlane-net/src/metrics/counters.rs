@@ -62,6 +62,19 @@ impl WaitStats {
         count(&self.count, 1);
         count(&self.sum_ns, waited_ns);
         self.last_step.store(step.0, Ordering::Relaxed);
+        self.note_longest(step, waited_ns);
+    }
+
+    fn note_whole_step(&self, step: Step, waited_ns: u64) {
+        count(&self.step_count, 1);
+        count(&self.step_sum_ns, waited_ns);
+        // Initial values may take longer than any step, and are not of training.
+        if !step.is_initial() {
+            self.note_longest(step, waited_ns);
+        }
+    }
+
+    fn note_longest(&self, step: Step, waited_ns: u64) {
         if self.max_ns.fetch_max(waited_ns, Ordering::Relaxed) < waited_ns {
             self.max_step.store(step.0, Ordering::Relaxed);
         }
@@ -150,10 +163,9 @@ impl Metrics {
                     waits.note(step, waited_ns);
                 }
             }
-            WaitTarget::Step(_) => {
+            WaitTarget::Step(step) => {
                 if let Some(waits) = self.waits.get(last.index()) {
-                    count(&waits.step_count, 1);
-                    count(&waits.step_sum_ns, waited_ns);
+                    waits.note_whole_step(step, waited_ns);
                 }
             }
             WaitTarget::AnyTensor(_)

@@ -61,7 +61,7 @@ pub struct WaitSnapshot {
     pub count: u64,
     /// Sum of the waits in seconds.
     pub wait_s: f64,
-    /// The longest wait.
+    /// The longest wait for it, or for a whole step that it completed.
     pub wait_s_max: f64,
     /// The step of the longest wait.
     pub wait_step_max: u64,

@@ -115,6 +115,17 @@ fn check(channel: &Channel) {
         assert!((1..=STEPS).contains(&second.wait_step_max), "{second:?}");
         assert!(second.count <= STEPS && second.wait_s >= second.wait_s_max, "{second:?}");
     }
+    if rank == Rank(1) {
+        // It waits for whole steps alone, and rank 2 holds each of them back.
+        let longest =
+            metrics.waits.iter().max_by(|one, other| one.wait_s_max.total_cmp(&other.wait_s_max));
+        let longest = longest.expect("rank 1 has waited");
+        assert!(
+            longest.wait_s_max > 0.0 && (1..=STEPS).contains(&longest.wait_step_max),
+            "{metrics:?}"
+        );
+        assert!(longest.last_of_step_wait_s >= longest.wait_s_max, "{longest:?}");
+    }
 }
 
 /// The turns of a rank's lanes in 100 announcements that it waits for a tensor, which another rank holds back.

@@ -206,7 +206,6 @@
       [percent(row.recent_share), row.recent_share, "late"],
       seconds(row.recent_wait_s),
       `${seconds(row.wait_s)} (${percent(row.wait_share)})`,
-      // Waits for whole steps, as of ranks that go on, have no longest one.
       row.max_step ? seconds(row.wait_s_max) : "\u2013",
       row.max_step ? row.max_step.toLocaleString("en") : "\u2013",
     ]), "No layer was waited for.");

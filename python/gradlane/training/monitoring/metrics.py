@@ -43,10 +43,11 @@ class PeerMetrics(TypedDict):
 class TensorWait(TypedDict):
     """Waits of this rank's program for one tensor's result.
 
-    `count`, `wait_s`, `wait_s_mean` and `wait_s_max` are of waits for the tensor itself, as before
-    a module's forward; `max_step` and `last_step` the training steps of the longest and the last of
-    them, 0 for none. `whole_step_s` and `whole_step_count` are of waits for a whole step, as
-    clipping has them, that ended with this tensor. `wait_share` is the share of both in all waits.
+    `count`, `wait_s` and `wait_s_mean` are of waits for the tensor itself, as before a module's
+    forward, and `last_step` is the training step of the last one, 0 for none. `whole_step_s` and
+    `whole_step_count` are of waits for a whole step, as clipping has them, that ended with this
+    tensor. `wait_s_max` is the longest of all these waits, `max_step` its training step, 0 for
+    none. `wait_share` is their share of all waits.
     """
 
     model: int

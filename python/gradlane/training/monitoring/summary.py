@@ -108,8 +108,9 @@ def _slowest_layer(metrics: Metrics) -> str:
     most = next(iter(metrics["layer_waits"]), None)
     if most is None or waited_s(most) <= 0.0 or metrics["steps"]["wait_share"] < _NEGLIGIBLE_SHARE:
         return ""
-    longest = f", longest in step {most['max_step']}" if most["max_step"] else ""
-    return f", most of it for {most['name']!r} ({most['wait_share']:.0%}{longest})"
+    longest = f", {_duration(most['wait_s_max'])} in step {most['max_step']} at worst"
+    shown = longest if most["max_step"] else ""
+    return f", most of it for {most['name']!r} ({most['wait_share']:.0%}{shown})"
 
 
 def _latest_rank(late: Sequence[LateRank], world_size: int) -> str:

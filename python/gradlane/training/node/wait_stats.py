@@ -34,11 +34,12 @@ class WaitStats:
         if whole_step:
             row["last_of_step_count"] += 1
             row["last_of_step_wait_s"] += waited_s
-            return
-        row["count"] += 1
-        row["wait_s"] += waited_s
-        row["wait_step_last"] = step
-        if waited_s > row["wait_s_max"]:
+        else:
+            row["count"] += 1
+            row["wait_s"] += waited_s
+            row["wait_step_last"] = step
+        # Initial values, in step 0, may take longer than any step, and are not of training.
+        if waited_s > row["wait_s_max"] and (step or not whole_step):
             row["wait_s_max"], row["wait_step_max"] = waited_s, step
 
     def rows(self) -> list[dict[str, Any]]:
