@@ -7,8 +7,8 @@
 `GRADLANE_FUZZ_COMPILE=1` runs the models of ranks through `torch.compile`, and
 `GRADLANE_TEST_DEVICE=cuda` on a device.
 
-Prints the first seed, progress, and at the end each kind of failure: how often it came, a loop that
-was made small, and how to repeat it. Exit status 0: no difference.
+Prints the first seed, progress, failures as they come, and at the end each kind of them: how often
+it came, a loop that was made small, and how to repeat it. Exit status 0: no difference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.loop_fuzzing.odd_spans import labels
 from tests.loop_fuzzing.search import loop_of, run_seed, shrink_result
 from tests.loop_fuzzing.workers import Result, Workers
 
-_PROGRESS_EVERY = 200
+_PROGRESS_EVERY_S = 30.0
 _PROGRESS_EVERY_SHRUNK = 20
 
 
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.show:
         print(loop_of(options.seed, ranks, **drawn).to_json())
         return 0
-    began = time.monotonic()
+    began, told_s = time.monotonic(), 0.0
     print(f"{options.loops} loops from seed {options.seed} on", flush=True)
     results: list[Result] = []
     failed: list[Result] = []
@@ -54,9 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
         results.append(result)
         if result["failed"]:
             failed.append(result)
-            print(f"seed {result['seed']}: {result['kind']}", flush=True)
-        if len(results) % _PROGRESS_EVERY == 0:
-            elapsed_s = time.monotonic() - began
+            print(f"seed {result['seed']}: {result['kind']}\n{result['text']}", flush=True)
+        elapsed_s = time.monotonic() - began
+        if elapsed_s > told_s + _PROGRESS_EVERY_S:
+            told_s = elapsed_s
             print(f"{len(results)} loops in {elapsed_s:.0f} s: {len(failed)} failed", flush=True)
     elapsed_s = time.monotonic() - began
     if not options.no_shrink:

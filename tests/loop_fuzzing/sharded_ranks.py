@@ -1,7 +1,7 @@
 """Runs loops over sharded models on ranks that are processes, which stay up from loop to loop.
 
-`python -m tests.loop_fuzzing.sharded_ranks [SEED ...]`, started as torchrun starts ranks, runs the
-loops of some seeds, or of each line that it reads, and prints a line for each.
+`python -m tests.loop_fuzzing.sharded_ranks` is one of them: it runs the loop of each line that it
+reads, and prints a line for each.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import selectors
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,17 +22,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradlane.lab.cluster.fork_server import ForkedProgram, running_fork_server
+from tests.forked_programs import PATIENCE_S, SOURCES
 from tests.loop_fuzzing.description import Loop
-from tests.loop_fuzzing.sharded_loops import generate_sharded
+from tests.paths import ROOT
 from tests.ports import reserve_port
+from tests.training.sharded.fsdp2 import FSDP_MODULES
 
-TIMEOUT_S = 400.0
+_TIMEOUT_S = 240.0
 """For a loop, and for processes to start."""
+_TIMEOUT_AFTER_FAILURE_S = 60.0
+"""For the other ranks, once one has failed."""
+_MODULES = (*FSDP_MODULES, "tests.loop_fuzzing.sharded_program")
 _MARK = "gradlane-loop "
 
 
 class ShardedRanks:
-    """The processes of one number of ranks, started anew after a loop that hung or killed one."""
+    """The processes of one number of ranks, forked anew after a loop that failed on one of them."""
 
     def __init__(self, ranks: int, local: int) -> None:
         """Start nothing yet.
@@ -44,20 +49,19 @@ class ShardedRanks:
         """
         self._ranks = ranks
         self._local = local
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[ForkedProgram] = []
         self._folder = Path(tempfile.mkdtemp(prefix="gradlane-loops-"))
 
-    def run(self, loop: Loop) -> list[dict[str, Any] | str]:
+    def run(self, loop: Loop, timeout_s: float = _TIMEOUT_S) -> list[dict[str, Any] | str]:
         """Run a loop; returns each rank's result, or why it has none."""
         if not self._processes:
             self._start()
         line = json.dumps(json.loads(loop.to_json())).encode() + b"\n"
         for one in self._processes:
-            assert one.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 one.stdin.write(line)
                 one.stdin.flush()
-        found = self._read()
+        found = self._read(timeout_s)
         results = [one if one is not None else self._end_of(at) for at, one in enumerate(found)]
         if not all(isinstance(one, dict) and one["goes_on"] for one in results):
             self.close()
@@ -68,7 +72,10 @@ class ShardedRanks:
         for one in self._processes:
             one.kill()
         for one in self._processes:
-            one.communicate()
+            one.wait(PATIENCE_S)
+            for pipe in (one.stdin, one.stdout):
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
         self._processes = []
 
     def _start(self) -> None:
@@ -82,37 +89,41 @@ class ShardedRanks:
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank % self._local)}
             with (self._folder / f"errors-{rank}").open("wb") as errors:
                 self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", __name__],
-                        env={**os.environ, **common, **own},
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
+                    running_fork_server(SOURCES).fork(
+                        __name__,
+                        [],
+                        environment={**SOURCES, **common, **own},
                         stderr=errors,
+                        folder=ROOT,
+                        modules=_MODULES,
+                        timeout_s=PATIENCE_S,
                     )
                 )
 
-    def _read(self) -> list[dict[str, Any] | None]:
+    def _read(self, timeout_s: float) -> list[dict[str, Any] | None]:
         found: list[dict[str, Any] | None] = [None] * self._ranks
         texts = [b""] * self._ranks
-        until = time.monotonic() + TIMEOUT_S
+        until = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             for rank, one in enumerate(self._processes):
-                assert one.stdout is not None
                 selector.register(one.stdout, selectors.EVENT_READ, rank)
             while selector.get_map() and (left_s := until - time.monotonic()) > 0:
                 for key, _ in selector.select(left_s):
                     rank = key.data
                     read = os.read(key.fd, 1 << 16)
                     texts[rank] += read
-                    found[rank] = _result_in(texts[rank])
-                    if found[rank] is not None or not read:
+                    found[rank] = result = _result_in(texts[rank])
+                    if result is not None or not read:
                         selector.unregister(key.fileobj)
+                        if result is None or not result["goes_on"]:
+                            until = min(until, time.monotonic() + _TIMEOUT_AFTER_FAILURE_S)
         return found
 
     def _end_of(self, rank: int) -> str:
-        code = self._processes[rank].poll()
-        if code is None:
-            return f"nothing after {TIMEOUT_S} s"
+        one = self._processes[rank]
+        if not one.has_ended:
+            return "nothing in time"
+        code = one.wait()
         errors = (self._folder / f"errors-{rank}").read_text(errors="replace")
         return f"the process died with {code}: {errors[-2000:]}"
 
@@ -123,12 +134,6 @@ def _result_in(text: bytes) -> dict[str, Any] | None:
             result: dict[str, Any] = json.loads(line.removeprefix(_MARK))
             return result
     return None
-
-
-def results_in(text: str) -> list[dict[str, Any]]:
-    """Return the results that a rank has printed."""
-    lines = text.splitlines()
-    return [json.loads(one.removeprefix(_MARK)) for one in lines if one.startswith(_MARK)]
 
 
 def run_here(loop: Loop, mesh: Any, folder: Path) -> dict[str, Any]:
@@ -171,8 +176,8 @@ def run_here(loop: Loop, mesh: Any, folder: Path) -> dict[str, Any]:
         return {"kind": "error", "error": named, "text": text, "sums": [], "goes_on": False}
 
 
-def main(seeds: list[str]) -> None:
-    """Run the loops of some seeds, or of the lines of standard input."""
+def main() -> None:
+    """Run the loops of the lines of standard input."""
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)
@@ -180,12 +185,10 @@ def main(seeds: list[str]) -> None:
     dist.init_process_group("gloo")
     local, ranks = int(os.environ["LOCAL_WORLD_SIZE"]), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks // local, local), mesh_dim_names=("node", "shard"))
-    given = (generate_sharded(int(seed), (ranks,)) for seed in seeds)
-    loops = given if seeds else (Loop.from_json(line) for line in sys.stdin)
-    for number, loop in enumerate(loops):
+    for number, line in enumerate(sys.stdin):
         folder = Path(os.environ["CHECKPOINTS"]) / str(number)
-        result = run_here(loop, mesh, folder)
-        os.write(1, f"\n{_MARK}{json.dumps({'seed': loop.seed, **result})}\n".encode())
+        result = run_here(Loop.from_json(line), mesh, folder)
+        os.write(1, f"\n{_MARK}{json.dumps(result)}\n".encode())
         if result["goes_on"]:
             dist.barrier()
             if dist.get_rank() == 0:
@@ -195,4 +198,4 @@ def main(seeds: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

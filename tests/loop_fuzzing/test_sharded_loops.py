@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 from tests.built import needs_core
-from tests.forked_programs import ForkedPrograms
 from tests.loop_fuzzing.description import Action, Block, Loop, Model, Optimizer, Sharding
 from tests.loop_fuzzing.program import Note
 from tests.loop_fuzzing.sharded_loops import generate_sharded
-from tests.loop_fuzzing.sharded_ranks import results_in
-from tests.loop_fuzzing.sharded_verdict import first_difference, verdict_of
+from tests.loop_fuzzing.sharded_ranks import ShardedRanks
+from tests.loop_fuzzing.sharded_verdict import first_difference, judge_sharded, verdict_of
 from tests.training.sharded.fsdp2 import needs_fsdp2
-from tests.training.sharded.test_bits import start
 
-_PROGRAM = "tests.loop_fuzzing.sharded_ranks"
 _SEEDS = range(8)
 _SAME = {"kind": "same", "text": "", "sums": [[7]], "goes_on": True}
 
 
 @needs_core
 @needs_fsdp2
-def test_loops_have_the_bits_of_torch_alone(programs: ForkedPrograms, tmp_path: Path) -> None:
-    printed = start(programs, tmp_path, _PROGRAM, [str(seed) for seed in _SEEDS])
-    found = [results_in(text) for text in printed]
-    for number, seed in enumerate(_SEEDS):
+@pytest.mark.usefixtures("programs")
+def test_loops_have_the_bits_of_torch_alone() -> None:
+    for seed in _SEEDS:
         loop = generate_sharded(seed)
-        verdict = verdict_of(loop, [one[number] for one in found])
+        verdict = judge_sharded(loop)
         assert verdict.kind == "same", f"seed {seed}: {verdict}\n{loop.to_json()}"
+
+
+@needs_core
+@needs_fsdp2
+@pytest.mark.usefixtures("programs")
+def test_a_loop_that_hangs_ends_its_ranks_alone() -> None:
+    loop = _loop()
+    waits = dataclasses.replace(loop.actions[0], ranks=(3,))
+    ranks = ShardedRanks(4, 2)
+    try:
+        hanging = ranks.run(dataclasses.replace(loop, actions=(waits,)), timeout_s=8.0)
+        assert verdict_of(loop, hanging).kind == "hangs"
+        assert verdict_of(loop, ranks.run(loop)).kind == "same"
+    finally:
+        ranks.close()
 
 
 def test_descriptions_survive_json() -> None:
