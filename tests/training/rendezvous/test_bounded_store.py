@@ -199,7 +199,7 @@ def test_waits_for_the_store_end_with_the_session() -> None:
 
 def test_a_store_that_is_gone_is_the_loss_of_the_rank_that_the_channel_names() -> None:
     class Gone:
-        def check(self, keys: list[str]) -> bool:
+        def compare_set(self, *arguments: str) -> bytes:
             raise RuntimeError("Connection reset by peer\nframe #0: torch")
 
     looks = iter([None, None])
@@ -282,18 +282,47 @@ def test_the_thread_ends_with_its_store() -> None:
 
 
 def test_an_earlier_key_written_meanwhile_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = HashStore.check
+    compare_set = HashStore.compare_set
 
-    def then_write(self: HashStore, keys: list[str]) -> bool:
-        found = bool(check(self, keys))
+    def then_write(self: HashStore, *arguments: str) -> bytes:
+        found = bytes(compare_set(self, *arguments))
         for key, value in (("verdict", "why"), ("reason", "closed")):
             self.set(key, signer.sign(key, value).decode())
         return found
 
     store = bounded()
     signer = StoreSigner.of(0, None, "", "in memory")
-    monkeypatch.setattr(HashStore, "check", then_write)
+    monkeypatch.setattr(HashStore, "compare_set", then_write)
     assert store.read_first({"verdict": 0, "reason": None}) == ("verdict", b"why")
+    store.close()
+
+
+class DeletingStore(TCPStore):
+    """A store whose keys another rank deletes after each look at them."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether they were there."""
+        found = bool(super().check(keys))
+        for key in keys:
+            self.delete_key(key)
+        return found
+
+    def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
+        """Return the value."""
+        found = bytes(super().compare_set(key, expected, wanted))
+        self.delete_key(key)
+        return found
+
+
+def test_a_key_deleted_while_it_is_read_is_there_or_is_not() -> None:
+    """Torch's `get` would wait for it to come back, or return no bytes, which no rank writes."""
+    store = bounded(DeletingStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), 0, 2.0)
+    for read in (lambda: store.read("word", 0), lambda: store.read_claimed("word")):
+        store.set("word", "1")
+        assert read() in (b"1", (b"1", True))
+        assert read() is None
+    store.set("word", "1")
+    assert store.replace("word", b"1", "2") is None
     store.close()
 
 

@@ -213,13 +213,11 @@ class Replaying(HashStore):
         super().__init__()
         self._replayed = (key, value)
 
-    def get(self, key: str) -> bytes:
-        """Return the earlier value of the one key."""
-        return self._replayed[1] if key == self._replayed[0] else super().get(key)
-
-    def check(self, keys: list[str]) -> bool:
-        """The earlier value is there from the first moment on."""
-        return keys == [self._replayed[0]] or super().check(keys)
+    def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
+        """Return the earlier value of the one key, which is there from the first moment on."""
+        if key == self._replayed[0]:
+            return self._replayed[1]
+        return bytes(super().compare_set(key, expected, wanted))
 
 
 def test_a_replayed_reply_of_an_earlier_start_is_never_taken() -> None:

@@ -11,6 +11,7 @@ No other module calls a store; `test_bounded_store.py` checks the sources for th
 from __future__ import annotations
 
 import atexit
+import itertools
 import queue
 import threading
 import time
@@ -26,6 +27,8 @@ from gradlane.training.rendezvous.signatures import StoreSigner
 from gradlane.training.rendezvous.torch_reports import hidden_reports
 from gradlane.training.torch_internals import Store
 
+_ABSENT = "\0"
+"""Value that no rank writes."""
 _SLICE_S = 0.1
 _LIMIT_MIN_S = 1.0
 _DRAIN_S = 2.0
@@ -234,12 +237,13 @@ class BoundedStore:
         paths = {self._prefix + key: key for key in writers}
 
         def read(store: Any) -> tuple[str, bytes] | None:
-            for number, path in enumerate(paths):
-                if store.check([path]):
+            for path in paths:
+                if (value := _value_in(store, path)) is not None:
                     # An earlier key may have been written since it was looked for, before this one.
-                    earlier = (one for one in list(paths)[:number] if store.check([one]))
-                    first = next(earlier, path)
-                    return first, bytes(store.get(first))
+                    for one in itertools.takewhile(path.__ne__, paths):
+                        if (earlier := _value_in(store, one)) is not None:
+                            return one, earlier
+                    return path, value
             return None
 
         found: tuple[str, bytes] | None = self._run(read, limit_s, on_poll)
@@ -278,9 +282,7 @@ class BoundedStore:
             StoreLostError: the store is gone or does not respond.
         """
         path = self._prefix + key
-        stored: bytes | None = self._run(
-            lambda store: bytes(store.get(path)) if store.check([path]) else None, None, on_poll
-        )
+        stored: bytes | None = self._run(lambda store: _value_in(store, path), None, on_poll)
         return None if stored is None else self._signer.claimed(path, stored)
 
     def set_if_absent(self, key: str, value: str, *, limit_s: float | None = None) -> str:
@@ -311,9 +313,7 @@ class BoundedStore:
             StoreValueRefusedError: the value is not signed as the job's secret signs it.
         """
         path = self._prefix + key
-        stored: bytes | None = self._run(
-            lambda store: bytes(store.get(path)) if store.check([path]) else None, None, None
-        )
+        stored: bytes | None = self._run(lambda store: _value_in(store, path), None, None)
         if stored is None:
             return None
         found = self._signer.check(path, stored, None)
@@ -412,6 +412,13 @@ class BoundedStore:
             f"rank {self._rank} lost the rendezvous store {self._where}: its process has ended, or "
             f"the network to it is cut ({reason[0]})"
         ) from call.error
+
+
+def _value_in(store: Any, path: str) -> bytes | None:
+    """Return the value of a key in one call; a `get` after a `check` may meet a deleted key."""
+    # A store returns what it was to find where it finds nothing.
+    value = bytes(store.compare_set(path, _ABSENT, _ABSENT))
+    return None if value == _ABSENT.encode() else value
 
 
 def _wait_for_cause(on_poll: PollHook, limit_s: float) -> None:
