@@ -164,6 +164,9 @@ class ShardedGenerator:
         if self.dtype == "float32" and self.chance(0.35):
             reduced = self.random.choice(["bfloat16", "float32", "float64"])
             param = "bfloat16" if reduced != "float64" and self.chance(0.8) else None
+            # Its buffers stay in float32, by which torch multiplies no bfloat16.
+            if any(block.norm == "spectral_norm" for one in self.models for block in one.blocks):
+                param = None
         units = []
         # Torch lets one unit alone hold a parameter; blocks of two models go by the same numbers.
         tied = {
@@ -213,8 +216,8 @@ class ShardedGenerator:
         options = dict(given)
         if self.chance(0.25):
             options["foreach"] = self.chance(0.7)
-        elif self.chance(0.2) and kind in ("SGD", "Adam", "AdamW"):
-            options["fused"] = "momentum" not in options and self.dtype != "bfloat16"
+        elif self.chance(0.2) and kind in ("Adam", "AdamW"):
+            options["fused"] = self.dtype != "bfloat16"
         scheduler = self.random.choice(_SCHEDULERS) if self.chance(0.3) else None
         return d.Optimizer(kind, options, self.random.choice([1, 1, 2]), scheduler)
 
