@@ -193,8 +193,6 @@ def main() -> None:
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(folder, ignore_errors=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
