@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from gradlane.errors import RefusedError
 from gradlane.training.core import load_codecs
 from gradlane.training.options.codec_choice import local_clip
 from gradlane.training.options.codec_options import (
@@ -73,7 +74,7 @@ class Codec:
         spec = codec_text(spec)
         self._codec = load_codecs().Codec(spec, list(shape))
         if local_clip(spec):
-            raise ValueError(
+            raise RefusedError(
                 f"codec {spec!r} by itself clips nothing: the norm is that of all gradients of a "
                 "rank, of which it sees a part; leave clip out and scale the gradients before"
             )
@@ -216,10 +217,10 @@ def _bytes(wire: Array) -> tuple[int, int]:
 def _address(values: Array, dtype: type[Any], name: str, label: str) -> int:
     if isinstance(values, np.ndarray):
         if values.dtype != dtype or not values.flags.c_contiguous:
-            raise ValueError(f"{label} must be a contiguous array of {name}, not {values.dtype}")
+            raise RefusedError(f"{label} must be a contiguous array of {name}, not {values.dtype}")
         return int(values.ctypes.data)
     if str(values.dtype) != f"torch.{name}" or not values.is_contiguous():
-        raise ValueError(f"{label} must be a contiguous tensor of {name}, not {values.dtype}")
+        raise RefusedError(f"{label} must be a contiguous tensor of {name}, not {values.dtype}")
     if values.device.type != "cpu":
-        raise ValueError(f"{label} are on {values.device}; codecs run on the CPU")
+        raise RefusedError(f"{label} are on {values.device}; codecs run on the CPU")
     return values.data_ptr()

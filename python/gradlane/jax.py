@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from gradlane.errors import ArrayRefusedError, UsageError
+from gradlane.errors import ArrayRefusedError, RefusedError, UsageError
 
 if TYPE_CHECKING:
     from gradlane.training.arrays.memory import HostArray
@@ -86,7 +86,7 @@ class MeanOverRanks:
         self._session = session
         self._order = list(range(len(found)) if order is None else order)
         if sorted(self._order) != list(range(len(found))):
-            raise ValueError(
+            raise RefusedError(
                 f"order is {list(self._order)}: give each of the {len(found)} leaves' numbers once"
             )
         self._memory: list[HostArray] = []

@@ -19,7 +19,7 @@ from gradlane.lab.runs.strategy import parse_strategy
 from gradlane.planning.simulation.scenarios import STRATEGIES as SIMULATED
 from gradlane.training.node.rules import NODE_STRATEGIES
 from gradlane.training.options import strategy as strategies
-from tests.paths import ROOT
+from tests.paths import PACKAGE, ROOT
 
 DOCS = ROOT / "docs"
 SITE = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
@@ -75,6 +75,14 @@ def test_every_error_has_a_row() -> None:
     assert len(bases) == len(rows)
     for name, base in bases:
         assert issubclass(getattr(gradlane, name), getattr(builtins, base)), f"{name} is no {base}"
+
+
+def test_refusals_are_of_the_class_that_the_page_names() -> None:
+    """A plain ValueError would be in no row, and a rank of the lab would print its calls."""
+    folders = ("training", "ddp", "integrations")
+    files = [path for folder in folders for path in (PACKAGE / folder).rglob("*.py")]
+    files += [PACKAGE / "codecs.py", PACKAGE / "jax.py"]
+    assert not [path for path in files if "raise ValueError(" in path.read_text(encoding="utf-8")]
 
 
 def test_every_public_name_is_in_the_reference() -> None:

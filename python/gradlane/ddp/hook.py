@@ -21,6 +21,7 @@ from gradlane.ddp.parameters import UNNAMED, BucketParameters
 from gradlane.ddp.pipeline import Pipeline
 from gradlane.ddp.residuals import OwnerKey, Residuals
 from gradlane.ddp.routes import BucketExchange, GatherRoute, Peers, Route, ShardCodec, ShardRoute
+from gradlane.errors import RefusedError
 from gradlane.training.model.optimizers import gradlane_hook
 from gradlane.training.model.stages.local_clipping import clip_together
 from gradlane.training.options.codec_choice import (
@@ -68,11 +69,11 @@ class HookState:
     ) -> None:
         """See `ddp_hook`."""
         if route not in ROUTES:
-            raise ValueError(f"there is no route {route!r}; there are: {', '.join(ROUTES)}")
+            raise RefusedError(f"there is no route {route!r}; there are: {', '.join(ROUTES)}")
         if small_elems is not None and small_elems < 0:
-            raise ValueError(f"small_elems is {small_elems}, but must be at least 0")
+            raise RefusedError(f"small_elems is {small_elems}, but must be at least 0")
         if not 0 <= seed < 2**64:
-            raise ValueError(f"seed is {seed}, but must be a number of 64 bits")
+            raise RefusedError(f"seed is {seed}, but must be a number of 64 bits")
         spec = _with_feedback(spec, error_feedback)
         overrides = {name: _with_feedback(text, error_feedback) for name, text in codecs.items()}
         check_codecs((*overrides.items(), ("*", spec)))
@@ -183,17 +184,17 @@ class HookState:
             ValueError: the state is of another codec or another model.
         """
         if state.get("format") != FORMAT:
-            raise ValueError(f"a state of format {state.get('format')!r}; this reads {FORMAT}")
+            raise RefusedError(f"a state of format {state.get('format')!r}; this reads {FORMAT}")
         if state["spec"] != self.spec:
-            raise ValueError(f"the state is of {state['spec']}, this hook is of {self.spec}")
+            raise RefusedError(f"the state is of {state['spec']}, this hook is of {self.spec}")
         known = self._parameters.names
         saved = list(state["names"])
         if saved and not known and not saved[0].startswith(UNNAMED):
-            raise ValueError(
+            raise RefusedError(
                 "the state knows its parameters by name: give this hook the model, too"
             )
         if any(one != other for one, other in zip(known, saved, strict=False)):
-            raise ValueError(
+            raise RefusedError(
                 "the state is of a model whose parameters have other names or another order"
             )
         worker: dict[int, torch.Tensor] = state["worker"]
@@ -201,7 +202,7 @@ class HookState:
         for part in self._parameters.by_number():
             kept = worker.get(part.number)
             if kept is not None and kept.numel() != part.numel * part.codec.residual_width:
-                raise ValueError(
+                raise RefusedError(
                     f"the state's residual of {known[part.number]} has {kept.numel()} numbers, "
                     f"{part.numel * part.codec.residual_width} belong to its {part.numel} elements"
                 )
@@ -307,7 +308,7 @@ def _with_feedback(spec: str, error_feedback: bool | None) -> str:
     if "residual=" in spec:
         if wanted in spec.replace(" ", ""):
             return spec
-        raise ValueError(f"error_feedback={error_feedback} contradicts {spec!r}; say it once")
+        raise RefusedError(f"error_feedback={error_feedback} contradicts {spec!r}; say it once")
     return f"{spec}{',' if ':' in spec else ':'}{wanted}"
 
 
@@ -343,7 +344,7 @@ def _check_used(codecs: Iterable[str], route: str) -> None:
     for codec in codecs:
         unused = unused_codec_option(codec, has_ring=False, encodes_means=route != "gather")
         if unused:
-            raise ValueError(unused)
+            raise RefusedError(unused)
 
 
 def _choose_route(route: str, codec: Codec, world_size: int) -> str:

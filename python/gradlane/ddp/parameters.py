@@ -13,6 +13,7 @@ import torch
 
 from gradlane.codecs import Codec
 from gradlane.ddp.layout import BucketParameter
+from gradlane.errors import RefusedError
 from gradlane.training.options.codec_choice import smallest_for
 from gradlane.training.options.momentum import keeps_momentum
 
@@ -54,7 +55,7 @@ class BucketParameters:
             Codec(text)
         known = [(name, one) for name, one in names if one.requires_grad]
         if self._overrides and not known:
-            raise ValueError("codecs by name need the model: ddp_hook(..., model=model)")
+            raise RefusedError("codecs by name need the model: ddp_hook(..., model=model)")
         self.small_elems = (
             smallest_for(spec, (one.numel() for _, one in known))
             if small_elems is None

@@ -9,6 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from gradlane.errors import RefusedError
 from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.session.session import Session
 
@@ -38,12 +39,12 @@ def attach(accelerator: Accelerator, session: Session) -> Accelerator:
     """
     if session.goes_on and accelerator.num_processes > 1:
         words = f"an accelerator of {accelerator.num_processes} processes"
-        raise ValueError(refusal({Feature.ACCELERATOR: words, Feature.GOING_ON: "going_on"}))
+        raise RefusedError(refusal({Feature.ACCELERATOR: words, Feature.GOING_ON: "going_on"}))
     if getattr(accelerator, "is_fsdp2", False) or str(accelerator.distributed_type).endswith(
         ("FSDP", "DEEPSPEED", "MEGATRON_LM")
     ):
         shards = {Feature.WRAPPER_SHARDS: f"models that it shards ({accelerator.distributed_type})"}
-        raise ValueError(refusal({Feature.ATTACHED: "attach() of an accelerator"}, shards))
+        raise RefusedError(refusal({Feature.ATTACHED: "attach() of an accelerator"}, shards))
     prepare_model, clip_by_torch = accelerator.prepare_model, accelerator.clip_grad_norm_
 
     def prepare_unwrapped(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:

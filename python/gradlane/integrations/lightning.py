@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 import gradlane
+from gradlane.errors import RefusedError
 from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.session.session import Session
 
@@ -42,7 +43,7 @@ class GradlaneStrategy(DDPStrategy):  # type: ignore[misc]
         going_on = self._options.get("going_on", False)
         if getattr(going_on, "on", going_on):
             words = Feature.LIGHTNING.label
-            raise ValueError(refusal({Feature.LIGHTNING: words, Feature.GOING_ON: "going_on"}))
+            raise RefusedError(refusal({Feature.LIGHTNING: words, Feature.GOING_ON: "going_on"}))
         self._session: Session | None = None
 
     def configure_ddp(self) -> None:
@@ -61,10 +62,10 @@ class GradlaneStrategy(DDPStrategy):  # type: ignore[misc]
         words = Feature.LIGHTNING.label
         if len(self.optimizers) != 1:
             several = {Feature.SEVERAL: f"{len(self.optimizers)} optimizers"}
-            raise ValueError(refusal({Feature.LIGHTNING: words}, several))
+            raise RefusedError(refusal({Feature.LIGHTNING: words}, several))
         if not module.automatic_optimization:
             manual = {Feature.MANUAL: Feature.MANUAL.label}
-            raise ValueError(refusal({Feature.LIGHTNING: words}, manual))
+            raise RefusedError(refusal({Feature.LIGHTNING: words}, manual))
         optimizer = self.optimizers[0]
         self._session = gradlane.init(**self._options)
         self._session.prepare(

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+from gradlane.errors import RefusedError
 from gradlane.integrations.accelerate import attach as attach_accelerator
 from gradlane.training.options.compatibility import Feature, refusal
 from gradlane.training.session.session import Session
@@ -57,7 +58,7 @@ def attach(trainer: Trainer, session: Session) -> Trainer:
     """
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         shards = {Feature.WRAPPER_SHARDS: "a model that it shards (FSDP or DeepSpeed)"}
-        raise ValueError(refusal({Feature.ATTACHED: "attach() of a trainer"}, shards))
+        raise RefusedError(refusal({Feature.ATTACHED: "attach() of a trainer"}, shards))
     attach_accelerator(trainer.accelerator, session)
     trainer.add_callback(_PrepareOnTrainBegin(session))
     return trainer
