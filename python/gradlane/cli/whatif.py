@@ -221,11 +221,12 @@ def run_whatif(
 
 
 def variants_ahead(clusters: Sequence[Cluster]) -> list[Variant]:
-    """Return variants to simulate beside a lone cluster of many ranks, before it is known whether
-    they are needed: its own steps keep one processor for long."""
-    if len(clusters) > 1 or not has_many_ranks(clusters[0]):
+    """Return variants to simulate beside the only cluster whose many ranks take long, before it is
+    known whether they are needed: its own steps keep one processor for long."""
+    long = [one for one in clusters if has_many_ranks(one) and one.strategy not in FORMULAS]
+    if len(long) != 1:
         return []
-    return [unlimited_link(clusters[0]), *first_variants(clusters[0])]
+    return [unlimited_link(long[0]), *first_variants(long[0])]
 
 
 def _drop_hints(variants: Variants, clusters: Sequence[Cluster]) -> list[str]:

@@ -73,8 +73,10 @@ MANY_RANKS_STEPS = 2
 """Simulated steps of many ranks: a first, which is not like those after it, and one of these."""
 LANES_MAX = 64
 """Connections of a pair that the simulator takes."""
+FOLDED_RANKS = 500
+"""Ranks from which on those that own no slice are folded."""
 REPRESENTATIVES = 8
-"""Simulated ranks in place of many ranks that own no slice."""
+"""Simulated ranks in place of all that own no slice."""
 
 
 LARGE_FRAME_BYTES = 4 << 20
@@ -431,7 +433,7 @@ def scenario_of(
     late = cluster.straggler is not None or cluster.stragglers != WAIT
     differs = late or schemes or cluster.serving or cluster.paths
     alike = cluster.ranks_per_node == 1 and not differs
-    if cluster.workers > 1000 and alike and cluster.strategy in ("p3", "slicing", "wfbp"):
+    if cluster.workers >= FOLDED_RANKS and alike and cluster.strategy in ("p3", "slicing", "wfbp"):
         scenario["representatives"] = REPRESENTATIVES
     return scenario
 
