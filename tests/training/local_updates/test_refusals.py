@@ -52,7 +52,6 @@ def test_options_that_make_no_sense(given: dict[str, Any], words: str) -> None:
         ({"codec": "dgc"}, "codec 'dgc': it applies the optimizer's momentum itself"),
         ({"codec": {"*.bias": None, "*": "dgc"}}, "use topk"),
         ({"stragglers": "drop"}, 'use stragglers="wait"'),
-        ({"going_on": True}, "going_on: an exchange that a rank is lost in"),
         ({"workers": 2}, "give servers="),
         ({"check_every": 10}, "a sample of the common values is compared"),
         ({"local_sums": "collective"}, 'use where="host"'),

@@ -88,6 +88,7 @@ class LocalModel:
             connected, functools.partial(ctx.deadlocks.waiting, replica.name)
         )
         self._under_way: UnderWay | None = None
+        self._known: Sequence[int] = ()
         self._samples: int | None = None
         self.step = 0
         """Steps of this rank's optimizer."""
@@ -134,6 +135,7 @@ class LocalModel:
             outer=self._outer,
             rounds=self._rounds,
         )
+        ctx.membership.training_step_of = self.training_step_of
         self.has_parted = False
         """Whether every rank has said goodbye."""
         self._counts = [0] * len(members_of(optimizer))
@@ -196,6 +198,7 @@ class LocalModel:
             self._failure.raise_failure()
             if self.step > 0:
                 self._end_round(Occasion.CLOSE)
+            self._ctx.membership.leave_register(self._scope.name)
         except GradlaneError as error:
             self.abort(f"closed after an error: {error}")
             raise
@@ -204,7 +207,8 @@ class LocalModel:
         # What ends the session from now on is the reason, not that it was closed.
         self._scope.on_poll = functools.partial(check_connected, self._ctx.core, self.channel)
         self._connected.carrier.close()
-        compares = self._ctx.rank_info.world_size > 1
+        # Where ranks were lost, the store may be lost, too.
+        compares = self._ctx.rank_info.world_size > 1 and not self._ctx.membership.lacks_ranks
         if compares:
             tell_ending(self._scope, self._exchange.step, None, self._agreement)
         if shutdown_channel(self._ctx, self.channel, self._watch, self._scope, timeout_s):
@@ -247,6 +251,7 @@ class LocalModel:
             UsageError: it was taken in mid-round, and is not each rank's own.
         """
         self._failure.raise_failure()
+        self._ctx.membership.refuse_lost("load_state_dict()")
         self._land()
         with self._translating("loading a state"):
             self.step, self._under_way = self._state.load_state_dict(state)
@@ -270,6 +275,7 @@ class LocalModel:
             self._begin([due], Occasion.TURN)
             if self._local.overlap_steps == 0:
                 self._use(self._local.mix)
+        self._change_members()
         self._watch.step_begins(self.step + 1)
 
     def _end_round(self, occasion: Occasion) -> None:
@@ -299,6 +305,7 @@ class LocalModel:
                 self.step,
             )
         self._rounds.begin()
+        self._change_members()
 
     def _begin(self, fragments: Sequence[int], occasion: Occasion) -> None:
         """Send this rank's differences of some fragments."""
@@ -318,7 +325,7 @@ class LocalModel:
         for number in fragments:
             self._rounds.sent(number)
         with self._translating(f"exchanging after step {self.step}"):
-            self._exchange.submit(differences, report)
+            self._exchange.submit(differences, report, self._ctx.membership.known_generation)
         self._steps_of_exchanges[self._exchange.step] = self.step
         self._steps_of_exchanges.pop(self._exchange.step - _STEPS_KEPT, None)
         self._under_way = UnderWay(fragments, self.step + self._local.overlap_steps)
@@ -329,7 +336,7 @@ class LocalModel:
         if under_way is None or under_way.means is not None:
             return
         with self._translating(f"waiting for the exchange after step {self.step}"):
-            means, reports = self._exchange.wait()
+            means, reports, under_way.known = self._exchange.wait()
         told = {self._replica.ranks[number]: report for number, report in reports.items()}
         self._judge(told)
         weights = [report.samples for report in told.values() if report.samples is not None]
@@ -351,6 +358,12 @@ class LocalModel:
             self._outer.mix(index, share)
         for number in under_way.fragments:
             self._rounds.mixed(number, share)
+        self._known = under_way.known
+
+    def _change_members(self) -> None:
+        """Put new members into force, if all ranks of the last exchange in use knew them."""
+        if self._ctx.membership.is_pending and self._known:
+            self._ctx.membership.put_into_force(self._known, self.training_step_of)
 
     def _judge(self, told: Mapping[int, RankReport]) -> None:
         """Check that all ranks were doing the same, before anything is used.

@@ -83,12 +83,15 @@ class OuterExchange:
         # never touched is none.
         self._unused = [entry.host_memory() for entry in self._layout.trained]
 
-    def submit(self, differences: Mapping[int, Tensor], report: RankReport) -> None:
+    def submit(
+        self, differences: Mapping[int, Tensor], report: RankReport, generation: int
+    ) -> None:
         """Begin an exchange, and return at once.
 
         Args:
             differences: this rank's, by tensor number; their memory is in use until `wait`.
             report: for the other ranks.
+            generation: number of the newest membership that this rank knows.
         """
         layout, channel = self._layout, self._channel
         assert layout.status is not None
@@ -96,7 +99,7 @@ class OuterExchange:
         channel.step_begin(self.step)
         self._lent = dict(differences)
         told = report.to_bytes()
-        status = layout.status.write_numbers(0, len(told), told)
+        status = layout.status.write_numbers(generation, len(told), told)
         channel.gradient_ready(layout.status_index, self.step, status.data_ptr(), status.nbytes)
         for index, entry in enumerate(layout.trained):
             if index in differences:
@@ -106,11 +109,12 @@ class OuterExchange:
                 channel.tensor_absent(index, self.step, unused, entry.nbytes)
         channel.step_end(self.step)
 
-    def wait(self) -> tuple[dict[int, Tensor], dict[int, RankReport]]:
+    def wait(self) -> tuple[dict[int, Tensor], dict[int, RankReport], list[int]]:
         """Wait for the end of the exchange.
 
         Returns:
-            The means, by tensor number, in the memory of the differences; and every rank's report.
+            The means, by tensor number, in the memory of the differences; the report of every rank
+            that is in them; and the numbers of the newest memberships that these ranks knew.
         """
         with WAIT_NOTIFIER, self._waiting(self.step, None):
             self._channel.wait_step(self.step)
@@ -118,11 +122,10 @@ class OuterExchange:
         status = self._layout.status
         assert status is not None
         self._carrier.collect(list(self._lent.items()))
-        told = {
-            rank: RankReport.from_bytes(one.part) for rank, one in status.read_numbers().items()
-        }
+        numbers = status.read_numbers()
+        told = {rank: RankReport.from_bytes(one.part) for rank, one in numbers.items()}
         means, self._lent = self._lent, {}
-        return means, told
+        return means, told, [one.generation or 0 for one in numbers.values()]
 
     def spend(self, run: Callable[[int], None]) -> None:
         """Give a step of the channel to something else; nothing is under way."""

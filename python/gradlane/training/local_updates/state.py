@@ -42,11 +42,13 @@ class UnderWay:
         fragments: those that are exchanged.
         due_step: training step after which its result is used.
         means: of all ranks' differences, by tensor number, once they are here.
+        known: numbers of the newest memberships that the ranks in the means knew.
     """
 
     fragments: Sequence[int]
     due_step: int
     means: dict[int, Tensor] | None = None
+    known: Sequence[int] = ()
 
 
 class LocalState:

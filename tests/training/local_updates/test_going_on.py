@@ -1,0 +1,234 @@
+"""Ranks are lost between and in exchanges, and the others finish their round."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
+
+import gradlane
+from gradlane.errors import UsageError
+from gradlane.training.core import load_core
+from gradlane.training.rendezvous.membership import MembershipChange
+from tests.built import needs_core
+from tests.forked_programs import PATIENCE_S, ForkedPrograms
+from tests.training.local_updates.reference import LocalReference
+from tests.training.local_updates.test_training import NAMES, adam, build, loss
+from tests.training.model.models import seeded
+from tests.training.model.ranks import run_ranks
+from tests.training.model.reference import same_bits, snapshot
+from tests.waiting import eventually
+
+CORE: Any = load_core()
+WORLD = 4
+DEAD = "the loss is not a number"
+Hook = Callable[[Any, int], None]
+
+
+def train(session: Any, steps: int, before: Hook, *, number: int | None = None) -> dict[str, Any]:
+    """Train, with `before(session, step)` before each step of the optimizer, and meet."""
+    number = session.rank if number is None else number
+    model = seeded(build, 7 + number)
+    optimizer = adam(model)
+    session.prepare(model, optimizer)
+    changes: list[tuple[int, MembershipChange]] = []
+    step = 0
+    session.on_membership(lambda change: changes.append((step, change)))
+    states = []
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        loss(model, number, step).backward()
+        before(session, step)
+        optimizer.step()
+        states.append(snapshot(model))
+    session.synchronize()
+    return {
+        "states": states,
+        "common": snapshot(model),
+        "changes": changes,
+        "place": (session.rank, session.world_size),
+        "lost": session.metrics()["lost"],
+    }
+
+
+def dies(victim: int, fatal_step: int, heard_by: int = 0) -> Hook:
+    """One rank dies before a step of its optimizer; others hear of it before another one."""
+
+    def before(session: Any, step: int) -> None:
+        if session.rank == victim and session.world_size == WORLD and step == fatal_step:
+            raise ArithmeticError(DEAD)
+        if step == heard_by:
+            assert eventually(lambda: bool(session.metrics()["lost"]), 60.0)
+
+    return before
+
+
+def run(victim: int, body: Callable[[Any], Any], **given: Any) -> list[Any]:
+    update = gradlane.Local(**given.pop("local"))
+    results = run_ranks(
+        WORLD,
+        body,
+        core=CORE,
+        update=update,
+        local="off",
+        going_on=True,
+        expect_errors=True,
+        **given,
+    )
+    assert isinstance(results[victim], ArithmeticError), results
+    left = [one for rank, one in enumerate(results) if rank != victim]
+    for one in left:
+        assert isinstance(one, dict), results
+        assert same_bits(one["common"], left[0]["common"])
+    return left
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_rounds_after_a_loss_are_of_those_that_are_left(victim: int) -> None:
+    left = run(
+        victim,
+        lambda it: train(it, 13, dies(victim, 6, heard_by=8)),
+        local={"steps": 4},
+    )
+    models = [seeded(build) for _ in range(WORLD)]
+    optimizers = [adam(one) for one in models]
+    numbers = list(range(WORLD))
+    reference = LocalReference(models, optimizers, [NAMES], steps=4)
+    reference.train(5, loss)
+    del numbers[victim], models[victim], optimizers[victim]
+    reference.train(8, lambda model, rank, step: loss(model, numbers[rank], step))
+    reference.synchronize()
+    for place, (model, found) in enumerate(zip(models, left, strict=True)):
+        assert same_bits(found["common"], snapshot(model))
+        ((step, change),) = found["changes"]
+        # All know of it in the exchange after step 8.
+        assert step == 8 and change.members == tuple(numbers) and change.lost == (victim,)
+        assert change.rank == place and found["place"] == (place, WORLD - 1)
+        assert DEAD in change.reason and found["lost"][0]["rank"] == victim
+
+
+def test_an_exchange_is_finished_without_a_rank() -> None:
+    """Each slice's mean is over all ranks, or over those that are left."""
+    victim = 1
+    left = run(
+        victim,
+        lambda it: train(it, 9, dies(victim, 5)),
+        local={"steps": 4, "overlap_steps": 2, "outer": "average"},
+    )
+    after = []
+    for numbers in ([0, 1, 2, 3], [0, 2, 3]):
+        models = [seeded(build) for _ in numbers]
+        optimizers = [adam(one) for one in models]
+        reference = LocalReference(models, optimizers, [NAMES], steps=4, overlap=2, outer="average")
+
+        def of_number(model: nn.Module, rank: int, step: int, among: Any = numbers) -> Any:
+            return loss(model, among[rank], step)
+
+        reference.train(6, of_number)
+        after.append(snapshot(models[0]))
+    for found in left:
+        for one, with_all, with_left in zip(found["states"][5], *after, strict=True):
+            assert bool(((one == with_all) | (one == with_left)).all())
+
+
+@pytest.mark.parametrize("codec", [None, "qsgd:bits=8", "topk:ratio=0.1,bits=4"])
+@pytest.mark.parametrize("fatal_step", [3, 6, 7])
+@pytest.mark.parametrize("victim", [0, 3])
+def test_all_that_are_left_have_the_same_bits(
+    codec: str | None, fatal_step: int, victim: int
+) -> None:
+    left = run(
+        victim,
+        lambda it: train(it, 20, dies(victim, fatal_step, heard_by=12)),
+        local={"steps": 6, "fragments": 2, "overlap_steps": 1, "mix": 0.5},
+        codec=codec,
+    )
+    assert [found["place"][1] for found in left] == [WORLD - 1] * 3
+
+
+def test_states_after_a_loss() -> None:
+    def body(session: Any) -> dict[str, Any]:
+        found = train(session, 9, dies(1, 2, heard_by=3))
+        state = session.state_dict()
+        with pytest.raises(UsageError, match="after rank 1 was lost: it needs the lost rank, too"):
+            session.load_state_dict(state)
+        return {**found, "state": state}
+
+    left = run(1, body, local={"steps": 4})
+    states = [found["state"] for found in left]
+    assert all(one["models"][0]["world_size"] == WORLD - 1 for one in states)
+
+    def resumed(session: Any) -> list[Tensor]:
+        model = seeded(build, 7 + session.rank)
+        optimizer = adam(model)
+        with torch.no_grad():
+            for one, value in zip(model.parameters(), left[0]["common"], strict=True):
+                one.copy_(value)
+        session.prepare(model, optimizer)
+        session.load_state_dict(states[0])
+        return snapshot(model)
+
+    found = run_ranks(2, resumed, core=CORE, update=gradlane.Local(steps=4), local="off")
+    assert all(same_bits(one, left[0]["common"]) for one in found)
+
+
+def test_numbers_are_not_gathered_between_exchanges() -> None:
+    def body(session: Any) -> None:
+        model = seeded(build)
+        session.prepare(model, adam(model))
+        session.gather_integers([1])
+
+    update = gradlane.Local(steps=4)
+    with pytest.raises(UsageError, match="ranks meet at exchanges only"):
+        run_ranks(2, body, core=CORE, update=update, local="off", going_on=True)
+
+
+@needs_core
+@pytest.mark.parametrize("local_size", [1, 2])
+@pytest.mark.parametrize("fatal_step", [3, 4, 6])
+def test_processes_are_killed(
+    programs: ForkedPrograms, tmp_path: Path, fatal_step: int, local_size: int
+) -> None:
+    """The ranks of a node are lost as one."""
+    world_size, victim = 3 * local_size, local_size
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = {
+        "port": store.port,
+        "folder": str(tmp_path),
+        "world_size": world_size,
+        "update": {"steps": 4, "fragments": 2, "overlap_steps": 1},
+        "options": {"connect_timeout_s": PATIENCE_S},
+        "ends": {str(victim): fatal_step},
+    }
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(job))
+    for rank in range(world_size):
+        programs.start(
+            f"{tmp_path}-{rank}",
+            program="tests.training.local_updates.going_rank",
+            arguments=[str(path)],
+            output=str(tmp_path / f"output-{rank}"),
+            errors=str(tmp_path / f"errors-{rank}"),
+            environment={
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank % local_size),
+                "LOCAL_WORLD_SIZE": str(local_size),
+            },
+        )
+    codes = [programs.wait(f"{tmp_path}-{rank}", PATIENCE_S) for rank in range(world_size)]
+    lost = [victim // local_size == rank // local_size for rank in range(world_size)]
+    errors = [(tmp_path / f"errors-{rank}").read_text() for rank in range(world_size)]
+    assert [code != 0 for code in codes] == lost, errors
+    left = [
+        json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        for rank in range(world_size)
+        if not lost[rank]
+    ]
+    assert len({one["common"] for one in left}) == 1
+    assert [one["place"] for one in left] == [[at, len(left)] for at in range(len(left))]
