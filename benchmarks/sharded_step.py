@@ -5,7 +5,7 @@ Two nodes of two ranks are two network namespaces with a shaped cable (root; `ip
     python benchmarks/sharded_step.py --rate 100mbit --steps 12
 
 Layers sleep in place of computing, so that a loaded machine changes little, and all engines train
-in the same processes, one step of each in turn. Printed are medians over the steps of rank 0, in
+in the same processes, one step of each in turn; one trains each node by itself. Printed are medians over the steps of rank 0, in
 milliseconds, with the quarters.
 """
 
@@ -108,18 +108,26 @@ def train(arguments: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     both = init_device_mesh("cpu", (NODES, LOCAL), mesh_dim_names=("node", "shard"))
     session = gradlane.init()
+    eight = gradlane.init(codec="qsgd:bits=8", rendezvous=gradlane.Rendezvous(job="eight"))
     engines: dict[str, tuple[Any, Any]] = {}
-    for dtype in (torch.float32, torch.bfloat16):
+    for name, averages, dtype in (
+        ("compute alone", None, torch.float32),
+        ("hsdp float32", None, torch.float32),
+        ("gradlane float32", session, torch.float32),
+        ("hsdp bfloat16", None, torch.bfloat16),
+        ("gradlane bfloat16", session, torch.bfloat16),
+        ("gradlane 8 bits", eight, torch.float32),
+    ):
         policy = MixedPrecisionPolicy(reduce_dtype=dtype)
-        for engine, mesh in (("hsdp", both), ("gradlane", both["shard"])):
-            model = nn.Sequential(*(Layer() for _ in range(arguments.layers)))
-            for layer in model:
-                fully_shard(layer, mesh=mesh, mp_policy=policy)
-            fully_shard(model, mesh=mesh, mp_policy=policy)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            if engine == "gradlane":
-                session.prepare(model, optimizer)
-            engines[f"{engine} {str(dtype).removeprefix('torch.')}"] = (model, optimizer)
+        mesh = both if name.startswith("hsdp") else both["shard"]
+        model = nn.Sequential(*(Layer() for _ in range(arguments.layers)))
+        for layer in model:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if averages is not None:
+            averages.prepare(model, optimizer)
+        engines[name] = (model, optimizer)
     times: dict[str, list[float]] = {name: [] for name in engines}
     x = torch.ones(64, requires_grad=True)
     for step in range(arguments.steps + 2):
@@ -137,6 +145,7 @@ def train(arguments: argparse.Namespace) -> None:
             low, middle, high = statistics.quantiles(row, n=4)
             print(f"{name:20} {middle:7.0f} ms ({low:.0f} to {high:.0f}, {len(row)} steps)")
     session.close()
+    eight.close()
     dist.barrier()
     dist.destroy_process_group()
 
