@@ -178,15 +178,72 @@ def test_states_after_a_loss() -> None:
     assert all(same_bits(one, left[0]["common"]) for one in found)
 
 
-def test_numbers_are_not_gathered_between_exchanges() -> None:
+def test_numbers_are_gathered_between_exchanges_and_when_members_change() -> None:
+    """Also beside an exchange that is under way."""
+
+    def body(session: Any) -> dict[str, Any]:
+        number = session.rank
+        gathered: list[list[list[int]]] = []
+        session.on_membership(lambda _: gathered.append(session.gather_integers([number] * 9)))
+
+        def before(session: Any, step: int) -> None:
+            dies(2, 6, heard_by=8)(session, step)
+            if step in (5, 10):
+                gathered.append(session.gather_integers([number, step]))
+
+        return {**train(session, 13, before), "gathered": gathered}
+
+    for found in run(2, body, local={"steps": 4, "overlap_steps": 2, "mix": 0.5}):
+        before, changed, after = found["gathered"]
+        assert before == [[rank, 5] for rank in range(WORLD)]
+        assert changed == [[rank] * 9 for rank in (0, 1, 3)]
+        assert after == [[rank, 10] for rank in (0, 1, 3)]
+
+
+def test_an_epoch_goes_on_with_the_rest_of_the_data() -> None:
+    """The others train what the lost rank has not trained, and no sample twice."""
+    samples: Any = [torch.tensor([float(at)] * 6) for at in range(96)]
+
+    def body(session: Any) -> dict[str, Any]:
+        number, trained = session.rank, by_rank[session.rank]
+        sampler = gradlane.ElasticSampler(samples, batch_size=2, session=session)
+        loader: Any = torch.utils.data.DataLoader(samples, batch_sampler=sampler)
+        model = seeded(build, 7 + number)
+        optimizer = adam(model)
+        session.prepare(model, optimizer)
+        for step, inputs in enumerate(sampler.track(loader), 1):
+            if number == 1 and step == 6:
+                raise ArithmeticError(DEAD)
+            optimizer.zero_grad()
+            model(inputs / 96).square().mean().backward()
+            trained += [int(one) for one in inputs[:, 0]]
+            optimizer.step()
+        session.synchronize()
+        return {"common": snapshot(model)}
+
+    by_rank: list[list[int]] = [[] for _ in range(WORLD)]
+    run(1, body, local={"steps": 2, "outer": "average"})
+    of_others = [one for rank in (0, 2, 3) for one in by_rank[rank]]
+    assert len(set(of_others)) == len(of_others)
+    assert set(of_others) | set(by_rank[1]) == set(range(96))
+
+
+def test_numbers_are_gathered_by_all_or_none() -> None:
     def body(session: Any) -> None:
         model = seeded(build)
-        session.prepare(model, adam(model))
-        session.gather_integers([1])
+        optimizer = adam(model)
+        session.prepare(model, optimizer)
+        if session.rank == 1:
+            session.gather_integers([1])
+        loss(model, session.rank, 1).backward()
+        optimizer.step()
 
-    update = gradlane.Local(steps=4)
-    with pytest.raises(UsageError, match="ranks meet at exchanges only"):
-        run_ranks(2, body, core=CORE, update=update, local="off", going_on=True)
+    update = gradlane.Local(steps=1)
+    first, second = run_ranks(
+        2, body, core=CORE, update=update, local="off", going_on=True, expect_errors=True
+    )
+    assert "rank 1 calls session.gather_integers(): every rank takes the same" in str(first)
+    assert "rank 0 trains a step where this rank is in session.gather_integers()" in str(second)
 
 
 @needs_core

@@ -171,7 +171,14 @@ def _left_out(*, goes_on: bool, meets: bool = False) -> OthersSteps:
     parts = KernelParts(phases, exchange, updates, in_order, Exemption(), lazy, mock.Mock())
     stages = mock.Mock(consistency=consistency)
     steps = TrainingSteps(
-        parts, stages, mock.Mock(), mock.Mock(), lambda: None, None, contributors, mock.Mock()
+        parts,
+        stages,
+        mock.Mock(),
+        mock.Mock(),
+        lambda: None,
+        mock.Mock(),
+        contributors,
+        mock.Mock(),
     )
     steps.step_end.end_step()
     assert phases.phase is Phase.PENDING

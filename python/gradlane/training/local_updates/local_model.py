@@ -35,6 +35,8 @@ from gradlane.training.model.barrier import Barrier
 from gradlane.training.model.channel_setup import schemes_of
 from gradlane.training.model.consistency_check import compare_endings, tell_ending
 from gradlane.training.model.failure_latch import FailureLatch
+from gradlane.training.model.member_numbers import MemberNumbers
+from gradlane.training.model.rank_status import RankNumbers
 from gradlane.training.model.residual_state import ResidualState
 from gradlane.training.model.several_optimizers import members_of
 from gradlane.training.options.local_updates import Local
@@ -47,6 +49,7 @@ _WORDS = {
     Occasion.TURN: "exchanges a fragment whose turn it is",
     Occasion.SYNCHRONIZE: "calls session.synchronize()",
     Occasion.CLOSE: "closes the session",
+    Occasion.GATHER: "calls session.gather_integers()",
 }
 
 
@@ -136,6 +139,15 @@ class LocalModel:
             rounds=self._rounds,
         )
         ctx.membership.training_step_of = self.training_step_of
+        self.numbers = MemberNumbers(
+            ctx.membership,
+            self._failure,
+            self._gather,
+            connected.layout.number_bytes,
+            self.training_step_of,
+            lambda: self.step,
+        )
+        """Gathers numbers of all members between two steps."""
         self.has_parted = False
         """Whether every rank has said goodbye."""
         self._counts = [0] * len(members_of(optimizer))
@@ -347,6 +359,12 @@ class LocalModel:
                 mean.mul_(len(weights) / sum(weights))
         under_way.means = means
 
+    def _gather(self, generation: int, size: int, part: bytes) -> dict[int, RankNumbers]:
+        """Exchange some bytes of all ranks' numbers, after the exchange that is under way."""
+        self._land()
+        with self._translating("gathering numbers"):
+            return self._exchange.gather(generation, size, part)
+
     def _use(self, share: float) -> None:
         """Move the common values by the result that is under way, and mix them in."""
         self._land()
@@ -375,8 +393,7 @@ class LocalModel:
         for rank, report in told.items():
             if report.occasion is not own.occasion:
                 self._fail(
-                    f"rank {first} {_WORDS[own.occasion]} after its step {own.step}, and rank "
-                    f"{rank} {_WORDS[report.occasion]} after its step {report.step}: every rank "
+                    f"rank {first} {_words(own)}, and rank {rank} {_words(report)}: every rank "
                     "takes the same number of steps, and calls synchronize() and close() after the "
                     "same ones; a GradScaler that skips a step on one rank takes one fewer there"
                 )
@@ -434,6 +451,12 @@ class LocalModel:
     def _translating(self, doing: str) -> contextlib.AbstractContextManager[None]:
         """Turn errors of the channel into the package's own, and keep them."""
         return self._failure.translating(self._ctx.core, doing)
+
+
+def _words(report: RankReport) -> str:
+    """Return what a rank was doing."""
+    after = "" if report.occasion is Occasion.GATHER else f" after its step {report.step}"
+    return f"{_WORDS[report.occasion]}{after}"
 
 
 def _samples_of(held: Sequence[FragmentProgress]) -> int | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradlane.training.model.channel_setup import Connected
+from gradlane.training.model.rank_status import Gathered, RankNumbers
 from gradlane.training.rendezvous.wait_notifier import WAIT_NOTIFIER
 
 _NUMBERS = struct.Struct("<BQQI")
@@ -28,6 +29,7 @@ class Occasion(enum.IntEnum):
     TURN = 1
     SYNCHRONIZE = 2
     CLOSE = 3
+    GATHER = 4
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,11 @@ class RankReport:
         return _NUMBERS.pack(self.occasion, self.step, samples, self.sample)
 
     @classmethod
-    def from_bytes(cls, told: bytes) -> RankReport:
-        """Return what `to_bytes` was given."""
-        occasion, step, samples, sample = _NUMBERS.unpack(told[: _NUMBERS.size])
+    def of(cls, numbers: RankNumbers) -> RankReport:
+        """Return what a rank has told."""
+        if numbers.kind is not Gathered.OUTER_GRADIENTS:
+            return cls(Occasion.GATHER, 0, None, 0)
+        occasion, step, samples, sample = _NUMBERS.unpack(numbers.part[: _NUMBERS.size])
         return cls(Occasion(occasion), step, samples - 1 if samples else None, sample)
 
 
@@ -93,13 +97,18 @@ class OuterExchange:
             report: for the other ranks.
             generation: number of the newest membership that this rank knows.
         """
+        told = report.to_bytes()
+        self._submit(differences, (Gathered.OUTER_GRADIENTS, generation, len(told), told))
+
+    def _submit(
+        self, differences: Mapping[int, Tensor], told: tuple[Gathered, int, int, bytes]
+    ) -> None:
         layout, channel = self._layout, self._channel
         assert layout.status is not None
         self.step += 1
         channel.step_begin(self.step)
         self._lent = dict(differences)
-        told = report.to_bytes()
-        status = layout.status.write_numbers(generation, len(told), told)
+        status = layout.status.write_numbers(*told)
         channel.gradient_ready(layout.status_index, self.step, status.data_ptr(), status.nbytes)
         for index, entry in enumerate(layout.trained):
             if index in differences:
@@ -116,16 +125,33 @@ class OuterExchange:
             The means, by tensor number, in the memory of the differences; the report of every rank
             that is in them; and the numbers of the newest memberships that these ranks knew.
         """
+        numbers = self._wait()
+        told = {rank: RankReport.of(one) for rank, one in numbers.items()}
+        means, self._lent = self._lent, {}
+        return means, told, [one.generation or 0 for one in numbers.values()]
+
+    def gather(self, generation: int, size: int, part: bytes) -> dict[int, RankNumbers]:
+        """Give a step of the channel to some bytes of all ranks' numbers; nothing is under way.
+
+        Args:
+            generation: number of the newest membership that this rank knows.
+            size: how many bytes this rank has in all.
+            part: of them.
+
+        Returns:
+            What came of each rank that is in the step.
+        """
+        self._submit({}, (Gathered.INTEGERS, generation, size, part))
+        return self._wait()
+
+    def _wait(self) -> dict[int, RankNumbers]:
         with WAIT_NOTIFIER, self._waiting(self.step, None):
             self._channel.wait_step(self.step)
         self._channel.take_ready(self.step)
         status = self._layout.status
         assert status is not None
         self._carrier.collect(list(self._lent.items()))
-        numbers = status.read_numbers()
-        told = {rank: RankReport.from_bytes(one.part) for rank, one in numbers.items()}
-        means, self._lent = self._lent, {}
-        return means, told, [one.generation or 0 for one in numbers.values()]
+        return status.read_numbers()
 
     def spend(self, run: Callable[[int], None]) -> None:
         """Give a step of the channel to something else; nothing is under way."""

@@ -43,7 +43,13 @@ from gradlane.training.model.buffers import CHANGED_APART, UNCHANGED, UNKNOWN, B
 from gradlane.training.model.failure_latch import FailureLatch
 from gradlane.training.model.lazy_parameters import Exemption
 from gradlane.training.model.participation import Participation
-from gradlane.training.model.rank_status import RankNumbers, RankStatus, Statuses, StepEnding
+from gradlane.training.model.rank_status import (
+    Gathered,
+    RankNumbers,
+    RankStatus,
+    Statuses,
+    StepEnding,
+)
 from gradlane.training.model.stages.clipping import Clipping
 from gradlane.training.model.stages.stage import StepStage
 from gradlane.training.model.stages.step_start import StepStart
@@ -108,10 +114,11 @@ class StatusTensor:
         lanes = [lane, state, weight, generation + 1]
         return self._write([*lanes, status.request] if self._has_requests else lanes)
 
-    def write_numbers(self, generation: int, size: int, part: bytes) -> Tensor:
+    def write_numbers(self, kind: Gathered, generation: int, size: int, part: bytes) -> Tensor:
         """Write some bytes of this rank's numbers into its lanes; returns the tensor to submit.
 
         Args:
+            kind: what they are for.
             generation: number of the newest membership that this rank knows.
             size: how many bytes its numbers have.
             part: at most `part_bytes` of them.
@@ -120,7 +127,7 @@ class StatusTensor:
             int.from_bytes(part[at : at + _WORD_BYTES], "little")
             for at in range(0, len(part), _WORD_BYTES)
         ]
-        return self._write([size, 0, 0, _GATHER_FLAG + generation + 1, *words])
+        return self._write([size, kind, 0, _GATHER_FLAG + generation + 1, *words])
 
     @property
     def part_bytes(self) -> int:
@@ -146,10 +153,13 @@ class StatusTensor:
     def read_numbers(self) -> dict[int, RankNumbers]:
         """Read some bytes of all ranks' numbers from the mean that has arrived."""
         found = {}
-        for rank, (size, _, _, known, *words) in self._lanes_by_rank():
+        for rank, (size, kind, _, known, *words) in self._lanes_by_rank():
             part = b"".join(word.to_bytes(_WORD_BYTES, "little") for word in words)
-            generation = known - _GATHER_FLAG - 1 if known > _GATHER_FLAG else None
-            found[rank] = RankNumbers(generation, size, part)
+            if known > _GATHER_FLAG:
+                generation = known - _GATHER_FLAG - 1
+                found[rank] = RankNumbers(Gathered(kind), generation, size, part)
+            else:
+                found[rank] = RankNumbers(Gathered.NONE, None, size, part)
         return found
 
     def _lanes_by_rank(self) -> list[tuple[int, list[int]]]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from gradlane.errors import SessionFailedError, UsageError
-from gradlane.training.model.kernel.parts import KernelParts
-from gradlane.training.model.kernel.phases import Phase
-from gradlane.training.model.kernel.update import StepUpdate
-from gradlane.training.model.number_exchange import NumberExchange
-from gradlane.training.model.rank_status import RankNumbers
+from gradlane.errors import SessionFailedError
+from gradlane.training.model.failure_latch import FailureLatch
+from gradlane.training.model.rank_status import Gathered, RankNumbers
 from gradlane.training.rendezvous.membership import Membership
 
 
@@ -19,24 +16,30 @@ class MemberNumbers:
 
     def __init__(
         self,
-        parts: KernelParts,
-        update: StepUpdate,
-        membership: Membership | None,
-        numbers: NumberExchange,
+        membership: Membership,
+        failure: FailureLatch,
+        exchange: Callable[[int, int, bytes], dict[int, RankNumbers]],
+        part_bytes: int,
+        training_step_of: Callable[[int], int],
+        check: Callable[[], int],
     ) -> None:
         """Gather nothing yet.
 
         Args:
-            parts: those below.
-            update: settles the last step.
-            membership: the ranks that train, where training goes on without lost ones, or None.
-            numbers: exchanges bytes.
+            membership: the ranks that train.
+            failure: of the model.
+            exchange: gives all ranks the newest membership that this one knows, how many bytes it
+                has in all, and some of them; returns what came of each rank in the step.
+            part_bytes: how many bytes travel at once.
+            training_step_of: turns a step of the channel into one of training.
+            check: raises `UsageError` in the middle of a step, and returns the last one's number.
         """
-        self._numbers = numbers
-        self._phases = parts.phases
-        self._exchange = parts.exchange
-        self._update = update
         self._membership = membership
+        self._failure = failure
+        self._exchange = exchange
+        self._part_bytes = part_bytes
+        self._training_step_of = training_step_of
+        self._check = check
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Gather whole numbers of all members, between two steps; a collective call.
@@ -49,53 +52,43 @@ class MemberNumbers:
             force when it returns.
 
         Raises:
-            UsageError: the model is in the middle of a step, or training does not go on.
+            UsageError: the model is in the middle of a step.
             GradlaneError: the session has failed, or a rank trains meanwhile.
         """
-        membership, status = self._membership, self._exchange.layout.status
-        assert membership is not None and status is not None, "the session goes on"
-        if self._phases.phase in (Phase.BACKWARD, Phase.ATTACHED):
-            raise UsageError(
-                f"session.gather_integers() inside step {self._exchange.training_step}: call it "
-                "after optimizer.step() or zero_grad()"
-            )
+        membership = self._membership
+        step = self._check()
         text = json.dumps(list(values)).encode()
         texts = dict.fromkeys(membership.members, b"")
-        at, part_bytes = 0, status.part_bytes
+        at = 0
         while True:
-            found = self._gather_part(membership, len(text), text[at : at + part_bytes])
+            found = self._gather_part(len(text), text[at : at + self._part_bytes], step)
             for rank, one in found.items():
                 texts[rank] = (texts.get(rank, b"") + one.part)[: one.size]
-            at += part_bytes
+            at += self._part_bytes
             if all(one.size <= at for one in found.values()):
                 break
         while any(rank not in found for rank in membership.members):
             # A member was lost; soon all others know who goes on.
-            found = self._gather_part(membership, 0, b"")
+            found = self._gather_part(0, b"", step)
             known = [one.generation or 0 for one in found.values()]
-            membership.put_into_force(known, self._exchange.training_step_of)
+            membership.put_into_force(known, self._training_step_of)
         return [list(map(int, json.loads(texts[rank]))) for rank in membership.members]
 
-    def _gather_part(
-        self, membership: Membership, size: int, part: bytes
-    ) -> dict[int, RankNumbers]:
+    def _gather_part(self, size: int, part: bytes, step: int) -> dict[int, RankNumbers]:
         """Exchange some bytes of all ranks' numbers.
 
         Raises:
             SessionFailedError: a rank trains meanwhile.
         """
-        failure = self._phases.failure
-        failure.raise_failure()
-        self._update.settle()
-        with self._phases.lock:
-            found = self._numbers.exchange(membership.known_generation, size, part)
-        others = [rank for rank, one in found.items() if one.generation is None]
+        self._failure.raise_failure()
+        found = self._exchange(self._membership.known_generation, size, part)
+        others = [rank for rank, one in found.items() if one.kind is not Gathered.INTEGERS]
         if others:
-            failure.fail_and_raise(
+            self._failure.fail_and_raise(
                 SessionFailedError(
                     f"rank {others[0]} trains a step where this rank is in "
                     "session.gather_integers(): call it on all ranks, between the same two steps",
-                    self._exchange.training_step,
+                    step,
                 )
             )
         return found

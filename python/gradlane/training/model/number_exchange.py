@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from gradlane.training.carrier import Carrier
 from gradlane.training.core import Channel
-from gradlane.training.model.rank_status import RankNumbers
+from gradlane.training.model.rank_status import Gathered, RankNumbers
 from gradlane.training.model.step_layout import StepLayout
 
 
@@ -52,7 +52,7 @@ class NumberExchange:
         lent = []
 
         def run(step: int) -> None:
-            lanes = status.write_numbers(generation, size, part)
+            lanes = status.write_numbers(Gathered.INTEGERS, generation, size, part)
             channel.step_begin(step)
             channel.gradient_ready(layout.status_index, step, lanes.data_ptr(), lanes.nbytes)
             for index in layout.gradient_numbers:

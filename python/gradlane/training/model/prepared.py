@@ -691,7 +691,7 @@ class PreparedModel:
             self._structure,
             self.listeners,
             self._check_unchanged,
-            ctx.membership if ctx.options.going_on.on else None,
+            ctx.membership,
             contributors,
             NumberExchange(self.channel, self._connected.carrier, self._layout, exchange.spend),
         )

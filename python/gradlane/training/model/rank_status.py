@@ -53,16 +53,27 @@ Statuses = Mapping[int, RankStatus]
 """The statuses of a step, by the ranks that are in its mean, in their order."""
 
 
+class Gathered(enum.IntEnum):
+    """What a rank exchanges bytes for."""
+
+    NONE = 0
+    """It trains a step."""
+    INTEGERS = 1
+    OUTER_GRADIENTS = 2
+
+
 @dataclass(frozen=True)
 class RankNumbers:
     """Some bytes of one rank's numbers.
 
     Attributes:
-        generation: number of the newest membership that the rank knows; None: it does not gather.
+        kind: what the rank exchanges them for.
+        generation: number of the newest membership that the rank knows; None: it trains a step.
         size: how many bytes its numbers have.
         part: those bytes that travelled this time.
     """
 
+    kind: Gathered
     generation: int | None
     size: int
     part: bytes

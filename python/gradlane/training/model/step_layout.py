@@ -65,6 +65,11 @@ class StepLayout:
         return [*alone, *range(self.table_size, self.table_size + beside)]
 
     @property
+    def number_bytes(self) -> int:
+        """How many bytes of a rank's numbers travel at once; 0: there are no statuses."""
+        return 0 if self.status is None else self.status.part_bytes
+
+    @property
     def means(self) -> int:
         """Number of leading tensors of the channel among which all means of gradients are."""
         return self.table_size + len(self.groups) if self.groups else len(self.trained)

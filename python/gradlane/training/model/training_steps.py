@@ -8,8 +8,10 @@ raise.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
+from gradlane.errors import UsageError
 from gradlane.training.model.clipping_calls import ClippingCalls
 from gradlane.training.model.contributors import Contributors
 from gradlane.training.model.evaluations import Evaluations
@@ -18,12 +20,14 @@ from gradlane.training.model.gradient_hooks import GradientHooks
 from gradlane.training.model.kernel.gate import Gate
 from gradlane.training.model.kernel.intake import Intake
 from gradlane.training.model.kernel.parts import KernelParts
+from gradlane.training.model.kernel.phases import Phase
 from gradlane.training.model.kernel.step_end import StepEnd
 from gradlane.training.model.kernel.update import StepUpdate
 from gradlane.training.model.member_numbers import MemberNumbers
 from gradlane.training.model.model_structure import ModelStructure
 from gradlane.training.model.number_exchange import NumberExchange
 from gradlane.training.model.others_steps import OthersSteps
+from gradlane.training.model.rank_status import RankNumbers
 from gradlane.training.model.scaler_calls import ScalerCalls
 from gradlane.training.model.stages.build import ModelStages
 from gradlane.training.model.step_listeners import StepListeners
@@ -40,7 +44,7 @@ class TrainingSteps:
         structure: ModelStructure,
         listeners: StepListeners,
         check_unchanged: Callable[[], None],
-        membership: Membership | None,
+        membership: Membership,
         contributors: Contributors,
         numbers: NumberExchange,
     ) -> None:
@@ -52,7 +56,7 @@ class TrainingSteps:
             structure: the modules and parameters that were prepared.
             listeners: called at the end of each training step.
             check_unchanged: raises `UsageError` if the model is not the one that was prepared.
-            membership: the ranks that train, where training goes on without lost ranks.
+            membership: the ranks that train.
             contributors: of the steps.
             numbers: exchanges bytes between two steps.
         """
@@ -86,7 +90,14 @@ class TrainingSteps:
         """Gives `GradScaler` what it looks at."""
         self.others = OthersSteps(parts, self.update, self.intake, stages.consistency, contributors)
         """Goes along in steps that this rank takes no part in."""
-        self.numbers = MemberNumbers(parts, self.update, membership, numbers)
+        self.numbers = MemberNumbers(
+            membership,
+            self.phases.failure,
+            functools.partial(self._exchange_numbers, numbers),
+            self.exchange.layout.number_bytes,
+            self.exchange.training_step_of,
+            self._check_between_steps,
+        )
         """Gathers numbers of all members between two steps."""
 
     @property
@@ -98,3 +109,24 @@ class TrainingSteps:
     def in_join(self) -> bool:
         """Whether the program is inside `session.join()`."""
         return self.stages.consistency.join is not None
+
+    def _check_between_steps(self) -> int:
+        """Return the number of the last step.
+
+        Raises:
+            UsageError: the model is in the middle of one.
+        """
+        if self.phases.phase in (Phase.BACKWARD, Phase.ATTACHED):
+            raise UsageError(
+                f"session.gather_integers() inside step {self.step}: call it after "
+                "optimizer.step() or zero_grad()"
+            )
+        return self.step
+
+    def _exchange_numbers(
+        self, numbers: NumberExchange, generation: int, size: int, part: bytes
+    ) -> dict[int, RankNumbers]:
+        """Exchange bytes with all ranks, once the last step's update is done."""
+        self.update.settle()
+        with self.phases.lock:
+            return numbers.exchange(generation, size, part)

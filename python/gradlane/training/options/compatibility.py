@@ -354,7 +354,6 @@ ROWS = (
     PairRow(_F.RESTORE, _F.CHECKPOINTS, CANNOT, "it reads what a session with these has written", "give gradlane.init(checkpoints=...)", needs=True),
     PairRow(_F.JOIN, _F.GOING_ON, NOT_BUILT, "the rank whose values all others get at its end may be lost"),
     PairRow(_F.JOIN, _F.LOCAL, NOT_BUILT, "a rank that has run out of data would have to exchange without steps of its own", "give every rank the same number of batches, such as by DataLoader(drop_last=True)"),
-    PairRow(_F.GATHER_INTEGERS, _F.LOCAL, NOT_BUILT, "ranks meet at exchanges only"),
     PairRow(_F.JOIN, _F.FSDP, CANNOT, "torch's collectives in the node need every rank in each step", "give all ranks as many batches"),
     PairRow(_F.JOIN, _F.ASGD, CANNOT, "ranks may run different numbers of steps there without it", "leave it out"),
     PairRow(_F.JOIN, _F.SERVER, NOT_BUILT, "a rank without data could not keep its parameters up to date"),

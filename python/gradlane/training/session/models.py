@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -408,6 +408,15 @@ class PreparedModels:
             f"{call} of a model ({type(model).__name__}) that this session has not prepared: give "
             "the object that was given to session.prepare()"
         )
+
+    def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+        """Return integers of every member, by rank; a collective call between two steps."""
+        if self.local is not None:
+            self.check_call(Feature.GATHER_INTEGERS)
+            return self.local.numbers.gather_integers(values)
+        prepared = self.find(None, "gather_integers()")
+        self.joins.tell_first_step()
+        return prepared.steps.numbers.gather_integers(values)
 
     def _prepared_of(self, model: nn.Module | None) -> PreparedModel | None:
         return next((one for one in self.prepared if one.model is model), None)

@@ -169,9 +169,7 @@ class Session:
             GradlaneError: the session has failed or is closed.
         """
         self._ending.check_open()
-        prepared = self._models.find(None, "gather_integers()")
-        self._models.joins.tell_first_step()
-        return prepared.steps.numbers.gather_integers(values)
+        return self._models.gather_integers(values)
 
     def share_state(self, **objects: Stateful) -> None:
         """Name objects whose state a rank that joins takes over; see `docs/going-on.md`.
