@@ -5,8 +5,8 @@ Two nodes of two ranks are two network namespaces with a shaped cable (root; `ip
     python benchmarks/sharded_step.py --rate 100mbit --steps 12
 
 Layers sleep in place of computing, so that a loaded machine changes little, and all engines train
-in the same processes, one step of each in turn; one trains each node by itself. Printed are medians over the steps of rank 0, in
-milliseconds, with the quarters.
+in the same processes, one step of each in turn; one trains each node by itself. Printed are medians
+over the steps of rank 0, in milliseconds, with the quarters.
 """
 
 from __future__ import annotations
