@@ -7,10 +7,12 @@ reads, and prints a line for each.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import selectors
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -29,10 +31,12 @@ from tests.paths import ROOT
 from tests.ports import reserve_port
 from tests.training.sharded.fsdp2 import FSDP_MODULES
 
-_TIMEOUT_S = 240.0
+_TIMEOUT_S = 120.0
 """For a loop, and for processes to start."""
 _TIMEOUT_AFTER_FAILURE_S = 60.0
 """For the other ranks, once one has failed."""
+_STACK_S = 1.0
+"""For a rank to tell where it is."""
 _MODULES = (*FSDP_MODULES, "tests.loop_fuzzing.sharded_program")
 _MARK = "gradlane-loop "
 
@@ -122,10 +126,12 @@ class ShardedRanks:
     def _end_of(self, rank: int) -> str:
         one = self._processes[rank]
         if not one.has_ended:
-            return "nothing in time"
-        code = one.wait()
+            one.send_signal(signal.SIGUSR1)
+            time.sleep(_STACK_S)
         errors = (self._folder / f"errors-{rank}").read_text(errors="replace")
-        return f"the process died with {code}: {errors[-2000:]}"
+        if not one.has_ended:
+            return f"nothing in time: {errors[-2000:]}"
+        return f"the process died with {one.wait()}: {errors[-2000:]}"
 
 
 def _result_in(text: bytes) -> dict[str, Any] | None:
@@ -180,6 +186,7 @@ def main() -> None:
     """Run the loops of the lines of standard input."""
     from torch.distributed.device_mesh import init_device_mesh
 
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")

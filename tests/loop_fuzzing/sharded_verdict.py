@@ -51,10 +51,11 @@ def verdict_of(loop: Loop, results: list[dict[str, Any] | str]) -> Verdict:
     for one in ended:
         if one["kind"] == "error":
             return Verdict(_head(one["error"]), one["text"])
-    for rank, missing in enumerate(results):
-        if isinstance(missing, str):
-            kind = "hangs" if missing.startswith("nothing") else "the process died"
-            return Verdict(kind, f"rank {rank}: {missing}")
+    missing = [(rank, one) for rank, one in enumerate(results) if isinstance(one, str)]
+    if missing:
+        hang = all(one.startswith("nothing") for _, one in missing)
+        text = "\n".join(f"rank {rank}: {one}" for rank, one in missing)
+        return Verdict("hangs" if hang else "the process died", text)
     for rank, result in enumerate(ended):
         if result["kind"] != "same":
             return Verdict(result["kind"], f"rank {rank}: {result['text']}")
