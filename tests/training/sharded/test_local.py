@@ -14,7 +14,7 @@ from tests.training.sharded.test_bits import run
 pytestmark = [needs_core, needs_fsdp2]
 PROGRAM = "tests.training.sharded.local_programs"
 ROUNDS = ["diloco", "streaming", "frozen", "empty_shards"]
-OTHERS = ["coded", "coded_states", "states", "differ"]
+OTHERS = ["coded", "coded_states", "columns_part", "states", "differ"]
 """`states` last of those that save: what it saves is gone on from."""
 
 
@@ -68,6 +68,11 @@ def test_states_of_others_are_refused_on_all_ranks(found: dict[str, list[str]]) 
         *_, neighbour, node = line.split(" | ")
         assert "on rank 0, which holds shard 0 of 2, was given shard 1 of 2" in neighbour
         assert "on rank 2: the model's parameters are not those of the state" in node
+
+
+def test_a_column_that_parts_leaves_what_others_have_not_read(found: dict[str, list[str]]) -> None:
+    """And the last rank deletes it."""
+    assert found["columns_part"] == ["0"] * 4
 
 
 def test_any_number_of_nodes_goes_on_from_a_common_point(found: dict[str, list[str]]) -> None:

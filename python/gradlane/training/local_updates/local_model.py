@@ -226,7 +226,8 @@ class LocalModel:
         if shutdown_channel(self._ctx, self.channel, self._watch, self._scope, timeout_s):
             if compares:
                 compare_endings(self._scope, self._agreement, self._replica.shards)
-            self._scope.delete_keys()
+            # The goodbyes are those of a column's ranks, where the model is sharded.
+            self._scope.delete_keys_if_last()
             self.has_parted = True
 
     def abort(self, reason: str) -> None:

@@ -817,6 +817,26 @@ class RendezvousScope:
         self._store.drain()
         self.has_deleted_keys = True
 
+    def delete_keys_if_last(self) -> None:
+        """Delete all ranks' keys, if all others have called this before.
+
+        For ranks that have not heard a goodbye of every rank, which may still read their keys.
+        """
+        self.has_deleted_keys = True
+        # A store that is gone, as rank 0's process may be, has no keys.
+        with contextlib.suppress(StoreLostError):
+            self.put(f"keys/{self.rank_info.rank}", json.dumps(sorted(self._written)))
+            if self._store.increment("parted") < self.rank_info.world_size:
+                return
+            for rank in range(self.rank_info.world_size):
+                written = self.peek(f"keys/{rank}", rank)
+                for key in json.loads(written or b"[]"):
+                    if not key.startswith(_CHECKPOINT_KEYS):
+                        self._store.delete(key)
+                self._store.delete(f"keys/{rank}")
+            self._store.delete("parted")
+            self._store.drain()
+
 
 def software_versions() -> dict[str, str]:
     """Return the versions of this process that ranks compare."""

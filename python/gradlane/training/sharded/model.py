@@ -162,7 +162,7 @@ class ShardedModel:
         self._remove_hooks()
         self._calls.failure.fail(SessionClosedError("the session was closed"))
         if shutdown_channel(self._ctx, self.channel, self._watch, self._scope, timeout_s):
-            self._scope.delete_keys()
+            self._scope.delete_keys_if_last()
             self.has_parted = True
 
     def abort(self, reason: str) -> None:
