@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 
 import gradlane
+from gradlane.training.model.barrier import Barrier
 from tests.training.sharded.local_reference import Shards, reference_of
 from tests.training.sharded.programs import (
     CHECKPOINTS,
@@ -259,12 +260,41 @@ def differ() -> list[str]:
         run.session.abort("the test has ended")
 
 
+def freeze_and_keep(model: Any) -> None:
+    """Freeze a unit whose parameters a forward leaves whole, and some of others."""
+    freeze(model)
+    model.blocks[0].set_reshard_after_forward(False)
+
+
+def columns_part() -> list[str]:
+    """Close the session in one column before the other one has read what all ranks said."""
+    run = Run({"steps": 4})
+    store = dist.distributed_c10d._get_default_store()
+    barriers: Any = Barrier
+    read = barriers._wait
+
+    def read_late(*given: Any) -> None:
+        store.wait(["closed 0", "closed 2"])
+        read(*given)
+
+    is_late = run.rank % MESH["shard"].size() == 1
+    if is_late:
+        barriers._wait = read_late
+    run.session.load_state_dict(run.session.state_dict())
+    barriers._wait = read
+    run.session.close()
+    store.set(f"closed {run.rank}", "")
+    dist.barrier()
+    return [str(sum(b"/gather/" in key.encode() for key in store.list_keys()))]
+
+
 SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "diloco": lambda: rounds({"steps": 4}),
     "streaming": lambda: rounds(STREAMING),
-    "frozen": lambda: rounds({"steps": 3, "outer": "average"}, change=freeze),
+    "frozen": lambda: rounds({"steps": 3, "outer": "average"}, change=freeze_and_keep),
     "empty_shards": lambda: rounds({"steps": 4, "fragments": 3}, scales=1),
     "coded": coded,
+    "columns_part": columns_part,
     "differ": differ,
     "other_nodes": other_nodes,
     "coded_states": lambda: states({"steps": 4, "outer": "average"}, codec=SPARSE),

@@ -6,6 +6,7 @@ ranks with the same shard, a column, exchange what it has changed by, on a chann
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from torch import nn
@@ -33,7 +34,7 @@ from gradlane.training.options.strategy import RING, ring_ranks
 from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from gradlane.training.rendezvous.tensor_table import TensorEntry, extra_entry
 from gradlane.training.sharded.column import ColumnChannel, column_of
-from gradlane.training.sharded.fsdp import ShardedUnit, local_of
+from gradlane.training.sharded.fsdp import ShardedUnit, local_of, reshard
 from gradlane.training.sharded.units import agree_on_units, initial_entries
 
 
@@ -112,10 +113,6 @@ def connect_shards(
     run_step_0(ctx, connected, first=rank_info.rank == ranks[0])
     names = {name for name, _ in model.named_parameters()}
 
-    def settle() -> None:
-        for unit in units:
-            unit.reshard()
-
     def form() -> Form:
         memory = {name: local_of(one).data_ptr() for name, one in model.named_parameters()}
         return {name: (*one, memory[name]) for name, one in form_of(model).items()}
@@ -127,7 +124,7 @@ def connect_shards(
         shards,
         fragments,
         [entry for entry in initial if entry.name in names],
-        settle,
+        functools.partial(reshard, model),
         form,
     )
 

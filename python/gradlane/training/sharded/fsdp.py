@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -157,11 +157,6 @@ class ShardedUnit:
         trained = {one.number: one for one in self.trained}
         return [trained[number] for number in order or sorted(trained) if number in trained]
 
-    def reshard(self) -> None:
-        """Have the module hold shards, where a forward has left whole parameters in their place."""
-        if self._group.is_unsharded:
-            self.module.reshard()
-
     def set_hook(self, hook: ReduceHook | None) -> None:
         """Have FSDP call a hook, or none."""
         self.module.set_all_reduce_hook(hook)
@@ -206,6 +201,13 @@ def read_units(model: nn.Module) -> list[ShardedUnit]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     units = [ShardedUnit(*one, names) for one in found.values()]
     return [unit for unit in units if unit.trained]
+
+
+def reshard(model: nn.Module) -> None:
+    """Have all units hold shards, also frozen ones, where a forward has left whole parameters."""
+    for module in model.modules():
+        if _is_unit(module) and any(one.is_unsharded for one in fsdp_groups(fsdp_state(module))):
+            cast(Any, module).reshard()
 
 
 def parameters_outside(model: nn.Module, units: Sequence[ShardedUnit]) -> list[str]:
