@@ -229,6 +229,8 @@ def refused_states() -> list[str]:
             found.append(f"the state of {other} was taken")
         except gradlane.UsageError as error:
             found.append(str(error))
+        # No rank is to hear of another's end first.
+        dist.barrier()
         again.session.abort("the test has ended")
     return found
 
