@@ -13,6 +13,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 
 import gradlane
-from gradlane.training.model.barrier import Barrier
+from gradlane.training.rendezvous.rendezvous import RendezvousScope
 from tests.training.sharded.local_reference import Shards, reference_of
 from tests.training.sharded.programs import (
     CHECKPOINTS,
@@ -272,18 +273,17 @@ def columns_part() -> list[str]:
     """Close the session in one column before the other one has read what all ranks said."""
     run = Run({"steps": 4})
     store = dist.distributed_c10d._get_default_store()
-    barriers: Any = Barrier
-    read = barriers._wait
+    peek = RendezvousScope.peek
 
-    def read_late(*given: Any) -> None:
-        store.wait(["closed 0", "closed 2"])
-        read(*given)
+    def peek_late(scope: RendezvousScope, key: str, rank: int | None) -> bytes | None:
+        if key.startswith("gather/"):
+            store.wait(["closed 0", "closed 2"])
+        return peek(scope, key, rank)
 
+    state = run.session.state_dict()
     is_late = run.rank % MESH["shard"].size() == 1
-    if is_late:
-        barriers._wait = read_late
-    run.session.load_state_dict(run.session.state_dict())
-    barriers._wait = read
+    with mock.patch.object(RendezvousScope, "peek", peek_late if is_late else peek):
+        run.session.load_state_dict(state)
     run.session.close()
     store.set(f"closed {run.rank}", "")
     dist.barrier()
