@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 
 import gradlane
-from gradlane.errors import UsageError
+from gradlane.errors import SessionFailedError, UsageError
 from gradlane.training.core import load_core
 from gradlane.training.rendezvous.membership import MembershipChange
 from tests.built import needs_core
@@ -226,6 +227,70 @@ def test_an_epoch_goes_on_with_the_rest_of_the_data() -> None:
     of_others = [one for rank in (0, 2, 3) for one in by_rank[rank]]
     assert len(set(of_others)) == len(of_others)
     assert set(of_others) | set(by_rank[1]) == set(range(96))
+
+
+def test_a_loss_is_noted_in_the_step_of_an_exchange_that_this_rank_has_not_begun() -> None:
+    """The others are in it, and wait."""
+    late, victim, seen = 0, 1, {}
+
+    def before(session: Any, step: int) -> None:
+        if session.rank == victim and session.world_size == WORLD and step == 12:
+            # The others are in the exchange after step 12 by then.
+            time.sleep(0.5)
+            raise ArithmeticError(DEAD)
+        if session.rank == late and step == 12:
+            assert eventually(lambda: bool(session.metrics()["lost"]), 60.0)
+            seen.update(session.metrics()["lost"][0])
+
+    left = run(victim, lambda it: train(it, 13, before), local={"steps": 4})
+    assert seen["step"] == 8
+    assert [found["lost"][0]["step"] for found in left] == [12] * 3
+
+
+@pytest.mark.parametrize("codec", [None, "topk:ratio=0.1"])
+def test_a_rank_that_is_lost_while_all_load_a_state_ends_them(codec: str | None) -> None:
+    def body(session: Any) -> None:
+        train(session, 4, lambda *_: None)
+        state = session.state_dict()
+        if session.rank == 1:
+            time.sleep(0.2)
+            raise ArithmeticError(DEAD)
+        session.load_state_dict(state)
+
+    update = gradlane.Local(steps=4)
+    options: dict[str, Any] = {"update": update, "local": "off", "going_on": True, "codec": codec}
+    results = run_ranks(3, body, core=CORE, expect_errors=True, **options)
+    for one in (results[0], results[2]):
+        assert isinstance(one, SessionFailedError) and "rank 1 was lost" in str(one), results
+
+
+def test_a_callback_that_raises_in_close_gives_up() -> None:
+    """The others do not wait for a goodbye until their time is over."""
+
+    def body(session: Any) -> Any:
+        number = session.rank
+        model = seeded(build, 7 + number)
+        optimizer = adam(model)
+        session.prepare(model, optimizer)
+
+        def changed(change: MembershipChange) -> None:
+            if number == 0 and change.lost == (1,):
+                raise KeyError("sampler")
+
+        session.on_membership(changed)
+        loss(model, number, 1).backward()
+        if number == 1:
+            raise ArithmeticError(DEAD)
+        assert eventually(lambda: bool(session.metrics()["lost"]), 60.0)
+        optimizer.step()
+        session.close(300.0)
+        return session.world_size
+
+    options: dict[str, Any] = {"local": "off", "going_on": True, "expect_errors": True}
+    update = gradlane.Local(steps=4)
+    results = run_ranks(4, body, core=CORE, update=update, **options)
+    assert isinstance(results[0], KeyError), results
+    assert results[2:] == [3, 3]
 
 
 def test_numbers_are_gathered_by_all_or_none() -> None:

@@ -173,10 +173,12 @@ class LocalModel:
         return False
 
     def training_step_of(self, step: int) -> int:
-        """Return the training step after which an exchange began; an early one's is the first
-        that is remembered."""
-        known = self._steps_of_exchanges
-        return known.get(step, min(known.values(), default=0))
+        """Return the training step after which a step of the channel began, if an exchange did, or
+        the exchange before it; an early one's is the first that is remembered."""
+        # Another thread asks, too, of exchanges that this rank may not have begun.
+        known = self._steps_of_exchanges.copy()
+        before = [known[one] for one in known if one <= step]
+        return max(before, default=min(known.values(), default=0))
 
     def weigh(self, samples: int) -> None:
         """Have this rank's next step count so many samples.
@@ -211,8 +213,10 @@ class LocalModel:
             if self.step > 0:
                 self._end_round(Occasion.CLOSE)
             self._ctx.membership.leave_register(self._scope.name)
-        except GradlaneError as error:
-            self.abort(f"closed after an error: {error}")
+        except BaseException as error:
+            # Or the program's own, of a callback.
+            words = str(error) if isinstance(error, GradlaneError) else repr(error)
+            self.abort(f"closed after an error: {words}")
             raise
         self._let_go()
         self._failure.fail(SessionClosedError("the session was closed"))
@@ -266,8 +270,10 @@ class LocalModel:
         self._failure.raise_failure()
         self._ctx.membership.refuse_lost("load_state_dict()")
         self._land()
+        self._scope.on_poll = self._look_for_all
         with self._translating("loading a state"):
             self.step, self._under_way = self._state.load_state_dict(state)
+        self._scope.on_poll = self._look
         self._counts = [self.step] * len(self._counts)
 
     # ---- inside
@@ -439,6 +445,14 @@ class LocalModel:
         """Raise if the session has failed."""
         try:
             check_connected(self._ctx.core, self.channel)
+        except SessionFailedError as error:
+            self._failure.fail_and_raise(error)
+
+    def _look_for_all(self) -> None:
+        """Raise if the session has failed, or a rank was lost: not all can do the same then."""
+        self._look()
+        try:
+            self._ctx.membership.check_complete()
         except SessionFailedError as error:
             self._failure.fail_and_raise(error)
 

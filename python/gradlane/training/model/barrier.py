@@ -94,6 +94,8 @@ class Barrier:
             if not missing:
                 return
             self._channel.is_ready(0, 0)
+            if self._scope.on_poll is not None:
+                self._scope.on_poll()
             now_s = self._clock()
             if now_s - looked_s >= _LOOK_S or pushes < 0:
                 looked_s = now_s
