@@ -47,6 +47,7 @@ faults: build
 	$(BIN)/python -m tests.faults --seed $(SEED) --count $(COUNT)
 	$(BIN)/python -m tests.faults --going-on --seed $(SEED) --count $(COUNT)
 	$(BIN)/python -m tests.faults --starting --seed $(SEED) --count $(COUNT)
+	$(BIN)/python -m tests.faults --local-updates --seed $(SEED) --count $(COUNT)
 	$(BIN)/python -m tests.faults --store --seed $(SEED) --count $(COUNT)
 	$(BIN)/python -m tests.faults --options --seed $(SEED) --count $(COUNT)
 

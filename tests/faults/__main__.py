@@ -24,7 +24,9 @@ from gradlane.lab.cluster.privilege import why_no_namespaces
 from tests.faults.campaign import Campaign, Result
 from tests.faults.going_on import scenario as going_on
 from tests.faults.going_on import starting
-from tests.faults.going_on.campaign import GoingOnCampaign, StartingCampaign
+from tests.faults.going_on.campaign import GoingOnCampaign, LocalCampaign, StartingCampaign
+from tests.faults.local_updates import scenario as local_updates
+from tests.faults.local_updates.scenario import EXCHANGING
 from tests.faults.on_options import scenario as on_options
 from tests.faults.on_options.campaign import OptionsCampaign
 from tests.faults.on_store import scenario as on_store
@@ -37,6 +39,7 @@ _CAMPAIGNS: dict[str, type[Campaign]] = {
     "ending": Campaign,
     "going-on": GoingOnCampaign,
     "starting": StartingCampaign,
+    "local-updates": LocalCampaign,
     "store": StoreCampaign,
     "options": OptionsCampaign,
 }
@@ -44,6 +47,7 @@ _FAULTS: dict[str, Sequence[str]] = {
     "ending": FAULTS,
     "going-on": going_on.FAULTS,
     "starting": starting.FAULTS,
+    "local-updates": local_updates.FAULTS,
     "store": on_store.FAULTS,
     "options": on_options.FAULTS,
 }
@@ -146,7 +150,9 @@ def _closing(summary: dict[str, Any]) -> str:
 
 
 def _order(result: Result) -> int:
-    return (*BEFORE_CONNECTED, *PREPARING, *MOMENTS, *JOINING).index(result.scenario.moment)
+    return (*BEFORE_CONNECTED, *PREPARING, *MOMENTS, *EXCHANGING, *JOINING).index(
+        result.scenario.moment
+    )
 
 
 def table(results: list[Result], faults: Sequence[str] = FAULTS) -> str:
@@ -176,6 +182,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--starting", const="starting", help="in init(), prepare() and step 1 of these", **chosen
+    )
+    parser.add_argument(
+        "--local-updates", const="local-updates", help="local updates that go on", **chosen
     )
     parser.add_argument(
         "--store", const="store", help="attackers and faults of the rendezvous store", **chosen

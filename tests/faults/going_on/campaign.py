@@ -18,11 +18,15 @@ from tests.faults.going_on.scenario import (
     draw,
 )
 from tests.faults.going_on.verdict import bound_s, judge, took_part
+from tests.faults.local_updates import scenario as local_updates
+from tests.faults.local_updates.scenario import LocalScenario
+from tests.faults.local_updates.verdict import judge as judge_local
 from tests.faults.outcome import Outcome, complete_checkpoints
 from tests.faults.scenario import (
     SILENCE_TIMEOUT_S,
     Scenario,
 )
+from tests.faults.verdict import Problem
 
 _KEEP_ALL = 100
 _POLL_S = 0.002
@@ -33,6 +37,8 @@ _EVENTS = {"agreement": "agreed", "the change": "changed"}
 class GoingOnCampaign(Campaign):
     """Runs scenarios of trainings that go on; a context that owns all files."""
 
+    program = "tests.faults.going_on.rank_program"
+    steps = STEPS
     local_size = 1
     """Ranks of a node."""
 
@@ -47,7 +53,7 @@ class GoingOnCampaign(Campaign):
         checkpoint = place / "checkpoint"
         checkpoint.mkdir(parents=True)
         outcome = self._run_faulted(scenario, place / "faulted", checkpoint)
-        problems, pause_s = judge(scenario, outcome, checkpoint)
+        problems, pause_s = self.judge(scenario, outcome, checkpoint)
         if not self._keeps:
             shutil.rmtree(place, ignore_errors=True)
         seconds = max((end.after_s for end in outcome.ends), default=0.0)
@@ -61,6 +67,12 @@ class GoingOnCampaign(Campaign):
             joined=any(took_part(scenario, end) for end in outcome.ends[scenario.world_size :]),
         )
 
+    def judge(
+        self, scenario: GoingOnScenario, outcome: Outcome, checkpoint: Path
+    ) -> tuple[list[Problem], float | None]:
+        """Return problems, and the seconds without progress, where ranks went on."""
+        return judge(scenario, outcome, checkpoint)
+
     def _run_faulted(self, scenario: GoingOnScenario, folder: Path, checkpoint: Path) -> Outcome:
         """Train until the faults, inject them, and wait until all ranks have ended that can."""
         switch = Switch(scenario.processes + 1, RATE_BPS) if scenario.namespaces else None
@@ -71,7 +83,7 @@ class GoingOnCampaign(Campaign):
             scenario.world_size,
             scenario,
             switch,
-            "tests.faults.going_on.rank_program",
+            self.program,
             joiners=scenario.processes - scenario.world_size,
         )
         options = {
@@ -83,7 +95,7 @@ class GoingOnCampaign(Campaign):
         }
         with (
             contextlib.nullcontext() if switch is None else switch,
-            run.running(options, checkpoint, STEPS),
+            run.running(options, checkpoint, self.steps),
         ):
             run.wait_for_moment()
             run.outcome.complete_before = list(complete_checkpoints(checkpoint))
@@ -104,6 +116,24 @@ class StartingCampaign(GoingOnCampaign):
         return starting.draw(seed)
 
 
+class LocalCampaign(GoingOnCampaign):
+    """Runs faults of local updates that go on."""
+
+    program = "tests.faults.local_updates.rank_program"
+    steps = local_updates.STEPS
+
+    def draw(self, seed: int) -> LocalScenario:
+        """Draw a scenario."""
+        return local_updates.draw(seed)
+
+    def judge(
+        self, scenario: GoingOnScenario, outcome: Outcome, checkpoint: Path
+    ) -> tuple[list[Problem], float | None]:
+        """Return problems; how long steps take tells nothing of exchanges."""
+        assert isinstance(scenario, LocalScenario)
+        return judge_local(scenario, outcome), None
+
+
 def _follow(run: Run, folder: Path, scenario: GoingOnScenario, second: Second) -> None:
     """Inject the second fault when its time has come."""
     word = _EVENTS.get(second.after)
@@ -113,7 +143,8 @@ def _follow(run: Run, folder: Path, scenario: GoingOnScenario, second: Second) -
     while word is not None and time.monotonic() < deadline_s:
         # Where only a rank was lost that has not joined, no members change.
         is_over = any(map(run.has_ended, members))
-        if is_over or any(f'"event": "{word}"' in path.read_text() for path in files):
+        written = [path.read_text() for path in files if path.exists()]
+        if is_over or any(f'"event": "{word}"' in one for one in written):
             break
         time.sleep(_POLL_S)
     time.sleep(second.delay_s)

@@ -16,7 +16,7 @@ import gradlane
 from tests.faults.going_on.rank_program import Batches, checksum, loss_of, model_of
 from tests.faults.outcome import complete_checkpoints
 
-_seeding = threading.Lock()
+seeding = threading.Lock()
 """Held while a model is made from torch's own random numbers."""
 
 
@@ -64,7 +64,7 @@ def replay(
         ReplayError: a mean is over a set of ranks that its step cannot have, or over none, or a
             loss is another one.
     """
-    with _seeding:
+    with seeding:
         model, optimizer = model_of(nn.Identity())
     parameters = list(model.parameters())
     sets = [tuple(range(world_size)), *(change.members for change in changes)]
@@ -91,7 +91,9 @@ def replay(
         for index, parameter in enumerate(parameters):
             found = {
                 checksum(mean): mean
-                for mean in (_mean(gradients, members, index, local_size) for members in possible)
+                for mean in (
+                    mean_over(gradients, members, index, local_size) for members in possible
+                )
             }
             try:
                 parameter.grad = found[means[index][step - 1]]
@@ -107,7 +109,7 @@ def replay(
 
 def restore(root: Path) -> tuple[int, str]:
     """Return the step of the newest checkpoint, and the digest of what one rank restores of it."""
-    with _seeding:
+    with seeding:
         model, optimizer = model_of(nn.Identity())
     options: dict[str, Any] = {
         "rendezvous": gradlane.Rendezvous(rank=0, world_size=1),
@@ -138,7 +140,7 @@ def state_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return state.hexdigest()[:16]
 
 
-def _mean(
+def mean_over(
     gradients: Sequence[Sequence[Tensor]], members: Sequence[int], index: int, local_size: int
 ) -> Tensor:
     """Return the mean of a parameter's gradients, added up in the order of the ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,33 @@ def judge(
     Returns:
         Problems, and the seconds without progress, where the ranks that are left went on.
     """
+    problems, through = judge_ends(scenario, outcome)
+    if not through:
+        return problems, None
+    first = through[0]
+    if first.rank == scenario.world_size:
+        # Nothing tells which batches it took over.
+        problems.append(Problem("ended", None, "only the rank that joined went on"))
+        return problems, None
+    problems += _check_alike(scenario, outcome, through)
+    if not problems:
+        problems += _check_bits(scenario, outcome, first, checkpoint)
+    return problems, _pause_s(outcome, through)
+
+
+def judge_ends(scenario: GoingOnScenario, outcome: Outcome) -> tuple[list[Problem], list[RankEnd]]:
+    """Judge how the ranks of a run ended.
+
+    Args:
+        scenario: the faults.
+        outcome: what came of them.
+
+    Returns:
+        Problems, and the ends of the ranks that are left and went on.
+    """
     if not outcome.is_reached and scenario.asks_at is None:
         text = f"no rank reached the moment; errors: {outcome.errors}"
-        return [Problem("not run", None, text)], None
+        return [Problem("not run", None, text)], []
     problems = [Problem("left over", None, one) for one in outcome.left_over]
     for end in outcome.ends:
         if end.rank not in scenario.silenced:
@@ -81,22 +105,12 @@ def judge(
         elif through and not _may_end(scenario, end):
             others = [other.rank for other in through]
             problems.append(Problem("ended", end.rank, f"{others} went on; {said}"))
-    if not through:
-        return problems, None
-    first = through[0]
-    if first.rank == scenario.world_size:
-        # Nothing tells which batches it took over.
-        problems.append(Problem("ended", None, "only the rank that joined went on"))
-        return problems, None
-    problems += _check_alike(scenario, outcome, through)
-    if not problems:
-        problems += _check_bits(scenario, outcome, first, checkpoint)
-    return problems, _pause_s(outcome, through)
+    return problems, through
 
 
 def took_part(scenario: GoingOnScenario, end: RankEnd) -> bool:
     """Return whether a rank has trained: a rank that asks to join may never be let in."""
-    return end.rank < scenario.world_size or bool(_events(end, "moved"))
+    return end.rank < scenario.world_size or bool(events_of(end, "moved"))
 
 
 def _check_culprit(scenario: GoingOnScenario, end: RankEnd) -> Iterator[Problem]:
@@ -149,7 +163,7 @@ def _check_alike(
     """Check that the ranks that are left did every step once, with the same bits."""
     first = through[0]
     changes = changes_of(first, scenario.world_size)
-    in_force = _events(first, "changed")
+    in_force = events_of(first, "changed")
     join = next((change for change in changes if change.joined), None)
     for end in through:
         begun, own_changes, own_in_force = 0, changes, in_force
@@ -161,7 +175,7 @@ def _check_alike(
             begun, own_changes = join.step - 1, changes[changes.index(join) :]
             place = next(index for index, one in enumerate(in_force) if one["joined"])
             own_in_force = [{**in_force[place], "at": 0}, *in_force[place + 1 :]]
-        steps = [event["step"] for event in _events(end, "step")]
+        steps = [event["step"] for event in events_of(end, "step")]
         if steps != list(range(begun + 1, STEPS + 1)):
             yield Problem("lost step", end.rank, f"it did steps {steps}")
         for index, (means, firsts) in enumerate(zip(_means(end), _means(first), strict=True)):
@@ -180,8 +194,8 @@ def _check_alike(
             for found in (changes_of(end, scenario.world_size, own_changes[:1]), own_changes)
         )
         rows = {
-            "digest": (_events(end, "digest"), _events(first, "digest")),
-            "changed": (_events(end, "changed"), own_in_force),
+            "digest": (events_of(end, "digest"), events_of(first, "digest")),
+            "changed": (events_of(end, "changed"), own_in_force),
             "agreed": (agreed, own_changes),
         }
         for what, (found, expected) in rows.items():
@@ -190,6 +204,25 @@ def _check_alike(
                 yield Problem("other bits", end.rank, text)
     there_once = {*range(scenario.world_size), *(join.members if join is not None else ())}
     gone = there_once - set(changes[-1].members if changes else there_once)
+    yield from check_lost(scenario, outcome, first, gone, there_once)
+
+
+def check_lost(
+    scenario: GoingOnScenario,
+    outcome: Outcome,
+    first: RankEnd,
+    gone: Set[int],
+    there_once: Set[int],
+) -> Iterator[Problem]:
+    """Check that the ranks went on without the victims, and without no other one.
+
+    Args:
+        scenario: the faults.
+        outcome: what came of them.
+        first: of the ranks that went on.
+        gone: ranks that these went on without.
+        there_once: ranks that have trained.
+    """
     # A fault may come when its victim has done its part of the last step, or before it has joined.
     there = [
         rank
@@ -206,7 +239,7 @@ def _check_bits(
 ) -> Iterator[Problem]:
     """Check a rank's means and losses against one process, and so the checkpoints, if any."""
     changes = changes_of(end, scenario.world_size)
-    losses = [event["loss"] for event in _events(end, "step")]
+    losses = [event["loss"] for event in events_of(end, "step")]
     try:
         digests = replay(
             scenario.world_size, changes, _means(end), end.rank, losses, scenario.local_size
@@ -230,7 +263,9 @@ def _check_checkpoints(
     found = files_by_step(checkpoint)
     if lost := set(outcome.complete_before) - set(found):
         yield Problem("lost checkpoint", None, f"steps {sorted(lost)} were complete at the fault")
-    in_force = [(one["at"], len(one["members"]), one["joined"]) for one in _events(end, "changed")]
+    in_force = [
+        (one["at"], len(one["members"]), one["joined"]) for one in events_of(end, "changed")
+    ]
     first, last = disturbed(scenario, outcome, end, changes)
     for step in range(CHECKPOINT_EVERY, STEPS + 1, CHECKPOINT_EVERY):
         writers = [scenario.world_size]
@@ -273,7 +308,7 @@ def disturbed(
         elif join is not None:
             begin = min(begin, max(join.step, last_step - reach + 1))
     members = changes[-1].members if changes else range(scenario.world_size)
-    in_force = _events(end, "changed")
+    in_force = events_of(end, "changed")
     if set(members) & set(scenario.lost) or (
         changes and not (in_force and len(in_force[-1]["members"]) == len(members))
     ):
@@ -287,7 +322,7 @@ def _lines(outcome: Outcome) -> list[str]:
     return [line for end in outcome.ends for line in end.errors.splitlines()]
 
 
-def _events(end: RankEnd, name: str) -> list[dict[str, Any]]:
+def events_of(end: RankEnd, name: str) -> list[dict[str, Any]]:
     return [event for event in end.events if event["event"] == name]
 
 
@@ -322,7 +357,7 @@ def changes_of(end: RankEnd, world_size: int, begun_with: Sequence[Change] = ())
 def _means(end: RankEnd) -> list[list[int]]:
     """Return the checksums of the means that each parameter was updated with, in their order."""
     means: dict[int, list[int]] = {}
-    for event in _events(end, "mean"):
+    for event in events_of(end, "mean"):
         means.setdefault(event["parameter"], []).append(event["crc"])
     return [means[index] for index in sorted(means)]
 
@@ -331,7 +366,7 @@ def _pause_s(outcome: Outcome, through: list[RankEnd]) -> float | None:
     """Return the longest time after the fault without a step, less a usual one."""
     pauses = []
     for end in through:
-        times = [event["at_s"] for event in _events(end, "step")]
+        times = [event["at_s"] for event in events_of(end, "step")]
         gaps = [(late - early, late) for early, late in pairwise(times)]
         after = [gap for gap, late in gaps if late > outcome.fault_s]
         before = [gap for gap, late in gaps if late <= outcome.fault_s]
