@@ -45,7 +45,8 @@ class ShardedReference(LocalReference):
     """The ranks with the same shard."""
 
     def means(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
-        """Return the mean differences of all nodes."""
+        """Return the mean differences of all nodes; whole parameters are dropped."""
+        reshard(self.models[0].model)  # type: ignore[arg-type]
         found = []
         for name in names:
             own = self.common[name] - self.models[0].get_parameter(name)
@@ -56,10 +57,14 @@ class ShardedReference(LocalReference):
             found.append((name, mean))
         return found
 
-    def end_step(self) -> None:
-        """Do what follows a step of the optimizer; whole parameters are dropped."""
-        reshard(self.models[0].model)  # type: ignore[arg-type]
-        super().end_step()
+    def use(self, means: Sequence[tuple[str, Tensor]], mix: float) -> None:
+        """Move the common values, and mix them in; whole parameters are dropped.
+
+        In other steps torch goes on with those that a forward has left, also stale ones.
+        """
+        if means:
+            reshard(self.models[0].model)  # type: ignore[arg-type]
+        super().use(means, mix)
 
     def synchronize(self) -> None:
         """End the round; whole parameters are dropped."""
