@@ -478,9 +478,13 @@ def _flatten(value: Any) -> list[Tensor]:
 
 
 def _optimizer_state(program: Program, number: int) -> list[Tensor]:
-    """All groups, and the state in the order of its keys."""
+    """All groups, and the state of each parameter.
+
+    Not the order of the state's keys: on a rank that was without data in the first steps it is that
+    of parameters, not of groups, and nothing depends on it.
+    """
     state = program.optimizers[number].state_dict()
-    names = list(state["state"])
+    names = sorted(state["state"])
     by_name = [sorted(state["state"][name].items(), key=lambda one: one[0]) for name in names]
     return [torch.tensor(names), *_flatten(by_name), *_flatten(state["param_groups"])]
 
