@@ -19,7 +19,7 @@ from tests.faults.outcome import Outcome
 from tests.faults.verdict import Problem
 from tests.forked_programs import ForkedPrograms
 
-SEEDS = (12, 28, 46, 6)
+SEEDS = (12, 28, 46, 2247)
 """Two losses, all of them of a node, and one that is stopped; with codecs and without."""
 REPLAYED = 12
 _AT_ONCE = 4

@@ -92,6 +92,16 @@ def train(job: dict[str, Any], rank: int, log: Log) -> None:
         assert change.members[change.rank] == rank
         log.write("changed", **{**asdict(change), "rank": None, "at": step})
 
+        if scenario.get("gathers"):
+            gather()
+
+    def gather() -> None:
+        found = session.gather_integers([rank, step])
+        assert found[session.rank] == [rank, step], found
+        log.write("gathered", found=found)
+        state = session.state_dict()["models"][0]["local_updates"]
+        log.write("saved", crcs=[checksum(one) for one in state["common"].values()])
+
     session.on_membership(changed)
     session.prepare(model, optimizer)
     trigger.watch()
@@ -103,6 +113,8 @@ def train(job: dict[str, Any], rank: int, log: Log) -> None:
         trigger.reach("pushing")
         optimizer.step()
         optimizer.zero_grad()
+        if scenario.get("gathers") and step % 4 == 0:
+            gather()
         if step == scenario["meets_at"]:
             session.synchronize()
         if step >= scenario["step"] + _LATE_STEPS:

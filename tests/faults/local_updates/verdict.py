@@ -12,7 +12,7 @@ from tests.faults.local_updates.scenario import STEPS, LocalScenario
 from tests.faults.outcome import Outcome, RankEnd
 from tests.faults.verdict import Problem
 
-_COMPARED = ("sent", "moved", "mixed", "changed", "digest", "closed")
+_COMPARED = ("sent", "moved", "mixed", "changed", "digest", "closed", "gathered", "saved")
 
 
 def judge(scenario: LocalScenario, outcome: Outcome) -> list[Problem]:
