@@ -324,7 +324,7 @@ class LocalModel:
                 self.step,
             )
         self._rounds.begin()
-        self._change_members()
+        self._change_members(tells=occasion is not Occasion.CLOSE)
 
     def _begin(self, fragments: Sequence[int], occasion: Occasion) -> None:
         """Send this rank's differences of some fragments."""
@@ -385,10 +385,10 @@ class LocalModel:
             self._rounds.mixed(number, share)
         self._known = under_way.known
 
-    def _change_members(self) -> None:
+    def _change_members(self, *, tells: bool = True) -> None:
         """Put new members into force, if all ranks of the last exchange in use knew them."""
         if self._ctx.membership.is_pending and self._known:
-            self._ctx.membership.put_into_force(self._known, self.training_step_of)
+            self._ctx.membership.put_into_force(self._known, self.training_step_of, tells=tells)
 
     def _judge(self, told: Mapping[int, RankReport]) -> None:
         """Check that all ranks were doing the same, before anything is used.

@@ -352,7 +352,9 @@ class Membership:
             f"{len(members)} of {len(before)} ranks go on: {', '.join(map(str, members))})"
         )
 
-    def put_into_force(self, known: Iterable[int], training_step_of: Callable[[int], int]) -> None:
+    def put_into_force(
+        self, known: Iterable[int], training_step_of: Callable[[int], int], *, tells: bool = True
+    ) -> None:
         """Put a membership into force, unless it is; all ranks do it at the end of the same step.
 
         A rank may never hear of a membership that another one follows at once. So one comes into
@@ -361,6 +363,7 @@ class Membership:
         Args:
             known: numbers of the newest memberships that the ranks of a step knew.
             training_step_of: turns a step of the channel into one of training.
+            tells: whether listeners are called: not where no step follows.
         """
         generation, *others = set(known)
         if others or generation <= self.generation:
@@ -377,6 +380,8 @@ class Membership:
                 for one in self.lost[told:]
             )
         self.generation, self.members = generation, agreed.members
+        if not tells:
+            return
         self.tell(
             MembershipChange(
                 generation=generation,

@@ -142,7 +142,8 @@ class Session:
         all members at the end of the same step; on a rank that joins, inside `prepare`. From then
         on `rank` and `world_size` are those of the change. The step has ended, and its update may
         be pending. The callback may read the model and call `gather_integers`; what it raises
-        comes out of `optimizer.step()`. See `docs/going-on.md`.
+        comes out of `optimizer.step()`. With local updates `synchronize()` calls it, too, and of
+        members that change in `close()` it is not told. See `docs/going-on.md`.
 
         Args:
             callback: a function of the change. Several are called in the order of registration.
