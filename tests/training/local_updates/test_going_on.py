@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 import gradlane
 from gradlane.errors import SessionFailedError, UsageError
@@ -21,6 +21,7 @@ from tests.built import needs_core
 from tests.forked_programs import PATIENCE_S, ForkedPrograms
 from tests.training.local_updates.reference import LocalReference
 from tests.training.local_updates.test_training import NAMES, adam, build, loss
+from tests.training.model import ranks
 from tests.training.model.models import seeded
 from tests.training.model.ranks import run_ranks
 from tests.training.model.reference import same_bits, snapshot
@@ -177,6 +178,25 @@ def test_states_after_a_loss() -> None:
 
     found = run_ranks(2, resumed, core=CORE, update=gradlane.Local(steps=4), local="off")
     assert all(same_bits(one, left[0]["common"]) for one in found)
+
+
+def test_keys_are_deleted_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the lost rank's own few: a store outlives many sessions."""
+    stores = [HashStore(), HashStore()]
+    monkeypatch.setattr(ranks, "HashStore", stores.copy().pop)
+    run(1, lambda it: train(it, 9, dies(1, 2, heard_by=3)), local={"steps": 4})
+    monkeypatch.setattr(ranks, "HashStore", stores[:1].pop)
+    update = gradlane.Local(steps=4)
+    run_ranks(
+        WORLD,
+        lambda it: train(it, 9, lambda *_: None),
+        core=CORE,
+        update=update,
+        local="off",
+        going_on=True,
+    )
+    whole, after_a_loss = (store.num_keys() for store in stores)
+    assert after_a_loss - whole <= 5
 
 
 def test_numbers_are_gathered_between_exchanges_and_when_members_change() -> None:

@@ -230,8 +230,11 @@ class LocalModel:
         if shutdown_channel(self._ctx, self.channel, self._watch, self._scope, timeout_s):
             if compares:
                 compare_endings(self._scope, self._agreement, self._replica.shards)
-            # The goodbyes are those of a column's ranks, where the model is sharded.
-            self._scope.delete_keys_if_last()
+            if self._replica.shards > 1:
+                # Goodbyes were heard of the ranks with the same shard alone.
+                self._scope.delete_keys_if_last()
+            else:
+                self._scope.delete_keys()
             self.has_parted = True
 
     def abort(self, reason: str) -> None:
