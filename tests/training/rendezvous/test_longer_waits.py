@@ -53,6 +53,10 @@ class Frozen:
         threading.Event().wait()
         return False
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        threading.Event().wait()
+        return b""
+
 
 def unreachable() -> None:
     with socket.socket() as silent:
