@@ -214,7 +214,7 @@ class LocalModel:
                 self._end_round(Occasion.CLOSE)
             self._ctx.membership.leave_register(self._scope.name)
         except BaseException as error:
-            # Or the program's own, of a callback.
+            # Also another's, such as torch's without memory: the others would wait for a goodbye.
             words = str(error) if isinstance(error, GradlaneError) else repr(error)
             self.abort(f"closed after an error: {words}")
             raise
@@ -274,9 +274,11 @@ class LocalModel:
         self._ctx.membership.refuse_lost("load_state_dict()")
         self._land()
         self._scope.on_poll = self._look_for_all
-        with self._translating("loading a state"):
-            self.step, self._under_way = self._state.load_state_dict(state)
-        self._scope.on_poll = self._look
+        try:
+            with self._translating("loading a state"):
+                self.step, self._under_way = self._state.load_state_dict(state)
+        finally:
+            self._scope.on_poll = self._look
         self._counts = [self.step] * len(self._counts)
 
     # ---- inside

@@ -128,7 +128,7 @@ class OuterExchange:
         numbers = self._wait()
         told = {rank: RankReport.of(one) for rank, one in numbers.items()}
         means, self._lent = self._lent, {}
-        return means, told, [one.generation or 0 for one in numbers.values()]
+        return means, told, [one.generation for one in numbers.values()]
 
     def gather(self, generation: int, size: int, part: bytes) -> dict[int, RankNumbers]:
         """Give a step of the channel to some bytes of all ranks' numbers; nothing is under way.

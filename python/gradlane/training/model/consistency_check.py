@@ -156,10 +156,9 @@ class StatusTensor:
         for rank, (size, kind, _, known, *words) in self._lanes_by_rank():
             part = b"".join(word.to_bytes(_WORD_BYTES, "little") for word in words)
             if known > _GATHER_FLAG:
-                generation = known - _GATHER_FLAG - 1
-                found[rank] = RankNumbers(Gathered(kind), generation, size, part)
+                found[rank] = RankNumbers(Gathered(kind), known - _GATHER_FLAG - 1, size, part)
             else:
-                found[rank] = RankNumbers(Gathered.NONE, None, size, part)
+                found[rank] = RankNumbers(Gathered.NONE, 0, size, part)
         return found
 
     def _lanes_by_rank(self) -> list[tuple[int, list[int]]]:

@@ -70,7 +70,7 @@ class MemberNumbers:
         while any(rank not in found for rank in membership.members):
             # A member was lost; soon all others know who goes on.
             found = self._gather_part(0, b"", step)
-            known = [one.generation or 0 for one in found.values()]
+            known = [one.generation for one in found.values()]
             membership.put_into_force(known, self._training_step_of)
         return [list(map(int, json.loads(texts[rank]))) for rank in membership.members]
 

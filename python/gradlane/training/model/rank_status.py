@@ -68,12 +68,12 @@ class RankNumbers:
 
     Attributes:
         kind: what the rank exchanges them for.
-        generation: number of the newest membership that the rank knows; None: it trains a step.
+        generation: number of the newest membership that the rank knows; 0 where it trains a step.
         size: how many bytes its numbers have.
         part: those bytes that travelled this time.
     """
 
     kind: Gathered
-    generation: int | None
+    generation: int
     size: int
     part: bytes
