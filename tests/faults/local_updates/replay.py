@@ -55,7 +55,7 @@ def replay(
         elif kind == "moved":
             run.move(event["index"], event["crc"], step)
         elif kind == "mixed":
-            run.mix(event["index"], event["share"])
+            reference.mix_in(names[event["index"]], event["share"])
         elif kind == "changed":
             run.change(sets.index(tuple(event["members"])))
         elif kind == "closed":
@@ -122,14 +122,6 @@ class _Run:
                 return
         possible = self._sets[self._least :]
         raise ReplayError(f"step {step}: the move of parameter {index} is over none of {possible}")
-
-    @torch.no_grad()
-    def mix(self, index: int, share: float) -> None:
-        """Give all ranks a share of a common value."""
-        common = self._reference.common[self._names[index]]
-        for model in self._reference.models:
-            own = model.get_parameter(self._names[index])
-            own.copy_(common if share == 1 else torch.lerp(own, common, share))
 
     def change(self, number: int) -> None:
         """Have all later exchanges be over these members, or fewer."""

@@ -91,11 +91,15 @@ class LocalReference:
         """Move the common values, and mix them in."""
         for name, mean in means:
             self.move(name, mean)
-            for model in self.models:
-                own = model.get_parameter(name)
-                own.copy_(
-                    self.common[name] if mix == 1 else torch.lerp(own, self.common[name], mix)
-                )
+            self.mix_in(name, mix)
+
+    @torch.no_grad()
+    def mix_in(self, name: str, share: float) -> None:
+        """Give all ranks a share of a common value."""
+        common = self.common[name]
+        for model in self.models:
+            own = model.get_parameter(name)
+            own.copy_(common if share == 1 else torch.lerp(own, common, share))
 
     def move(self, name: str, mean: Tensor) -> None:
         """Move one common value."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,9 @@ DEAD = "the loss is not a number"
 Hook = Callable[[Any, int], None]
 
 
-def train(session: Any, steps: int, before: Hook, *, number: int | None = None) -> dict[str, Any]:
+def train(session: Any, steps: int, before: Hook) -> dict[str, Any]:
     """Train, with `before(session, step)` before each step of the optimizer, and meet."""
-    number = session.rank if number is None else number
+    number = session.rank
     model = seeded(build, 7 + number)
     optimizer = adam(model)
     session.prepare(model, optimizer)
@@ -182,10 +181,10 @@ def test_states_after_a_loss() -> None:
 
 def test_keys_are_deleted_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the lost rank's own few: a store outlives many sessions."""
-    stores = [HashStore(), HashStore()]
-    monkeypatch.setattr(ranks, "HashStore", stores.copy().pop)
+    after_a_loss, whole = HashStore(), HashStore()
+    monkeypatch.setattr(ranks, "HashStore", lambda: after_a_loss)
     run(1, lambda it: train(it, 9, dies(1, 2, heard_by=3)), local={"steps": 4})
-    monkeypatch.setattr(ranks, "HashStore", stores[:1].pop)
+    monkeypatch.setattr(ranks, "HashStore", lambda: whole)
     update = gradlane.Local(steps=4)
     run_ranks(
         WORLD,
@@ -195,8 +194,7 @@ def test_keys_are_deleted_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
         local="off",
         going_on=True,
     )
-    whole, after_a_loss = (store.num_keys() for store in stores)
-    assert after_a_loss - whole <= 5
+    assert after_a_loss.num_keys() - whole.num_keys() <= 5
 
 
 def test_numbers_are_gathered_between_exchanges_and_when_members_change() -> None:
@@ -252,11 +250,17 @@ def test_an_epoch_goes_on_with_the_rest_of_the_data() -> None:
 def test_a_loss_is_noted_in_the_step_of_an_exchange_that_this_rank_has_not_begun() -> None:
     """The others are in it, and wait."""
     late, victim, seen = 0, 1, {}
+    sessions: dict[int, Any] = {}
+
+    def waits_in_its_third_exchange(session: Any) -> bool:
+        local = session._models.local
+        return local._exchange.step == 3 and local._under_way is not None
 
     def before(session: Any, step: int) -> None:
+        sessions.setdefault(session.rank, session)
         if session.rank == victim and session.world_size == WORLD and step == 12:
-            # The others are in the exchange after step 12 by then.
-            time.sleep(0.5)
+            others = [sessions[rank] for rank in range(WORLD) if rank not in (late, victim)]
+            assert eventually(lambda: all(map(waits_in_its_third_exchange, others)), 60.0)
             raise ArithmeticError(DEAD)
         if session.rank == late and step == 12:
             assert eventually(lambda: bool(session.metrics()["lost"]), 60.0)
@@ -269,11 +273,17 @@ def test_a_loss_is_noted_in_the_step_of_an_exchange_that_this_rank_has_not_begun
 
 @pytest.mark.parametrize("codec", [None, "topk:ratio=0.1"])
 def test_a_rank_that_is_lost_while_all_load_a_state_ends_them(codec: str | None) -> None:
+    sessions: dict[int, Any] = {}
+
+    def waits_for_all(session: Any) -> bool:
+        return session._models.local._state._barrier._number > 0  # type: ignore[no-any-return]
+
     def body(session: Any) -> None:
+        sessions[session.rank] = session
         train(session, 4, lambda *_: None)
         state = session.state_dict()
         if session.rank == 1:
-            time.sleep(0.2)
+            assert eventually(lambda: waits_for_all(sessions[0]) and waits_for_all(sessions[2]))
             raise ArithmeticError(DEAD)
         session.load_state_dict(state)
 
