@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from gradlane.lab.cluster.fork_server import ForkedProgram, running_fork_server
@@ -25,6 +25,18 @@ SOURCES = {
 }
 PATIENCE_S = 240.0
 """For a program to start or to end: starved processes take minutes, and pytest waits for 300 s."""
+
+
+def rank_environments(world_size: int, local_size: int) -> list[dict[str, str]]:
+    """Return what a launcher tells each rank of its place, by rank."""
+    return [
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % local_size),
+            "LOCAL_WORLD_SIZE": str(local_size),
+        }
+        for rank in range(world_size)
+    ]
 
 
 class ForkedPrograms:
@@ -110,27 +122,51 @@ class ForkedPrograms:
             timeout_s: for each of them.
             modules: that are loaded once for all programs.
         """
-        names = [f"{folder}-{uuid.uuid4().hex}" for _ in environments]
-        printed = [folder / f"output-{index}" for index in range(len(names))]
-        errors = [folder / f"errors-{index}" for index in range(len(names))]
-        for index, name in enumerate(names):
-            self.start(
+        started = self.start_all(folder, program, arguments, environments, modules)
+        codes = self.wait_all(started, timeout_s)
+        paths = [folder / f"errors-{index}" for index in range(len(codes))]
+        assert codes == [0] * len(codes), "\n".join(path.read_text() for path in paths)
+        return [(folder / f"output-{index}").read_text() for index in range(len(codes))]
+
+    def start_all(
+        self,
+        folder: Path,
+        program: str,
+        arguments: list[str],
+        environments: list[dict[str, str]],
+        modules: Sequence[str] = (),
+    ) -> dict[str, int]:
+        """Start a program once for each environment; returns their process ids by name.
+
+        They print to `output-0`, `output-1` and so on in the folder, and to `errors-0`. Arguments
+        are those of `run_all`.
+        """
+        started = {}
+        for index, environment in enumerate(environments):
+            name = f"{folder}-{uuid.uuid4().hex}"
+            started[name] = self.start(
                 name,
                 program=program,
                 arguments=arguments,
-                output=str(printed[index]),
-                errors=str(errors[index]),
-                environment=environments[index],
+                output=str(folder / f"output-{index}"),
+                errors=str(folder / f"errors-{index}"),
+                environment=environment,
                 modules=modules,
             )
+        return started
+
+    def wait_all(self, names: Iterable[str], timeout_s: float = PATIENCE_S) -> list[int]:
+        """Return the exit statuses of programs; where one takes too long, all are killed.
+
+        Raises:
+            TimeoutExpired: one runs longer.
+        """
         try:
-            codes = [self.wait(name, timeout_s) for name in names]
+            return [self.wait(name, timeout_s) for name in names]
         except subprocess.TimeoutExpired:
             for name in names:
                 self._programs[name].kill()
             raise
-        assert codes == [0] * len(codes), "\n".join(path.read_text() for path in errors)
-        return [path.read_text() for path in printed]
 
     def close(self) -> None:
         """End the programs that still run."""

@@ -24,8 +24,9 @@ from gradlane.lab.cluster.privilege import why_no_namespaces
 from tests.faults.campaign import Campaign, Result
 from tests.faults.going_on import scenario as going_on
 from tests.faults.going_on import starting
-from tests.faults.going_on.campaign import GoingOnCampaign, LocalCampaign, StartingCampaign
+from tests.faults.going_on.campaign import GoingOnCampaign, StartingCampaign
 from tests.faults.local_updates import scenario as local_updates
+from tests.faults.local_updates.campaign import LocalCampaign
 from tests.faults.local_updates.scenario import EXCHANGING
 from tests.faults.on_options import scenario as on_options
 from tests.faults.on_options.campaign import OptionsCampaign

@@ -11,8 +11,8 @@ import pytest
 
 from gradlane.lab.cluster.privilege import why_no_namespaces
 from tests.built import needs_core
-from tests.faults.going_on.campaign import LocalCampaign
 from tests.faults.going_on.scenario import GoingOnScenario
+from tests.faults.local_updates.campaign import LocalCampaign
 from tests.faults.local_updates.scenario import FAULTS, STEPS, LocalScenario, draw
 from tests.faults.local_updates.verdict import judge
 from tests.faults.outcome import Outcome

@@ -18,9 +18,6 @@ from tests.faults.going_on.scenario import (
     draw,
 )
 from tests.faults.going_on.verdict import bound_s, judge, took_part
-from tests.faults.local_updates import scenario as local_updates
-from tests.faults.local_updates.scenario import LocalScenario
-from tests.faults.local_updates.verdict import judge as judge_local
 from tests.faults.outcome import Outcome, complete_checkpoints
 from tests.faults.scenario import (
     SILENCE_TIMEOUT_S,
@@ -114,24 +111,6 @@ class StartingCampaign(GoingOnCampaign):
     def draw(self, seed: int) -> GoingOnScenario:
         """Draw a scenario."""
         return starting.draw(seed)
-
-
-class LocalCampaign(GoingOnCampaign):
-    """Runs faults of local updates that go on."""
-
-    program = "tests.faults.local_updates.rank_program"
-    steps = local_updates.STEPS
-
-    def draw(self, seed: int) -> LocalScenario:
-        """Draw a scenario."""
-        return local_updates.draw(seed)
-
-    def judge(
-        self, scenario: GoingOnScenario, outcome: Outcome, checkpoint: Path
-    ) -> tuple[list[Problem], float | None]:
-        """Return problems; how long steps take tells nothing of exchanges."""
-        assert isinstance(scenario, LocalScenario)
-        return judge_local(scenario, outcome), None
 
 
 def _follow(run: Run, folder: Path, scenario: GoingOnScenario, second: Second) -> None:

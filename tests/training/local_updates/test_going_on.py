@@ -15,9 +15,11 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 import gradlane
 from gradlane.errors import SessionFailedError, UsageError
 from gradlane.training.core import load_core
+from gradlane.training.local_updates.outer_exchange import OuterExchange
+from gradlane.training.model.barrier import Barrier
 from gradlane.training.rendezvous.membership import MembershipChange
 from tests.built import needs_core
-from tests.forked_programs import PATIENCE_S, ForkedPrograms
+from tests.forked_programs import PATIENCE_S, ForkedPrograms, rank_environments
 from tests.training.local_updates.reference import LocalReference
 from tests.training.local_updates.test_training import NAMES, adam, build, loss
 from tests.training.model import ranks
@@ -247,20 +249,24 @@ def test_an_epoch_goes_on_with_the_rest_of_the_data() -> None:
     assert set(of_others) | set(by_rank[1]) == set(range(96))
 
 
-def test_a_loss_is_noted_in_the_step_of_an_exchange_that_this_rank_has_not_begun() -> None:
+def test_a_loss_is_noted_in_the_step_of_an_exchange_that_this_rank_has_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The others are in it, and wait."""
     late, victim, seen = 0, 1, {}
-    sessions: dict[int, Any] = {}
+    waits: list[int] = []
+    wait = OuterExchange.wait
 
-    def waits_in_its_third_exchange(session: Any) -> bool:
-        local = session._models.local
-        return local._exchange.step == 3 and local._under_way is not None
+    def noted_wait(exchange: OuterExchange) -> Any:
+        waits.append(exchange.step)
+        return wait(exchange)
+
+    monkeypatch.setattr(OuterExchange, "wait", noted_wait)
 
     def before(session: Any, step: int) -> None:
-        sessions.setdefault(session.rank, session)
         if session.rank == victim and session.world_size == WORLD and step == 12:
-            others = [sessions[rank] for rank in range(WORLD) if rank not in (late, victim)]
-            assert eventually(lambda: all(map(waits_in_its_third_exchange, others)), 60.0)
+            # The others are in the exchange after step 12.
+            assert eventually(lambda: waits.count(3) == WORLD - 2, 60.0)
             raise ArithmeticError(DEAD)
         if session.rank == late and step == 12:
             assert eventually(lambda: bool(session.metrics()["lost"]), 60.0)
@@ -272,18 +278,23 @@ def test_a_loss_is_noted_in_the_step_of_an_exchange_that_this_rank_has_not_begun
 
 
 @pytest.mark.parametrize("codec", [None, "topk:ratio=0.1"])
-def test_a_rank_that_is_lost_while_all_load_a_state_ends_them(codec: str | None) -> None:
-    sessions: dict[int, Any] = {}
+def test_a_rank_that_is_lost_while_all_load_a_state_ends_them(
+    codec: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[Barrier] = []
+    all_here = Barrier.all_here
 
-    def waits_for_all(session: Any) -> bool:
-        return session._models.local._state._barrier._number > 0  # type: ignore[no-any-return]
+    def noted_wait(barrier: Barrier, *words: str) -> list[str]:
+        waits.append(barrier)
+        return all_here(barrier, *words)
+
+    monkeypatch.setattr(Barrier, "all_here", noted_wait)
 
     def body(session: Any) -> None:
-        sessions[session.rank] = session
         train(session, 4, lambda *_: None)
         state = session.state_dict()
         if session.rank == 1:
-            assert eventually(lambda: waits_for_all(sessions[0]) and waits_for_all(sessions[2]))
+            assert eventually(lambda: len(waits) == 2, 60.0)
             raise ArithmeticError(DEAD)
         session.load_state_dict(state)
 
@@ -352,20 +363,9 @@ def test_processes_are_killed(
     }
     path = tmp_path / "job.json"
     path.write_text(json.dumps(job))
-    for rank in range(world_size):
-        programs.start(
-            f"{tmp_path}-{rank}",
-            program="tests.training.local_updates.going_rank",
-            arguments=[str(path)],
-            output=str(tmp_path / f"output-{rank}"),
-            errors=str(tmp_path / f"errors-{rank}"),
-            environment={
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank % local_size),
-                "LOCAL_WORLD_SIZE": str(local_size),
-            },
-        )
-    codes = [programs.wait(f"{tmp_path}-{rank}", PATIENCE_S) for rank in range(world_size)]
+    environments = rank_environments(world_size, local_size)
+    program = "tests.training.local_updates.going_rank"
+    codes = programs.wait_all(programs.start_all(tmp_path, program, [str(path)], environments))
     lost = [victim // local_size == rank // local_size for rank in range(world_size)]
     errors = [(tmp_path / f"errors-{rank}").read_text() for rank in range(world_size)]
     assert [code != 0 for code in codes] == lost, errors

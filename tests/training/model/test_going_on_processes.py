@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 
 from tests.built import needs_core
-from tests.forked_programs import ForkedPrograms
+from tests.forked_programs import ForkedPrograms, rank_environments
 from tests.training.model.going_rank import Model, loss_of, mean_over, optimizer_of
 
 pytestmark = needs_core
@@ -83,28 +83,18 @@ class Run:
             },
         }
         path.write_text(json.dumps(job))
-        names = {rank: f"{folder}-{rank}" for rank in range(world_size)}
-        pids: dict[int, int] = {}
+        pids: list[int] = []
         lost = {rank // local_size for rank in ends}
-        self.survivors = [rank for rank in names if rank // local_size not in lost]
+        self.survivors = [rank for rank in range(world_size) if rank // local_size not in lost]
         self.left_behind = [
-            rank for rank in names if rank not in ends and rank not in self.survivors
+            rank for rank in range(world_size) if rank not in ends and rank not in self.survivors
         ]
         """Ranks of the victims' nodes, which end with them."""
         try:
-            for rank, name in names.items():
-                pids[rank] = programs.start(
-                    name,
-                    program="tests.training.model.going_rank",
-                    arguments=[str(path)],
-                    output=str(folder / f"output-{rank}"),
-                    errors=str(folder / f"errors-{rank}"),
-                    environment={
-                        "RANK": str(rank),
-                        "LOCAL_RANK": str(rank % local_size),
-                        "LOCAL_WORLD_SIZE": str(local_size),
-                    },
-                )
+            environments = rank_environments(world_size, local_size)
+            program = "tests.training.model.going_rank"
+            started = programs.start_all(folder, program, [str(path)], environments)
+            names, pids = list(started), list(started.values())
             if kill_after_s is not None:
                 time.sleep(kill_after_s)
                 for rank in ends:
@@ -116,10 +106,10 @@ class Run:
                 for rank in (*self.survivors, *self.left_behind)
             }
         finally:
-            for pid in pids.values():
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        self.errors = {rank: (folder / f"errors-{rank}").read_text() for rank in names}
+        self.errors = {rank: (folder / f"errors-{rank}").read_text() for rank in range(world_size)}
         self.results: dict[int, dict[str, Any]] = {
             rank: torch.load(folder / f"rank-{rank}.pt")
             for rank in self.survivors

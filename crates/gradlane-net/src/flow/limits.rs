@@ -142,13 +142,12 @@ mod tests {
 
     const EVEN: Ends = Ends { own: 3, busier: 3 };
 
+    fn path(delivery_bytes_per_s: u64, min_rtt_us: u32) -> PathEstimate {
+        PathEstimate { delivery_bytes_per_s, min_rtt_us, acknowledged_bytes: 0 }
+    }
+
     #[test]
     fn short_slow_paths_get_the_floor_and_long_ones_twice_their_product() {
-        let path = |delivery_bytes_per_s, min_rtt_us| PathEstimate {
-            delivery_bytes_per_s,
-            min_rtt_us,
-            acknowledged_bytes: 0,
-        };
         let least = BufferSizes { held_bytes: HELD_MIN_BYTES, unsent_bytes: 65_536 };
         let target = |path| buffer_sizes(least, path, EVEN).held_bytes;
         assert_eq!(target(path(16_000_000, 50)), HELD_MIN_BYTES + 1_600);
@@ -158,11 +157,7 @@ mod tests {
 
     #[test]
     fn fast_connections_hold_what_lasts_for_a_while() {
-        let path = PathEstimate {
-            delivery_bytes_per_s: 500_000_000,
-            min_rtt_us: 100,
-            acknowledged_bytes: 0,
-        };
+        let path = path(500_000_000, 100);
         let least = BufferSizes { held_bytes: HELD_MIN_BYTES, unsent_bytes: 65_536 };
         let held_bytes = 100_000 + 1_500_000;
         let expected = BufferSizes { held_bytes, unsent_bytes: 500_000 };
@@ -174,11 +169,7 @@ mod tests {
 
     #[test]
     fn workers_that_meet_at_a_server_hold_no_more_than_the_floor() {
-        let path = PathEstimate {
-            delivery_bytes_per_s: 125_000_000,
-            min_rtt_us: 10,
-            acknowledged_bytes: 0,
-        };
+        let path = path(125_000_000, 10);
         let least = BufferSizes { held_bytes: HELD_MIN_BYTES, unsent_bytes: 65_536 };
         let held = |own, busier| buffer_sizes(least, path, Ends { own, busier }).held_bytes;
         assert_eq!(held(4, 4), 2_500 + 375_000, "the server");
